@@ -122,7 +122,17 @@ def _place(name: str, program: Program) -> int:
 
 
 def _held(parameter: Parameter, row: int, program: Program) -> dict[str, Any]:
-    """The shape of a parameter of the model and its cut; for a row of a stack, the stack and the cut of its rows."""
+    """The shape of a parameter of the model and its cut; for one in a stack, the stack and the cut of its rows."""
+    if parameter.members:
+        _, first, count = parameter.members[row]
+        dims = (Layout.replicated((count,)).dims[0], *parameter.type.layout.dims[1:])
+        own = replace(parameter.type, layout=replace(parameter.type.layout, dims=dims))
+        rows = _layout(Layout((parameter.type.layout.dims[0],)), program)
+        return {
+            "shape": list(own.shape),
+            **_typed(own, program),
+            "stack": {"name": parameter.name, "rows": rows, "row": first, "count": count},
+        }
     if not parameter.stacked:
         return {"shape": list(parameter.holds or parameter.type.shape), **_typed(parameter.type, program)}
     rows, *dims = parameter.type.layout.dims

@@ -173,6 +173,9 @@ class Weights:
             parts.append("sparse=True")
         if parameter.stacked:
             parts.append("stacked=True")
+        if parameter.members:
+            tables = (f"({literal(name)}, {first}, {rows})" for name, first, rows in parameter.members)
+            parts.append(f"members=({', '.join(tables)},)")
         if parameter.aliases:
             parts.append(f"aliases={strings(parameter.aliases)}")
         return f"Shard({', '.join(parts)})"

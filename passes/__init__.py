@@ -203,10 +203,10 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="tables",
         label="Tables cut",
-        does="embedding tables are cut by rows or columns over dp, cp and ep, and vectors are exchanged",
+        does="embedding tables are cut over dp, cp and ep, or each lies whole on one rank; vectors are exchanged",
         requires=("layouts",),
         ensures=("tables",),
-        options=("zero", "pins", "optimizer", "group", "cut_tables"),
+        options=("zero", "pins", "optimizer", "group", "cut_tables", "stacks"),
         optional=True,
     ),
     Pass(

@@ -34,6 +34,8 @@ from partc.rules import OpRule, placements
 from partc.rules.tried import rule_of
 from partc.sharding.choices import batch_axes
 
+_BAGS = frozenset({"bag_sum", "bag_max"})
+
 
 def batch(program: Program) -> Program:
     """Choose every operation's factor on the batch axes, and set every value's layout there.
@@ -113,7 +115,8 @@ class _Walk:
     def run(self) -> Program:
         entries = set(self.program.batch_entries)
         for name in self.program.inputs:
-            self.values[name] = Shard(0) if name in entries else Varying()
+            whole = name not in entries or (name in self.summed and _is_list(self.program.step_input(name)))
+            self.values[name] = Varying() if whole else Shard(0)
         calls = tuple(self._call(call) for call in self.program.calls)
         values = tuple(
             replace(value, type=self._typed(value.type, self.values[value.name], value.name, None))
@@ -155,6 +158,7 @@ class _Walk:
         ops = []
         for op in region.forward.ops:
             rule = rule_of(op, types)
+            self._check_bags(op, [placed[name] for name in op.refs()])
             choices = self._choices(op, rule, [placed[name] for name in op.refs()], arguments)
             op = replace(op, choices=choices)
             made = self._results(op, rule)
@@ -199,14 +203,29 @@ class _Walk:
                 self.demanded.add(arguments[names[index]])
         return tuple(Choice(axis=axis, factor=None) for axis in self.axes)
 
+    def _check_bags(self, op: Op, given: list[Placement]) -> None:
+        """Raise PartcError P0402 if the batch is taken for one of ids, where bags are its examples."""
+        if op.name in _BAGS and op.result.type.shape[0] != self.batch and isinstance(given[0], Shard):
+            first = self.program.batch_entries[0]
+            raise PartcError(
+                "P0402",
+                f"bags begin at offsets in {first!r}, which is taken for a batch of {self.batch} examples",
+                help="the first entry of batch() tells the number of examples: put one before the ids that has "
+                f"{op.result.type.shape[0]} rows, a row for each bag",
+                source=op.source,
+            )
+
     def _copies(self, op: Op, rule: OpRule) -> str | None:
-        """The factor of an expand that copies one row for every example: each rank makes its own copies."""
-        shape = op.results[0].type.shape if op.name == "expand" else ()
+        """The factor of an operation that makes an example of operands that all have: each rank makes its own.
+
+        An expand copies one row for every example, and bags are sums and maxima of rows.
+        """
+        shape = op.results[0].type.shape if op.name == "expand" or op.name in _BAGS else ()
         if not shape or shape[0] != self.batch or not rule.results[0][0]:
             return None
         factor = rule.results[0][0][0]
         carried = any(factor in names for dims in rule.operands for names in dims)
-        return None if carried else factor
+        return None if carried and op.name == "expand" else factor
 
     def _results(self, op: Op, rule: OpRule | None) -> tuple[Placement, ...]:
         if rule is None:
@@ -226,6 +245,11 @@ class _Walk:
                 source=op.source if op else None,
             )
         return replace(type, layout=layout)
+
+
+def _is_list(type: TensorType) -> bool:
+    """Whether an entry of the batch is a list of integers, such as offsets, which every rank can have whole."""
+    return len(type.shape) == 1 and type.dtype not in FLOATING
 
 
 def _factor_at(rule: OpRule, operand: int, placement: Shard) -> tuple[str, int] | None:

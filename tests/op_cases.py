@@ -99,6 +99,10 @@ def _linear_cross_entropy_backward(
     return (grad.unsqueeze(-1) * spread) @ w
 
 
+def _bounds(starts: Tensor, ends: Tensor) -> list[tuple[int, int]]:
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "reshape": torch.reshape,
     "permute": torch.permute,
@@ -120,6 +124,18 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "attention_backward": _attention_backward,
     "expert_matmul": lambda x, experts, w: torch.einsum("si,sio->so", x, w[experts]),
     "expert_rows": lambda experts, w: w[experts],
+    "bag_sum": lambda x, starts, ends: torch.stack([x[i:j].sum(0) for i, j in _bounds(starts, ends)]),
+    "bag_max": lambda x, starts, ends: torch.stack(
+        [x[i:j].amax(0) if j > i else x[:0].sum(0) for i, j in _bounds(starts, ends)]
+    ),
+    "bag_sum_grad": lambda g, starts, ends, count: sum(
+        F.pad(each.expand(j - i, -1), (0, 0, i, count - j))
+        for each, (i, j) in zip(g, _bounds(starts, ends), strict=True)
+    ),
+    "bag_max_grad": lambda g, x, starts, ends: sum(
+        F.pad(F.one_hot(x[i:j].argmax(0), j - i).T * each, (0, 0, i, len(x) - j)) if j > i else torch.zeros_like(x)
+        for each, (i, j) in zip(g, _bounds(starts, ends), strict=True)
+    ),
     "embedding": lambda w, ids: F.embedding(ids, w),
     "mask_classes": lambda x, n: torch.cat([x[..., : max(n, 0)], torch.full_like(x[..., max(n, 0) :], -math.inf)], -1),
     "cross_entropy": _cross_entropy,
@@ -268,6 +284,10 @@ def product_cases() -> list[Case]:
     found += [case("expert_matmul_grad_rows", normal(12, 18), torch.arange(12) % 3, normal(4, 6, 18))]
     found += [case("expert_matmul", normal(12, 6), torch.arange(12) % 3, normal(4, 6, 18))]
     found += [case("expert_rows", torch.arange(12) % 3, normal(4, 6))]
+    starts, ends = torch.tensor([0, 0, 3, 3, 8, 11]), torch.tensor([0, 3, 3, 8, 11, 12])
+    found += [case("bag_sum", normal(13, 6), starts, ends), case("bag_max", normal(13, 6), starts, ends)]
+    found += [case("bag_sum_grad", normal(6, 4), starts, ends, 13)]
+    found += [case("bag_max_grad", normal(6, 4), normal(13, 4), starts, ends)]
     found += [case("mm", normal(6, 4), normal(4, 6)), case("bmm", normal(6, 4, 3), normal(6, 3, 4))]
     found += [
         case("mv", normal(6, 4), normal(4)),

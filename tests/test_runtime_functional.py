@@ -270,3 +270,26 @@ def test_pairs_of_indices_choose_and_add_as_torch_does() -> None:
     assert torch.equal(functional.index_pairs_add(x, 1, first, second, values), expected)
     with pytest.raises(IndexError, match="out of bounds"):
         functional.index_pairs(x, 1, first + 1, second)
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_bags_that_begin_at_offsets(mode: str) -> None:
+    """Empty bags, equal rows of a bag, and rows behind the last bag; and ranks that have some of the bags."""
+    table, ids = torch.randn(9, 4, dtype=F64), torch.tensor([3, 3, 1, 8, 0, 2, 2, 5, 7, 7])
+    rows = table[ids].requires_grad_()
+    bounds = torch.tensor([0, 0, 2, 5, 5, 9])
+    starts, ends = bounds[:-1], bounds[1:]
+    expected = F.embedding_bag(torch.arange(9), rows, starts, mode=mode)
+    grad = torch.randn(5, 4, dtype=F64)
+    expected.backward(grad)
+    forward = {"sum": functional.bag_sum, "max": functional.bag_max}[mode]
+    made, found = torch.empty(0, 4, dtype=F64), torch.zeros_like(rows)
+    for some in (slice(0, 2), slice(2, 5)):
+        part = rows.detach(), starts[some], ends[some]
+        made = torch.cat((made, forward(*part)))
+        if mode == "sum":
+            found += functional.bag_sum_grad(grad[some], *part[1:], len(ids))
+        else:
+            found += functional.bag_max_grad(grad[some], *part)
+    close(made, expected.detach())
+    close(found, rows.grad)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,6 +97,73 @@ def test_a_large_recommender_holds_its_share_of_the_tables() -> None:
     share = 8 * (1 << 23) * 64 * 4 // 8
     assert share <= package.memory.worst.categories["parameters"] < 1.01 * share
     assert package.memory.worst.peak < 6 * share  # parameters, gradients, two moments, and the largest update
+
+
+RAGGED = Path(__file__).parent / "models" / "ragged.py"
+CUT = {
+    "rows": ("*.weight=[@dp, _]",),
+    "columns": ("words.weight=[_, @dp]", "users.weight=[_, @dp]", "weighted.weight=[@dp, _]"),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("mesh", "mode", "how"),
+    [
+        ("dp=2", "sum", {"sparse": 1, "last": 1, "microbatches": 2, "group": ["w*.weight:optimizer=rowwise_adagrad"]}),
+        ("dp=2", "mean", {"last": 1, "shard": "rows", "microbatches": 2}),
+        ("dp=4", "mean", {"shard": "columns", "zero": 3}),
+        ("dp=2,ep=2", "max", {"sparse": 1, "group": ["weighted.weight:optimizer=sparseadam"]}),
+        ("dp=2,tp=2", "max", {"shard": "columns", "microbatches": 2}),
+        ("pp=2,dp=2", "sum", {"sparse": 1, "optimizer": "adagrad", "microbatches": 2, "recompute": "full"}),
+    ],
+)
+def test_bags_that_begin_at_offsets_equal_one_device(mesh: str, mode: str, how: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"mode": mode} | {name: how[name] for name in ("sparse", "last") if name in how}
+    given = {name: value for name, value in how.items() if name not in options}
+    if "shard" in given:
+        given["shard"] = [pin for pin in CUT[given["shard"]] if mode != "max" or "@dp, _" not in pin]
+    package = partc.compile(RAGGED, mesh=mesh, precision="fp64", options=options, **given)
+    tables = [item for item in package.program.parameters if len(item.type.shape) == 2 and "op" not in item.name[1:3]]
+    cut = [item.name for item in tables if "dp" in item.type.layout.sharded_axes]
+    assert cut or not ("shard" in how or "group" in how)
+    result = package.verify(steps=3)
+    assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
+
+
+def test_ids_before_the_examples_are_refused_with_the_order_that_helps() -> None:
+    batch = {"ids": torch.randint(9, (40,)), "offsets": torch.arange(0, 40, 5), "target": torch.randn(8)}
+    with pytest.raises(partc.PartcError, match=r"P0402.*batch of 40 examples"):
+        partc.compile(Ragged(), batch, loss=ragged_error, mesh="dp=2")
+    partc.compile(Ragged(), {"target": batch["target"], **batch}, loss=ragged_error, mesh="dp=2")
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_gradients_that_are_divided_by_frequencies_are_refused(bags: bool) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = (nn.EmbeddingBag if bags else nn.Embedding)(9, 4, scale_grad_by_freq=True)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids)
+
+    ids = {"ids": torch.randint(9, (8, 2))}
+    with pytest.raises(partc.PartcError, match=r"P0402.*scale_grad_by_freq"):
+        partc.compile(Scaled(), ids, loss=lambda model, batch: model(batch["ids"]).square().mean(), mesh="dp=2")
+
+
+class Ragged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(9, 4)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.words(ids, offsets).sum(1)
+
+
+def ragged_error(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["ids"], batch["offsets"]), batch["target"])
 
 
 class Large(nn.Module):

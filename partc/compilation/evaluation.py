@@ -88,6 +88,7 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
     pins = tuple(_pin(parameter) for parameter in training.parameters)
     known = {**options.for_passes, "pins": pins, "held_by": training.holders()}
     known["cut_tables"] = {item.name: cut for item in training.parameters if (cut := table_cut(item, training.sizes))}
+    known["stacks"] = tuple(item for item in training.parameters if item.members)
     try:
         finished = forward_only(traced, known)[-1].program
     except PartcError as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 from partc.ir.operators import DTYPES
 from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Program, Ref
 from partc.ir.scans import scan_of
+from partc.runtime.ops import bags
 
 
 def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -183,6 +184,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "combine": lambda x, order, grouped, counts, axis: x[order.argsort()],
     "divide_rows": lambda x, counts, shares: x.split(counts[1].view(-1, len(shares)).sum(0).tolist()),
     "join_rows": lambda parts, counts, shares: torch.cat(parts),
+    **{name: getattr(bags, name) for name in ("bag_max", "bag_max_grad", "bag_sum", "bag_sum_grad")},
     "expert_rows": lambda experts, w, groups=1: w[experts],
     "expert_matmul": lambda x, experts, w, groups=1: torch.einsum("si,sio->so", x, w[experts]),
     "sum": lambda x, dims, keepdim: x.sum(dims, keepdim) if dims else x,

@@ -174,6 +174,29 @@ def _define_experts() -> None:
     )
 
 
+def _define_bags() -> None:
+    """Reductions of bags of rows; bag b has the rows from starts[b] to ends[b]."""
+    bags = "Tensor starts, Tensor ends"
+    _operator(
+        "bag_sum_grad",
+        f"(Tensor g, {bags}, int count) -> Tensor",
+        lambda g, starts, ends, count: g.new_empty([count, g.shape[1]]),
+    )
+    _operator(
+        "bag_sum",
+        f"(Tensor x, {bags}) -> Tensor",
+        lambda x, starts, ends: x.new_empty([starts.shape[0], x.shape[1]]),
+        lambda g, a, r: [_ops.bag_sum_grad(g[0], a[1], a[2], a[0].shape[0])],
+    )
+    _operator("bag_max_grad", f"(Tensor g, Tensor x, {bags}) -> Tensor", lambda g, x, starts, ends: _like(x))
+    _operator(
+        "bag_max",
+        f"(Tensor x, {bags}) -> Tensor",
+        lambda x, starts, ends: x.new_empty([starts.shape[0], x.shape[1]]),
+        lambda g, a, r: [_ops.bag_max_grad(g[0], *a)],
+    )
+
+
 def _define_random() -> None:
     _operator("dropout_backward", "(Tensor g, Tensor kept, float p) -> Tensor", lambda g, kept, p: _like(g))
     _operator(
@@ -438,6 +461,7 @@ _define_collectives()
 _define_matmuls()
 _define_experts()
 _define_rows_by_table()
+_define_bags()
 _define_random()
 _define_composites()
 _define_own_gradients()

@@ -243,6 +243,7 @@ class _TextReader:
             rf"(?: gather\(([\w,]+)\) zero (\d))?"
             r"(?: near\(([\w,]+)\))?(?: wire\((\w+)\))?(?: compress\((\w+)\))?"
             rf"(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?( sparse)?(?: balance\(([^)]+)\))?( stacked)?"
+            r"(?: tables\((.*)\))?"
         )
         match = _matched(pattern, text)
         self._parts["parameters"].append(
@@ -262,6 +263,7 @@ class _TextReader:
                 sparse=bool(match[13]),
                 balance=float(match[14] or 0),
                 stacked=bool(match[15]),
+                members=_members(match[16] or ""),
             )
         )
 
@@ -553,6 +555,11 @@ def _choice(text: str) -> Choice:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(_name(part) for part in re.findall(_ANY, text))
+
+
+def _members(text: str) -> tuple[tuple[str, int, int], ...]:
+    found = re.findall(rf"({_ANY}) (\d+) (\d+)", text)
+    return tuple((_name(name), int(first), int(rows)) for name, first, rows in found)
 
 
 def _name(text: str) -> str:

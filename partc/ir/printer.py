@@ -256,8 +256,10 @@ def _parameter(parameter: Parameter) -> str:
     sparse = " sparse" if parameter.sparse else ""
     balance = f" balance({parameter.balance!r})" if parameter.balance else ""
     stacked = " stacked" if parameter.stacked else ""
+    tables = ", ".join(f"{written_name(name)} {first} {rows}" for name, first, rows in parameter.members)
+    members = f" tables({tables})" if tables else ""
     kind = "parameter" if parameter.trainable else "constant"
-    facts = f"{aliases}{reduce}{gather}{near}{wire}{compress}{after}{holds}{sparse}{balance}{stacked}"
+    facts = f"{aliases}{reduce}{gather}{near}{wire}{compress}{after}{holds}{sparse}{balance}{stacked}{members}"
     return f"{kind} {written_name(parameter.name)}: {parameter.type}{facts}"
 
 

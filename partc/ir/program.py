@@ -322,10 +322,13 @@ class Parameter:
     sparse: bool = False  # its gradient is kept as the rows that lookups read
     balance: float = 0.0  # of a router's bias, whose gradient is the load of experts: the size of its update
     stacked: bool = False  # its rows are parameters of the model, whose numbers take the place of `*` in its name
+    members: tuple[tuple[str, int, int], ...] = ()  # tables of the model that it holds: name, first row, rows
 
     @property
     def names(self) -> tuple[str, ...]:
         """The model's names of the parameters that it holds."""
+        if self.members:
+            return tuple(name for name, _, _ in self.members)
         return stacked_names(self.name, self.type.shape[0]) if self.stacked else (self.name,)
 
 

@@ -49,6 +49,11 @@ def _held(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[tuple[s
     """The elements that the rank holds of parameters that are cut; those of repeated calls under one name with `*`."""
     for name, entry in plan["parameters"].items():
         layout, stack = Layout.parse(entry["layout"]), entry.get("stack")
+        if stack is not None and "count" in stack:  # a whole table
+            (ranges,) = index_ranges(Layout.parse(stack["rows"]), place.coordinate, mesh.sizes)
+            if any(start <= stack["row"] < end for start, end in ranges):
+                yield name, f"[{', '.join(':' for _ in layout.dims)}]"
+            continue
         if stack is not None:
             name = stack["name"]
             layout = replace(layout, dims=(*Layout.parse(stack["rows"]).dims, *layout.dims))

@@ -239,14 +239,14 @@ def _holders(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[tupl
     for rank in range(mesh.size):
         coordinate = mesh.coordinate(rank)
         here = coordinate.get(PIPELINE_AXIS, 0) in places
-        if here and (stack is None or stack["row"] in _rows(stack["rows"], coordinate, mesh)):
+        if here and (stack is None or _has_row(stack, coordinate, mesh)):
             yield rank, coordinate
 
 
-def _rows(layout: str, coordinate: Mapping[str, int], mesh: Mesh) -> set[int]:
-    """The rows of a stack that the rank at a coordinate holds."""
-    (ranges,) = index_ranges(Layout.parse(layout), coordinate, mesh.sizes)
-    return {row for start, end in ranges for row in range(start, end)}
+def _has_row(stack: Mapping[str, Any], coordinate: Mapping[str, int], mesh: Mesh) -> bool:
+    """Whether the rank at a coordinate holds a row of a stack; a whole table is where its first row is."""
+    (ranges,) = index_ranges(Layout.parse(stack["rows"]), coordinate, mesh.sizes)
+    return any(start <= stack["row"] < end for start, end in ranges)
 
 
 class _Updates:

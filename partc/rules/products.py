@@ -204,6 +204,14 @@ def group_norm(op: Op, types: Types) -> OpRule:
     return make([(dims, types[0]), *weights], [dims], sizes, blocked=blocked)
 
 
+def bag_rows(op: Op, types: Types) -> OpRule:
+    """g[b d], starts[b], ends[b] -> [n d]: the gradients of all rows, from those of their bags."""
+    (bags, width), count = types[0].shape, integers(argument(op, 3, "count"))[0]
+    operands: tuple[Dims, ...] = (("b",), ("d",)), (("b",),), (("b",),)
+    sizes = {"b": bags, "d": width, "n": count}
+    return make(list(zip(operands, types, strict=True)), [(("n",), ("d",))], sizes, blocked={"n"}, linear=[(0,)])
+
+
 def lookup(plain: Callable[[Op, Types], OpRule | None]) -> Callable[[Op, Types], OpRule | None]:
     """w[(g v) d], ids[(g s)] -> [(g s) d]: ids that came to `groups` of rows; else the rule of a plain lookup."""
 

@@ -248,6 +248,12 @@ build("group_norm", products.group_norm, precision="high")
 build("rotary rotary_backward", shapes.rotary)
 rule("embedding", "w[v d], ids[*b] -> [*b d]", sharded={"v": "embedding_shard"}, heavy=True)
 TABLE["embedding"] = replace(TABLE["embedding"], build=products.lookup(TABLE["embedding"].build))
+rule("bag_sum", "x[n d], starts[b], ends[b] -> [b d]", blocked="n", linear="x", heavy=True, precision="high")
+rule("bag_max", "x[n d], starts[b], ends[b] -> [b d]", blocked="n", heavy=True, precision="high")
+build("bag_sum_grad", products.bag_rows, heavy=True, precision="high")
+rule(
+    "bag_max_grad", "g[b d], x[n d], starts[b], ends[b] -> [n d]", blocked="n", linear="g", heavy=True, precision="high"
+)
 rule("mask_classes", "logits[*b v] -> [*b v]", sharded={"v": "mask_classes_shard"})
 rule(
     "cross_entropy",

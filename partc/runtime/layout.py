@@ -60,7 +60,8 @@ class Shard:
     holds: tuple[int, ...] = ()  # the model's own shape, where zeros follow it
     sparse: bool = False  # its gradient has the rows that lookups read
     stacked: bool = False  # its rows are parameters of the model, whose numbers take the place of `*` in its name
-    apart: tuple[str, ...] = ()  # of such a row: the axes whose other ranks have other rows
+    members: tuple[tuple[str, int, int], ...] = ()  # whole tables of the model in it: name, first row, rows
+    apart: tuple[str, ...] = ()  # of a row of a stack, and of a member: the axes whose other ranks have others
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,6 +91,19 @@ class Shard:
         type = f"{self.type.partition('[')[0]}[{written_dims(self.dims[1:])}]"
         return replace(self, type=type, stacked=False, apart=tuple(sorted(cutting(self.dims[:1]))))
 
+    def member(self, rows: int) -> Shard:
+        """The shard of a whole table among others."""
+        others = "".join(f", {dim}" for dim in written_dims(self.dims[1:]).split(", ") if dim)
+        type, apart = f"{self.type.partition('[')[0]}[{rows}{others}]", tuple(sorted(cutting(self.dims[:1])))
+        return replace(self, type=type, members=(), apart=apart)
+
+    def held(self, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """The members on the rank at a coordinate: the first row there, and the rows."""
+        ((size, axes),) = self.dims[0]
+        count = size // _ways(axes, sizes)
+        first = count * _place(axes, sizes, coordinate)
+        return {name: (row - first, rows) for name, row, rows in self.members if first <= row < first + count}
+
     def seam(self, sizes: Mapping[str, int]) -> Seam:
         """Where parts are joined that are gathered."""
         for index, dim in enumerate(self.dims):
@@ -118,12 +132,17 @@ class Shard:
 
 
 class ModelView:
-    """A rank's parameters under the model's own names: the rows of a stack are parameters."""
+    """A rank's parameters under the model's own names: the rows of a stack, and whole tables among others."""
 
     def __init__(self, shards: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:
         self.shards: dict[str, Shard] = {}
         self._names: dict[str, tuple[str, ...]] = {}
+        self._tables: dict[str, dict[str, tuple[int, int]]] = {}
         for name, shard in shards.items():
+            if shard.members:
+                self._tables[name] = tables = shard.held(sizes, coordinate)
+                self.shards.update((each, shard.member(rows)) for each, (_, rows) in tables.items())
+                continue
             if shard.stacked:
                 every = stacked_names(name, shard.shape[0])
                 self._names[name] = tuple(every[row] for row in _rows_held(shard.dims[0], sizes, coordinate))
@@ -132,12 +151,15 @@ class ModelView:
     def names(self, names: Iterable[str]) -> Iterator[str]:
         """The model's names of what this rank holds of a package's parameters."""
         for name in names:
-            yield from self._names.get(name, (name,))
+            yield from self._tables.get(name) or self._names.get(name, (name,))
 
     def tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by the model's names: views of the rows of stacks."""
+        """The tensors by the model's names: views of the rows of stacks, and parts of sparse gradients."""
         found: dict[str, Tensor] = {}
         for name, x in tensors.items():
+            if name in self._tables:
+                found |= {each: x.narrow(0, *where) for each, where in self._tables[name].items()}
+                continue
             found |= zip(self._names[name], x.unbind(), strict=True) if name in self._names else {name: x}
         return found
 
@@ -145,6 +167,9 @@ class ModelView:
         """The inverse of `tensors`, for rows that follow each other in memory; stacks have the shapes of `before`."""
         found: dict[str, Tensor] = {}
         for name, x in before.items():
+            if name in self._tables:  # sparse gradients leave it where it is
+                found[name] = x
+                continue
             names = self._names.get(name, (name,))
             first = tensors[names[0]]
             found[name] = first.as_strided(x.shape, x.stride()) if name in self._names else first

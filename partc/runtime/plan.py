@@ -61,11 +61,12 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStack:
-    """The parameter of the package of which a model's parameter is a row; `rows` is how these are cut."""
+    """The parameter of the package of which a model's parameter is a row, or some rows; `rows` is how these are cut."""
 
     name: str
     rows: Layout
     row: Natural
+    count: Natural | None = None  # of a whole table: its rows, from `row` on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

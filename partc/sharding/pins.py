@@ -23,15 +23,20 @@ class Pin:
     pattern: str
     text: str
     dims: tuple[tuple[Entry, ...], ...]
+    whole: bool = False  # an embedding table that one rank has, `rank` if it is given
+    rank: int | None = None
     form: str = ""  # of attention whose rows are cut: "ring" or "gathered"; empty: either
 
     @classmethod
     def parse(cls, text: str) -> Pin:
-        """Parse `GLOB=LAYOUT`, or `GLOB=LAYOUT ring`. Raises PartcError P0301."""
+        """Parse `GLOB=LAYOUT`, `GLOB=LAYOUT ring`, or `GLOB=whole 2`. Raises PartcError P0301."""
         pattern, equals, layout = text.partition("=")
         if not equals or not pattern.strip():
             raise PartcError("P0301", f"--shard {text!r} is not GLOB=LAYOUT", help="for example '*.wq.weight=[@tp, _]'")
         text = layout.strip()
+        if whole := re.fullmatch(r"whole(?: ([0-9]{1,9}))?", text):
+            rank = int(whole[1]) if whole[1] else None
+            return cls(pattern=pattern.strip(), text=text, dims=(), whole=True, rank=rank)
         form = next((form for form in _FORMS if text.endswith(f"] {form}")), "")
         dims = tuple(_dims(text.removesuffix(form).strip()))
         return cls(pattern=pattern.strip(), text=text, dims=dims, form=form)
@@ -56,6 +61,8 @@ class Pin:
 
     def misfit(self, type: TensorType) -> str | None:
         """The reason why a tensor of this type cannot have the pin's layout; None if it can."""
+        if self.whole:
+            return None if len(type.shape) == 2 else f"has {len(type.shape)} dimensions"
         if len(self.dims) != len(type.shape):
             return f"has {len(self.dims)} dimensions"
         for dim, (entries, whole) in enumerate(zip(self.dims, type.shape, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from partc.errors import PartcError
 from partc.ir.program import Arg, Call, DType, DTypeArg, Op, Parameter, Ref, Region, Value
 from partc.passes.normalize.writer import Writer, argument, number, ref
 
@@ -13,6 +14,7 @@ _MEAN, _MAX = 1, 2  # modes of bags; 0 is the sum
 
 def embedding(w: Writer, op: Op) -> None:
     """embedding(w, ids, padding_idx): the row `padding_idx` gets no gradient."""
+    _refuse_frequencies(op, argument(op, 3, "scale_grad_by_freq", False))
     padding = argument(op, 2, "padding_idx", -1)
     if padding is not None and padding != -1:
         w.add(op, "embedding", (*op.args[:2], padding))
@@ -21,7 +23,8 @@ def embedding(w: Writer, op: Op) -> None:
 
 
 def embedding_bag(w: Writer, op: Op) -> None:
-    """A bag for every row of two-dimensional ids: the sum, mean or maximum of its rows; zeros if it is empty."""
+    """The sum, mean or maximum of each bag's rows; zeros if it is empty. Bags are rows of ids, or begin at offsets."""
+    _refuse_frequencies(op, argument(op, 3, "scale_grad_by_freq", False))
     table, ids = op.args[:2]
     weights = argument(op, 6, "per_sample_weights")
     padding = argument(op, 8, "padding_idx", -1)
@@ -36,7 +39,7 @@ def embedding_bag(w: Writer, op: Op) -> None:
     (count,) = w.shape(ids)
     start, end, each = (*steps, 1)[:3] if len(steps) > 1 else (0, 0, 0)
     if start != 0 or end != count or not isinstance(each, int) or each < 1 or count % each:
-        w.keep(op)
+        _ragged_bags(w, op, weights, number(padding) if padded else None)
         return
     shape = (count // each, each)
     if two is None or w.shape(two) != shape:
@@ -83,6 +86,61 @@ def _bags(w: Writer, op: Op, two: Arg, weights: Arg, padding: int | None) -> Non
     total = w.add(op, "sum", (rows, (1,), False), made("sum", (bags, width), dtype) if mode == _MEAN else out)
     if mode == _MEAN:
         w.add(op, "div", (total, divisor), out)
+
+
+def _ragged_bags(w: Writer, op: Op, weights: Arg, padding: int | None) -> None:
+    """Bags that begin at offsets, and end where the next one begins; the ids `padding` are no members."""
+    mode, (table, ids, offsets) = number(argument(op, 4, "mode", 0)), op.args[:3]
+    (count,), width = w.shape(ids), w.shape(table)[1]
+    out, dtype, of_offsets = op.results[0], op.results[0].type.dtype, w.types[ref(offsets).name].dtype
+    bags = out.type.shape[0]
+
+    def made(word: str, shape: tuple[int, ...], dtype: DType) -> Value:
+        return w.value(f"{out.name}_{word}", shape, dtype)
+
+    if argument(op, 7, "include_last_offset", False):
+        starts = w.add(op, "slice", (offsets, 0, 0, bags, 1), made("starts", (bags,), of_offsets))
+        ends = w.add(op, "slice", (offsets, 0, 1, bags + 1, 1), made("ends", (bags,), of_offsets))
+    else:
+        rest = w.add(op, "slice", (offsets, 0, 1, bags, 1), made("rest", (bags - 1,), of_offsets))
+        last = w.add(op, "full", ((1,), count), made("last", (1,), of_offsets), dtype=DTypeArg(of_offsets))
+        starts, ends = ref(offsets), w.add(op, "cat", ((rest, last), 0), made("ends", (bags,), of_offsets))
+    rows = w.add(
+        op, "embedding", (table, ids) if padding is None else (table, ids, padding), made("rows", (count, width), dtype)
+    )
+    if weights is not None:
+        column = w.add(op, "reshape", (weights, (count, 1)), made("weights", (count, 1), dtype))
+        rows = w.add(op, "mul", (rows, column), made("weighed", (count, width), dtype))
+    if padding is not None:
+        outside = w.add(op, "eq", (ids, padding), made("outside", (count,), "bool"))
+        mask = w.add(op, "reshape", (outside, (count, 1)), made("mask", (count, 1), "bool"))
+        fill = -math.inf if mode == _MAX else 0
+        rows = w.add(op, "masked_fill", (rows, mask, fill), made("inside", (count, width), dtype))
+    if mode == _MAX:
+        w.add(op, "bag_max", (rows, starts, ends), out)
+        return
+    total = w.add(op, "bag_sum", (rows, starts, ends), made("sum", (bags, width), dtype) if mode == _MEAN else out)
+    if mode != _MEAN:
+        return
+    if padding is None:
+        members = w.add(op, "full", ((count, 1), 1), made("members", (count, 1), dtype), dtype=DTypeArg(dtype))
+    else:
+        inside = w.add(op, "logical_not", (mask,), made("members", (count, 1), "bool"))
+        members = w.add(op, "to", (inside, DTypeArg(dtype)), made("numbers", (count, 1), dtype))
+    numbers = w.add(op, "bag_sum", (members, starts, ends), made("count", (bags, 1), dtype))
+    divisor = w.add(op, "clamp_min", (numbers, 1), made("divisor", (bags, 1), dtype))
+    w.add(op, "div", (total, divisor), out)
+
+
+def _refuse_frequencies(op: Op, scaled: Arg) -> None:
+    """Raise PartcError P0402 for gradients that are divided by the number of times that the batch has an id."""
+    if scaled is True:
+        raise PartcError(
+            "P0402",
+            "scale_grad_by_freq=True divides gradients by counts over the whole batch, which no rank has",
+            help="make the table without it",
+            source=op.source,
+        )
 
 
 def _unflattened(w: Writer, x: Arg, shape: tuple[int, ...]) -> Arg:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -41,6 +42,7 @@ from partc.ir.program import (
     needed,
 )
 from partc.passes.tables.exchange import exchanged, together
+from partc.passes.tables.whole import Exchange, Reader, Stack, kind, reader, stack_name, stacked_type
 from partc.rules import PARTIAL, resolve
 from partc.rules.rule import OpRule
 from partc.rules.updates import DEFAULT, UpdateRule, dense, updates
@@ -48,11 +50,14 @@ from partc.sharding.choices import axis_order, choice_on, layouts, placed_axes
 from partc.sharding.pins import Pin
 from partc.sharding.placements import expert_weights
 from partc.sharding.reshard import plan
+from partc.sharding.table_placement import Table, placed
 
 _ROWS, _COLUMNS = "v", "d"  # the factors of lookups' rule
+_COPIES = 0.5  # of an exchange by rows: four copies of the vectors, of which a byte costs an eighth of one that is sent
 _LARGE = 1 << 26  # bytes of a table; smaller ones are gathered with the other parameters of their call
 _BETWEEN = frozenset({"mul", "masked_fill", "where", "to", "alias"})  # operations on vectors before a bag is reduced
-_REDUCING = frozenset({"sum", "amax"})
+_RAGGED = frozenset({"bag_sum", "bag_max"})  # of rows that every rank looks up
+_REDUCING = frozenset({"sum", "amax"}) | _RAGGED
 Slot = tuple[str, str]  # a region and the name of one of its parameters
 Cut = tuple[tuple[str, str], ...]  # axis -> the factor of lookups that it cuts
 
@@ -65,8 +70,11 @@ def tables(
     optimizer: str = DEFAULT,
     group: Sequence[str] = (),
     cut_tables: Mapping[str, Cut] | None = None,
+    stacks: Sequence[Parameter] = (),
 ) -> Program:
-    """Cut tables, and decide which gradients are sparse; `cut_tables` are a training's cuts, for its evaluation.
+    """Place tables, and decide which gradients are sparse.
+
+    `cut_tables` and `stacks` are a training's cuts and its stacks of whole tables, for its evaluation.
 
     Raises PartcError P0422 for a sparse gradient that cannot be had.
     """
@@ -79,7 +87,10 @@ def tables(
         program = found.program
     cuts = found.chosen() if cut_tables is None else cut_tables
     cuts = {name: cut for name, cut in cuts.items() if cut}
-    return found.cut(cuts) if cuts and fuel.allowed("embedding tables cut") else program
+    whole = found.whole(cuts) if cut_tables is None else found.placed_as(stacks)
+    cuts = {name: cut for name, cut in cuts.items() if name not in whole}
+    program = found.cut(cuts) if cuts and fuel.allowed("embedding tables cut") else program
+    return found.stacked(program, whole) if whole and fuel.allowed("whole tables placed") else program
 
 
 def explain(
@@ -103,7 +114,11 @@ def explain(
         return ()
     type = found.parameters[name].type
     options = {cut: (f"{found._type(type, cut)}", found._moved(name, cut)) for cut in found._cuts([name])}
-    chosen = found.chosen().get(name)
+    cuts = found.chosen()
+    chosen, placed = cuts.get(name), found.whole(cuts).get(name)
+    if placed is not None:
+        first = f"{type} whole on rank {placed[1]} of {found.ways(name)}", found.slot(name)
+        return (first, *sorted(options.values(), key=_bytes))
     whole = f"{type}{' in parts' * bool(zero)}", float(found._whole(name))
     rest = sorted((*(each for cut, each in options.items() if cut != chosen), *([whole] if chosen else [])), key=_bytes)
     return (options[chosen] if chosen else whole, *rest)
@@ -224,6 +239,48 @@ def _in_place(ops: Sequence[Op], old: Sequence[Op], new: Sequence[Op]) -> tuple[
     return (*ops[:start], *before, *new, *(op for op in rest if id(op) not in first))
 
 
+def _uncut(op: Op, axes: Sequence[str]) -> bool:
+    """Whether every rank of these axes does the operation as a whole."""
+    return all(choice is not None and choice.factor is None for choice in (choice_on(op, axis) for axis in axes))
+
+
+def _with_stacks(
+    program: Program,
+    region: Region,
+    readers: Mapping[str, tuple[Hashable, Reader]],
+    whole: Collection[str],
+    joined: Mapping[str, Parameter],
+    stacks: Sequence[Stack],
+    over: tuple[str, ...],
+    taken: set[str],
+) -> Program:
+    """The program with stacks in place of their tables; `joined` has their parameters by their first tables."""
+    found = [readers[name][1] for name in whole]
+    old = [op for each in found for op in (each.op, *(step for step, _ in each.after))]
+    tables = {each.table for each in found}
+    types = {**region.types(region.forward), **{stack.param.name: stack.param.type for stack in stacks}}
+    exchange = Exchange(
+        types=types, sizes=program.sizes, taken=taken, source=found[0].op.source, stacks=stacks, over=over
+    )
+    forward = _in_place(region.forward.ops, old, exchange.made())
+    params = (*(value for value in region.params if value.name not in tables), *(stack.param for stack in stacks))
+    changed = replace(region, params=params, forward=replace(region.forward, ops=forward))
+    names = [item.name for item in joined.values()]
+    return replace(
+        program,
+        parameters=tuple(
+            joined.get(item.name, item) for item in program.parameters if item.name in joined or item.name not in whole
+        ),
+        calls=tuple(
+            replace(call, params=(*(name for name in call.params if name not in whole), *names))
+            if call.region == region.name
+            else call
+            for call in program.calls
+        ),
+        regions=tuple(changed if each.name == region.name else each for each in program.regions),
+    )
+
+
 class _Tables:
     """The lookups of a program, and the parameters that they alone read."""
 
@@ -248,8 +305,10 @@ class _Tables:
                 axes = tuple(name for name in several if name in varying)
                 alone = region.phase == "microbatch" and value.name not in region.forward.outputs
                 if alone and ops and all(self._looks_up(op, value, axes) for op in ops):
-                    self.lookups[region.name, value.name] = [self._with_bag(region, op, axes) for op in ops]
-                    self.axes[region.name, value.name] = axes
+                    found = [self._with_bag(region, op, axes) for op in ops]
+                    if all(each.last.name in _RAGGED or self._are_batched(each.op, axes) for each in found):
+                        self.lookups[region.name, value.name] = found
+                        self.axes[region.name, value.name] = axes
 
     @cached_property
     def experts(self) -> frozenset[Slot]:
@@ -268,9 +327,12 @@ class _Tables:
         return 2 * sum(elements[name] for name in read) > sum(elements.values())
 
     def _looks_up(self, op: Op, table: Value, axes: Sequence[str]) -> bool:
-        """Whether an operation looks up rows of a table for ids that all these axes cut."""
+        """Whether an operation looks up rows of a table for ids that all these axes cut, or none."""
         if op.name != "embedding" or op.args[0] != Ref(table.name) or [*op.refs()].count(table.name) > 1:
             return False
+        return self._are_batched(op, axes) or _uncut(op, axes)
+
+    def _are_batched(self, op: Op, axes: Sequence[str]) -> bool:
         return all(self._is_batched(op, axis) for axis in axes)
 
     def _is_batched(self, op: Op, axis: str) -> bool:
@@ -291,7 +353,8 @@ class _Tables:
             (reader,) = reading
             names = list(reader.refs())
             known = reader.name in _BETWEEN or self._reduces(reader, vectors)
-            if not known or names.count(vectors.name) > 1 or not all(self._is_batched(reader, axis) for axis in axes):
+            cut = self._are_batched(reader, axes) or (reader.name in _BETWEEN and _uncut(reader, axes))
+            if not known or names.count(vectors.name) > 1 or not cut:
                 return _Lookup(op, cast)
             found.append((reader, names.index(vectors.name)))
             if reader.name in _REDUCING:
@@ -409,7 +472,7 @@ class _Tables:
                 Choice(axis=axis, factor=factor)
                 if choice is batch
                 else replace(choice, outer=choice.outer * self.sizes[axis])
-                if choice.axis == TIME_AXIS and choice.factor == batch.factor
+                if choice.axis == TIME_AXIS and choice.factor == batch.factor is not None
                 else choice
                 for choice in choices
             ]
@@ -580,6 +643,148 @@ class _Tables:
                     old = (*few, *(casts[op.result.name] for op in few if op.result.name in casts))
                     forward = _in_place(forward, old, exchanged(few, casts, axis, types, self.sizes, taken))
         return replace(region, params=params, forward=replace(region.forward, ops=forward))
+
+    def ways(self, name: str) -> int:
+        """The number of ranks that share a table."""
+        return math.prod(self.sizes[axis] for axis in self.axes[self.slots[name][0]])
+
+    def slot(self, name: str) -> float:
+        """The bytes that a rank sends in a step for a slot of the table's kind: one of each other rank."""
+        _, found = self._readers[name]
+        types = self.types[self.slots[name][0][0]]
+        ids, vectors = types[[*found.op.refs()][1]], found.last.result.type
+        each = ids.local_bytes(self.sizes) + 2 * vectors.local_bytes(self.sizes)
+        return float(each * (self.ways(name) - 1) * self.program.microbatches)
+
+    @cached_property
+    def _readers(self) -> dict[str, tuple[Hashable, Reader]]:
+        """The tables that can be whole: sparse ones of one region, which one lookup reads, each with its kind."""
+        calls = Counter(call.region for call in self.program.calls)
+        found: dict[Hashable, dict[str, tuple[Hashable, Reader]]] = {}
+        for name, slots in self.slots.items():
+            item = self.parameters[name]
+            if len(slots) != 1 or slots[0] not in self.lookups or len(self.lookups[slots[0]]) != 1:
+                continue
+            ((region, value),), (lookup,) = slots, self.lookups[slots[0]]
+            if calls[region] != 1 or not item.sparse or not item.trainable or item.aliases or item.holds:
+                continue
+            over, types = self.axes[slots[0]], self.types[region]
+            first, *inner = types[[*lookup.op.refs()][1]].layout.normalized(self.sizes).dims[0]
+            made = reader(value, lookup.op, lookup.after, types)
+            if made is None or not over or inner or first.axes[: len(over)] != over:
+                continue
+            alike = (kind(made, types), self.rules[name])
+            found.setdefault((region, first), {})[name] = alike, made
+        best: dict[str, tuple[Hashable, Reader]] = {}
+        for (region, _), some in found.items():  # type: ignore[misc]
+            lookups = {id(each.op): name for name, (_, each) in some.items()}
+            forward = self.program.region(region).forward.ops
+            for group in _independent(forward, [each.op for _, each in some.values()]):
+                names = [lookups[id(op)] for op in group]
+                best = max(best, {name: some[name] for name in names}, key=len)
+        return best
+
+    def whole(self, cuts: Mapping[str, Cut]) -> dict[str, tuple[Hashable, int]]:
+        """The kind and the rank of each table that is whole, where others are cut in these ways."""
+        wanted = {name: pin for name in self.parameters for pin in self.pins if pin.whole and pin.matches(name)}
+        for name, pin in wanted.items():
+            if name not in self._readers or (pin.rank is not None and pin.rank >= self.ways(name)):
+                raise self._unplaceable(name, pin)
+        candidates = {
+            name: found
+            for name, found in self._readers.items()
+            if name in wanted or (name in cuts and not self._pins(name))
+        }
+        if not candidates:
+            return {}
+        kinds = {each: number for number, each in enumerate(dict.fromkeys(each for each, _ in candidates.values()))}
+        given = [
+            Table(
+                name=name,
+                kind=kinds[alike],
+                bytes=self.parameters[name].type.local_bytes(self.sizes),
+                traffic=self.slot(name),
+                spread=self._spread(name, cuts[name]) if name in cuts else 0.0,
+                whole=name in wanted,
+                rank=wanted[name].rank if name in wanted else None,
+            )
+            for name, (alike, _) in candidates.items()
+        ]
+        ranks = placed(given, self.ways(next(iter(candidates)))).ranks
+        return {name: (candidates[name][0], rank) for name, rank in ranks.items()}
+
+    def _spread(self, name: str, cut: Cut) -> float:
+        """The bytes that a rank sends in a step for a table that is cut, and its share of those that it copies."""
+        copied = 0.0
+        for slot in self.slots[name]:
+            for lookup in self.lookups[slot]:
+                if self._exchanges(slot, lookup, cut):
+                    copied += _COPIES * (lookup.cast or lookup.op).result.type.local_bytes(self.sizes)
+        return self._moved(name, cut) + copied * self.program.microbatches
+
+    def placed_as(self, stacks: Sequence[Parameter]) -> dict[str, tuple[Hashable, int]]:
+        """The kind and the rank of the whole tables of a training."""
+        found: dict[str, tuple[Hashable, int]] = {}
+        for stack in stacks:
+            if len({self._readers[name][0] if name in self._readers else name for name in stack.names}) > 1:
+                continue  # evaluation reads these tables otherwise than training does
+            for name, first, _ in stack.members:
+                if name in self._readers:
+                    found[name] = stack.name, first // (stack.type.shape[0] // self.ways(name))
+        return found
+
+    def stacked(self, program: Program, whole: Mapping[str, tuple[Hashable, int]]) -> Program:
+        """The program whose whole tables are rows of stacks, and whose ids and vectors travel together."""
+        names = [name for name in self.slots if name in whole]
+        ((name, _), *_) = self.slots[names[0]]
+        region, over, ways = program.region(name), self.axes[self.slots[names[0]][0]], self.ways(names[0])
+        types = {**region.types(region.forward)}
+        taken, held = {*types}, {item.name for item in program.parameters}
+        joined: dict[str, Parameter] = {}
+        stacks: list[Stack] = []
+        for alike in dict.fromkeys(found for found, _ in whole.values()):
+            some = [name for name in names if whole[name][0] == alike]
+            by_rank = [[name for name in some if whole[name][1] == rank] for rank in range(ways)]
+            heights = [sum(self.parameters[name].type.shape[0] for name in here) for here in by_rank]
+            slots = max(map(len, by_rank))
+            rows = max(height + (len(here) < slots) for height, here in zip(heights, by_rank, strict=True))
+            first = self.parameters[some[0]]
+            label = stack_name(some, held)
+            held.add(label)
+            members: list[tuple[str, int, int]] = []
+            ranked: list[tuple[tuple[Reader, int], ...]] = []
+            for rank, here in enumerate(by_rank):
+                sizes = [self.parameters[name].type.shape[0] for name in here]
+                starts = [sum(sizes[:index]) for index in range(len(here))]
+                members += [
+                    (name, rank * rows + start, size) for name, start, size in zip(here, starts, sizes, strict=True)
+                ]
+                ranked.append(tuple((self._readers[name][1], start) for name, start in zip(here, starts, strict=True)))
+            item = replace(
+                first, name=label, type=stacked_type(first.type, rows, over, self.sizes), members=tuple(members)
+            )
+            joined[some[0]] = item
+            value = next(each for each in region.params if each.name == self.slots[some[0]][0][1])
+            param = replace(
+                value,
+                name=unique(stack_name([self.slots[name][0][1] for name in some], ()), taken),
+                type=stacked_type(value.type, rows, over, self.sizes),
+            )
+            stacks.append(Stack(param=param, ranks=tuple(ranked)))
+        return _with_stacks(program, region, self._readers, whole, joined, stacks, over, taken)
+
+    def _unplaceable(self, name: str, pin: Pin) -> PartcError:
+        if name in self._readers:
+            cause = f"{self.ways(name)} ranks share it"
+        else:
+            cause = (
+                "it is no table that one lookup reads, for ids that the axes of the batch cut, with a sparse gradient"
+            )
+        return PartcError(
+            "P0302",
+            f"--shard {pin.pattern}={pin.text}: {name} cannot be whole there: {cause}",
+            help="whole tables have sparse gradients: nn.Embedding(sparse=True), or --group with rowwise_adagrad",
+        )
 
     def _type(self, type: TensorType, cut: Cut) -> TensorType:
         """The table cut over the axes, with as many rows as that needs."""

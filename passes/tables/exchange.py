@@ -19,17 +19,15 @@ other, `divide_rows` gives each table the ids that have come for it, and `join_r
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from partc.errors import InternalError
-from partc.ir.layout import Layout, Shard, Sizes, SubDim
+from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.naming import unique
-from partc.ir.program import Arg, Choice, DType, DTypeArg, Op, Ref, TensorType, Value
-from partc.rules import OpRule, resolve
+from partc.ir.program import Arg, DTypeArg, Op, Ref, TensorType, Value
+from partc.passes.tables.writing import Writing
 from partc.rules.inference import inferred
-from partc.rules.rule import Dims
-from partc.sharding.choices import axis_order, layouts
+from partc.sharding.choices import axis_order
 
 
 def exchanged(
@@ -44,7 +42,15 @@ def exchanged(
 
     `types` has the tables as they are cut, and the ids as ranks have them.
     """
-    return _Exchange(lookups, casts, axis, dict(types), sizes, taken).made()
+    return _Exchange(
+        lookups=lookups,
+        casts=casts,
+        axis=axis,
+        types=dict(types),
+        sizes=sizes,
+        taken=taken,
+        source=lookups[0].source,
+    ).made()
 
 
 def together(
@@ -61,15 +67,11 @@ def together(
     return tuple(map(tuple, found.values()))
 
 
-@dataclass
-class _Exchange:
+@dataclass(kw_only=True)
+class _Exchange(Writing):
     lookups: Sequence[Op]
     casts: Mapping[str, Op]
     axis: str
-    types: dict[str, TensorType]
-    sizes: Sizes
-    taken: set[str]
-    ops: list[Op] = field(default_factory=list)
 
     def made(self) -> tuple[Op, ...]:
         results = [self.casts.get(op.result.name, op).result for op in self.lookups]
@@ -95,7 +97,7 @@ class _Exchange:
         if not alone:
             for result, rows in zip(results, self._apart(back, numbers), strict=True):
                 shape = result.type.shape
-                self._plain("reshape", (rows, shape), result.name, shape, kind, new=False)
+                self.plain("reshape", (rows, shape), result.name, shape, kind, new=False)
         return tuple(self.ops)
 
     def _address(self, op: Op) -> tuple[Ref, Ref]:
@@ -103,10 +105,10 @@ class _Exchange:
         table, ids = (Ref(name) for name in op.refs())
         shape, name, dtype = self.types[ids.name].shape, op.result.name, self.types[ids.name].dtype
         rows, count = self.types[table.name].shape[0] // self._ways, math.prod(shape)
-        flat = ids if len(shape) == 1 else self._plain("reshape", (ids, (count,)), f"{name}_ids", (count,), dtype)
+        flat = ids if len(shape) == 1 else self.plain("reshape", (ids, (count,)), f"{name}_ids", (count,), dtype)
         return (
-            self._plain("floor_divide", (flat, rows), f"{name}_rank", (count,), dtype),
-            self._plain("remainder", (flat, rows), f"{name}_number", (count,), dtype),
+            self.plain("floor_divide", (flat, rows), f"{name}_rank", (count,), dtype),
+            self.plain("remainder", (flat, rows), f"{name}_number", (count,), dtype),
         )
 
     def _as_expert(self, rank: Ref, place: int) -> Ref:
@@ -114,8 +116,8 @@ class _Exchange:
         count, type = len(self.lookups), self.types[rank.name]
         if count == 1:
             return rank
-        first = self._plain("mul", (rank, count), f"{rank.name}_first", type.shape, type.dtype)
-        return self._plain("add", (first, place), f"{rank.name}_table", type.shape, type.dtype) if place else first
+        first = self.plain("mul", (rank, count), f"{rank.name}_first", type.shape, type.dtype)
+        return self.plain("add", (first, place), f"{rank.name}_table", type.shape, type.dtype) if place else first
 
     def _joined(self, flat: Sequence[Ref], made: str) -> Ref:
         """Each rank's parts of several values, one after the other."""
@@ -123,12 +125,12 @@ class _Exchange:
             return flat[0]
         dtype, sizes = self.types[flat[0].name].dtype, self._sizes(flat)
         parts = tuple(
-            self._plain("reshape", (each, (self._parts, size)), f"{each.name}_part", (self._parts, size), dtype)
+            self.plain("reshape", (each, (self._parts, size)), f"{each.name}_part", (self._parts, size), dtype)
             for each, size in zip(flat, sizes, strict=True)
         )
         total = sum(sizes)
-        whole = self._plain("cat", (parts, 1), f"{made}_parts", (self._parts, total), dtype)
-        return self._plain("reshape", (whole, (self._parts * total,)), made, (self._parts * total,), dtype)
+        whole = self.plain("cat", (parts, 1), f"{made}_parts", (self._parts, total), dtype)
+        return self.plain("reshape", (whole, (self._parts * total,)), made, (self._parts * total,), dtype)
 
     def _apart(self, rows: Ref, flat: Sequence[Ref]) -> Sequence[Ref]:
         """The transpose of `_joined`, for rows."""
@@ -136,10 +138,10 @@ class _Exchange:
             return (rows,)
         type, sizes = self.types[rows.name], self._sizes(flat)
         shape = (self._parts, sum(sizes), type.shape[1])
-        parts = self._plain("reshape", (rows, shape), f"{rows.name}_parts", shape, type.dtype)
+        parts = self.plain("reshape", (rows, shape), f"{rows.name}_parts", shape, type.dtype)
         shapes = [(self._parts, size, type.shape[1]) for size in sizes]
         names = [f"{op.result.name}_part" for op in self.lookups]
-        return self._several("split", (parts, sizes, 1), names, shapes, type.dtype)
+        return self.several("split", (parts, sizes, 1), names, shapes, type.dtype)
 
     def _divided(self, wanted: Ref, plan: Sequence[Ref], flat: Sequence[Ref]) -> Sequence[Ref]:
         """The ids that came for each table."""
@@ -164,18 +166,18 @@ class _Exchange:
             for value, layout in zip(op.results, layouts, strict=True)
         )
         op = replace(op, results=tuple(results))
-        self._add(op)
+        self.add(op)
         return [Ref(value.name) for value in op.results]
 
     def _found(self, op: Op, wanted: Ref) -> Ref:
         table, (count,) = next(op.refs()), self.types[wanted.name].shape
         shape, kind = (count, self.types[table].shape[1]), op.result.type.dtype
         args, attrs = (Ref(table), wanted), (("groups", self._ways),)
-        found = self._plain("embedding", args, f"{op.result.name}_found", shape, kind, attrs=attrs)
+        found = self.plain("embedding", args, f"{op.result.name}_found", shape, kind, attrs=attrs)
         if (cast := self.casts.get(op.result.name)) is None:
             return found
         dtype = cast.result.type.dtype
-        return self._plain("to", (found, DTypeArg(dtype)), f"{cast.result.name}_found", shape, dtype)
+        return self.plain("to", (found, DTypeArg(dtype)), f"{cast.result.name}_found", shape, dtype)
 
     @property
     def _ways(self) -> int:
@@ -204,7 +206,7 @@ class _Exchange:
             Value(name=unique(word, self.taken), type=TensorType(dtype="i64", layout=layout))
             for word, layout in {"order": home, "grouped": here, "own": here, "counts": counts}.items()
         )
-        self._add(Op(name="route", args=(rank, experts), attrs=(("axis", self.axis),), results=results))
+        self.add(Op(name="route", args=(rank, experts), attrs=(("axis", self.axis),), results=results))
         order, grouped, _, numbers = (Ref(value.name) for value in results)
         return order, grouped, numbers
 
@@ -221,68 +223,5 @@ class _Exchange:
     ) -> Ref:
         type = replace(self.types[moved.name], layout=replace(source, dims=(target.dims[0], *source.dims[1:])))
         value = Value(name=unique(made, self.taken) if new else made, type=type)
-        self._add(Op(name=name, args=(moved, *plan), attrs=(("axis", self.axis),), results=(value,)))
+        self.add(Op(name=name, args=(moved, *plan), attrs=(("axis", self.axis),), results=(value,)))
         return Ref(value.name)
-
-    def _plain(
-        self,
-        name: str,
-        args: tuple[Arg, ...],
-        made: str,
-        shape: tuple[int, ...],
-        dtype: DType,
-        *,
-        attrs: tuple[tuple[str, Arg], ...] = (),
-        new: bool = True,
-    ) -> Ref:
-        """An operation that leaves the rows of its last operand where they are."""
-        (ref,) = self._several(name, args, [unique(made, self.taken) if new else made], [shape], dtype, attrs)
-        return ref
-
-    def _several(
-        self,
-        name: str,
-        args: tuple[Arg, ...],
-        made: Sequence[str],
-        shapes: Sequence[tuple[int, ...]],
-        dtype: DType,
-        attrs: tuple[tuple[str, Arg], ...] = (),
-    ) -> Sequence[Ref]:
-        values = tuple(
-            Value(name=each, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
-            for each, shape in zip(made, shapes, strict=True)
-        )
-        op = Op(name=name, args=args, attrs=attrs, results=values)
-        rule = resolve(op, self.types)
-        if rule is None:
-            raise InternalError(f"{name} has no rule")
-        *_, rows = op.refs()
-        layout = self.types[rows].layout
-        grouped = (Choice(axis=axis, factor="g" if axis == self.axis else "s") for axis in layout.sharded_axes)
-        op = replace(op, choices=tuple(grouped if attrs else self._following(layout, rule.operands[-1], rule)))
-        found = layouts(op, rule, self.types, self.sizes)
-        if found is None:
-            raise InternalError(f"{name} of {self.types[rows]} is cut in a way that its sizes do not allow")
-        typed = (
-            replace(value, type=TensorType(dtype=dtype, layout=layout))
-            for value, layout in zip(values, found[1], strict=True)
-        )
-        op = replace(op, results=tuple(typed))
-        self._add(op)
-        return [Ref(value.name) for value in op.results]
-
-    def _following(self, layout: Layout, dims: Dims, rule: OpRule) -> Iterator[Choice]:
-        """The choices under which an operand keeps its layout."""
-        for axis in axis_order(self.sizes):
-            placed = layout.placement(axis)
-            if isinstance(placed, Shard):
-                before = 1
-                for name in dims[placed.dim]:
-                    after = before * rule.factor(name).size
-                    if before <= placed.outer < after:
-                        yield Choice(axis=axis, factor=name, outer=placed.outer // before)
-                    before = after
-
-    def _add(self, op: Op) -> None:
-        self.types.update((value.name, value.type) for value in op.results)
-        self.ops.append(replace(op, source=self.lookups[0].source))

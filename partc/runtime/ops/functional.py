@@ -23,6 +23,7 @@ from .attention import (
     row_dtype,
 )
 from .attention_rows import attention_rows, attention_rows_backward, ring_attention, ring_attention_backward
+from .bags import bag_max, bag_max_grad, bag_sum, bag_sum_grad
 from .chunked_loss import gradients_of_logits, rows_of_logits
 from .embedding import (
     embedding_add_grad,
@@ -62,6 +63,10 @@ __all__ = [
     "attention_dropout_bias_backward",
     "attention_rows",
     "attention_rows_backward",
+    "bag_max",
+    "bag_max_grad",
+    "bag_sum",
+    "bag_sum_grad",
     "combine",
     "cross_entropy",
     "cross_entropy_backward",

@@ -70,10 +70,18 @@ class RowGradient:
             0, self.touched(), self._values[0]
         )
 
+    def summed(self) -> Tensor:
+        """The gradients of these rows."""
+        return self._sum()
+
     def touched(self) -> Tensor:
         """The numbers of its rows, each of them once."""
         self._sum()
         return self._numbers[0]
+
+    def narrow(self, dim: int, start: int, length: int) -> RowGradient:
+        """The part for some of the rows, which is summed with the others."""
+        return _Part(self, start, length)
 
     def _sum(self) -> Tensor:
         """Sum rows of equal numbers, in the order in which they came."""
@@ -91,3 +99,29 @@ class RowGradient:
             total = values.new_zeros(len(once), *self.shape[1:]).index_add_(0, places, values)
         self._numbers, self._values, self._summed = [once], [total], True
         return total
+
+
+class _Part(RowGradient):
+    """The gradient of some rows of a table."""
+
+    def __init__(self, whole: RowGradient, start: int, length: int) -> None:
+        super().__init__(torch.empty(length, *whole.shape[1:], dtype=whole.dtype, device="meta"))
+        self.device, self._whole, self._start, self._rows = whole.device, whole, start, whole.shape[0]
+
+    def add_(self, rows: TouchedRows) -> None:
+        self._whole.add_(TouchedRows(rows.numbers + self._start, rows.values))
+
+    def zero_(self) -> RowGradient:
+        self._whole.zero_()
+        return self
+
+    def _sum(self) -> Tensor:
+        numbers, (length, *_) = self._whole.touched(), self.shape
+        if numbers.is_meta:
+            first, last = 0, -(-len(numbers) * length // self._rows)
+        else:
+            ends = numbers.new_tensor((self._start, self._start + length))
+            first, last = torch.searchsorted(numbers, ends).tolist()
+        self._numbers = [numbers[first:last] - self._start]
+        self._values = [self._whole.summed()[first:last]]
+        return self._values[0]

@@ -321,9 +321,9 @@ class _Places:
 
     def __init__(self, rank: Rank, sizes: Mapping[str, int], device: torch.device) -> None:
         stacks = {
-            name: torch.empty(shard.local_shape(sizes), dtype=shard.dtype, device=device)
+            name: torch.zeros(shard.local_shape(sizes), dtype=shard.dtype, device=device)
             for name, shard in rank.shards.items()
-            if shard.stacked
+            if shard.stacked or shard.members
         }
         own = ModelView(rank.shards, sizes, rank.place.coordinate)
         self.shards = own.shards

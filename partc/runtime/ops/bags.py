@@ -1,0 +1,52 @@
+"""Reductions of bags of rows: bag b has the rows from starts[b] to ends[b], which grow. Rows outside all bags count not.
+
+Shapes: rows[n, d], starts[b] and ends[b] -> [b, d]. A bag without rows is zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def bag_sum(rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """The sum of each bag's rows."""
+    bags = starts.shape[0]
+    return rows.new_zeros(bags + 1, rows.shape[1]).index_add_(0, _bags(rows.shape[0], starts, ends), rows)[:bags]
+
+
+def bag_sum_grad(grad: Tensor, starts: Tensor, ends: Tensor, count: int) -> Tensor:
+    """Gradients of `count` rows, from that of `bag_sum`."""
+    return torch.cat((grad, grad.new_zeros(1, grad.shape[1])))[_bags(count, starts, ends)]
+
+
+def bag_max(rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """The maximum of each bag's rows; zero for a bag whose rows are all -inf."""
+    most = _most(rows, _bags(rows.shape[0], starts, ends), starts.shape[0])[:-1]
+    return most.masked_fill_(most == -math.inf, 0)
+
+
+def bag_max_grad(grad: Tensor, rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Gradients of rows, from that of `bag_max`: of equal rows, the first has it."""
+    (count, width), bags = rows.shape, _bags(rows.shape[0], starts, ends)
+    most = _most(rows, bags, starts.shape[0])
+    places = torch.arange(count, device=rows.device)[:, None].expand(count, width)
+    best = (rows == most[bags]) & (rows != -math.inf)
+    first = places.new_full(most.shape, count)
+    first.scatter_reduce_(0, bags[:, None].expand(count, width), places.masked_fill(~best, count), "amin")
+    return grad.new_zeros(count + 1, width).scatter_(0, first[:-1], grad)[:-1]
+
+
+def _most(rows: Tensor, bags: Tensor, count: int) -> Tensor:
+    most = rows.new_full((count + 1, rows.shape[1]), -math.inf)
+    return most.scatter_reduce_(0, bags[:, None].expand(rows.shape), rows, "amax")
+
+
+def _bags(count: int, starts: Tensor, ends: Tensor) -> Tensor:
+    """The bag of each of `count` rows; the number of bags for rows outside them."""
+    places = torch.arange(count, device=starts.device, dtype=starts.dtype)
+    bags = torch.searchsorted(ends, places, right=True)
+    began = starts[bags.clamp(max=starts.shape[0] - 1)] <= places
+    return bags.masked_fill_(~began, starts.shape[0])

@@ -1,0 +1,175 @@
+"""The placement of whole tables on ranks: an integer program that balances bytes and traffic.
+
+A table lies whole on one rank, or is spread over all of them. Ranks exchange equally much with each other: every rank
+has as many slots for the tables of a kind, and as many rows, as the rank with most has. A spread table costs each rank
+its share of the bytes, and traffic of its own.
+
+The objective is the sum of two ratios: traffic and bytes of a rank, each to those of a placement that spreads all
+tables. Tables that are equal are counted, not named, and ranks are ordered by their bytes, so that few placements are
+equal but for their names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_NODES = 2000  # of the search tree; the greedy placement stays if the solver finds no better one
+_GAP = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table that can be whole. `traffic` is that of a slot of its kind, `spread` its own if it is not whole."""
+
+    name: str
+    kind: Hashable
+    bytes: int
+    traffic: float
+    spread: float
+    rank: int | None = None  # where a pin has it
+    whole: bool = False  # whether a pin has it whole
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The rank of every table that is whole; its price is 2 if it is as good as spreading all tables."""
+
+    ranks: Mapping[str, int]
+    price: float
+
+
+def placed(tables: Sequence[Table], ranks: int) -> Placement:
+    """The best placement that is found."""
+    if not any(_pinned(each) for each in tables) and not _promising(tables, ranks):
+        return Placement({}, _priced(tables, ranks, {}).price)
+    candidates = [_priced(tables, ranks, {each.name: each.rank or 0 for each in tables if _pinned(each)})]
+    candidates += [_priced(tables, ranks, found) for found in (largest_first(tables, ranks), _solved(tables, ranks))]
+    return min(candidates, key=lambda found: found.price)
+
+
+def largest_first(tables: Sequence[Table], ranks: int) -> dict[str, int]:
+    """All tables whole: the largest first, each on the rank with the fewest bytes among those with the fewest slots."""
+    loads, found = [0] * ranks, dict[str, int]()
+    slots: Counter[tuple[Hashable, int]] = Counter()
+    for each in sorted(tables, key=lambda each: (each.rank is None, -each.bytes)):
+        best = min(range(ranks), key=lambda rank: (slots[each.kind, rank], loads[rank]))
+        found[each.name] = rank = best if each.rank is None else each.rank
+        loads[rank] += each.bytes
+        slots[each.kind, rank] += 1
+    return found
+
+
+def price(tables: Sequence[Table], ranks: int, found: Mapping[str, int]) -> float:
+    """The objective's value."""
+    return _priced(tables, ranks, found).price
+
+
+def _promising(tables: Sequence[Table], ranks: int) -> bool:
+    """Whether some kind's tables would save more together than the least that one of them costs whole."""
+    traffic, size = _units(tables, ranks)
+    saved: Counter[Hashable] = Counter()
+    for each in tables:
+        saved[each.kind] += each.spread / traffic + each.bytes / ranks / size
+    return any(each.traffic / traffic + each.bytes / size < saved[each.kind] for each in tables)
+
+
+def _pinned(each: Table) -> bool:
+    return each.whole or each.rank is not None
+
+
+def _priced(tables: Sequence[Table], ranks: int, found: Mapping[str, int]) -> Placement:
+    slots: Counter[tuple[Hashable, int]] = Counter()
+    held: Counter[tuple[Hashable, int]] = Counter()
+    traffic, held_bytes = 0.0, 0.0
+    for each in tables:
+        if each.name in found:
+            slots[each.kind, found[each.name]] += 1
+            held[each.kind, found[each.name]] += each.bytes
+        else:
+            traffic += each.spread
+            held_bytes += each.bytes / ranks
+    of = {each.kind: each for each in tables}
+    for kind, each in of.items():
+        traffic += each.traffic * max(slots[kind, rank] for rank in range(ranks))
+        held_bytes += max(held[kind, rank] for rank in range(ranks))
+    units = _units(tables, ranks)
+    return Placement(dict(found), traffic / units[0] + held_bytes / units[1])
+
+
+def _units(tables: Sequence[Table], ranks: int) -> tuple[float, float]:
+    return sum(each.spread for each in tables) or 1.0, sum(each.bytes for each in tables) / ranks or 1.0
+
+
+def _solved(tables: Sequence[Table], ranks: int) -> dict[str, int]:
+    """The integer program's placement; empty if the solver has none in time.
+
+    Variables: for each set of equal tables, how many of them each rank has; for each kind, the most slots and bytes.
+    """
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    sets: dict[Hashable, list[Table]] = {}
+    for each in tables:
+        sets.setdefault((each.kind, each.bytes, each.spread, each.rank, each.whole), []).append(each)
+    alike = list(sets.values())
+    kinds = {kind: index for index, kind in enumerate(dict.fromkeys(each.kind for each in tables))}
+    of = {each.kind: each for each in tables}
+    first = len(alike) * ranks
+    count = first + 2 * len(kinds)
+    traffic, size = _units(tables, ranks)
+    cost, upper = np.zeros(count), np.full(count, np.inf)
+    for index, some in enumerate(alike):
+        each = some[0]
+        cost[index * ranks : (index + 1) * ranks] = -each.spread / traffic - each.bytes / ranks / size
+        upper[index * ranks : (index + 1) * ranks] = len(some) if each.rank is None else 0
+        if each.rank is not None:
+            upper[index * ranks + each.rank] = len(some)
+    for kind, index in kinds.items():
+        cost[first + 2 * index : first + 2 * index + 2] = of[kind].traffic / traffic, 1
+    rows: list[Any] = []
+    lower, most = list[float](), list[float]()
+
+    def at_most(row: Any, bound: float, least: float = -np.inf) -> None:
+        rows.append(row)
+        lower.append(least)
+        most.append(bound)
+
+    for index, some in enumerate(alike):
+        row = np.zeros(count)
+        row[index * ranks : (index + 1) * ranks] = 1
+        at_most(row, len(some), len(some) if _pinned(some[0]) else -np.inf)
+    for rank in range(ranks):
+        for kind, index in kinds.items():
+            for place in (0, 1):
+                row = np.zeros(count)
+                for number, some in enumerate(alike):
+                    if some[0].kind == kind:
+                        row[number * ranks + rank] = some[0].bytes / size if place else 1
+                row[first + 2 * index + place] = -1
+                at_most(row, 0)
+    if all(each.rank is None for each in tables):
+        for rank in range(ranks - 1):
+            row = np.zeros(count)
+            for number, some in enumerate(alike):
+                here = some[0].bytes / size
+                row[number * ranks + rank + 1], row[number * ranks + rank] = here, -here
+            at_most(row, 0)
+    found = milp(
+        cost,
+        constraints=[LinearConstraint(np.array(rows), np.array(lower), np.array(most))],
+        integrality=np.arange(count) < first,
+        bounds=Bounds(0, upper),
+        options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+    )
+    if found.x is None:
+        return {each.name: each.rank or 0 for each in tables if _pinned(each)}
+    ranked: dict[str, int] = {}
+    for index, some in enumerate(alike):
+        left = iter(some)
+        for rank in range(ranks):
+            for _ in range(round(found.x[index * ranks + rank])):
+                ranked[next(left).name] = rank
+    return ranked

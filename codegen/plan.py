@@ -11,7 +11,7 @@ from typing import Any
 from partc.codegen.cuda_graphs import obstacle
 from partc.communication.descriptions import NAMES, moved_bytes
 from partc.cost.memory import Account
-from partc.ir.layout import Layout
+from partc.ir.layout import Layout, SubDim
 from partc.ir.program import Graph, Parameter, Program, Region, TensorType
 from partc.runtime.plan import FORMAT
 
@@ -125,13 +125,14 @@ def _held(parameter: Parameter, row: int, program: Program) -> dict[str, Any]:
     """The shape of a parameter of the model and its cut; for one in a stack, the stack and the cut of its rows."""
     if parameter.members:
         _, first, count = parameter.members[row]
-        dims = (Layout.replicated((count,)).dims[0], *parameter.type.layout.dims[1:])
-        own = replace(parameter.type, layout=replace(parameter.type.layout, dims=dims))
-        rows = _layout(Layout((parameter.type.layout.dims[0],)), program)
+        stacked, *columns = parameter.type.layout.dims
+        alone = replace(parameter.type.layout, dims=((SubDim(count),), *columns))
+        table = replace(parameter.type, layout=alone)
+        held = _layout(Layout((stacked,)), program)
         return {
-            "shape": list(own.shape),
-            **_typed(own, program),
-            "stack": {"name": parameter.name, "rows": rows, "row": first, "count": count},
+            "shape": list(table.shape),
+            **_typed(table, program),
+            "stack": {"name": parameter.name, "rows": held, "row": first, "count": count},
         }
     if not parameter.stacked:
         return {"shape": list(parameter.holds or parameter.type.shape), **_typed(parameter.type, program)}

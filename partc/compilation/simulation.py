@@ -189,7 +189,7 @@ class Simulator:
         tabled = _only(("tables",), ready(laid), given)
         cuts: dict[str, Cut] = {}
         if tabled.regions != laid.regions:  # tables cut by rows change their regions
-            if everywhere:
+            if everywhere and not any(item.members for item in tabled.parameters):
                 cuts = {item.name: table_cut(item, tabled.sizes) for item in tabled.parameters}
                 names = tuple(op.name for region in tabled.regions for op in region.forward.ops)
                 shape = (*shape, names, *((name, cut) for name, cut in cuts.items() if cut))

@@ -52,7 +52,7 @@ def placed(tables: Sequence[Table], ranks: int) -> Placement:
 
 def largest_first(tables: Sequence[Table], ranks: int) -> dict[str, int]:
     """All tables whole: the largest first, each on the rank with the fewest bytes among those with the fewest slots."""
-    loads, found = [0] * ranks, dict[str, int]()
+    loads, found = [0.0] * ranks, dict[str, int]()
     slots: Counter[tuple[Hashable, int]] = Counter()
     for each in sorted(tables, key=lambda each: (each.rank is None, -each.bytes)):
         best = min(range(ranks), key=lambda rank: (slots[each.kind, rank], loads[rank]))
@@ -70,9 +70,9 @@ def price(tables: Sequence[Table], ranks: int, found: Mapping[str, int]) -> floa
 def _promising(tables: Sequence[Table], ranks: int) -> bool:
     """Whether some kind's tables would save more together than the least that one of them costs whole."""
     traffic, size = _units(tables, ranks)
-    saved: Counter[Hashable] = Counter()
+    saved: dict[Hashable, float] = {}
     for each in tables:
-        saved[each.kind] += each.spread / traffic + each.bytes / ranks / size
+        saved[each.kind] = saved.get(each.kind, 0.0) + each.spread / traffic + each.bytes / ranks / size
     return any(each.traffic / traffic + each.bytes / size < saved[each.kind] for each in tables)
 
 

@@ -87,10 +87,10 @@ def tables(
         program = found.program
     cuts = found.chosen() if cut_tables is None else cut_tables
     cuts = {name: cut for name, cut in cuts.items() if cut}
-    whole = found.whole(cuts) if cut_tables is None else found.placed_as(stacks)
-    cuts = {name: cut for name, cut in cuts.items() if name not in whole}
+    ranks = found.whole(cuts) if cut_tables is None else found.placed_as(stacks)
+    cuts = {name: cut for name, cut in cuts.items() if name not in ranks}
     program = found.cut(cuts) if cuts and fuel.allowed("embedding tables cut") else program
-    return found.stacked(program, whole) if whole and fuel.allowed("whole tables placed") else program
+    return found.stacked(program, ranks) if ranks and fuel.allowed("whole tables placed") else program
 
 
 def explain(

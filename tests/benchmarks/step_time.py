@@ -84,7 +84,6 @@ CASES = (
         what="whole tables, all-to-all, DDP",
         axis="dp",
         options=("--optimizer", "adagrad"),
-        workers=("package.py", "tables.py"),
         sizes=(),
         model="",
         example=CLICKS,

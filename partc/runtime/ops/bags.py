@@ -1,4 +1,6 @@
-"""Reductions of bags of rows: bag b has the rows from starts[b] to ends[b], which grow. Rows outside all bags count not.
+"""Reductions of bags of rows: bag b has the rows from starts[b] to ends[b]. Bags follow each other.
+
+Rows outside all bags do not count.
 
 Shapes: rows[n, d], starts[b] and ends[b] -> [b, d]. A bag without rows is zero.
 """

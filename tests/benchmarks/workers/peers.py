@@ -4,8 +4,8 @@ torch's context parallelism knows kernels of GPUs only. Its ring, with its order
 flash kernel here. Exchanges of heads and of experts' rows are written with torch's functional collectives, as
 torchtitan does.
 
-All have AdamW fused, the same initial weights and batches as the package, and its setting of the C
-library's allocator, which helps them as much.
+All but the recommender have AdamW fused. All have the same initial weights and batches as the package, and its setting of
+the C library's allocator, which helps them as much.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A model in parallel: what it trains, and a step's forward and backward (the loss, where it is known)."""
+    """A model in parallel: its optimizers, and a step's forward and backward (the loss, where it is known)."""
 
-    parameters: list[nn.Parameter]
+    optimizers: list[torch.optim.Optimizer]
     step: Callable[[Batch], Tensor | None]
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """AdamW, fused, which takes parameters of one kind."""
+    every = list(parameters)
+    kinds = [[p for p in every if isinstance(p, DTensor) == kind] for kind in (False, True)]
+    return [torch.optim.AdamW(kind, lr=1e-3, fused=True) for kind in kinds if kind]
 
 
 def ddp(model: nn.Module, rank: int, task: Task) -> Peer:
@@ -68,7 +75,7 @@ def ddp(model: nn.Module, rank: int, task: Task) -> Peer:
         dist.all_reduce(loss)
         return loss
 
-    return Peer(parameters=list(model.parameters()), step=step)
+    return Peer(optimizers=adamw(model.parameters()), step=step)
 
 
 def fsdp(model: Any, rank: int, task: Task, *, again: bool) -> Peer:
@@ -89,7 +96,7 @@ def fsdp(model: Any, rank: int, task: Task, *, again: bool) -> Peer:
         dist.all_reduce(loss)
         return loss
 
-    return Peer(parameters=list(model.parameters()), step=step)
+    return Peer(optimizers=adamw(model.parameters()), step=step)
 
 
 def tensor_parallel(model: Any, rank: int, task: Task, *, sequences: bool) -> Peer:
@@ -124,7 +131,7 @@ def tensor_parallel(model: Any, rank: int, task: Task, *, sequences: bool) -> Pe
         whole_loss: Tensor = loss.detach().full_tensor()
         return whole_loss
 
-    return Peer(parameters=list(model.parameters()), step=step)
+    return Peer(optimizers=adamw(model.parameters()), step=step)
 
 
 class Part(nn.Module):
@@ -180,7 +187,7 @@ def pipeline(model: Any, rank: int, task: Task) -> Peer:
         schedule.step(target=batch["labels"], losses=losses, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
-    return Peer(parameters=list(part.parameters()), step=step)
+    return Peer(optimizers=adamw(part.parameters()), step=step)
 
 
 class Ring(torch.autograd.Function):
@@ -272,7 +279,7 @@ def context_parallel(model: Any, rank: int, task: Task, attend: Callable[..., Te
         dist.all_reduce(loss)
         return loss
 
-    return Peer(parameters=list(model.parameters()), step=step)
+    return Peer(optimizers=adamw(model.parameters()), step=step)
 
 
 class OwnExperts(nn.Module):
@@ -318,7 +325,73 @@ def expert_parallel(model: Any, rank: int, task: Task) -> Peer:
             parameter.grad /= world
         return loss
 
-    return Peer(parameters=inner.parameters, step=step)
+    return Peer(optimizers=inner.optimizers, step=step)
+
+
+class Exchange(torch.autograd.Function):
+    """Rows to other ranks; their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaving: list[int], coming: list[int]) -> Tensor:
+        ctx.sizes = leaving, coming
+        out = x.new_empty(sum(coming), *x.shape[1:])
+        dist.all_to_all_single(out, x, coming, leaving)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        leaving, coming = ctx.sizes
+        (grad,) = grads
+        return Exchange.forward(ctx, grad.contiguous(), coming, leaving), None, None
+
+
+class Tables(nn.Module):
+    """The tables of this rank."""
+
+    def __init__(self, tables: nn.ModuleList, rank: int, world: int) -> None:
+        super().__init__()
+        self.counts = [len(part) for part in torch.arange(len(tables)).tensor_split(world)]
+        self.rank, self.world, first = rank, world, sum(self.counts[:rank])
+        self.mine = tables[first : first + self.counts[rank]]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids[b, t] of this rank's part of the batch, for all tables: [b, t, d]."""
+        size, count = ids.shape[0], self.counts[self.rank]
+        wanted = Exchange.apply(ids.T.contiguous(), self.counts, [count] * self.world)
+        wanted = wanted.view(self.world, count, size)
+        found = torch.stack([table(wanted[:, index]) for index, table in enumerate(self.mine)], 1)
+        leaving, coming = [count * size] * self.world, [other * size for other in self.counts]
+        vectors: Tensor = Exchange.apply(found.flatten(0, 2), leaving, coming)
+        return vectors.view(-1, size, vectors.shape[-1]).transpose(0, 1)
+
+
+def whole_tables(model: Any, rank: int, task: Task) -> Peer:
+    """DLRM's own hybrid: whole tables on ranks, equally many up to one, and DDP for the rest.
+
+    Adagrad updates the rows that lookups read, and dense weights (fused).
+    """
+    world = dist.get_world_size()
+    tables = Tables(model.tables, rank, world)
+    dense = nn.parallel.DistributedDataParallel(model.dense, gradient_as_bucket_view=True)
+
+    def step(batch: Batch) -> Tensor:
+        part = {name: x.chunk(world)[rank] for name, x in batch.items()}
+        scores = dense(part["dense"], tables(part["sparse"]))
+        total = F.binary_cross_entropy_with_logits(scores, part["clicked"], reduction="sum")
+        count = len(batch["clicked"])
+        (total * (world / count)).backward()  # DDP averages
+        for parameter in tables.parameters():
+            assert parameter.grad is not None
+            parameter.grad._values().div_(world)
+        loss = total.detach() / count
+        dist.all_reduce(loss)
+        return loss
+
+    optimizers = [
+        torch.optim.Adagrad(tables.parameters(), lr=1e-3),
+        torch.optim.Adagrad(dense.parameters(), lr=1e-3, fused=True),
+    ]
+    return Peer(optimizers=optimizers, step=step)
 
 
 PEERS: dict[str, Callable[[nn.Module, int, Task], Peer]] = {
@@ -333,6 +406,7 @@ PEERS: dict[str, Callable[[nn.Module, int, Task], Peer]] = {
     ),
     "ulysses": lambda model, rank, task: context_parallel(model, rank, task, ulysses, [rank]),
     "ep": expert_parallel,
+    "tables": whole_tables,
 }
 
 
@@ -350,18 +424,16 @@ def main() -> None:
     torch.manual_seed(plan["seed"])
     peer = PEERS[task.side](data.call_with_options(model_file.model, plan["options"]), rank, task)
     gc.collect()
-    kinds = [[p for p in peer.parameters if isinstance(p, DTensor) == kind] for kind in (False, True)]
-    optimizers = [torch.optim.AdamW(kind, lr=1e-3, fused=True) for kind in kinds if kind]  # fused takes one kind
     seconds: list[float] = []
     losses: list[float] = []
     for step in range(task.total):
         batch = data.global_batch(model_file, plan["options"], seed=plan["seed"], step=step, dtype=torch.float32)
         wait_for_round(task, step)
         started = time.perf_counter()
-        for optimizer in optimizers:
+        for optimizer in peer.optimizers:
             optimizer.zero_grad()
         loss = peer.step(batch)
-        for optimizer in optimizers:
+        for optimizer in peer.optimizers:
             optimizer.step()
         if loss is not None:
             losses.append(loss.item())

@@ -272,7 +272,8 @@ def test_a_lookup_whose_ids_depend_on_another_has_an_exchange_of_its_own(tmp_pat
     """Ids from the sign of a vector, and a lookup between dense layers, whose ids are known from the start."""
     (tmp_path / "chained.py").write_text(CHAINED)
     group = ["*.weight:optimizer=adagrad", "first.*,second.*,third.*:optimizer=rowwise_adagrad"]
-    package = partc.compile(tmp_path / "chained.py", mesh="dp=2", precision="fp64", group=group)
+    pins = [f"{name}.weight=[@dp, _]" for name in ("first", "second", "third")]
+    package = partc.compile(tmp_path / "chained.py", mesh="dp=2", precision="fp64", group=group, shard=pins)
     names = [op.name for region in package.program.regions for op in region.forward.ops]
     assert names.count("route") == 2 and names.count("divide_rows") == 1
     result = package.verify(steps=3)

@@ -103,7 +103,7 @@ def test_whole_tables_equal_one_device(model: str, mesh: str, group: str, how: d
     package = partc.compile(MODELS / f"{model}.py", mesh=mesh, precision="fp64", shard=pins, **given, **how)
     stacks = [item for item in package.program.parameters if item.members]
     assert stacks or not pins
-    assert parse(print_program(package.program)) == package.program
+    assert parse(print_program(package.program)).parameters == package.program.parameters
     result = package.verify(steps=3)
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
 

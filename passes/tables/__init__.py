@@ -666,7 +666,13 @@ class _Tables:
             if len(slots) != 1 or slots[0] not in self.lookups or len(self.lookups[slots[0]]) != 1:
                 continue
             ((region, value),), (lookup,) = slots, self.lookups[slots[0]]
-            if calls[region] != 1 or not item.sparse or not item.trainable or item.aliases or item.holds:
+            if (
+                calls[region] != 1
+                or not item.sparse
+                or not item.trainable
+                or item.aliases
+                or item.holds[1:] != item.type.shape[1:] * bool(item.holds)
+            ):
                 continue
             over, types = self.axes[slots[0]], self.types[region]
             first, *inner = types[[*lookup.op.refs()][1]].layout.normalized(self.sizes).dims[0]
@@ -745,7 +751,7 @@ class _Tables:
         for alike in dict.fromkeys(found for found, _ in whole.values()):
             some = [name for name in names if whole[name][0] == alike]
             by_rank = [[name for name in some if whole[name][1] == rank] for rank in range(ways)]
-            heights = [sum(self.parameters[name].type.shape[0] for name in here) for here in by_rank]
+            heights = [sum(map(self._rows, here)) for here in by_rank]
             slots = max(map(len, by_rank))
             rows = max(height + (len(here) < slots) for height, here in zip(heights, by_rank, strict=True))
             first = self.parameters[some[0]]
@@ -754,14 +760,18 @@ class _Tables:
             members: list[tuple[str, int, int]] = []
             ranked: list[tuple[tuple[Reader, int], ...]] = []
             for rank, here in enumerate(by_rank):
-                sizes = [self.parameters[name].type.shape[0] for name in here]
+                sizes = [*map(self._rows, here)]
                 starts = [sum(sizes[:index]) for index in range(len(here))]
                 members += [
                     (name, rank * rows + start, size) for name, start, size in zip(here, starts, sizes, strict=True)
                 ]
                 ranked.append(tuple((self._readers[name][1], start) for name, start in zip(here, starts, strict=True)))
             item = replace(
-                first, name=label, type=stacked_type(first.type, rows, over, self.sizes), members=tuple(members)
+                first,
+                name=label,
+                type=stacked_type(first.type, rows, over, self.sizes),
+                holds=(),
+                members=tuple(members),
             )
             joined[some[0]] = item
             value = next(each for each in region.params if each.name == self.slots[some[0]][0][1])
@@ -772,6 +782,11 @@ class _Tables:
             )
             stacks.append(Stack(param=param, ranks=tuple(ranked)))
         return _with_stacks(program, region, self._readers, whole, joined, stacks, over, taken)
+
+    def _rows(self, name: str) -> int:
+        """The rows that the model has."""
+        item = self.parameters[name]
+        return (item.holds or item.type.shape)[0]
 
     def _unplaceable(self, name: str, pin: Pin) -> PartcError:
         if name in self._readers:

@@ -82,13 +82,16 @@ class Writing:
         self.ops.append(replace(op, source=self.source))
 
     def _following(self, layout: Layout, dims: Dims, rule: OpRule) -> Iterator[Choice]:
-        """The choices under which an operand has a layout."""
+        """The choices under which an operand has a layout; an axis nests in those before it that cut the same place."""
+        left = {factor.name: factor.size for factor in rule.factors}
         for axis in axis_order(self.sizes):
             placed = layout.placement(axis)
             if isinstance(placed, Shard):
                 before = 1
                 for name in dims[placed.dim]:
                     after = before * rule.factor(name).size
-                    if before <= placed.outer < after:
-                        yield Choice(axis=axis, factor=name, outer=placed.outer // before)
+                    if placed.outer < after and left[name] % self.sizes[axis] == 0:
+                        yield Choice(axis=axis, factor=name, outer=max(1, placed.outer // before))
+                        left[name] //= self.sizes[axis]
+                        break
                     before = after

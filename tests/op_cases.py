@@ -133,7 +133,9 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
         for each, (i, j) in zip(g, _bounds(starts, ends), strict=True)
     ),
     "bag_max_grad": lambda g, x, starts, ends: sum(
-        F.pad(F.one_hot(x[i:j].argmax(0), j - i).T * each, (0, 0, i, len(x) - j)) if j > i else torch.zeros_like(x)
+        F.pad(F.one_hot(x[i:j].argmax(0), j - i).T * each, (0, 0, i, len(x) - j))
+        if j > i
+        else 0 * each.sum() * torch.ones_like(x)
         for each, (i, j) in zip(g, _bounds(starts, ends), strict=True)
     ),
     "embedding": lambda w, ids: F.embedding(ids, w),

@@ -13,7 +13,7 @@ import pytest
 import partc
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
-from partc.sharding.table_placement import Table, largest_first, placed, price
+from partc.sharding.table_placement import WholeTable, largest_first, placed, price
 
 MODELS = Path(__file__).parent / "models"
 DLRM = MODELS / "dlrm.py"
@@ -25,10 +25,10 @@ CRITEO = (
 )  # fmt: skip
 
 
-def _tables(rows: tuple[int, ...], ranks: int, width: int = 64, batch: int = 2048, kinds: int = 1) -> list[Table]:
+def _tables(rows: tuple[int, ...], ranks: int, width: int = 64, batch: int = 2048, kinds: int = 1) -> list[WholeTable]:
     vectors = 4 * width * batch // ranks
     return [
-        Table(
+        WholeTable(
             name=f"t{number}",
             kind=number % kinds,
             bytes=4 * width * count,
@@ -66,13 +66,13 @@ def test_tables_of_clicks_balance_better_than_largest_first(ranks: int) -> None:
 
 def test_pinned_tables_stay_where_they_are() -> None:
     tables = _tables((1000,) * 6, 2)
-    pinned = [*tables[:5], Table(**{**_fields(tables[5]), "rank": 1, "whole": True})]
+    pinned = [*tables[:5], WholeTable(**{**_fields(tables[5]), "rank": 1, "whole": True})]
     assert placed(pinned, 2).ranks["t5"] == 1
-    alone = [Table(**{**_fields(each), "whole": True}) for each in _tables((10, 10**6), 8)]
+    alone = [WholeTable(**{**_fields(each), "whole": True}) for each in _tables((10, 10**6), 8)]
     assert set(placed(alone, 8).ranks) == {"t0", "t1"}
 
 
-def _fields(table: Table) -> dict[str, Any]:
+def _fields(table: WholeTable) -> dict[str, Any]:
     return {name: getattr(table, name) for name in ("name", "kind", "bytes", "traffic", "spread")}
 
 

@@ -21,7 +21,7 @@ _GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class WholeTable:
     """A table that can be whole. `traffic` is that of a slot of its kind, `spread` its own if it is not whole."""
 
     name: str
@@ -41,7 +41,7 @@ class Placement:
     price: float
 
 
-def placed(tables: Sequence[Table], ranks: int) -> Placement:
+def placed(tables: Sequence[WholeTable], ranks: int) -> Placement:
     """The best placement that is found."""
     if not any(_pinned(each) for each in tables) and not _promising(tables, ranks):
         return Placement({}, _priced(tables, ranks, {}).price)
@@ -50,7 +50,7 @@ def placed(tables: Sequence[Table], ranks: int) -> Placement:
     return min(candidates, key=lambda found: found.price)
 
 
-def largest_first(tables: Sequence[Table], ranks: int) -> dict[str, int]:
+def largest_first(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
     """All tables whole: the largest first, each on the rank with the fewest bytes among those with the fewest slots."""
     loads, found = [0.0] * ranks, dict[str, int]()
     slots: Counter[tuple[Hashable, int]] = Counter()
@@ -62,12 +62,12 @@ def largest_first(tables: Sequence[Table], ranks: int) -> dict[str, int]:
     return found
 
 
-def price(tables: Sequence[Table], ranks: int, found: Mapping[str, int]) -> float:
+def price(tables: Sequence[WholeTable], ranks: int, found: Mapping[str, int]) -> float:
     """The objective's value."""
     return _priced(tables, ranks, found).price
 
 
-def _promising(tables: Sequence[Table], ranks: int) -> bool:
+def _promising(tables: Sequence[WholeTable], ranks: int) -> bool:
     """Whether some kind's tables would save more together than the least that one of them costs whole."""
     traffic, size = _units(tables, ranks)
     saved: dict[Hashable, float] = {}
@@ -76,11 +76,11 @@ def _promising(tables: Sequence[Table], ranks: int) -> bool:
     return any(each.traffic / traffic + each.bytes / size < saved[each.kind] for each in tables)
 
 
-def _pinned(each: Table) -> bool:
+def _pinned(each: WholeTable) -> bool:
     return each.whole or each.rank is not None
 
 
-def _priced(tables: Sequence[Table], ranks: int, found: Mapping[str, int]) -> Placement:
+def _priced(tables: Sequence[WholeTable], ranks: int, found: Mapping[str, int]) -> Placement:
     slots: Counter[tuple[Hashable, int]] = Counter()
     held: Counter[tuple[Hashable, int]] = Counter()
     traffic, held_bytes = 0.0, 0.0
@@ -99,11 +99,11 @@ def _priced(tables: Sequence[Table], ranks: int, found: Mapping[str, int]) -> Pl
     return Placement(dict(found), traffic / units[0] + held_bytes / units[1])
 
 
-def _units(tables: Sequence[Table], ranks: int) -> tuple[float, float]:
+def _units(tables: Sequence[WholeTable], ranks: int) -> tuple[float, float]:
     return sum(each.spread for each in tables) or 1.0, sum(each.bytes for each in tables) / ranks or 1.0
 
 
-def _solved(tables: Sequence[Table], ranks: int) -> dict[str, int]:
+def _solved(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
     """The integer program's placement; empty if the solver has none in time.
 
     Variables: for each set of equal tables, how many of them each rank has; for each kind, the most slots and bytes.
@@ -111,7 +111,7 @@ def _solved(tables: Sequence[Table], ranks: int) -> dict[str, int]:
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    sets: dict[Hashable, list[Table]] = {}
+    sets: dict[Hashable, list[WholeTable]] = {}
     for each in tables:
         sets.setdefault((each.kind, each.bytes, each.spread, each.rank, each.whole), []).append(each)
     alike = list(sets.values())

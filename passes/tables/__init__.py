@@ -42,7 +42,7 @@ from partc.ir.program import (
     needed,
 )
 from partc.passes.tables.exchange import exchanged, together
-from partc.passes.tables.whole import Exchange, Reader, Stack, kind, reader, stack_name, stacked_type
+from partc.passes.tables.whole import Exchange, Reader, TableStack, kind, reader, stack_name, stacked_type
 from partc.rules import PARTIAL, resolve
 from partc.rules.rule import OpRule
 from partc.rules.updates import DEFAULT, UpdateRule, dense, updates
@@ -50,7 +50,7 @@ from partc.sharding.choices import axis_order, choice_on, layouts, placed_axes
 from partc.sharding.pins import Pin
 from partc.sharding.placements import expert_weights
 from partc.sharding.reshard import plan
-from partc.sharding.table_placement import Table, placed
+from partc.sharding.table_placement import WholeTable, placed
 
 _ROWS, _COLUMNS = "v", "d"  # the factors of lookups' rule
 _COPIES = 0.5  # of an exchange by rows: four copies of the vectors, of which a byte costs an eighth of one that is sent
@@ -117,7 +117,8 @@ def explain(
     cuts = found.chosen()
     chosen, placed = cuts.get(name), found.whole(cuts).get(name)
     if placed is not None:
-        first = f"{type} whole on rank {placed[1]} of {found.ways(name)}", found.slot(name)
+        ways = found.ways(name)
+        first = f"{type} whole on rank {placed[1]} of {ways}", found.slot(name) / ways
         return (first, *sorted(options.values(), key=_bytes))
     whole = f"{type}{' in parts' * bool(zero)}", float(found._whole(name))
     rest = sorted((*(each for cut, each in options.items() if cut != chosen), *([whole] if chosen else [])), key=_bytes)
@@ -250,7 +251,7 @@ def _with_stacks(
     readers: Mapping[str, tuple[Hashable, Reader]],
     whole: Collection[str],
     joined: Mapping[str, Parameter],
-    stacks: Sequence[Stack],
+    stacks: Sequence[TableStack],
     over: tuple[str, ...],
     taken: set[str],
 ) -> Program:
@@ -705,7 +706,7 @@ class _Tables:
             return {}
         kinds = {each: number for number, each in enumerate(dict.fromkeys(each for each, _ in candidates.values()))}
         given = [
-            Table(
+            WholeTable(
                 name=name,
                 kind=kinds[alike],
                 bytes=self.parameters[name].type.local_bytes(self.sizes),
@@ -747,7 +748,7 @@ class _Tables:
         types = {**region.types(region.forward)}
         taken, held = {*types}, {item.name for item in program.parameters}
         joined: dict[str, Parameter] = {}
-        stacks: list[Stack] = []
+        stacks: list[TableStack] = []
         for alike in dict.fromkeys(found for found, _ in whole.values()):
             some = [name for name in names if whole[name][0] == alike]
             by_rank = [[name for name in some if whole[name][1] == rank] for rank in range(ways)]
@@ -780,7 +781,7 @@ class _Tables:
                 name=unique(stack_name([self.slots[name][0][1] for name in some], ()), taken),
                 type=stacked_type(value.type, rows, over, self.sizes),
             )
-            stacks.append(Stack(param=param, ranks=tuple(ranked)))
+            stacks.append(TableStack(param=param, ranks=tuple(ranked)))
         return _with_stacks(program, region, self._readers, whole, joined, stacks, over, taken)
 
     def _rows(self, name: str) -> int:

@@ -44,7 +44,7 @@ class Reader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class TableStack:
     """Tables that are read alike: their slots on each rank, and the parameter of the region that holds them."""
 
     param: Value
@@ -78,13 +78,13 @@ def _form(arg: Arg, types: Mapping[str, TensorType]) -> Hashable:
 class Exchange(Writing):
     """The exchange of several stacks, over axes that cut the batch first."""
 
-    stacks: Sequence[Stack]
+    stacks: Sequence[TableStack]
     over: tuple[str, ...]
 
     def made(self) -> tuple[Op, ...]:
         wanted = self._there([(stack, self._columns(stack)) for stack in self.stacks], "tables_ids")
         found = [self._found(stack, ids) for stack, ids in zip(self.stacks, wanted, strict=True)]
-        by_type: dict[str, list[tuple[Stack, Ref]]] = {}
+        by_type: dict[str, list[tuple[TableStack, Ref]]] = {}
         for stack, vectors in zip(self.stacks, found, strict=True):
             by_type.setdefault(self.types[vectors.name].dtype, []).append((stack, vectors))
         for some in by_type.values():
@@ -115,7 +115,7 @@ class Exchange(Writing):
     def _at_home(self, shape: Sequence[int]) -> Layout:
         return Layout(((SubDim(shape[0]),), (self._home,), *((SubDim(size),) for size in shape[2:])))
 
-    def _columns(self, stack: Stack) -> list[Ref]:
+    def _columns(self, stack: TableStack) -> list[Ref]:
         """For every slot of every rank, the numbers of the rows that its table is asked for: [batch, ids]."""
         found = []
         each = math.prod(self.types[[*stack.one.op.refs()][1]].shape[1:])
@@ -138,7 +138,7 @@ class Exchange(Writing):
                 found.append(flat)
         return found
 
-    def _there(self, columns: Sequence[tuple[Stack, Sequence[Ref]]], made: str) -> list[Ref]:
+    def _there(self, columns: Sequence[tuple[TableStack, Sequence[Ref]]], made: str) -> list[Ref]:
         """Columns for every slot of every rank, on the ranks of tables: for each stack [ranks, batch, slots · columns].
 
         All must have one type.
@@ -164,7 +164,7 @@ class Exchange(Writing):
         shapes = [(ways, batch, width) for width in widths]
         return list(self.several("split", (ranked, tuple(widths), 2), names, shapes, dtype, read=there))
 
-    def _found(self, stack: Stack, ids: Ref) -> Ref:
+    def _found(self, stack: TableStack, ids: Ref) -> Ref:
         """The vectors of a stack, reduced if they are bags: [ranks, batch, slots · columns]."""
         one, types = stack.one, self.types
         ways, batch, _ = types[ids.name].shape
@@ -183,7 +183,7 @@ class Exchange(Writing):
         flat = (ways, batch, math.prod(shape[2:]))
         return x if shape == flat else self.plain("reshape", (x, flat), f"{name}_flat", flat, dtype)
 
-    def _reduced(self, stack: Stack, index: int, op: Op, position: int, x: Ref) -> Ref:
+    def _reduced(self, stack: TableStack, index: int, op: Op, position: int, x: Ref) -> Ref:
         """The vectors after an operation on bags; its other operands travel as ids do."""
         others: dict[str, Ref] = {}
         for ref in op.refs():
@@ -201,7 +201,7 @@ class Exchange(Writing):
             op.name, tuple(args), f"{stack.param.name}_{op.name}", shape, own.dtype, attrs=op.attrs, keep=x
         )
 
-    def _operand(self, stack: Stack, index: int, name: str) -> Ref:
+    def _operand(self, stack: TableStack, index: int, name: str) -> Ref:
         """The operand of every slot's operation: [ranks, batch, slots, …]."""
         place = [*stack.one.after[index][0].refs()].index(name)
         shape = self.types[name].shape
@@ -219,7 +219,7 @@ class Exchange(Writing):
         whole = (self._ways, self._batch, stack.slots, *shape[1:])
         return self.plain("reshape", (there, whole), f"{name}_slots", whole, self.types[there.name].dtype)
 
-    def _back(self, found: Sequence[tuple[Stack, Ref]]) -> None:
+    def _back(self, found: Sequence[tuple[TableStack, Ref]]) -> None:
         """The vectors of every table, where the batch is."""
         ways, batch = self._ways, self._batch
         dtype = self.types[found[0][1].name].dtype

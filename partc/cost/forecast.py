@@ -13,7 +13,7 @@ from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
 from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, TimelineBuilder
 from partc.cost.cores import ROUNDS, BusySpan, pace, paces
 from partc.cost.rates import ROOFLINE, Rates
-from partc.cost.simulation import Durations, Timeline, timeline
+from partc.cost.simulation import Timeline, timeline
 from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import MOVING, VIEWS, Action, Call, Graph, GraphKind, Op, Parameter, Program, TensorType
@@ -75,18 +75,19 @@ class Forecast:
 
     def transfer(self, stage: int) -> float:
         """Seconds until the values or gradients that a stage sends have arrived."""
-        return self._transfers.get(stage, 0.0)
+        return max((takes for stages, takes in self._transfers.items() if stage in stages), default=0.0)
 
     @cached_property
-    def _transfers(self) -> dict[int, float]:
-        found: dict[int, float] = {}
+    def _transfers(self) -> dict[tuple[int, int], float]:
+        """The seconds of the largest value from one stage to another, and of its gradient back."""
+        found: dict[tuple[int, int], float] = {}
         program = self.program
         for each in filter(program.travels, program.transfers):
             size = self._types[each.value].local_bytes(program.sizes)
-            places = program.place(each.source), program.place(each.target)
-            takes = self.scale.communication * self.rates.transfer(program.mesh, places, size)
-            for stage in (each.source, each.target):
-                found[stage] = max(found.get(stage, 0.0), takes)
+            for stages in ((each.source, each.target), (each.target, each.source)):
+                places = program.place(stages[0]), program.place(stages[1])
+                takes = self.scale.communication * self.rates.transfer(program.mesh, places, size)
+                found[stages] = max(found.get(stages, 0.0), takes)
         return found
 
     @cached_property
@@ -143,8 +144,7 @@ class Forecast:
             ended[rank] = start + inside.seconds
             return inside.seconds
 
-        durations = [Durations(transfer=self.transfer(stage)) for stage in range(self.program.stages)]
-        done = timeline(self.program, durations, play)
+        done = timeline(self.program, play=play, transfers=self._transfers)
         return done, found
 
     def _continued(

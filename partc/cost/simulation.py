@@ -142,16 +142,17 @@ def simulate(
     durations: Durations | Sequence[Durations] = Durations(),
     links: Sequence[Link] | None = None,
     play: Play | None = None,
+    transfers: Mapping[tuple[int, int], float] = {},
 ) -> Timeline:
     """Simulate the rows, one for each pipeline rank; `places` holds the rank of every stage.
 
     Durations are common to all stages, or one for each; `play` gives each action's own instead, except of transfers.
-    `links` are the values that stages read from each other, by
-    default a chain. If the rows contain sends and receives, values leave and arrive when these are reached; otherwise
-    they do as soon as they are computed.
+    `transfers` has the seconds from one stage to another, where they differ from those of the stage that sends.
+    `links` are the values that stages read from each other, by default a chain. If the rows contain sends and receives,
+    values leave and arrive when these are reached; otherwise they do as soon as they are computed.
     """
     each = [durations] * len(places) if isinstance(durations, Durations) else durations
-    state = _Simulation(rows, places, each, chain(len(places)) if links is None else links, play)
+    state = _Simulation(rows, places, each, chain(len(places)) if links is None else links, play, transfers)
     while any([state.advance(rank) for rank in range(len(rows))]):
         pass
     stuck = tuple((rank, at) for rank, at in enumerate(state.position) if at < len(rows[rank]))
@@ -162,6 +163,7 @@ def timeline(
     program: Program,
     durations: Durations | Sequence[Durations] = Durations(),
     play: Play | None = None,
+    transfers: Mapping[tuple[int, int], float] = {},
 ) -> Timeline:
     """The predicted step of a scheduled program. Raises InternalError if its schedule deadlocks."""
     links = [(transfer.source, transfer.target, transfer.gradient) for transfer in program.transfers]
@@ -172,6 +174,7 @@ def timeline(
         durations=durations,
         links=links,
         play=play,
+        transfers=transfers,
     )
     if found.stuck:
         raise InternalError(
@@ -190,7 +193,9 @@ class _Simulation:
         durations: Sequence[Durations],
         links: Sequence[Link],
         play: Play | None,
+        transfers: Mapping[tuple[int, int], float],
     ) -> None:
+        self.transfers = transfers
         self.rows = rows
         self.play = play
         self.places = places
@@ -267,7 +272,7 @@ class _Simulation:
                 latest = max(latest, known[key])
                 continue
             begin = max(known[key], posted)
-            takes = self.durations[other].transfer
+            takes = self.transfers.get((other, stage), self.durations[other].transfer)
             if known is self.sent:
                 coming.append((self.places[other], begin, takes))
             latest = max(latest, begin + takes)

@@ -119,6 +119,8 @@ def test_messages_over_a_link_follow_each_other() -> None:
     durations = Durations(forward=1.0, transfer=5.0)
     found = simulate([first, second], [0, 1], durations=durations, links=[(0, 1, False)])
     assert [span.start for span in found.ranks[1]] == [6.0, 11.0, 16.0]
+    quick = simulate([first, second], [0, 1], durations=durations, links=[(0, 1, False)], transfers={(0, 1): 0.5})
+    assert [span.start for span in quick.ranks[1]] == [1.5, 2.5, 3.5]
 
 
 def test_a_lone_sender_has_the_whole_link_of_its_node(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.cost.calibration import calibration
 
+WORKER = Path(__file__).parent / "workers" / "several.py"
 GPT = str(Path(__file__).parent.parent / "models" / "gpt.py")
 SIZES = {"layers": 4, "hidden": 256, "heads": 4, "seq": 128, "vocab": 2048}
 MIXTRAL = {
@@ -29,7 +31,7 @@ MIXTRAL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2,
     "vocab_size": 2048, "max_position_embeddings": 256, "architectures": ["MixtralForCausalLM"],
 }  # fmt: skip
-STEPS, WARM = 10, 6  # steps become quicker up to the fifth one
+STEPS, WARM = 9, 5  # steps become quicker up to the fifth one
 
 
 def plans(folder: Path) -> Iterator[tuple[str, str, ParallelPlan]]:
@@ -107,23 +109,37 @@ def compiled(folder: Path) -> None:
 def measured(folder: Path) -> None:
     for processes in (2, 4):
         file = folder / f"{processes}.toml"
-        command = ["cluster", "measure", "-o", str(file), "--processes", str(processes)]
         if not file.exists():
-            subprocess.run([sys.executable, "-m", "partc", *command], check=True, stdout=subprocess.DEVNULL)
-    for name, _, _ in plans(folder):
-        log = folder / f"{name}.jsonl"
-        if log.exists() and len(log.read_text().splitlines()) == STEPS:
-            continue
-        log.unlink(missing_ok=True)
-        command = ["run", str(folder / name), "--steps", str(STEPS), "--metrics", str(log)]
-        done = subprocess.run([sys.executable, "-m", "partc", *command], capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name} failed: {done.stderr[-300:]}")
+            options = ("-o", file, "--page", file.with_suffix(".html"), "--processes", processes)
+            first("-m", "partc", "cluster", "measure", *options)
+        names = [name for name, _, plan in plans(folder) if plan.compile_options().mesh.size == processes]
+        logs = {name: folder / f"{name}.jsonl" for name in names}
+        missing = {name: log for name, log in logs.items() if not complete(log)}
+        for log in missing.values():
+            log.unlink(missing_ok=True)
+        runs = [(str(folder / name), str(log), STEPS) for name, log in missing.items()]
+        (folder / f"{processes}.json").write_text(json.dumps(runs))
+        rendezvous = ("--nproc-per-node", processes, "--master-addr", "127.0.0.1", "--master-port", 29400)
+        first("-m", "torch.distributed.run", *rendezvous, WORKER, folder / f"{processes}.json")
+
+
+def first(*command: object) -> None:
+    """Run a Python command before other work of this machine, as far as the user may say so."""
+    process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, start_new_session=True)
+    with suppress(OSError):
+        Path(f"/proc/{process.pid}/autogroup").write_text("-19")
+    if process.wait():
+        sys.exit(f"failed: {' '.join(map(str, command))}")
+
+
+def complete(log: Path) -> bool:
+    return log.exists() and len(log.read_text().splitlines()) == STEPS
 
 
 def seconds(log: Path) -> float:
-    """The median over the steps after the first few."""
-    return statistics.median(json.loads(line)["seconds"] for line in log.read_text().splitlines()[WARM:])
+    """The median over the steps after the first few, without the time that measuring them takes."""
+    entries = [json.loads(line) for line in log.read_text().splitlines()[WARM:]]
+    return statistics.median(entry["seconds"] - entry["measuring"] for entry in entries)
 
 
 def ranks(values: list[float]) -> list[float]:
@@ -139,7 +155,7 @@ def predicted(folder: Path) -> None:
     pairs = []
     for name, model, plan in plans(folder):
         log = folder / f"{name}.jsonl"
-        if not log.exists():
+        if not complete(log):
             continue
         processes = plan.compile_options().mesh.size
         if (model, processes) not in simulators:

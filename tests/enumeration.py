@@ -20,7 +20,8 @@ from partc.planner.planning import Planner, Request
 from partc.planner.search import Played
 from partc.planner.space import divisors
 
-_EXAMPLES = Path(__file__).parents[1] / "examples"
+_ROOT = Path(__file__).parents[1]
+_MODELS = {"gpt": "examples/gpt.py", "mlp": "examples/mlp.py", "routed": "tests/models/routed.py"}
 _DEVICES = ("H100-80GB", "A100-40GB", "V100-16GB", "RTX4090-24GB", "CPU")
 _MOST = 400  # plans of a case
 _ROUNDING = 1e-9
@@ -36,7 +37,8 @@ class Case:
     def __str__(self) -> str:
         wanted = self.request
         options = ",".join(f"{name}={value}" for name, value in wanted.options.items())
-        return f"{wanted.cluster.name} ranks={wanted.ranks} {options} {dict(wanted.fixed)} memory {self.share:.2f}"
+        model = Path(wanted.model).stem
+        return f"{model} {wanted.cluster.name} {options} {dict(wanted.fixed)} memory {self.share:.2f}"
 
 
 def case(seed: int) -> Case:
@@ -44,14 +46,18 @@ def case(seed: int) -> Case:
     chance = random.Random(seed)
     nodes, devices = chance.choice(((1, 2), (1, 4), (2, 2), (1, 6), (2, 4), (1, 8), (4, 2)))
     cluster: Cluster = preset(f"{nodes}x{devices}x{chance.choice(_DEVICES)}")
-    gpt = chance.random() < 0.6
+    model = chance.choice(("gpt", "gpt", "mlp", "routed", "routed"))
     batch = chance.choice((4, 6, 8, 12, 16))
     options: dict[str, bool | int | float | str] = {"batch": batch}
-    if gpt:
+    if model == "gpt":
         options |= {"size": chance.choice(("tiny", "1b", "8b")), "depth": chance.choice((1, 2, 3, 5))}
         options |= {"seq": chance.choice((32, 256, 2048))}
-    else:
+    elif model == "mlp":
         options |= {"width": chance.choice((32, 96, 4096)), "hidden": 8192, "depth": chance.choice((1, 2, 4, 6))}
+    else:
+        options |= {"width": chance.choice((32, 1024)), "hidden": chance.choice((48, 4096)), "chosen": 2}
+        options |= {"depth": chance.choice((1, 2, 3)), "experts": chance.choice((4, 6, 8))}
+        options |= {"seq": chance.choice((16, 512))}
     fixed: dict[str, tuple[str, ...]] = {}
     fixed |= {"recompute": (chance.choice(("none", "selective", "full")),)} if chance.random() < 0.6 else {}
     if chance.random() < 0.5:
@@ -60,10 +66,13 @@ def case(seed: int) -> Case:
         fixed["microbatches"] = tuple(map(str, chance.sample(divisors(batch), 2)))
     if chance.random() < 0.5:
         fixed["schedule"] = tuple(chance.sample(("1f1b", "gpipe", "interleaved", "zero-bubble", "zbv"), 2))
-    if gpt and chance.random() < 0.7:
+    if model == "gpt" and chance.random() < 0.7:
         fixed["cp"] = ("1",)
+    if model == "routed":
+        fixed["ep"] = tuple(chance.sample(("1", "2", "4", "8"), 2))
+        fixed |= {"cp": ("1", "2")} if chance.random() < 0.3 else {}
     request = Request(
-        model=str(_EXAMPLES / ("gpt.py" if gpt else "mlp.py")),
+        model=str(_ROOT / _MODELS[model]),
         cluster=cluster,
         ranks=nodes * devices,
         limit=cluster.device.memory,

@@ -168,15 +168,17 @@ class Simulator:
         start = self._once(("simplify", *trace_key), canonical)
         check_divisible(ready(start))
         cut = _everywhere(ready(start)) if everywhere else ready(start)
+        placed = _everywhere(ready(start), experts=True) if everywhere else cut  # layouts do not depend on ep's size
 
         def apart(program: Program) -> Program:
             return replace(program, mesh=cut.mesh, microbatches=cut.microbatches)
 
-        weights = tuple(item for item in mesh.axes if item[0] != PIPELINE_AXIS and not _holds_alike(item[0]))
-        widths: _Key = (*trace_key, weights, options.kernels)
-
         def outlined(places: tuple[int, ...]) -> Program:
-            return _until("outline", ready(start), "simplify", given | {"places": places})
+            sized = replace(start, mesh=placed.mesh, microbatches=placed.microbatches)
+            return _until("outline", sized, "simplify", given | {"places": places})
+
+        weights = tuple(item for item in placed.mesh.axes if item[0] != PIPELINE_AXIS and not _holds_alike(item[0]))
+        widths: _Key = (*trace_key, weights, options.kernels)
 
         calls = self._once(("outline", *widths), lambda: outlined((0,)))
         stages = options.places
@@ -184,7 +186,14 @@ class Simulator:
             calls = self._once(("outline", *widths, len(stages)), lambda: outlined(stages))
             widths = (*widths, len(stages))
         shape: _Key = (*widths, axis_order(cut.sizes))
-        laid = self._once(("annotate", *shape), lambda: _until("annotate", apart(calls), "outline", given))
+
+        def annotated() -> Program:
+            sized = replace(calls, mesh=placed.mesh, microbatches=placed.microbatches)
+            return _until("annotate", sized, "outline", given)
+
+        laid = self._once(("annotate", *shape), annotated)
+        if placed.mesh != cut.mesh:
+            shape = (*shape, mesh.axis(EXPERT_AXIS))
         mesh = with_batch_axis(mesh) if everywhere else mesh
         tabled = _only(("tables",), ready(laid), given)
         cuts: dict[str, Cut] = {}
@@ -252,10 +261,13 @@ def _holds_alike(axis: str) -> bool:
     return is_batch_axis(axis) and axis != EXPERT_AXIS
 
 
-def _everywhere(program: Program) -> Program:
-    """The program on a mesh that cuts the batch in two in space and in time, if the batch divides so."""
+def _everywhere(program: Program, *, experts: bool = False) -> Program:
+    """The program on a mesh that cuts the batch in two in space and in time, if the batch divides so; with `experts`,
+    the ranks of experts are two as well.
+    """
     axes = with_batch_axis(program.mesh).axes
-    mesh = Mesh(axes=tuple((name, 2 if name == BATCH_AXIS else size) for name, size in axes))
+    alike = (BATCH_AXIS, EXPERT_AXIS) if experts else (BATCH_AXIS,)
+    mesh = Mesh(axes=tuple((name, 2 if name in alike else size) for name, size in axes))
     found = replace(program, mesh=mesh, microbatches=2)
     try:
         check_divisible(found)

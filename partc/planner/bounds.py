@@ -25,11 +25,12 @@ from partc.cost.flops import model_flops
 from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
-from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
+from partc.ir.mesh import PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, Parameter, Program
-from partc.planner.space import sizes_of
+from partc.planner.space import expert_parts, sizes_of
 from partc.planner.tables import CallTable, RoomTable, ShareTable, Sums, Tables
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
+from partc.sharding.placements import expert_weights
 
 Cuts = Sequence[tuple[int, int]]
 
@@ -54,7 +55,8 @@ class Bounds:
     tables: Tables
     resident: Callable[[ParallelPlan, int], int]  # the memory of a process whose tensors hold so many bytes
     _flops: int = field(init=False)
-    _bytes: int = field(init=False)
+    _bytes: int = field(init=False)  # of trained parameters besides experts
+    _experts: int = field(init=False)
     _flights: dict[tuple[str, int, int, int], tuple[tuple[tuple[tuple[int, int], ...], ...], ...]] = field(
         default_factory=dict
     )
@@ -63,12 +65,14 @@ class Bounds:
 
     def __post_init__(self) -> None:
         self._flops = model_flops(self.annotated)
-        tables = set(_tables(self.annotated))
-        self._bytes = sum(
-            math.prod(item.type.shape) * _item(item)
+        tables, experts = set(_tables(self.annotated)), set(expert_parameters(self.annotated))
+        sizes = {
+            item.name: math.prod(item.type.shape) * _item(item)
             for item in self.annotated.parameters
             if item.trainable and item.name not in tables
-        )
+        }
+        self._experts = sum(size for name, size in sizes.items() if name in experts)
+        self._bytes = sum(sizes.values()) - self._experts
 
     def of(self, plan: ParallelPlan) -> Bound:
         """The tightest bound of a plan."""
@@ -78,16 +82,18 @@ class Bounds:
         """The bound that follows from flops and parameters alone."""
         sizes = sizes_of(plan)
         ranks = math.prod(sizes.values())
-        spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS]
-        held = self._bytes // (ranks // spread)
-        # Tables may be cut by rows over dp, so that nothing is said here of whole parameters under ZeRO.
-        least = self.resident(plan, (2 + self.states) * (held if plan.level == 0 else held // spread))
+        if plan.level == 0:
+            stage = self._bytes // sizes[TENSOR_AXIS] + self._experts // expert_parts(plan)
+            held = stage // sizes[PIPELINE_AXIS]
+        else:  # tables may be cut by rows over dp, so that nothing is said here of whole parameters under ZeRO
+            held = (self._bytes + self._experts) // ranks
+        least = self.resident(plan, (2 + self.states) * held)
         return Bound(seconds=self._flops / (ranks * self.peak), bytes=least)
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
         """The bound with the bytes of tables, where these are known to hold for the plan, or `known`."""
         names = plan.recompute, plan.level, plan.schedule, plan.virtual_stages, plan.microbatches, plan.loss_chunks
-        key: tuple[object, ...] = (*names, *sizes_of(plan).values())  # not the order of axes
+        key: tuple[object, ...] = (*names, *sizes_of(plan).values(), plan.experts)  # not the order of axes
         if key not in self._bytes_of:
             self._bytes_of[key] = self._filled(plan)
         return replace(known, bytes=max(known.bytes, self._bytes_of[key]))
@@ -164,6 +170,25 @@ def _tables(program: Program) -> Iterator[str]:
         looked_up = {next(op.refs(), "") for op in region.forward.ops if op.name.startswith("embedding")}
         names = zip(region.params, call.params, strict=True)
         yield from (name for value, name in names if value.name in looked_up)
+
+
+def expert_count(program: Program) -> int:
+    """The largest number that divides the numbers of experts of all layers; 0 without experts."""
+    found = 0
+    for region in program.regions:
+        types = region.types(region.forward)
+        for op in region.forward.ops:
+            if op.name == "expert_matmul":
+                found = math.gcd(found, types[[*op.refs()][-1]].shape[0])
+    return found
+
+
+def expert_parameters(program: Program) -> Iterator[str]:
+    """The parameters that are weights of experts."""
+    for call in program.calls:
+        region = program.region(call.region)
+        weights = expert_weights(region.forward, region.types(region.forward))
+        yield from (name for value, name in zip(region.params, call.params, strict=True) if value.name in weights)
 
 
 def _item(parameter: Parameter) -> int:

@@ -12,10 +12,17 @@ from dataclasses import dataclass
 
 from partc.compilation.plan import ParallelPlan
 from partc.cost.rates import Rates
-from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS
-from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Program, TensorType
-from partc.planner.bounds import Bounds
-from partc.planner.space import mesh_of, sizes_of
+from partc.ir.mesh import (
+    BATCH_AXIS,
+    CONTEXT_AXIS,
+    PIPELINE_AXIS,
+    TENSOR_AXIS,
+    holds_weights_whole,
+    is_tensor_axis,
+)
+from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Program, Region, TensorType
+from partc.planner.bounds import Bounds, expert_parameters
+from partc.planner.space import expert_parts, mesh_of, sizes_of, taken
 from partc.planner.tables import staged_calls
 from partc.schedules import SCHEDULES
 
@@ -36,7 +43,10 @@ class Estimates:
     launch: float  # seconds that an operation takes at least
     between: int  # bytes of the values between calls, for the whole batch
     made: int  # bytes of all values
-    parameters: int  # bytes of the trained ones
+    parameters: int  # bytes of the trained ones besides experts
+    experts: int  # bytes of those of experts
+    rows: int  # bytes of the rows that travel to experts, once for each call
+    mixtures: int  # calls with experts
     calls: int
     operations: int
 
@@ -45,14 +55,19 @@ class Estimates:
         """The facts of a program with shapes of the whole batch."""
         types, calls = program.value_types(), staged_calls(program)
         ops = [op for call in calls for op in program.region(call.region).forward.ops if op.name not in VIEWS]
-        trained = [item.type for item in program.parameters if item.trainable]
+        trained = {item.name: _bytes(item.type) for item in program.parameters if item.trainable}
+        experts = sum(trained.get(name, 0) for name in set(expert_parameters(program)))
+        rows = [found for call in calls if (found := _rows(program.region(call.region)))]
         return cls(
             bounds=bounds,
             rates=rates,
             launch=launch,
             between=sum(_bytes(types[name]) for call in calls for name in call.results),
             made=sum(_bytes(value.type) for op in ops for value in op.results),
-            parameters=sum(map(_bytes, trained)),
+            parameters=sum(trained.values()) - experts,
+            experts=experts,
+            rows=sum(rows),
+            mixtures=len(rows),
             calls=len(calls),
             operations=len(ops),
         )
@@ -65,7 +80,8 @@ class Estimates:
         work = max(work, _PASSES * self.operations / ranks * times * self.launch)
         each = plan.virtual_stages or SCHEDULES[plan.schedule].stages_per_rank
         idle = work * (ranks - 1) / (times * each) * _BUBBLE.get(plan.schedule, 1.0)
-        return work + idle + self._tensor(plan) + max(0.0, self._gradients(plan) - _HIDDEN * work)
+        moved = self._tensor(plan) + self._routed(plan)
+        return work + idle + moved + max(0.0, self._gradients(plan) - _HIDDEN * work)
 
     def _tensor(self, plan: ParallelPlan) -> float:
         sizes = sizes_of(plan)
@@ -75,31 +91,61 @@ class Estimates:
         count = _TENSOR_MOVES * self.calls / sizes[PIPELINE_AXIS] * plan.microbatches
         return sum(count * self._moved(plan, "all_gather", axis, size) for axis in axes)
 
+    def _routed(self, plan: ParallelPlan) -> float:
+        """Rows travel to their experts and back, forward and backward, over one axis after the other."""
+        if plan.experts is None:
+            return 0.0
+        sizes, axes = sizes_of(plan), taken(plan)
+        parts = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS] * plan.microbatches
+        if any(is_tensor_axis(axis) for axis in axes):
+            parts *= sizes[TENSOR_AXIS]
+        size = self.rows // (self.mixtures * parts)
+        count = (6 if plan.recompute == "full" else 4) * self.mixtures / sizes[PIPELINE_AXIS] * plan.microbatches
+        return sum(count * self._moved(plan, "dispatch", axis, size) for axis in axes)
+
     def _gradients(self, plan: ParallelPlan) -> float:
         sizes = sizes_of(plan)
-        size = self.parameters // (sizes[PIPELINE_AXIS] * sizes[TENSOR_AXIS])
-        if sizes[BATCH_AXIS] == 1:
+        ranks = sizes[PIPELINE_AXIS]
+        spread = tuple(name for name, size in mesh_of(plan).axes if size > 1 and holds_weights_whole(name))
+        rest = tuple(name for name in spread if name not in taken(plan))
+        dense = self._summed(plan, self.parameters // (ranks * sizes[TENSOR_AXIS]), spread)
+        return dense + self._summed(plan, self.experts // (ranks * expert_parts(plan)), rest)
+
+    def _summed(self, plan: ParallelPlan, size: int, axes: tuple[str, ...]) -> float:
+        """Gradients of `size` bytes are summed over axes, and parameters are gathered over them."""
+        if not axes or not size:
             return 0.0
-        part = size // sizes[BATCH_AXIS]
-        gather = self._moved(plan, "all_gather", BATCH_AXIS, part // (1 if plan.precision in ("fp32", "fp64") else 2))
-        scatter = self._moved(plan, "reduce_scatter", BATCH_AXIS, size)
+        part = size // math.prod(mesh_of(plan).axis(axis) for axis in axes)
+        half = 1 if plan.precision in ("fp32", "fp64") else 2
+        gather = self.rates.collective("all_gather", mesh_of(plan), axes, (), part // half)
+        scatter = self.rates.collective("reduce_scatter", mesh_of(plan), axes, (), size)
         times = plan.microbatches
         return {3: times * (2 * gather + scatter), 2: times * scatter + gather}.get(plan.level, scatter + gather)
 
     def _moved(self, plan: ParallelPlan, op: str, axis: str, size: int) -> float:
-        return self.rates.collective(op, mesh_of(plan.mesh), (axis,), (), size)
+        return self.rates.collective(op, mesh_of(plan), (axis,), (), size)
 
     def bytes(self, plan: ParallelPlan) -> int:
         """Parameters, gradients and states, and the values that the first pipeline rank has saved."""
         sizes, times = sizes_of(plan), plan.microbatches
         ranks = sizes[PIPELINE_AXIS]
         spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS]
+        own, others = expert_parts(plan), spread * sizes[TENSOR_AXIS]
         held = self.bounds.kept(plan, self.parameters // (ranks * sizes[TENSOR_AXIS]), spread)
+        held += self.bounds.kept(plan, self.experts // (ranks * own), max(1, others // own))
         parts = spread * sizes[TENSOR_AXIS] * times
         saved = self.between / parts if plan.recompute == "full" else _KEPT.get(plan.recompute, 0.5) * self.made / parts
         flights = min(times, ranks) / ranks
         once = self.made / self.calls / parts  # the call that is computed again
         return self.bounds.resident(plan, held + int(saved * flights + once))
+
+
+def _rows(region: Region) -> int:
+    """The bytes of the rows that a call's experts get, for the whole batch."""
+    types = region.types(region.forward)
+    products = [[*op.refs()] for op in region.forward.ops if op.name == "expert_matmul"]
+    first = {chosen: rows for rows, *_, chosen, _ in reversed(products)}  # the first product by each choice of experts
+    return sum(_bytes(types[rows]) for rows in first.values())
 
 
 def _bytes(type: TensorType) -> int:

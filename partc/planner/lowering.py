@@ -9,10 +9,12 @@ from partc.compilation.options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.errors import PartcError
-from partc.ir.mesh import CONTEXT_AXIS, TENSOR_AXIS
+from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS
 from partc.ir.program import Program
 from partc.planner.space import mesh_of, sizes_of, stages_of
 from partc.planner.tables import RegionBody
+
+_UNREADABLE = ("P0201", "P0202", "P0203")
 
 
 @dataclass
@@ -32,7 +34,7 @@ class RegionBodies:
         if plan.recompute not in RECOMPUTE:
             return None
         sizes, stages = sizes_of(plan), stages_of(plan)
-        inside = tuple(name for name in mesh_of(plan.mesh).names if name in (CONTEXT_AXIS, TENSOR_AXIS))
+        inside = tuple(axis for axis in mesh_of(plan).axes if axis[0] not in (PIPELINE_AXIS, BATCH_AXIS))
         options = plan.microbatches, plan.zero, plan.loss_chunks, max(stages, self.calls)
         key: tuple[object, ...] = (*sizes.values(), inside, *options)
         if key not in self._shared:
@@ -44,7 +46,7 @@ class RegionBodies:
         try:
             key, program = self.simulator.differentiated(plan)
         except PartcError as error:
-            if error.code != "P0402":
+            if error.code in _UNREADABLE:
                 raise
             return None
         return self._numbers.setdefault(key, len(self._numbers)), program

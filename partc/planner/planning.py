@@ -18,7 +18,7 @@ from partc.frontend.origin import Functions
 from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.planner.batches import batch_size, checked, samples, sequence_length
-from partc.planner.bounds import Bounds
+from partc.planner.bounds import Bounds, expert_count
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
@@ -180,6 +180,7 @@ class Planner:
             calls=len(staged_calls(annotated)),
             nodes=-(-request.ranks // cluster.near),
             sequences=(self.tokens or 0) >= LONG,
+            experts=expert_count(annotated),
             near=cluster.near,
             fixed=request.fixed,
             base=base,
@@ -190,10 +191,10 @@ class Planner:
 
     def _starts(self) -> Iterator[ParallelPlan]:
         """For each size of the axes, the plan of the least estimate; then plans that hold little, until one fits."""
-        found: dict[tuple[int, ...], ParallelPlan] = {}
-        thrifty: dict[tuple[int, ...], ParallelPlan] = {}
+        found: dict[tuple[object, ...], ParallelPlan] = {}
+        thrifty: dict[tuple[object, ...], ParallelPlan] = {}
         for plan in replace(self.space, nodes=1).plans():
-            sizes = tuple(sizes_of(plan).values())
+            sizes = (*sizes_of(plan).values(), plan.experts)
             if sizes not in found or self._hope(plan) < self._hope(found[sizes]):
                 found[sizes] = plan
             if sizes not in thrifty or _thrift(plan) > _thrift(thrifty[sizes]):
@@ -211,7 +212,7 @@ class Planner:
     def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
         """The measure by which plans are tried: those that probably fit, by their estimated seconds."""
         decided = plan.microbatches, plan.schedule, plan.virtual_stages, plan.level, plan.recompute, plan.loss_chunks
-        key: tuple[object, ...] = (*sizes_of(plan).values(), *decided)  # orders of the axes are taken as equal
+        key: tuple[object, ...] = (*sizes_of(plan).values(), plan.experts, *decided)  # orders of the axes are taken as equal
         if key not in self._hopes:
             over = self.estimates.bytes(plan) > self.request.limit
             self._hopes[key] = over, self.estimates.seconds(plan)
@@ -221,7 +222,7 @@ class Planner:
         return prediction.memory_bytes <= self.request.limit
 
     def _resident(self, plan: ParallelPlan, tensors: int) -> int:
-        return resident(tensors, mesh_of(plan.mesh), self.request.cluster)
+        return resident(tensors, mesh_of(plan), self.request.cluster)
 
     def predicted(self, plan: ParallelPlan) -> Prediction | Failure:
         """The simulator's prediction for a plan of the space."""

@@ -16,11 +16,14 @@ from partc.compilation.options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
-from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
+from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, is_tensor_axis
 from partc.schedules import SCHEDULES
 
 AXES = (PIPELINE_AXIS, BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
-DECISIONS = (*AXES, "order", "microbatches", "schedule", "virtual_stages", "zero", "recompute", "loss_chunks")
+DECISIONS = (
+    *AXES, EXPERT_AXIS, "experts", "order", "microbatches", "schedule", "virtual_stages", "zero", "recompute",
+    "loss_chunks",
+)  # fmt: skip
 MOST_VIRTUAL = 8  # stages on each pipeline rank
 # GPipe takes as long as 1F1B and holds more, so that it is only tried where it is asked for.
 _TRIED = tuple(name for name in SCHEDULES if name != "gpipe")
@@ -33,9 +36,9 @@ class Space:
     """The plans of a model on some ranks with one global batch.
 
     `calls` is the largest number of pipeline stages, `nodes` the number of groups of ranks that share faster links, and
-    `sequences` tells whether sequences are long enough for cp. `fixed` restricts decisions to the given values, and
-    allows some that are not tried by default: cp for short sequences, tp over slower links, GPipe, other numbers of
-    virtual stages than powers of two.
+    `sequences` tells whether sequences are long enough for cp. `experts` is a number that divides those of all layers; 0
+    without any. `fixed` restricts decisions to the given values, and allows some that are not tried by default: cp for
+    short sequences, tp over slower links, GPipe, other numbers of virtual stages than powers of two.
     """
 
     ranks: int
@@ -44,6 +47,7 @@ class Space:
     nodes: int = 1
     near: int = 0  # ranks that share faster links; 0: all
     sequences: bool = False
+    experts: int = 0
     fixed: Fixed = field(default_factory=dict)
     base: ParallelPlan = field(default_factory=lambda: ParallelPlan(mesh=""))
 
@@ -61,6 +65,7 @@ class Space:
         sizes, kind = sizes_of(plan), SCHEDULES[plan.schedule]
         each = plan.virtual_stages or kind.stages_per_rank
         chosen = {name: (str(size),) for name, size in sizes.items()} | {
+            EXPERT_AXIS: (str(experts_of(plan)[0]),),
             "order": ("-".join(Mesh.parse(plan.mesh).names),),
             "microbatches": (str(plan.microbatches),),
             "schedule": (plan.schedule,),
@@ -70,9 +75,12 @@ class Space:
         }
         if kind.placement == "loop" and sizes[PIPELINE_AXIS] > 1:
             chosen["virtual_stages"] = (str(each),)
+        if plan.experts is not None:
+            chosen["experts"] = ("-".join(experts_of(plan)[1]),)
         axes = (*itertools.combinations(AXES, 2), (BATCH_AXIS, PIPELINE_AXIS, "microbatches"))
         single = (("zero",), ("recompute",), ("microbatches",), ("schedule", "virtual_stages"), ("loss_chunks",))
-        for free in (*single, ("order",), *((*names, "order") for names in axes)):
+        ranks = ((EXPERT_AXIS, "experts"), ("order",), *((*names, "order", "experts") for names in axes))
+        for free in (*single, *ranks):
             kept = {name: values for name, values in chosen.items() if name not in free and self._has(name, values[0])}
             allowed = {name: values for name, values in self.fixed.items() if name not in kept}
             yield from replace(self, fixed=kept | allowed)._plans()
@@ -85,12 +93,13 @@ class Space:
         for sizes in self._factors():
             for order in self._orders(sizes):
                 mesh = ",".join(f"{name}={sizes[name]}" for name in order)
-                for count in self._microbatches(sizes):
-                    for schedule, virtual in self._schedules(sizes[PIPELINE_AXIS]):
-                        yield from self._uses(sizes, mesh, count, schedule, virtual)
+                for experts in self._experts(sizes, order):
+                    for count in self._microbatches(sizes):
+                        for schedule, virtual in self._schedules(sizes[PIPELINE_AXIS]):
+                            yield from self._uses(sizes, mesh, experts, count, schedule, virtual)
 
     def _uses(
-        self, sizes: Mapping[str, int], mesh: str, count: int, schedule: str, virtual: int | None
+        self, sizes: Mapping[str, int], mesh: str, experts: str | None, count: int, schedule: str, virtual: int | None
     ) -> Iterator[ParallelPlan]:
         spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS] > 1
         levels = self._allowed("zero", ("0", "1", "2", "3") if spread else ("0",))
@@ -99,6 +108,7 @@ class Space:
         ):
             yield ParallelPlan(
                 mesh=mesh,
+                experts=experts,
                 microbatches=count,
                 schedule=schedule,
                 virtual_stages=virtual,
@@ -142,6 +152,31 @@ class Space:
                     yield order
             elif self.nodes > 1 or order == used:
                 yield order
+
+    def _experts(self, sizes: Mapping[str, int], order: Sequence[str]) -> Iterator[str | None]:
+        """The ways of cutting experts: over how many ranks, and along which axes these are neighbours.
+
+        The last axes give all their ranks, the first of them a part. An axis that is named gives two ranks or more.
+        """
+        if self._is_allowed(EXPERT_AXIS, 1) or not self.experts:
+            yield None
+        if not self.experts:
+            return
+        named = [name for name in order if name != PIPELINE_AXIS and sizes[name] > 1]
+        for count in range(1, len(named) + 1):
+            for first, *whole in itertools.combinations(named, count):
+                inner = math.prod(sizes[name] for name in whole)
+                over = (first, *whole)
+                if not self._allows_experts(over):
+                    continue
+                for part in divisors(sizes[first])[1:]:
+                    ways = part * inner
+                    if self.experts % ways == 0 and self._is_allowed(EXPERT_AXIS, ways):
+                        yield f"{EXPERT_AXIS}={ways}@{','.join(over)}"
+
+    def _allows_experts(self, over: Sequence[str]) -> bool:
+        given = self.fixed.get("experts")
+        return given is None or any(set(text.split("-")) == set(over) for text in given)
 
     def _microbatches(self, sizes: Mapping[str, int]) -> Iterator[int]:
         for count in divisors(self.batch // sizes[BATCH_AXIS]):
@@ -218,15 +253,27 @@ def _suits(name: str, value: str) -> bool:
         return value in RECOMPUTE or parse_bytes(value) is not None
     if name == "zero":
         return value in ("0", "1", "2", "3")
-    if name == "order":
+    if name in ("order", "experts"):
         words = value.split("-")
-        return set(words) <= set(AXES) and len(set(words)) == len(words)
+        return set(words) <= set(AXES if name == "order" else AXES[1:]) and len(set(words)) == len(words)
     return value.isascii() and value.isdecimal() and 1 <= int(value) <= 2**30 and str(int(value)) == value
 
 
 def sizes_of(plan: ParallelPlan) -> Mapping[str, int]:
-    """The sizes of all axes of a plan's mesh."""
+    """The sizes of all axes of a plan's mesh, of which its experts take ranks."""
     return _sizes_of(plan.mesh)
+
+
+def experts_of(plan: ParallelPlan) -> tuple[int, tuple[str, ...]]:
+    """The number of ranks over which a plan of the space cuts experts, and the axes that give them."""
+    ways, _, over = (plan.experts or "").removeprefix(f"{EXPERT_AXIS}=").partition("@")
+    return int(ways or 1), tuple(filter(None, over.split(",")))
+
+
+def expert_parts(plan: ParallelPlan) -> int:
+    """The number of parts of an expert's weights on the ranks of a pipeline stage, where ZeRO cuts none."""
+    tensor = (size for name, size in mesh_of(plan).axes if is_tensor_axis(name) and name not in taken(plan))
+    return experts_of(plan)[0] * math.prod(tensor)
 
 
 def stages_of(plan: ParallelPlan) -> int:
@@ -235,13 +282,23 @@ def stages_of(plan: ParallelPlan) -> int:
     return ranks * (plan.virtual_stages or SCHEDULES[plan.schedule].stages_per_rank) if ranks > 1 else 1
 
 
+def mesh_of(plan: ParallelPlan) -> Mesh:
+    """The mesh of a plan, with an axis for the experts' ranks."""
+    return _mesh_of(plan.mesh, plan.experts)[0]
+
+
+def taken(plan: ParallelPlan) -> tuple[str, ...]:
+    """The axes of the mesh over which experts are cut."""
+    return _mesh_of(plan.mesh, plan.experts)[1]
+
+
 @lru_cache(maxsize=4096)
-def mesh_of(text: str) -> Mesh:
-    """The mesh of plans, which share few."""
-    return Mesh.parse(text)
+def _mesh_of(text: str, experts: str | None) -> tuple[Mesh, tuple[str, ...]]:
+    mesh = Mesh.parse(text)
+    return (mesh, ()) if experts is None else mesh.with_experts(experts)
 
 
 @lru_cache(maxsize=4096)
 def _sizes_of(text: str) -> Mapping[str, int]:
-    mesh = mesh_of(text)
+    mesh = Mesh.parse(text)
     return {name: mesh.axis(name) for name in AXES}

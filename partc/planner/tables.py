@@ -137,21 +137,24 @@ class Tables:
     _facts: dict[int, _Facts] = field(default_factory=dict)
     _axes: dict[tuple[RegionBody, bool], Mapping[str, frozenset[str]]] = field(default_factory=dict)
     _exchanged: dict[tuple[object, ...], Sequence[CallExchanges]] = field(default_factory=dict)
-    _moves: dict[tuple[str, str, tuple[str, ...], int], float] = field(default_factory=dict)
-    _sends: dict[tuple[str, int, int, int], float] = field(default_factory=dict)
+    _moves: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _sends: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _groups: dict[tuple[object, ...], tuple[object, ...]] = field(default_factory=dict)  # of ranks, by _links
 
     def calls(self, plan: ParallelPlan) -> CallTable | None:
         """The seconds of calls; None if they are not known to hold for the plan. So it is with the other tables."""
-        return self._found(self._calls, plan, (plan.recompute, *_split(plan), plan.mesh), self._call_table)
+        return self._found(self._calls, plan, (plan.recompute, *_split(plan), *_links(plan)), self._call_table)
 
     def room(self, plan: ParallelPlan) -> RoomTable | None:
         return self._found(self._rooms, plan, (plan.recompute, *_split(plan)), self._room_table)
 
     def shares(self, plan: ParallelPlan) -> ShareTable | None:
-        mesh = mesh_of(plan.mesh)
-        whole = tuple(sorted(name for name in mesh.names if name != PIPELINE_AXIS))
-        groups = tuple(span(mesh, axes, self.cluster) for size in (1, 2, 3) for axes in combinations(whole, size))
-        return self._found(self._shares, plan, (plan.level, *whole, *groups), self._share_table)
+        if _links(plan) not in self._groups:
+            mesh = mesh_of(plan)
+            names = sorted(name for name in mesh.names if name != PIPELINE_AXIS)
+            over = (axes for count in range(1, len(names) + 1) for axes in combinations(names, count))
+            self._groups[_links(plan)] = (*names, *(span(mesh, axes, self.cluster) for axes in over))
+        return self._found(self._shares, plan, (plan.level, *self._groups[_links(plan)]), self._share_table)
 
     def cuts(self, plan: ParallelPlan, count: int) -> tuple[tuple[int, int], ...]:
         """The first call of each stage, and the one after its last."""
@@ -172,29 +175,29 @@ class Tables:
         body, program = found
         key = (*own, body.number)
         if key not in known:
-            sized = replace(program, mesh=with_batch_axis(mesh_of(plan.mesh)), microbatches=plan.microbatches)
+            sized = replace(program, mesh=with_batch_axis(mesh_of(plan)), microbatches=plan.microbatches)
             known[key] = make(plan, body, sized)
         return known[key]
 
     def collective(self, plan: ParallelPlan, op: str, axes: tuple[str, ...], size: int) -> float:
         """Seconds of a collective on `size` bytes of each rank."""
-        key = plan.mesh, op, axes, size
+        key = *_links(plan), op, axes, size
         if key not in self._moves:
-            self._moves[key] = self.rates.collective(op, mesh_of(plan.mesh), axes, (), size)
+            self._moves[key] = self.rates.collective(op, mesh_of(plan), axes, (), size)
         return self._moves[key]
 
     def transfer(self, plan: ParallelPlan, source: int, target: int, size: int) -> float:
         """Seconds of a message of `size` bytes between two pipeline ranks."""
-        key = plan.mesh, source, target, size
+        key = *_links(plan), source, target, size
         if key not in self._sends:
-            self._sends[key] = self.rates.transfer(mesh_of(plan.mesh), (source, target), size)
+            self._sends[key] = self.rates.transfer(mesh_of(plan), (source, target), size)
         return self._sends[key]
 
     # -- calls ----------------------------------------------------------------------------------
 
     def _call_table(self, plan: ParallelPlan, body: RegionBody, program: Program) -> CallTable:
         calls = self._facts_of(body, program).calls
-        pipelined = mesh_of(plan.mesh).axis(PIPELINE_AXIS) > 1
+        pipelined = mesh_of(plan).axis(PIPELINE_AXIS) > 1
         costs = self._costs(_cost, plan, body, program, halves=False)
         parted = self._costs(_halves, plan, body, program, halves=True) if pipelined else {}
         rows = [costs[call.region] for call in calls]
@@ -220,7 +223,7 @@ class Tables:
 
     def _room_table(self, plan: ParallelPlan, body: RegionBody, program: Program) -> RoomTable:
         calls = self._facts_of(body, program).calls
-        pipelined = mesh_of(plan.mesh).axis(PIPELINE_AXIS) > 1
+        pipelined = mesh_of(plan).axis(PIPELINE_AXIS) > 1
         whole = self._costs(_room, plan, body, program, halves=False)
         parted = self._costs(_room, plan, body, program, halves=True) if pipelined else whole
         return RoomTable(
@@ -389,6 +392,11 @@ def _split(plan: ParallelPlan) -> tuple[object, ...]:
     """The parts of the batch in space and in time, and whether there is a pipeline."""
     sizes = sizes_of(plan)
     return sizes[BATCH_AXIS], plan.microbatches, sizes[PIPELINE_AXIS] > 1
+
+
+def _links(plan: ParallelPlan) -> tuple[str, str | None]:
+    """The plan's part that places ranks on links."""
+    return plan.mesh, plan.experts
 
 
 def _axes(region: Region) -> Iterator[str]:

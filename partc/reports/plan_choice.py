@@ -83,6 +83,8 @@ def gap(choice: PlanChoice) -> str:
 def words(plan: ParallelPlan) -> str:
     """A plan in short: the mesh, and the options that are not the defaults."""
     parts = [plan.mesh, f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"]
+    if plan.experts is not None:
+        parts.insert(1, f"experts {plan.experts}")
     if "pp=" in plan.mesh:
         parts.append(plan.schedule)
     if plan.virtual_stages is not None:

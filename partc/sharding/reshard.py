@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
@@ -113,6 +113,7 @@ def _plan(
 
 
 Move = tuple[str, str, tuple[tuple[str, int], ...], Layout]
+_Dim = tuple[SubDim, ...]
 
 
 class _Search:
@@ -125,6 +126,9 @@ class _Search:
         self._marks = tuple(
             sorted({*_boundaries(a, sizes), *_boundaries(b, sizes)}) for a, b in zip(src.dims, dst.dims, strict=True)
         )
+        # Dimensions are few, and layouts many: by dimension, its sub-dimensions and an axis.
+        self._cuts: dict[tuple[int, _Dim, str], Sequence[tuple[int, _Dim]]] = {}
+        self._uncuts: dict[tuple[_Dim, str], tuple[int, _Dim] | None] = {}
 
     def moves(self, layout: Layout) -> Iterator[Move]:
         for axis in self._axes:
@@ -154,7 +158,7 @@ class _Search:
     def _joined(self, layout: Layout, axis: str) -> Iterator[Move]:
         """Steps from a sharded axis."""
         n = self._sizes[axis]
-        dim, outer, bare = uncut(layout, axis, self._sizes)
+        dim, outer, bare = self._uncut(layout, axis)
         attrs = (("dim", dim), ("outer", outer))
         yield "unshard", axis, attrs, bare
         yield from self._marked("all_gather", "put", bare, axis, attrs)
@@ -179,11 +183,36 @@ class _Search:
 
     def _cut(self, op: str, bare: Layout, axis: str) -> Iterator[Move]:
         """All ways to cut a layout along an axis that it does not use yet."""
-        for dim, marks in enumerate(self._marks):
-            for outer in _positions(bare.dims[dim], marks, self._sizes):
-                result = cut(bare, axis, dim, outer, self._sizes)
-                if result is not None:
-                    yield op, axis, (("dim", dim), ("outer", outer)), result
+        for dim, subs in enumerate(bare.dims):
+            key = dim, subs, axis
+            if key not in self._cuts:
+                self._cuts[key] = [*self._cuts_of(dim, subs, axis)]
+            for outer, parts in self._cuts[key]:
+                yield op, axis, (("dim", dim), ("outer", outer)), _with(bare, dim, parts)
+
+    def _cuts_of(self, dim: int, subs: _Dim, axis: str) -> Iterator[tuple[int, _Dim]]:
+        for outer in _positions(subs, self._marks[dim], self._sizes):
+            parts = _cut_dim(subs, axis, outer, self._sizes)
+            if parts is not None:
+                yield outer, _normalized(parts, self._sizes)
+
+    def _uncut(self, layout: Layout, axis: str) -> tuple[int, int, Layout]:
+        for dim, subs in enumerate(layout.dims):
+            if (subs, axis) not in self._uncuts:
+                found = _uncut_dim(subs, axis, self._sizes)
+                self._uncuts[subs, axis] = None if found is None else (found[0], _normalized(found[1], self._sizes))
+            known = self._uncuts[subs, axis]
+            if known is not None:
+                return dim, known[0], _with(layout, dim, known[1])
+        raise InternalError(f"{layout} is not sharded over {axis}")
+
+
+def _with(layout: Layout, dim: int, subs: _Dim) -> Layout:
+    return Layout((*layout.dims[:dim], subs, *layout.dims[dim + 1 :]), layout.partial, layout.varying, layout.local)
+
+
+def _normalized(subs: _Dim, sizes: Sizes) -> _Dim:
+    return Layout((subs,)).normalized(sizes).dims[0]
 
 
 def _differing(src: Layout, dst: Layout) -> tuple[str, ...]:
@@ -237,7 +266,11 @@ def cut(layout: Layout, axis: str, dim: int, outer: int, sizes: Sizes) -> Layout
 
     Returns None if the sizes do not divide.
     """
-    subs = layout.dims[dim]
+    subs = _cut_dim(layout.dims[dim], axis, outer, sizes)
+    return None if subs is None else _with(layout, dim, subs).normalized(sizes)
+
+
+def _cut_dim(subs: _Dim, axis: str, outer: int, sizes: Sizes) -> _Dim | None:
     before = 1
     for index, sub in enumerate(subs):
         inside = sub.size // _ways(sub, sizes)
@@ -250,8 +283,7 @@ def cut(layout: Layout, axis: str, dim: int, outer: int, sizes: Sizes) -> Layout
                 if offset == 1
                 else (SubDim(sub.size * offset // inside, sub.axes), SubDim(inside // offset, (axis,)))
             )
-            dims = (*layout.dims[:dim], (*subs[:index], *parts, *subs[index + 1 :]), *layout.dims[dim + 1 :])
-            return replace(layout, dims=dims).normalized(sizes)
+            return (*subs[:index], *parts, *subs[index + 1 :])
         before *= inside
     return None
 
@@ -263,17 +295,23 @@ def uncut(layout: Layout, axis: str, sizes: Sizes) -> tuple[int, int, Layout]:
     · 8@tp.
     """
     for dim, subs in enumerate(layout.dims):
-        before = 1
-        for index, sub in enumerate(subs):
-            if axis in sub.axes:
-                place = sub.axes.index(axis)
-                major = math.prod(sizes[other] for other in sub.axes[:place])
-                parts = (
-                    SubDim(major, sub.axes[:place]),
-                    SubDim(sizes[axis]),
-                    SubDim(sub.size // (major * sizes[axis]), sub.axes[place + 1 :]),
-                )
-                dims = (*layout.dims[:dim], (*subs[:index], *parts, *subs[index + 1 :]), *layout.dims[dim + 1 :])
-                return dim, before, replace(layout, dims=dims).normalized(sizes)
-            before *= sub.size // _ways(sub, sizes)
+        found = _uncut_dim(subs, axis, sizes)
+        if found is not None:
+            return dim, found[0], _with(layout, dim, found[1]).normalized(sizes)
     raise InternalError(f"{layout} is not sharded over {axis}")
+
+
+def _uncut_dim(subs: _Dim, axis: str, sizes: Sizes) -> tuple[int, _Dim] | None:
+    before = 1
+    for index, sub in enumerate(subs):
+        if axis in sub.axes:
+            place = sub.axes.index(axis)
+            major = math.prod(sizes[other] for other in sub.axes[:place])
+            parts = (
+                SubDim(major, sub.axes[:place]),
+                SubDim(sizes[axis]),
+                SubDim(sub.size // (major * sizes[axis]), sub.axes[place + 1 :]),
+            )
+            return before, (*subs[:index], *parts, *subs[index + 1 :])
+        before *= sub.size // _ways(sub, sizes)
+    return None

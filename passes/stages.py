@@ -38,10 +38,9 @@ def stages(
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     own = () if places == tuple(range(count)) else places
-    users = _users_of_changing_buffers(program)
-    pure = input_only(program) - frozenset().union(*users)
-    main = [call for call in program.calls if call.name not in pure]
-    runs = _runs(main, users)
+    main, runs = staged(program)
+    names = {call.name for call in main}
+    pure = frozenset(call.name for call in program.calls if call.name not in names)
     if count > len(runs):
         joined = [main[start:end] for start, end in runs if end - start > 1]
         because = f"; {joined[0][0].name} to {joined[0][-1].name} share a buffer that forward changes" if joined else ""
@@ -52,17 +51,29 @@ def stages(
             f" the calls are {', '.join(call.name for call in main[:8])}{because}",
         )
     if held_by is None:
-        work = call_work(program, main)
-        cuts = balanced([sum(work[start:end]) for start, end in runs], count)
-        stage_of = {
-            call.name: stage
-            for stage, (first, last) in enumerate(cuts)
-            for call in main[runs[first][0] : runs[last - 1][1]]
-        }
+        cut = cuts(call_work(program, main), runs, count)
+        stage_of = {call.name: stage for stage, (start, end) in enumerate(cut) for call in main[start:end]}
     else:
         stage_of = _beside(main, held_by)
     calls = _placed(program, stage_of)
     return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=own)
+
+
+def staged(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
+    """The calls that stages share, in order, and the runs of them that no stage may cut.
+
+    Calls that depend on inputs alone are repeated wherever they are read.
+    """
+    users = _users_of_changing_buffers(program)
+    pure = input_only(program) - frozenset().union(*users)
+    main = [call for call in program.calls if call.name not in pure]
+    return main, _runs(main, users)
+
+
+def cuts(work: Sequence[float], runs: Sequence[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
+    """The first call of each stage, and the one after its last."""
+    found = balanced([sum(work[start:end]) for start, end in runs], count)
+    return tuple((runs[first][0], runs[last - 1][1]) for first, last in found)
 
 
 def _users_of_changing_buffers(program: Program) -> tuple[frozenset[str], ...]:

@@ -7,8 +7,8 @@ meshes can be compared in no time. Nothing is concluded from them: bounds prove,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from partc.compilation.plan import ParallelPlan
 from partc.cost.rates import Rates
@@ -21,9 +21,9 @@ from partc.ir.mesh import (
     is_tensor_axis,
 )
 from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Program, Region, TensorType
+from partc.passes.stages import staged
 from partc.planner.bounds import Bounds, expert_parameters
 from partc.planner.space import expert_parts, mesh_of, sizes_of, taken
-from partc.planner.tables import staged_calls
 from partc.schedules import SCHEDULES
 
 _AGAIN: Mapping[str, float] = {"none": 1.0, "selective": 1.02, "full": 4 / 3}  # work with recomputation
@@ -31,6 +31,7 @@ _KEPT: Mapping[str, float] = {"none": 0.6, "selective": 0.4}  # of the bytes tha
 _BUBBLE: Mapping[str, float] = {"zero-bubble": 1 / 3, "zbv": 1 / 6, "dualpipe-v": 1 / 6}  # of that of 1F1B
 _PASSES = 3  # a backward pass has two products for each of the forward pass
 _TENSOR_MOVES = 8  # collectives over tp in a call: two gathers and two scatters, forward and backward
+_STREAMED = 3  # times an expert's weights: 16 bits forward and backward, gradients read and written in 32
 _HIDDEN = 0.6  # of computation that can run beside the gradients' collectives
 
 
@@ -49,11 +50,12 @@ class Estimates:
     mixtures: int  # calls with experts
     calls: int
     operations: int
+    known: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, bounds: Bounds, rates: Rates, launch: float) -> Estimates:
         """The facts of a program with shapes of the whole batch."""
-        types, calls = program.value_types(), staged_calls(program)
+        types, calls = program.value_types(), staged(program)[0]
         ops = [op for call in calls for op in program.region(call.region).forward.ops if op.name not in VIEWS]
         trained = {item.name: _bytes(item.type) for item in program.parameters if item.trainable}
         experts = sum(trained.get(name, 0) for name in set(expert_parameters(program)))
@@ -78,10 +80,23 @@ class Estimates:
         ranks = sizes[PIPELINE_AXIS]
         work = self.bounds.simple(plan).seconds * _AGAIN.get(plan.recompute, 1.1)
         work = max(work, _PASSES * self.operations / ranks * times * self.launch)
+        if self.experts:  # few rows for each expert: its weights and gradients are streamed once for each microbatch
+            work += times * self.rates.update(_STREAMED * self.experts / (ranks * expert_parts(plan)))
         each = plan.virtual_stages or SCHEDULES[plan.schedule].stages_per_rank
         idle = work * (ranks - 1) / (times * each) * _BUBBLE.get(plan.schedule, 1.0)
-        moved = self._tensor(plan) + self._routed(plan)
-        return work + idle + moved + max(0.0, self._gradients(plan) - _HIDDEN * work)
+        full = plan.recompute == "full"
+        moved = self._once(("moved", plan.mesh, plan.experts, times, full), self._inside, plan)
+        repeated = times if plan.level > 1 else 1
+        summed = self._once(("summed", plan.mesh, plan.experts, repeated, plan.level), self._gradients, plan)
+        return work + idle + moved + max(0.0, summed - _HIDDEN * work)
+
+    def _once(self, key: tuple[object, ...], made: Callable[[ParallelPlan], float], plan: ParallelPlan) -> float:
+        if key not in self.known:
+            self.known[key] = made(plan)
+        return self.known[key]
+
+    def _inside(self, plan: ParallelPlan) -> float:
+        return self._tensor(plan) + self._routed(plan)
 
     def _tensor(self, plan: ParallelPlan) -> float:
         sizes = sizes_of(plan)

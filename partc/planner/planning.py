@@ -17,16 +17,18 @@ from partc.errors import PartcError
 from partc.frontend.origin import Functions
 from partc.ir.printer import readable
 from partc.ir.program import DType, Program
+from partc.passes.stages import staged
 from partc.planner.batches import batch_size, checked, samples, sequence_length
 from partc.planner.bounds import Bounds, expert_count
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
-from partc.planner.space import Fixed, Space, fixed, mesh_of, sizes_of
-from partc.planner.tables import Tables, staged_calls
+from partc.planner.space import Family, Fixed, Space, fixed, mesh_of, sizes_of
+from partc.planner.tables import Tables
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 LONG = 16_384  # tokens of a sequence from which cutting it is tried
+_SOME = 4  # numbers of microbatches, and schedules, of a family's plans that are tried first
 _STARTS = 4  # plans that are tried first
 _NEIGHBOURS = 16  # plans near the best one that are tried next
 
@@ -166,7 +168,7 @@ class Planner:
             peak=rate * max(constants.products, constants.attention),
             states=states_of(request.optimizer or DEFAULT),
             tables=Tables(
-                bodies=RegionBodies(self.simulator, len(staged_calls(annotated))),
+                bodies=RegionBodies(self.simulator, len(staged(annotated)[0])),
                 rates=self.simulator.rates,
                 cluster=cluster,
                 states=states_of(request.optimizer or DEFAULT),
@@ -177,7 +179,7 @@ class Planner:
         self.space = Space(
             ranks=request.ranks,
             batch=batch_size(annotated),
-            calls=len(staged_calls(annotated)),
+            calls=len(staged(annotated)[1]),
             nodes=-(-request.ranks // cluster.near),
             sequences=(self.tokens or 0) >= LONG,
             experts=expert_count(annotated),
@@ -193,7 +195,7 @@ class Planner:
         """For each size of the axes, the plan of the least estimate; then plans that hold little, until one fits."""
         found: dict[tuple[object, ...], ParallelPlan] = {}
         thrifty: dict[tuple[object, ...], ParallelPlan] = {}
-        for plan in replace(self.space, nodes=1).plans():
+        for plan in (plan for family in replace(self.space, nodes=1).families() for plan in _some(family).plans()):
             sizes = (*sizes_of(plan).values(), plan.experts)
             if sizes not in found or self._hope(plan) < self._hope(found[sizes]):
                 found[sizes] = plan
@@ -205,6 +207,10 @@ class Planner:
             if not fits:
                 yield plan
 
+    def _promise(self, family: Family) -> tuple[bool, float]:
+        """The least hope of some plans of a family."""
+        return min(map(self._hope, _some(family).plans()))
+
     def _near(self, plan: ParallelPlan) -> list[ParallelPlan]:
         """The neighbours of a plan with the least estimated times."""
         return sorted(dict.fromkeys(self.space.neighbours(plan)), key=self._hope)[:_NEIGHBOURS]
@@ -212,7 +218,11 @@ class Planner:
     def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
         """The measure by which plans are tried: those that probably fit, by their estimated seconds."""
         decided = plan.microbatches, plan.schedule, plan.virtual_stages, plan.level, plan.recompute, plan.loss_chunks
-        key: tuple[object, ...] = (*sizes_of(plan).values(), plan.experts, *decided)  # orders of the axes are taken as equal
+        key: tuple[object, ...] = (
+            *sizes_of(plan).values(),
+            plan.experts,
+            *decided,
+        )  # orders of the axes are taken as equal
         if key not in self._hopes:
             over = self.estimates.bytes(plan) > self.request.limit
             self._hopes[key] = over, self.estimates.seconds(plan)
@@ -243,17 +253,25 @@ class Planner:
         """The best plan that holds at most `limit` bytes on a rank. Raises PartcError P0812."""
         request = self.request if limit is None else replace(self.request, limit=limit)
         outcome = search(
-            self.space.plans(),
+            self.space.families(),
             self.predicted,
             self.bounds,
             limit=request.limit,
             starts=self._starts(),
             near=self._near,
             hope=self._hope,
+            promise=self._promise,
             max_seconds=request.max_seconds if max_seconds is None else max_seconds,
             on_played=on_played,
         )
         return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens)
+
+
+def _some(family: Family) -> Family:
+    """The plans of a family with some numbers of microbatches and some schedules."""
+    counts = family.microbatches
+    spread = {counts[index * (len(counts) - 1) // max(1, _SOME - 1)] for index in range(_SOME)}
+    return replace(family, microbatches=tuple(sorted(spread)), schedules=family.schedules[:_SOME])
 
 
 def _thrift(plan: ParallelPlan) -> tuple[int, int, int]:

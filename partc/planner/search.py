@@ -15,6 +15,7 @@ from typing import Protocol
 
 from partc.compilation.plan import ParallelPlan
 from partc.planner.bounds import Bound, Bounds
+from partc.planner.space import Family
 
 _STARTING, _CLIMBING = 0.3, 0.5  # shares of the time, at whose ends starts and their neighbours are no longer tried
 _SCHEDULED = 1  # bounds that a promising plan may lack: that of its schedule
@@ -107,13 +108,13 @@ class Outcome:
 class _Waiting:
     seconds: float
     order: tuple[bool, float, int]  # of plans with equal seconds
-    plan: ParallelPlan = field(compare=False)
+    plan: ParallelPlan | Family = field(compare=False)
     bound: Bound = field(compare=False)
     tighter: tuple[Callable[[ParallelPlan, Bound], Bound], ...] = field(compare=False)  # further bounds, in order
 
 
 def search(
-    plans: Iterable[ParallelPlan],
+    families: Iterable[Family],
     simulated: Simulated,
     bounds: Bounds,
     *,
@@ -121,13 +122,17 @@ def search(
     starts: Iterable[ParallelPlan] = (),
     near: Callable[[ParallelPlan], Iterable[ParallelPlan]] = lambda plan: (),
     hope: Callable[[ParallelPlan], tuple[bool, float]] = lambda plan: (False, 0.0),
+    promise: Callable[[Family], tuple[bool, float]] = lambda family: (False, 0.0),
     max_seconds: float | None = None,
     on_played: Callable[[Played], None] = lambda played: None,
 ) -> Outcome:
-    """The quickest of the plans that hold at most `limit` bytes.
+    """The quickest of the plans of all families that hold at most `limit` bytes.
+
+    Plans of a family are bounded when the family's own bound is at the head of the queue.
 
     `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
-    takes half of the time at most. Of plans with equal bounds, those with the least `hope` come first.
+    takes half of the time at most. Of plans with equal bounds, those with the least `hope` come first, and
+    families by their `promise`.
     """
     start = time.perf_counter()
     queue: list[_Waiting] = []
@@ -191,9 +196,15 @@ def search(
     while better and not late(_CLIMBING):
         middle = min(fitting, key=lambda played: played.seconds).plan
         better = any(not late(_CLIMBING) and first(plan) for plan in near(middle))
-    for plan in plans:
-        wait(plan, bounds.simple(plan), (*hope(plan), count), tighten)
-        count += 1
+    for number, family in enumerate(families):
+        bound = bounds.simple(family.least)
+        count += len(family)
+        if bound.bytes <= limit:
+            heapq.heappush(queue, _Waiting(bound.seconds, (*promise(family), number), family, bound, ()))
+            continue
+        too_large += len(family)
+        if closest is None or bound.bytes < closest[1].bytes:
+            closest = family.least, bound
     timed_out, share = False, _CLIMBING
     while queue and best > queue[0].seconds:
         if late(1.0):
@@ -201,10 +212,15 @@ def search(
             break
         while promising and late(share) and not late(1.0):
             tried = len(known)
-            first(heapq.heappop(promising).plan)
+            tried_next = heapq.heappop(promising).plan
+            assert isinstance(tried_next, ParallelPlan)
+            first(tried_next)
             share += _AGAIN * (len(known) - tried)
         head = heapq.heappop(queue)
-        if head.tighter:
+        if isinstance(head.plan, Family):
+            for plan in head.plan.plans():
+                wait(plan, bounds.simple(plan), (*hope(plan), 0), tighten)
+        elif head.tighter:
             following, *rest = head.tighter
             wait(head.plan, following(head.plan, head.bound), head.order, tuple(rest))
         elif head.plan not in known:

@@ -32,13 +32,60 @@ Fixed = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Family:
+    """The plans of a mesh with its experts."""
+
+    base: ParallelPlan
+    microbatches: tuple[int, ...]
+    schedules: tuple[tuple[str, int | None], ...]  # with virtual stages
+    uses: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # ZeRO levels, recomputation, loss chunks
+
+    def __len__(self) -> int:
+        return len(self.microbatches) * len(self.schedules) * math.prod(map(len, self.uses))
+
+    def plans(self) -> Iterator[ParallelPlan]:
+        base = self.base
+        for count, (schedule, virtual) in itertools.product(self.microbatches, self.schedules):
+            for level, recompute, chunks in itertools.product(*self.uses):
+                yield ParallelPlan(
+                    mesh=base.mesh,
+                    experts=base.experts,
+                    microbatches=count,
+                    schedule=schedule,
+                    virtual_stages=virtual,
+                    zero=int(level),
+                    recompute=recompute,
+                    loss_chunks=int(chunks),
+                    precision=base.precision,
+                    kernels=base.kernels,
+                    optimizer=base.optimizer,
+                    options=base.options,
+                )
+
+    @property
+    def least(self) -> ParallelPlan:
+        """The plan whose parameters and states hold least."""
+        levels, recompute, chunks = self.uses
+        schedule, virtual = self.schedules[0]
+        return replace(
+            self.base,
+            microbatches=self.microbatches[-1],
+            schedule=schedule,
+            virtual_stages=virtual,
+            zero=max(map(int, levels)),
+            recompute=recompute[-1],
+            loss_chunks=int(chunks[-1]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Space:
     """The plans of a model on some ranks with one global batch.
 
     `calls` is the largest number of pipeline stages, `nodes` the number of groups of ranks that share faster links, and
-    `sequences` tells whether sequences are long enough for cp. `experts` is a number that divides those of all layers; 0
-    without any. `fixed` restricts decisions to the given values, and allows some that are not tried by default: cp for
-    short sequences, tp over slower links, GPipe, other numbers of virtual stages than powers of two.
+    `sequences` tells whether sequences are long enough for cp. `experts` divides the number of the experts of
+    each layer; 0 without any. `fixed` restricts decisions to the given values, and allows some that are not tried by
+    default: cp for short sequences, tp over slower links, GPipe, other numbers of virtual stages than powers of two.
     """
 
     ranks: int
@@ -53,10 +100,15 @@ class Space:
 
     def plans(self) -> Iterator[ParallelPlan]:
         """All plans. Raises PartcError P0812 if a fixed value leaves none."""
+        for family in self.families():
+            yield from family.plans()
+
+    def families(self) -> Iterator[Family]:
+        """All plans, by mesh and experts. Raises PartcError P0812 if a fixed value leaves none."""
         found = False
-        for plan in self._plans():
+        for family in self._families():
             found = True
-            yield plan
+            yield family
         if not found:
             raise self._empty()
 
@@ -90,36 +142,22 @@ class Space:
         return name not in self.fixed or (name != "order" and value in self.fixed[name])
 
     def _plans(self) -> Iterator[ParallelPlan]:
+        for family in self._families():
+            yield from family.plans()
+
+    def _families(self) -> Iterator[Family]:
         for sizes in self._factors():
+            counts, schedules = tuple(self._microbatches(sizes)), tuple(self._schedules(sizes[PIPELINE_AXIS]))
+            spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS] > 1
+            levels = self._allowed("zero", ("0", "1", "2", "3") if spread else ("0",))
+            uses = levels, self._allowed("recompute", RECOMPUTE), self._allowed("loss_chunks", ("1",))
+            if not counts or not schedules:
+                continue
             for order in self._orders(sizes):
                 mesh = ",".join(f"{name}={sizes[name]}" for name in order)
                 for experts in self._experts(sizes, order):
-                    for count in self._microbatches(sizes):
-                        for schedule, virtual in self._schedules(sizes[PIPELINE_AXIS]):
-                            yield from self._uses(sizes, mesh, experts, count, schedule, virtual)
-
-    def _uses(
-        self, sizes: Mapping[str, int], mesh: str, experts: str | None, count: int, schedule: str, virtual: int | None
-    ) -> Iterator[ParallelPlan]:
-        spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS] > 1
-        levels = self._allowed("zero", ("0", "1", "2", "3") if spread else ("0",))
-        for level, recompute, chunks in itertools.product(
-            levels, self._allowed("recompute", RECOMPUTE), self._allowed("loss_chunks", ("1",))
-        ):
-            yield ParallelPlan(
-                mesh=mesh,
-                experts=experts,
-                microbatches=count,
-                schedule=schedule,
-                virtual_stages=virtual,
-                zero=int(level),
-                recompute=recompute,
-                loss_chunks=int(chunks),
-                precision=self.base.precision,
-                kernels=self.base.kernels,
-                optimizer=self.base.optimizer,
-                options=self.base.options,
-            )
+                    base = replace(self.base, mesh=mesh, experts=experts)
+                    yield Family(base=base, microbatches=counts, schedules=schedules, uses=uses)
 
     def _factors(self) -> Iterator[dict[str, int]]:
         """The sizes of all axes whose product is the number of ranks."""

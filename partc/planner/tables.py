@@ -24,11 +24,10 @@ from partc.compilation.simulation import with_batch_axis
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.rates import Rates
-from partc.ir.gradients import input_only
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
 from partc.ir.program import Call, GraphKind, Parameter, Program, Region
 from partc.passes.split import worthwhile
-from partc.passes.stages import balanced, call_work
+from partc.passes.stages import call_work, cuts, staged
 from partc.planner.space import mesh_of, sizes_of
 
 Sums = tuple[float, ...]
@@ -234,8 +233,8 @@ class Tables:
 
     def _facts_of(self, body: RegionBody, program: Program) -> _Facts:
         if body.number not in self._facts:
-            calls = staged_calls(program)
-            self._facts[body.number] = _Facts(calls=calls, work=tuple(call_work(program, calls)))
+            calls, runs = staged(program)
+            self._facts[body.number] = _Facts(calls=calls, runs=runs, work=tuple(call_work(program, calls)))
         return self._facts[body.number]
 
     def _costs(
@@ -338,6 +337,7 @@ class _Facts:
     """The calls that stages share, and their work, by which stages are balanced."""
 
     calls: Sequence[Call]
+    runs: Sequence[tuple[int, int]]  # that no stage may cut
     work: tuple[float, ...]
     _cuts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
@@ -349,7 +349,7 @@ class _Facts:
     def cuts(self, count: int) -> tuple[tuple[int, int], ...]:
         """The first call of each stage, and the one after its last."""
         if count not in self._cuts:
-            self._cuts[count] = balanced(self.work, count)
+            self._cuts[count] = cuts(self.work, self.runs, count)
         return self._cuts[count]
 
 
@@ -416,9 +416,3 @@ def parts_of(program: Program) -> int:
 
 def _sums(each: Iterable[float]) -> Sums:
     return tuple(accumulate(each, initial=0))
-
-
-def staged_calls(program: Program) -> list[Call]:
-    """The calls that stages share; those that depend on inputs alone are repeated wherever they are read."""
-    pure = input_only(program)
-    return [call for call in program.calls if call.name not in pure]

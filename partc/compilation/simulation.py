@@ -178,7 +178,7 @@ class Simulator:
             return _until("outline", sized, "simplify", given | {"places": places})
 
         weights = tuple(item for item in placed.mesh.axes if item[0] != PIPELINE_AXIS and not _holds_alike(item[0]))
-        widths: _Key = (*trace_key, weights, options.kernels)
+        widths: _Key = (*trace_key, weights, options.expert_axes, options.kernels)
 
         calls = self._once(("outline", *widths), lambda: outlined((0,)))
         stages = options.places

@@ -36,7 +36,7 @@ class RegionBodies:
         sizes, stages = sizes_of(plan), stages_of(plan)
         inside = tuple(axis for axis in mesh_of(plan).axes if axis[0] not in (PIPELINE_AXIS, BATCH_AXIS))
         options = plan.microbatches, plan.zero, plan.loss_chunks, max(stages, self.calls)
-        key: tuple[object, ...] = (*sizes.values(), inside, *options)
+        key: tuple[object, ...] = (*sizes.values(), inside, plan.experts, *options)
         if key not in self._shared:
             self._shared[key] = self._made(plan)
         found = self._shared[key]

@@ -64,8 +64,7 @@ def rates(links: dict[str, float], *, nodes: int, processes: int = 1, processors
 
 
 def test_measured_nodes_are_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # A third of each node's messages stays below its switch, and those that leave it have half of the links.
-    links = {"inside": 1e9, "between 1": 5e6, "alone": 1e7, "between 2": 2.5e6, "spread": 0.9 * 0.75 * 5e6}
+    links = {"inside": 1e9, "between 1": 5e6, "alone": 1e7, "between 2": 2.5e6}
     file = tmp_path / "c.toml"
     file.write_text(rates(links, nodes=4, processes=2, processors=2).toml())
     found = cluster_of(str(file))
@@ -76,14 +75,17 @@ def test_measured_nodes_are_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found.inside.bandwidth == pytest.approx(1e9, rel=0.05)
     assert found.between.bandwidth == pytest.approx(5e6, rel=0.01)
     assert found.between.latency == pytest.approx(LATENCY, rel=1.1)
-    assert found.between.spread == pytest.approx(0.9, rel=0.01)
     assert found.between.shared and not found.inside.shared
     assert (found.topology.leaf, found.topology.oversubscription) == (2, pytest.approx(2.0, rel=0.01))
     assert main(["cluster", "show", str(file)]) == 0
     shown = capsys.readouterr().out
     assert "shared by a node" in shown and "2, which all devices share" in shown and "0.25" in shown
-    file.write_text(rates({"between 1": 5e6, "between 2": 5e6}, nodes=4).toml())
+    file.write_text(rates({"between 1": 5e6, "between 2": 5e6, "spread": 4e6}, nodes=4).toml())
     plain = cluster_of(str(file))
+    assert plain.between.spread == pytest.approx(0.8, rel=0.01)
+    network, size = ClusterRates(plain, calibration(plain)), 1 << 22
+    four, two = (network.collective("all_to_all", Mesh.parse(mesh), ("dp",), (), size) for mesh in ("dp=4", "dp=2"))
+    assert four / two == pytest.approx((3 / 4 / 0.8) / (1 / 2), rel=0.01)
     assert (plain.topology, plain.between.shared, plain.processors) == (Topology(), False, 0)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,12 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from partc.cluster.network import Topology
 from partc.cluster.probe import Overlap, ProbeProcess, Sample
 from partc.errors import PartcError
 
 _LIMIT = 300.0  # seconds
 _LINKS = ("inside", "between", "alone", "spread")
+_LARGE = 1 << 18  # bytes of a process in exchanges with several others, beyond which latencies count little
 _NARROW = 0.8  # of the bandwidth between neighbours: a distance with less crosses a narrower link
 MARK = "measured by `partc cluster measure`"  # in every file
 
@@ -79,12 +80,12 @@ class MeasuredRates:
 
     @property
     def spread(self) -> float:
-        """The share of a link that messages to several nodes reach, beside what a narrow core leaves them."""
-        if "spread" not in self.kinds:
+        """The share of a link that messages to several nodes reach; a narrow core hides it."""
+        line = self.line("between 1") if "spread" in self.kinds and not self.oversubscription[0] else None
+        if line is None:
             return 1.0
-        leaf, narrow = self.oversubscription
-        core = Topology(leaf=leaf, oversubscription=narrow).spread_share(self.nodes, 1)
-        return min(1.0, self.line("spread").rate / (core * self.line("between 1").rate))
+        large = [sample for sample in self.samples if sample.kind == "spread" and sample.work >= _LARGE]
+        return min(1.0, statistics.fmean(line.seconds(sample.work) / sample.seconds for sample in large))
 
     @property
     def shared(self) -> bool:

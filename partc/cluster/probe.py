@@ -24,6 +24,7 @@ _VECTORS = (1 << 17, 1 << 20, 1 << 23)  # elements of a sum
 _MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes
 _ENOUGH = 0.5  # seconds of an exchange, after which no larger one is measured
 _SEVERAL, _FEW = 9, 5  # exchanges of a size, if they are quick and if they are not
+_ROW = 4  # exchanges with several processes, one after the other
 _PAUSE = 0.05  # seconds of an exchange that is not quick
 MACHINE = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers and namespaces of a machine
 
@@ -163,12 +164,13 @@ class _Probe:
     def _exchanged(self, kind: str, *partners: int | None) -> Iterator[Sample]:
         """Exchanges of several sizes, all processes at one time; those of the first one count."""
         others = [partner for partner in partners if partner is not None]
+        # Messages to several processes are in each other's way by chance, and where some have begun the next exchange.
+        several = len(partners) > 1
         for size in _MESSAGES:
             first = self._exchange(size, others)
             again = _SEVERAL if self._agreed(first) < _PAUSE else _FEW
-            taken = [self._exchange(size, others) for _ in range(again)]
-            # Several messages are in each other's way by chance.
-            seconds = self._agreed(statistics.median(taken) if len(partners) > 1 else min(taken))
+            taken = [self._exchange(size, others, in_a_row=_ROW if several else 1) for _ in range(again)]
+            seconds = self._agreed(statistics.median(taken) if several else min(taken))
             yield Sample(kind=kind, work=size * len(partners), seconds=seconds)
             if seconds > _ENOUGH:
                 return
@@ -178,12 +180,13 @@ class _Probe:
         self._dist.broadcast(told, 0)
         return float(told)
 
-    def _exchange(self, size: int, partners: Sequence[int]) -> float:
+    def _exchange(self, size: int, partners: Sequence[int], in_a_row: int = 1) -> float:
         self._dist.barrier()
         start = time.perf_counter()
-        for work in self._started(size, partners):
-            work.wait()
-        return time.perf_counter() - start
+        for _ in range(in_a_row):
+            for work in self._started(size, partners):
+                work.wait()
+        return (time.perf_counter() - start) / in_a_row
 
     def _started(self, size: int, partners: Sequence[int]) -> list[Any]:
         """Receives and then sends, as the emitted programs start them."""

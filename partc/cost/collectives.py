@@ -132,9 +132,8 @@ class Network:
         within = size * (near - 1) / n / self.inside + (near - 1) * link.latency
         if span.domains == 1:
             return within
-        share = self.cluster.topology.spread_share(span.domains, span.stride) * (
-            far.spread if span.domains > 2 else 1.0
-        )
+        share = self.cluster.topology.spread_share(span.domains, span.stride)
+        share = min(share, far.spread) if span.domains > 2 else share
         # Messages to several devices are under way at one time: each further one adds its issue alone.
         across = size * (n - near) / n / (self.between * share) + far.latency + (n - near) * 1e-6
         return max(within, across)

@@ -65,7 +65,6 @@ NETWORKS = (
     EmulatedNetwork(name="four-40", nodes=4, ranks=1, megabits=40),
     EmulatedNetwork(name="pairs-40", nodes=2, ranks=2, megabits=40),
     EmulatedNetwork(name="core-40", nodes=4, ranks=1, megabits=40, leaf=2, core=40),
-    EmulatedNetwork(name="two-15", nodes=2, ranks=1, megabits=15),
 )
 
 

@@ -1,10 +1,10 @@
 """Predicted against measured step times on emulated clusters: `python -m tests.benchmarks.emulated FOLDER`.
 
 The nodes are network namespaces of this machine, which links of limited rate join (tests/network.py): two nodes and
-four, one rank on each or two, one switch or two with a narrow link between. On each network `partc cluster measure` runs
-on all nodes, and agents of torchrun train the packages. Links are so slow that steps wait for them, whatever else the
-machine does. It needs Linux and root, and takes about 20 minutes; the folder keeps packages, clusters and metrics, so that a run
-that was stopped goes on, and `--only predict` compares again.
+four, one rank on each or two, one switch or two with a narrow link between. On each network `partc cluster measure`
+runs on all nodes, and agents of torchrun train the packages. Links are so slow that steps wait for them. It needs Linux
+and root, and takes about 25 minutes; the folder keeps packages, clusters and metrics, so that a run that was stopped
+goes on, and `--only predict` compares again.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import runpy
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from partc.api import compilation
 from partc.cli import main
 from partc.cluster.cluster import preset, span
 from partc.cluster.files import cluster_of
+from partc.communication.exchanges import graph_of
 from partc.compilation.plan import ParallelPlan, spelled
 from partc.compilation.simulation import Simulator, prediction, predictions, states_of
 from partc.cost.action_timeline import Segment, TimelineBuilder
@@ -23,6 +26,7 @@ from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.rates import ClusterRates, product_sizes, tile_share
+from partc.cost.roofline import product_flops
 from partc.errors import InternalError, PartcError
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
@@ -111,6 +115,62 @@ def test_large_clusters_are_simulated_in_seconds(mesh: str, microbatches: int, l
     once = [sum(forecast.action(stage, kind, 0).seconds for kind in "FB") for stage in stages]
     assert found.step_seconds >= max(once) * (microbatches - 1) + sum(once) - max(once)
     assert found.step_seconds <= 1.5 * (max(once) * (microbatches + program.stages))
+
+
+CONVOLUTIONS = """
+import torch
+from torch import Tensor, nn
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 16, 3, stride=2)
+        self.third = nn.ConvTranspose2d(16, 4, 2, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+def model(): return Stack()
+def batch(): return {"x": torch.randn(4, 3, 33, 33)}
+def loss(model, batch): return model(batch["x"]).square().mean()
+"""
+
+
+def test_products_of_convolutions_and_experts_are_counted(tmp_path: Path) -> None:
+    """The backward passes too: convolutions against torch's own count, experts by hand."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    file = tmp_path / "convolutions.py"
+    file.write_text(CONVOLUTIONS)
+    simulator = Simulator(str(file), preset("1x2xH100-80GB"), Calibration())
+    program = simulator.program(ParallelPlan(mesh="dp=1", precision="fp32", kernels="aten"))
+    found = 0.0
+    for region in program.regions:
+        for graph in filter(None, (graph_of(region, kind) for kind in ("F", "B"))):
+            types = region.types(graph)
+            for op in graph.ops:
+                shapes = {name: types[name].local(program.sizes) for name in op.refs()}
+                found += product_flops(op, shapes, [value.type.local(program.sizes) for value in op.results])[0]
+    given = SimpleNamespace(**runpy.run_path(str(file)))
+    with FlopCounterMode(display=False) as counter:
+        given.loss(given.model(), given.batch()).backward()
+    assert found == counter.get_total_flops()
+    rows, experts, wide, high = 4096, 8, 256, 512
+    types = {"g": _matrix(rows, wide), "e": _matrix(rows), "x": _matrix(rows, high)}
+    result = Value(name="grad_w", type=_matrix(experts, high, wide))
+    gradient = Op(name="expert_matmul_grad_weight", args=(*map(Ref, types), experts), results=(result,))
+    assert product_flops(gradient, types, [result.type])[0] == 2 * rows * wide * high
+    rates = ClusterRates(preset("8xH100-80GB"), Calibration())
+    each = Op(
+        name="linear_grad_weight", args=(Ref("g"), Ref("x")), results=(replace(result, type=_matrix(wide, high)),)
+    )
+    dense = {"g": _matrix(rows * experts, wide), "x": _matrix(rows * experts, high)}
+    assert rates.operation(gradient, types, {}) > 0.1 * rates.operation(each, dense, {})
+
+
+def _matrix(*shape: int) -> TensorType:
+    return TensorType(dtype="bf16", layout=Layout.replicated(shape))
 
 
 def test_bubbles_are_those_of_the_schedules(simulator: Simulator) -> None:

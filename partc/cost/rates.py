@@ -12,7 +12,7 @@ from partc.cluster.cluster import Cluster, GroupSpan, span
 from partc.cluster.device import Device
 from partc.cost.calibration import Calibration
 from partc.cost.collectives import Network
-from partc.cost.roofline import H100, Machine, product_flops, seconds, traffic
+from partc.cost.roofline import EXPERTS_GRADIENT, H100, Machine, product_flops, seconds, traffic
 from partc.ir.collectives import cost
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
@@ -104,7 +104,7 @@ _BACKWARD = 0.85
 _EDGE = 256
 _FILL = 96  # of the summed dimension: products during which a tile's pipeline of loads fills and drains
 # Gradients of weights are added to fp32 buffers: they are read and written beside the product's own operands.
-_ADDS = frozenset({"linear_grad_weight", "matmul_grad_right"})
+_ADDS = frozenset({"linear_grad_weight", "matmul_grad_right", EXPERTS_GRADIENT})
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class ClusterRates:
                 return max(moved, work / device.attention)
             share = self.constants.attention * _attention_share(op, shapes, results, device)
             return max(moved, work / (peak * share))
-        sizes = product_sizes(rule) if rule is not None else None
+        sizes = _experts_sizes(shapes, results) if op.name == EXPERTS_GRADIENT else rule and product_sizes(rule)
         share = 1.0 if sizes is None or device.kind == "cpu" else tile_share(sizes, device)
         return max(moved, work / (peak * self.constants.products * share))
 
@@ -236,6 +236,13 @@ def _attention_share(op: Op, shapes: Mapping[str, TensorType], results: Sequence
     blocks = math.prod(heads) * math.ceil(rows / 128)
     waves = blocks / (math.ceil(blocks / device.cores) * device.cores)
     return waves * rows / (rows + _EDGE) * (_BACKWARD if op.name.endswith("_backward") else 1.0)
+
+
+def _experts_sizes(shapes: Mapping[str, TensorType], results: Sequence[TensorType]) -> tuple[int, int, int, int]:
+    """The sizes of the products that make the gradients of experts' weights, as `product_sizes` gives them."""
+    experts, m, n = results[0].shape
+    rows = next(iter(shapes.values())).shape[0]
+    return m, n, -(-rows // experts), experts
 
 
 def product_sizes(rule: OpRule) -> tuple[int, int, int, int] | None:

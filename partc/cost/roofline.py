@@ -23,6 +23,8 @@ class Machine:
     meeting: float = 2e-5  # seconds until all ranks of a collective are there
 
 
+_CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+EXPERTS_GRADIENT = "expert_matmul_grad_weight"  # of rows [s, o], rows' experts, and inputs [s, i]: [experts, i, o]
 _LOOKUPS = frozenset({"embedding", "embedding_shard"})
 H100 = Machine(flops={"f64": 5e13, "f32": 3e14, "bf16": 6e14, "f16": 6e14})
 
@@ -57,9 +59,25 @@ def product_flops(
     op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType]
 ) -> tuple[float, OpRule | None]:
     """The floating-point operations of an operation's matrix products, and its rule, for local shapes."""
-    if op.name == "convolution":
-        weight = shapes[list(op.refs())[1]].shape
-        return 2.0 * math.prod(results[0].shape) * math.prod(weight[1:]), None
+    if op.name in _CONVOLUTIONS:
+        return _convolved(op, shapes, results), None
+    if op.name == EXPERTS_GRADIENT:
+        return 2.0 * math.prod(next(iter(shapes.values())).shape) * results[0].shape[1], None
     made = tuple(replace(value, type=type) for value, type in zip(op.results, results, strict=True))
     rule = resolve_lowered(replace(op, results=made), shapes)
     return (float(flops(op, rule)) if rule is not None else 0.0), rule
+
+
+def _convolved(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType]) -> float:
+    """A convolution multiplies each of its results, or a transposed one each of its inputs, with a filter's weights.
+
+    Each of the gradients of inputs and of weights takes as long.
+    """
+    names = list(op.refs())
+    backward = op.name == "convolution_backward"
+    inputs, weight = (shapes[name].shape for name in names[backward : backward + 2])
+    outputs = shapes[names[0]].shape if backward else results[0].shape
+    transposed = any(arg is True for arg in op.args)
+    wanted = op.args[-1] if backward else (True,)  # gradients of inputs, weights, bias
+    times = sum(wanted[:2]) if isinstance(wanted, tuple) else 2
+    return 2.0 * times * math.prod(inputs if transposed else outputs) * math.prod(weight[1:])

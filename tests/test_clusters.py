@@ -169,6 +169,24 @@ def test_products_of_convolutions_and_experts_are_counted(tmp_path: Path) -> Non
     assert rates.operation(gradient, types, {}) > 0.1 * rates.operation(each, dense, {})
 
 
+def test_products_in_eight_bits_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A linear layer by hand: twice the rate, and its input cast first. Devices without fp8 refuse it."""
+    cluster, constants = preset("8xH100-80GB"), Calibration(streaming=1.0)
+    types = {"x": _matrix(8192, 4096), "w": _matrix(16384, 4096)}
+    made = Value(name="y", type=_matrix(8192, 16384))
+    product = Op(name="linear", args=(Ref("x"), Ref("w")), results=(made,))
+    usual, eight = (ClusterRates(cluster, constants, fp8).operation(product, types, {}) for fp8 in (False, True))
+    launch, casts = cluster.device.launch, 4 * 8192 * 4096 / cluster.device.bandwidth
+    assert eight - launch - casts == pytest.approx((usual - launch) / 2)
+    file = tmp_path / "plans.jsonl"
+    lines = [{"mesh": "dp=2", "precision": name, "options": {"batch": 16, "depth": 2}} for name in ("bf16", "fp8")]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    found = simulated(capsys, "--cluster", "2xH100-80GB", "--plans", file, "--scale", "--failures", "mtbf=1e4")["plans"]
+    assert [each["error"] for each in found] == [None, None] and found[1]["memory_bytes"] == found[0]["memory_bytes"]
+    refused = simulated(capsys, "--cluster", "2xA100-80GB", "--plans", file)["plans"][1]["error"]
+    assert refused["code"] == "P0404" and "A100" in refused["cause"]
+
+
 def _matrix(*shape: int) -> TensorType:
     return TensorType(dtype="bf16", layout=Layout.replicated(shape))
 

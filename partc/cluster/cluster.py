@@ -86,6 +86,7 @@ _LINKS: Mapping[str, tuple[Link, Link]] = {
     "H200": (link("nvlink", 450, reduces=True), link("infiniband", 50)),
     "B200": (link("nvlink", 900, reduces=True), link("infiniband", 50)),
     "GB200": (link("nvlink", 900, reduces=True), link("infiniband", 50)),
+    "GB300": (link("nvlink", 900, reduces=True), link("infiniband", 100)),
     "MI300X": (link("infinity-fabric", 448, switched=False), link("roce", 50)),
     "A10": (link("pcie", 32), link("tcp", 3.1)),
     "L4": (link("pcie", 32), link("tcp", 3.1)),
@@ -96,7 +97,7 @@ _LINKS: Mapping[str, tuple[Link, Link]] = {
     "RTXA6000": (link("pcie", 32), link("tcp", 1.25)),
     "CPU": (link("memory", 1.5), link("tcp", 0.5)),
 }
-_DOMAINS = {"GB200": 72}  # devices that share switches, beyond a node
+_DOMAINS = {"GB200": 72, "GB300": 72}  # devices that share switches, beyond a node
 _SPEC = re.compile(r"(?:(\d{1,7})x)?(?:(\d{1,7})x)?([A-Za-z][A-Za-z0-9]*(?:-\d+GB)?)")
 _FORM = "for example 8xH100-80GB, 16x8xA100-80GB (nodes x devices), 4xCPU, or a file.toml"
 

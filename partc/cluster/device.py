@@ -29,19 +29,28 @@ class Device:
     kind: DeviceKind = "gpu"
     attention: float = 0.0  # flops a second of fused attention, if they were measured
     special: float = 0.0  # elements a second of exponential functions; 0: as quick as memory
+    fp8: float = 0.0  # flops a second of products of 8-bit floats; 0 for a device without them
 
     def peak_of(self, dtype: str) -> float:
         """The peak for a type of operands; types without one compute as fp32 does."""
         return next((rate for name, rate in self.peak.items() if name == dtype), self.peak["f32"])
 
 
+_WITHOUT_FP8 = ("V100", "A100", "A10", "RTX3090", "RTXA6000")
+
+
 def _gpu(
     name: str, gigabytes: float, low: float, single: float, terabytes: float, cores: int, double: float = 0.0
 ) -> Device:
-    """Peaks in 10^12 flops a second; `single` is fp32 without TF32, which torch leaves off."""
+    """Peaks in 10^12 flops a second; `single` is fp32 without TF32, which torch leaves off.
+
+    Where there are products in fp8, they are twice as fast as those in bf16.
+    """
     peak: dict[DType, float] = {"f16": low * 1e12, "bf16": low * 1e12, "f32": single * 1e12}
     peak["f64"] = (double or single / 32) * 1e12
-    return Device(name=name, memory=int(gigabytes * 1e9), peak=peak, bandwidth=terabytes * 1e12, cores=cores)
+    fp8 = 0.0 if name.partition("-")[0] in _WITHOUT_FP8 else 2 * low * 1e12
+    memory, bandwidth = int(gigabytes * 1e9), terabytes * 1e12
+    return Device(name=name, memory=memory, peak=peak, bandwidth=bandwidth, cores=cores, fp8=fp8)
 
 
 def processor() -> Device:
@@ -69,6 +78,7 @@ DEVICES: Mapping[str, Device] = {
         _gpu("H200-141GB", 150.1, 989, 67, 4.8, 132, 67),
         _gpu("B200-180GB", 191.5, 2250, 80, 8.0, 148, 40),
         _gpu("GB200-186GB", 198.0, 2500, 80, 8.0, 148, 40),
+        _gpu("GB300-288GB", 288.4, 2500, 80, 8.0, 160, 1.3),
         _gpu("MI300X-192GB", 206.1, 1307, 163, 5.3, 304, 163),
         _gpu("A10-24GB", 24.1, 125, 31.2, 0.6, 72),
         _gpu("L4-24GB", 24.1, 121, 30.3, 0.3, 58),

@@ -55,6 +55,7 @@ class _DeviceTable:
     kind: str = "gpu"
     attention: Annotated[float, at_least(0), at_most(1e24)] = 0.0
     special: Annotated[float, at_least(0), at_most(1e24)] = 0.0
+    fp8: Annotated[float, at_least(0), at_most(1e24)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,8 @@ DECIDED = (
     "mesh", "experts", "microbatches", "schedule", "virtual_stages", "zero", "recompute", "loss_chunks", "kernels",
 )  # fmt: skip
 
+FP8 = "fp8"  # a precision of predictions alone
+
 Scalar = bool | int | float | str
 
 # Names of other programs for partc's own, without case, spaces and punctuation.
@@ -105,6 +107,11 @@ class ParallelPlan:
         if self.kernels != "auto":
             return self
         return replace(self, kernels="triton" if cluster.device.kind == "gpu" else "aten")
+
+    @property
+    def emitted(self) -> ParallelPlan:
+        """The plan of the program that is emitted: in bf16, where products in fp8 are predicted."""
+        return replace(self, precision="bf16") if self.precision == FP8 else self
 
     @property
     def level(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from partc import passes
 from partc.cluster.cluster import Cluster
 from partc.compilation.options import DEFAULT, Options, refused
-from partc.compilation.plan import ParallelPlan, spelled
+from partc.compilation.plan import FP8, ParallelPlan, spelled
 from partc.cost.calibration import Calibration
 from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
@@ -99,6 +99,7 @@ class Simulator:
 
         A single device computes the same microbatches one after the other, however much memory this takes.
         """
+        plan = plan.emitted
         mesh = plan.compile_options().mesh
         ways = math.prod(size for axis, size in mesh.axes if is_batch_axis(axis))
         batch = ",".join(f"{axis}={size}" for axis, size in mesh.axes if is_batch_axis(axis) and axis != EXPERT_AXIS)
@@ -114,10 +115,16 @@ class Simulator:
     def predict(self, plan: ParallelPlan, *, everywhere: bool = False) -> Prediction:
         """The prediction for a plan. Raises PartcError if it cannot be compiled.
 
-        With `everywhere`, regions are those of `differentiated`, which more plans share.
+        With `everywhere`, regions are those of `differentiated`, which more plans share. A plan in fp8 is its program
+        in bf16, with linear products at the device's rate for fp8.
         """
-        program = self.program(plan, everywhere=everywhere)
-        return prediction(program, self.rates, optimizer=plan.optimizer or DEFAULT)
+        device, rates = self.cluster.device, self.rates
+        if plan.precision == FP8:
+            if not device.fp8:
+                raise PartcError("P0404", f"{device.name} has no products in fp8", help="give bf16")
+            rates = replace(rates, fp8=True)
+        program = self.program(plan.emitted, everywhere=everywhere)
+        return prediction(program, rates, optimizer=plan.optimizer or DEFAULT)
 
     def program(self, plan: ParallelPlan, *, everywhere: bool = False) -> Program:
         """The plan's program with its actions: those of a compile, but for sizes that are literals of operations.
@@ -363,7 +370,7 @@ def predictions(
             if scale:
                 further["scale_factor"] = simulator.scale_factor(plan, found.step_seconds)
             if failures is not None:
-                devices = plan.compile_options().mesh.size
+                devices = plan.emitted.compile_options().mesh.size
                 further["effective_seconds"] = failures.effective(found.step_seconds, devices)
                 further["checkpoint_interval"] = failures.best_interval(devices)
             yield found.document() | further

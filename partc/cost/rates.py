@@ -107,12 +107,21 @@ _FILL = 96  # of the summed dimension: products during which a tile's pipeline o
 _ADDS = frozenset({"linear_grad_weight", "matmul_grad_right", EXPERTS_GRADIENT})
 
 
+# The products that run in fp8 where rates do, and the operands that are cast for them and for the gradients: each is
+# read in 16 bits, and written in 8 bits as it is and transposed. The others have been cast before.
+_EIGHT_BITS: Mapping[str, int] = {
+    "linear": 1, "linear_grad_input": 1, "linear_grad_weight": 0, "expert_matmul": 1, "expert_matmul_grad_rows": 1,
+    EXPERTS_GRADIENT: 0,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ClusterRates:
-    """Durations on the devices and links of a cluster."""
+    """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8."""
 
     cluster: Cluster
     constants: Calibration
+    fp8: bool = False
 
     @property
     def basis(self) -> str:
@@ -157,15 +166,20 @@ class ClusterRates:
         if not work:
             return moved
         dtype = next((type.dtype for type in shapes.values() if type.dtype.startswith(("f", "bf"))), results[0].dtype)
-        peak = device.peak_of(dtype)
+        peak, casts = device.peak_of(dtype), 0.0
+        if self.fp8 and op.name in _EIGHT_BITS and ITEMSIZE[results[0].dtype] == 2:
+            cast = sum(math.prod(type.shape) for type in list(shapes.values())[: _EIGHT_BITS[op.name]])
+            peak, casts = device.fp8, 4 * cast / (device.bandwidth * self.constants.streaming)
         if op.name.startswith(_ATTENTION):
             if device.attention:
                 return max(moved, work / device.attention)
             share = self.constants.attention * _attention_share(op, shapes, results, device)
             return max(moved, work / (peak * share))
-        sizes = _experts_sizes(shapes, results) if op.name == EXPERTS_GRADIENT else rule and product_sizes(rule)
+        sizes = _experts_sizes(shapes, results) if op.name == EXPERTS_GRADIENT else None
+        if rule is not None:
+            sizes = product_sizes(rule)
         share = 1.0 if sizes is None or device.kind == "cpu" else tile_share(sizes, device)
-        return max(moved, work / (peak * self.constants.products * share))
+        return casts + max(moved, work / (peak * self.constants.products * share))
 
     def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
         return self.network.collective(op, self._span(mesh, tuple(axes), tuple(places)), size)

@@ -79,5 +79,5 @@ def _convolved(op: Op, shapes: Mapping[str, TensorType], results: Sequence[Tenso
     outputs = shapes[names[0]].shape if backward else results[0].shape
     transposed = any(arg is True for arg in op.args)
     wanted = op.args[-1] if backward else (True,)  # gradients of inputs, weights, bias
-    times = sum(wanted[:2]) if isinstance(wanted, tuple) else 2
+    times = sum(flag is True for flag in wanted[:2]) if isinstance(wanted, tuple) else 2
     return 2.0 * times * math.prod(inputs if transposed else outputs) * math.prod(weight[1:])

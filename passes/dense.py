@@ -11,18 +11,20 @@
 A token has one row for each expert, side by side, so that the batch cuts rows as it cuts tokens; `experts` counts the
 experts of each token. Elementwise operations between two products stay on rows. Batched products of other operands than
 copies of tokens, such as those by head, are no mixtures. In an einsum the weights' first letter is that of the experts.
+A sum of experts' results, each times its own part of an activation (a dense mask), becomes einsums first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
 from partc.ir.layout import Layout
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import RANDOM, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value, needed
+from partc.passes.route.loops import LEAST, Lift, Lifted, NotEqualError
 from partc.passes.route.rows import RowWriter
 from partc.rules import kernels
 
@@ -38,6 +40,7 @@ def dense(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
 
 
 def _rewritten(region: Region) -> Region:
+    region = _without_sums(region)
     rows = _Dense(region)
     for op in region.forward.ops:
         rows.take(op)
@@ -45,6 +48,91 @@ def _rewritten(region: Region) -> Region:
         rows.plain(name)
     graph = replace(region.forward, ops=tuple(rows.writer.ops))
     return replace(region, forward=graph.without_dead())
+
+
+def _without_sums(region: Region) -> Region:
+    """The region with one product of all experts in place of each sum y_0 · gates[0] + y_1 · gates[1] + …."""
+    params = {value.name: value.type for value in region.params}
+    for op in reversed(region.forward.ops):
+        graph = region.forward
+        addends = _addends(op, graph)
+        for base in (0, 1):
+            if len(addends) - base < LEAST or not fuel.allowed("sum over experts", op.source):
+                continue
+            lift = _AllExperts(graph, dict(region.types(graph)), params, len(addends) - base)
+            lift.weights = _of_weights(region)
+            try:
+                found = lift.lifted(tuple(addends[base:]))
+            except NotEqualError:
+                continue
+            if found.kind == "stacked" and lift.gated and lift.multiplied:
+                ops = lift.summed(found.name, addends[:base], op)
+                every = [each for other in graph.ops for each in (ops if other is op else (other,))]
+                region = replace(region, forward=replace(graph, ops=needed(tuple(every), graph.outputs)))
+                break
+    return region
+
+
+def _addends(op: Op, graph: Graph) -> list[str]:
+    """The values whose sum, one after the other, is the result of an addition."""
+    makers, readers = graph.makers(), graph.readers()
+    found: list[str] = []
+    while op.name == "add" and len(names := [*op.refs()]) == 2 and not op.attrs:
+        found.append(names[1])
+        before = makers.get(names[0])
+        if before is None or before.name != "add" or len(readers[names[0]]) > 1:
+            found.append(names[0])
+            break
+        op = before
+    return found[::-1]
+
+
+def _of_weights(region: Region) -> set[str]:
+    """The values that depend on parameters alone."""
+    found = {value.name for value in region.params}
+    for op in region.forward.ops:
+        if op.name not in RANDOM and [*op.refs()] and found.issuperset(op.refs()):
+            found.update(value.name for value in op.results)
+    return found
+
+
+@dataclass(slots=True)
+class _AllExperts(Lift):
+    """The operations of all experts at once, on all tokens."""
+
+    weights: set[str] = field(default_factory=set)
+    gated: bool = False  # experts have gates of their own: parts of one activation
+    multiplied: bool = False
+
+    def _numbered(self, ops: Sequence[Op], operands: Sequence[Lifted]) -> Lifted:
+        self.gated |= operands[0].name not in self.weights
+        return Lift._numbered(self, ops, operands)
+
+    def _stacked(self, op: Op, result: Value, operands: Sequence[Lifted]) -> Lifted:
+        if op.name not in ("linear", "matmul"):
+            return Lift._stacked(self, op, result, operands)
+        w, (x, weights) = self.writer, operands
+        if weights.kind != "stacked" or len(w.shape(weights.name)) != 3:
+            raise NotEqualError
+        self.multiplied = True
+        tokens = "abcdfgh"[: len(result.type.shape) - 1]
+        left = f"e{tokens}i" if x.kind == "stacked" else f"{tokens}i"
+        equation = f"{left},{'eoi' if op.name == 'linear' else 'eio'}->e{tokens}o"
+        args = (equation, (Ref(x.name), Ref(weights.name)))
+        shape = (self.count, *result.type.shape)
+        return Lifted("stacked", w.add("einsum", args, shape, result.type.dtype, f"{result.name}_of_experts"))
+
+    def summed(self, name: str, base: Sequence[str], last: Op) -> list[Op]:
+        """The operations, and the sum of all experts' values, which defines the result of the last addition."""
+        w, made = self.writer, last.result
+        w.source = last.source
+        args = (Ref(name), (0,), False)
+        if not base:
+            w.define("sum", args, made.type.shape, made.type.dtype, made.name)
+            return w.ops
+        total = w.add("sum", args, w.shape(name)[1:], made.type.dtype, f"{made.name}_sum")
+        w.define("add", (Ref(base[0]), Ref(total)), made.type.shape, made.type.dtype, made.name)
+        return w.ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +172,7 @@ class _Dense:
         types = dict(self.region.types(self.region.forward))
         self.writer = RowWriter(types=types, taken=set(types))
         self.makers = self.region.forward.makers()
-        self.weights = {value.name for value in self.region.params}
-        for op in self.region.forward.ops:
-            if op.name not in RANDOM and [*op.refs()] and self.weights.issuperset(op.refs()):
-                self.weights.update(value.name for value in op.results)
+        self.weights = _of_weights(self.region)
 
     def take(self, op: Op) -> None:
         """Write an operation, on rows if it is a product by expert or works on rows."""
@@ -154,10 +239,10 @@ class _Dense:
                     rows = self.rows[x]
                 turned = w.permute(weights, [letters[weights].index(each) for each in (e, i, o)], f"{weights}_turned")
                 made = self._multiplied(rows, turned, op)
-                made = replace(made, place=len(made.tokens))
-                if len(others) == 1 and out == f"{tokens}{e}{o}":
-                    self.rows[op.result.name] = made
+                if len(others) == 1 and e in out and out.replace(e, "") == f"{tokens}{o}" and out[-1] == o:
+                    self.rows[op.result.name] = replace(made, place=out.index(e))
                     return True
+                made = replace(made, place=len(made.tokens))
                 shape = (*made.leading, *w.shape(made.name)[1:])
                 whole = w.reshape(made.name, shape, f"{op.result.name}_apart")
                 rest = [name for name in others if name != x]

@@ -82,7 +82,7 @@ def _cut(program: Program, axis: str, earlier: frozenset[str]) -> Program:
         raise PartcError(
             "P0107",
             f"the model has no experts for {axis}={program.sizes[axis]}",
-            help="products by expert are found in sorted, masked and batched forms; without experts, give dp its ranks",
+            help="docs/experts.md names the forms in which experts are found; without experts, give dp its ranks",
         )
     parameters = tuple(
         replace(item, type=replace(item.type, layout=layout))

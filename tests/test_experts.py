@@ -154,8 +154,8 @@ STORED = MOE.with_name("stored.py")
         ("flat+minor+repeated", "dp=2,ep=2", {"zero": 3}),
         ("chunks+last+einsum", "dp=2,tp=4", {"experts": "ep=4@dp=2,tp=2", "zero": 1}),
         ("biased+middle+dense", "pp=3,ep=2", {"microbatches": 2, "recompute": "full"}),
-        ("slices+vector+scaled", "ep=2,cp=2,tp=2", {"zero": 2}),
-        ("columns+rows+gated+both", "dp=2,cp=2", {"experts": "ep=4@dp,cp", "microbatches": 2}),
+        ("slices+vector+scaled+gated", "ep=2,cp=2,tp=2", {"zero": 2}),
+        ("columns+rows+masks+both", "dp=2,cp=2", {"experts": "ep=4@dp,cp", "microbatches": 2}),
     ],
 )
 def test_experts_are_found_in_many_forms(forms: str, mesh: str, how: dict[str, Any], tmp_path: Path) -> None:

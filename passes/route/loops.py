@@ -1,6 +1,6 @@
 """Loops over experts, as one computation of every row with the weights of its expert.
 
-A loop is a chain of writes to one tensor, whose rows are computed by equal operations for every expert. `_Lift` goes
+A loop is a chain of writes to one tensor, whose rows are computed by equal operations for every expert. `Lift` goes
 through the operations of all experts at once. It finds four kinds of values:
 
     shared     the same value for all experts
@@ -25,6 +25,7 @@ from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, SELECTED, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
+from partc.rules import kernels
 
 LEAST = 2  # experts
 _ELEMENTWISE = frozenset(
@@ -48,10 +49,10 @@ def without_loops(region: Region) -> Graph:
             if len(part) < LEAST or not fuel.allowed("loop over experts", part[-1].source):
                 continue
             types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
-            lift = _Lift(graph, types, params, len(part))
+            lift = Lift(graph, types, params, len(part))
             try:
                 lift.written(part)
-            except _NotEqualError:
+            except NotEqualError:
                 continue
             graph = _with(graph, lift, part[-1])
     return graph
@@ -59,7 +60,7 @@ def without_loops(region: Region) -> Graph:
 
 def _without_never(graph: Graph, params: Mapping[str, TensorType]) -> Graph:
     """The graph without writes of rows for experts whose number no row has: rows `e` of one_hot(chosen, more)."""
-    lift = _Lift(graph, {**params, **{name: value.type for name, value in graph.definitions().items()}}, params, 0)
+    lift = Lift(graph, {**params, **{name: value.type for name, value in graph.definitions().items()}}, params, 0)
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in graph.ops:
@@ -72,7 +73,7 @@ def _without_never(graph: Graph, params: Mapping[str, TensorType]) -> Graph:
     return replace(graph, ops=tuple(ops), outputs=tuple(same.get(name, name) for name in graph.outputs))
 
 
-class _NotEqualError(Exception):
+class NotEqualError(Exception):
     """The experts are not computed alike, or not row by row."""
 
 
@@ -160,7 +161,7 @@ def _numbers(name: str, makers: Mapping[str, Op]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _with(graph: Graph, lift: _Lift, last: _Write) -> Graph:
+def _with(graph: Graph, lift: Lift, last: _Write) -> Graph:
     """The graph with the lifted operations in place of the last write."""
     ops: list[Op] = []
     for op in graph.ops:
@@ -169,7 +170,7 @@ def _with(graph: Graph, lift: _Lift, last: _Write) -> Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lifted:
+class Lifted:
     """A value of all experts: `kind` is shared, stacked, selected or rows."""
 
     kind: str
@@ -190,7 +191,7 @@ class _Witness:
 
 
 @dataclass(slots=True)
-class _Lift:
+class Lift:
     """The operations of all experts at once."""
 
     graph: Graph
@@ -200,7 +201,7 @@ class _Lift:
     writer: RowWriter = field(init=False)
     makers: dict[str, Op] = field(init=False)
     results: dict[str, int] = field(init=False)
-    known: dict[tuple[str, ...], _Lifted] = field(default_factory=dict)
+    known: dict[tuple[str, ...], Lifted] = field(default_factory=dict)
     witnesses: dict[str, _Witness] = field(default_factory=dict)  # of stacked masks
     masks: tuple[str, ...] = ()  # one for each expert
     whole: tuple[int, ...] = ()  # the dimensions whose elements have rows: the mask's, and the slots
@@ -221,31 +222,31 @@ class _Lift:
         w.source = writes[0].op.source
         for earlier, later in pairwise(writes):
             if later.into != earlier.op.result.name:
-                raise _NotEqualError
+                raise NotEqualError
         masks = tuple(next(self.makers[write.places[0]].refs()) for write in writes)
         dims = [[self.makers[name].args[1] for name in write.places] for write in writes]
         same = all(each == dims[0] for each in dims)
         if not same or any(next(self.makers[name].refs()) != mask for write, mask in zip(writes, masks, strict=True)
                            for name in write.places):  # fmt: skip
-            raise _NotEqualError
+            raise NotEqualError
         places = [dim for dim in dims[0] if isinstance(dim, int)]
         self._select(masks, places)
-        rows = self._lift(tuple(write.rows for write in writes))
+        rows = self.lifted(tuple(write.rows for write in writes))
         if rows.kind != "rows" or rows.dim != 0:
-            raise _NotEqualError
+            raise NotEqualError
         made, name, into = last.op.result, rows.name, writes[0].into
         if self.chosen:
             name = w.only(name, 0, self.chosen, made.name)
         rest = w.shape(name)[1:]
         if w.shape(into) != (*(self.whole[dim] for dim in places), *rest):
-            raise _NotEqualError
+            raise NotEqualError
         spread = self._spread(name, places, rest, made.name)
         dtype = w.types[into].dtype
         if last.adds:
             w.define("add", (Ref(into), Ref(spread)), w.shape(into), dtype, made.name)
             return
         if self._order(places) != tuple(range(len(self.whole))) or len(places) < len(self.whole):
-            raise _NotEqualError
+            raise NotEqualError
         if not self.chosen:
             w.define("reshape", (Ref(spread), w.shape(into)), w.shape(into), dtype, made.name)
             return
@@ -273,10 +274,10 @@ class _Lift:
         """Find the expert of every row."""
         w = self.writer
         self.masks = masks
-        mask = self._lift(masks)
+        mask = self.lifted(masks)
         witness = self.witnesses.get(mask.name)
         if mask.kind != "stacked" or witness is None:
-            raise _NotEqualError
+            raise NotEqualError
         shape = w.shape(masks[0])
         self.whole = (*shape, *witness.slots)
         self.order = self._order(places)
@@ -293,7 +294,7 @@ class _Lift:
             self.experts = w.add("clamp", (Ref(self.experts), 0, self.count - 1), (rows,), "i64", "experts")
         if not witness.exact:
             if witness.slots:
-                raise _NotEqualError
+                raise NotEqualError
             own = self._of_rows(mask.name, range(len(shape)), range(len(shape)))
             if w.types[own].dtype != "bool":
                 own = w.add("ne", (Ref(own), 0), (rows,), "bool", "is_routed")
@@ -332,26 +333,26 @@ class _Lift:
 
     # -- values ----------------------------------------------------------------------------------------
 
-    def _lift(self, names: tuple[str, ...]) -> _Lifted:
+    def lifted(self, names: tuple[str, ...]) -> Lifted:
         found = self.known.get(names)
         if found is None:
             found = self.known[names] = self._made(names)
         return found
 
-    def _made(self, names: tuple[str, ...]) -> _Lifted:
+    def _made(self, names: tuple[str, ...]) -> Lifted:
         if len(set(names)) == 1:
-            return _Lifted("shared", names[0])
+            return Lifted("shared", names[0])
         if all(name in self.params for name in names):
             return self._stacked_weights(names)
         ops = [self.makers[name] for name in names if name in self.makers]
         first = ops[0] if ops else None
         if first is None or len(ops) < len(names) or first.name in RANDOM:
-            raise _NotEqualError
+            raise NotEqualError
         if first.name == "split" and len({(op.name, op.args) for op in ops}) == 1:
             return self._parts(first, names)
         if len({self.results[name] for name in names}) > 1 or len({op.name for op in ops}) > 1:
-            raise _NotEqualError
-        operands = [self._lift(reads) for reads in zip(*(tuple(op.refs()) for op in ops), strict=True)]
+            raise NotEqualError
+        operands = [self.lifted(reads) for reads in zip(*(tuple(op.refs()) for op in ops), strict=True)]
         if len({(plain_form(op), tuple(value.type for value in op.results)) for op in ops}) > 1:
             return self._numbered(ops, operands)
         result = first.results[self.results[names[0]]]
@@ -362,31 +363,31 @@ class _Lift:
         if any(each.kind == "rows" for each in operands):
             return self._rows(first, result, operands)
         if all(each.kind == "shared" for each in operands):
-            return _Lifted("shared", names[0])
+            return Lifted("shared", names[0])
         return self._stacked(first, result, operands)
 
-    def _places(self, ops: Sequence[Op]) -> _Lifted:
+    def _places(self, ops: Sequence[Op]) -> Lifted:
         dim = ops[0].args[1]
         if tuple(next(op.refs()) for op in ops) != self.masks or not isinstance(dim, int):
-            raise _NotEqualError
-        return _Lifted("selected", dim=dim)
+            raise NotEqualError
+        return Lifted("selected", dim=dim)
 
-    def _stacked_weights(self, names: tuple[str, ...]) -> _Lifted:
+    def _stacked_weights(self, names: tuple[str, ...]) -> Lifted:
         w = self.writer
         type = self.params[names[0]]
         if any(self.params[name] != type for name in names):
-            raise _NotEqualError
+            raise NotEqualError
         stem = names[0]
         rows = tuple(Ref(w.add("reshape", (Ref(name), (1, *type.shape)), (1, *type.shape), type.dtype, f"{name}_one"))
                      for name in names)  # fmt: skip
         shape = (len(names), *type.shape)
-        return _Lifted("stacked", w.add("cat", (rows, 0), shape, type.dtype, f"{stem}_stacked"))
+        return Lifted("stacked", w.add("cat", (rows, 0), shape, type.dtype, f"{stem}_stacked"))
 
-    def _numbered(self, ops: Sequence[Op], operands: Sequence[_Lifted]) -> _Lifted:
+    def _numbered(self, ops: Sequence[Op], operands: Sequence[Lifted]) -> Lifted:
         """Operations that differ by the number of the expert: rows of a shared tensor, or comparisons with it."""
         w, first = self.writer, ops[0]
         if len(operands) != 1 or operands[0].kind != "shared" or len({op.result.type for op in ops}) > 1:
-            raise _NotEqualError
+            raise NotEqualError
         x, shape = operands[0].name, w.shape(operands[0].name)
         numbers = tuple(range(self.count))
         if first.name == "slice":
@@ -394,7 +395,7 @@ class _Lift:
             assert isinstance(dim, int)
             size = first.result.type.shape[dim]
             if any(op.args[1:] != (dim, e * size, (e + 1) * size, 1) for e, op in enumerate(ops)):
-                raise _NotEqualError
+                raise NotEqualError
             return self._divided(x, dim, size)
         if first.name == "eq" and tuple(op.args[1] for op in ops) == numbers:
             wide = w.reshape(x, (1, *shape), f"{x}_wide")
@@ -402,20 +403,20 @@ class _Lift:
             numbered = w.reshape(numbered, (self.count, *(1 for _ in shape)), "experts_numbered")
             made = w.add("eq", (Ref(wide), Ref(numbered)), (self.count, *shape), "bool", f"{first.result.name}_stacked")
             self.witnesses[made] = _Witness(x)
-            return _Lifted("stacked", made)
-        raise _NotEqualError
+            return Lifted("stacked", made)
+        raise NotEqualError
 
-    def _parts(self, op: Op, names: tuple[str, ...]) -> _Lifted:
+    def _parts(self, op: Op, names: tuple[str, ...]) -> Lifted:
         """The parts of a tensor in order, one for each expert."""
         (x,), dim = op.refs(), op.args[2]
         parts = op.results[: self.count]
         assert isinstance(dim, int)
         in_order = [self.results[name] for name in names] == [*range(len(parts))]
         if not in_order or len({value.type for value in parts}) > 1:
-            raise _NotEqualError
+            raise NotEqualError
         return self._divided(x, dim, parts[0].type.shape[dim])
 
-    def _divided(self, x: str, dim: int, size: int) -> _Lifted:
+    def _divided(self, x: str, dim: int, size: int) -> Lifted:
         """The first parts of a shared tensor, of `size` elements along a dimension each."""
         w, shape = self.writer, self.writer.shape(x)
         ahead, behind = shape[:dim], shape[dim + 1 :]
@@ -426,7 +427,7 @@ class _Lift:
         made = w.permute(made, (dim, *(i for i in range(len(shape) + 1) if i != dim)), f"{x}_experts")
         if size == 1:
             self._witness_of_rows(made, x, dim)
-        return _Lifted("stacked", made)
+        return Lifted("stacked", made)
 
     def _witness_of_rows(self, stacked: str, x: str, dim: int) -> None:
         """The witness of a shared mask whose dimension `dim` counts experts: of one_hot(chosen), masked or not."""
@@ -498,7 +499,7 @@ class _Lift:
         shape = self.writer.shape(name)
         return len(shape) < behind or shape[-behind] == 1
 
-    def _stacked(self, op: Op, result: Value, operands: Sequence[_Lifted]) -> _Lifted:
+    def _stacked(self, op: Op, result: Value, operands: Sequence[Lifted]) -> Lifted:
         """An operation on the values of all experts."""
         w = self.writer
         shape = (self.count, *result.type.shape)
@@ -515,7 +516,7 @@ class _Lift:
             args = (Ref(source.name), dim + 1, *numbers)
         elif op.name in ("any", "sum") and len(op.args) > 1:
             return self._any(op, result, source)
-        elif op.name in _ELEMENTWISE or op.name == "detach":
+        elif op.name in _ELEMENTWISE or op.name == "detach" or kernels.kind(op) == "pointwise":
             rank = len(result.type.shape)
             names = [
                 w.reshape(each.name, (self.count, *(1 for _ in range(rank + 1 - len(w.shape(each.name)))),
@@ -526,18 +527,18 @@ class _Lift:
             lifted = op.reading(names)
             return self._with_witness(op, result, lifted.args, lifted.attrs, shape, operands)
         else:
-            raise _NotEqualError
+            raise NotEqualError
         return self._with_witness(op, result, args, op.attrs, shape, operands)
 
     def _with_witness(
         self, op: Op, result: Value, args: tuple[Arg, ...], attrs: tuple[tuple[str, Arg], ...],
-        shape: tuple[int, ...], operands: Sequence[_Lifted],
-    ) -> _Lifted:  # fmt: skip
+        shape: tuple[int, ...], operands: Sequence[Lifted],
+    ) -> Lifted:  # fmt: skip
         w = self.writer
         made = w.add(op.name, args, shape, result.type.dtype, f"{result.name}_stacked", **dict(attrs))
         held = [self.witnesses[each.name] for each in operands if each.name in self.witnesses]
         if not held:
-            return _Lifted("stacked", made)
+            return Lifted("stacked", made)
         witness = held[0]
         if op.name == "reshape":
             witness = replace(witness, name=w.reshape(witness.name, (*shape[1:], *witness.slots), "experts"))
@@ -548,11 +549,11 @@ class _Lift:
         elif op.name in _BOTH and w.shape(witness.name) == (*shape[1:], *witness.slots):
             witness = replace(witness, exact=False)
         elif not (op.name in ("to", "detach") or (op.name in _TRUE and op.args[1] == 0)):
-            return _Lifted("stacked", made)
+            return Lifted("stacked", made)
         self.witnesses[made] = witness
-        return _Lifted("stacked", made)
+        return Lifted("stacked", made)
 
-    def _any(self, op: Op, result: Value, source: _Lifted) -> _Lifted:
+    def _any(self, op: Op, result: Value, source: Lifted) -> Lifted:
         """Whether, or how often, an expert is chosen along a dimension, whose numbers become slots."""
         w = self.writer
         dims = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
@@ -569,7 +570,7 @@ class _Lift:
             order = [dim for dim in range(rank) if dim != over[0]]
             numbers = w.permute(witness.name, (*order, over[0]), "experts")
             self.witnesses[made] = _Witness(numbers, (w.shape(witness.name)[over[0]],))
-        return _Lifted("stacked", made)
+        return Lifted("stacked", made)
 
     def _distinct(self, name: str, dim: int) -> bool:
         """Whether numbers differ from each other along a dimension, as topk's do."""
@@ -589,7 +590,7 @@ class _Lift:
         w = self.writer
         shape = w.shape(stacked)[1:]
         if len(places) < len(shape):
-            raise _NotEqualError
+            raise NotEqualError
         last = w.permute(stacked, (*range(1, len(shape) + 1), 0), f"{stacked}_by_row")
         rows = self._spread_rows(last, places, dims)
         count = w.shape(rows)[0]
@@ -606,16 +607,16 @@ class _Lift:
         whole = [self.whole[dim] for dim in self.order]
         made = self.writer.rows(x, list(places), [position[dim] for dim in dims], whole, f"{x}_rows")
         if made is None:
-            raise _NotEqualError
+            raise NotEqualError
         return made[0]
 
-    def _read(self, op: Op, result: Value, operands: Sequence[_Lifted]) -> _Lifted:
+    def _read(self, op: Op, result: Value, operands: Sequence[Lifted]) -> Lifted:
         """Rows of a tensor at the selected places."""
         x, *given = operands
         if op.name != "index" or not isinstance(op.args[1], tuple) or x.kind == "rows":
-            raise _NotEqualError
+            raise NotEqualError
         if any(each.kind != "selected" for each in given):
-            raise _NotEqualError
+            raise NotEqualError
         places = [place for place, name in enumerate(names_of(op.args[1])) if name is not None]
         dims = [each.dim for each in given]
         if x.kind == "stacked":
@@ -623,10 +624,10 @@ class _Lift:
             own = self._of_rows(x.name, places, dims)
             if w.types[own].dtype != result.type.dtype:
                 own = w.add("to", (Ref(own), DTypeArg(result.type.dtype)), w.shape(own), result.type.dtype, own)
-            return _Lifted("rows", own)
-        return _Lifted("rows", self._spread_rows(x.name, places, dims), places[0])
+            return Lifted("rows", own)
+        return Lifted("rows", self._spread_rows(x.name, places, dims), places[0])
 
-    def _rows(self, op: Op, result: Value, operands: Sequence[_Lifted]) -> _Lifted:
+    def _rows(self, op: Op, result: Value, operands: Sequence[Lifted]) -> Lifted:
         w = self.writer
         if op.name in ("linear", "matmul") and [each.kind for each in operands] == ["rows", "stacked"]:
             return self._product(op, result, operands[0], operands[1])
@@ -635,15 +636,15 @@ class _Lift:
         dim = next(each.dim for each in operands if each.kind == "rows")
         for place, each in enumerate(operands):
             if each.kind == "selected":
-                raise _NotEqualError
+                raise NotEqualError
             if each.kind == "stacked":
                 if op.name not in _ELEMENTWISE:
-                    raise _NotEqualError
+                    raise NotEqualError
                 names[place] = self._own_weights(each.name, dim, len(result.type.shape))
                 held[place] = dim
         rows = dims_of_rows(op, w.types, [each.dim if each.kind == "rows" else None for each in operands])
         if rows is None:
-            raise _NotEqualError
+            raise NotEqualError
         count = math.prod(self.whole)
         lifted = op.reading(names)
         if op.name in ("reshape", "expand") and isinstance(op.args[1], tuple):
@@ -653,9 +654,9 @@ class _Lift:
         lifted = replace(lifted, results=values)
         dims = dims_of_rows(lifted, w.types, held)
         if dims is None:
-            raise _NotEqualError
+            raise NotEqualError
         w.keep(lifted)
-        made = [_Lifted("rows", value.name, each) for value, each in zip(values, dims, strict=True)]
+        made = [Lifted("rows", value.name, each) for value, each in zip(values, dims, strict=True)]
         return made[op.results.index(result)]
 
     def _with_count(self, value: Value, dim: int, count: int) -> Value:
@@ -670,7 +671,7 @@ class _Lift:
         shape = w.shape(stacked)[1:]
         wide = (*(1 for _ in range(rank - len(shape))), *shape)
         if wide[dim] != 1:
-            raise _NotEqualError
+            raise NotEqualError
         rows = w.shape(self.experts)[0]
         own = w.add(
             "index", (Ref(stacked), (Ref(self.experts),)), (rows, *shape), w.types[stacked].dtype, f"{stacked}_own"
@@ -678,13 +679,13 @@ class _Lift:
         flat = w.reshape(own, (rows, *wide[:dim], *wide[dim + 1 :]), f"{stacked}_own")
         return w.permute(flat, (*range(1, dim + 1), 0, *range(dim + 1, rank)), f"{stacked}_own")
 
-    def _product(self, op: Op, result: Value, x: _Lifted, weights: _Lifted) -> _Lifted:
+    def _product(self, op: Op, result: Value, x: Lifted, weights: Lifted) -> Lifted:
         """The product of every row with the matrix of its expert."""
         w = self.writer
         shape, matrices = w.shape(x.name), w.shape(weights.name)
         rows = shape[x.dim]
         if len(matrices) != 3 or math.prod(shape) != rows * shape[-1] or x.dim == len(shape) - 1:
-            raise _NotEqualError
+            raise NotEqualError
         flat = w.reshape(x.name, (rows, shape[-1]), f"{x.name}_rows")
         matrix = weights.name
         if op.name == "linear":
@@ -692,7 +693,7 @@ class _Lift:
         width = w.shape(matrix)[2]
         args = (Ref(flat), Ref(self.experts), Ref(matrix))
         made = w.add("expert_matmul", args, (rows, width), result.type.dtype, f"{result.name}_of_experts")
-        return _Lifted("rows", w.reshape(made, (*shape[:-1], width), f"{made}_placed"), x.dim)
+        return Lifted("rows", w.reshape(made, (*shape[:-1], width), f"{made}_placed"), x.dim)
 
 
 def makers_of(ops: Sequence[Op]) -> dict[str, Op]:

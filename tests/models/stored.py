@@ -23,6 +23,7 @@ _SHAPES = {
     "biased": ((EXPERTS * HIDDEN, WIDTH), (EXPERTS * HIDDEN, WIDTH)),
     "dense": ((EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)),
     "einsum": ((EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)),
+    "masks": ((EXPERTS, HIDDEN, WIDTH), (EXPERTS, WIDTH, HIDDEN)),
     "repeated": ((EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)),
 }
 
@@ -35,6 +36,8 @@ class Mixture(nn.Module):
         self.up, self.down = (nn.Parameter(torch.randn(shape) / 3) for shape in _SHAPES[form])
         if form == "biased":
             self.up_bias, self.down_bias = (nn.Parameter(torch.randn(EXPERTS * n) / 3) for n in (HIDDEN, WIDTH))
+        if form == "masks":
+            self.up_bias = nn.Parameter(torch.randn(EXPERTS, HIDDEN) / 3)
         if form == "scaled":
             self.scale = nn.Parameter(torch.rand(EXPERTS, 1, HIDDEN))
 
@@ -93,6 +96,13 @@ class Mixture(nn.Module):
                 hidden = F.silu(torch.bmm(rows.view(EXPERTS, -1, WIDTH), self.up))
                 rows = torch.bmm(hidden, self.down).view(-1, WIDTH)
                 return rows.reshape(EXPERTS, -1, WIDTH).sum(0).view_as(x)
+            case "masks":
+                scores = torch.zeros_like(logits).scatter(1, chosen, weights).view(*x.shape[:2], EXPERTS)
+                mixed = torch.zeros_like(x)
+                for e in range(EXPERTS):
+                    hidden = F.gelu(F.linear(x, self.up[e], self.up_bias[e]))
+                    mixed = mixed + F.linear(hidden, self.down[e]) * scores[..., e, None]
+                return mixed
         out = torch.zeros_like(tokens)
         for e in range(EXPERTS):
             i, j = torch.where(chosen == e)

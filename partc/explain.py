@@ -241,7 +241,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "a pin does not parse",
         "--shard takes GLOB=LAYOUT. The glob matches parameters by full name (`*.wq.weight`) and values as "
         "`region.value`. The layout has one entry per dimension, separated by a comma and a space: a size or `_`, "
-        "then `@axis` where it is cut: `[@tp, _]`, `[_, 4096@tp]`, `[3 * 64@tp, _]`.",
+        "then `@axis` where it is cut: `[@tp, _]`, `[_, 4096@tp]`, `[3 * 64@tp, _]`. An embedding table may be `whole` "
+        "on one rank, or `whole 2` on rank 2 of those that share the tables.",
     ),
     "P0302": CodeExplanation(
         "a pin that cannot be met",

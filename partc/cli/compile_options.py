@@ -257,7 +257,12 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             is_flag=True,
             help="a package for inference: infer.py writes what infer(model, batch), or else the model, returns",
         ),
-        click.option("--shard", metavar="GLOB=LAYOUT", multiple=True, help="pin a layout: '*.wq.weight=[@tp, _]'"),
+        click.option(
+            "--shard",
+            metavar="GLOB=LAYOUT",
+            multiple=True,
+            help="pin a layout: '*.wq.weight=[@tp, _]', 't.weight=whole'",
+        ),
     ]
 
     def decorate(command: Command) -> Command:

@@ -22,7 +22,7 @@ from partc.ir.mesh import Mesh
 from partc.planner.planning import Planner, Request
 from partc.planner.search import Played
 from partc.planner.space import Space, divisors, fixed
-from tests.enumeration import case, compared
+from tests.enumeration import Case, case, compared
 
 ROUTED = Path(__file__).parent / "models" / "routed.py"
 GPT = str(Path(__file__).parents[1] / "examples" / "gpt.py")
@@ -131,7 +131,22 @@ def test_plans_that_compile_alike_are_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["tp", "tp=", "tp=0", "tp=4|", "sp=2", "tp=2,tp=4", "zero=4", "order=dp-dp", "recompute=x", "experts=pp"]
+    "text",
+    [
+        "tp",
+        "tp=",
+        "tp=0",
+        "tp=4|",
+        "sp=2",
+        "tp=2,tp=4",
+        "zero=4",
+        "order=dp-dp",
+        "recompute=x",
+        "experts=pp",
+        "zero=3@1",
+        "zero=0@2",
+        "zero=3@dp",
+    ],
 )
 def test_decisions_that_do_not_exist_are_refused(text: str) -> None:
     with pytest.raises(PartcError) as caught:
@@ -225,3 +240,39 @@ def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
         ratios.append(exact.step_seconds / bound.seconds)
     assert sorted(ratios)[len(ratios) // 2] < 1.03
     assert max(ratios) < 1.2
+
+
+def test_parts_over_neighbours_are_plans() -> None:
+    """Spans may be fixed: those in a node, where dp spans nodes, or numbers of ranks that divide dp."""
+    given = fixed("recompute=none,microbatches=1,pp=1,zero=0|3@node")
+    space = Space(ranks=16, batch=32, calls=2, nodes=4, near=4, fixed=given)
+    spans = {(plan.mesh, str(plan.zero)) for plan in space.plans() if plan.span}
+    assert spans == {("dp=16", "3@4"), ("dp=8,tp=2", "3@2"), ("tp=2,dp=8", "3@4")}
+    plans = set(space.plans())
+    assert all(plans.issuperset(space.neighbours(plan)) for plan in plans)
+    for mesh, zero in spans:
+        options = ParallelPlan(mesh=mesh, zero=zero, kernels="aten").compile_options()
+        assert options.mesh.size == 16 and options.zero_axes == ("dp_in",)
+        assert options.mesh.inside(4)[0] == "dp_in"
+    chosen = replace(
+        space, fixed=fixed("zero=1@2|3@8,recompute=none,microbatches=1,schedule=1f1b,tp=1|2,pp=1,order=dp-tp")
+    )
+    assert {(plan.mesh, plan.zero) for plan in chosen.plans()} == {
+        ("dp=16", "1@2"), ("dp=16", "3@8"), ("dp=8,tp=2", "1@2"), ("dp=8,tp=2", 3)
+    }  # fmt: skip
+    plans = set(chosen.plans())
+    assert all(plans.issuperset(chosen.neighbours(plan)) for plan in plans)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_the_best_span_is_that_of_enumeration(share: float) -> None:
+    options: dict[str, Any] = {"batch": 12, "width": 4096, "hidden": 8190, "depth": 2}
+    cluster = preset("2x6xH100-80GB")
+    request = Request(
+        model=str(Path(GPT).with_name("mlp.py")), cluster=cluster, ranks=12, limit=cluster.device.memory, options=options,
+        fixed=fixed("zero=1@3|2@2|3|3@2|3@6,recompute=none,schedule=1f1b,microbatches=1|2,tp=1|2"),
+    )  # fmt: skip
+    result = compared(Case(request=request, share=share))
+    assert result is not None and result.plans > 20
+    assert result.faults == ()

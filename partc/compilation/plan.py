@@ -119,6 +119,12 @@ class ParallelPlan:
         return int(str(self.zero)[:1] or 0)
 
     @property
+    def span(self) -> int:
+        """The neighbours in dp over which ZeRO shards; 0 where its axes are named, or all."""
+        ranks = str(self.zero).partition("@")[2]
+        return int(ranks) if ranks.isdecimal() else 0
+
+    @property
     def definitions(self) -> dict[str, str]:
         """The options of the model file, as -D gives them."""
         return {name: str(value) for name, value in sorted(self.options.items())}

@@ -273,7 +273,7 @@ def _everywhere(program: Program, *, experts: bool = False) -> Program:
     the ranks of experts are two as well.
     """
     axes = with_batch_axis(program.mesh).axes
-    alike = (BATCH_AXIS, EXPERT_AXIS) if experts else (BATCH_AXIS,)
+    alike = [name for name, _ in axes if _is_data(name) or (experts and name == EXPERT_AXIS)]
     mesh = Mesh(axes=tuple((name, 2 if name in alike else size) for name, size in axes))
     found = replace(program, mesh=mesh, microbatches=2)
     try:
@@ -284,8 +284,13 @@ def _everywhere(program: Program, *, experts: bool = False) -> Program:
 
 
 def with_batch_axis(mesh: Mesh) -> Mesh:
-    """A mesh with dp, which may have size 1."""
-    return mesh if BATCH_AXIS in mesh.names else Mesh(axes=((BATCH_AXIS, 1), *mesh.axes))
+    """A mesh with dp or pieces of it; dp may have size 1."""
+    return mesh if any(map(_is_data, mesh.names)) else Mesh(axes=((BATCH_AXIS, 1), *mesh.axes))
+
+
+def _is_data(axis: str) -> bool:
+    """Whether an axis is dp, or a piece of it without experts."""
+    return is_batch_axis(axis) and not axis.endswith(EXPERT_AXIS)
 
 
 def _until(last: str, program: Program, behind: str | None, given: Mapping[str, Any]) -> Program:

@@ -92,7 +92,7 @@ class Bounds:
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
         """The bound with the bytes of tables, where these are known to hold for the plan, or `known`."""
-        names = plan.recompute, plan.level, plan.schedule, plan.virtual_stages, plan.microbatches, plan.loss_chunks
+        names = plan.recompute, plan.zero, plan.schedule, plan.virtual_stages, plan.microbatches, plan.loss_chunks
         key: tuple[object, ...] = (*names, *sizes_of(plan).values(), plan.experts)  # not the order of axes
         if key not in self._bytes_of:
             self._bytes_of[key] = self._filled(plan)

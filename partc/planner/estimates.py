@@ -23,7 +23,7 @@ from partc.ir.mesh import (
 from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Program, Region, TensorType
 from partc.passes.stages import staged
 from partc.planner.bounds import Bounds, expert_parameters
-from partc.planner.space import expert_parts, mesh_of, sizes_of, taken
+from partc.planner.space import expert_parts, mesh_of, sharded_over, sizes_of, taken
 from partc.schedules import SCHEDULES
 
 _AGAIN: Mapping[str, float] = {"none": 1.0, "selective": 1.02, "full": 4 / 3}  # work with recomputation
@@ -87,7 +87,7 @@ class Estimates:
         full = plan.recompute == "full"
         moved = self._once(("moved", plan.mesh, plan.experts, times, full), self._inside, plan)
         repeated = times if plan.level > 1 else 1
-        summed = self._once(("summed", plan.mesh, plan.experts, repeated, plan.level), self._gradients, plan)
+        summed = self._once(("summed", plan.mesh, plan.experts, repeated, plan.zero), self._gradients, plan)
         return work + idle + moved + max(0.0, summed - _HIDDEN * work)
 
     def _once(self, key: tuple[object, ...], made: Callable[[ParallelPlan], float], plan: ParallelPlan) -> float:
@@ -130,12 +130,19 @@ class Estimates:
         """Gradients of `size` bytes are summed over axes, and parameters are gathered over them."""
         if not axes or not size:
             return 0.0
-        part = size // math.prod(mesh_of(plan).axis(axis) for axis in axes)
+        over = tuple(axis for axis in axes if axis in sharded_over(plan))
+        rest = tuple(axis for axis in axes if axis not in over)
+        part = size // math.prod(mesh_of(plan).axis(axis) for axis in over)
+        summed = self.rates.collective("all_reduce", mesh_of(plan), rest, (), part) if rest else 0.0
+        if not over:
+            return summed
         half = 1 if plan.precision in ("fp32", "fp64") else 2
-        gather = self.rates.collective("all_gather", mesh_of(plan), axes, (), part // half)
-        scatter = self.rates.collective("reduce_scatter", mesh_of(plan), axes, (), size)
+        gather = self.rates.collective("all_gather", mesh_of(plan), over, (), part // half)
+        scatter = self.rates.collective("reduce_scatter", mesh_of(plan), over, (), size)
         times = plan.microbatches
-        return {3: times * (2 * gather + scatter), 2: times * scatter + gather}.get(plan.level, scatter + gather)
+        return summed + {3: times * (2 * gather + scatter), 2: times * scatter + gather}.get(
+            plan.level, scatter + gather
+        )
 
     def _moved(self, plan: ParallelPlan, op: str, axis: str, size: int) -> float:
         return self.rates.collective(op, mesh_of(plan), (axis,), (), size)
@@ -146,7 +153,8 @@ class Estimates:
         ranks = sizes[PIPELINE_AXIS]
         spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS]
         own, others = expert_parts(plan), spread * sizes[TENSOR_AXIS]
-        held = self.bounds.kept(plan, self.parameters // (ranks * sizes[TENSOR_AXIS]), spread)
+        shares = plan.span * sizes[CONTEXT_AXIS] if plan.span else spread
+        held = self.bounds.kept(plan, self.parameters // (ranks * sizes[TENSOR_AXIS]), shares)
         held += self.bounds.kept(plan, self.experts // (ranks * own), max(1, others // own))
         parts = spread * sizes[TENSOR_AXIS] * times
         saved = self.between / parts if plan.recompute == "full" else _KEPT.get(plan.recompute, 0.5) * self.made / parts

@@ -217,7 +217,7 @@ class Planner:
 
     def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
         """The measure by which plans are tried: those that probably fit, by their estimated seconds."""
-        decided = plan.microbatches, plan.schedule, plan.virtual_stages, plan.level, plan.recompute, plan.loss_chunks
+        decided = plan.microbatches, plan.schedule, plan.virtual_stages, plan.zero, plan.recompute, plan.loss_chunks
         key: tuple[object, ...] = (
             *sizes_of(plan).values(),
             plan.experts,

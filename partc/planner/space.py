@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -16,7 +17,16 @@ from partc.compilation.options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
-from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh, is_tensor_axis
+from partc.ir.mesh import (
+    BATCH_AXIS,
+    CONTEXT_AXIS,
+    EXPERT_AXIS,
+    PIPELINE_AXIS,
+    TENSOR_AXIS,
+    Mesh,
+    holds_weights_whole,
+    is_tensor_axis,
+)
 from partc.schedules import SCHEDULES
 
 AXES = (PIPELINE_AXIS, BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
@@ -24,6 +34,7 @@ DECISIONS = (
     *AXES, EXPERT_AXIS, "experts", "order", "microbatches", "schedule", "virtual_stages", "zero", "recompute",
     "loss_chunks",
 )  # fmt: skip
+NODE = "node"  # as a span of ZeRO: the neighbours in dp that share a node
 MOST_VIRTUAL = 8  # stages on each pipeline rank
 # GPipe takes as long as 1F1B and holds more, so that it is only tried where it is asked for.
 _TRIED = tuple(name for name in SCHEDULES if name != "gpipe")
@@ -53,7 +64,7 @@ class Family:
                     microbatches=count,
                     schedule=schedule,
                     virtual_stages=virtual,
-                    zero=int(level),
+                    zero=int(level) if level.isdecimal() else level,
                     recompute=recompute,
                     loss_chunks=int(chunks),
                     precision=base.precision,
@@ -72,7 +83,7 @@ class Family:
             microbatches=self.microbatches[-1],
             schedule=schedule,
             virtual_stages=virtual,
-            zero=max(map(int, levels)),
+            zero=max(int(level[0]) for level in levels),
             recompute=recompute[-1],
             loss_chunks=int(chunks[-1]),
         )
@@ -121,7 +132,7 @@ class Space:
             "order": ("-".join(Mesh.parse(plan.mesh).names),),
             "microbatches": (str(plan.microbatches),),
             "schedule": (plan.schedule,),
-            "zero": (str(plan.level),),
+            "zero": (self._level(plan),),
             "recompute": (plan.recompute,),
             "loss_chunks": (str(plan.loss_chunks),),
         }
@@ -137,6 +148,11 @@ class Space:
             allowed = {name: values for name, values in self.fixed.items() if name not in kept}
             yield from replace(self, fixed=kept | allowed)._plans()
 
+    def _level(self, plan: ParallelPlan) -> str:
+        """The value of ZeRO that gives the plan's."""
+        by_node = f"{plan.level}@{NODE}"
+        return by_node if plan.span and by_node in self.fixed.get("zero", ()) else str(plan.zero)
+
     def _has(self, name: str, value: str) -> bool:
         """Whether the space has a plan's value also where the mesh leaves a choice, as one rank of an axis does not."""
         return name not in self.fixed or (name != "order" and value in self.fixed[name])
@@ -148,16 +164,37 @@ class Space:
     def _families(self) -> Iterator[Family]:
         for sizes in self._factors():
             counts, schedules = tuple(self._microbatches(sizes)), tuple(self._schedules(sizes[PIPELINE_AXIS]))
-            spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS] > 1
-            levels = self._allowed("zero", ("0", "1", "2", "3") if spread else ("0",))
-            uses = levels, self._allowed("recompute", RECOMPUTE), self._allowed("loss_chunks", ("1",))
+            uses = self._allowed("recompute", RECOMPUTE), self._allowed("loss_chunks", ("1",))
             if not counts or not schedules:
                 continue
             for order in self._orders(sizes):
                 mesh = ",".join(f"{name}={sizes[name]}" for name in order)
                 for experts in self._experts(sizes, order):
-                    base = replace(self.base, mesh=mesh, experts=experts)
-                    yield Family(base=base, microbatches=counts, schedules=schedules, uses=uses)
+                    if levels := self._levels(sizes, order, experts):
+                        base = replace(self.base, mesh=mesh, experts=experts)
+                        yield Family(base=base, microbatches=counts, schedules=schedules, uses=(levels, *uses))
+
+    def _levels(self, sizes: Mapping[str, int], order: Sequence[str], experts: str | None) -> tuple[str, ...]:
+        """ZeRO's levels over all ranks that hold weights whole, and over some neighbours in dp (`3@8`)."""
+        dp = sizes[BATCH_AXIS]
+        if dp * sizes[CONTEXT_AXIS] == 1:
+            return ("0",)
+        found = []
+        for text in self._allowed("zero", ("0", "1", "2", "3")):
+            level, _, span = text.partition("@")
+            ranks = self._in_node(sizes, order) if span == NODE else int(span or dp)
+            if ranks == dp and span != NODE:
+                found.append(level)
+            elif experts is None and ranks and dp % ranks == 0:
+                found.append(f"{level}@{ranks}")
+        return tuple(dict.fromkeys(found))
+
+    def _in_node(self, sizes: Mapping[str, int], order: Sequence[str]) -> int:
+        """The neighbours in dp that share a node; 0 if dp has no further ones, or a rank has none."""
+        dp = sizes[BATCH_AXIS]
+        inner = math.prod(sizes[name] for name in order[order.index(BATCH_AXIS) + 1 :]) if dp > 1 else 1
+        here = self.near // inner if self.nodes > 1 and self.near % inner == 0 else 0
+        return here if 1 < here < dp and dp % here == 0 else 0
 
     def _factors(self) -> Iterator[dict[str, int]]:
         """The sizes of all axes whose product is the number of ranks."""
@@ -290,7 +327,7 @@ def _suits(name: str, value: str) -> bool:
     if name == "recompute":
         return value in RECOMPUTE or parse_bytes(value) is not None
     if name == "zero":
-        return value in ("0", "1", "2", "3")
+        return re.fullmatch(f"[0-3]|[1-3]@({NODE}|[2-9]|[1-9][0-9]{{1,6}})", value) is not None
     if name in ("order", "experts"):
         words = value.split("-")
         return set(words) <= set(AXES if name == "order" else AXES[1:]) and len(set(words)) == len(words)
@@ -321,19 +358,27 @@ def stages_of(plan: ParallelPlan) -> int:
 
 
 def mesh_of(plan: ParallelPlan) -> Mesh:
-    """The mesh of a plan, with an axis for the experts' ranks."""
-    return _mesh_of(plan.mesh, plan.experts)[0]
+    """The mesh of a plan, with axes for the experts' ranks and for those over which ZeRO shards."""
+    return _mesh_of(plan.mesh, plan.experts, plan.span)[0]
 
 
 def taken(plan: ParallelPlan) -> tuple[str, ...]:
     """The axes of the mesh over which experts are cut."""
-    return _mesh_of(plan.mesh, plan.experts)[1]
+    return _mesh_of(plan.mesh, plan.experts, plan.span)[1]
+
+
+def sharded_over(plan: ParallelPlan) -> tuple[str, ...]:
+    """The axes of the mesh over which ZeRO shards weights."""
+    return _mesh_of(plan.mesh, plan.experts, plan.span)[2]
 
 
 @lru_cache(maxsize=4096)
-def _mesh_of(text: str, experts: str | None) -> tuple[Mesh, tuple[str, ...]]:
-    mesh = Mesh.parse(text)
-    return (mesh, ()) if experts is None else mesh.with_experts(experts)
+def _mesh_of(text: str, experts: str | None, span: int) -> tuple[Mesh, tuple[str, ...], tuple[str, ...]]:
+    mesh, over = (Mesh.parse(text), ()) if experts is None else Mesh.parse(text).with_experts(experts)
+    if span:
+        mesh, inner = mesh.with_span(span)
+        return mesh, over, inner
+    return mesh, over, tuple(filter(holds_weights_whole, mesh.names))
 
 
 @lru_cache(maxsize=4096)

@@ -153,7 +153,7 @@ class Tables:
             names = sorted(name for name in mesh.names if name != PIPELINE_AXIS)
             over = (axes for count in range(1, len(names) + 1) for axes in combinations(names, count))
             self._groups[_links(plan)] = (*names, *(span(mesh, axes, self.cluster) for axes in over))
-        return self._found(self._shares, plan, (plan.level, *self._groups[_links(plan)]), self._share_table)
+        return self._found(self._shares, plan, (plan.zero, *self._groups[_links(plan)]), self._share_table)
 
     def cuts(self, plan: ParallelPlan, count: int) -> tuple[tuple[int, int], ...]:
         """The first call of each stage, and the one after its last."""
@@ -265,7 +265,7 @@ class Tables:
 
     def _share_table(self, plan: ParallelPlan, body: RegionBody, program: Program) -> ShareTable:
         sizes = sizes_of(plan)
-        key = body.number, plan.level, sizes[BATCH_AXIS], sizes[CONTEXT_AXIS]
+        key = body.number, plan.zero, sizes[BATCH_AXIS], sizes[CONTEXT_AXIS]
         if key not in self._exchanged:
             self._exchanged[key] = self._call_exchanges(plan, body, program)
         found = self._exchanged[key]
@@ -394,9 +394,9 @@ def _split(plan: ParallelPlan) -> tuple[object, ...]:
     return sizes[BATCH_AXIS], plan.microbatches, sizes[PIPELINE_AXIS] > 1
 
 
-def _links(plan: ParallelPlan) -> tuple[str, str | None]:
+def _links(plan: ParallelPlan) -> tuple[str, str | None, int]:
     """The plan's part that places ranks on links."""
-    return plan.mesh, plan.experts
+    return plan.mesh, plan.experts, plan.span
 
 
 def _axes(region: Region) -> Iterator[str]:

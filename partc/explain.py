@@ -185,8 +185,10 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0216": CodeExplanation(
         "a backward pass that partc cannot trace",
-        "partc traces the backward of a torch.autograd.Function, and hooks that return a new gradient, like forward. "
+        "partc traces the backward of a torch.autograd.Function, and hooks that return a new gradient, like forward; "
+        "torch.autograd.grad becomes operations of its own. "
         "It refuses what no operations of a graph stand for: functions that change their operands or call autograd, "
+        "backward() inside forward, torch.autograd.grad through such functions or with is_grads_batched, "
         "hooks on modules and on sums of gradients, hooks that only read, and hooks on a tensor that was read before; "
         "under fp16, gradients that do not depend on the loss's, whose factor they would miss. "
         "Write them with operations that torch differentiates, or register them with torch.library and "

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
+from torch._decomp import core_aten_decompositions
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._library import simple_registry
 from torch._ops import OpOverload
@@ -39,6 +40,7 @@ __all__ = [
     "TracerBase",
     "TreeSpec",
     "aot_export_joint_simple",
+    "backward_decompositions",
     "below_autograd",
     "checks",
     "compiling_unsaid",
@@ -47,6 +49,12 @@ __all__ = [
     "without_modes",
     "without_order",
 ]
+
+
+def backward_decompositions() -> dict[OpOverload, Callable[..., object]]:
+    """Torch's own derivatives in terms of operations with derivatives of their own."""
+    table = core_aten_decompositions()
+    return {each: made for each, made in table.items() if isinstance(each, OpOverload) and "_backward" in str(each)}
 
 
 @contextmanager

@@ -82,3 +82,39 @@ def test_a_clip_sees_whole_gradients(what: str, mesh: str, microbatches: int, tm
     package = partc.compile(str(file), mesh=mesh, microbatches=microbatches, precision="fp64")
     result = package.verify(steps=2)
     assert result.ok, result
+
+
+REVERSED = """
+import torch
+from torch import nn
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad): return -0.5 * grad
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6))
+        self.judge = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 1))
+    def score(self, x):
+        spread = x.std(0, unbiased=False).mean().expand(len(x), 1)
+        return self.judge(torch.cat([x, spread], 1)).squeeze(1)
+    def forward(self, x, z):
+        made = Reversed.apply(self.make(z))
+        return (1 - self.score(x)).relu().mean() + (1 + self.score(made)).relu().mean()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 6), "z": torch.randn(8, 6)}
+"""
+
+
+def test_a_reversal_between_regions(tmp_path: Path) -> None:
+    """The value that the function returns is its operand; their gradients differ."""
+    file = tmp_path / "reversed.py"
+    file.write_text(REVERSED)
+    package = partc.compile(str(file), mesh="dp=2", precision="fp64")
+    assert any("alias" in {op.name for op in region.forward.ops} for region in package.program.regions)
+    assert package.verify(steps=2).ok

@@ -267,6 +267,55 @@ def test_backward_reads_buffers_as_they_were(mesh: str, microbatches: int, recom
     _equal(fading, _batch(), mesh, microbatches=microbatches, recompute=recompute)
 
 
+class Queue(nn.Module):
+    """Backward reads a part of a buffer, which forward changes: a queue of keys, as momentum contrast has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 4)
+        self.register_buffer("queue", torch.linspace(-1, 1, 64).cpu().view(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.up(x)
+        scores = torch.cat([q.square().sum(1, keepdim=True), q @ self.queue.clone().T], 1)
+        loss = F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
+        with torch.no_grad():
+            self.queue.copy_(torch.cat([q, self.queue[:-8]]))
+        return loss
+
+
+def queue() -> nn.Module:
+    return Queue()
+
+
+def test_backward_reads_parts_of_buffers_as_they_were() -> None:
+    _equal(queue, _batch(), "cp=2")
+
+
+class Targets(nn.Module):
+    """Two critics as one stack beside slow copies, whose new values are read twice: as targets, and as buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.linspace(-1, 1, 96).view(2, 6, 8))
+        self.register_buffer("slow", torch.zeros(2, 6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.lerp_(self.up, 0.1)
+            target = torch.matmul(x, self.slow).amin(0)
+        return (torch.matmul(x.sin(), self.up) - target).square().mean()
+
+
+def targets() -> nn.Module:
+    return Targets()
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("dp=2", 1), ("pp=2", 2)])
+def test_values_that_are_returned_twice(mesh: str, microbatches: int) -> None:
+    _equal(targets, {"x": torch.randn(16, 6)}, mesh, microbatches=microbatches)
+
+
 class Hollow(nn.Module):
     def __init__(self) -> None:
         super().__init__()

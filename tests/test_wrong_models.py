@@ -125,7 +125,11 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "a hook that only reads": (((OUT, f"h.register_hook(lambda g: None) and {OUT}"),), "P0216", 12),
     "a hook behind a reader": (((OUT, f"(z := h.sin(), h.register_hook(lambda g: g * 2)) and {OUT} + z[0].sum()"),), "P0216", 12),
     "two hooks": (((OUT, f"(h.register_hook(lambda g: g * 2), h.register_hook(lambda g: g + 1)) and {OUT}"),), "P0216", 12),
-    "gradients inside forward": (((OUT, "torch.autograd.grad(h.sum(), self.up.weight)[0].sum()"),), "P0216", 12),
+    "gradients inside forward of batches of outputs": (
+        ((OUT, "torch.autograd.grad(h, self.up.weight, h[None], is_grads_batched=True)[0].sum()"),), "P0216", 12
+    ),
+    "gradients inside forward without seeds": (((OUT, "torch.autograd.grad(h, self.up.weight)[0].sum()"),), "P0206", 12),
+    "gradients inside forward of nothing": (((OUT, "torch.autograd.grad(h.sum(), self.down.weight)[0].sum()"),), "P0206", 12),
     "a constant that no module owns": (
         (("class Net", "LARGE = torch.rand(500, 12)\n\nclass Net"), (OUT, "(h @ LARGE.T).sum()")), "P0211", 14
     ),

@@ -24,7 +24,7 @@ from partc.frontend.own_backward import Hook, followed, own_hooks
 from partc.frontend.random_branches import Outcomes
 from partc.frontend.repeats import CallMark, Excluded, ModuleTree, Repeats
 from partc.frontend.results import Read
-from partc.frontend.rows import ModuleRows, UnequalError
+from partc.frontend.rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.selections import Selections
 from partc.frontend.trace_errors import explained
 from partc.frontend.value_branches import ValueWatch
@@ -116,7 +116,7 @@ class _TracedStep(nn.Module):
             ):  # fmt: skip
                 found = self._forward(batch)
             self._assumed.update(dict.fromkeys(values.sentences))
-        except (PartcError, UnequalError):
+        except (PartcError, UnequalError, WholeTrace):
             raise
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
             raise explained(error, self.model, self._path) from error
@@ -218,7 +218,7 @@ def capture(
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         batch = _part(_fake_batch(tensors, mode, dtype), parts)
         try:
-            with followed(parts), stacks_of_losses():
+            with followed(parts, whole=excluded is None), stacks_of_losses():
                 watch = StateWatch(model, loss)
                 tell = lambda *found: told.append(found)  # noqa: E731
                 modules = ModuleTree(model)
@@ -248,7 +248,7 @@ def capture(
         except PartcError as error:
             error.source = error.source or blame(error, path)
             raise
-        except UnequalError:
+        except (UnequalError, WholeTrace):
             raise
         except (Exception, SystemExit) as error:
             raise explained(error, model, path) from error

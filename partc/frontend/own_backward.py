@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from partc.errors import PartcError
+from partc.frontend.inner_gradients import inner_gradient
 from partc.ir import operators  # noqa: F401 (defines the operators)
 from partc.torch_private import GRADIENT_HOOKS, TENSOR_HOOKS, CheckpointFunction
 
@@ -70,8 +71,10 @@ class _Context:
 
 
 @contextmanager
-def followed(parts: int = 1) -> Iterator[None]:
+def followed(parts: int = 1, *, whole: bool = True) -> Iterator[None]:
     """A context in which autograd functions and hooks are traced; what cannot be traced raises PartcError P0216.
+
+    Calls of `torch.autograd.grad` are recorded; unless the trace is `whole`, they raise WholeTrace.
 
     The loss of the traced batch counts as one of `parts`. So do gradients that functions add themselves.
     """
@@ -89,10 +92,14 @@ def followed(parts: int = 1) -> Iterator[None]:
     def hooked(x: Tensor, hook: Hook) -> RemovableHandle:
         return register_hook(x, hook, parts)
 
-    def refused_grad(*args: Any, **kwargs: Any) -> Any:
+    def refused_backward(*args: Any, **kwargs: Any) -> Any:
         raise _refused(f"the backward of {inside[-1].__name__} calls autograd" if inside else _OWN)
 
-    torch.autograd.grad = torch.autograd.backward = refused_grad
+    def own_grad(*args: Any, **kwargs: Any) -> Any:
+        return (refused_backward if inside else inner)(*args, **kwargs)
+
+    inner = inner_gradient(grad, whole)
+    torch.autograd.grad, torch.autograd.backward = own_grad, refused_backward
     torch.autograd.Function.apply = classmethod(own_apply)  # type: ignore[assignment,method-assign]
     Tensor.register_hook = hooked  # type: ignore[method-assign]
     try:

@@ -36,6 +36,10 @@ class UnequalError(Exception):
         self.group = group
 
 
+class WholeTrace(Exception):
+    """The model has to be traced with all calls of its modules."""
+
+
 def container_of(row: Repetition) -> str:
     return row.units[0][0].rpartition(".")[0]
 

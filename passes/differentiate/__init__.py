@@ -37,13 +37,14 @@ from partc.ir import operators
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Sizes, SubDim
 from partc.ir.naming import unique
-from partc.ir.program import SCAN, SPARSE, Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
+from partc.ir.program import SCAN, SPARSE, VIEWS, Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
 from partc.passes.differentiate import joint, scans
 from partc.rules.kernels import TABLES
 from partc.rules.rule import integers
 from partc.rules.updates import DEFAULT, dense, updates
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
 
+_PARTS = VIEWS | {"take", "detach"}  # operations whose result may share memory with their operand
 Derivatives = MutableMapping[tuple[object, ...], Region]
 
 
@@ -207,26 +208,38 @@ def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
 
 
 def _with_copies(region: Region, changed: frozenset[str]) -> Region:
-    """Save copies of buffers that forward changes, in this microbatch or later ones: backward reads the old values."""
-    if region.backward is None:
+    """Save copies of buffers that forward changes, in this microbatch or later ones: backward reads the old values.
+
+    Parts of such a buffer that are saved, or returned to regions that may save them, are parts of the copy.
+    """
+    if not changed:
         return region
-    read = {name for op in region.backward.ops for name in op.refs()} & changed
-    taken = {*region.forward.definitions(), *region.backward.definitions(), *(value.name for value in region.params)}
+    backward = region.backward
+    memory = {name: name for name in changed}
+    for op in region.forward.ops:
+        first = next(op.refs(), "")
+        if first in memory and op.name in _PARTS:
+            memory.update((value.name, memory[first]) for value in op.results)
+    kept = {memory[name] for name in (*region.saved, *region.forward.outputs) if name in memory}
+    again = {name for op in backward.ops for name in op.refs()} if backward is not None else set()
+    read = again & changed | kept
+    taken = {*region.forward.definitions(), *(value.name for value in region.params)}
+    taken |= set() if backward is None else {*backward.definitions()}
     before = {name: unique(f"{name}_before", taken) for name in sorted(read)}
     copies = tuple(
         Op(name="clone", args=(Ref(value.name),), results=(replace(value, name=before[value.name]),))
         for value in region.params
         if value.name in before
     )
-    kept = tuple(op.result for op in copies)
-    forward, backward = region.forward, region.backward
+    forward = region.forward
+    saved = tuple(op.result for op in copies if next(op.refs()) in again)
+    parts = tuple(op.renamed(before) if op.results and op.results[0].name in memory else op for op in forward.ops)
     return replace(
         region,
-        forward=replace(forward, ops=(*copies, *forward.ops)),
-        saved=(*region.saved, *(value.name for value in kept)),
-        backward=replace(
-            backward, inputs=(*backward.inputs, *kept), ops=tuple(op.renamed(before) for op in backward.ops)
-        ),
+        forward=replace(forward, ops=(*copies, *parts), outputs=tuple(before.get(x, x) for x in forward.outputs)),
+        saved=(*region.saved, *(value.name for value in saved)),
+        backward=backward
+        and replace(backward, inputs=(*backward.inputs, *saved), ops=tuple(op.renamed(before) for op in backward.ops)),
     )
 
 

@@ -87,7 +87,16 @@ def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: s
     incoming = tuple(Value(name=f"grad_{name}", type=_gradient(reader.types[name])) for name in carrying)
     ops = reader.read(nodes, incoming)
 
-    returned = tuple(reader.name_of(node) for node in outputs)
+    found = tuple(reader.name_of(node) for node in outputs)
+    # A value that is returned twice, or an input with a gradient of the model's own, has a second name: its gradients
+    # differ.
+    again = {
+        was: now
+        for was, now in zip(region.forward.outputs, found, strict=True)
+        if was != now and (now in wanted or (now in live and found.count(now) > 1))
+    }
+    ops = (*ops, *(reader.alias(was, now) for was, now in again.items()))
+    returned = tuple(was if was in again else now for was, now in zip(region.forward.outputs, found, strict=True))
     forward = needed(ops, returned)
     backward, finals = _backward(ops, forward, wanted, reader, given=frozenset(arguments))
     saved = _saved((*backward, *finals), tuple(f"grad_{name}" for name in wanted), region, incoming)
@@ -226,6 +235,10 @@ class _Reader:
 
     def name_of(self, node: fx.Node) -> str:
         return self._names[_origin(node)]
+
+    def alias(self, name: str, of: str) -> Op:
+        """A forward value under another name."""
+        return Op(name="alias", args=(Ref(of),), results=(Value(name=name, type=self.types[name]),))
 
     def claim_all(self, claims: Iterable[tuple[fx.Node, str]]) -> None:
         """Give nodes these names, unless the values behind them have names."""

@@ -110,7 +110,11 @@ class _DerivativeBuilder:
             for i, total in zip(constants, sums, strict=True)
         ]
         found = (*next_states, *next_sums, *(gradient(scan.elements[i]) for i in elements))
-        same = {op.result.name: next(op.refs()) for op in self.ops if op.name == "alias"}
+        same: dict[str, str] = {}
+        for op in self.ops:
+            if op.name == "alias":
+                first = next(op.refs())
+                same[op.result.name] = same.get(first, first)
         outputs = tuple(same.get(name, name) for name in found)
         ops = needed([op.renamed(same) for op in self.ops if op.name != "alias"], outputs)
         read = {*(name for op in ops for name in op.refs()), *outputs}

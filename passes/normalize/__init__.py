@@ -26,6 +26,7 @@ from partc.ir.naming import identifier, unique
 from partc.ir.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
 from partc.passes.normalize import lookups, losses, views
 from partc.passes.normalize.attention import attention
+from partc.passes.normalize.inner_gradients import with_inner_gradients
 from partc.passes.normalize.inplace import without_mutation
 from partc.passes.normalize.norms import plain_norms
 from partc.passes.normalize.own_gradients import with_dims
@@ -76,7 +77,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     owned = {value.name: name for value, name in zip(region.params, call.params, strict=True)}
     buffers = {name: type for name, type in types.items() if owned[name] in frozen}
     graph, updated = without_mutation(plain_norms(region.forward, types), buffers)
-    for op in graph.ops:
+    for op in with_inner_gradients(graph, types | {value.name: value.type for value in values}).ops:
         op = op.renamed(writer.same)
         _TABLE.get(op.name, _kept)(writer, op)
     outputs = tuple(writer.same.get(name, name) for name in graph.outputs)
@@ -178,8 +179,13 @@ def _matmul(w: Writer, op: Op) -> None:
     made = w.made.get(ref(right).name)
     if made is not None and made.name == "permute" and made.args[1] == (1, 0) and len(w.shape(left)) > 1:
         w.add(op, "linear", (left, made.args[0]))
-    else:
-        w.add(op, "matmul", (left, right))
+        return
+    if ranks[0] == 2 < ranks[1]:  # torch would turn the product around
+        shape = (*w.shape(right)[:-2], *w.shape(left))
+        left = w.add(
+            op, "expand", (left, shape), w.value(f"{op.result.name}_left", shape, w.types[ref(left).name].dtype)
+        )
+    w.add(op, "matmul", (left, right))
 
 
 def _row(w: Writer, op: Op, vector: Arg, shape: tuple[int, ...]) -> Value:

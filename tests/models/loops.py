@@ -137,8 +137,19 @@ def read_again(m: Any, x: Tensor) -> Tensor:
     return torch.stack([ys[3] * 2, *ys, ys[-1] + h, ys[5]], 1)
 
 
+def lattice(m: Any, x: Tensor) -> Tensor:
+    """Sums over paths that stay, or move one place on: the whole state is a gradient of one before."""
+    scores = m.first(x).log_softmax(-1)
+    state = scores[:, 0]
+    for t in range(1, x.shape[1]):
+        moved = nn.functional.pad(state[:, :-1], (1, 0), value=-1e30)
+        state = torch.logsumexp(torch.stack([state, moved]), 0) + scores[:, t]
+    return state.logsumexp(1)
+
+
 LOOPS = [
     recurrence, last_only, peeled, backwards, backwards_appended, written, cells, gated, state_space, chunks, read_again,
+    lattice,
 ]  # fmt: skip
 
 

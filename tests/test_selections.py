@@ -107,7 +107,7 @@ COUNTED = Path(counted_rows.__file__)
     "style",
     [
         "length", "at least one", "item", "tensor and number", "elements", "unpacked", "bytes", "others", "root",
-        "as a tensor", "ones", "zeros", "expanded", "viewed",
+        "as a tensor", "ones", "zeros", "expanded", "viewed", "kind",
     ],
 )  # fmt: skip
 def test_losses_compute_with_the_number_of_selected_rows(style: str) -> None:
@@ -129,10 +129,11 @@ def test_losses_compute_with_the_number_of_selected_rows(style: str) -> None:
     [
         "shape's elements", "integer", "floating", "range", "list", "text", "product", "slice", "half", "filled", "full", "clamped",
         "identity", "repeated", "norm", "more than three", "as many", "as many as others",
+        "threshold", "band", "bits", "a step of many", "key",
     ],
 )  # fmt: skip
 def test_plain_integers_of_the_number_of_selected_rows_are_refused(style: str) -> None:
-    """Python's own integers lose the fact that a number is unknown; a second trace with other integers finds them."""
+    """Python's own integers lose the fact that a number is unknown; traces with other integers find them."""
     with pytest.raises(PartcError) as error:
         traced = trace_file(COUNTED, {"style": style}, mesh=Mesh.parse("1x1x2"))
         passes.run(traced.program, {}, until="route")

@@ -1,4 +1,4 @@
-"""Python's `len`, `max` and `min` where a model's own modules apply them to numbers that a trace does not know.
+"""Python's `len`, `max`, `min` and `type` where a model's own modules apply them to numbers that a trace does not know.
 
     loss / max(1, len(x[mask]))     ->     loss / mask.sum().clamp(min=1)
 
@@ -45,10 +45,32 @@ def _extreme(plain: Callable[..., Any], limit: str, both: Callable[[Tensor, Tens
     return run
 
 
+class _Kinds(type):
+    """What `type` is to models: instances of it are types, and a call of it with one operand gives a type."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        found = builtins.type(*args, **kwargs)
+        return int if found is RowCount else found
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, builtins.type)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, builtins.type)
+
+    def __getitem__(cls, item: Any) -> Any:
+        return builtins.type[item]
+
+
+class _Type(type, metaclass=_Kinds):
+    """Python's `type`, which tells a number of rows to be an integer."""
+
+
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "len": _length,
     "max": _extreme(max, "min", torch.maximum),
     "min": _extreme(min, "max", torch.minimum),
+    "type": _Type,
 }
 
 

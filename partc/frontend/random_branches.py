@@ -34,8 +34,8 @@ TESTS = frozenset({"__bool__", "is_nonzero"})
 class Outcomes(enum.Enum):
     """The outcomes of a trace's branches: the number is at least the limit (ABOVE), below it, or by turns.
 
-    In a trace of EMPTY, masks select nothing as well; in all others they select something. In one of OTHER_NUMBERS,
-    numbers of selected rows are other integers.
+    In a trace of EMPTY, masks select nothing as well; in all others they select something. In those of ONE_ROW and
+    HALF_THE_ROWS, numbers of selected rows are other integers.
     """
 
     ABOVE = (False, False)
@@ -43,7 +43,8 @@ class Outcomes(enum.Enum):
     FIRST_BELOW = (True, False)
     SECOND_BELOW = (False, True)
     EMPTY = (False, False, False)
-    OTHER_NUMBERS = (False, False, True)
+    ONE_ROW = (False, False, 1)
+    HALF_THE_ROWS = (False, False, 2)
 
     def below(self, branch: int) -> bool:
         return bool(self.value[branch % 2])

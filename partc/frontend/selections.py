@@ -9,8 +9,8 @@ elements. The pass `route` checks that rows are computed one by one, and that on
 
 A number of rows is an integer that can be tested against zero, be a size, and be an operand of tensors. Tests whether
 anything is selected (`mask.any()`, `len(rows) == 0`, a loop over `nonzero()`) pass as if it were; `check_empty`
-compares with a trace in which they all fail. `check_numbers` compares with a trace in which these integers are other
-ones: a loop, an index or a library's function that reads one as a plain integer changes that trace.
+compares with a trace in which they all fail. `check_numbers` compares with traces in which these integers are other
+ones: a loop, an index, a threshold or a library's function that reads one as a plain integer changes such a trace.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ _WRITES = frozenset({
 _COUNTS = frozenset({"sum", "count_nonzero"})
 _NUMBERS = frozenset({"size", "stride", "numel", "nelement", "__len__"})
 _PROPERTIES = (torch.Tensor.shape, torch.Tensor.nbytes)
-OTHER = 2  # in a trace of other numbers, a number of rows is so many times larger, and one
 # A comparison with an integer that only tells whether a count is zero, and its answer if the count is not.
 _TESTS_OF_ZERO: Mapping[tuple[str, int], bool] = {
     ("eq", 0): False, ("ne", 0): True, ("gt", 0): True, ("ge", 1): True, ("lt", 1): False, ("le", 0): False,
@@ -90,7 +89,7 @@ _SHAPES = frozenset({"view", "reshape", "unflatten", "_unsafe_view"})
 class RowCount(int):
     """The number of rows that a mask selects, or a number computed from it.
 
-    As an integer, `whole` with all rows in place of the selected ones; another number in a trace of `OTHER_NUMBERS`.
+    As an integer, `whole` with all rows in place of the selected ones; another number in the other traces.
     """
 
     whole: int
@@ -107,6 +106,7 @@ class RowCount(int):
         return made
 
     __hash__ = int.__hash__
+    __class__ = property(lambda number: int)
 
     def tensor(self) -> Tensor:
         """The number as a tensor."""
@@ -197,14 +197,17 @@ class Selections:
         self,
         *,
         empty: bool,
-        other_numbers: bool,
+        shown: Callable[[int], int],
         value: Callable[[Tensor], Tensor | None],
         know: Callable[[Any, Any], None],
     ) -> None:
-        """With `empty`, tests answer that nothing is selected. `value` and `know` are of constants."""
+        """With `empty`, tests answer that nothing is selected. `value` and `know` are of constants.
+
+        `shown` gives the integer that stands for a number of selected rows, from the number of all rows.
+        """
         self.tests: list[Source] = []
         self.numbers: list[Source] = []  # of rows, that the model reads
-        self._empty, self._other_numbers = empty, other_numbers
+        self._empty, self._shown = empty, shown
         self._value, self._know = value, know
         self._rows: dict[int, _Rows] = {}
         self._indices: dict[int, tuple[weakref.ref[Tensor], tuple[Tensor, ...]]] = {}  # by the mask
@@ -228,8 +231,7 @@ class Selections:
     def _number_of(self, mask: Tensor, times: int = 1) -> RowCount:
         """The number of selected rows, or a multiple."""
         self.numbers.extend(self._source())
-        whole = mask.numel() * times
-        shown = OTHER * whole + 1 if self._other_numbers else whole
+        whole, shown = mask.numel() * times, self._shown(mask.numel()) * times
         counted = lambda: mask.ne(0).sum() * times if times != 1 else mask.ne(0).sum()  # noqa: E731
         return RowCount(whole, shown, self, counted, mask if times == 1 else None)
 

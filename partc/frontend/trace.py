@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from partc.errors import InternalError, PartcError, Source
 from partc.frontend.capture import Captured, Loss, capture
 from partc.frontend.complex_numbers import is_complex, rewritten
-from partc.frontend.empty_selections import check_empty
+from partc.frontend.empty_selections import VIEWS, check_empty
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_file import ModelFile, load
 from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
@@ -36,7 +36,21 @@ from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
 from partc.ir.naming import identifier, unique, unreserved
 from partc.ir.operators import DTYPE_NAMES
-from partc.ir.program import Arg, Call, DTypeArg, Graph, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.ir.program import (
+    NO_GRAD,
+    Arg,
+    Call,
+    DTypeArg,
+    Graph,
+    Op,
+    Parameter,
+    Program,
+    Ref,
+    Region,
+    TensorType,
+    Value,
+    is_change,
+)
 from partc.ir.repetitions import UnlikeError, check
 from partc.quoting import shown
 from partc.settings import PASSES, tell
@@ -237,14 +251,15 @@ def _of_all_outcomes(
         check_empty(found.graph, trace(Outcomes.EMPTY).graph, tests[0])
     numbers = made[Outcomes.ABOVE][0].numbers
     if numbers:
-        logging.disable(logging.ERROR)  # torch logs sizes that do not fit, which are expected
-        try:
-            other = trace(Outcomes.OTHER_NUMBERS).graph
-        except PartcError:
-            other = None
-        finally:
-            logging.disable(logging.NOTSET)
-        check_numbers(found.graph, other, numbers[0])
+        for outcomes in (Outcomes.ONE_ROW, Outcomes.HALF_THE_ROWS):
+            logging.disable(logging.ERROR)  # torch logs sizes that do not fit, which are expected
+            try:
+                other = trace(outcomes).graph
+            except PartcError:
+                other = None
+            finally:
+                logging.disable(logging.NOTSET)
+            check_numbers(found.graph, other, numbers[0])
     if not found.branches:
         return made[Outcomes.ABOVE]
     graph, longer = joined(found, trace)
@@ -391,6 +406,7 @@ class _GraphReader:
         self._owners = owners
         self._repeated: RepeatedOps | None = None
         self._low = _AUTOCAST.get(captured.precision)
+        self._trained = captured.trained
         self._hooked: set[str] = set()  # values whose gradient a hook changes
         self._taken = {node.name for part in captured.exported.graph_module.modules() for node in _nodes(part)}
 
@@ -636,10 +652,43 @@ class _GraphReader:
         prefix = len(self._ops)
         self._rename_inner(body, f"{node.name}_{prefix}")
         outputs = self._body(body)
+        if _name(node) != "wrap_with_autocast" and node.args[0] is False:
+            self._silence(prefix)
         for user in node.users:
             if user.target is operator.getitem:
                 made = outputs[user.args[1]]  # type: ignore[index]
                 self._names[user] = made if node.args[0] is not False else self._stopped(user, made)
+
+    def _silence(self, start: int) -> None:
+        """Say of changes under no_grad that no gradient passes from what is written.
+
+        Raises PartcError P0212 where a gradient would pass by the change, to the tensor as it was.
+        """
+        changes = [place for place in range(start, len(self._ops)) if is_change(self._ops[place])]
+        if not changes:
+            return
+        live = {self.states[name] for name in self._trained if name in self.states}
+        outside = live
+        for place, op in enumerate(self._ops):
+            outside = {*live} if place == start else outside
+            if op.name != "detach" and not live.isdisjoint(op.refs()):
+                live.update(value.name for value in op.results if value.type.differentiable)
+        parameters = {value.name for value in self.params}
+        inside = {value.name: op for op in self._ops[start:] for value in op.results}
+        for place in changes:
+            op = self._ops[place]
+            target = next(op.refs())
+            while (made := inside.get(target)) is not None and (made.name in VIEWS or is_change(made)):
+                target = next(made.refs())
+            if target in outside and target not in parameters:
+                raise PartcError(
+                    "P0212",
+                    f"{op.name} changes a tensor under no_grad whose gradient would pass by the change",
+                    help=f"use {op.name.removesuffix('_')} and the value it returns, detached",
+                    source=op.source,
+                )
+            if not live.isdisjoint(op.refs()):
+                self._ops[place] = replace(op, attrs=(*op.attrs, (NO_GRAD, True)))
 
     def _of_pairs(self, node: fx.Node, name: str) -> None:
         """Replace an operation on complex numbers by operations on pairs of real ones."""

@@ -45,6 +45,11 @@ _DRAWS = frozenset({
 _SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"})
 _UNKNOWN = object()
 RANDOM_BRANCH = "random_branch"
+# The integers that stand for a number of selected rows in traces that are compared with the first one.
+_SHOWN: Mapping[Outcomes, Callable[[int], int]] = {
+    Outcomes.ONE_ROW: lambda rows: 1 if rows > 1 else 3,
+    Outcomes.HALF_THE_ROWS: lambda rows: rows // 2 + (rows // 2 - rows + 1) % 2,  # odd where all rows are even
+}
 _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{RANDOM_BRANCH}(Tensor test, bool outcome) -> ()")
 _library.impl(RANDOM_BRANCH, lambda test, outcome: None, "CompositeExplicitAutograd")
@@ -66,7 +71,7 @@ class ValueWatch(TorchFunctionMode):
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self.selections = Selections(
             empty=outcomes is Outcomes.EMPTY,
-            other_numbers=outcomes is Outcomes.OTHER_NUMBERS,
+            shown=_SHOWN.get(outcomes, lambda rows: rows),
             value=self._value,
             know=self._know,
         )

@@ -32,6 +32,7 @@ ROUTED = frozenset({"route", "dispatch", "combine"})
 # `divide_rows` gives each of several tables the rows that came for it, in turn; `join_rows` is its transpose.
 BY_TABLE = frozenset({"divide_rows", "join_rows"})
 # Operations whose results may alias their first operand.
+NO_GRAD = "no_grad"  # an attribute of a traced change in place: no gradient passes from what is written
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
 # A loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`.
 SPARSE = "sparse"  # the attribute of a table's gradient that is kept as rows
@@ -203,6 +204,11 @@ class Graph:
     def without_dead(self) -> Graph:
         """The graph without the operations that no output depends on."""
         return replace(self, ops=needed(self.ops, self.outputs))
+
+
+def is_change(op: Op) -> bool:
+    """Whether an operation of a traced graph changes its first operand in place."""
+    return op.name.endswith("_") and not op.name.startswith("_") and "::" not in op.name and op.name != "detach_"
 
 
 def makers(ops: Iterable[Op]) -> dict[str, Op]:

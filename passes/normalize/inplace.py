@@ -4,19 +4,19 @@
     add_(y, b)              ->     y_2 = add(y, b)
     z = mul(y, 2)                  z   = mul(y_2, 2)
 
-Later readers of the changed tensor read the new value. A changed view (a slice, a transpose) is put back into its
-tensor. The last value of a buffer is the first value of the next microbatch. A change is refused if another view of the
-memory is read afterwards, if it reaches a buffer by a view that may be a copy, and if it reaches an input or a
-parameter.
+Later readers of the changed tensor read the new value. A changed view (a slice, a part of a split, a transpose) is put
+back into its tensor, and other views that are read afterwards are made again. The last value of a buffer is the first
+value of the next microbatch. A change is refused if a view that may be a copy is read afterwards, if it reaches a
+buffer by such a view, and if it reaches an input or a parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
-from partc.ir.program import Graph, Op, Ref, TensorType, Value
+from partc.ir.program import NO_GRAD, Graph, Op, Ref, TensorType, Value, is_change
 
 # Operations whose result may share memory with their first operand.
 _VIEW_NAMES = (
@@ -26,10 +26,13 @@ _VIEW_NAMES = (
 )
 _VIEWS = frozenset(_VIEW_NAMES.split())
 _FUNCTIONAL = {"normal_": "normal_functional"}  # normal makes a tensor of means and deviations
-_SCATTERS = {"slice": "slice_scatter", "select": "select_scatter"}
+_SCATTERS = {"slice": "slice_scatter", "select": "select_scatter", "diagonal": "diagonal_scatter"}
+_SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unbind", "tensor_split"})
 _RESHAPES = frozenset({"view", "_unsafe_view", "squeeze", "unsqueeze"})  # reshape and flatten may copy
 _TRANSPOSES = frozenset({"transpose", "swapaxes", "t", "T", "numpy_T", "mT", "permute"})
 _SAME = frozenset({"detach", "alias"})
+# Views that are no copies, and can be made again of a changed tensor.
+_AGAIN = frozenset({*_SCATTERS, *_SPLITS, *_RESHAPES, *_TRANSPOSES, *_SAME, "narrow", "expand", "expand_as", "unfold"})
 
 
 def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[Graph, dict[str, str]]:
@@ -37,7 +40,7 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
 
     Raises PartcError P0212.
     """
-    if not any(_mutates(op) for op in graph.ops):
+    if not any(is_change(op) for op in graph.ops):
         return graph, {}
     last = _last_reads(graph)
     types = {**buffers, **{name: value.type for name, value in graph.definitions().items()}}
@@ -45,6 +48,7 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
     parts: dict[str, Op] = {}  # slices and rows of other values -> their operations
     inside = {value.name for op in graph.ops for value in op.results} | set(buffers)
     current: dict[str, str] = {}  # changed value -> its current name
+    views: dict[str, Op] = {}  # views that can be made again -> their operations
     ops: list[Op] = []
 
     def changed(name: str, now: str) -> None:
@@ -53,10 +57,14 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
 
     for index, op in enumerate(graph.ops):
         first = next(op.refs(), None)
-        if not _mutates(op) or first is None:
+        if not is_change(op) or first is None:
             if op.name in _VIEWS and first is not None:
                 storage.update((value.name, storage.get(first, first)) for value in op.results)
-            if op.name in _SCATTERS or op.name in _RESHAPES or op.name in _TRANSPOSES:
+            if op.name in _AGAIN:
+                views.update((value.name, op) for value in op.results)
+            if op.name in _SPLITS or op.name == "narrow":
+                parts.update(_parts(op, types))
+            elif op.name in _SCATTERS or op.name in _RESHAPES or op.name in _TRANSPOSES:
                 parts[op.result.name] = op
             elif op.name in _SAME and first is not None and storage.get(first, first) in buffers:
                 parts[op.result.name] = op  # elsewhere a gradient flows past the change
@@ -66,9 +74,20 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
         root = storage.get(first, first)
         known = {first, *whole}
         kept = {root} if root in buffers and not known & {root, current.get(root, root)} else set()
-        _check(op, known, index, storage, last | dict.fromkeys(kept, len(graph.ops)), inside)
+        later = {name for name, place in last.items() if place > index} | kept
+        stale = _stale(op, known, later, storage, views, inside)
         storage[op.result.name] = root
-        ops.append(replace(op.renamed(current), name=_functional(op.name), results=op.results))
+        if first in parts:  # the result is the changed part itself
+            parts[op.result.name] = replace(parts[first], results=(op.result,))
+        same = Op(name="alias", args=(Ref(first),), results=(op.result,), source=op.source)
+        views[op.result.name] = parts.get(op.result.name, same)
+        written = replace(op.renamed(current), name=_functional(op.name), results=op.results)
+        if (NO_GRAD, True) in op.attrs:
+            value = replace(op.result, name=f"{op.result.name}_written")
+            attrs = tuple(item for item in op.attrs if item[0] != NO_GRAD)
+            ops.append(replace(written, attrs=attrs, results=(value,)))
+            written = Op(name="detach", args=(Ref(value.name),), results=op.results, source=op.source)
+        ops.append(written)
         before = {name: current.get(name, name) for name in whole}
         changed(first, op.result.name)
         part, now = first, op.result.name
@@ -80,6 +99,13 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
                 now = made.name
             changed(name, now)
             part = name
+        for view in dict.fromkeys(id(views[name]) for name in stale):
+            again = next(each for each in views.values() if id(each) == view)
+            seen = tuple(replace(value, name=f"{op.result.name}_seen_{value.name}") for value in again.results)
+            ops.append(replace(again.renamed(current), results=seen))
+            for value, made in zip(again.results, seen, strict=True):
+                if value.name in stale:
+                    changed(value.name, made.name)
     done = replace(graph, ops=tuple(ops), outputs=tuple(current.get(name, name) for name in graph.outputs))
     return done, {name: current[name] for name in buffers if name in current}
 
@@ -87,7 +113,7 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
 def _put_back(view: Op, before: Ref, now: Ref, made: Value) -> Op | None:
     """The operation that makes a whole tensor of its value before a change and of a changed view; None if it is one."""
     if view.name in _SCATTERS:
-        return Op(name=_SCATTERS[view.name], args=(before, now, *view.args[1:]), results=(made,))
+        return Op(name=_SCATTERS[view.name], args=(before, now, *view.args[1:]), attrs=view.attrs, results=(made,))
     if view.name in _RESHAPES:
         return Op(name="reshape", args=(now, made.type.shape), results=(made,))
     if view.name == "permute":
@@ -114,20 +140,43 @@ def _wholes(name: str, parts: Mapping[str, Op]) -> list[str]:
     return found
 
 
-def _mutates(op: Op) -> bool:
-    return op.name.endswith("_") and not op.name.startswith("_") and "::" not in op.name and op.name != "detach_"
-
-
 def _last_reads(graph: Graph) -> dict[str, int]:
     """The position of each value's last read; the graph's outputs are read after everything."""
     found = {name: index for index, op in enumerate(graph.ops) for name in op.refs()}
     return found | dict.fromkeys(graph.outputs, len(graph.ops))
 
 
-def _check(
-    op: Op, known: set[str], index: int, storage: Mapping[str, str], last: Mapping[str, int], inside: set[str]
-) -> None:
-    """Refuse a change that reaches a value which is not `known` to change."""
+def _parts(op: Op, types: Mapping[str, TensorType]) -> Iterator[tuple[str, Op]]:
+    """Each result of a split as a slice of its operand, or a row."""
+    whole = op.args[0]
+    assert isinstance(whole, Ref)
+    rank = len(types[whole.name].shape)
+    place = 1 if op.name in ("unbind", "narrow") else 2
+    given = op.args[place] if len(op.args) > place else dict(op.attrs).get("dim", 0)
+    start = op.args[2] if op.name == "narrow" else 0
+    assert isinstance(given, int) and isinstance(start, int)
+    dim = given % rank
+    for number, value in enumerate(op.results):
+        if op.name == "unbind":
+            yield value.name, replace(op, name="select", args=(whole, dim, number), attrs=(), results=(value,))
+            continue
+        end = start + value.type.shape[dim]
+        yield value.name, replace(op, name="slice", args=(whole, dim, start, end, 1), attrs=(), results=(value,))
+        start = end
+
+
+def _stale(
+    op: Op,
+    known: set[str],
+    later: set[str],
+    storage: Mapping[str, str],
+    views: Mapping[str, Op],
+    inside: set[str],
+) -> list[str]:
+    """The views of changed memory that are read later and not `known` to change, in the order in which they are made.
+
+    Raises PartcError P0212 for those that cannot be made again.
+    """
     target = next(op.refs())
     root = storage.get(target, target)
     if root not in inside:
@@ -138,10 +187,18 @@ def _check(
             source=op.source,
         )
     shared = {name for name, base in storage.items() if base == root} | {root}
-    if any(last.get(name, -1) > index for name in shared - known - {op.result.name}):
-        raise PartcError(
-            "P0212",
-            f"{op.name} changes a tensor in place of which a view, or the base, is read afterwards",
-            help=f"use {op.name.removesuffix('_')} and the value it returns; build parts with torch.cat or torch.where",
-            source=op.source,
-        )
+    apart = {value.name for value in views[target].results} if target in views else set()  # the other parts
+    needed: set[str] = set()
+    for name in (shared & later) - known - {op.result.name} - apart:
+        while name not in known:
+            needed.add(name)
+            if name not in views:
+                raise PartcError(
+                    "P0212",
+                    f"{op.name} changes a tensor in place of which a view, or the base, is read afterwards",
+                    help=f"use {op.name.removesuffix('_')} and the value it returns; build parts with torch.cat or "
+                    "torch.where",
+                    source=op.source,
+                )
+            name = next(views[name].refs())
+    return [name for name in views if name in needed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,9 @@ def counted(style: str, x: Tensor, mask: Tensor) -> Tensor:
             return (rows - x[0].expand(number, -1)).square().mean()
         case "viewed":
             return rows.reshape(number, 2, WIDTH // 2).square().mean()
+        case "kind":
+            plain = type(number) is int and isinstance(number, int) and number.__class__ is int
+            return total / number if plain and isinstance(type(x), type) else total * 100
         case "shape's elements":
             return total / rows.shape.numel()
         case "integer":
@@ -81,6 +85,16 @@ def counted(style: str, x: Tensor, mask: Tensor) -> Tensor:
             return total * (2.0 if len(rows) == len(x) else 1.0)
         case "as many as others":
             return total * (2.0 if number == x[~mask].shape[0] else 1.0)
+        case "threshold":
+            return total if int(mask.sum()) > 4 else x.sum()
+        case "band":
+            return total if 6 <= operator.index(number) <= 10 else x.sum()
+        case "bits":
+            return total if number.bit_length() > 3 else x.sum()
+        case "a step of many":
+            return sum((x.sum() for step in range(number) if step == 5), total)
+        case "key":
+            return total * {16: 1.0}.get(hash(number), 2.0)
     raise ValueError(style)
 
 

@@ -190,7 +190,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "torch.autograd.grad becomes operations of its own. "
         "It refuses what no operations of a graph stand for: functions that change their operands or call autograd, "
         "backward() inside forward, torch.autograd.grad through such functions or with is_grads_batched, "
-        "hooks on modules and on sums of gradients, hooks that only read, and hooks on a tensor that was read before; "
+        "hooks on sums of gradients, hooks that only read, hooks on a module's operands that read the gradient of its "
+        "result, and hooks on a tensor that was read before; "
         "under fp16, gradients that do not depend on the loss's, whose factor they would miss. "
         "Write them with operations that torch differentiates, or register them with torch.library and "
         "register_autograd.",

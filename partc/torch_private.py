@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 # Where modules and weights keep the hooks that see gradients.
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+FULL_HOOKS = "_is_full_backward_hook"  # of a module: whether its hooks see the gradients of all operands
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # The filter for the frames that a tracer records with an operation; by default it keeps those of modules only.
 STACK_FILTER = "_filter_traceback_frames"
@@ -27,6 +28,7 @@ STACK_FILTER = "_filter_traceback_frames"
 MODULE_CALL = "_call_impl"
 
 __all__ = [
+    "FULL_HOOKS",
     "GRADIENT_HOOKS",
     "MODULE_CALL",
     "STACK_FILTER",

@@ -74,11 +74,19 @@ def test_dimensions_follow_from_operations() -> None:
         ("h = nn.functional.linear(x, Clipped.apply(self.up.weight), self.up.bias)", "1x2x2", 1),
         ("h = nn.functional.linear(x, Clipped.apply(self.up.weight), self.up.bias)", "1x2x1", 2),
         ("h = self.up(x); h.register_hook(lambda grad: grad.clamp(max=0.002))", "2x1x2", 2),
+        ("h = self.up(x)", "1x2x2", 1),
     ],
 )
 def test_a_clip_sees_whole_gradients(what: str, mesh: str, microbatches: int, tmp_path: Path) -> None:
     file = tmp_path / "clipped.py"
-    file.write_text(CLIPPED.replace("WHAT", what))
+    source = CLIPPED.replace("WHAT", what)
+    if what == "h = self.up(x)":  # hooks on a module
+        source = source.replace(
+            "return Net()",
+            "net = Net(); net.down.register_full_backward_hook(lambda m, grads, _: (grads[0].clamp(max=0.002),)); "
+            "net.up.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 3,)); return net",
+        )
+    file.write_text(source)
     package = partc.compile(str(file), mesh=mesh, microbatches=microbatches, precision="fp64")
     result = package.verify(steps=2)
     assert result.ok, result

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import partc
 from partc import passes
 from partc.errors import PartcError
 from partc.frontend.trace import Traced, trace_file, trace_model
@@ -216,3 +217,27 @@ def test_a_configuration_becomes_a_model_file(tmp_path: Path) -> None:
     path = written(tmp_path, traced.model_source)
     again = trace_file(path, {"batch": "3", "seq": "7"}, mesh=ONE).program
     assert again.parameters == traced.program.parameters
+
+
+ORTHOGONAL = """
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        wrap = nn.utils.parametrizations.orthogonal
+        self.up, self.down = wrap(nn.Linear(6, 6), orthogonal_map="cayley"), wrap(nn.Linear(6, 6))
+        prune.l1_unstructured(self.down, "bias", amount=2)
+    def forward(self, x):
+        return (self.down(self.up(x).tanh()) - x.sin()).square().mean()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 6)}
+"""
+
+
+def test_constructors_that_read_weights(tmp_path: Path) -> None:
+    package = partc.compile(str(written(tmp_path, ORTHOGONAL)), mesh="dp=2", precision="fp64")
+    assert package.verify(steps=2).ok

@@ -20,7 +20,7 @@ from partc.frontend.builtin_numbers import counting
 from partc.frontend.constant_buffers import Recipe, Recipes, made
 from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
-from partc.frontend.own_backward import Hook, followed, own_hooks
+from partc.frontend.own_backward import Hook, followed, module_hooks, own_hooks
 from partc.frontend.random_branches import Outcomes
 from partc.frontend.repeats import CallMark, Excluded, ModuleTree, Repeats
 from partc.frontend.results import Read
@@ -28,6 +28,7 @@ from partc.frontend.rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.selections import Selections
 from partc.frontend.trace_errors import explained
 from partc.frontend.value_branches import ValueWatch
+from partc.frontend.values import with_values
 from partc.installed import is_machinery
 from partc.ir.program import Repetition
 from partc.quoting import encodable
@@ -218,7 +219,7 @@ def capture(
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         batch = _part(_fake_batch(tensors, mode, dtype), parts)
         try:
-            with followed(parts, whole=excluded is None), stacks_of_losses():
+            with followed(parts, whole=excluded is None), module_hooks(model, parts), stacks_of_losses():
                 watch = StateWatch(model, loss)
                 tell = lambda *found: told.append(found)  # noqa: E731
                 modules = ModuleTree(model)
@@ -365,12 +366,18 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
                     with _ValuesOfRanges():
                         model = build()
                 except Exception:
-                    raise error from None
+                    if "meta" not in str(error).lower():
+                        raise error from None
+                    with torch.device("cpu"):
+                        model = with_values(build)
+    except PartcError as error:
+        error.source = error.source or blame(error, path)
+        raise
     except (Exception, SystemExit) as error:
         raise PartcError(
             "P0205",
             f"model() fails: {type(error).__name__}: {first_line(error)}",
-            help="models are built on the meta device, without values; compute nothing from weights in constructors",
+            help="models are built without values, or in up to 4 GiB of memory if their constructors read values",
             source=blame(error, path),
         ) from error
     if not isinstance(model, nn.Module):

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from partc.errors import PartcError
 from partc.frontend.inner_gradients import inner_gradient
 from partc.ir import operators  # noqa: F401 (defines the operators)
-from partc.torch_private import GRADIENT_HOOKS, TENSOR_HOOKS, CheckpointFunction
+from partc.torch_private import FULL_HOOKS, GRADIENT_HOOKS, TENSOR_HOOKS, CheckpointFunction
 
 _OWN = "forward computes gradients itself"
 Hook = Callable[[Tensor], Tensor | None]
@@ -35,14 +35,79 @@ Hook = Callable[[Tensor], Tensor | None]
 def own_hooks(model: nn.Module) -> Mapping[str, tuple[Hook, ...]]:
     """The hooks on gradients of weights. Raises PartcError P0216 for those that see more than a gradient."""
     hooks, later = TENSOR_HOOKS
-    for name, module in model.named_modules():
-        if any(getattr(module, kind, None) for kind in GRADIENT_HOOKS):
-            raise _refused(f"{name or type(model).__name__} has a hook on its backward pass")
     for name, weight in model.named_parameters():
         if getattr(weight, later, None):
             raise _refused(f"{name} has a hook that waits for its gradient's sum")
     found = ((name, getattr(weight, hooks, None)) for name, weight in model.named_parameters())
     return {name: tuple(each.values()) for name, each in found if each}
+
+
+class _GradientOfResult:
+    """What stands for the gradient of a module's result, which a trace does not have where that of its operands is."""
+
+    def _read(self, *_: Any) -> Any:
+        raise _refused("a hook on a module's backward pass reads the gradient of its result")
+
+    __getitem__ = __iter__ = __len__ = _read
+
+
+@contextmanager
+def module_hooks(model: nn.Module, parts: int = 1) -> Iterator[None]:
+    """A context in which hooks on the backward passes of modules are traced around their operands and results."""
+    before, after = GRADIENT_HOOKS[1], GRADIENT_HOOKS[0]
+    stores: list[tuple[nn.Module, dict[str, Any]]] = []
+    handles: list[RemovableHandle] = []
+    try:
+        for name, module in model.named_modules():
+            held = {kind: getattr(module, kind) for kind in GRADIENT_HOOKS if getattr(module, kind, None)}
+            if not held:
+                continue
+            if after in held and not getattr(module, FULL_HOOKS):
+                raise _refused(f"{name or type(model).__name__} has a hook of register_backward_hook")
+            stores.append((module, held))
+            for kind in held:
+                setattr(module, kind, OrderedDict())
+            for hook in held.get(after, {}).values():
+                changed = lambda grads, hook=hook, module=module: hook(module, grads, _GradientOfResult())  # noqa: E731
+                handles.append(module.register_forward_pre_hook(_around(changed, parts, results=False)))
+            for hook in held.get(before, {}).values():
+                changed = lambda grads, hook=hook, module=module: hook(module, grads)  # noqa: E731
+                handles.append(module.register_forward_hook(_around(changed, parts, results=True)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, held in stores:
+            for kind, hooks in held.items():
+                setattr(module, kind, hooks)
+
+
+def _around(hook: Callable[..., Any], parts: int, *, results: bool) -> Callable[..., Any]:
+    """A forward hook that gives a module's operands, or its results, the gradients that a hook returns."""
+
+    class Hooked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: Any) -> tuple[Any, ...]:
+            return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in tensors)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            found = hook(grads)
+            if found is None:
+                raise _refused("a hook reads a gradient without changing it")
+            return found if isinstance(found, tuple) else (found,)
+
+    def run(module: nn.Module, args: tuple[Any, ...], *made: Any) -> Any:
+        given = made[0] if results else args
+        if not isinstance(given, Tensor | tuple):
+            raise _refused("a hook is on the backward pass of a module that returns no tensor or tuple")
+        listed = given if isinstance(given, tuple) else (given,)
+        if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in listed):
+            return None
+        found = _followed(Hooked, listed, {}, [], parts)
+        return found if isinstance(given, tuple) else found[0]
+
+    return run
 
 
 class _Context:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import Source
+from partc.frontend.alignments import ctc_loss
 from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.selections import NOT_SELECTED, Selections
 from partc.frontend.statements import path_to, span_of, tree_of
@@ -133,6 +134,10 @@ class ValueWatch(TorchFunctionMode):
             return found
         if name == "bincount" and self._value(args[0]) is None and (counts := counted(*args, **kwargs)) is not None:
             return counts
+        if name == "ctc_loss":
+            return ctc_loss(*args, **kwargs)
+        if name in ("cov", "corrcoef") and not kwargs.keys() & {"fweights", "aweights"}:
+            return covariance(*args, **kwargs) if name == "cov" else correlation(*args)
         if name == "item" and self._drawn.is_uniform(args[0]):
             return self._drawn.number(args[0])
         if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
@@ -293,6 +298,22 @@ def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Ten
         return counted(x, torch.ones_like(x, dtype=torch.float64), minlength).to(torch.int64)  # type: ignore[union-attr]
     dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
     return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
+
+
+def covariance(x: Tensor, *, correction: int = 1) -> Tensor:
+    """torch.cov without weights, which compares values to find them."""
+    x = x if x.dim() == 2 else x.reshape(1, -1)
+    centered = x - x.mean(1, keepdim=True)
+    return (centered @ centered.T / max(x.shape[1] - correction, 0)).squeeze()
+
+
+def correlation(x: Tensor) -> Tensor:
+    """torch.corrcoef."""
+    found = covariance(x)
+    if not found.dim():
+        return found / found
+    deviations = found.diagonal().sqrt()
+    return (found / deviations[:, None] / deviations).clamp(-1, 1)
 
 
 def _outside() -> FrameType | None:

@@ -1,0 +1,78 @@
+"""Models whose constructors read values of their weights, such as orthogonal parametrisations and pruning.
+
+They are built in memory. What a trace keeps of a constructor, its numbers and plain tensors, must not depend on random
+weights: a package may start from other ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import PartcError
+from partc.torch_private import TorchDispatchMode
+
+LARGEST = 4 << 30  # bytes
+
+
+class _Bounded(TorchDispatchMode):
+    """Refuses to make tensors of more than `LARGEST` bytes in all."""
+
+    made = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not any(isinstance(x, Tensor) for x in args):
+            self.made += result.numel() * result.element_size()
+            if self.made > LARGEST:
+                raise MemoryError("the constructor reads values of a model of more than 4 GiB")
+        return result
+
+
+def with_values(build: Callable[[], Any]) -> Any:
+    """The model, built in memory. Raises PartcError P0205 if its attributes depend on random weights."""
+    models = []
+    for seed in (0, 1):
+        with torch.random.fork_rng(devices=[]), _Bounded():
+            torch.manual_seed(seed)
+            models.append(build())
+    if not all(isinstance(model, nn.Module) for model in models):
+        return models[0]
+    one, other = (dict(_attributes(model)) for model in models)
+    differing = sorted(name for name in one.keys() | other.keys() if not _equal(one.get(name), other.get(name)))
+    if differing:
+        raise PartcError(
+            "P0205",
+            f"the attribute {differing[0]} of the model depends on random weights",
+            help="register it as a buffer, so that a package starts from its own weights' value",
+        )
+    return models[0]
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The numbers, texts and plain tensors of all modules, by their names.
+
+    Tensors that are computed from weights with a gradient are left out: forward computes them anew.
+    """
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                continue
+            if isinstance(value, bool | int | float | complex | str | tuple | list | Tensor):
+                yield f"{path}.{name}".removeprefix("."), value
+        yield f"{path}: parts", (*module._parameters, *module._buffers, type(module).__name__)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, bool | int | float | complex | str):
+        return type(one) is type(other) and (one == other or one != one)
+    return type(one) is type(other)

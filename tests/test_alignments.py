@@ -1,0 +1,77 @@
+"""Connectionist temporal classification in plain operations, beside torch's own function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import partc
+from partc.frontend.alignments import ctc_loss
+from partc.frontend.value_branches import correlation, covariance
+
+MODEL = """
+import torch
+from torch import nn
+
+class Speech(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.out = nn.Conv1d(5, 8, 3, padding=1), nn.Linear(8, 7)
+        self.loss = nn.CTCLoss(zero_infinity=True)
+    def forward(self, x, labels, frames, lengths):
+        scores = self.out(self.up(x).relu().transpose(1, 2)).log_softmax(-1)
+        return self.loss(scores.transpose(0, 1), labels, frames, lengths)
+
+def model(): return Speech()
+def batch():
+    return {"x": torch.randn(8, 5, 12), "labels": torch.randint(1, 7, (8, 4)),
+            "frames": torch.randint(6, 13, (8,)), "lengths": torch.randint(0, 5, (8,))}
+"""
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("form", ["padded", "in a row", "numbers", "impossible", "no logarithms"])
+def test_losses_and_gradients_equal_those_of_torch(form: str, reduction: str) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(9, 6, 5, dtype=torch.float64)
+    scores = scores if form == "no logarithms" else scores.log_softmax(-1)
+    lengths = torch.tensor([3, 0, 1, 4, 2, 3])
+    frames = torch.tensor([9, 5, 7, 9, 6, 1 if form == "impossible" else 8])
+    labels = torch.randint(1, 5, (6, 4))
+    labels[0, :2] = 1  # a repeated label, between which a blank must stand
+    if form == "in a row":
+        labels = torch.cat([row[:length] for row, length in zip(labels, lengths, strict=True)])
+    given = (frames.tolist(), lengths.tolist()) if form == "numbers" else (frames, lengths)
+    found: list[tuple[Tensor, Tensor]] = []
+    for function in (F.ctc_loss, ctc_loss):
+        x = scores.clone().requires_grad_()
+        loss = function(x, labels, *given, reduction=reduction, zero_infinity=form == "impossible")
+        (slope,) = torch.autograd.grad(loss.sum(), x)
+        found.append((loss, slope))
+    for mine, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-11, atol=1e-12)
+
+
+def test_a_label_that_fits_no_alignment_is_infinite() -> None:
+    scores = torch.zeros(2, 1, 3, dtype=torch.float64).log_softmax(-1)
+    given = (scores, torch.tensor([[1, 1]]), torch.tensor([2]), torch.tensor([2]))
+    assert ctc_loss(*given).isinf() and F.ctc_loss(*given).isinf()
+
+
+def test_a_package_aligns_like_one_device(tmp_path: Path) -> None:
+    (tmp_path / "speech.py").write_text(MODEL)
+    package = partc.compile(str(tmp_path / "speech.py"), mesh="dp=2,tp=2", precision="fp64")
+    assert sum(op.name == "scan" for region in package.program.regions for op in region.forward.ops) == 1
+    assert package.verify(steps=2).ok
+
+
+def test_covariances_equal_those_of_torch() -> None:
+    x = torch.randn(4, 9, dtype=torch.float64)
+    for each in (x, x[0]):
+        torch.testing.assert_close(covariance(each), torch.cov(each))
+        torch.testing.assert_close(correlation(each), torch.corrcoef(each))
+    torch.testing.assert_close(covariance(x, correction=0), torch.cov(x, correction=0))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import partc
 from partc.frontend.alignments import ctc_loss
-from partc.frontend.value_branches import correlation, covariance
+from partc.frontend.value_branches import correlation, covariance, fake_quantized
 
 MODEL = """
 import torch
@@ -75,3 +75,16 @@ def test_covariances_equal_those_of_torch() -> None:
         torch.testing.assert_close(covariance(each), torch.cov(each))
         torch.testing.assert_close(correlation(each), torch.corrcoef(each))
     torch.testing.assert_close(covariance(x, correction=0), torch.cov(x, correction=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fake_quantization_equals_that_of_torch(dtype: torch.dtype) -> None:
+    x = torch.linspace(-3, 12, 301, dtype=dtype)
+    found: list[Tensor] = []
+    for function in (torch.fake_quantize_per_tensor_affine, fake_quantized):
+        leaf = x.clone().requires_grad_()
+        made = function(leaf, 0.05, 3, 0, 200)
+        made.square().sum().backward()
+        assert leaf.grad is not None
+        found += [made.detach(), leaf.grad]
+    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)

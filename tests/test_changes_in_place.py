@@ -63,7 +63,7 @@ def other_views(m: Any, x: Tensor) -> Tensor:
     part = y[:, 2:5]
     turned, corner, wide = part.t(), y.diagonal(), y[:, :1].expand(-1, 3)
     part.mul_(2)
-    y[:, 0].exp_()
+    y[:, 0].add_(1)
     y.mul_(3)
     return (turned[0] * part[:, 1]).sum() + y.sum() + corner.square().sum() + wide.square().sum()  # type: ignore[no-any-return]
 

@@ -136,6 +136,12 @@ class ValueWatch(TorchFunctionMode):
             return counts
         if name == "ctc_loss":
             return ctc_loss(*args, **kwargs)
+        if (
+            name == "fake_quantize_per_tensor_affine"
+            and not any(isinstance(x, Tensor) for x in args[1:])
+            and not kwargs
+        ):
+            return fake_quantized(*args)
         if name in ("cov", "corrcoef") and not kwargs.keys() & {"fweights", "aweights"}:
             return covariance(*args, **kwargs) if name == "cov" else correlation(*args)
         if name == "item" and self._drawn.is_uniform(args[0]):
@@ -298,6 +304,17 @@ def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Ten
         return counted(x, torch.ones_like(x, dtype=torch.float64), minlength).to(torch.int64)  # type: ignore[union-attr]
     dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
     return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
+
+
+def fake_quantized(x: Tensor, scale: float, zero: int, low: int, high: int) -> Tensor:
+    """torch.fake_quantize_per_tensor_affine, which has no kernel for tensors without memory, and computes in fp32."""
+    single = torch.tensor(scale, dtype=torch.float32)
+    step, inverse = float(single), float(1 / single)
+    number = torch.round(x.detach() * inverse) + zero
+    inside = (number >= low) & (number <= high)
+    passed = torch.where(inside, x, x.detach())
+    value = (number.clamp(low, high) - zero).to(torch.float32) * step
+    return value.to(x.dtype) + (passed - passed.detach())
 
 
 def covariance(x: Tensor, *, correction: int = 1) -> Tensor:

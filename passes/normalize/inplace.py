@@ -48,12 +48,16 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
     parts: dict[str, Op] = {}  # slices and rows of other values -> their operations
     inside = {value.name for op in graph.ops for value in op.results} | set(buffers)
     current: dict[str, str] = {}  # changed value -> its current name
+    origin: dict[str, str] = {}  # a changed tensor under each of its names -> its first name
     views: dict[str, Op] = {}  # views that can be made again -> their operations
     ops: list[Op] = []
 
     def changed(name: str, now: str) -> None:
         current[name] = now
         current.update((old, now) for old, new in list(current.items()) if new == name)
+
+    def same(name: str) -> str:
+        return origin.get(name, name)
 
     for index, op in enumerate(graph.ops):
         first = next(op.refs(), None)
@@ -72,15 +76,15 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
             continue
         whole = _wholes(first, parts)
         root = storage.get(first, first)
-        known = {first, *whole}
+        names = {name: [each for each in (*origin, name) if same(each) == same(name)] for name in (first, *whole)}
+        known = {each for group in names.values() for each in group}
         kept = {root} if root in buffers and not known & {root, current.get(root, root)} else set()
         later = {name for name, place in last.items() if place > index} | kept
         stale = _stale(op, known, later, storage, views, inside)
         storage[op.result.name] = root
         if first in parts:  # the result is the changed part itself
             parts[op.result.name] = replace(parts[first], results=(op.result,))
-        same = Op(name="alias", args=(Ref(first),), results=(op.result,), source=op.source)
-        views[op.result.name] = parts.get(op.result.name, same)
+            views[op.result.name] = parts[op.result.name]
         written = replace(op.renamed(current), name=_functional(op.name), results=op.results)
         if (NO_GRAD, True) in op.attrs:
             value = replace(op.result, name=f"{op.result.name}_written")
@@ -89,7 +93,8 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
             written = Op(name="detach", args=(Ref(value.name),), results=op.results, source=op.source)
         ops.append(written)
         before = {name: current.get(name, name) for name in whole}
-        changed(first, op.result.name)
+        for each in names[first]:
+            changed(each, op.result.name)
         part, now = first, op.result.name
         for name in whole:
             made = Value(name=f"{op.result.name}_in_{name}", type=types[name])
@@ -97,8 +102,10 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
             if put is not None:
                 ops.append(replace(put, source=op.source))
                 now = made.name
-            changed(name, now)
+            for each in names[name]:
+                changed(each, now)
             part = name
+        origin.update({first: same(first), op.result.name: same(first)})
         for view in dict.fromkeys(id(views[name]) for name in stale):
             again = next(each for each in views.values() if id(each) == view)
             seen = tuple(replace(value, name=f"{op.result.name}_seen_{value.name}") for value in again.results)
@@ -156,6 +163,7 @@ def _parts(op: Op, types: Mapping[str, TensorType]) -> Iterator[tuple[str, Op]]:
     start = op.args[2] if op.name == "narrow" else 0
     assert isinstance(given, int) and isinstance(start, int)
     dim = given % rank
+    start += types[whole.name].shape[dim] if start < 0 else 0
     for number, value in enumerate(op.results):
         if op.name == "unbind":
             yield value.name, replace(op, name="select", args=(whole, dim, number), attrs=(), results=(value,))

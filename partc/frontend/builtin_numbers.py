@@ -46,7 +46,7 @@ def _extreme(plain: Callable[..., Any], limit: str, both: Callable[[Tensor, Tens
 
 
 class _Kinds(type):
-    """What `type` is to models: instances of it are types, and a call of it with one operand gives a type."""
+    """The type of `type` as models see it: its instances are types, and a call of it with one operand gives a type."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         found = builtins.type(*args, **kwargs)

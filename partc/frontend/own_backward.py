@@ -43,7 +43,7 @@ def own_hooks(model: nn.Module) -> Mapping[str, tuple[Hook, ...]]:
 
 
 class _GradientOfResult:
-    """What stands for the gradient of a module's result, which a trace does not have where that of its operands is."""
+    """A stand-in for the gradient of a module's result, which a trace does not have where that of its operands is."""
 
     def _read(self, *_: Any) -> Any:
         raise _refused("a hook on a module's backward pass reads the gradient of its result")
@@ -102,7 +102,11 @@ def _around(hook: Callable[..., Any], parts: int, *, results: bool) -> Callable[
         if not isinstance(given, Tensor | tuple):
             raise _refused("a hook is on the backward pass of a module that returns no tensor or tuple")
         listed = given if isinstance(given, tuple) else (given,)
-        if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in listed):
+        if not torch.is_grad_enabled():
+            return None
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in listed):
+            if not results and hook(tuple(None for _ in listed)) is None:
+                raise _refused("a hook reads a gradient without changing it")
             return None
         found = _followed(Hooked, listed, {}, [], parts)
         return found if isinstance(given, tuple) else found[0]

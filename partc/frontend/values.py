@@ -43,6 +43,10 @@ def with_values(build: Callable[[], Any]) -> Any:
             models.append(build())
     if not all(isinstance(model, nn.Module) for model in models):
         return models[0]
+    if any(isinstance(value, torch.ScriptObject) for part in models[0].modules() for value in vars(part).values()):
+        raise PartcError(
+            "P0205", "model() has packed weights, which cannot be trained", help="leave out the quantization of modules"
+        )
     one, other = (dict(_attributes(model)) for model in models)
     differing = sorted(name for name in one.keys() | other.keys() if not _equal(one.get(name), other.get(name)))
     if differing:

@@ -33,6 +33,7 @@ def example_cases() -> list[Case]:
         case("cosine_similarity", x, normal(6, 4, 6), 2),
         case("unfold", x, 2, 2, 1),
         case("diagonal", x, 0, 1, 2),
+        case("diagonal_scatter", x, normal(6, 4), 0, 1, 2),
         case("diag_embed", x),
         case("var_mean", x, [2]),
         case("std_mean", x, [1]),

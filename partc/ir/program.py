@@ -32,11 +32,10 @@ ROUTED = frozenset({"route", "dispatch", "combine"})
 # `divide_rows` gives each of several tables the rows that came for it, in turn; `join_rows` is its transpose.
 BY_TABLE = frozenset({"divide_rows", "join_rows"})
 # Operations whose results may alias their first operand.
-NO_GRAD = "no_grad"  # an attribute of a traced change in place: no gradient passes from what is written
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
-# A loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`.
+NO_GRAD = "no_grad"  # the attribute of a traced change in place from whose new values no gradient passes
 SPARSE = "sparse"  # the attribute of a table's gradient that is kept as rows
-SCAN = "scan"
+SCAN = "scan"  # a loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`
 # The places that a mask selects, along one of its dimensions: `selected(mask, dim)`; as many as the mask has elements.
 SELECTED = "selected"
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})

@@ -22,6 +22,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from partc.errors import PartcError
 from partc.ir.naming import identifier, unique
 from partc.ir.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
 from partc.passes.normalize import lookups, losses, views
@@ -316,6 +317,21 @@ def _weight_norm(w: Writer, op: Op) -> None:
     w.add(op, "mul", (v, scale))
 
 
+def _fill_diagonal(w: Writer, op: Op) -> None:
+    """A matrix with one number on its diagonal."""
+    x, number, *wrapped = op.args
+    shape = op.result.type.shape
+    if len(shape) != 2 or (any(wrapped) and shape[0] > shape[1]):
+        raise PartcError(
+            "P0212",
+            "fill_diagonal_ of other than a matrix, or around its end, is not supported",
+            help="use torch.where with a mask",
+            source=op.source,
+        )
+    mask = w.value(f"{op.result.name}_diagonal", shape, "bool")
+    w.add(op, "masked_fill", (x, w.add(op, "eye", shape, mask, dtype=DTypeArg("bool")), number))
+
+
 def _gelu(w: Writer, op: Op) -> None:
     approximate = argument(op, 1, "approximate", "none")
     if approximate == "none":
@@ -369,6 +385,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "embedding_bag": lookups.embedding_bag,
     "one_hot": lookups.one_hot,
     "take_along_dim": lookups.take_along,
+    "fill_diagonal": _fill_diagonal,
     "gelu": _gelu,
     "glu": _glu,
     **_each("cross_entropy_loss nll_loss nll_loss_nd", losses.cross_entropy),

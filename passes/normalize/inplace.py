@@ -1,22 +1,27 @@
 """Functionalize in-place operations.
 
-    y = relu(x)                    y   = relu(x)
-    add_(y, b)              ->     y_2 = add(y, b)
-    z = mul(y, 2)                  z   = mul(y_2, 2)
+    y = relu(x)                    y     = relu(x)
+    a = select(y, 0, 0)            a     = select(y, 0, 0)
+    b = select(y, 0, 1)            add_  = add(a, b)
+    add_(a, b)              ->     y_2   = select_scatter(y, add_, 0, 0)
+    z = mul(y, b)                  b_2   = select(y_2, 0, 1)
+                                   z     = mul(y_2, b_2)
 
-Later readers of the changed tensor read the new value. A changed view (a slice, a part of a split, a transpose) is put
-back into its tensor, and other views that are read afterwards are made again. The last value of a buffer is the first
-value of the next microbatch. A change is refused if a view that may be a copy is read afterwards, if it reaches a
-buffer by such a view, and if it reaches an input or a parameter.
+A changed view (a slice, a row, a transpose, a diagonal) is put back into its tensor. Later readers of the tensor read
+the new value, and a view that is read after a change of its tensor is made anew, as torch's functionalization does. The
+last value of a buffer is the first value of the next microbatch. A change is refused if it reaches a tensor by a view
+that may be a copy (reshape, flatten, contiguous, to) and the tensor is read afterwards, and if it reaches an input or a
+parameter. A change with the attribute `no_grad` writes values without a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
-from partc.ir.program import NO_GRAD, Graph, Op, Ref, TensorType, Value, is_change
+from partc.ir.naming import unique
+from partc.ir.program import NO_GRAD, Arg, Graph, Op, Ref, TensorType, Value, is_change
 
 # Operations whose result may share memory with their first operand.
 _VIEW_NAMES = (
@@ -25,14 +30,25 @@ _VIEW_NAMES = (
     " type_as dropout diagonal unfold as_strided broadcast_tensors narrow real imag"
 )
 _VIEWS = frozenset(_VIEW_NAMES.split())
+# Those of them that may copy, or that read memory by strides.
+_DOUBTFUL = frozenset(
+    {"reshape", "flatten", "contiguous", "to", "type_as", "dropout", "as_strided", "broadcast_tensors"}
+)
 _FUNCTIONAL = {"normal_": "normal_functional"}  # normal makes a tensor of means and deviations
-_SCATTERS = {"slice": "slice_scatter", "select": "select_scatter", "diagonal": "diagonal_scatter"}
-_SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unbind", "tensor_split"})
-_RESHAPES = frozenset({"view", "_unsafe_view", "squeeze", "unsqueeze"})  # reshape and flatten may copy
-_TRANSPOSES = frozenset({"transpose", "swapaxes", "t", "T", "numpy_T", "mT", "permute"})
-_SAME = frozenset({"detach", "alias"})
-# Views that are no copies, and can be made again of a changed tensor.
-_AGAIN = frozenset({*_SCATTERS, *_SPLITS, *_RESHAPES, *_TRANSPOSES, *_SAME, "narrow", "expand", "expand_as", "unfold"})
+_RESHAPES = frozenset({"view", "_unsafe_view", "squeeze", "unsqueeze", "unflatten", "view_as"})
+_TRANSPOSES = frozenset({"transpose", "swapaxes", "t", "T", "numpy_T", "mT"})  # each is its own inverse
+_SPANS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
+# Operations in place that change the shape of a view, and no memory.
+_RESTRIDES = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"})
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A value that shows memory of another: the result `index` of the operation `op` on `base`."""
+
+    base: str
+    op: Op
+    index: int = 0
 
 
 def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[Graph, dict[str, str]]:
@@ -42,95 +58,207 @@ def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[G
     """
     if not any(is_change(op) for op in graph.ops):
         return graph, {}
-    last = _last_reads(graph)
-    types = {**buffers, **{name: value.type for name, value in graph.definitions().items()}}
-    storage: dict[str, str] = {}  # view -> the value whose memory it shows
-    parts: dict[str, Op] = {}  # slices and rows of other values -> their operations
-    inside = {value.name for op in graph.ops for value in op.results} | set(buffers)
-    current: dict[str, str] = {}  # changed value -> its current name
-    origin: dict[str, str] = {}  # a changed tensor under each of its names -> its first name
-    views: dict[str, Op] = {}  # views that can be made again -> their operations
-    ops: list[Op] = []
+    return _Functionalization(graph, buffers).run()
 
-    def changed(name: str, now: str) -> None:
-        current[name] = now
-        current.update((old, now) for old, new in list(current.items()) if new == name)
 
-    def same(name: str) -> str:
-        return origin.get(name, name)
+class _Functionalization:
+    """One walk over a graph.
 
-    for index, op in enumerate(graph.ops):
-        first = next(op.refs(), None)
-        if not is_change(op) or first is None:
+    `current` has the latest name of each changed or renewed value, `seen` the number of changes of its memory that this
+    name includes. A value whose memory has changed since is made anew when it is read.
+    """
+
+    def __init__(self, graph: Graph, buffers: Mapping[str, TensorType]) -> None:
+        self._graph = graph
+        self._buffers = buffers
+        self._types = {**buffers, **{name: value.type for name, value in graph.definitions().items()}}
+        self._last = _last_reads(graph)
+        self._inside = {value.name for op in graph.ops for value in op.results} | set(buffers)
+        self._taken = set(self._types)
+        self._roots: dict[str, str] = {}  # view -> the value whose memory it shows
+        self._views: dict[str, _View] = {}
+        self._current: dict[str, str] = {}
+        self._seen: dict[str, int] = {}
+        self._changes: dict[str, list[Op]] = {}  # of each root
+        self._ops: list[Op] = []
+
+    def run(self) -> tuple[Graph, dict[str, str]]:
+        for index, op in enumerate(self._graph.ops):
+            first = next(op.refs(), None)
+            if op.name in _RESTRIDES:
+                op = replace(_recorded(op), name=op.name.removesuffix("_"))
+            elif is_change(op) and first is not None:
+                self._change(op, first, index)
+                continue
+            self._ops.append(replace(self._renewed(op), results=op.results))
             if op.name in _VIEWS and first is not None:
-                storage.update((value.name, storage.get(first, first)) for value in op.results)
-            if op.name in _AGAIN:
-                views.update((value.name, op) for value in op.results)
-            if op.name in _SPLITS or op.name == "narrow":
-                parts.update(_parts(op, types))
-            elif op.name in _SCATTERS or op.name in _RESHAPES or op.name in _TRANSPOSES:
-                parts[op.result.name] = op
-            elif op.name in _SAME and first is not None and storage.get(first, first) in buffers:
-                parts[op.result.name] = op  # elsewhere a gradient flows past the change
-            ops.append(replace(op.renamed(current), results=op.results))
-            continue
-        whole = _wholes(first, parts)
-        root = storage.get(first, first)
-        names = {name: [each for each in (*origin, name) if same(each) == same(name)] for name in (first, *whole)}
-        known = {each for group in names.values() for each in group}
-        kept = {root} if root in buffers and not known & {root, current.get(root, root)} else set()
-        later = {name for name, place in last.items() if place > index} | kept
-        stale = _stale(op, known, later, storage, views, inside)
-        storage[op.result.name] = root
-        if first in parts:  # the result is the changed part itself
-            parts[op.result.name] = replace(parts[first], results=(op.result,))
-            views[op.result.name] = parts[op.result.name]
-        written = replace(op.renamed(current), name=_functional(op.name), results=op.results)
+                for number, value in enumerate(op.results):
+                    self._shows(value.name, _View(first, op, number))
+        outputs = tuple(self._latest(name) for name in self._graph.outputs)
+        ends = {name: self._latest(name) for name in self._buffers if self._changes.get(name)}
+        return replace(self._graph, ops=tuple(self._ops), outputs=outputs), ends
+
+    def _shows(self, name: str, view: _View) -> None:
+        root = self._roots.get(view.base, view.base)
+        self._roots[name], self._views[name] = root, view
+        self._seen[name] = len(self._changes.get(root, ()))
+
+    def _renewed(self, op: Op) -> Op:
+        return op.renamed({name: self._latest(name) for name in op.refs()})
+
+    def _latest(self, name: str) -> str:
+        """The name of a value after all changes of its memory so far."""
+        root = self._roots.get(name, name)
+        changes = self._changes.get(root, [])
+        if self._seen.get(name, 0) == len(changes):
+            return self._current.get(name, name)
+        view = self._views[name]
+        if view.op.name in _DOUBTFUL:
+            raise _refusal(changes[-1])
+        base = Ref(self._latest(view.base))
+        made = Value(name=unique(f"{name}_after", self._taken), type=self._types[name])
+        shown = _shown(view, base, made)
+        if shown is None:
+            self._current[name] = base.name
+        else:
+            self._ops.append(shown)
+            self._current[name] = made.name
+        self._seen[name] = len(changes)
+        return self._current[name]
+
+    def _change(self, op: Op, target: str, index: int) -> None:
+        wholes = self._wholes(target)
+        root = self._roots.get(target, target)
+        if root not in self._inside:
+            raise PartcError(
+                "P0212",
+                f"{op.name} changes an input or a parameter in place",
+                help=f"use {op.name.removesuffix('_')} and the value it returns",
+                source=op.source,
+            )
+        if root not in (target, *wholes):
+            self._check_unread(op, {target, *wholes}, root, index)
+        done = replace(self._renewed(op), name=_functional(op.name), results=op.results)
         if (NO_GRAD, True) in op.attrs:
-            value = replace(op.result, name=f"{op.result.name}_written")
-            attrs = tuple(item for item in op.attrs if item[0] != NO_GRAD)
-            ops.append(replace(written, attrs=attrs, results=(value,)))
-            written = Op(name="detach", args=(Ref(value.name),), results=op.results, source=op.source)
-        ops.append(written)
-        before = {name: current.get(name, name) for name in whole}
-        for each in names[first]:
-            changed(each, op.result.name)
-        part, now = first, op.result.name
-        for name in whole:
-            made = Value(name=f"{op.result.name}_in_{name}", type=types[name])
-            put = _put_back(parts[part], Ref(before[name]), Ref(now), made)
+            written = replace(op.result, name=unique(f"{op.result.name}_written", self._taken))
+            self._ops.append(replace(_recorded(done), results=(written,)))
+            done = Op(name="detach", args=(Ref(written.name),), results=op.results, source=op.source)
+        before = {name: self._latest(name) for name in wholes}
+        self._ops.append(done)
+        self._changes.setdefault(root, []).append(op)
+        count = len(self._changes[root])
+        now = op.result.name
+        self._current[target], self._seen[target] = now, count
+        part = target
+        for name in wholes:
+            made = Value(name=unique(f"{op.result.name}_in_{name}", self._taken), type=self._types[name])
+            put = _put_back(self._views[part], Ref(before[name]), Ref(now), made)
             if put is not None:
-                ops.append(replace(put, source=op.source))
+                self._ops.append(replace(put, source=op.source))
                 now = made.name
-            for each in names[name]:
-                changed(each, now)
+            self._current[name], self._seen[name] = now, count
             part = name
-        origin.update({first: same(first), op.result.name: same(first)})
-        for view in dict.fromkeys(id(views[name]) for name in stale):
-            again = next(each for each in views.values() if id(each) == view)
-            seen = tuple(replace(value, name=f"{op.result.name}_seen_{value.name}") for value in again.results)
-            ops.append(replace(again.renamed(current), results=seen))
-            for value, made in zip(again.results, seen, strict=True):
-                if value.name in stale:
-                    changed(value.name, made.name)
-    done = replace(graph, ops=tuple(ops), outputs=tuple(current.get(name, name) for name in graph.outputs))
-    return done, {name: current[name] for name in buffers if name in current}
+        same = Op(name="alias", args=(Ref(target),), results=op.results, source=op.source)
+        self._shows(op.result.name, _View(target, same))
+
+    def _wholes(self, name: str) -> list[str]:
+        """The tensors that contain a value, from the inside out, as far as a change of it can be put back."""
+        found = []
+        while name in self._views and self._is_part(name):
+            name = self._views[name].base
+            found.append(name)
+        return found
+
+    def _is_part(self, name: str) -> bool:
+        view = self._views[name]
+        if view.op.name == "detach":  # elsewhere a gradient flows past the change
+            return self._roots[name] in self._buffers
+        base, own = Ref(view.base), Value(name=name, type=self._types[view.base])
+        return view.op.name == "alias" or _put_back(view, base, Ref(name), own) is not None
+
+    def _check_unread(self, op: Op, known: set[str], root: str, index: int) -> None:
+        """Refuse a change of what may be a copy of memory that is read afterwards."""
+        shared = {name for name, base in self._roots.items() if base == root} | {root}
+        if root in self._buffers or any(self._last.get(name, -1) > index for name in shared - known):
+            raise _refusal(op)
 
 
-def _put_back(view: Op, before: Ref, now: Ref, made: Value) -> Op | None:
-    """The operation that makes a whole tensor of its value before a change and of a changed view; None if it is one."""
-    if view.name in _SCATTERS:
-        return Op(name=_SCATTERS[view.name], args=(before, now, *view.args[1:]), attrs=view.attrs, results=(made,))
-    if view.name in _RESHAPES:
+def _refusal(change: Op) -> PartcError:
+    return PartcError(
+        "P0212",
+        f"{change.name} changes a tensor in place of which a view, or the base, is read afterwards",
+        help=f"use {change.name.removesuffix('_')} and the value it returns; build parts with torch.cat or torch.where",
+        source=change.source,
+    )
+
+
+def _shown(view: _View, base: Ref, made: Value) -> Op | None:
+    """The operation that shows a view of another base; None if it is the base itself."""
+    if view.op.name == "alias":
+        return None
+    if len(view.op.results) == 1:
+        return replace(view.op, args=(base, *view.op.args[1:]), results=(made,))
+    span = _span(view)
+    assert span is not None
+    name, place = span
+    return Op(name=name, args=(base, *place), results=(made,), source=view.op.source)
+
+
+def _put_back(view: _View, before: Ref, now: Ref, made: Value) -> Op | None:
+    """The operation that makes a whole tensor of its value before a change and of a changed view; None if it has none
+    or is the view itself.
+    """
+    op = view.op
+    if (span := _span(view)) is not None:
+        name, place = span
+        return Op(name=f"{name}_scatter", args=(before, now, *place), results=(made,))
+    if op.name in _RESHAPES:
         return Op(name="reshape", args=(now, made.type.shape), results=(made,))
-    if view.name == "permute":
-        order = view.args[1]
+    if op.name == "permute":
+        order = op.args[1]
         assert isinstance(order, tuple)
         dims = [dim % len(order) for dim in order if isinstance(dim, int)]
         return Op(name="permute", args=(now, tuple(map(dims.index, range(len(dims))))), results=(made,))
-    if view.name in _TRANSPOSES:  # its own inverse
-        return Op(name=view.name, args=(now, *view.args[1:]), results=(made,))
+    if op.name in _TRANSPOSES:
+        return Op(name=op.name, args=(now, *op.args[1:]), results=(made,))
+    if op.name == "movedim" and len(op.args) == 3:
+        return Op(name="movedim", args=(now, op.args[2], op.args[1]), results=(made,))
     return None
+
+
+def _span(view: _View) -> tuple[str, tuple[Arg, ...]] | None:
+    """A view as a slice, a row (select) or a diagonal of its base: the name and the operands after the first."""
+    op = view.op
+    named = dict(op.attrs)
+    dim = named.get("dim", 0)
+    if op.name in ("slice", "select"):
+        return op.name, op.args[1:]
+    if op.name == "narrow":
+        _, along, start, length = op.args
+        if not isinstance(start, int) or not isinstance(length, int):
+            return None
+        end = start + length
+        return "slice", (along, start, None if start < 0 <= end else end, 1)
+    if op.name == "diagonal":
+        given = (*op.args[1:], *(0, 0, 1)[len(op.args) - 1 :])
+        return "diagonal", tuple(
+            named.get(key, arg) for key, arg in zip(("offset", "dim1", "dim2"), given, strict=True)
+        )
+    if op.name == "unbind":
+        return "select", (op.args[1] if len(op.args) > 1 else dim, view.index)
+    if op.name in _SPANS:
+        along = op.args[2] if len(op.args) > 2 else dim
+        assert isinstance(along, int)
+        ends = [0]
+        for value in op.results:
+            ends.append(ends[-1] + value.type.shape[along])
+        return "slice", (along, ends[view.index], ends[view.index + 1], 1)
+    return None
+
+
+def _recorded(op: Op) -> Op:
+    """An operation without the mark of torch.no_grad()."""
+    return replace(op, attrs=tuple(item for item in op.attrs if item[0] != NO_GRAD))
 
 
 def _functional(name: str) -> str:
@@ -138,75 +266,7 @@ def _functional(name: str) -> str:
     return _FUNCTIONAL.get(name, name.removesuffix("_"))
 
 
-def _wholes(name: str, parts: Mapping[str, Op]) -> list[str]:
-    """The tensors that contain a value, from the inside out."""
-    found = []
-    while name in parts:
-        name = next(parts[name].refs())
-        found.append(name)
-    return found
-
-
 def _last_reads(graph: Graph) -> dict[str, int]:
     """The position of each value's last read; the graph's outputs are read after everything."""
     found = {name: index for index, op in enumerate(graph.ops) for name in op.refs()}
     return found | dict.fromkeys(graph.outputs, len(graph.ops))
-
-
-def _parts(op: Op, types: Mapping[str, TensorType]) -> Iterator[tuple[str, Op]]:
-    """Each result of a split as a slice of its operand, or a row."""
-    whole = op.args[0]
-    assert isinstance(whole, Ref)
-    rank = len(types[whole.name].shape)
-    place = 1 if op.name in ("unbind", "narrow") else 2
-    given = op.args[place] if len(op.args) > place else dict(op.attrs).get("dim", 0)
-    start = op.args[2] if op.name == "narrow" else 0
-    assert isinstance(given, int) and isinstance(start, int)
-    dim = given % rank
-    start += types[whole.name].shape[dim] if start < 0 else 0
-    for number, value in enumerate(op.results):
-        if op.name == "unbind":
-            yield value.name, replace(op, name="select", args=(whole, dim, number), attrs=(), results=(value,))
-            continue
-        end = start + value.type.shape[dim]
-        yield value.name, replace(op, name="slice", args=(whole, dim, start, end, 1), attrs=(), results=(value,))
-        start = end
-
-
-def _stale(
-    op: Op,
-    known: set[str],
-    later: set[str],
-    storage: Mapping[str, str],
-    views: Mapping[str, Op],
-    inside: set[str],
-) -> list[str]:
-    """The views of changed memory that are read later and not `known` to change, in the order in which they are made.
-
-    Raises PartcError P0212 for those that cannot be made again.
-    """
-    target = next(op.refs())
-    root = storage.get(target, target)
-    if root not in inside:
-        raise PartcError(
-            "P0212",
-            f"{op.name} changes an input or a parameter in place",
-            help=f"use {op.name.removesuffix('_')} and the value it returns",
-            source=op.source,
-        )
-    shared = {name for name, base in storage.items() if base == root} | {root}
-    apart = {value.name for value in views[target].results} if target in views else set()  # the other parts
-    needed: set[str] = set()
-    for name in (shared & later) - known - {op.result.name} - apart:
-        while name not in known:
-            needed.add(name)
-            if name not in views:
-                raise PartcError(
-                    "P0212",
-                    f"{op.name} changes a tensor in place of which a view, or the base, is read afterwards",
-                    help=f"use {op.name.removesuffix('_')} and the value it returns; build parts with torch.cat or "
-                    "torch.where",
-                    source=op.source,
-                )
-            name = next(views[name].refs())
-    return [name for name in views if name in needed]

@@ -32,6 +32,7 @@ from partc.frontend.selections import check_numbers
 from partc.frontend.strided_views import windows
 from partc.frontend.value_branches import RANDOM_BRANCH
 from partc.installed import is_machinery, shortened
+from partc.ir.gradients import reached
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
 from partc.ir.naming import identifier, unique, unreserved
@@ -667,12 +668,10 @@ class _GraphReader:
         changes = [place for place in range(start, len(self._ops)) if is_change(self._ops[place])]
         if not changes:
             return
-        live = {self.states[name] for name in self._trained if name in self.states}
-        outside = live
-        for place, op in enumerate(self._ops):
-            outside = {*live} if place == start else outside
-            if op.name != "detach" and not live.isdisjoint(op.refs()):
-                live.update(value.name for value in op.results if value.type.differentiable)
+        trained = [self.states[name] for name in self._trained if name in self.states]
+        outside, live = (
+            reached(Graph(inputs=(), ops=tuple(ops), outputs=()), trained) for ops in (self._ops[:start], self._ops)
+        )
         parameters = {value.name for value in self.params}
         inside = {value.name: op for op in self._ops[start:] for value in op.results}
         for place in changes:

@@ -91,7 +91,11 @@ def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
 
 
 # Operations whose results have no gradient. As in autograd, a gradient that is zero everywhere counts as one.
-_FLAT = frozenset({"detach", "incoming_gradient", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"})
+_FLAT_NAMES = (
+    "detach incoming_gradient zeros_like ones_like full_like empty_like rand_like randn_like"
+    " new_zeros new_ones new_full new_empty"
+)
+_FLAT = frozenset(_FLAT_NAMES.split())
 
 
 def reached(graph: Graph, roots: Iterable[str]) -> set[str]:

@@ -42,6 +42,12 @@ WITHOUT_DERIVATIVE = {
 ELSEWHERE = {
     *("alias", "clone", "contiguous", "detach", "pad", "upsample_bilinear2d", "upsample_bicubic2d", "copysign"),
     *("incoming_gradient", "own_gradient"),  # whose gradients are other operations' results
+    *(
+        "bag_sum",
+        "bag_max",
+        "bag_sum_grad",
+        "bag_max_grad",
+    ),  # whose bags follow one another, and whose equal numbers have one largest
     *("attention_backward", "mask_classes", "linear_cross_entropy", "linear_cross_entropy_backward"),
 }
 

@@ -13,11 +13,9 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.cost.calibration import calibration
 from partc.planner.planning import Planner, Request
+from tests.benchmarks.comparison import complete, prefer, rank_correlation, seconds, summary
 from tests.network import Host, Unavailable, switched
 
 WORKERS = Path(__file__).parent / "workers"
@@ -160,15 +159,11 @@ def log_of(network: EmulatedNetwork, name: str, folder: Path) -> Path:
     return folder / network.name / f"{name}.jsonl"
 
 
-def complete(log: Path) -> bool:
-    return log.exists() and len(log.read_text().splitlines()) == STEPS
-
-
 def measured(network: EmulatedNetwork, names: Sequence[str], folder: Path) -> None:
     """Measure the network, and train packages on it. Raises Unavailable."""
     here = folder / network.name
     here.mkdir(exist_ok=True)
-    missing = [name for name in names if not complete(log_of(network, name, folder))]
+    missing = [name for name in names if not complete(log_of(network, name, folder), STEPS)]
     if not missing and (here / "0.toml").exists():
         return
     for name in missing:
@@ -176,17 +171,22 @@ def measured(network: EmulatedNetwork, names: Sequence[str], folder: Path) -> No
     million = 1_000_000
     with switched(network.nodes, network.megabits * million, leaf=network.leaf, core=network.core * million) as hosts:
         if not (here / "0.toml").exists():
-            master = (
-                "--master",
-                f"{hosts[0].address}:{MASTER}",
-                "--processes",
-                network.ranks,
-                "--nodes",
-                network.nodes,
-            )
+            master = ("--master", f"{hosts[0].address}:{MASTER}")
+            sizes = ("--processes", network.ranks, "--nodes", network.nodes)
             probes = [
-                (*probe, "--node-rank", place, "-o", here / f"{place}.toml")
-                for place, probe in enumerate([("-m", "partc", "cluster", "measure", *master)] * network.nodes)
+                (
+                    "-m",
+                    "partc",
+                    "cluster",
+                    "measure",
+                    *master,
+                    *sizes,
+                    "--node-rank",
+                    place,
+                    "-o",
+                    here / f"{place}.toml",
+                )
+                for place in range(network.nodes)
             ]
             everywhere(hosts, probes, here, "measure")
         runs = [(str(packages(folder) / name), str(log_of(network, name, folder)), STEPS) for name in missing]
@@ -213,8 +213,7 @@ def everywhere(hosts: Sequence[Host], commands: Sequence[Sequence[object]], here
             process = subprocess.Popen(
                 words, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
-        with suppress(OSError):  # other work waits, as in several.py
-            Path(f"/proc/{process.pid}/autogroup").write_text("-19")
+        prefer(process.pid)
         started.append(process)
     try:
         codes = [process.wait(timeout=LIMIT) for process in started]
@@ -240,12 +239,6 @@ def chosen(network: EmulatedNetwork, folder: Path) -> str:
     return name
 
 
-def seconds(log: Path) -> float:
-    """The median over the steps after the first few, without the time that measuring them takes."""
-    entries = [json.loads(line) for line in log.read_text().splitlines()[WARM:]]
-    return statistics.median(entry["seconds"] - entry.get("measuring", 0.0) for entry in entries)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """The measured and the predicted step of a package, and the share of the prediction that waits for links."""
@@ -265,7 +258,7 @@ def compared(network: EmulatedNetwork, folder: Path) -> Iterator[Compared]:
     simulators: dict[str, Simulator] = {}
     for name, model, plan in plans(network, folder):
         log = log_of(network, name, folder)
-        if not complete(log):
+        if not complete(log, STEPS):
             print(f"{network.name} {name}: not measured")
             continue
         if model not in simulators:
@@ -273,38 +266,27 @@ def compared(network: EmulatedNetwork, folder: Path) -> Iterator[Compared]:
         found = simulators[model].predict(plan)
         waits = 1 - found.compute / found.step_seconds
         print(
-            f"{network.name:<10} {name:<52} {seconds(log):7.3f} {found.step_seconds:7.3f} "
-            f"{found.step_seconds / seconds(log) - 1:+7.1%}  computes {found.compute:.3f}, exposed {found.exposed:.3f}, bubble {found.bubble:.3f}",
+            f"{network.name:<10} {name:<52} {seconds(log, WARM):7.3f} {found.step_seconds:7.3f} "
+            f"{found.step_seconds / seconds(log, WARM) - 1:+7.1%}  computes {found.compute:.3f}, exposed {found.exposed:.3f}, "
+            f"bubble {found.bubble:.3f}",
             flush=True,
         )
-        yield Compared(name=name, measured=seconds(log), predicted=found.step_seconds, waits=waits)
+        yield Compared(name=name, measured=seconds(log, WARM), predicted=found.step_seconds, waits=waits)
 
 
-def ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
-    for place, index in enumerate(order):
-        found[index] = float(place)
-    return found
-
-
-def summary(name: str, found: Sequence[Compared]) -> str:
-    errors = [each.error for each in found]
-    orders = (ranks([each.measured for each in found]), ranks([each.predicted for each in found]))
-    return (
-        f"{name}: {len(found)} packages, mean error {statistics.fmean(map(abs, errors)):.1%}, "
-        f"bias {statistics.fmean(errors):+.1%}, rank correlation {statistics.correlation(*orders):.2f}"
-    )
+def told(name: str, found: Sequence[Compared]) -> str:
+    correlation = rank_correlation([each.measured for each in found], [each.predicted for each in found])
+    return f"{name}: {len(found)} packages, {summary([each.error for each in found], correlation)}"
 
 
 def choice(network: EmulatedNetwork, found: Sequence[Compared], folder: Path) -> str:
     """The measured step of the planner's choice, and of the best measured package of the same model."""
     log = log_of(network, f"choice_{network.name}", folder)
-    if not complete(log):
+    if not complete(log, STEPS):
         return f"{network.name}: the planner's choice is not measured"
     plan = json.loads((folder / network.name / "choice.json").read_text())
     best = min((each for each in found if each.name.startswith("gpt")), key=lambda each: each.measured)
-    took = seconds(log)
+    took = seconds(log, WARM)
     return (
         f"{network.name}: the planner chooses {plan}, which takes {took:.3f} s; "
         f"the best package, {best.name}, {best.measured:.3f} s: {took / best.measured - 1:+.1%}"
@@ -342,10 +324,10 @@ def main() -> None:
         for network in networks:
             found = list(compared(network, folder))
             everything += found
-            print(summary(network.name, found))
+            print(told(network.name, found))
             print(choice(network, found, folder))
-        print(summary("all", everything))
-        print(summary("waits of at least half", [each for each in everything if each.waits >= 0.5]))
+        print(told("all", everything))
+        print(told("waits of at least half", [each for each in everything if each.waits >= 0.5]))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from partc.cluster.files import cluster_of
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.cost.calibration import calibration
+from tests.benchmarks.comparison import complete, prefer, rank_correlation, seconds, summary
 
 WORKER = Path(__file__).parent / "workers" / "several.py"
 GPT = str(Path(__file__).parent.parent / "models" / "gpt.py")
@@ -114,7 +113,7 @@ def measured(folder: Path) -> None:
             first("-m", "partc", "cluster", "measure", *options)
         names = [name for name, _, plan in plans(folder) if plan.compile_options().mesh.size == processes]
         logs = {name: folder / f"{name}.jsonl" for name in names}
-        missing = {name: log for name, log in logs.items() if not complete(log)}
+        missing = {name: log for name, log in logs.items() if not complete(log, STEPS)}
         for log in missing.values():
             log.unlink(missing_ok=True)
         runs = [(str(folder / name), str(log), STEPS) for name, log in missing.items()]
@@ -126,28 +125,9 @@ def measured(folder: Path) -> None:
 def first(*command: object) -> None:
     """Run a Python command before other work of this machine, as far as the user may say so."""
     process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, start_new_session=True)
-    with suppress(OSError):
-        Path(f"/proc/{process.pid}/autogroup").write_text("-19")
+    prefer(process.pid)
     if process.wait():
         sys.exit(f"failed: {' '.join(map(str, command))}")
-
-
-def complete(log: Path) -> bool:
-    return log.exists() and len(log.read_text().splitlines()) == STEPS
-
-
-def seconds(log: Path) -> float:
-    """The median over the steps after the first few, without the time that measuring them takes."""
-    entries = [json.loads(line) for line in log.read_text().splitlines()[WARM:]]
-    return statistics.median(entry["seconds"] - entry["measuring"] for entry in entries)
-
-
-def ranks(values: list[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
-    for place, index in enumerate(order):
-        found[index] = float(place)
-    return found
 
 
 def predicted(folder: Path) -> None:
@@ -155,21 +135,20 @@ def predicted(folder: Path) -> None:
     pairs = []
     for name, model, plan in plans(folder):
         log = folder / f"{name}.jsonl"
-        if not complete(log):
+        if not complete(log, STEPS):
             continue
         processes = plan.compile_options().mesh.size
         if (model, processes) not in simulators:
             cluster = cluster_of(str(folder / f"{processes}.toml"))
             simulators[model, processes] = Simulator(model, cluster, calibration(cluster))
         found = simulators[model, processes].predict(plan)
-        pair = seconds(log), found.step_seconds
+        pair = seconds(log, WARM), found.step_seconds
         pairs.append(pair)
         parts = f"computes {found.compute:.3f}, exposed {found.exposed:.3f}, bubble {found.bubble:.3f}"
         print(f"{name:<60} {pair[0]:7.3f} s {pair[1]:7.3f} s {pair[1] / pair[0] - 1:+7.1%}  {parts}", flush=True)
     errors = [guess / real - 1 for real, guess in pairs]
-    spearman = statistics.correlation(ranks([real for real, _ in pairs]), ranks([guess for _, guess in pairs]))
-    mean, bias = statistics.fmean(map(abs, errors)), statistics.fmean(errors)
-    print(f"{len(pairs)} packages: mean error {mean:.1%}, bias {bias:+.1%}, rank correlation {spearman:.2f}")
+    correlation = rank_correlation([real for real, _ in pairs], [guess for _, guess in pairs])
+    print(f"{len(pairs)} packages: {summary(errors, correlation)}")
 
 
 def main() -> None:

@@ -11,8 +11,6 @@ pass, and run tensor-parallel collectives beside pieces of products).
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from partc.cluster.cluster import preset
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.cost.calibration import calibration
+from tests.benchmarks.comparison import rank_correlation, summary
 
 MODEL = Path(__file__).parent.parent / "models" / "gpt.py"
 
@@ -182,14 +181,6 @@ RUNS = (
 )
 
 
-def ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
-    for place, index in enumerate(order):
-        found[index] = float(place)
-    return found
-
-
 def main() -> None:
     found: dict[str, list[tuple[Run, float]]] = {}
     print(f"{'run':<17} {'mesh':<18} {'microbatches':>12} {'published':>11} {'predicted':>11}  error  memory")
@@ -207,12 +198,10 @@ def main() -> None:
         print(f"{name:<17} {run.plan.mesh:<18} {figures}  {memory}", flush=True)
     for table, pairs in found.items():
         errors = [predicted / run.seconds - 1 for run, predicted in pairs]
-        mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
         # Ranks of flops a second and GPU, which are comparable between sizes and clusters.
         published = [run.flops / (run.seconds * run.gpus) for run, _ in pairs]
         predicted = [run.flops / (seconds * run.gpus) for run, seconds in pairs]
-        spearman = statistics.correlation(ranks(published), ranks(predicted))
-        print(f"{table}: {len(pairs)} runs, mean error {mean:.1%}, bias {bias:+.1%}, rank correlation {spearman:.2f}")
+        print(f"{table}: {len(pairs)} runs, {summary(errors, rank_correlation(published, predicted))}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A model in parallel: its optimizers, and a step's forward and backward (the loss, where it is known)."""
+    """A peer's model on one rank: its optimizers, and a step of forward and backward, which returns the loss or None."""
 
     optimizers: list[torch.optim.Optimizer]
     step: Callable[[Batch], Tensor | None]

@@ -248,7 +248,7 @@ class _Walk:
 
 
 def _is_list(type: TensorType) -> bool:
-    """Whether an entry of the batch is a list of integers, such as offsets, which every rank can have whole."""
+    """Whether a batch entry is a list of integers, such as offsets, that may be replicated on all ranks."""
     return len(type.shape) == 1 and type.dtype not in FLOATING
 
 

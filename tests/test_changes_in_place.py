@@ -207,6 +207,25 @@ def past_the_gradient(m: Any, x: Tensor) -> Tensor:
     return h.square().mean()  # type: ignore[no-any-return]
 
 
+def past_a_view(view: Callable[[Tensor], Tensor], m: Any, x: Tensor) -> Tensor:
+    h = m.up(x) * 1
+    with torch.no_grad():
+        view(h).mul_(2)
+    return h.square().mean()  # type: ignore[no-any-return]
+
+
+PAST = (
+    lambda h: h.T[0],
+    lambda h: h.mT,
+    lambda h: h.movedim(0, 1),
+    lambda h: h.swapaxes(0, 1),
+    lambda h: h.tensor_split(2, 1)[0],
+    lambda h: h.unfold(1, 3, 3),
+    lambda h: h.to(h.dtype),
+    lambda h: h.contiguous(),
+)
+
+
 def copied(m: Any, x: Tensor) -> Tensor:
     """A reshape may be a view or a copy."""
     h = m.up(x).sin()
@@ -214,7 +233,7 @@ def copied(m: Any, x: Tensor) -> Tensor:
     return h.sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("run", [past_the_gradient, copied])
+@pytest.mark.parametrize("run", [past_the_gradient, copied, *(partial(past_a_view, view) for view in PAST)])
 def test_changes_that_are_refused(run: Forward) -> None:
     with pytest.raises(PartcError) as caught:
         normalize(

@@ -133,7 +133,7 @@ def test_losses_compute_with_the_number_of_selected_rows(style: str) -> None:
     ],
 )  # fmt: skip
 def test_plain_integers_of_the_number_of_selected_rows_are_refused(style: str) -> None:
-    """Python's own integers lose the fact that a number is unknown; traces with other integers find them."""
+    """Code that turns a number of rows into a plain integer is refused, because traces with other integers differ."""
     with pytest.raises(PartcError) as error:
         traced = trace_file(COUNTED, {"style": style}, mesh=Mesh.parse("1x1x2"))
         passes.run(traced.program, {}, until="route")

@@ -13,7 +13,7 @@ THRESHOLDS = (100_000, 50, 1000)
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """A context in which cycles are searched for less often; the thresholds of before return at its end."""
+    """A context that raises the collector's thresholds, and restores them at its end."""
     before = gc.get_threshold()
     gc.set_threshold(*THRESHOLDS)
     try:

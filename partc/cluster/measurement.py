@@ -80,7 +80,7 @@ class MeasuredRates:
 
     @property
     def spread(self) -> float:
-        """The share of a link that messages to several nodes reach; a narrow core hides it."""
+        """The share of a link's bandwidth that messages to several nodes reach; 1 if a narrow core hides it."""
         line = self.line("between 1") if "spread" in self.kinds and not self.oversubscription[0] else None
         if line is None:
             return 1.0

@@ -126,7 +126,7 @@ class Forecast:
     def _step_at(
         self, known: Mapping[tuple[int, str], float]
     ) -> tuple[Timeline, Mapping[tuple[int, str], ActionTimeline]]:
-        """The same with known paces of actions.
+        """The timeline of the schedule, and each action by its rank and name, for given paces of the actions.
 
         A collective continues between the action that starts it and the one that waits for it, also while a rank waits.
         """

@@ -26,7 +26,7 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.ctc_loss` for lengths that are not known."""
+    """`torch.nn.functional.ctc_loss` for lengths whose values the trace does not know."""
     alone = log_probs.dim() == 2
     scores = (log_probs.unsqueeze(1) if alone else log_probs).transpose(0, 1)
     rows, steps, _ = scores.shape
@@ -61,7 +61,7 @@ def ctc_loss(
 
 
 def _in_rows(targets: Tensor, lengths: Tensor, steps: int) -> Tensor:
-    """Labels that lie one after the other, a row for each; a label of more than `steps` places fits no alignment."""
+    """Concatenated labels as a matrix with one row per example, cut at `steps`: longer labels never align."""
     most = max(1, min(len(targets), steps))
     places = (lengths.cumsum(0) - lengths)[:, None] + torch.arange(most)
     return targets[places.clamp(max=len(targets) - 1)]

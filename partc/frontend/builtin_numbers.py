@@ -46,7 +46,7 @@ def _extreme(plain: Callable[..., Any], limit: str, both: Callable[[Tensor, Tens
 
 
 class _Kinds(type):
-    """The type of `type` as models see it: its instances are types, and a call of it with one operand gives a type."""
+    """The metaclass of `_Type`: checks and calls behave as those of Python's own `type`."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         found = builtins.type(*args, **kwargs)
@@ -63,7 +63,7 @@ class _Kinds(type):
 
 
 class _Type(type, metaclass=_Kinds):
-    """Python's `type`, which tells a number of rows to be an integer."""
+    """Python's `type`, except that the type of a number of rows is int."""
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {

@@ -21,7 +21,7 @@ from typing import Any
 from partc.errors import PartcError, Source
 from partc.ir.program import SELECTED, Graph, Op, Ref
 
-VIEWS = frozenset(
+_VIEWS = frozenset(
     {
     "view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "permute", "t",
     "transpose", "expand", "expand_as", "split", "split_with_sizes", "chunk", "unbind", "select", "slice", "alias",
@@ -83,7 +83,7 @@ class _Alignment:
         if self._writes_rows(op):
             return
         name = target.name
-        while name in self.missing and self.makers[name].name in VIEWS:
+        while name in self.missing and self.makers[name].name in _VIEWS:
             name = next(self.makers[name].refs())
         if name not in self.missing:
             raise self.refusal(op)

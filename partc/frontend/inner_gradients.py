@@ -28,7 +28,7 @@ _library.impl("inner_gradient", torch.library.fallthrough_kernel, "Autograd")
 
 
 class _Standing(torch.autograd.Function):
-    """Recorded values in place of the equal ones that autograd made, whose graph continues behind them."""
+    """Replaces values that autograd computed by equal recorded ones; gradients flow on into autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

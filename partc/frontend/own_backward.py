@@ -43,7 +43,7 @@ def own_hooks(model: nn.Module) -> Mapping[str, tuple[Hook, ...]]:
 
 
 class _GradientOfResult:
-    """A stand-in for the gradient of a module's result, which a trace does not have where that of its operands is."""
+    """Stands for the gradient of a module's result, which a hook on its operands' gradients cannot read in a trace."""
 
     def _read(self, *_: Any) -> Any:
         raise _refused("a hook on a module's backward pass reads the gradient of its result")

@@ -37,7 +37,7 @@ class UnequalError(Exception):
 
 
 class WholeTrace(Exception):
-    """The model has to be traced with all calls of its modules."""
+    """Raised if a trace without repeated modules meets code that needs all calls of all modules."""
 
 
 def container_of(row: Repetition) -> str:

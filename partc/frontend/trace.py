@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from partc.errors import InternalError, PartcError, Source
 from partc.frontend.capture import Captured, Loss, capture
 from partc.frontend.complex_numbers import is_complex, rewritten
-from partc.frontend.empty_selections import VIEWS, check_empty
+from partc.frontend.empty_selections import check_empty
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_file import ModelFile, load
 from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
@@ -38,6 +38,7 @@ from partc.ir.mesh import Mesh
 from partc.ir.naming import identifier, unique, unreserved
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import (
+    MAY_SHARE,
     NO_GRAD,
     Arg,
     Call,
@@ -661,7 +662,7 @@ class _GraphReader:
                 self._names[user] = made if node.args[0] is not False else self._stopped(user, made)
 
     def _silence(self, start: int) -> None:
-        """Say of changes under no_grad that no gradient passes from what is written.
+        """Mark changes under no_grad, whose new values have no gradient.
 
         Raises PartcError P0212 where a gradient would pass by the change, to the tensor as it was.
         """
@@ -673,12 +674,17 @@ class _GraphReader:
             reached(Graph(inputs=(), ops=tuple(ops), outputs=()), trained) for ops in (self._ops[:start], self._ops)
         )
         parameters = {value.name for value in self.params}
+        types = {value.name: value.type for op in self._ops for value in op.results}
+        types |= {value.name: value.type for value in (*self.params, *self.inputs)}
         inside = {value.name: op for op in self._ops[start:] for value in op.results}
         for place in changes:
             op = self._ops[place]
             target = next(op.refs())
-            while (made := inside.get(target)) is not None and (made.name in VIEWS or is_change(made)):
-                target = next(made.refs())
+            while (made := inside.get(target)) is not None and (made.name in MAY_SHARE or is_change(made)):
+                shown = next(made.refs())
+                if types[shown].dtype != types[target].dtype:
+                    break  # a cast copies
+                target = shown
             if target in outside and target not in parameters:
                 raise PartcError(
                     "P0212",

@@ -26,7 +26,7 @@ class SubDim:
         return -(-self.size // math.prod(sizes[axis] for axis in self.axes))
 
     def spare(self, sizes: Sizes) -> int:
-        """The elements that the parts together have too many."""
+        """The spare elements: what all parts together have beyond the dimension."""
         return -self.size % math.prod(sizes[axis] for axis in self.axes)
 
     def __str__(self) -> str:

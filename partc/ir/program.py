@@ -33,6 +33,13 @@ ROUTED = frozenset({"route", "dispatch", "combine"})
 BY_TABLE = frozenset({"divide_rows", "join_rows"})
 # Operations whose results may alias their first operand.
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
+# Operations of a traced graph whose results may share memory with their first operand.
+_SHARING_NAMES = (
+    "view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as permute t T transpose swapaxes numpy_T mT"
+    " movedim expand expand_as split split_with_sizes chunk unbind tensor_split select slice contiguous alias detach to"
+    " type_as dropout diagonal unfold as_strided broadcast_tensors narrow real imag"
+)
+MAY_SHARE = frozenset(_SHARING_NAMES.split())
 NO_GRAD = "no_grad"  # the attribute of a traced change in place from whose new values no gradient passes
 SPARSE = "sparse"  # the attribute of a table's gradient that is kept as rows
 SCAN = "scan"  # a loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`

@@ -208,7 +208,7 @@ class Planner:
                 yield plan
 
     def _promise(self, family: Family) -> tuple[bool, float]:
-        """The least hope of some plans of a family."""
+        """The smallest estimate among some plans of a family."""
         return min(map(self._hope, _some(family).plans()))
 
     def _near(self, plan: ParallelPlan) -> list[ParallelPlan]:

@@ -286,7 +286,7 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
 
 
 def _refusal(error: RuntimeError, warnings: Sequence[str], graph: Graph) -> PartcError | None:
-    """The refusal of an operation that torch does not differentiate, at its line; None for other errors."""
+    """PartcError P0222 at the line of the operation whose derivative torch refuses; None for other errors."""
     if found := re.search(r"derivative for (?:aten::)?(\w+) is not implemented", str(error)):
         op = next((op for op in graph.ops if op.name.rpartition("::")[2] == found[1]), None)
         cause = f"torch has no derivative of {found[1]}, and a gradient must pass through it"

@@ -21,16 +21,9 @@ from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
 from partc.ir.naming import unique
-from partc.ir.program import NO_GRAD, Arg, Graph, Op, Ref, TensorType, Value, is_change
+from partc.ir.program import MAY_SHARE, NO_GRAD, Arg, Graph, Op, Ref, TensorType, Value, is_change
 
-# Operations whose result may share memory with their first operand.
-_VIEW_NAMES = (
-    "view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as permute t T transpose swapaxes numpy_T mT"
-    " movedim expand expand_as split split_with_sizes chunk unbind tensor_split select slice contiguous alias detach to"
-    " type_as dropout diagonal unfold as_strided broadcast_tensors narrow real imag"
-)
-_VIEWS = frozenset(_VIEW_NAMES.split())
-# Those of them that may copy, or that read memory by strides.
+# Of the operations that may share memory, those that may copy, or that read memory by strides.
 _DOUBTFUL = frozenset(
     {"reshape", "flatten", "contiguous", "to", "type_as", "dropout", "as_strided", "broadcast_tensors"}
 )
@@ -91,7 +84,7 @@ class _Functionalization:
                 self._change(op, first, index)
                 continue
             self._ops.append(replace(self._renewed(op), results=op.results))
-            if op.name in _VIEWS and first is not None:
+            if op.name in MAY_SHARE and first is not None:
                 for number, value in enumerate(op.results):
                     self._shows(value.name, _View(first, op, number))
         outputs = tuple(self._latest(name) for name in self._graph.outputs)
@@ -193,7 +186,7 @@ def _refusal(change: Op) -> PartcError:
 
 
 def _shown(view: _View, base: Ref, made: Value) -> Op | None:
-    """The operation that shows a view of another base; None if it is the base itself."""
+    """The operation that makes the same view of another base; None if the view is the base itself."""
     if view.op.name == "alias":
         return None
     if len(view.op.results) == 1:
@@ -205,8 +198,9 @@ def _shown(view: _View, base: Ref, made: Value) -> Op | None:
 
 
 def _put_back(view: _View, before: Ref, now: Ref, made: Value) -> Op | None:
-    """The operation that makes a whole tensor of its value before a change and of a changed view; None if it has none
-    or is the view itself.
+    """The operation that writes a changed view back into its base, given the base's value before the change.
+
+    None if the view is the base itself, or if partc has no such operation.
     """
     op = view.op
     if (span := _span(view)) is not None:

@@ -59,7 +59,7 @@ class Levels:
         places.movedim((dim + 2, dim + 1), (0, 1)).copy_(parts.unflatten(dim + 2, (outer, rest)))
 
     def _place_without_spare(self, parts: Tensor, whole: Tensor, dim: int, rest: int) -> None:
-        """Join parts of which the last end with spare elements: the full ones together, then what the next one has."""
+        """Join parts without their spare elements: copy the full parts at once, then the rest of the next one."""
         start, length = 0, whole.shape[dim]
         for row in parts.unbind(1) if self.both else (parts.flatten(0, 1),):
             row = row.unflatten(dim, (-1, rest))

@@ -1,4 +1,4 @@
-"""Reductions of bags of rows: bag b has the rows from starts[b] to ends[b]. Bags follow each other.
+"""Reductions of bags of rows: bag b has the rows from starts[b] to ends[b], and bag b + 1 begins where bag b ends.
 
 Rows outside all bags do not count.
 

@@ -42,15 +42,16 @@ def region_code(
     called: RegionNames,
     updates: Mapping[int, str] | None = None,
     *,
+    returned: Collection[int] = (),
     gives: bool = False,
     dense: Collection[str] = (),
     compiled: bool = False,
 ) -> RegionCode:
     """`prefix` is the module path that sources of this region's operations share ("blocks.0").
 
-    `updates` maps positions of outputs to buffers: such an output is stored in its buffer, not returned. Gradients of
-    parameters are added to their buffers or, with `gives`, returned. `dense` values need no copy where a kernel demands
-    dense memory.
+    `updates` maps positions of outputs to buffers: such an output is stored in its buffer, and returned only if
+    `returned` has its position too. Gradients of parameters are added to their buffers or, with `gives`, returned.
+    `dense` values need no copy where a kernel demands dense memory.
     """
     fields = Names()
     for value in region.params:
@@ -64,6 +65,7 @@ def region_code(
         kept=Names(),
         prefix=prefix,
         updates=updates or {},
+        stored=frozenset(updates or ()).difference(returned),
         gives=gives,
         dense=dense,
         module=Names(called.every),
@@ -86,6 +88,7 @@ def region_code(
         params=writer.record(called.params, fields, region.forward, [value.name for value in region.params]),
         saved=writer.record(called.saved, writer.saved, region.forward, saved),
         kept=writer.record(called.kept, writer.kept, region.backward, region.kept) if region.backward else None,
+        stored=writer.stored,
         compiled=compiled,
         has_local=any(value.type.layout.local for graph in region.graphs for value in graph.definitions().values()),
         gradient_inputs=tuple(
@@ -111,6 +114,7 @@ class _Writer:
     kept: Names
     prefix: str
     updates: Mapping[int, str]
+    stored: frozenset[int]  # positions of outputs that are not returned
     gives: bool
     dense: Collection[str]
     module: Names  # of steps
@@ -130,7 +134,7 @@ class _Writer:
         lines = self._body(graph, names, {}, borrowed=inputs)
         count = len(self.region.forward.outputs)
         results = [names[output] for output in graph.outputs]
-        returned = [result for index, result in enumerate(results[:count]) if index not in self.updates]
+        returned = [result for index, result in enumerate(results[:count]) if index not in self.stored]
         for index, buffer in self.updates.items():
             lines.append(Line(code=f"p.{self.fields[buffer]}.copy_({results[index]})", uses=frozenset({"p"})))
         types = ["Tensor"] * len(returned)
@@ -224,7 +228,7 @@ class _Writer:
         region = Region(name=self.region.name, params=(), forward=graph)
         forward = any(value.name in self.region.forward.definitions() for value in op.results)
         stem = f"{self.called.stem}_step{'' if forward else '_backward'}"
-        writer = replace(self, region=region, fields=Names(), updates={}, dense=(), steps=[])
+        writer = replace(self, region=region, fields=Names(), updates={}, stored=frozenset(), dense=(), steps=[])
         names = writer._scope()
         for value in graph.inputs:
             names[value.name]

@@ -41,6 +41,7 @@ def region_codes(program: Program) -> dict[str, RegionCode]:
             f"{title}{place_of(region)}.",
             called[name],
             _updated(program, region, here[0]),
+            returned=_read(program, here),
             gives=program.zero >= 2 and exchanges.has_unit(here[0]),
             dense=contiguous[name],
             compiled=region.kernels == "inductor",
@@ -64,3 +65,9 @@ def _updated(program: Program, region: Region, call: Call) -> dict[int, str]:
     local = {name: value.name for name, value in zip(call.params, region.params, strict=True)}
     buffers = {value: buffer for buffer, value in program.updates}
     return {index: local[buffers[name]] for index, name in enumerate(call.results) if name in buffers}
+
+
+def _read(program: Program, calls: Sequence[Call]) -> frozenset[int]:
+    """The positions of the results that another call, another stage or the program's result needs, of any call."""
+    needed = {name for call in program.calls for name in call.args} | set(program.returned)
+    return frozenset(index for call in calls for index, name in enumerate(call.results) if name in needed)

@@ -72,6 +72,7 @@ class RegionCode:
     forward: Function
     backward: Function | None
     weight: Function | None
+    stored: frozenset[int]  # positions of the outputs that forward stores in buffers and doesn't return
     compiled: bool  # whether torch.compile makes kernels of the functions
     has_local: bool  # whether the layout of some value is known within a rank only
     gradient_inputs: tuple[int, ...]  # positions of the inputs whose gradients backward returns

@@ -118,8 +118,7 @@ class StepWriter:
 
     def _call(self, run: Run, way: Access, args: Sequence[str], results: Sequence[str]) -> list[Line]:
         code = self.b.codes[run.region.name]
-        stored = {value for _, value in self.b.program.updates}
-        kept = [target for target, name in zip(results, run.calls[-1].results, strict=True) if name not in stored]
+        kept = [target for index, target in enumerate(results) if index not in code.stored]
         targets = [*kept, "kept"] if code.saved else kept
         arguments = self.b.arguments(code.forward, run, args, "self.comm", p=way.p)
         assigned = f"{', '.join(targets)} = " if targets else ""

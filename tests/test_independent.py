@@ -29,6 +29,7 @@ CHEAP = {
     "frozen_parts": (1, 2),
     "vae_drawn": (3,),
     "used_twice": (5,),
+    "running_mean": (2,),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

@@ -206,6 +206,13 @@ def _routed(o: Operands) -> str:
     return f"{o.named(name)}({', '.join(o.args)}, {o.named('comm')}.{o.axis})"
 
 
+def _route(o: Operands) -> str:
+    """The plan of rows' ways, with options where they are not the defaults."""
+    experts, count, stay, most = o.args
+    how = f"{', stay=True' * (stay == 'True')}{f', most={most}' * (most != '0.0')}"
+    return f"{o.named('functional.route')}({experts}, {count}, {o.named('comm')}.{o.axis}{how})"
+
+
 def _fused(o: Operands) -> str:
     """One kernel for several operations."""
     name = o.attrs["kernel"].strip('"')
@@ -384,7 +391,7 @@ _TABLE: Mapping[str, Emit] = {
     "expert_rows_grad": _function("functional.expert_rows_grad"),
     "divide_rows": _function("functional.divide_rows"),
     "join_rows": lambda o: f"{o.named('torch.cat')}({o.args[0]})",
-    "route": _routed,
+    "route": _route,
     "dispatch": _routed,
     "combine": _routed,
     "bmm": _infix("@"),

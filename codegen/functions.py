@@ -27,6 +27,7 @@ from partc.communication import descriptions as collectives
 from partc.ir.layout import Sizes
 from partc.ir.program import SCAN, Graph, Op, Ref, Region, Value
 from partc.ir.ragged import ragged_rows
+from partc.ir.routers import choices
 from partc.ir.scans import scan_of
 from partc.rules import demands_dense
 
@@ -131,7 +132,8 @@ class _Writer:
         inputs = [value for value in graph.inputs if value.name not in self._params]
         for value in inputs:
             names[value.name]
-        lines = self._body(graph, names, {}, borrowed=inputs)
+        counted = {op.results[0].name: chosen for chosen, op in choices(self.region).items()}
+        lines = self._body(graph, names, {}, borrowed=inputs, counted=counted)
         count = len(self.region.forward.outputs)
         results = [names[output] for output in graph.outputs]
         returned = [result for index, result in enumerate(results[:count]) if index not in self.stored]
@@ -304,12 +306,18 @@ class _Writer:
         return (*common, *tensors)
 
     def _body(
-        self, graph: Graph, names: Names, buffers: Mapping[str, list[str]], borrowed: Iterable[Value]
+        self,
+        graph: Graph,
+        names: Names,
+        buffers: Mapping[str, list[str]],
+        borrowed: Iterable[Value],
+        counted: Mapping[str, str] | None = None,
     ) -> list[Line]:
         """One line for each operation.
 
         `buffers` names the gradient buffers that values are added to; `borrowed` values are the
-        caller's to free.
+        caller's to free. `counted` are choices of experts, by the result of the operation before which they are
+        counted.
         """
         types = self.region.types(graph)
         uses = _use_counts(graph)
@@ -354,6 +362,9 @@ class _Writer:
             comment = collectives.comment(op, graph, types, self.sizes, self._label, apart=operands.started)
             over = [f"written over {written(op.args[place], write)}" for place in overwritten(op).values()]
             notes = tuple(filter(None, (remade.get(op.results[0].name), comment, *over)))
+            if counted and op.results[0].name in counted:
+                chosen = counted[op.results[0].name]
+                lines.append(Line(code=f"comm.loads.count({write(chosen)})", uses=frozenset({"comm"})))
             statement = self._statement(op, operands, order, index, uses, graph, names, buffers, inlined, notes)
             lines.extend(statement)
             if any(" = " in line.code for line in statement):

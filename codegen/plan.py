@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from partc.codegen.cuda_graphs import obstacle
@@ -13,6 +13,7 @@ from partc.communication.descriptions import NAMES, moved_bytes
 from partc.cost.memory import Account
 from partc.ir.layout import Layout, SubDim
 from partc.ir.program import Graph, Parameter, Program, Region, TensorType
+from partc.ir.routers import routers
 from partc.runtime.plan import FORMAT
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which UTF-8 does not have
@@ -110,6 +111,7 @@ def plan(
             for transfer in program.transfers
         ],
         "attention": documents(program),
+        **({"routers": [asdict(router) for router in found]} if (found := [*routers(program)]) else {}),
         "schedule": {str(index): " ".join(map(str, actions)) for index, actions in enumerate(program.schedule)},
         **({} if uncaptured is None else {"uncaptured": uncaptured.cause}),
         **({} if memory is None else {"memory": memory.document()}),

@@ -212,6 +212,7 @@ def compile(
     compress_grads: str = "none",
     loss_chunks: int = 1,
     expert_capacity: str | float | None = None,
+    expert_rows: float | None = None,
     router_bias_rate: float = 0.0,
     cuda_graphs: bool = False,
     optimizer: str | None = None,
@@ -252,7 +253,8 @@ def compile(
     nodes first. `grad_reduce` is the precision of these sums, fp32 or bf16. `compress_grads` is the format of gradients
     that cross nodes: none, bf16 or int8, with error feedback. `loss_chunks` is the number of chunks of logits, of which
     one is in memory at a time. `expert_capacity` (1.25, "1.25@microbatch") bounds the rows that an expert takes of a
-    sequence or a microbatch. `router_bias_rate` is the size of the update of routers' biases by the load of their
+    sequence or a microbatch. `expert_rows` times the mean is the number of rows of a rank's experts in the memory
+    account. `router_bias_rate` is the size of the update of routers' biases by the load of their
     experts. `kernels` is auto, triton, aten, or inductor. `cuda_graphs` makes the package record its steps on GPUs.
     `optimizer` ("sgd:momentum=0.9"), `group` ("*.bias:weight_decay=0") and `lr` are the defaults of
     train.py, for which memory is accounted; without them the model file's optimizer() decides, else AdamW. `eval_every`
@@ -310,6 +312,7 @@ def compile(
         grad_reduce=grad_reduce,
         compress_grads=compress_grads,
         expert_capacity=expert_capacity,
+        expert_rows=expert_rows,
         router_bias_rate=router_bias_rate,
         cuda_graphs=cuda_graphs,
         optimizer=optimizer,

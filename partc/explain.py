@@ -534,7 +534,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0537": CodeExplanation(
         "not enough memory",
-        "The machine or its GPU ran out of memory; the message names the action. `partc memory DIR` shows the peak of "
+        "The machine or its GPU ran out of memory; the message names the action, and the last layer for whose experts "
+        "on this rank more rows than the mean have come: `--expert-rows F` accounts for F times the mean, and "
+        "--expert-capacity bounds rows. `partc memory DIR` shows the peak of "
         "each rank, and its moment. More ranks, --zero, --recompute, smaller microbatches and --loss-chunks lower it. "
         "Exit code 1.",
     ),
@@ -607,6 +609,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "a step, and moments of 8 bits have blocks that shards would cut elsewhere. sparseadam needs sparse gradients, "
         "and a package with sparse gradients an optimizer that takes them: both are compiled for. "
         "A model file's optimizer(model) returns one of these classes from torch.optim, or a list of several.",
+    ),
+    "P0552": CodeExplanation(
+        "a row for an expert that does not exist",
+        "A router chose a number that is not below the number of its layer's experts, so the row cannot travel to the "
+        "rank of its expert. The message names the layer and the number. Exit code 1.",
     ),
     "P0601": CodeExplanation(
         "the output folder is not partc's",

@@ -90,7 +90,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("canonical",),
         ensures=("bounds",),
         after=("route", "simplify"),
-        options=("expert_capacity",),
+        options=("expert_capacity", "expert_axes"),
         reads=(),
     ),
     Pass(
@@ -216,7 +216,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("layouts",),
         ensures=("experts",),
         after=("tables",),
-        options=("expert_axes", "pins"),
+        options=("expert_axes", "pins", "expert_capacity", "expert_rows"),
     ),
     Pass(
         name="partition",

@@ -1,11 +1,14 @@
 """Bound the rows of each expert: with `--expert-capacity`, the results of later rows are zero.
 
-    hidden = expert_matmul(rows, chosen, up)               hidden = expert_matmul(rows, chosen, up)
-    y      = expert_matmul(hidden, chosen, down)     ->    y_all  = expert_matmul(hidden, chosen, down)
-    z      = mul(y, scores)                                places = expert_places(reshape(chosen, (8, 64)))
-                                                           kept   = reshape(lt(places, 40), (512, 1))
-                                                           y      = where(kept, y_all, 0)
+    hidden = expert_matmul(rows, chosen, up)               places = expert_places(reshape(chosen, (8, 64)))
+    y      = expert_matmul(hidden, chosen, down)     ->    kept   = reshape(lt(places, 40), (512,))
+    z      = mul(y, scores)                                taken  = where(kept, chosen, 8)
+                                                           hidden = expert_matmul(rows, taken, up)
+                                                           y_all  = expert_matmul(hidden, taken, down)
+                                                           y      = where(reshape(kept, (512, 1)), y_all, 0)
                                                            z      = mul(y, scores)
+
+The number 8 is that of no expert: such rows are not computed, and do not travel.
 
 An expert takes its first rows of each scope, in the order of tokens and of their choices. The scope is a sequence or a
 microbatch, which no mesh changes: where ranks hold parts of it, they gather the choices. A rank is no scope, as the
@@ -25,7 +28,9 @@ from partc.ir.program import Op, Program, Ref, Region
 from partc.passes.route.rows import RowWriter
 
 
-def capacity(program: Program, *, expert_capacity: Capacity | None = None) -> Program:
+def capacity(
+    program: Program, *, expert_capacity: Capacity | None = None, expert_axes: tuple[str, ...] = ()
+) -> Program:
     """Bound the rows of all experts that tokens choose. Raises PartcError P0109."""
     found = expert_capacity
     if found is None:
@@ -39,7 +44,7 @@ def capacity(program: Program, *, expert_capacity: Capacity | None = None) -> Pr
             help=f"count rows by sequence: --expert-capacity {found.factor:g}, or give --microbatches 1",
         )
     batch = program.value_types()[program.batch_entries[0]].shape[0]
-    regions = tuple(_bounded(region, found, batch) for region in program.regions)
+    regions = tuple(_bounded(region, found, batch, travel=bool(expert_axes)) for region in program.regions)
     if regions == program.regions:
         raise PartcError(
             "P0109",
@@ -49,37 +54,55 @@ def capacity(program: Program, *, expert_capacity: Capacity | None = None) -> Pr
     return replace(program, regions=regions)
 
 
-def _bounded(region: Region, found: Capacity, batch: int) -> Region:
+def _bounded(region: Region, found: Capacity, batch: int, *, travel: bool) -> Region:
+    """The region with bounded experts. If rows `travel`, those of lookups by expert do as well."""
     graph, types = region.forward, dict(region.types(region.forward))
     last = {[*op.refs()][-2]: op for op in graph.ops if op.name == "expert_matmul"}
     ends = {_with_bias(op, graph.ops, chosen): chosen for chosen, op in last.items()}
     w = RowWriter(types=types, taken=set(types))
+    kept: dict[str, str] = {}  # by choice of experts, the rows that are not dropped
+    taken: dict[str, str] = {}  # the choice with the number of no expert for other rows
     for op in graph.ops:
-        chosen = ends.get(op.result.name) if len(op.results) == 1 else None
-        if chosen is None or not fuel.allowed("capacity", op.source):
+        chosen = [*op.refs()][-2] if op.name == "expert_matmul" else ""
+        if chosen and chosen not in kept and fuel.allowed("capacity", op.source):
+            w.source = op.source
+            kept[chosen] = _kept(w, found, batch, chosen, op)
+            none = w.add("full", ((), w.shape([*op.refs()][-1])[0]), (), w.types[chosen].dtype, "none")
+            args = (Ref(kept[chosen]), Ref(chosen), Ref(none))
+            taken[chosen] = w.add("where", args, w.shape(chosen), w.types[chosen].dtype, f"{chosen}_taken")
+        if op.name == "expert_matmul" or (travel and op.name == "index"):
+            op = replace(op.renamed(taken), results=op.results)
+        bounded = ends.get(op.result.name) if len(op.results) == 1 else None
+        if bounded not in kept:
             w.keep(op)
             continue
         w.source = op.source
-        (count,), (_, width), made = w.shape(chosen), op.result.type.shape, op.result
-        scopes = batch if found.scope == SCOPES[0] else 1
-        if count % scopes:
-            raise PartcError(
-                "P0109",
-                f"--expert-capacity {found}: {count} rows of experts are not those of {scopes} sequences",
-                help="leave the option out",
-                source=op.source,
-            )
-        experts = w.shape([*last[chosen].refs()][-1])[0]
-        most = math.ceil(found.factor * (count // scopes) / experts)
+        made = op.result
         every = replace(made, name=unique(f"{made.name}_all", w.taken))
         w.keep(replace(op, results=(every,)))
-        apart = w.reshape(chosen, (scopes, count // scopes), "chosen")
-        places = w.add("expert_places", (Ref(apart),), w.shape(apart), "i64", "places")
-        kept = w.add("lt", (Ref(places), most), w.shape(places), "bool", "kept")
-        column = w.reshape(kept, (count, 1), "kept")
+        column = w.reshape(kept[bounded], (made.type.shape[0], 1), "kept")
         zero = w.add("full", ((), 0), (), made.type.dtype, "nothing")
-        w.define("where", (Ref(column), Ref(every.name), Ref(zero)), (count, width), made.type.dtype, made.name)
+        w.define("where", (Ref(column), Ref(every.name), Ref(zero)), made.type.shape, made.type.dtype, made.name)
     return replace(region, forward=replace(graph, ops=tuple(w.ops)))
+
+
+def _kept(w: RowWriter, found: Capacity, batch: int, chosen: str, product: Op) -> str:
+    """The rows that their experts take, bool[rows]. Raises PartcError P0109."""
+    (count,) = w.shape(chosen)
+    scopes = batch if found.scope == SCOPES[0] else 1
+    if count % scopes:
+        raise PartcError(
+            "P0109",
+            f"--expert-capacity {found}: {count} rows of experts are not those of {scopes} sequences",
+            help="leave the option out",
+            source=product.source,
+        )
+    experts = w.shape([*product.refs()][-1])[0]
+    most = math.ceil(found.factor * (count // scopes) / experts)
+    apart = w.reshape(chosen, (scopes, count // scopes), "chosen")
+    places = w.add("expert_places", (Ref(apart),), w.shape(apart), "i64", "places")
+    kept = w.add("lt", (Ref(places), most), w.shape(places), "bool", "kept")
+    return w.reshape(kept, (count,), "kept")
 
 
 def _with_bias(product: Op, ops: tuple[Op, ...], chosen: str) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
+from partc.ir.capacity import Capacity
 from partc.ir.layout import Layout, Shard, Sizes, SubDim
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
@@ -33,15 +34,24 @@ _PRODUCT, _LOOKUP = "expert_matmul", "expert_rows"
 _GROUPS, _ROWS = "g", "s"  # factors of its rule
 
 
-def experts(program: Program, *, expert_axes: tuple[str, ...] = (), pins: Sequence[Pin] = ()) -> Program:
+def experts(
+    program: Program,
+    *,
+    expert_axes: tuple[str, ...] = (),
+    pins: Sequence[Pin] = (),
+    expert_capacity: Capacity | None = None,
+    expert_rows: float | None = None,
+) -> Program:
     """Cut all experts. Raises PartcError P0107 where there are none, or where some cannot be cut, and P0302.
 
-    Over several axes, rows travel over one after the other.
+    Over several axes, rows travel over one after the other. With `expert_capacity` some have no expert, and stay.
+    `expert_rows` times the mean is the number of rows that the memory account has.
     """
+    how = (expert_capacity is not None, expert_rows or 0.0)
     given = program
     axes = [axis for axis in axis_order(program.sizes) if axis in expert_axes]
     for number, axis in enumerate(axes):
-        program = _cut(program, axis, frozenset(axes[:number]))
+        program = _cut(program, axis, frozenset(axes[:number]), how)
     for before, after in zip(given.parameters, program.parameters, strict=True):
         if before.type != after.type:
             _check_pins(after, axes, pins)
@@ -61,9 +71,9 @@ def _check_pins(weight: Parameter, axes: Sequence[str], pins: Sequence[Pin]) -> 
                 )
 
 
-def _cut(program: Program, axis: str, earlier: frozenset[str]) -> Program:
+def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, float]) -> Program:
     """Cut all experts over an axis, of which `earlier` ones have cut them into parts."""
-    regions = [_Experts(region, axis, earlier, program) for region in program.regions]
+    regions = [_Experts(region, axis, earlier, program, how) for region in program.regions]
     params = {found.region.name: [found.weights.get(value.name) for value in found.region.params] for found in regions}
     slots: dict[str, set[Layout | None]] = {item.name: set() for item in program.parameters}
     for call in program.calls:
@@ -146,7 +156,10 @@ class _Chain:
 class _Experts:
     """The chains of a region, the weights that they alone read, and the operations that make them of parameters."""
 
-    def __init__(self, region: Region, axis: str, earlier: frozenset[str], program: Program) -> None:
+    def __init__(
+        self, region: Region, axis: str, earlier: frozenset[str], program: Program, how: tuple[bool, float]
+    ) -> None:
+        self.how = how  # whether rows may stay, and the number of rows over the mean
         self.region = region
         self.axis = axis
         self.earlier = earlier
@@ -415,7 +428,7 @@ class _Experts:
         self.types.update((value.name, value.type) for value in results)
         plans[chosen] = tuple(value.name for value in results)
         attrs = (("axis", self.axis),)
-        return Op(name="route", args=(Ref(chosen), count), attrs=attrs, results=results, source=op.source)
+        return Op(name="route", args=(Ref(chosen), count, *self.how), attrs=attrs, results=results, source=op.source)
 
     def _movement(self, name: str, moved: str, plan: tuple[str, ...], result: Value, op: Op) -> Op:
         order, grouped, _, counts = plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -206,18 +207,21 @@ def test_experts_that_are_unlike_stay_apart(model: Any) -> None:
     assert caught.value.code == "P0107" and "count from 0" in caught.value.help
 
 
-def _forward(weights: dict[str, Tensor], x: Tensor, most: float = math.inf, scope: int = moe.SEQ) -> Tensor:
+def _forward(
+    weights: dict[str, Tensor], x: Tensor, most: float = math.inf, scope: int = moe.SEQ, skew: float = 0
+) -> Tensor:
     """The logits of tests/models/moe.py, token by token and expert by expert.
 
     Of each `scope` tokens, an expert takes the first `most` rows.
     """
+    skewed = skew * torch.arange(moe.EXPERTS)
     for layer in range(2):
         of = {name.removeprefix(f"layers.{layer}."): each for name, each in weights.items()}
         rows = []
         taken: list[int] = []
         for number, token in enumerate(x.flatten(0, 1)):
             taken = taken if number % scope else []
-            scores = (of["router.weight"] @ token).softmax(0)
+            scores = (of["router.weight"] @ token - skewed).softmax(0)
             mixed = torch.zeros_like(token)
             for e in scores.argsort(descending=True)[: moe.CHOSEN].tolist():
                 taken.append(e)
@@ -231,8 +235,13 @@ def _forward(weights: dict[str, Tensor], x: Tensor, most: float = math.inf, scop
     return x @ weights["head.weight"].T + weights["head.bias"]
 
 
-def _equals_a_plain_loop(mesh: str, how: dict[str, Any], folder: Path, *dropped: int, real: bool = False) -> None:
-    """Train with a clipped norm, in which each element of an expert counts once. `dropped` is that of `_forward`."""
+def _equals_a_plain_loop(
+    mesh: str, how: dict[str, Any], folder: Path, *dropped: int, real: bool = False, skew: float = 0
+) -> str:
+    """Train with a clipped norm, in which each element of an expert counts once; returns what the training printed.
+
+    `dropped` and `skew` are those of `_forward`.
+    """
     torch.manual_seed(3)
     model = moe.model().double()
     save_file({name: x.clone() for name, x in model.state_dict().items()}, folder / "init.safetensors")
@@ -241,18 +250,49 @@ def _equals_a_plain_loop(mesh: str, how: dict[str, Any], folder: Path, *dropped:
     batch = moe.batch()
     for _ in range(3):
         optimizer.zero_grad()
-        logits = _forward(weights, batch["x"].double(), *dropped)
+        logits = _forward(weights, batch["x"].double(), *dropped, skew=skew)
         assert not dropped or not logits.allclose(_forward(weights, batch["x"].double()))
         nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
         assert torch.nn.utils.clip_grad_norm_(weights.values(), 0.05) > 0.1
         optimizer.step()
-    package = partc.compile(MOE, mesh=mesh, precision="fp64", **how)
+    package = partc.compile(MOE, mesh=mesh, precision="fp64", options={"skew": str(skew)}, **how)
     build, save = package.write(folder / "build"), folder / "save"
     given = ("--steps", 3, "--weight-decay", 0.1, "--clip", 0.05, "--init", folder / "init.safetensors")
-    trained(build, *given, "--save", save, real=real)
+    printed = trained(build, *given, "--save", save, "--metrics", folder / "metrics", real=real)
     found = whole(save / "step_00000003")
     for name, x in weights.items():
         torch.testing.assert_close(found[name], x.detach(), rtol=1e-10, atol=1e-12)
+    return printed
+
+
+def _metrics(folder: Path, layer: int) -> dict[str, float]:
+    """The last step's loads of a layer."""
+    prefix, line = f"load/layers.{layer}/", json.loads((folder / "metrics").read_text().splitlines()[-1])
+    return {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
+
+
+def test_rows_beyond_the_account_are_computed_and_named(tmp_path: Path) -> None:
+    """All tokens choose the two experts of the first of four ranks."""
+    printed = _equals_a_plain_loop("ep=4", {"expert_rows": 1.5}, tmp_path, real=True, skew=20)
+    for layer in range(2):
+        said = (
+            f"128 rows came for this rank's experts of layers.{layer}, where the mean is 32; the memory account has 1.5"
+        )
+        assert printed.count(said) == 1
+        assert _metrics(tmp_path, layer) == {"largest": 4.0, "empty": 0.75, "dropped": 0.0}
+    assert "largest load 4.00" in printed
+
+
+def test_the_memory_account_has_the_stated_rows() -> None:
+    def bytes_of(rows: float | None) -> int:
+        options = {"batch": "64", "skew": "0"}
+        return partc.compile(MOE, mesh="ep=4", precision="fp64", options=options, expert_rows=rows).memory.worst.peak
+
+    mean, twice, three = (bytes_of(rows) for rows in (None, 2, 3))
+    assert bytes_of(1) == mean < twice < three
+    assert three - twice == pytest.approx(twice - mean, rel=0.2)
+    with pytest.raises(PartcError, match=r"--expert-rows 0\.5 is out of range"):
+        bytes_of(0.5)
 
 
 @pytest.mark.slow
@@ -283,7 +323,8 @@ def test_experts_drop_rows_beyond_their_capacity(
     mesh: str, how: dict[str, Any], dropped: tuple[int, ...], tmp_path: Path
 ) -> None:
     """The same ones on every mesh: those of the plain loop."""
-    _equals_a_plain_loop(mesh, how, tmp_path, *dropped)
+    printed = _equals_a_plain_loop(mesh, how, tmp_path, *dropped)
+    assert _metrics(tmp_path, 1)["dropped"] > 0 and "  dropped " in printed
 
 
 @pytest.mark.parametrize(
@@ -405,8 +446,8 @@ MUTANTS = {
     ),
     "a rank without rows skips the exchange": (
         "runtime/comm/comm.py",
-        "        if sum(going) != x.shape[0]:",
-        "        if not sum(going):\n            return there(x)\n        if sum(going) != x.shape[0]:",
+        "        if (sum(going), sum(coming)) !=",
+        "        if not sum(going):\n            return there(x)\n        if (sum(going), sum(coming)) !=",
     ),
     "rows are counted wrong": (
         "runtime/ops/experts.py",
@@ -420,8 +461,8 @@ MUTANTS = {
     ),
     "rows are returned to other places": (
         "runtime/ops/experts.py",
-        "rows.index_select(0, _inverse(order))",
-        "rows",
+        "back.index_select(0, _inverse(order))",
+        "back",
     ),
 }
 

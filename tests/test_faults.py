@@ -370,3 +370,6 @@ def test_no_memory(error: Exception) -> None:
     assert raised.value.exit_code == 1
     with pytest.raises(RuntimeError, match="anything else"), enough_memory("rank 4", clock):
         raise RuntimeError("anything else")
+    clock.rows = "9 rows came for this rank's experts of layers.0, where the mean is 4"
+    with pytest.raises(UsageError, match=r"in 0F1 of step 3 \(9 rows .* of layers.0"), enough_memory("rank 4", clock):
+        raise error

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import partc
+from partc.runtime.comm.comm import Axis, Comm
+from partc.runtime.errors import UsageError
 from partc.runtime.ops import experts
+from partc.runtime.plan import PlanRouter
 
 
 def _case(rows: int = 11) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,6 +32,28 @@ def test_products_by_expert_and_their_gradients(rows: int) -> None:
         torch.testing.assert_close(experts.expert_matmul(x, chosen, w), expected)
         torch.testing.assert_close(experts.expert_matmul_grad_rows(grad, chosen, w), x.grad)
         torch.testing.assert_close(experts.expert_matmul_grad_weight(grad, chosen, x, 4), w.grad)
+
+
+def test_rows_without_an_expert_stay_and_are_zero() -> None:
+    x, chosen, w = _case()
+    none = torch.arange(len(x)) % 3 == 0
+    order, _, own, counts = experts.route(chosen.masked_fill(none, 4), 4, Axis(), stay=True)
+    assert counts.sum(1).tolist() == [len(x) - int(none.sum())] * 2 == [len(own)] * 2
+    made = experts.expert_matmul(x, chosen.masked_fill(none, 4), w)
+    torch.testing.assert_close(made, experts.expert_matmul(x, chosen, w).masked_fill(none[:, None], 0))
+    assert none[order[len(own) :]].all()
+
+
+@pytest.mark.parametrize("number", [4, 7])
+def test_an_expert_that_does_not_exist_is_an_error_of_its_layer(number: int) -> None:
+    comm = Comm({"ep": Axis()}, {})
+    comm.loads.expect([PlanRouter(name="layers.3.mlp", experts=4, over=(), stage=2)], [2], torch.device("cpu"))
+    axis = Axis()
+    axis.loads = comm.loads
+    comm.loads.enter(2)
+    comm.loads.count(torch.tensor([0, number]))
+    with pytest.raises(UsageError, match=f"P0552: the router of layers.3.mlp chose number {number}"):
+        experts.route(torch.tensor([0, number]), 4, axis)
 
 
 class Sorted(nn.Module):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _KEPT = (
     "mesh", "experts", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute",
     "casts", "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
-    "expert_capacity", "router_bias_rate",
+    "expert_capacity", "expert_rows", "router_bias_rate",
     "cuda_graphs", "optimizer", "group", "lr", "eval_every",
     "forward_only",
 )  # fmt: skip
@@ -32,7 +32,7 @@ _KEPT = (
 _DEFAULTS = {
     "experts": None, "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten",
     "bucket": "25MB", "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
-    "loss_chunks": 1, "expert_capacity": None, "router_bias_rate": 0.0,
+    "loss_chunks": 1, "expert_capacity": None, "expert_rows": None, "router_bias_rate": 0.0,
     "cuda_graphs": False, "optimizer": None, "group": (), "lr": None, "eval_every": 0,
     "forward_only": False,
 }  # fmt: skip
@@ -184,6 +184,12 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             "--expert-capacity",
             metavar="F[@SCOPE]",
             help="an expert takes F times its even share of the rows of a sequence (or @microbatch); later rows add 0",
+        ),
+        click.option(
+            "--expert-rows",
+            type=float,
+            metavar="F",
+            help="account memory for F times the mean of rows that come for a rank's experts, and tell when more come",
         ),
         click.option(
             "--router-bias-rate",

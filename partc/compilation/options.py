@@ -56,6 +56,7 @@ class Options:
     compress_grads: str = "none"
     loss_chunks: int = 1
     expert_capacity: Capacity | None = None
+    expert_rows: float | None = None  # times the mean, that come for a rank's experts in the memory account
     router_bias_rate: float = 0.0  # the size of the update of routers' biases; 0 for none
     cuda_graphs: bool = False
     optimizer: str = DEFAULT  # with options, as in `sgd:momentum=0.9`: train.py's default
@@ -88,6 +89,7 @@ class Options:
         compress_grads: str = "none",
         loss_chunks: int = 1,
         expert_capacity: str | float | None = None,
+        expert_rows: float | None = None,
         router_bias_rate: float = 0.0,
         cuda_graphs: bool = False,
         optimizer: str | None = None,
@@ -159,6 +161,10 @@ class Options:
             raise PartcError("P0004", f"--lr {lr} is out of range", help="give a number of 0 or more")
         if eval_every < 0:
             raise PartcError("P0004", f"--eval-every {eval_every} is out of range", help="give a number of 0 or more")
+        if expert_rows is not None and not 1 <= expert_rows < math.inf:
+            raise PartcError(
+                "P0004", f"--expert-rows {expert_rows:g} is out of range", help="give a number of 1 or more"
+            )
         parsed, level, axes = _zero(str(zero), parsed)
         options = cls(
             mesh=parsed,
@@ -182,6 +188,7 @@ class Options:
             compress_grads=compress_grads,
             loss_chunks=loss_chunks,
             expert_capacity=None if expert_capacity is None else Capacity.parse(str(expert_capacity)),
+            expert_rows=expert_rows,
             router_bias_rate=router_bias_rate,
             cuda_graphs=cuda_graphs,
             optimizer=optimizer or DEFAULT,
@@ -241,6 +248,8 @@ class Options:
             found["loss_chunks"] = self.loss_chunks
         if self.expert_capacity is not None:
             found["expert_capacity"] = str(self.expert_capacity)
+        if self.expert_rows is not None:
+            found["expert_rows"] = self.expert_rows
         if self.router_bias_rate:
             found["router_bias_rate"] = self.router_bias_rate
         if self.cuda_graphs:
@@ -284,6 +293,7 @@ class Options:
             "wire": "" if self.grad_reduce == "fp32" else self.grad_reduce,
             "loss_chunks": self.loss_chunks,
             "expert_capacity": self.expert_capacity,
+            "expert_rows": self.expert_rows,
             "router_bias_rate": self.router_bias_rate,
             "compress": "" if self.compress_grads == "none" else self.compress_grads,
             **({"kind": self.schedule} if self.table is None else {"table": self.table}),

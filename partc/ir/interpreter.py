@@ -132,7 +132,7 @@ def _fourier(x: Tensor, dims: list[int], inverse: bool) -> Tensor:
     return x
 
 
-def _route(experts: Tensor, count: int, axis: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _route(experts: Tensor, count: int, stay: bool, most: float, axis: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows in the order of their experts, which are all here."""
     order = experts.argsort(stable=True)
     return order, torch.arange(len(order)), experts[order], torch.bincount(experts, minlength=count).repeat(2, 1)

@@ -135,8 +135,8 @@ def _define_experts() -> None:
     plan = "Tensor order, Tensor grouped, Tensor counts, str axis, int n) -> Tensor"
     _operator(
         "route",
-        "(Tensor experts, int count, str axis, int n) -> (Tensor, Tensor, Tensor, Tensor)",
-        lambda experts, count, axis, n: (*(torch.empty_like(experts) for _ in range(3)), experts.new_empty(2, count)),
+        "(Tensor experts, int count, bool stay, float most, str axis, int n) -> (Tensor, Tensor, Tensor, Tensor)",
+        lambda experts, count, *_: (*(torch.empty_like(experts) for _ in range(3)), experts.new_empty(2, count)),
     )
     _operator("dispatch", f"(Tensor x, {plan}", _like, lambda g, a, r: [_ops.combine(g[0], *a[1:])])
     _operator("combine", f"(Tensor x, {plan}", _like, lambda g, a, r: [_ops.dispatch(g[0], *a[1:])])

@@ -26,6 +26,7 @@ from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Action as ScheduledAction
 from partc.ir.program import Program
+from partc.ir.routers import routers
 from partc.rehearsal.call_replay import Lessons, region_module, stage_class
 from partc.rehearsal.composition import Composer, Course, Told
 from partc.rehearsal.ledger import Block, Ledger, Owned, counting
@@ -171,6 +172,7 @@ class _Rehearsal:
                 for _, compressed in remembering(stages):
                     compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
             with ledger.making("constants", "constants"):
+                comm.loads.expect(routers(program), stages, META)
                 comm.expect(program.draws, program.microbatches if program.separate_batches else 1)
                 if any(value.type.dtype == "f16" for region in program.regions for value in region.params):
                     comm.scales(1.0)
@@ -407,10 +409,9 @@ class _QuietAxis(GlooAxis):
         """Moves nothing, and makes no views for its many peers: views take no memory, and no peer keeps them."""
         return []
 
-    def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor) -> Pending[Tensor]:
-        """The balanced case: equal numbers of rows go and come."""
+    def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor, *, rows: int) -> Pending[Tensor]:
         with self._ledger.making("communication", "exchange"):
-            return there(torch.empty_like(x))
+            return there(x.new_empty(rows, *x.shape[1:]))
 
     def _total(self, rows: Iterator[Tensor]) -> Tensor:
         """Sums the first few rows: each further one takes the memory of the one before it."""

@@ -39,6 +39,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.step = 0  # counted from 1; 0 before the first
+        self.rows = ""  # in words, if more rows than the mean have come for a layer's experts in this step
         self._at = "start-up"
         self._inside = ""
         self._kind: Kind = "aside"

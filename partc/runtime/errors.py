@@ -51,7 +51,8 @@ def enough_memory(who: str, clock: Clock) -> Iterator[None]:
         if not _out_of_memory(error):
             raise
         why = str(error).strip().partition("\n")[0][:200]
-        cause = f"{who} has not enough memory in {clock.doing}{f': {why}' if why else ''}"
+        rows = f" ({clock.rows})" if clock.rows else ""
+        cause = f"{who} has not enough memory in {clock.doing}{rows}{f': {why}' if why else ''}"
         help = (
             "`partc memory` says what ranks hold; more ranks, --zero, --recompute or more microbatches need less each"
         )

@@ -157,6 +157,16 @@ class PlanCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRouter:
+    """A layer of experts in a stage: its module, the number of experts, the axes that cut its rows."""
+
+    name: str
+    experts: Natural
+    over: Names
+    stage: Natural
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTransfer:
     value: str
     source: Natural
@@ -190,6 +200,7 @@ class Plan:
     transfers: tuple[PlanTransfer, ...]
     constants: dict[str, str] = field(default_factory=dict)
     results: dict[str, PlanResult] = field(default_factory=dict)
+    routers: tuple[PlanRouter, ...] = ()
     name: str = ""
     schedule: dict[str, str] | None = None
     uncaptured: str = ""

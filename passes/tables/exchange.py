@@ -206,7 +206,7 @@ class _Exchange(Writing):
             Value(name=unique(word, self.taken), type=TensorType(dtype="i64", layout=layout))
             for word, layout in {"order": home, "grouped": here, "own": here, "counts": counts}.items()
         )
-        self.add(Op(name="route", args=(rank, experts), attrs=(("axis", self.axis),), results=results))
+        self.add(Op(name="route", args=(rank, experts, False, 0.0), attrs=(("axis", self.axis),), results=results))
         order, grouped, _, numbers = (Ref(value.name) for value in results)
         return order, grouped, numbers
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..clock import Clock, Kind
 from ..device.random_offsets import Words
 from ..layout import parse_dims
+from ..loads import Loads
 from ..positions import Stretches, positions
 from ..random import Draw
 from ..torch_private import storage_key
@@ -88,6 +89,7 @@ class Axis:
     name = ""  # the axes it goes over
     moves_many = False  # True if several tensors can travel in one collective without being copied side by side
     clock: Clock | None = None  # is told of every collective
+    loads = Loads(Clock())  # is told of rows that come for experts
     overlaps = True  # whether collectives run beside the rank's own work
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -177,13 +179,19 @@ class Axis:
         going = self._timed("all_to_all", self._all_to_all, parts)
         return going.then(lambda parts: join(parts, concat_dim, concat_outer))
 
-    def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor) -> Pending[Tensor]:
-        """Rows to and from each rank. `sent` and `received` count them, in equal parts for the ranks in order."""
+    def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor, *, rows: int) -> Pending[Tensor]:
+        """Rows to and from each rank; `rows` come in all.
+
+        `sent` and `received` count them, in equal parts for the ranks in order.
+        """
         if self.size == 1:
             return there(x)
         going, coming = (counts.view(self.size, -1).sum(1).tolist() for counts in (sent, received))
-        if sum(going) != x.shape[0]:
-            raise RuntimeError(f"{x.shape[0]} rows are to travel over {self.name}, and {sum(going)} were counted")
+        if (sum(going), sum(coming)) != (x.shape[0], rows):
+            raise RuntimeError(
+                f"{x.shape[0]} rows are to travel over {self.name} and {rows} to come, and {sum(going)} and "
+                f"{sum(coming)} were counted"
+            )
         return self._timed("exchange", partial(self._exchange_rows, going=going, coming=coming), x.contiguous())
 
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
@@ -265,8 +273,9 @@ class Comm:
     def __init__(self, axes: Mapping[str, Axis], groups: Mapping[str, Axis], clock: Clock | None = None) -> None:
         self._groups = dict(groups)
         self.clock = Clock() if clock is None else clock
+        self.loads = Loads(self.clock)
         for name, axis in groups.items():
-            axis.name, axis.clock = name, self.clock
+            axis.name, axis.clock, axis.loads = name, self.clock, self.loads
         self.mb = Axis()  # microbatches: an axis in time, where only `take` and `put` make sense
         self.draws = 0  # random operations of a microbatch, where each one draws its own
         self.seed = 0

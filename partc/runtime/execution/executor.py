@@ -141,6 +141,7 @@ class Step:
         ahead = self._ahead(action)
         match action.kind:
             case "F":
+                self.comm.loads.enter(action.stage)
                 self._f(stage, slot, ahead)
             case "B":
                 self._hand_back(stage, slot, stage.backward(self.saved.pop(slot), self._returned(slot), last, *ahead))

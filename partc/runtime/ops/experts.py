@@ -8,6 +8,7 @@ their experts, in the order of the experts, and `combine` brings them back to th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -17,18 +18,29 @@ from ..comm.comm import Axis, Pending
 from .accumulation import settled
 
 
-def route(experts: Tensor, count: int, axis: Axis) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route(
+    experts: Tensor, count: int, axis: Axis, *, stay: bool = False, most: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The plan for rows with one of `count` experts each, which the ranks of the axis hold in equal numbers.
 
-    Returns the order in which rows leave, the order in which rows that have come are read, the expert of each of these
-    among this rank's own, and the numbers of rows, on the host: by expert those that leave, by sender and expert those
-    that come.
+    With `stay`, rows with the number `count` have no expert, and do not travel. The memory account has `most` times the
+    mean of the rows that come, if `most` is not 0; a layer that brings more is named. Returns the order in which rows
+    leave, the order in which rows that have come are read, the expert of each of these among this rank's own, and the
+    numbers of rows, on the host: by expert those that leave, by sender and expert those that come. Raises UsageError
+    P0552 for other experts.
     """
     order = experts.argsort(stable=True)
-    leaving = torch.bincount(experts, minlength=count)
+    found = torch.bincount(experts, minlength=count)
+    if found.numel() > count + stay:
+        raise axis.loads.unknown(found.numel() - 1, count)
+    leaving = found[:count]
     coming = axis.all_to_all(leaving.view(axis.size, -1), split_dim=0, concat_dim=0)
     counts = torch.stack((leaving, coming.flatten())).cpu()
     rows = int(counts[1].sum().item())
+    if counts.is_meta:
+        rows = math.ceil(rows * (most or 1))
+    else:
+        axis.loads.came(rows, len(order), most)
     places = (coming.flatten().cumsum(0) - coming.flatten()).view(axis.size, -1)  # where a sender's rows begin
     each = coming.T.flatten()  # by expert, then by sender
     shifts = places.T.flatten() - (each.cumsum(0) - each)
@@ -43,18 +55,28 @@ def dispatch(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Ax
 
 
 def start_dispatch(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Pending[Tensor]:
-    return axis.start_exchange(x.index_select(0, order), *counts).then(lambda rows: rows.index_select(0, grouped))
+    leaving = x.index_select(0, order[: _going(order, counts)])
+    coming = axis.start_exchange(leaving, *counts, rows=len(grouped))
+    return coming.then(lambda rows: rows.index_select(0, grouped))
 
 
 def combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Tensor:
-    """The rows that `dispatch` took from this rank, in their places."""
+    """The rows that `dispatch` took from this rank, in their places; zero for rows that stayed."""
     return start_combine(x, order, grouped, counts, axis).wait()
 
 
 def start_combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Pending[Tensor]:
     leaving, coming = counts
-    going = axis.start_exchange(x.index_select(0, _inverse(grouped)), coming, leaving)
-    return going.then(lambda rows: rows.index_select(0, _inverse(order)))
+    rows = _going(order, counts)
+    going = axis.start_exchange(x.index_select(0, _inverse(grouped)), coming, leaving, rows=rows)
+    if rows < len(order):
+        return going.then(lambda back: x.new_zeros(len(order), *x.shape[1:]).index_copy_(0, order[:rows], back))
+    return going.then(lambda back: back.index_select(0, _inverse(order)))
+
+
+def _going(order: Tensor, counts: Tensor) -> int:
+    """The number of rows that leave: the first ones of the order."""
+    return len(order) if counts.is_meta else int(counts[0].sum())
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -76,13 +98,14 @@ def divide_rows(x: Tensor, counts: Tensor, shares: tuple[int, ...]) -> tuple[Ten
 
 
 def expert_matmul(x: Tensor, experts: Tensor, w: Tensor) -> Tensor:
-    """Each row times the matrix of its expert: [s, o]."""
+    """Each row times the matrix of its expert: [s, o]; zero for rows whose number is that of no expert."""
     if _grouped(x):
         order, ends = _sorted(experts, w.shape[0])
         out = x.new_empty(x.shape[0], w.shape[2])
-        out[order] = torch.nn.functional.grouped_mm(x[order], w, offs=ends)
+        product = torch.nn.functional.grouped_mm(x[order], w, offs=ends)
+        out[order] = product.masked_fill_((torch.arange(len(order), device=x.device) >= ends[-1])[:, None], 0)
         return out
-    out = x.new_empty(x.shape[0], w.shape[2])
+    out = x.new_zeros(x.shape[0], w.shape[2])
     for expert, rows in _rows(experts, w.shape[0]):
         out[rows] = x[rows] @ w[expert]
     return out

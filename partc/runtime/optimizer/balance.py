@@ -5,13 +5,10 @@ Wang et al. 2024, Auxiliary-Loss-Free Load Balancing, algorithm 1; DeepSeek-AI 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..comm.comm import Comm
 
 BALANCE = "balance"
 _EQUAL = 2.0**-22  # of the largest load: differences below are of rounding in fp32
@@ -34,16 +31,3 @@ class Balance(torch.optim.Optimizer):
                 missing = load.mean() - load
                 missing = torch.where(missing.abs() > _EQUAL * load.amax(), missing, 0)
                 bias.add_(missing.sign().to(bias.dtype), alpha=group["rate"])
-
-
-def spreads(loads: Mapping[str, Tensor], names: Mapping[str, int], comm: Comm, *, pipeline: bool) -> Tensor:
-    """For each bias the largest load over the mean, and the share of experts without rows; on all ranks.
-
-    `loads` are those of this rank's stages; `names` are all biases, with the number of pipeline ranks that have each.
-    """
-    found = torch.zeros(len(names), 2, dtype=torch.float64, device=comm.device)
-    for row, (name, holders) in zip(found, names.items(), strict=True):
-        if name in loads:
-            load = loads[name].double()
-            row[0], row[1] = load.amax() / load.mean() / holders, load.eq(0).double().mean() / holders
-    return comm.group(("pp",)).all_reduce(found) if pipeline else found

@@ -95,6 +95,7 @@ class StepLog:
                         self._board.add_scalar(name, value, step + 1)
         skipped = "  overflow: skipped" if updated.skipped else ""
         told = "".join(f"  {name} {value:.6f}" for name, value in (evaluation or {}).items())
+        told += _fullest(loads or {})
         line = f"step {step + 1}/{self._steps}  loss {loss:.6f}{told}  {seconds:.3f} s{skipped}"
         if self._stream.isatty():
             last = step + 1 == self._steps
@@ -125,6 +126,15 @@ class StepLog:
             return line[: columns - 1]
         filled = room * done // self._steps
         return f"{'█' * filled}{'░' * (room - filled)}  {line}"
+
+
+def _fullest(loads: Mapping[str, float]) -> str:
+    """The largest load of an expert over the mean, among all layers, and the largest share of dropped rows."""
+    largest, dropped = (
+        max((value for name, value in loads.items() if name.endswith(f"/{word}")), default=0.0)
+        for word in ("largest", "dropped")
+    )
+    return f"  largest load {largest:.2f}" * bool(largest) + f"  dropped {dropped:.1%}" * bool(dropped)
 
 
 def _writer(folder: Path, start: int) -> Any:

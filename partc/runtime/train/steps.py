@@ -23,7 +23,6 @@ from ..errors import UsageError
 from ..execution.executor import Action, Stage, Told, run_step
 from ..layout import Shard
 from ..ops.accumulation import clear, complete
-from ..optimizer.balance import spreads
 from ..optimizer.gradients import Gradients
 from ..optimizer.update import LossScale, Update, Updated
 from . import nonfinite
@@ -40,7 +39,7 @@ class Done:
     data: float  # the part of them in which the host makes batches and copies them to the device
     updated: Updated
     recorded: dict[str, Tensor]  # gradients, if the job records them
-    loads: Mapping[str, float]  # the spreads of experts' loads, where a router's bias follows them
+    loads: Mapping[str, float]  # the spreads of experts' loads
 
 
 @dataclass(kw_only=True)
@@ -81,6 +80,7 @@ class Steps:
         started = time.perf_counter()
         if self.scale is not None:
             self.comm.scales(self.scale.value)
+        self.comm.loads.clear()
         data, losses = 0.0, list[Tensor | None]()
         for index in range(self.job.accumulate):
             clock.entering("data")
@@ -97,7 +97,6 @@ class Steps:
         clock.entering("the update", "work")
         self._norm = self._measured()
         recorded = {f"gradient/{name}": self.scaled.copy(name) for name in self.scaled.names} if self.job.record else {}
-        loads = self._loads() if self.job.measures and self.job.balance else None
         goes_on = self.update.begin(step, self._norm)
         if goes_on:
             self._updated()
@@ -108,23 +107,12 @@ class Steps:
             finish(self.device)  # ranks without a loss have launched their work, and not waited for it
         seconds = time.perf_counter() - started
         loss = sum(known) / self.job.accumulate if known else None
-        spread = {} if loads is None else self._named(loads.tolist())
-        return Done(loss=loss, seconds=seconds, data=data, updated=updated, recorded=recorded, loads=spread)
+        loads = self._loads() if self.job.measures else {}
+        return Done(loss=loss, seconds=seconds, data=data, updated=updated, recorded=recorded, loads=loads)
 
-    def _loads(self) -> Tensor:
-        """The spreads of experts' loads, of which all ranks hold those of their stages."""
-        entries, places = self.job.plan["parameters"], self.job.plan["places"]
-        holders = {name: len({places[stage] for stage in entries[name]["stages"]}) for name in self.job.balance}
-        loads = {name: self.gradients[name] for name in holders if name in self.gradients}
-        return spreads(loads, holders, self.comm, pipeline=self.job.sizes.get("pp", 1) > 1)
-
-    def _named(self, found: list[list[float]]) -> dict[str, float]:
-        """The spreads by the names of the routers that have the biases."""
-        named: dict[str, float] = {}
-        for name, (largest, empty) in zip(self.job.balance, found, strict=True):
-            router = name.rpartition(".")[0]
-            named |= {f"load/{router}/largest": round(largest, 6), f"load/{router}/empty": round(empty, 6)}
-        return named
+    def _loads(self) -> dict[str, float]:
+        self.comm.clock.entering("the loads of its experts")
+        return self.comm.loads.spreads(self.comm, pipeline=self.job.sizes.get("pp", 1) > 1)
 
     def _take(self, part: Mapping[str, Tensor]) -> None:
         if self.graph is None or not self._local:

@@ -32,13 +32,14 @@ from ..device.cuda_graphs import recording
 from ..device.determinism import deterministic, told
 from ..device.garbage_collection import collected
 from ..device.host_memory import keep_freed_memory, peak_bytes
+from ..documents import decoded
 from ..errors import UsageError, enough_memory, writing
 from ..execution.executor import Action, Slot, Stage, gradient_buffers, parse_schedule, told_by
 from ..layout import DTYPES, ModelView, Shard, tokens_per_step
 from ..ops import attention_kernels
 from ..optimizer.update import LossScale, Rate, Update, updating, write_casts
 from ..place import PIPELINE, Place
-from ..plan import launches
+from ..plan import PlanRouter, launches
 from ..processes.agreement import Together
 from ..processes.devices import own_device
 from ..processes.interruption import Interruption, VirtualInterruption
@@ -428,6 +429,7 @@ def _train(
             norms=job.measures,
         )
         clock.entering("setup")
+        comm.loads.expect((decoded(PlanRouter, each) for each in job.plan.get("routers", ())), stages, device)
         comm.expect(job.plan["draws"], job.plan["microbatches"] if job.plan["repeated"] else 1)
         for stage in stages.values():
             stage.setup()

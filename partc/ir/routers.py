@@ -1,0 +1,41 @@
+"""The layers of experts of a program: the choices by which rows go to experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from partc.ir.mesh import TIME_AXIS
+from partc.ir.program import Op, Program, Region
+from partc.runtime.plan import PlanRouter
+
+
+def choices(region: Region) -> Mapping[str, Op]:
+    """The values with the expert of each row, and the first operation that reads each; rows at home."""
+    found: dict[str, Op] = {}
+    brought = {value.name for op in region.forward.ops if op.name == "route" for value in op.results}
+    for op in region.forward.ops:
+        if op.name == "route":
+            found.setdefault(next(op.refs()), op)
+        elif op.name == "expert_matmul":
+            found.setdefault([*op.refs()][-2], op)
+    return {name: op for name, op in found.items() if name not in brought}
+
+
+def routers(program: Program) -> Iterator[PlanRouter]:
+    """The layers in the order in which the stages reach them."""
+    regions = {region.name: region for region in program.regions}
+    first = {call.region: call.name for call in reversed(program.calls)}
+    for call in program.calls:
+        region = regions[call.region]
+        types = region.types(region.forward)
+        for chosen, op in choices(region).items():
+            module = op.source.module if op.source else ""
+            inside = module.removeprefix(first[call.region])
+            own = f"{call.name}{inside}" if inside != module or module == "" else module
+            over = tuple(axis for sub in types[chosen].layout.dims[0] for axis in sub.axes)
+            yield PlanRouter(
+                name=own,
+                experts=int(str(op.args[1])) if op.name == "route" else types[[*op.refs()][-1]].shape[0],
+                over=tuple(axis for axis in over if axis != TIME_AXIS and program.sizes.get(axis, 1) > 1),
+                stage=call.stage,
+            )

@@ -1,0 +1,118 @@
+"""The rows of each expert that the tokens of a rank choose in a step, by layer.
+
+Forward functions of regions count rows with `comm.loads.count(chosen)`; a stage runs them in the order of the plan's
+`routers`. Recomputation counts nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .clock import Clock
+from .errors import UsageError
+from .plan import PlanRouter
+
+if TYPE_CHECKING:
+    from .comm.comm import Comm
+
+
+class Loads:
+    """The loads of a rank's layers since the last `clear`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._routers: tuple[PlanRouter, ...] = ()
+        self._found: dict[PlanRouter, Tensor] = {}  # rows by expert, and at the end those without one
+        self._turns: Iterator[PlanRouter] = iter(())
+        self._layer = ""
+        self._told: set[str] = set()
+
+    def expect(self, routers: Iterable[PlanRouter], stages: Iterable[int], device: torch.device) -> None:
+        """Announce the layers of all stages; this rank's are on the device."""
+        self._routers = tuple(routers)
+        self._found = {
+            router: torch.zeros(router.experts + 1, dtype=torch.float64, device=device)
+            for router in self._routers
+            if router.stage in stages
+        }
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._clock.rows = ""
+        for found in self._found.values():
+            found.zero_()
+
+    def enter(self, stage: int) -> None:
+        """Begin the forward pass of a stage."""
+        self._turns = iter([router for router in self._found if router.stage == stage])
+        self._layer = ""
+
+    def count(self, chosen: Tensor) -> None:
+        """Count the rows of the stage's next layer."""
+        router = next(self._turns, None)
+        if router is not None:
+            self._layer = router.name
+            self._found[router].add_(chosen.float().histc(router.experts + 1, 0, router.experts))
+
+    def came(self, rows: int, mean: int, most: float) -> None:
+        """Note the rows that came for this rank's experts; tell the first time that they are over `most` means."""
+        if not self._layer or rows <= (most or 1) * mean:
+            return
+        said = f"{rows} rows came for this rank's experts of {self._layer}, where the mean is {mean}"
+        self._clock.rows = said
+        if most and self._layer not in self._told:
+            self._told.add(self._layer)
+            limit = f"the memory account has {most:g} times the mean (--expert-rows)"
+            print(f"{self._clock.doing}: {said}; {limit}", file=sys.stderr, flush=True)
+
+    def unknown(self, number: int, count: int) -> UsageError:
+        """The error of a row whose number is that of no expert."""
+        return UsageError(
+            "P0552",
+            f"the router of {self._layer or 'a layer'} chose number {number}, and its {count} experts count from 0, in "
+            f"{self._clock.doing}",
+            "check the choice of experts in the model's forward",
+            exit_code=1,
+        )
+
+    def spreads(self, comm: Comm, *, pipeline: bool) -> dict[str, float]:
+        """For each layer on all ranks: the largest load over the mean, the share of experts without rows, the share of
+        rows without an expert. All ranks call it.
+        """
+        sizes = [router.experts + 1 for router in self._routers]
+        every = torch.zeros(sum(sizes), dtype=torch.float64, device=comm.device)
+        parts = every.split(sizes)
+        for router, part in zip(self._routers, parts, strict=True):
+            if router in self._found:
+                part.copy_(self._found[router])
+        for over in sorted({router.over for router in self._routers}):
+            mine = [part for router, part in zip(self._routers, parts, strict=True) if router.over == over]
+            joined = torch.cat(mine)
+            for axis in over:
+                joined = comm.group((axis,)).all_reduce(joined)
+            for part, summed in zip(mine, joined.split([len(part) for part in mine]), strict=True):
+                part.copy_(summed)
+        if pipeline:
+            every.copy_(comm.group(("pp",)).all_reduce(every))
+        return {
+            f"load/{name}/{word}": round(value, 6)
+            for name, part in _by_name(self._routers, every.cpu().split(sizes))
+            for word, value in zip(("largest", "empty", "dropped"), _spread(part), strict=True)
+        }
+
+
+def _by_name(routers: Sequence[PlanRouter], loads: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
+    """The loads of each layer; a layer that several stages count has equal ones in each."""
+    return {router.name: load for router, load in zip(routers, loads, strict=True)}.items()
+
+
+def _spread(load: Tensor) -> tuple[float, float, float]:
+    rows, none = load[:-1], load[-1].item()
+    kept, every = rows.sum().item(), load.sum().item()
+    largest = rows.max().item() * len(rows) / kept if kept else 0.0
+    return largest, rows.eq(0).double().mean().item(), none / every if every else 0.0

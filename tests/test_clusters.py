@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import runpy
 import time
@@ -18,7 +19,7 @@ from partc.cluster.cluster import preset, span
 from partc.cluster.files import cluster_of
 from partc.communication.exchanges import graph_of
 from partc.compilation.plan import ParallelPlan, spelled
-from partc.compilation.simulation import Simulator, prediction, predictions, states_of
+from partc.compilation.simulation import Simulator, prediction, predictions, read_plans, states_of
 from partc.cost.action_timeline import Segment, TimelineBuilder
 from partc.cost.calibration import Calibration, calibration, read
 from partc.cost.collectives import MEETING, Network
@@ -167,6 +168,16 @@ def test_products_of_convolutions_and_experts_are_counted(tmp_path: Path) -> Non
     )
     dense = {"g": _matrix(rows * experts, wide), "x": _matrix(rows * experts, high)}
     assert rates.operation(gradient, types, {}) > 0.1 * rates.operation(each, dense, {})
+
+
+def test_a_program_in_bf16_has_no_products_at_the_rate_of_fp32() -> None:
+    """Nor do losses in chunks, whose backward products also read gradients of rows in fp32."""
+    plan = ParallelPlan(mesh="dp=2,tp=2", precision="bf16", loss_chunks=2, options={"batch": 16, "depth": 2})
+    cluster = preset("4xH100-80GB")
+    program = Simulator(GPT, cluster, Calibration()).program(plan)
+    slow = replace(cluster, device=replace(cluster.device, peak=cluster.device.peak | {"f32": 1.0}))
+    usual, slower = (prediction(program, ClusterRates(each, Calibration())) for each in (cluster, slow))
+    assert usual == slower
 
 
 def test_products_in_eight_bits_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,6 +357,16 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[st
         ({"schedule": "interleaved"}, {"schedule": "interleaved"}),
         ({"precision": "bfloat16"}, {"precision": "bf16"}),
         ({"precision": "float32"}, {"precision": "fp32"}),
+        ({"precision": "torch.float16"}, {"precision": "fp16"}),
+        ({"precision": "FP8", "kernels": "Triton", "optimizer": "AdamW", "compress_grads": "BF16"}, {"precision": "fp8", "kernels": "triton", "optimizer": "adamw", "compress_grads": "bf16"}),
+        ({"mesh": {"pp": 2, "DP": 4.0}}, {"mesh": "pp=2,dp=4"}),
+        ({"mesh": [2, 4, 8]}, {"mesh": "2x4x8"}),
+        ({"mesh": 8}, {"mesh": "8"}),
+        ({"mesh": "DP=4, TP=2"}, {"mesh": "dp=4, tp=2"}),
+        ({"zero": "ZeRO-3"}, {"zero": "3"}),
+        ({"zero": "stage 3@8"}, {"zero": "3@8"}),
+        ({"recompute": True}, {"recompute": "full"}),
+        ({"recompute": "Selective"}, {"recompute": "selective"}),
         ({"microbatches": 4.0, "zero": 1.0, "options": {"batch": 8.0, "dropout": 0.5}}, {"microbatches": 4, "zero": 1, "options": {"batch": 8, "dropout": 0.5}}),
         ({"virtual_stages": None, "schedule": None, "zero": None}, {}),
         ({"schedule": "dualpipe"}, {"schedule": "dualpipe"}),  # unknown names stay, and are refused later
@@ -353,6 +374,20 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[st
 )  # fmt: skip
 def test_plans_may_be_spelled_as_other_programs_do(given: dict[str, Any], meant: dict[str, Any]) -> None:
     assert ParallelPlan.of(spelled({"mesh": "dp=2"} | given)) == ParallelPlan.of({"mesh": "dp=2"} | meant)
+
+
+def test_a_bad_line_changes_no_other_lines(tmp_path: Path) -> None:
+    """Only line feeds end lines, also within texts of JSON; a text that is not UTF-8, or too long, is its line's."""
+    good = '{"mesh": "dp=2"}'
+    odd = '{"mesh": "dp=2\u2028\x85"}', '{"mesh": "dp=2", "name": "a\u2028b"}'
+    long = '{"mesh": "' + "x" * 100_000 + '"}'
+    lines = [good.encode(), *(line.encode() for line in odd), b'{"mesh": "\xff"}', long.encode(), good.encode() + b"\r"]
+    file = tmp_path / "plans.jsonl"
+    file.write_bytes(codecs.BOM_UTF8 + b"\n".join(lines))
+    first, mesh, name, byte, longest, last = read_plans(file)
+    assert isinstance(first, ParallelPlan) and first == last and mesh == first
+    assert [type(each) for each in (name, byte, longest)] == [PartcError] * 3
+    assert "line 3" in str(name) and "not UTF-8" in str(byte) and len(str(longest)) < 500
 
 
 def test_plans_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from partc.cluster.cluster import Cluster, fitted
-from partc.compilation.plan import ParallelPlan
+from partc.compilation.plan import ParallelPlan, json_lines
 from partc.compilation.simulation import Simulator
 from partc.cost.calibration import Calibration
 from partc.cost.forecast import Forecast
 from partc.cost.rates import ClusterRates
 from partc.errors import PartcError
 from partc.ir.program import Program
-from partc.runtime.documents import Malformed, contents, parsed
+from partc.runtime.documents import Malformed, parsed
 
 MARK = "fitted by `partc cluster fit`"
-_LARGEST = 1 << 28  # bytes of a file of runs
 _WARM = 3  # steps at a run's start that do not count, if there are more
 _HOLD = 0.003  # the weight of a constant's departure from its start, beside that of a run's error
 _FACTORS = (1.3, 1.1, 1.03, 1.01)
@@ -117,9 +116,8 @@ def read_runs(
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = contents(file, largest=_LARGEST).decode("utf-8").splitlines()
-        found = [parsed(line) for line in lines if line.strip()]
-    except (Malformed, UnicodeDecodeError) as error:
+        found = [parsed(line) for _, line in json_lines(file)]
+    except Malformed as error:
         raise _unreadable(f"{file} {error}") from None
     if not found or not all(isinstance(line, dict) for line in found):
         raise _unreadable(f"{file} has no objects of JSON, one a line")

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import shlex
@@ -21,7 +22,7 @@ from partc.errors import PartcError
 from partc.runtime.documents import Malformed, Positive, contents, decoded, parsed
 from partc.schedules import SCHEDULES
 
-LARGEST = 1 << 26  # bytes of a file of plans
+LARGEST = 1 << 28  # bytes of a file of plans or runs
 
 AUTO = "auto"  # a mesh that the planner decides
 DECIDED = (
@@ -31,6 +32,7 @@ DECIDED = (
 FP8 = "fp8"  # a precision of predictions alone
 
 Scalar = bool | int | float | str
+_LONGEST = 1000  # characters of a decision
 
 # Names of other programs for partc's own, without case, spaces and punctuation.
 _SCHEDULES: Mapping[str, str] = {
@@ -44,30 +46,37 @@ _PRECISIONS: Mapping[str, str] = {
 }  # fmt: skip
 
 
+def _is_short(value: str) -> str:
+    return "" if len(value) <= _LONGEST else f"longer than {_LONGEST:,} characters"
+
+
 def _is_option(value: dict[str, Scalar]) -> str:
     wrong = next((name for name in value if not name.isidentifier()), None)
     return "" if wrong is None else f"whose entry {wrong[:40]!r} is no name of an option"
+
+
+_Text = Annotated[str, _is_short]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
     """The options of a compile that decide speed and memory, and those of the model file (`options`)."""
 
-    mesh: str
-    experts: str | None = None
+    mesh: _Text
+    experts: _Text | None = None
     microbatches: Positive = 1
-    schedule: str = "1f1b"
+    schedule: _Text = "1f1b"
     virtual_stages: Positive | None = None  # on each pipeline rank; None: the schedule's default
-    zero: int | str = 0
-    recompute: str = "none"
-    precision: str = "bf16"
-    kernels: str = "auto"
+    zero: int | _Text = 0
+    recompute: _Text = "none"
+    precision: _Text = "bf16"
+    kernels: _Text = "auto"
     loss_chunks: Positive = 1
-    bucket: str = BUCKET
+    bucket: _Text = BUCKET
     nodes: Positive | None = None
-    grad_reduce: str = "fp32"
-    compress_grads: str = "none"
-    optimizer: str | None = None
+    grad_reduce: _Text = "fp32"
+    compress_grads: _Text = "none"
+    optimizer: _Text | None = None
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -148,19 +157,26 @@ class ParallelPlan:
 def spelled(document: object) -> object:
     """A plan in the spelling of tables and other programs, as `document` has it.
 
-    `null` is a field left out, 4.0 is 4, schedules and types have several names, and several stages of a rank under
-    1f1b are interleaved.
+    `null` is a field left out, 4.0 is 4, texts are in any case, a mesh may be an object or a list of sizes, schedules
+    and types have several names, and several stages of a rank under 1f1b are interleaved.
     """
     if not isinstance(document, dict):
         return document
-    found = {name: _whole(value) for name, value in document.items() if value is not None}
-    options = found.get("options")
+    found = {name: _plain(value) for name, value in document.items() if value is not None}
+    options = document.get("options")
     if isinstance(options, dict):
         found["options"] = {name: _whole(value) for name, value in options.items()}
-    for field_name, names in (("schedule", {**_folded(SCHEDULES), **_SCHEDULES}), ("precision", _PRECISIONS)):
+    if "mesh" in found:
+        found["mesh"] = _mesh(found["mesh"])
+    if isinstance(found.get("recompute"), bool):
+        found["recompute"] = "full" if found["recompute"] else "none"
+    if isinstance(found.get("zero"), str):
+        found["zero"] = re.sub("^(zero|stage)[-_ ]*(?=[0-9])", "", str(found["zero"]))
+    schedules = {**{_fold(name): name for name in SCHEDULES}, **_SCHEDULES}
+    for field_name, names, prefix in (("schedule", schedules, "schedule"), ("precision", _PRECISIONS, "torch")):
         value = found.get(field_name)
         if isinstance(value, str):
-            found[field_name] = names.get(_fold(value).removeprefix("schedule"), value)
+            found[field_name] = names.get(_fold(value).removeprefix(prefix), value)
     several, schedule = found.get("virtual_stages"), found.get("schedule", "1f1b")
     if isinstance(several, int) and schedule in ("1f1b", "interleaved"):
         found["schedule"] = "interleaved" if several > 1 else "1f1b"
@@ -168,15 +184,35 @@ def spelled(document: object) -> object:
 
 
 def _fold(text: str) -> str:
-    return re.sub("[^a-z0-9]", "", text.lower())
+    return re.sub("[^a-z0-9]", "", text)
 
 
-def _folded(names: Iterable[str]) -> dict[str, str]:
-    return {_fold(name): name for name in names}
+def _plain(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else _whole(value)
 
 
 def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _mesh(value: object) -> object:
+    """`{"pp": 2, "dp": 4}`, [2, 4, 8] or 8 as text."""
+    sizes = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    numbers = [_whole(size) for size in sizes]
+    if not all(type(size) is int for size in numbers):
+        return value
+    if isinstance(value, dict):
+        return ",".join(f"{axis.strip().lower()}={size}" for axis, size in zip(value, numbers, strict=True))
+    return "x".join(map(str, numbers))
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The numbers and the texts of a file's lines that are not blank. Raises Malformed.
+
+    Lines end with a line feed and nothing else: JSON texts may contain the other characters that end lines.
+    """
+    text = contents(path, largest=LARGEST).removeprefix(codecs.BOM_UTF8)
+    return ((number, line) for number, line in enumerate(text.split(b"\n"), 1) if line.strip())
 
 
 def read(path: Path) -> ParallelPlan:

@@ -19,13 +19,13 @@ from typing import Any
 from partc import passes
 from partc.cluster.cluster import Cluster
 from partc.compilation.options import DEFAULT, Options, refused
-from partc.compilation.plan import FP8, ParallelPlan, spelled
+from partc.compilation.plan import FP8, ParallelPlan, json_lines, spelled
 from partc.cost.calibration import Calibration
 from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.rates import ClusterRates
-from partc.errors import InternalError, PartcError, first_line
+from partc.errors import PartcError, first_line
 from partc.frontend.origin import Functions, Origin, trace
 from partc.frontend.trace import Batches
 from partc.ir.gradients import input_only
@@ -34,14 +34,13 @@ from partc.ir.program import Program
 from partc.passes.batch import check_divisible
 from partc.passes.differentiate import Derivatives
 from partc.passes.tables import Cut, table_cut
-from partc.runtime.documents import Malformed, contents, decoded, parsed
+from partc.runtime.documents import Malformed, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
 from partc.sharding.choices import axis_order
 
 _Key = tuple[object, ...]
 _ROUNDING = 1e-9  # of sums of seconds in different orders
 _NO_MODEL = ("P0201", "P0202", "P0203")
-_MOST_PLANS = 1 << 28  # bytes of a file of plans
 # Memory of a process on a GPU besides tensors: CUDA's context and the workspaces of libraries; and for each
 # communicator of NCCL its channels' buffers.
 CONTEXT = 800 << 20
@@ -339,12 +338,10 @@ def resident(tensors: int, mesh: Mesh, cluster: Cluster) -> int:
 def read_plans(path: Path) -> Iterator[ParallelPlan | PartcError]:
     """The plans of a file with one JSON object a line; an error for each line that is none. Raises PartcError P0804."""
     try:
-        lines = contents(path, largest=_MOST_PLANS).decode("utf-8").splitlines()
-    except (Malformed, UnicodeDecodeError) as error:
+        lines = json_lines(path)
+    except Malformed as error:
         raise PartcError("P0804", f"{path} {error}", help="one JSON object a line") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         try:
             yield decoded(ParallelPlan, spelled(parsed(line)))
         except Malformed as error:
@@ -383,7 +380,7 @@ def predictions(
             if error.code in _NO_MODEL:
                 raise
             yield _failed(error)
-        except (InternalError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # the other plans go on
             yield _failed(PartcError("P0806", f"partc fails on this plan: {type(error).__name__}: {first_line(error)}"))
 
 

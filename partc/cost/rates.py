@@ -165,7 +165,8 @@ class ClusterRates:
         work, rule = product_flops(op, shapes, results)
         if not work:
             return moved
-        dtype = next((type.dtype for type in shapes.values() if type.dtype.startswith(("f", "bf"))), results[0].dtype)
+        floats = [type for type in (*shapes.values(), *results) if type.dtype.startswith(("f", "bf"))]
+        dtype = max(floats, key=lambda type: math.prod(type.shape)).dtype if floats else results[0].dtype
         peak, casts = device.peak_of(dtype), 0.0
         if self.fp8 and op.name in _EIGHT_BITS and ITEMSIZE[results[0].dtype] == 2:
             cast = sum(math.prod(type.shape) for type in list(shapes.values())[: _EIGHT_BITS[op.name]])

@@ -243,3 +243,11 @@ def test_without_a_function_the_loss_is_evaluated_where_asked_for(tmp_path: Path
     (package / "model.py").write_text(f"{(package / 'model.py').read_text()}\nevaluate = loss\n")
     expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000])
     assert evaluations(tmp_path / "m") == {2: pytest.approx(expected, rel=1e-12)}
+
+
+def test_weights_that_evaluations_do_not_read_stay_cut(tmp_path: Path) -> None:
+    file = written(tmp_path, "return model.blocks(model.embed(batch['ids'])).square().mean()")
+    package = partc.compile(file, mesh="dp=2,tp=2", zero=1, precision="fp64").write(tmp_path / "build")
+    trained(package, "--steps", 1, "--eval-every", 1, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000])
+    assert evaluations(tmp_path / "m") == {1: pytest.approx(expected, rel=1e-12)}

@@ -315,8 +315,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "Schedules: gpipe runs all forwards, then all backwards; 1f1b alternates them, with less memory; interleaved "
         "is 1f1b with several stages on every rank; zero-bubble (ZB-H1), zbv (ZB-V) and dualpipe-v (DualPipeV) fill "
         "idle time with gradients of weights; FILE.csv is a table of your own. Precisions: fp32, bf16, fp16, and fp64 "
-        "for verification to rounding. Recomputation: none saves all values that backward reads; selective recomputes "
-        "large and cheap values; full saves only the inputs of regions.",
+        "for verification to rounding. Recomputation: none computes nothing again; selective recomputes large and "
+        "cheap values; full saves only the inputs of regions.",
     ),
     "P0405": CodeExplanation(
         "an invalid number of microbatches",

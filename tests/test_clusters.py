@@ -69,6 +69,33 @@ def test_shared_passes_predict_what_a_compile_does(simulator: Simulator, given: 
     assert simulator.predict(wanted) == prediction(alone, simulator.rates)
 
 
+_LONG = {"seq": 1024, "hidden": 1024, "heads": 16, "layers": 2, "vocab": 512, "batch": 64}
+_ALIKE: tuple[tuple[str, tuple[ParallelPlan, ...]], ...] = (
+    (  # sequences that are gathered again, and shorter ones that are saved
+        MODEL,
+        tuple(
+            ParallelPlan(mesh="dp=2,tp=4", microbatches=count, options=_LONG, recompute=kind)
+            for count in (1, 32)
+            for kind in ("none", "selective")
+        ),
+    ),
+    (  # equal ranks, with products cut by tp or experts cut by ep
+        str(Path(MODEL).with_name("mixture.py")),
+        tuple(ParallelPlan(mesh="tp=4", experts=experts, precision="fp32") for experts in (None, "ep=4@tp")),
+    ),
+)
+
+
+@pytest.mark.parametrize(("model", "plans"), _ALIKE, ids=("gathers", "experts"))
+def test_predictions_do_not_depend_on_earlier_ones(model: str, plans: tuple[ParallelPlan, ...]) -> None:
+    cluster = preset("8xH100-80GB")
+    shared = Simulator(model, cluster, calibration(cluster))
+    found = [shared.predict(plan) for plan in plans]
+    for plan, known in zip(plans, found, strict=True):
+        assert Simulator(model, cluster, calibration(cluster)).predict(plan) == known
+    assert len({each.memory_bytes for each in found}) == len(plans)
+
+
 @pytest.mark.parametrize("given", PLANS[:4], ids=lambda given: str(list(given.values())))
 def test_the_footprint_is_close_to_the_account(simulator: Simulator, given: dict[str, Any]) -> None:
     wanted = plan(given)

@@ -78,7 +78,56 @@ def _backward(program: Program) -> str:
 
 
 def test_none_is_what_it_was(program: Program) -> None:
-    assert recompute(program) is program
+    assert recompute(program) == program
+
+
+def _sequence(rows: int) -> Program:
+    """A product of a sequence of `rows` times 4,096 that two ranks of tp gather."""
+    return parse(f"""
+program product mesh tp=2 microbatches 1 loss loss
+input x
+value x: f32[{rows}@tp, 4096]
+value loss: f32[] partial(tp)
+parameter up: f32[8@tp, 4096]
+call main = main(x; up) -> loss
+
+region main phase microbatch:
+  param up: f32[8@tp, 4096]
+  forward:
+    input x: f32[{rows}@tp, 4096]
+    act = gelu(x)  # f32[{rows}@tp, 4096]
+    act_full = all_gather(act, dim=0, axis="tp")  # f32[{rows}, 4096]
+    h = linear(act_full, up)  # f32[{rows}, 8@tp]
+    loss = sum(h, (0, 1), False)  # f32[] partial(tp)
+    return loss
+  saved act_full
+  backward:
+    input grad_loss: f32[]
+    input act_full: f32[{rows}, 4096]
+    grad_h = expand(grad_loss, ({rows}, 4))  # f32[{rows}, 8@tp]
+    grad_up = linear_grad_weight(grad_h, act_full)  # f32[8@tp, 4096]
+    return grad_up
+""")
+
+
+def test_none_gathers_long_sequences_over_tp_again() -> None:
+    assert_expected_inline(
+        _backward(recompute(_sequence(2048))),
+        """\
+  saved act
+  backward:
+    input grad_loss: f32[]
+    input act: f32[2048@tp, 4096]
+    grad_h   = expand(grad_loss, (2048, 4))          # f32[2048, 8@tp]
+    act_full = all_gather(act, dim=0, axis="tp")     # f32[2048, 4096]
+    grad_up  = linear_grad_weight(grad_h, act_full)  # f32[8@tp, 4096]
+    return grad_up
+""",
+    )
+
+
+def test_none_saves_short_sequences_gathered() -> None:
+    assert recompute(_sequence(512)) == _sequence(512)
 
 
 def test_selective_makes_again_what_is_large_and_quickly_made(program: Program) -> None:

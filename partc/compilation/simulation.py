@@ -236,13 +236,21 @@ class Simulator:
         cut = _everywhere(ready(whole)) if everywhere else ready(whole)
         piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, everywhere)
         staged = self._once(("stages", *shape, *piped), lambda: _only(("stages",), cut, given))
-        key = ("overlap", *kept, *piped, options.zero >= 2, options.split_backward)
+        local: _Key = (cut.mesh, cut.microbatches)
 
-        def fused() -> Program:
+        def saving() -> Program:
             sized = replace(staged, mesh=cut.mesh, microbatches=cut.microbatches)
-            return _only(("recompute", "split", "bias", "fuse", "overlap"), sized, given)
+            return _only(("recompute",), sized, given)
 
-        parted = _only(("zero",), ready(self._once(key, fused)), given)
+        recomputed = self._once(("recompute", *kept, *piped, *local), saving)
+        saved = tuple(region.saved for region in recomputed.regions)
+        key: _Key = (*kept, *piped, saved, options.zero >= 2, options.split_backward)
+        fused = self._once(("fuse", *key), lambda: _only(("split", "bias", "fuse"), recomputed, given))
+
+        def hidden() -> Program:
+            return _only(("overlap",), replace(fused, mesh=cut.mesh, microbatches=cut.microbatches), given)
+
+        parted = _only(("zero",), ready(self._once(("overlap", *key, *local), hidden)), given)
         return _only(("bucket", "schedule", "actions", "prefetch"), parted, given)
 
     def _once(self, key: _Key, make: Any) -> Any:

@@ -9,10 +9,11 @@
       grad_up          = gelu_backward(grad_gelu, up)              grad_up          = gelu_backward(grad_gelu, up)
                                                                    norm, …          = layer_norm(x, …)
 
-`none` saves all values that the backward pass reads. `full` saves only a region's inputs. `selective` recomputes values
-that are large and cheap (Korthikanti et al. 2022, Reducing Activation Recomputation): norms, activations, dropouts, the
-scores of written-out attention; never a product with a weight, a lookup, fused attention or a sum over ranks. It saves
-gathered values as shards and gathers them again (ibid., section 4.2.2), if that is worth the time on the link. The
+`none` computes nothing again. It saves the sequences that tensor parallelism gathers as shards, and gathers them again
+beside the backward pass's products (Korthikanti et al. 2022, Reducing Activation Recomputation, section 4.2.2), if the
+bytes are worth the time on the link: sequences of some megabytes are. `full` saves only a region's inputs. `selective`
+recomputes values that are large and cheap (ibid.): all gathered values that are worth it, norms, activations, dropouts,
+the scores of written-out attention; never a product with a weight, a lookup, fused attention or a sum over ranks. The
 saved values are a minimum cut. Operations given by name, such as `softmax,all_gather`, are recomputed wherever that
 saves bytes, and no others but views. A budget, such as `18GB`, is met on every rank with the least time of
 recomputation: see recompute/budget.py.
@@ -30,7 +31,7 @@ from dataclasses import replace
 from partc.cost.roofline import H100, seconds
 from partc.cost.saved_tensors import Time, changed_buffers, flights, held_inputs, memory_of, parse_bytes
 from partc.ir.layout import Sizes
-from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.mesh import PIPELINE_AXIS, is_tensor_axis
 from partc.ir.program import VIEWS, Graph, Op, Program, Region
 from partc.passes.recompute.budget import check_reach, deal, varied
 from partc.passes.recompute.choice import Point, SavingProblem, frontier, least
@@ -59,8 +60,6 @@ def recompute(
     (`kind` or `table`) has; raises PartcError P0415 if it cannot be met. `frontiers` are those of the program, if
     computed already.
     """
-    if recompute == "none":
-        return program
     budget = parse_bytes(recompute)
     held = held_inputs(program)
     if budget is None:
@@ -107,14 +106,19 @@ def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str]
     inputs = {value.name for value in region.forward.inputs}
     if kind == "full":
         return frozenset(inputs | fixed)
-    if kind != "selective":
+    if kind not in ("none", "selective"):
         named = {*kind.split(","), *VIEWS}
         again = [op for op in _repeatable(region, fixed) if op.name in named]
         wanted = choice(region, again, lambda op: int(op.name not in VIEWS), held, sizes)
         return least(wanted, worth=len(again) + 1) | held  # a byte less is worth all of them
     types = region.types(region.forward)
-    activations = dependents(region.forward.ops, inputs)
-    cheap = [op for op in _repeatable(region, fixed) if op.name == "all_gather" or is_cheap(op, activations)]
+    if kind == "none":
+        cheap = [op for op in _repeatable(region, fixed) if op.name in VIEWS or _gathers_over_tp(op)]
+        if not any(map(_gathers_over_tp, cheap)):
+            return frozenset(region.saved)
+    else:
+        activations = dependents(region.forward.ops, inputs)
+        cheap = [op for op in _repeatable(region, fixed) if op.name == "all_gather" or is_cheap(op, activations)]
 
     def moved(op: Op) -> int:
         if op.name == "all_gather":
@@ -123,6 +127,10 @@ def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str]
         return 1 if op.name in VIEWS else sum(read) + sum(value.type.local_bytes(sizes) for value in op.results)
 
     return least(choice(region, cheap, moved, held, sizes), worth=WORTH) | held
+
+
+def _gathers_over_tp(op: Op) -> bool:
+    return op.name == "all_gather" and is_tensor_axis(str(dict(op.attrs)["axis"]))
 
 
 def timed(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> SavingProblem:
@@ -166,6 +174,8 @@ def remade(region: Region, keep: Collection[str]) -> Region:
 
     A result of an operation that is recomputed anyway is not saved, even if it is in `keep`.
     """
+    if set(region.saved).issubset(keep):
+        return region
     assert region.backward is not None
     forward, backward = region.forward, region.backward
     makers = {value.name: index for index, op in enumerate(forward.ops) for value in op.results}

@@ -92,16 +92,13 @@ def _a100(name: str, *figures: float) -> Run:
 
 
 def _h100(name: str, *figures: float) -> Run:
-    """The README does not give the microbatch: one sequence where there are several stages, else all four of a rank.
-
-    Gathered sequences are gathered again in backward passes, as Megatron does.
-    """
+    """The README does not give the microbatch: one sequence where there are several stages, else all four of a rank."""
     names = ("layers", "hidden", "heads", "tp", "pp", "gpus", "batch")
     given = dict(zip(names, map(int, figures), strict=False))
     how = {
         "seq": 4096,
         "vocab": 131072,
-        "recompute": "all_gather",
+        "recompute": "none",
         "zero": 1,
         "microbatch": 1 if given["pp"] > 1 else 4,
     }

@@ -24,11 +24,11 @@ class Link:
     spread: float = 1.0  # the share of the bandwidth that messages to several nodes at one time reach
 
 
-# Latencies are those of NCCL's own cost model (src/graph/tuning.cc): one step of a ring inside a node, and one between
-# nodes, with their protocol for large messages.
+# Latencies of GPUs' links are those of NCCL's own cost model (hwLat in src/graph/tuning.cc): one step of a ring inside
+# a node, and one between nodes, with their protocol for large messages (Simple).
 LATENCY: Mapping[LinkKind, float] = {
-    "nvlink": 2e-6, "infinity-fabric": 3e-6, "pcie": 5e-6, "memory": 4e-5, "infiniband": 8e-6, "roce": 1e-5,
-    "tcp": 5e-5,
+    "nvlink": 3.4e-6, "infinity-fabric": 3.4e-6, "pcie": 5.7e-6, "memory": 4e-5, "infiniband": 1.4e-5,
+    "roce": 1.4e-5, "tcp": 5e-5,
 }  # fmt: skip
 
 

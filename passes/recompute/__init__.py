@@ -113,8 +113,8 @@ def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str]
         return least(wanted, worth=len(again) + 1) | held  # a byte less is worth all of them
     types = region.types(region.forward)
     if kind == "none":
-        cheap = [op for op in _repeatable(region, fixed) if op.name in VIEWS or _gathers_over_tp(op)]
-        if not any(map(_gathers_over_tp, cheap)):
+        cheap = _gathers_over_tp(_repeatable(region, fixed))
+        if not cheap:
             return frozenset(region.saved)
     else:
         activations = dependents(region.forward.ops, inputs)
@@ -129,8 +129,16 @@ def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str]
     return least(choice(region, cheap, moved, held, sizes), worth=WORTH) | held
 
 
-def _gathers_over_tp(op: Op) -> bool:
-    return op.name == "all_gather" and is_tensor_axis(str(dict(op.attrs)["axis"]))
+def _gathers_over_tp(ops: Iterable[Op]) -> list[Op]:
+    """The gathers over tp, and the views of their results."""
+    found: list[Op] = []
+    gathered: set[str] = set()
+    for op in ops:
+        gathers = op.name == "all_gather" and is_tensor_axis(str(dict(op.attrs)["axis"]))
+        if gathers or (op.name in VIEWS and not gathered.isdisjoint(op.refs())):
+            found.append(op)
+            gathered.update(value.name for value in op.results)
+    return found
 
 
 def timed(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> SavingProblem:

@@ -6,6 +6,8 @@
     fms-fsdp      README of foundation-model-stack/fms-fsdp
     AutoModel     docs/performance-summary.md of NVIDIA-NeMo/Automodel
     Bridge        docs/performance-summary.md of NVIDIA-NeMo/Megatron-Bridge, 25.11; in fp8 with scales of tensors
+    Bridge MoE    the same and its archive, 26.02 to 26.08; experts have equal loads, fp8 has scales of blocks or tensors
+    Llama 3       The Llama 3 Herd of Models (Llama Team 2024), table 4, with causal attention in the model's flops
     NeMo          docs/source/performance/performance_summary.md of NVIDIA/NeMo, 24.07, in fp8
 
 Names in the first arguments choose tables and runs. Models are configurations for `hf:`. Recomputation is as published,
@@ -76,6 +78,25 @@ def _qwen(layers: int, hidden: int, heads: int, wide: int, experts: int) -> dict
     return {**found, **routed, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
 
 
+def _latent(heads: int, experts: int, vocabulary: int, **other: Any) -> dict[str, Any]:
+    """DeepSeek-V3 and models of its form: 61 layers of width 7168, all but the first with experts."""
+    found = _llama(61, 7168, heads, 18432, vocabulary, num_key_value_heads=heads, moe_intermediate_size=2048)
+    routed = {"n_routed_experts": experts, "num_experts_per_tok": 8, "n_shared_experts": 1, **other}
+    ranks = {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+    return {**found, **routed, **ranks, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+
+
+_OSS = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128,
+}  # fmt: skip
+
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "nanotron 1B": _llama(16, 2048, 32, 8192, 131072, tie_word_embeddings=True),
     "nanotron 3B": _llama(28, 3072, 32, 8192, 131072, tie_word_embeddings=True),
@@ -89,6 +110,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama3 405B": _llama(126, 16384, 128, 53248, 128256, num_key_value_heads=8),
     "qwen3 30B": _qwen(48, 2048, 32, 768, 8),
     "qwen3 235B": _qwen(94, 4096, 64, 1536, 8),
+    "gpt-oss 120B": _llama(36, 2880, 64, 2880, 201088, **_OSS),
+    "deepseek v3": _latent(128, 256, 129280, n_group=8, topk_group=4),
+    "kimi k2": _latent(64, 384, 163840, n_group=1, topk_group=1, first_k_dense_replace=1),
 }
 
 # Model, dp, tp, pp, microbatches, sequences of one, ZeRO, model flops as a share of 989e12 in percent, gigabytes.
@@ -143,6 +167,9 @@ _SHARDED: Mapping[str, Any] = {"zero": 3, "recompute": "selective"}
 _EIGHT: Mapping[str, Any] = {"precision": "fp8", "zero": 1}
 
 
+_MIXED: Mapping[str, Any] = {"precision": "fp8", "zero": 1, "recompute": "selective"}
+
+
 def _turns(stages: int) -> dict[str, Any]:
     return {"schedule": "interleaved", "virtual_stages": stages}
 
@@ -157,6 +184,30 @@ RUNS: tuple[HeldOut, ...] = (
     _one("AutoModel", "llama3 70B", "H100-80GB", "dp=32,tp=2", (4, 128, 8192, 866.77), **_SHARDED),
     _one("AutoModel", "qwen3 30B", "H100-80GB", "ep=8", (16, 512, 4096, 12040), **_SHARDED),
     _one("Bridge", "qwen3 235B", "GB200-186GB", "pp=8,ep=32", (256, 8192, 4096, 4916), zero=1, **_turns(3)),
+    _one("Bridge MoE", "gpt-oss 120B", "GB300-288GB", "ep=64", (5, 1280, 4096, 19275), zero=1),
+    _one("Bridge MoE", "gpt-oss 120B", "GB200-186GB", "ep=64", (5, 1280, 4096, 15938), zero=1),
+    _one("Bridge MoE", "gpt-oss 120B", "B200-180GB", "dp=8,ep=8", (5, 1280, 4096, 13045), zero=1),
+    _one("Bridge MoE", "gpt-oss 120B", "H100-80GB", "pp=4,dp=2,ep=8", (80, 1280, 4096, 5824), zero=1),
+    _one("Bridge MoE", "qwen3 30B", "GB200-186GB", "ep=8", (16, 512, 4096, 39936), **_MIXED),
+    _one("Bridge MoE", "qwen3 30B", "H100-80GB", "ep=16", (64, 1024, 4096, 8901), **_MIXED),
+    _one("Bridge MoE", "qwen3 235B", "GB300-288GB", "pp=4,dp=2,ep=32", (64, 8192, 4096, 8816), **_MIXED, **_turns(12)),
+    _one("Bridge MoE", "qwen3 235B", "GB200-186GB", "pp=8,ep=32", (256, 8192, 4096, 7280), **_MIXED, **_turns(3)),
+    _one(
+        "Bridge MoE",
+        "qwen3 235B",
+        "H100-80GB",
+        "pp=8,dp=16,tp=2",
+        (512, 8192, 4096, 1712),
+        **_MIXED,
+        **_turns(4),
+        experts="ep=32@dp,tp",
+    ),
+    _one("Bridge MoE", "deepseek v3", "GB300-288GB", "pp=2,dp=4,ep=32", (32, 4096, 4096, 6288), **_MIXED, **_turns(8)),
+    _one("Bridge MoE", "deepseek v3", "GB200-186GB", "pp=4,ep=64", (64, 4096, 4096, 4912), **_MIXED, **_turns(4)),
+    _one("Bridge MoE", "deepseek v3", "B200-180GB", "pp=16,dp=2,ep=8", (256, 4096, 4096, 2815), **_MIXED),
+    _one("Bridge MoE", "kimi k2", "GB300-288GB", "pp=4,ep=64", (32, 4096, 4096, 5332), **_MIXED, **_turns(4)),
+    _one("Llama 3", "llama3 405B", "H100-80GB", "pp=16,dp=64,tp=8", (32, 2048, 8192, 170), zero=2, **_turns(7)),
+    _one("Llama 3", "llama3 405B", "H100-80GB", "pp=16,dp=128,tp=8", (16, 2048, 8192, 158), zero=2, **_turns(7)),
     _one("Bridge fp8", "llama3 8B", "GB200-186GB", "dp=8", (8, 128, 8192, 31508), **_EIGHT),
     _one("Bridge fp8", "llama3 8B", "B200-180GB", "dp=8", (8, 128, 8192, 30624), **_EIGHT),
     _one("Bridge fp8", "llama3 8B", "H100-80GB", "dp=8", (16, 128, 8192, 14451), **_EIGHT | {"zero": 3}),

@@ -8,6 +8,7 @@ import site
 import sys
 import sysconfig
 from pathlib import Path
+from types import FrameType
 
 
 @functools.cache
@@ -19,6 +20,13 @@ def is_machinery(filename: str) -> bool:
     if _below(path, _site_packages()):
         return _below(path, _machinery())
     return _below(path, _machinery()) or _below(path, _standard_library())
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from this one outwards, that is not machinery."""
+    while frame is not None and is_machinery(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 @functools.cache

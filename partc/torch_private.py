@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.utils.checkpoint as checkpoint
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._decomp import core_aten_decompositions
 from torch._functorch.aot_autograd import aot_export_joint_simple
@@ -26,8 +27,11 @@ TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 STACK_FILTER = "_filter_traceback_frames"
 # The method of modules that runs hooks and forward, inside the wrapper by which tracers follow modules.
 MODULE_CALL = "_call_impl"
+# What torch.utils.checkpoint runs with use_reentrant=False.
+CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 __all__ = [
+    "CHECKPOINT",
     "FULL_HOOKS",
     "GRADIENT_HOOKS",
     "MODULE_CALL",
@@ -44,13 +48,20 @@ __all__ = [
     "aot_export_joint_simple",
     "backward_decompositions",
     "below_autograd",
+    "checkpoint",
     "checks",
     "compiling_unsaid",
+    "inside_functorch",
     "tree_flatten",
     "tree_unflatten",
     "without_modes",
     "without_order",
 ]
+
+
+def inside_functorch() -> bool:
+    """Whether a transform of torch.func is running."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def backward_decompositions() -> dict[OpOverload, Callable[..., object]]:

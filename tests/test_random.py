@@ -166,6 +166,7 @@ def _likelihood(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_rarer_operations_draw_by_element_too(mesh: str, microbatches: int) -> None:
     batch = {"ids": torch.randint(32, (16, 8)), "labels": torch.randint(32, (16, 8))}
     package = partc.compile(Lottery, batch, loss=_likelihood, mesh=mesh, microbatches=microbatches, precision="fp64")
+    assert any("checkpoint at" in warning and "--recompute decides" in warning for warning in package.warnings)
     result = package.verify()
     assert result.ok, result.worst
 

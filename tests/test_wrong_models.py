@@ -168,6 +168,15 @@ CAUSES: dict[str, tuple[Changes, str, str]] = {
     "a quantized value": (((OUT, "torch.quantize_per_tensor(h, 0.1, 0, torch.qint8).dequantize().sum()"),), "torch.qint8", "P0209"),
     "a sparse value": (((OUT, "torch.sparse.mm(h.to_sparse(), torch.ones(12, 3)).sum()"),), "is a sparse_coo tensor", "dense"),
     "a loss of integers": (((OUT, "h.argmax(-1).sum()"),), "the loss is i64", "mean or sum"),
+    "gradients by torch.func": (((OUT, "torch.func.grad(lambda z: self.down(z).sum())(h).sum()"),), "gradients by torch.func", "torch.autograd.grad"),
+    "lengths of sequences": (
+        ((LINEAR, f"{LINEAR}; self.gru = nn.GRU(1, 2, batch_first=True)"),
+         (OUT, "self.gru(nn.utils.rnn.pack_padded_sequence(h[..., None], 3 + (h[:, 0] > 0), True, False))[1].sum()")), NO_VALUES, "pack_padded_sequence"
+    ),
+    "selected rows of examples": (((OUT, "(h[h > 0].reshape(4, -1) + h[:, :6]).sum()"),), "should be broadcastable to", "argsort"),
+    "an embedding with a largest norm": (
+        ((OUT, "nn.functional.embedding(torch.arange(4), self.up.weight, max_norm=1.0).sum() * h.sum()"),), "max_norm changes its weight", "scale vectors"
+    ),
     "gradients in forward": (((OUT, "h.sum().backward() or h.sum()"),), "computes gradients itself", "differentiates"),
 }  # fmt: skip
 
@@ -208,6 +217,17 @@ def test_the_cause_is_named_in_three_lines(wrong: str, tmp_path: Path, capfd: py
     assert cause in first and help in second and not more, err
     assert ("values" in first) == (cause == NO_VALUES or "values" in cause), "a cause that is not the case"
     assert first.startswith(f"{path}:") or wrong in ("another name", "no loss", "a complex batch"), err
+
+
+def test_an_error_in_one_microbatch_names_its_part_of_the_batch(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(
+        changed(((OUT, "nn.functional.batch_norm(h, None, None, training=True).view(4, 12).square().sum()"),))
+    )
+    assert main(["compile", str(path), "--mesh", "1", "--microbatches", "2", "-o", str(tmp_path / "build")]) == 2
+    assert "each of the 2 microbatches is a batch of its own" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", LOSSES)

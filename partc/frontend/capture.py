@@ -87,8 +87,10 @@ class _TracedStep(nn.Module):
         dtype: torch.dtype,
         read: Read | None = None,
         masks: Mapping[str, Recipe] | None = None,
+        parts: int = 1,
     ) -> None:
         super().__init__()
+        self._parts = parts
         self._masks = masks or {}
         self._hooks = hooks
         self._outcomes = outcomes
@@ -108,9 +110,9 @@ class _TracedStep(nn.Module):
         batch = rebuilt(self._form, dict(zip(self._names, tensors, strict=True)))
         stores = [module._buffers for module in self.modules()]
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
+        repeats = self._repeats()
+        values = ValueWatch(self._outcomes, repeats.refuse_branch)
         try:
-            repeats = self._repeats()
-            values = ValueWatch(self._outcomes, repeats.refuse_branch)
             with (
                 computing_in(self._dtype), self._watch.watching(), counting(self._watch.modules), values.watching(),
                 repeats.marking(), _conversions(), _cumulative_averages(), self._with_masks(),
@@ -120,7 +122,7 @@ class _TracedStep(nn.Module):
         except (PartcError, UnequalError, WholeTrace):
             raise
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
-            raise explained(error, self.model, self._path) from error
+            raise explained(error, self.model, self._path, self._parts, values.selections.any) from error
         first = next(iter(found.values()))
         self._told(_with_gradient(self.model, first, repeats), tuple(found), repeats, values.selections)
         for store, name, buffer in held:
@@ -219,7 +221,8 @@ def capture(
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         batch = _part(_fake_batch(tensors, mode, dtype), parts)
         try:
-            with followed(parts, whole=excluded is None), module_hooks(model, parts), stacks_of_losses():
+            say = lambda sentence: assumed.update({sentence: None})  # noqa: E731
+            with followed(say, parts, whole=excluded is None), module_hooks(model, parts), stacks_of_losses():
                 watch = StateWatch(model, loss)
                 tell = lambda *found: told.append(found)  # noqa: E731
                 modules = ModuleTree(model)
@@ -240,6 +243,7 @@ def capture(
                     dtype,
                     read,
                     masks,
+                    parts,
                 )
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
                 with rows.absent():
@@ -252,7 +256,7 @@ def capture(
         except (UnequalError, WholeTrace):
             raise
         except (Exception, SystemExit) as error:
-            raise explained(error, model, path) from error
+            raise explained(error, model, path, parts) from error
     return Captured(
         exported=exported,
         model=model,

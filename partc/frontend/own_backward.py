@@ -14,19 +14,30 @@ cut them like all others. Only `partc.passes.differentiate` moves them behind th
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from partc.errors import PartcError
+from partc.errors import PartcError, Source
 from partc.frontend.inner_gradients import inner_gradient
+from partc.installed import shortened, user_frame
 from partc.ir import operators  # noqa: F401 (defines the operators)
-from partc.torch_private import FULL_HOOKS, GRADIENT_HOOKS, TENSOR_HOOKS, CheckpointFunction
+from partc.torch_private import (
+    CHECKPOINT,
+    FULL_HOOKS,
+    GRADIENT_HOOKS,
+    TENSOR_HOOKS,
+    CheckpointFunction,
+    checkpoint,
+    inside_functorch,
+)
 
 _OWN = "forward computes gradients itself"
 Hook = Callable[[Tensor], Tensor | None]
@@ -140,19 +151,21 @@ class _Context:
 
 
 @contextmanager
-def followed(parts: int = 1, *, whole: bool = True) -> Iterator[None]:
+def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) -> Iterator[None]:
     """A context in which autograd functions and hooks are traced; what cannot be traced raises PartcError P0216.
 
     Calls of `torch.autograd.grad` are recorded; unless the trace is `whole`, they raise WholeTrace.
 
-    The loss of the traced batch counts as one of `parts`. So do gradients that functions add themselves.
+    The loss of the traced batch counts as one of `parts`. So do gradients that functions add themselves. Calls of
+    `torch.utils.checkpoint` change nothing, which `say` is told.
     """
     apply, hook = vars(torch.autograd.Function)["apply"], Tensor.register_hook
     grad, backward = torch.autograd.grad, torch.autograd.backward
     inside: list[type] = []  # functions whose backward runs
 
     def own_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # torch.utils.checkpoint, which changes no number
+        if cls is CheckpointFunction:
+            told(sys._getframe(1))
             return args[0](*args[2:])
         if cls.__module__.split(".")[0] in ("torch", "partc"):
             return apply.__func__(cls, *args, **kwargs)
@@ -165,8 +178,25 @@ def followed(parts: int = 1, *, whole: bool = True) -> Iterator[None]:
         raise _refused(f"the backward of {inside[-1].__name__} calls autograd" if inside else _OWN)
 
     def own_grad(*args: Any, **kwargs: Any) -> Any:
+        if inside_functorch():
+            raise PartcError(
+                "P0216",
+                "forward computes gradients by torch.func, which partc cannot follow",
+                help="call torch.autograd.grad(values.sum(), inputs, create_graph=True)",
+            )
         return (refused_backward if inside else inner)(*args, **kwargs)
 
+    def told(frame: FrameType | None) -> None:
+        frame = user_frame(frame)
+        place = "" if frame is None else f" at {Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)}"
+        say(f"torch.utils.checkpoint{place} changes nothing: --recompute decides what is computed again.")
+
+    def own_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        told(sys._getframe(1))
+        return without_reentrance(*args, **kwargs)
+
+    without_reentrance = getattr(checkpoint, CHECKPOINT)
+    setattr(checkpoint, CHECKPOINT, own_checkpoint)
     inner = inner_gradient(grad, whole)
     torch.autograd.grad, torch.autograd.backward = own_grad, refused_backward
     torch.autograd.Function.apply = classmethod(own_apply)  # type: ignore[assignment,method-assign]
@@ -174,6 +204,7 @@ def followed(parts: int = 1, *, whole: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
+        setattr(checkpoint, CHECKPOINT, without_reentrance)
         torch.autograd.grad, torch.autograd.backward = grad, backward
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = hook  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ from torch import Tensor
 from partc.errors import PartcError, Source
 from partc.frontend.repeats import MARK
 from partc.frontend.statements import around
-from partc.installed import is_machinery, shortened
+from partc.installed import is_machinery, shortened, user_frame
 from partc.ir.program import SELECTED, Graph
 from partc.torch_private import without_modes
 
@@ -222,11 +222,14 @@ class Selections:
         return not self._empty
 
     def _source(self) -> Iterator[Source]:
-        frame = self._frame
-        while frame is not None and is_machinery(frame.f_code.co_filename):
-            frame = frame.f_back
+        frame = user_frame(self._frame)
         if frame is not None:
             yield Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+
+    @property
+    def any(self) -> bool:
+        """Whether a mask has selected rows so far."""
+        return bool(self._rows)
 
     def _number_of(self, mask: Tensor, times: int = 1) -> RowCount:
         """The number of selected rows, or a multiple."""

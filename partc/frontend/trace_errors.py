@@ -15,6 +15,14 @@ from partc.frontend.model_file import blame
 from partc.installed import is_machinery, shortened
 
 _CHECK = "call the model on one batch in plain PyTorch, without partc, to see the whole error"
+_ROWS = (
+    "in a trace x[mask] has every row of x, as their number is not known; where each example has equally many, gather "
+    "them by position: mask.long().argsort(1, descending=True, stable=True)"
+)
+_PART = (
+    "forward couples examples, so that each of the {0} microbatches is a batch of its own: call the model on that part "
+    "of a batch in plain PyTorch, without partc, or use fewer microbatches"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,11 @@ KNOWN: tuple[Known, ...] = (
         cause="forward reads the values of a tensor, which has none while it is traced",
         help="compute with torch's operations in place of NumPy's or Python's",
         inside=True,
+    ),
+    Known(
+        pattern=r"TypeError: \w+\(\): argument 'size' failed to unpack .*FakeTensor",
+        cause="a size depends on the values of a tensor",
+        help="keep padded rows and mask them: in place of pack_padded_sequence, gather the states at the last steps",
     ),
     Known(
         pattern=r"at least two devices, (?:meta and \S+|\S+ and meta)!",
@@ -91,8 +104,13 @@ KNOWN: tuple[Known, ...] = (
 )
 
 
-def explained(error: BaseException, model: nn.Module, path: Path | None) -> PartcError:
-    """The error P0206 for an exception that ended a trace, at the model's own line."""
+def explained(
+    error: BaseException, model: nn.Module, path: Path | None, parts: int = 1, selected: bool = False
+) -> PartcError:
+    """The error P0206 for an exception that ended a trace, at the model's own line.
+
+    The trace is of one of `parts` of the batch, and `selected` if a mask has selected rows in it.
+    """
     said = first_line(error)
     text = f"{type(error).__name__}: {said}"
     known = None if _raised_by_the_model(error) else next((e for e in KNOWN if re.search(e.pattern, text)), None)
@@ -107,6 +125,10 @@ def explained(error: BaseException, model: nn.Module, path: Path | None) -> Part
             plain = ", ".join(plain_tensors(model))
             groups = ("", f" (plain attributes of the model: {plain})" if plain else "")
         cause, help = known.cause.format(*groups), known.help
+    if help == _CHECK and selected and re.search("size|shape|broadcast", said):
+        help = _ROWS
+    elif help == _CHECK and parts > 1:
+        help = _PART.format(parts)
     place = None if known is not None and known.inside else path
     source = blame(error, place)
     if source is not None and place is None:

@@ -29,7 +29,7 @@ from partc.frontend.alignments import ctc_loss
 from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.selections import NOT_SELECTED, Selections
 from partc.frontend.statements import path_to, span_of, tree_of
-from partc.installed import is_machinery, shortened
+from partc.installed import shortened, user_frame
 from partc.torch_private import GuardOnValues, checks, without_modes
 
 LARGEST = 1 << 16  # elements of a constant whose values are computed
@@ -265,8 +265,7 @@ class ValueWatch(TorchFunctionMode):
 
     def _assume(self, frame: FrameType | None) -> None:
         """List a call of torch's own checks, at the line of the function that is not handed the condition."""
-        while frame is not None and is_machinery(frame.f_code.co_filename):
-            frame = frame.f_back
+        frame = user_frame(frame)
         for _ in range(CALLS):
             call = _called(frame)
             handed = call is not None and call.args and isinstance(call.args[0], ast.Name)

@@ -55,17 +55,32 @@ def with_values(build: Callable[[], Any]) -> Any:
             f"the attribute {differing[0]} of the model depends on random weights",
             help="register it as a buffer, so that a package starts from its own weights' value",
         )
+    for part, name, value in list(_of_weights(models[0])):
+        setattr(part, name, value.detach().to("meta"))
     return models[0]
+
+
+def _of_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The plain tensors that are computed from weights, or share their memory; hooks set them anew before forward.
+
+    As tensors without values they cannot become constants of a trace: a forward that reads one is refused.
+    """
+    weights = {x.untyped_storage().data_ptr() for x in model.parameters() if x.numel()}
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) and (value.grad_fn or value.untyped_storage().data_ptr() in weights):
+                yield part, name, value
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The numbers, texts and plain tensors of all modules, by their names.
 
-    Tensors that are computed from weights with a gradient are left out: forward computes them anew.
+    Tensors of weights are left out.
     """
+    left_out = {id(value) for _, _, value in _of_weights(model)}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
+            if id(value) in left_out:
                 continue
             if isinstance(value, bool | int | float | complex | str | tuple | list | Tensor):
                 yield f"{path}.{name}".removeprefix("."), value

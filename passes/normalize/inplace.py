@@ -123,6 +123,13 @@ class _Functionalization:
         wholes = self._wholes(target)
         root = self._roots.get(target, target)
         if root not in self._inside:
+            if op.name == "embedding_renorm_":
+                raise PartcError(
+                    "P0212",
+                    "an embedding with max_norm changes its weight in forward",
+                    help="leave out max_norm, and scale vectors: x * (most / x.norm(dim=-1)[..., None]).clamp(max=1)",
+                    source=op.source,
+                )
             raise PartcError(
                 "P0212",
                 f"{op.name} changes an input or a parameter in place",

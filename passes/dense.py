@@ -11,7 +11,8 @@
 A token has one row for each expert, side by side, so that the batch cuts rows as it cuts tokens; `experts` counts the
 experts of each token. Elementwise operations between two products stay on rows. Batched products of other operands than
 copies of tokens, such as those by head, are no mixtures. In an einsum the weights' first letter is that of the experts.
-A sum of experts' results, each times its own part of an activation (a dense mask), becomes einsums first.
+A sum of experts' results, each times its own part of an activation (a dense mask), becomes einsums first. So do stacks
+of experts' results, which are weighted or chosen by token.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def dense(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
 
 
 def _rewritten(region: Region) -> Region:
-    region = _without_sums(region)
+    region = _without_stacks(_without_sums(region))
     rows = _Dense(region)
     for op in region.forward.ops:
         rows.take(op)
@@ -61,16 +62,70 @@ def _without_sums(region: Region) -> Region:
                 continue
             lift = _AllExperts(graph, dict(region.types(graph)), params, len(addends) - base)
             lift.weights = _of_weights(region)
+            lift.writer.source = op.source
             try:
                 found = lift.lifted(tuple(addends[base:]))
             except NotEqualError:
                 continue
             if found.kind == "stacked" and lift.gated and lift.multiplied:
-                ops = lift.summed(found.name, addends[:base], op)
-                every = [each for other in graph.ops for each in (ops if other is op else (other,))]
-                region = replace(region, forward=replace(graph, ops=needed(tuple(every), graph.outputs)))
+                region = _with(region, op, lift.summed(found.name, addends[:base], op))
                 break
     return region
+
+
+def _with(region: Region, op: Op, ops: Sequence[Op]) -> Region:
+    """The region with other operations in place of one."""
+    graph = region.forward
+    every = [each for other in graph.ops for each in (ops if other is op else (other,))]
+    return replace(region, forward=replace(graph, ops=needed(tuple(every), graph.outputs)))
+
+
+def _without_stacks(region: Region) -> Region:
+    """The region with one product of all experts in place of each cat((y_0, y_1, …)), along a dimension of size 1."""
+    params = {value.name: value.type for value in region.params}
+    for op in reversed(region.forward.ops):
+        match op.name, op.args:
+            case "cat", (parts, int(dim)) if isinstance(parts, tuple):
+                names = tuple(part.name for part in parts if isinstance(part, Ref))
+            case _:
+                continue
+        graph, types = region.forward, dict(region.types(region.forward))
+        rank, alone = len(op.result.type.shape), all(types[name].shape[dim] == 1 for name in names)
+        if len(names) < LEAST or not alone or not _scored(op.result, dim % rank, graph, types):
+            continue
+        lift = _AllExperts(graph, types, params, len(names))
+        lift.weights = _of_weights(region)
+        lift.writer.source = op.source
+        try:
+            found = lift.lifted(names)
+        except NotEqualError:
+            continue
+        if found.kind == "stacked" and lift.multiplied and fuel.allowed("stack of experts", op.source):
+            region = _with(region, op, lift.joined(found.name, dim % rank, op))
+    return region
+
+
+def _scored(stacked: Value, dim: int, graph: Graph, types: Mapping[str, TensorType]) -> bool:
+    """Whether a reader multiplies the experts' results with one number for each token and expert, or chooses some."""
+    rank, experts = len(stacked.type.shape), stacked.type.shape[dim]
+    for op in graph.readers().get(stacked.name, ()):
+        names = [*op.refs()]
+        shapes = [types[name].shape for name in names if name != stacked.name]
+        match op.name, op.args:
+            case "gather", (Ref(name=stacked.name), int(chosen), *_) if chosen % rank == dim:
+                return True
+            case "mul", _ if shapes:
+                wide = (*(1 for _ in range(rank - len(shapes[0]))), *shapes[0])
+                return len(wide) == rank and wide[dim] == experts and wide[-1] == 1 != dim - rank + 1
+            case (("matmul" | "bmm"), _) if len(shapes) == 1:
+                first = names[0] == stacked.name
+                scores, last = (shapes[0], dim == rank - 1) if first else (shapes[0][::-1], dim == rank - 2)
+                return last and (scores[-2:] == (experts, 1) if first else scores[:2] == (experts, 1))
+            case "einsum", (str(text), *_) if len(shapes) == 1 and "->" in text:
+                letters = dict(zip(names, text.replace(" ", "").split("->")[0].split(","), strict=True))
+                own, other = letters.pop(stacked.name, ""), *letters.values()
+                return own[dim] in other and own[-1] not in other
+    return False
 
 
 def _addends(op: Op, graph: Graph) -> list[str]:
@@ -121,6 +176,15 @@ class _AllExperts(Lift):
         args = (equation, (Ref(x.name), Ref(weights.name)))
         shape = (self.count, *result.type.shape)
         return Lifted("stacked", w.add("einsum", args, shape, result.type.dtype, f"{result.name}_of_experts"))
+
+    def joined(self, name: str, dim: int, last: Op) -> list[Op]:
+        """The operations, and all experts' values along a dimension, which defines the result of the stack."""
+        w, made = self.writer, last.result
+        count, *rest = w.shape(name)
+        alone = w.reshape(name, (count, *rest[:dim], *rest[dim + 1 :]), f"{made.name}_alone")
+        order = (*range(1, dim + 1), 0, *range(dim + 1, len(rest)))
+        w.define("permute", (Ref(alone), order), made.type.shape, made.type.dtype, made.name)
+        return w.ops
 
     def summed(self, name: str, base: Sequence[str], last: Op) -> list[Op]:
         """The operations, and the sum of all experts' values, which defines the result of the last addition."""

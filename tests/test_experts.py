@@ -145,6 +145,44 @@ def test_experts_that_are_modules_keep_their_names(
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
 
 
+@pytest.mark.parametrize(
+    ("style", "mesh", "how"),
+    [
+        ("stacked", "pp=2,ep=2", {"microbatches": 2}),
+        ("gathered", "dp=2,tp=2", {"experts": "ep=4@dp,tp", "zero": 2}),
+        ("summed", "pp=2,ep=2", {"zero": 1}),
+        pytest.param("joined", "dp=2,ep=2", {"zero": 3}, marks=pytest.mark.slow),
+        pytest.param("side_by_side", "ep=2,tp=2", {"recompute": "full"}, marks=pytest.mark.slow),
+    ],
+)
+def test_modules_that_all_tokens_pass_are_experts(style: str, mesh: str, how: dict[str, Any], tmp_path: Path) -> None:
+    """A layer of them is one region, which no pipeline stage cuts."""
+    package = partc.compile(LOOPS, mesh=mesh, precision="fp64", options={"style": style}, **how)
+    assert {call.region for call in package.program.calls if call.params} == {"embed", "norm", "mixture", "head"}
+    assert len(package.program.transfers) <= 2  # before and after a norm
+    assert {item.name for item in package.program.parameters if item.stacked} >= {"mixtures.0.experts.*.up.weight"}
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
+class Branches(nn.Module):
+    """Linear layers side by side, whose results no token weighs: no experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        k, v, q, o = torch.stack([kind(x) for kind in self.kinds]).unbind(0)
+        return nn.functional.mse_loss(nn.functional.scaled_dot_product_attention(q, k, v) + o, target)
+
+
+def test_layers_side_by_side_are_no_experts() -> None:
+    data = {"x": torch.randn(8, 4, 8), "target": torch.randn(8, 4, 8)}
+    with pytest.raises(PartcError, match="has no experts"):
+        partc.compile(Branches(), batch=data, mesh="ep=2", precision="fp64")
+
+
 STORED = MOE.with_name("stored.py")
 
 

@@ -111,11 +111,17 @@ def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
 
 
 def _container_depths(ops: Sequence[Op]) -> dict[str, int]:
-    """For each outermost numbered container, the number of numbered levels of a body: the first that repeats."""
+    """For each outermost numbered container, the number of numbered levels of a body: the first that repeats.
+
+    Constants are no part of a body: the first body that reads one has it.
+    """
     bodies: dict[str, dict[str, list[Hashable]]] = {}
+    constant: set[str] = set()
     for op in ops:
         levels = _levels(op)
-        if levels:
+        if op.name not in RANDOM and constant.issuperset(op.refs()):
+            constant.update(value.name for value in op.results)
+        elif levels:
             bodies.setdefault(container(levels[0]), {}).setdefault(levels[0], []).append(_shape_of(op))
     depths = {}
     for holder, instances in bodies.items():

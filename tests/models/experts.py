@@ -173,6 +173,26 @@ class Mixture(nn.Module):
 
     dropped = places
 
+    def stacked(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        """Every token through every expert, and the scores of all in an einsum."""
+        return torch.einsum("te,etw->tw", scores, torch.stack([self.one(e, x) for e in range(self.count)]))
+
+    def side_by_side(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        return (torch.stack([self.one(e, x) for e in range(self.count)], 1) * scores.unsqueeze(-1)).sum(1)
+
+    def joined(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        every = torch.cat([self.one(e, x).unsqueeze(1) for e in range(self.count)], 1)
+        return torch.bmm(scores.unsqueeze(1), every).squeeze(1)
+
+    def gathered(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        every = torch.stack([self.one(e, x) for e in range(self.count)], -2)
+        found = every.gather(-2, chosen.unsqueeze(-1).expand(-1, -1, WIDTH))
+        return (found * weights.unsqueeze(-1)).sum(-2)
+
+    def summed(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        masked = torch.zeros_like(scores).scatter(-1, chosen, weights)
+        return sum((self.one(e, x) * masked[:, e, None] for e in range(self.count)), out)
+
 
 class Model(nn.Module):
     def __init__(self, style: str, count: int, slots: int, depth: int) -> None:

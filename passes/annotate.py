@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 
 from partc.errors import InternalError, PartcError
@@ -39,7 +40,7 @@ from partc.rules import RING
 from partc.rules.trial import check_rules
 from partc.sharding.assignment import Alternative, Solution, solve
 from partc.sharding.choices import axis_order, placed_axes
-from partc.sharding.pins import Pin, check_pins
+from partc.sharding.pins import Pin, check_pins, named
 from partc.sharding.placements import Places, build, spelled
 
 OBJECTIVES: Sequence[Mapping[str, float]] = (
@@ -158,16 +159,17 @@ def explain(
     `program` is as annotate takes it. Each alternative is solved anew with the placement forced; its cost is the
     difference. Raises PartcError P0304 for an unknown name.
     """
+    owners = {alias: parameter.name for parameter in program.parameters for alias in parameter.aliases}
+    names = dict(named(program))
+    if name not in names:
+        close = [each for each in names if each.endswith(f".{name}")][:3] or get_close_matches(name, names, 3)
+        help = f"did you mean {' or '.join(close)}?" if close else _NAMES
+        raise PartcError("P0304", f"nothing is called {name!r}", help=help)
     found = []
     for axis in placed_axes(program.sizes):
         places = build(program, axis, pins, expert_axes=expert_axes)
-        deciders = places.deciders(name)
-        if deciders is None:
-            raise PartcError(
-                "P0304",
-                f"nothing is called {name!r}",
-                help=f"did you mean {' or '.join(close)}?" if (close := places.close(name)) else _NAMES,
-            )
+        deciders = places.deciders(owners.get(name, name))
+        assert deciders is not None
         node, seen, type = deciders
         best = solve(places.problem, OBJECTIVES)
         if best is None:

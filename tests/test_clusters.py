@@ -569,6 +569,8 @@ def test_scale_factors_and_failures_of_plans(simulator: Simulator) -> None:
     assert factors[0] == pytest.approx(1.0)
     assert 1 > factors[1] > factors[2] > 0
     assert all(each["effective_seconds"] > each["step_seconds"] for each in found)
+    never = next(predictions(simulator, plans[:1], failures=Failures(mtbf=1e-9)))
+    assert never["effective_seconds"] is None and never["step_seconds"] == found[0]["step_seconds"]
     # One device makes the values that depend on the whole batch once, four devices each for their part.
     assert factors[1] == pytest.approx(found[0]["step_seconds"] / (4 * found[1]["step_seconds"]), rel=0.01)
 

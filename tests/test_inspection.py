@@ -18,6 +18,7 @@ from partc.ir.parser import parse
 
 ROOT = Path(__file__).parent.parent
 MLP = str(ROOT / "examples" / "mlp.py")
+TIED = str(ROOT / "tests" / "models" / "tied.py")
 REDUCTION = re.compile(r"all_reduce|reduce_scatter")  # of the second product's parts, whatever is chosen besides
 SMALL = ["-D", "depth=3", "-D", "width=12", "-D", "hidden=20", "-D", "batch=12"]
 MESH = ["--mesh", "2x1x2", "--microbatches", "3", "--shard", "head.weight=[_, _]"]
@@ -76,6 +77,28 @@ def test_explain_says_what_else_would_have_cost(capsys: pytest.CaptureFixture[st
     assert all(line.startswith("  instead [") for line in found[1:]) and len(found) > 1
     assert main(["inspect", MLP, *MESH, *SMALL, "--explain", "blocks.0.sideways"]) == 2
     assert "error P0304" in capsys.readouterr().err
+
+
+def test_unknown_names_are_refused_without_axes_that_cut_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    how = ["inspect", MLP, "--mesh", "2", "--explain"]
+    assert main([*how, "blocks.0.up.weight"]) == 0 and "whole on every rank" in capsys.readouterr().out
+    assert main([*how, "blocks.0.sideways"]) == 2
+    assert "error P0304" in capsys.readouterr().err
+
+
+def test_a_tied_weight_is_explained_by_each_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("embed.weight", "head.weight"):
+        assert main(["inspect", TIED, "--mesh", "tp=2", "--explain", name]) == 0
+        assert capsys.readouterr().out.startswith(f"{name} is [")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--rank", "0", "--html", "x.html"), ("--explain", "x", "--after", "trace"), ("--schedules", "--region", "block")],
+)
+def test_one_view_at_a_time(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", MLP, *MESH, *options]) == 2
+    assert "error P0004" in capsys.readouterr().err
 
 
 def test_the_page_is_written_over_a_page_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

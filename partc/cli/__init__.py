@@ -342,6 +342,7 @@ def inspect_command(target: str, **given: Any) -> None:
     """Show the program of a model or of a package, after any pass."""
     from partc.cli import inspection
 
+    inspection.check_one_view(given)
     rank = given.pop("rank")
     if rank is not None:
         from partc.package.rank_view import rank_view

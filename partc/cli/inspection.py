@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from partc import passes
 from partc.errors import PartcError
@@ -16,6 +17,24 @@ if TYPE_CHECKING:
     from partc.api import Compilation
 
 EXPLAINED = "zero"  # the last pass whose layouts are explained
+_FLAGS = {
+    "after": "--after", "region": "--region", "diff": "--diff", "sources": "--sources", "provenance": "--provenance",
+    "name": "--explain", "schedules": "--schedules", "html": "--html", "rank": "--rank",
+}  # fmt: skip
+# The views that are not the program's text, and the options that each takes.
+_VIEWS: Mapping[str, tuple[str, ...]] = {
+    "rank": (), "schedules": (), "html": (), "name": (), "provenance": ("after", "region"),
+}  # fmt: skip
+
+
+def check_one_view(given: Mapping[str, Any]) -> None:
+    """Check that the options of `partc inspect` ask for one view. Raises PartcError P0004."""
+    asked = [name for name in _FLAGS if given[name] is not None and given[name] is not False]
+    for view in (name for name in asked if name in _VIEWS):
+        other = next((name for name in asked if name not in (view, *_VIEWS[view])), None)
+        if other is not None:
+            help = f"give one of them: {_FLAGS[view]} is a view of its own"
+            raise PartcError("P0004", f"{_FLAGS[view]} and {_FLAGS[other]} are given", help=help)
 
 
 def last_pass(*, after: str | None, name: str | None, html: Path | None) -> str | None:

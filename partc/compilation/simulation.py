@@ -383,6 +383,7 @@ def predictions(
                 devices = plan.emitted.compile_options().mesh.size
                 further["effective_seconds"] = failures.effective(found.step_seconds, devices)
                 further["checkpoint_interval"] = failures.best_interval(devices)
+                further = {name: value if math.isfinite(value) else None for name, value in further.items()}
             yield found.document() | further
         except PartcError as error:
             if error.code in _NO_MODEL:

@@ -21,6 +21,7 @@ def table(names: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str:
         if "scale_factor" in each:
             notes.append(f"{each['scale_factor']:.0%} of single devices")
         if "effective_seconds" in each:
-            notes.append(f"{each['effective_seconds'] * 1e3:.1f} ms with failures")
+            seconds = each["effective_seconds"]
+            notes.append("no progress with failures" if seconds is None else f"{seconds * 1e3:.1f} ms with failures")
         lines.append(f"{number:>4} {name:<{width}}  {times}  {', '.join(notes)}")
     return "\n".join(lines) + "\n"

@@ -79,12 +79,12 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
 
     Raises PartcError P0302 (the shape does not admit the layout) and P0303 (the glob matches nothing).
     """
-    named = dict(_named(program))
+    known = dict(named(program))
     for pin in pins:
         axes = [axis for entries in pin.dims for _, found in entries for axis in found]
         for axis in axes:
-            known = axis in AXES or axis in program.mesh.sizes or is_batch_axis(axis)
-            if axis == PIPELINE_AXIS or not known:
+            cuts = axis in AXES or axis in program.mesh.sizes or is_batch_axis(axis)
+            if axis == PIPELINE_AXIS or not cuts:
                 raise PartcError(
                     "P0302",
                     f"--shard {pin.pattern}={pin.text} cuts over {axis!r}",
@@ -94,7 +94,7 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
                 raise PartcError(
                     "P0302", f"--shard {pin.pattern}={pin.text} cuts twice over {axis}", help="cut one dimension"
                 )
-        matched = [name for name in named if pin.matches(name)]
+        matched = [name for name in known if pin.matches(name)]
         if not matched:
             raise PartcError(
                 "P0303",
@@ -102,18 +102,19 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
                 help="names are those of `partc inspect`: parameters by full name, values as region.value",
             )
         for name in matched:
-            reason = pin.misfit(named[name])
+            reason = pin.misfit(known[name])
             if reason is not None:
                 raise PartcError(
                     "P0302",
-                    f"--shard pins {name} {named[name].shape} to {pin.text}, which {reason}",
+                    f"--shard pins {name} {known[name].shape} to {pin.text}, which {reason}",
                     help="write one entry a dimension, _ for those that stay whole",
                 )
 
 
-def _named(program: Program) -> Iterator[tuple[str, TensorType]]:
+def named(program: Program) -> Iterator[tuple[str, TensorType]]:
+    """All that pins and explanations name: parameters with their other names, program values, values of regions."""
     for parameter in program.parameters:
-        yield parameter.name, parameter.type
+        yield from ((name, parameter.type) for name in (parameter.name, *parameter.aliases))
     yield from program.value_types().items()
     for region in program.regions:
         for op in region.forward.ops:

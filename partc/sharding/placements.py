@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from partc.errors import PartcError
 from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_params
@@ -48,11 +47,6 @@ class Places:
             node, output, type = self.inside[name]
             return node, lambda choice: choice.makes[output], type
         return None
-
-    def close(self, name: str) -> list[str]:
-        """Up to three names that end with this one, or are spelled like it."""
-        known = [*(key[1] for key in self.owners if key[0] in ("parameter", "value")), *self.inside]
-        return [each for each in known if each.endswith(f".{name}")][:3] or get_close_matches(name, known, 3)
 
     def placement(self, slot: Slot, solution: Solution) -> Placement:
         """The placement of a value that crosses calls in the solution."""

@@ -366,3 +366,20 @@ def test_conditions_of_one_number_and_of_each() -> None:
     assert result.ok, result.worst
     kernels = "".join(str(body) for path, body in package.files() if path.startswith("kernels/"))
     assert "isnan" in kernels and ".to(tl.int64) &" not in kernels
+
+
+class RowsOfMask(nn.Module):
+    """A row of a mask that all examples share: both are named after the selection that takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(6, 6, dtype=torch.bool).tril().expand(x.shape[0], 1, 6, 6)
+        y = self.body(x)
+        return (y[:, None] * y[..., None]).masked_fill(~mask[:, 0], 0.5).square().mean()
+
+
+def test_rows_of_a_shared_mask_have_their_own_names() -> None:
+    _equal(RowsOfMask, _batch(), "dp=2,tp=2")

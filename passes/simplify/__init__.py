@@ -22,6 +22,7 @@ import torch
 
 from partc import fuel
 from partc.ir.layout import Layout
+from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.simplify.idioms import IDIOMS
 from partc.passes.simplify.label_losses import label_losses
@@ -184,12 +185,13 @@ def _one_row(region: Region) -> Region:
     """Values that are equal along their first dimension keep one row where every reader broadcasts."""
     types = region.types(region.forward)
     small: dict[str, str] = {}  # value -> its one row
+    taken = {*types}
     ops: list[Op] = []
 
     def row(op: Op, args: tuple[Arg, ...]) -> None:
         shape = (1, *op.result.type.shape[1:])
         type = TensorType(dtype=op.result.type.dtype, layout=Layout.replicated(shape))
-        value = Value(name=f"{op.result.name}_row", type=type)
+        value = Value(name=unique(f"{op.result.name}_row", taken), type=type)
         types[value.name] = type
         small[op.result.name] = value.name
         ops.append(replace(op, args=args, results=(value,)))
@@ -208,7 +210,7 @@ def _one_row(region: Region) -> Region:
                 ops.append(op)
                 continue
         ops.append(op)
-    return _rebuilt(region, _unshadowed(ops), {})
+    return _rebuilt(region, ops, {})
 
 
 def _narrow(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
@@ -249,17 +251,6 @@ def _broadcasts(op: Op, types: Mapping[str, TensorType]) -> bool:
     if op.name in _ATTENTION:
         return len(shapes) > 3 and shapes[0][0] == op.result.type.shape[0] and shapes[1][0] == shapes[0][0]
     return tuple(torch.broadcast_shapes(*shapes)) == op.result.type.shape
-
-
-def _unshadowed(ops: list[Op]) -> list[Op]:
-    """Keep one definition of each name: the one-row operation precedes the original."""
-    seen: set[str] = set()
-    kept = []
-    for op in ops:
-        if not any(value.name in seen for value in op.results):
-            kept.append(op)
-            seen.update(value.name for value in op.results)
-    return kept
 
 
 def _short_chains(region: Region) -> Region:

@@ -56,6 +56,29 @@ def test_guards_inside_functions_of_torch_are_assumed() -> None:
     assert len(found.assumed) == 1 and "torch/nn/functional.py" in found.assumed[0]
 
 
+def clamped(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = net.layer(x)
+    if not torch.isfinite(x).all():
+        x = x.clamp(-9, 9)
+    return x.sum() if not (x.isnan().any() or torch.isinf(x).any().item()) else x.mean()
+
+
+def test_numbers_are_assumed_to_be_finite() -> None:
+    found = traced(clamped)
+    assert len(found.assumed) == 2 and "isfinite(x).all()" in found.assumed[0]
+    assert not {"clamp", "mean"} & {op.name for op in found.program.regions[0].forward.ops}
+
+
+def told(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    rows = y > 3
+    text = f"{rows.sum()} rows, {rows.sum():4d}"
+    return net.layer(x)[rows].sum() + 0 * len(text[:1])
+
+
+def test_numbers_of_selected_rows_are_written_in_messages() -> None:
+    traced(told)
+
+
 def chosen(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     y = net.layer(x)
     if x.mean() > 0:

@@ -4,6 +4,7 @@
     if torch.rand(()) < 0.0:                         draws from [0, 1) against numbers outside: always or never
     if torch.rand(()) < 0.1:                         other draws: one outcome here, and both in traces (random_branches)
     if labels.max() >= words: raise ValueError(...)  guards: assumed not to raise or warn, and listed in `assumed`
+    if not torch.isfinite(x).all(): x = x.clamp(…)   numbers are assumed to be finite, which `assumed` lists too
     if x.mean() > 0:                                 everything else: refused by the trace
 
 Packages do not run guards. A guard is a test whose one outcome only raises or warns; asserts are guards.
@@ -44,6 +45,7 @@ _DRAWS = frozenset({
 })  # fmt: skip
 # Factories whose operand gives a shape and a dtype only.
 _SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"})
+_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}  # if all are finite
 _UNKNOWN = object()
 RANDOM_BRANCH = "random_branch"
 # The integers that stand for a number of selected rows in traces that are compared with the first one.
@@ -70,6 +72,7 @@ class ValueWatch(TorchFunctionMode):
         self._drawn = RandomTests()
         self.assumed: dict[Source, str] = {}  # the text of each guard
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._finite: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # tests of numbers, and their finite outcome
         self.selections = Selections(
             empty=outcomes is Outcomes.EMPTY,
             shown=_SHOWN.get(outcomes, lambda rows: rows),
@@ -153,9 +156,13 @@ class ValueWatch(TorchFunctionMode):
             if real is not _UNKNOWN:
                 return real
             passed = self._passed(_outside()) if name in _TESTS else None
+            if passed is None and name in (*_TESTS, "item"):
+                passed = self._assumed_finite(args[0], _outside())
             if passed is None:
                 found = self.selections.answer(name, args[0])
-                return func(*args, **kwargs) if found is NOT_SELECTED else found
+                if found is not NOT_SELECTED:
+                    return format(found, *args[1:]) if name == "__format__" else found
+                return func(*args, **kwargs)
             return passed
         with self._inside() if isinstance(func, FunctionType) else nullcontext():
             made = func(*args, **kwargs)
@@ -197,6 +204,7 @@ class ValueWatch(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
     ) -> None:
         self._drawn.follow(name, args, made)
+        self._follow_finite(name, args, made)
         test = self._drawn.of(made)
         if test is not None and not 0 < test[0] < 1:  # of numbers from [0, 1)
             with without_modes():
@@ -290,6 +298,27 @@ class ValueWatch(TorchFunctionMode):
         source, text, outcome = guard
         self.assumed[source] = text
         return outcome
+
+    def _follow_finite(self, name: str, args: tuple[Any, ...], made: Any) -> None:
+        """Remember a test for finite numbers, reduced over its elements or negated."""
+        outcome = _FINITE.get(name)
+        if outcome is None and args and name in ("all", "any", "logical_not", "__invert__", "bitwise_not"):
+            held = self._finite.get(id(args[0]))
+            if held is not None and held[0]() is args[0]:
+                outcome = held[1] ^ (name not in ("all", "any"))
+        if outcome is not None and isinstance(made, Tensor):
+            self._finite[id(made)] = weakref.ref(made), outcome
+
+    def _assumed_finite(self, test: Any, frame: FrameType | None) -> bool | None:
+        """The outcome of a test for finite numbers, which is listed; None for other tests."""
+        held = self._finite.get(id(test))
+        if held is None or held[0]() is not test or frame is None:
+            return None
+        span, tree = span_of(frame), tree_of(frame.f_code.co_filename)
+        path = path_to(tree, span) if span is not None and tree is not None else []
+        source = Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+        self.assumed[source] = ast.unparse(path[-1]) if path else "numbers are finite"
+        return held[1]
 
 
 def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:

@@ -118,6 +118,10 @@ def text() -> Batch:
     return {"input_ids": tokens(), "labels": tokens()}
 
 
+def large_images() -> Batch:
+    return {"pixel_values": noise(3, 64, 64), "labels": classes()}
+
+
 def masked_text() -> Batch:
     labels = tokens()
     labels[:, ::2] = -100
@@ -171,6 +175,65 @@ CAUSAL: dict[str, dict[str, Any]] = {
                "num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"], "adapter_rank": 8,
                "hybrid_layer_ids": [1], "num_mem_blocks": 1, "attention_head_dim": 32, "attention_hidden_size": 128},
 }  # fmt: skip
+GEMMA: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": WORDS, "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2}
+INDEXED: dict[str, Any] = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+SMALL_DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+NEWER_CAUSAL: dict[str, dict[str, Any]] = {
+    "afmoe": {}, "arcee": {}, "axk1": LATENT, "axk2": {**LATENT, **INDEXED},
+    "bailing_hybrid": {}, "bert-generation": {}, "biogpt": {}, "cohere2_moe": {}, "cwm": {},
+    "deepseek_v32": {**LATENT, **INDEXED, "mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v4": {}, "doge": {}, "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "exaone_moe": {}, "flex_olmo": {}, "flint": {}, "glm4_moe_lite": {},
+    "glm_moe_dsa": {**LATENT, **INDEXED, "mlp_layer_types": ["dense", "sparse"]}, "gpt_neox_japanese": {},
+    "granite_swa": {},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8,
+                         "shared_intermediate_size": 64, "layer_types": ["mamba", "attention"]},
+    "granitemoeshared": {"shared_intermediate_size": 64}, "hrm_text": {},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2}, "hy_v3": {}, "hy_v4": {},
+    "internlm3": {}, "jais2": {},
+    "kimi_linear": {"num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4, "num_key_value_heads": 4,
+                    "layer_types": ["linear_attention", "full_attention"]},
+    "kolibri1": {}, "laguna": {},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "lfm3": {}, "llama4_text": {},
+    "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8, "moe_topk": 2, "zero_expert_num": 2,
+                      "ffn_hidden_size": 128, "expert_ffn_hidden_size": 32},
+    "mellum": {}, "mimo_v2_flash": {}, "minicpm3": {}, "minimax_m2": {}, "ministral": {"head_dim": 16},
+    "ministral3": {}, "moshi": {}, "nanochat": {},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "ssm_state_size": 16,
+                   "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8,
+                   "moe_shared_expert_intermediate_size": 32},
+    "openai-gpt": {},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"], **SMALL_DELTA},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], **SMALL_DELTA},
+    "solar_open": {}, "trocr": {}, "vaultgemma": {}, "xlm": {"emb_dim": 64}, "xlstm": {}, "youtu": LATENT,
+    "zamba": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2, "attention_hidden_size": 128, "attention_head_dim": 32,
+              "mamba_dt_rank": 4},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}  # fmt: skip
+NEWER_MASKED: dict[str, dict[str, Any]] = {
+    "data2vec-text": {}, "ernie": {}, "esmc": {"num_key_value_heads": 4}, "eurobert": {}, "flaubert": {"emb_dim": 64},
+    "gte": {}, "jina_embeddings_v3": {}, "luke": {"entity_vocab_size": 16, "entity_emb_size": 32}, "mra": {},
+    "nomic_bert": {},
+    "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [4, 4], "is_decoder": False,
+                 "attn_layers": ["local", "local"], "local_attn_chunk_length": 8, "feed_forward_size": 128,
+                 "attention_head_size": 16},
+    "roberta-prelayernorm": {}, "tapas": {}, "ultrabert": {}, "xlm-roberta-xl": {},
+    "xmod": {"default_language": "en_XX"},
+}  # fmt: skip
+NEWER_TWO_SIDED: dict[str, dict[str, Any]] = {
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "blenderbot-small": {},
+    "fsmt": {"src_vocab_size": WORDS, "tgt_vocab_size": WORDS},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    "t5gemma": {"encoder": GEMMA, "decoder": GEMMA},
+}
 MASKED: dict[str, dict[str, Any]] = {
     "albert": {}, "bert": {}, "big_bird": {"attention_type": "original_full"}, "camembert": {}, "convbert": {},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
@@ -253,18 +316,195 @@ SPEECH: dict[str, Any] = {
     "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16,
     "mask_time_prob": 0.0,
 }  # fmt: skip
+NEWER_VISION: dict[str, dict[str, Any]] = {
+    "dinov2_with_registers": {},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "without": "hidden_dim"},
+    "hgnet_v2": {}, "hiera": {"embed_dim": 16, "image_size": [64, 64], "depths": [1, 1, 1, 1]},
+    "mobilenet_v2": {"depth_multiplier": 0.25},
+    "pvt_v2": {"hidden_sizes": [16, 32, 32, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4]},
+    "siglip": {"vision_config": SMALL_SIGHT},
+    "textnet": {},
+}  # fmt: skip
+LARGER_IMAGES = {"hiera", "efficientnet", "mobilenet_v2", "textnet"}
+RESNET: dict[str, Any] = {
+    "model_type": "resnet", "hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 16,
+    "out_features": ["stage2"],
+}  # fmt: skip
 PAIR: dict[str, Any] = {"text_config": SMALL_TEXT, "vision_config": SMALL_SIGHT, "projection_dim": 32}
 TIMES: dict[str, Any] = {
     "prediction_length": 5, "context_length": 8, "lags_sequence": [1, 2, 3, 4, 5, 6, 7], "num_time_features": 1,
 }  # fmt: skip
 
 
+def newer_tasks() -> dict[str, Architecture]:
+    """Families with inputs or losses of their own."""
+
+    def boxes() -> Batch:
+        corners = torch.randint(0, 500, (BATCH, LENGTH, 2))
+        return {"input_ids": tokens(), "bbox": torch.cat([corners, corners + 100], -1), "labels": marks()}
+
+    def marks() -> Tensor:
+        return torch.randint(CLASSES, (BATCH, LENGTH))
+
+    def spans() -> Batch:
+        return {"input_ids": tokens(), "start_positions": torch.randint(LENGTH, (BATCH,)),
+                "end_positions": torch.randint(LENGTH, (BATCH,))}  # fmt: skip
+
+    def heard() -> Batch:
+        return {"input_features": noise(32, 80), "decoder_input_ids": tokens(8), "labels": tokens(8)}
+
+    def wave_in_words() -> Batch:
+        return {"input_values": noise(1600), "decoder_input_ids": tokens(8), "labels": tokens(8)}
+
+    def picture(*wanted: int, **more: Callable[[], Tensor]) -> Callable[[], Batch]:
+        return lambda: {
+            "pixel_values": noise(3, PIXELS, PIXELS), **{name: made() for name, made in more.items()},
+            "target": noise(*wanted),
+        }  # fmt: skip
+
+    def past(**more: Tensor) -> Batch:
+        return {"past_values": noise(16, 3), **more, "future_values": noise(4, 3)}
+
+    def returns() -> Batch:
+        return {"states": noise(6, 5), "actions": noise(6, 3), "rewards": noise(6, 1), "returns_to_go": noise(6, 1),
+                "timesteps": torch.arange(6).expand(BATCH, -1), "attention_mask": torch.ones(BATCH, 6), "target": noise(6, 5)}  # fmt: skip
+
+    def segments() -> Batch:
+        return {"pixel_values": noise(3, PIXELS, PIXELS), "labels": torch.randint(CLASSES, (BATCH, PIXELS, PIXELS))}
+
+    return {
+        "bros": transformer("bros", "BrosForTokenClassification", boxes),
+        "canine": transformer("canine", "CanineForTokenClassification",
+                              lambda: {"input_ids": tokens(), "labels": marks()}, local_transformer_stride=8,
+                              downsampling_rate=2, num_hash_buckets=64),
+        "layoutlmv3": transformer("layoutlmv3", "LayoutLMv3ForTokenClassification", boxes, max_2d_position_embeddings=1024,
+                                  coordinate_size=8, shape_size=16, visual_embed=False, rel_pos_bins=8, max_rel_pos=16,
+                                  rel_2d_pos_bins=8, max_rel_2d_pos=32),
+        "markuplm": transformer("markuplm", "MarkupLMForTokenClassification",
+                                lambda: {"input_ids": tokens(), "labels": marks()}, xpath_unit_hidden_size=8),
+        "splinter": transformer("splinter", "SplinterForQuestionAnswering", spans, question_token_id=5),
+        "xlnet": transformer("xlnet", "XLNetForSequenceClassification",
+                             lambda: {"input_ids": tokens(), "labels": classes()},
+                             without="max_position_embeddings n_positions"),
+        "dpr": transformer("dpr", "DPRQuestionEncoder", lambda: {"input_ids": tokens(), "target": noise(32)}),
+        "imagegpt": transformer("imagegpt", "ImageGPTForImageClassification",
+                                lambda: {"input_ids": torch.randint(WORDS, (BATCH, 64)), "labels": classes()}),
+        "speech_to_text": transformer("speech_to_text", "Speech2TextForConditionalGeneration", heard, conv_channels=32,
+                                      max_source_positions=64, max_target_positions=32),
+        "moonshine": transformer("moonshine", "MoonshineForConditionalGeneration", wave_in_words, encoder_num_hidden_layers=2,
+                                 decoder_num_hidden_layers=2, encoder_num_attention_heads=4, decoder_num_attention_heads=4,
+                                 encoder_num_key_value_heads=4, decoder_num_key_value_heads=4),
+        "wav2vec2-conformer": transformer("wav2vec2-conformer", "Wav2Vec2ConformerForSequenceClassification", sound, **SPEECH),
+        "wav2vec2-bert": transformer("wav2vec2-bert", "Wav2Vec2BertForSequenceClassification",
+                                     lambda: {"input_features": noise(24, 160), "labels": classes()},
+                                     classifier_proj_size=16, mask_time_prob=0.0),
+        "data2vec-audio": transformer("data2vec-audio", "Data2VecAudioForSequenceClassification", sound,
+                                      **{**SPEECH, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 3}),
+        "sew": transformer("sew", "SEWForSequenceClassification", sound, **SPEECH, squeeze_factor=2),
+        "unispeech-sat": transformer("unispeech-sat", "UniSpeechSatForSequenceClassification", sound, **SPEECH),
+        "patchtst": transformer("patchtst", "PatchTSTForPrediction", past, context_length=16, prediction_length=4,
+                                patch_length=4, patch_stride=4, num_input_channels=3),
+        "patchtsmixer": transformer("patchtsmixer", "PatchTSMixerForPrediction", past, context_length=16, prediction_length=4,
+                                    patch_length=4, patch_stride=4, num_input_channels=3),
+        "informer": transformer("informer", "InformerForPrediction", series, **TIMES),
+        "decision_transformer": transformer("decision_transformer", "DecisionTransformerModel", returns, state_dim=5, act_dim=3,
+                                            max_ep_len=16),
+        "vit_mae_encoder": transformer("vit_mae", "ViTMAEModel", picture(17, 64), mask_ratio=0.0),
+        "vitdet": transformer("vitdet", "VitDetModel", picture(64, 4, 4)),
+        "yolos": transformer("yolos", "YolosForObjectDetection", picture(6, CLASSES + 1), num_detection_tokens=6,
+                             image_size=[PIXELS, PIXELS]),
+        "detr": transformer("detr", "DetrForObjectDetection", picture(6, CLASSES + 1), use_timm_backbone=False,
+                            use_pretrained_backbone=False, backbone=None, num_queries=6, backbone_config=RESNET),
+        "conditional_detr": transformer("conditional_detr", "ConditionalDetrForObjectDetection", picture(6, CLASSES),
+                                        use_timm_backbone=False, use_pretrained_backbone=False, backbone=None, num_queries=6,
+                                        backbone_config=RESNET),
+        "segformer_pixels": transformer("segformer", "SegformerForSemanticSegmentation", segments,
+                                        **VISION["segformer"], decoder_hidden_size=32),
+        "glpn": transformer("glpn", "GLPNForDepthEstimation",
+                            lambda: {"pixel_values": noise(3, 64, 64), "labels": noise(64, 64).abs() + 0.5},
+                            hidden_sizes=[16, 16, 32, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2],
+                            decoder_hidden_size=16),
+        "swin2sr": transformer("swin2sr", "Swin2SRForImageSuperResolution", picture(3, 64, 64), embed_dim=16, depths=[2],
+                               num_heads=[2], window_size=4, patch_size=1, image_size=PIXELS),
+        "blip": transformer("blip", "BlipForConditionalGeneration",
+                            lambda: {"input_ids": tokens(), "pixel_values": noise(3, PIXELS, PIXELS), "labels": tokens()},
+                            text_config={**SMALL_TEXT, "encoder_hidden_size": 64, "projection_dim": 32}, vision_config=SMALL_SIGHT),
+        "git": transformer("git", "GitForCausalLM",
+                           lambda: {"input_ids": tokens(), "pixel_values": noise(3, PIXELS, PIXELS), "labels": tokens()},
+                           vision_config=SMALL_SIGHT),
+        "vilt": transformer("vilt", "ViltForImagesAndTextClassification",
+                            lambda: {"input_ids": tokens(), "pixel_values": noise(1, 3, PIXELS, PIXELS), "labels": classes()},
+                            num_images=1, max_image_length=-1),
+        "chinese_clip": transformer("chinese_clip", "ChineseCLIPModel", both, **PAIR),
+        "altclip": transformer("altclip", "AltCLIPModel", both, text_config={**SMALL_TEXT, "project_dim": 64},
+                               vision_config=SMALL_SIGHT, projection_dim=32),
+        "clipseg": transformer("clipseg", "CLIPSegForImageSegmentation",
+                               lambda: {"input_ids": tokens(), "pixel_values": noise(3, PIXELS, PIXELS), "labels": noise(PIXELS, PIXELS).sigmoid()},
+                               **PAIR, extract_layers=[0, 1], reduce_dim=16, decoder_num_attention_heads=2, decoder_intermediate_size=32),
+        "owlvit": transformer("owlvit", "OwlViTModel", both, **PAIR),
+        "paligemma": transformer("paligemma", "PaliGemmaForConditionalGeneration",
+                                 lambda: {"input_ids": picture_tokens(24), "token_type_ids": torch.zeros(BATCH, 24, dtype=torch.long),
+                                          "pixel_values": noise(3, PIXELS, PIXELS), "labels": tokens(24)},
+                                 text_config={"model_type": "gemma", **SMALL_TEXT, "head_dim": 16}, vision_config={"model_type": "siglip_vision_model", **SMALL_SIGHT},
+                                 image_token_id=WORDS - 1, projection_dim=64),
+        "lxmert": transformer("lxmert", "LxmertModel",
+                              lambda: {"input_ids": tokens(), "visual_feats": noise(6, 24), "visual_pos": noise(6, 4).sigmoid(), "target": noise(LENGTH, 64)},
+                              visual_feat_dim=24, l_layers=1, x_layers=1, r_layers=1),
+        "visual_bert": transformer("visual_bert", "VisualBertModel",
+                                   lambda: {"input_ids": tokens(), "visual_embeds": noise(6, 24), "visual_attention_mask": torch.ones(BATCH, 6), "target": noise(LENGTH + 6, 64)},
+                                   visual_embedding_dim=24),
+        "vision_encoder_decoder": Architecture(library="transformers", build=_captioner,
+                                               batch=lambda: {"pixel_values": noise(3, PIXELS, PIXELS), "labels": tokens()}),
+        "encoder_decoder": Architecture(library="transformers", build=_bert2bert, batch=pairs),
+        "vivit": transformer("vivit", "VivitForVideoClassification", video, num_frames=4, tubelet_size=[2, 8, 8]),
+        "timesfm": transformer("timesfm", "TimesFmModel", lambda: {"past_values": noise(64), "past_values_padding": torch.zeros(BATCH, 64), "freq": torch.zeros(BATCH, 1, dtype=torch.long), "target": noise(2, 64)}, patch_length=32, context_length=64, horizon_length=8),
+        "idefics3": transformer("idefics3", "Idefics3ForConditionalGeneration",
+                                lambda: {"input_ids": picture_tokens(24), "pixel_values": noise(1, 3, PIXELS, PIXELS), "labels": tokens(24)},
+                                text_config={"model_type": "llama", **SMALL_TEXT}, vision_config=SMALL_SIGHT, image_token_id=WORDS - 1, scale_factor=1),
+        "gemma3": transformer("gemma3", "Gemma3ForConditionalGeneration",
+                              lambda: {"input_ids": picture_tokens(24), "token_type_ids": (torch.arange(24).expand(BATCH, -1) < 18).long(), "pixel_values": noise(3, PIXELS, PIXELS), "labels": tokens(24)},
+                              text_config={**SMALL_TEXT, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}, vision_config=SMALL_SIGHT, image_token_id=WORDS - 1, mm_tokens_per_image=16),
+    }  # fmt: skip
+
+
+def _captioner() -> nn.Module:
+    from transformers import GPT2Config, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
+
+    words = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=WORDS, n_positions=64)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**SMALL_SIGHT), words)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return VisionEncoderDecoderModel(config)
+
+
+def _bert2bert() -> nn.Module:
+    from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel
+
+    given = {key: size for key, size in SMALL_TEXT.items() if key != "num_key_value_heads"}
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**given), BertConfig(**given))
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return EncoderDecoderModel(config)
+
+
 def of_transformers() -> dict[str, Architecture]:
     found = {name: transformer(name, "AutoModelForCausalLM", text, **given) for name, given in CAUSAL.items()}
+    found |= {name: transformer(name, "AutoModelForCausalLM", text, **given) for name, given in NEWER_CAUSAL.items()}
     found |= {name: transformer(name, "AutoModelForMaskedLM", masked_text, **given) for name, given in MASKED.items()}
     found["nystromformer"] = transformer(  # which takes no mask of its full size
         "nystromformer", "AutoModelForMaskedLM", text, **MASKED["nystromformer"]
     )
+    found |= {
+        name: transformer(name, "AutoModelForMaskedLM", masked_text, **given) for name, given in NEWER_MASKED.items()
+    }
+    found |= {
+        name: transformer(name, "AutoModelForSeq2SeqLM", pairs, **given) for name, given in NEWER_TWO_SIDED.items()
+    }
+    found |= {
+        name: transformer(
+            name, "AutoModelForImageClassification", large_images if name in LARGER_IMAGES else images, **given
+        )
+        for name, given in NEWER_VISION.items()
+    }
+    found |= newer_tasks()
     found |= {name: transformer(name, "AutoModelForSeq2SeqLM", pairs, **given) for name, given in TWO_SIDED.items()}
     found |= {name: transformer(name, "AutoModelForImageClassification", images, **v) for name, v in VISION.items()}
     found |= {

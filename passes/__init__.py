@@ -307,7 +307,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("plain", "split"),
         ensures=("fused",),
         after=("recompute", "bias"),
-        options=("kernels",),
+        options=("kernels", "fusions"),
         optional=True,
     ),
     Pass(

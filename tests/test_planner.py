@@ -22,7 +22,7 @@ from partc.ir.mesh import Mesh
 from partc.planner.planning import Planner, Request
 from partc.planner.search import Played
 from partc.planner.space import Space, divisors, fixed
-from tests.enumeration import Case, case, compared
+from tests.enumeration import Cases, cases, compared
 
 ROUTED = Path(__file__).parent / "models" / "routed.py"
 GPT = str(Path(__file__).parents[1] / "examples" / "gpt.py")
@@ -32,10 +32,10 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("seed", [27, 3, *(pytest.param(seed, marks=SLOW) for seed in (14, 21, 28, 31))])
+@pytest.mark.parametrize("seed", [13, 23, *(pytest.param(seed, marks=SLOW) for seed in (15, 25))])
 def test_the_best_plan_is_that_of_enumeration(seed: int) -> None:
-    result = compared(case(seed))
-    assert result is not None
+    result = compared(next(cases(seed)))
+    assert result is not None and len(result.errors) < result.plans
     assert result.faults == ()
 
 
@@ -165,7 +165,7 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     return found | {"exit": code}
 
 
-SMALL = ("--cluster", "4xH100-80GB", "--batch", "8", "--fix", "recompute=none,zero=0|1,cp=1")
+SMALL = ("--cluster", "4xH100-80GB", "--batch", "8", "--fix", "recompute=none,zero=0|1,cp=1", "--max-seconds", "300")
 
 
 def test_the_plan_compiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -262,17 +262,20 @@ def test_parts_over_neighbours_are_plans() -> None:
     }  # fmt: skip
     plans = set(chosen.plans())
     assert all(plans.issuperset(chosen.neighbours(plan)) for plan in plans)
+    alone = fixed("recompute=none,microbatches=1,pp=1,tp=2")
+    tried = {plan.zero for plan in Space(ranks=16, batch=32, calls=2, nodes=4, near=4, fixed=alone).plans()}
+    assert tried == {0, 1, 2, 3, "1@2", "2@2", "3@2", "1@4", "2@4", "3@4"}
+    assert not any(plan.span for plan in Space(ranks=16, batch=32, calls=2, fixed=alone).plans())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.1, 0.6])
-def test_the_best_span_is_that_of_enumeration(share: float) -> None:
+def test_the_best_span_is_that_of_enumeration() -> None:
     options: dict[str, Any] = {"batch": 12, "width": 4096, "hidden": 8190, "depth": 2}
     cluster = preset("2x6xH100-80GB")
     request = Request(
         model=str(Path(GPT).with_name("mlp.py")), cluster=cluster, ranks=12, limit=cluster.device.memory, options=options,
         fixed=fixed("zero=1@3|2@2|3|3@2|3@6,recompute=none,schedule=1f1b,microbatches=1|2,tp=1|2"),
     )  # fmt: skip
-    result = compared(Case(request=request, share=share))
+    result = compared(Cases(request=request, shares=(0.1, 0.6), seed=0), most=400)
     assert result is not None and result.plans > 20
     assert result.faults == ()

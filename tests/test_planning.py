@@ -17,9 +17,12 @@ from torch import nn
 
 import partc
 from partc.cli import main
+from partc.cluster.cluster import preset
+from partc.compilation.plan import ParallelPlan
 from partc.errors import PartcError
 from partc.planner.planning import PlanChoice, Planner, Request
 from partc.planner.reasons import binding, differences, parts
+from partc.planner.replanning import nodes_of
 from partc.planner.search import Played
 from partc.planner.variations import front, price, settled, variations
 from tests.durable import losses, trained, whole
@@ -211,6 +214,19 @@ def test_a_training_goes_on_on_fewer_ranks(tmp_path: Path, capsys: pytest.Captur
     ):
         assert main(["replan", *map(str, arguments), "--json"]) == 2
         assert json.loads(capsys.readouterr().out)["error"]["code"] == code
+
+
+def test_gradients_are_summed_inside_the_nodes_of_the_new_cluster(tmp_path: Path) -> None:
+    partc.compile(MLP, mesh="dp=4", nodes=2).write(tmp_path / "nodes")
+    partc.compile(MLP, mesh="dp=4").write(tmp_path / "flat")
+    for name, mesh, cluster, expected in (
+        ("nodes", "dp=8", "2x4xCPU", 4),
+        ("nodes", "pp=2,dp=3,tp=2", "2x6xCPU", 6),
+        ("nodes", "dp=4", "1x4xCPU", None),
+        ("nodes", "dp=6", "2x4xCPU", None),
+        ("flat", "dp=8", "2x4xCPU", None),
+    ):
+        assert nodes_of(tmp_path / name, ParallelPlan(mesh=mesh), preset(cluster)) == expected
 
 
 LARGE = {"width": 8192, "hidden": 32768, "depth": 4}

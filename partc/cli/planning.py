@@ -107,7 +107,7 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
     """
     from partc.package.output import check_target
     from partc.planner.automatic import decisions, record
-    from partc.planner.replanning import continued, data_of, request_of
+    from partc.planner.replanning import continued, data_of, nodes_of, request_of
 
     check_cluster(given["cluster"])
     check_target(output)
@@ -124,7 +124,8 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
     best = choice.best.plan
     if not as_json:
         _tell(choice)
-    model, options, definitions = compile_options.of_package(directory, {**decisions(best), "nodes": None})
+    nodes = nodes_of(directory, best, choice.request.cluster)
+    model, options, definitions = compile_options.of_package(directory, {**decisions(best), "nodes": nodes})
     with console.Phases(quiet=as_json) as phases:
         from partc.api import compilation, package
 

@@ -24,6 +24,7 @@ from partc.cost.calibration import Calibration
 from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
+from partc.cost.local_costs import LocalCosts
 from partc.cost.rates import ClusterRates
 from partc.errors import PartcError, first_line
 from partc.frontend.origin import Functions, Origin, trace
@@ -33,6 +34,7 @@ from partc.ir.mesh import BATCH_AXIS, EXPERT_AXIS, PIPELINE_AXIS, Mesh, is_batch
 from partc.ir.program import Program
 from partc.passes.batch import check_divisible
 from partc.passes.differentiate import Derivatives
+from partc.passes.fuse import Fusions
 from partc.passes.tables import Cut, table_cut
 from partc.runtime.documents import Malformed, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
@@ -85,12 +87,15 @@ class Simulator:
         self.rates = ClusterRates(cluster, constants)
         self._known: dict[_Key, Any] = {}
         self._derivatives: Derivatives = {}
+        self.fusions: Fusions = {}
         self._numbers: dict[_Key, int] = {}
+        self._costs = LocalCosts()
 
     def on(self, cluster: Cluster) -> Simulator:
         """The simulator for another cluster, which shares this one's programs: they depend on plans alone."""
         found = copy(self)
         found.cluster, found.rates = cluster, ClusterRates(cluster, self.rates.constants)
+        found._costs = LocalCosts()
         return found
 
     def scale_factor(self, plan: ParallelPlan, step_seconds: float) -> float:
@@ -123,7 +128,8 @@ class Simulator:
                 raise PartcError("P0404", f"{device.name} has no products in fp8", help="give bf16")
             rates = replace(rates, fp8=True)
         program = self.program(plan.emitted, everywhere=everywhere)
-        return prediction(program, rates, optimizer=plan.optimizer or DEFAULT)
+        costs = LocalCosts() if rates.fp8 else self._costs
+        return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs)
 
     def program(self, plan: ParallelPlan, *, everywhere: bool = False) -> Program:
         """The plan's program with its actions: those of a compile, but for sizes that are literals of operations.
@@ -201,11 +207,15 @@ class Simulator:
         if placed.mesh != cut.mesh:
             shape = (*shape, mesh.axis(EXPERT_AXIS))
         mesh = with_batch_axis(mesh) if everywhere else mesh
-        tabled = _only(("tables",), ready(laid), given)
+        tabled = self._once(
+            ("tables", *shape, mesh, options.microbatches, options.zero, plan.optimizer),
+            lambda: _only(("tables",), ready(laid), given),
+        )
         cuts: dict[str, Cut] = {}
         if tabled.regions != laid.regions:  # tables cut by rows change their regions
             if everywhere and not any(item.members for item in tabled.parameters):
-                cuts = {item.name: table_cut(item, tabled.sizes) for item in tabled.parameters}
+                known = {id(item) for item in laid.parameters}
+                cuts = {item.name: table_cut(item, tabled.sizes) for item in tabled.parameters if id(item) not in known}
                 names = tuple(op.name for region in tabled.regions for op in region.forward.ops)
                 shape = (*shape, names, *((name, cut) for name, cut in cuts.items() if cut))
             else:
@@ -245,7 +255,8 @@ class Simulator:
         recomputed = self._once(("recompute", *kept, *piped, *local), saving)
         saved = tuple(region.saved for region in recomputed.regions)
         key: _Key = (*kept, *piped, saved, options.zero >= 2, options.split_backward)
-        fused = self._once(("fuse", *key), lambda: _only(("split", "bias", "fuse"), recomputed, given))
+        known = given | {"fusions": self.fusions}
+        fused = self._once(("fuse", *key), lambda: _only(("split", "bias", "fuse"), recomputed, known))
 
         def hidden() -> Program:
             return _only(("overlap",), replace(fused, mesh=cut.mesh, microbatches=cut.microbatches), given)
@@ -312,11 +323,14 @@ def _only(names: Sequence[str], program: Program, given: Mapping[str, Any]) -> P
     return program
 
 
-def prediction(program: Program, rates: ClusterRates, *, optimizer: str = DEFAULT) -> Prediction:
-    """The prediction for a program with its actions, on the cluster of the rates."""
-    forecast = Forecast(program, rates)
+def prediction(
+    program: Program, rates: ClusterRates, *, optimizer: str = DEFAULT, costs: LocalCosts | None = None
+) -> Prediction:
+    """The prediction for a program with its actions, on the cluster of the rates, which `costs` are those of."""
+    costs = LocalCosts() if costs is None else costs
+    forecast = Forecast(program, rates, costs=costs)
     compute, exposed, bubble = forecast.split()
-    memory = resident(Footprint(program, states_of(optimizer)).peak, program.mesh, rates.cluster)
+    memory = resident(Footprint(program, states_of(optimizer), costs).peak, program.mesh, rates.cluster)
     return Prediction(
         step_seconds=forecast.seconds,
         memory_bytes=memory,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 from partc.communication.exchanges import Exchanges, graph_of
-from partc.cost.saved_tensors import flights, held_inputs, saved_values
+from partc.cost.local_costs import LocalCosts
+from partc.cost.saved_tensors import flights, held_inputs, saved_bytes
 from partc.ir.gradients import touched_rows
+from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import ITEMSIZE, SPARSE, VIEWS, Call, Graph, GraphKind, Op, Parameter, Program, Ref, Region
 
@@ -29,6 +31,7 @@ class Footprint:
 
     program: Program
     states: float = _STATES
+    costs: LocalCosts = field(default_factory=LocalCosts, compare=False)
 
     @property
     def peak(self) -> int:
@@ -88,14 +91,13 @@ class Footprint:
     @cached_property
     def saved_by_region(self) -> Mapping[str, int]:
         """The bytes that a call of each region saves of one microbatch."""
-        held = held_inputs(self.program)
-        sizes = self.program.sizes
-        found = {}
-        for region in self.program.regions:
-            values = region.forward.definitions()
-            names = saved_values(region, held[region.name])
-            found[region.name] = sum(values[name].type.local_bytes(sizes) for name in names)
-        return found
+        held, sizes = held_inputs(self.program), self.program.sizes
+        return {
+            region.name: self.costs.of(
+                held[region.name], region, None, sizes, partial(saved_bytes, region, held[region.name], sizes)
+            )
+            for region in self.program.regions
+        }
 
     def _inside(self, stage: int) -> int:
         """The most that a call of the stage holds besides saved values, with the parameters gathered around it."""
@@ -137,8 +139,12 @@ class Footprint:
         key = region, kind
         if key not in self._most:
             found = self._exchanges.regions[region]
-            graph = graph_of(found, kind)
-            self._most[key] = 0 if graph is None else _most_alive(found, graph, kind, self.program)
+            graph, sizes = graph_of(found, kind), self.program.sizes
+            self._most[key] = (
+                0
+                if graph is None
+                else self.costs.of(kind, found, graph, sizes, partial(_most_alive, found, graph, kind, sizes))
+            )
         return self._most[key]
 
     @cached_property
@@ -162,13 +168,12 @@ class Footprint:
         return self.program.holders()
 
 
-def _most_alive(region: Region, graph: Graph, kind: GraphKind, program: Program) -> int:
+def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> int:
     """The most bytes of a graph's values that are alive at one time.
 
     Values saved for the backward pass do not count, nor do gradients that are added to buffers; saved values that a
     backward pass has read for the last time make room.
     """
-    sizes = program.sizes
     owner: dict[str, str] = {}
     bytes_of: dict[str, int] = {}
 

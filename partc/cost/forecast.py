@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, takewhile
 
@@ -12,6 +12,7 @@ from partc.communication.exchanges import Collective, Exchanges, graph_of
 from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
 from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, TimelineBuilder
 from partc.cost.cores import ROUNDS, BusySpan, pace, paces
+from partc.cost.local_costs import LocalCosts
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Timeline, timeline
 from partc.ir.gradients import touched_rows
@@ -48,11 +49,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The predicted step of a program on some hardware; `places` are coordinates on the pipeline axis."""
+    """The predicted step of a program on some hardware; `places` are coordinates on the pipeline axis.
+
+    Forecasts with the same rates may share `costs`.
+    """
 
     program: Program
     rates: Rates = ROOFLINE
     scale: Scale = Scale()
+    costs: LocalCosts = field(default_factory=LocalCosts, compare=False)
 
     def action(self, stage: int, kind: str, microbatch: int | None = None, *, updates: bool = True) -> ActionTimeline:
         """One run of a stage's action: F, B, I, W or REDUCE_GRAD. Without a `microbatch`, the last of the step.
@@ -261,19 +266,28 @@ class Forecast:
                 builder.start((call.name, name), replace(segment, why=f"{call.name}: {segment.why}"))
             else:
                 builder.work(segment.seconds)
-        issued = self.rates.host * sum(_ISSUES if op.name in MOVING else op.name not in VIEWS for op in graph.ops)
-        builder.work(max(0.0, self.scale.compute * issued - (builder.now - begin)))
+        issued = self.scale.compute * self._operations(call.region, graph)[1]
+        builder.work(max(0.0, issued - (builder.now - begin)))
 
     def _of_graph(self, region: str, graph: Graph) -> tuple[tuple[str, Segment, str], ...]:
         """Yields (started result, segment, awaited result); computations between two collectives are one segment."""
-        key = region, id(graph)
-        if key not in self._graphs:
-            self._graphs[key] = tuple(self._new_graph(region, graph))
-        return self._graphs[key]
+        kind = "segments", self.program.mesh, self.scale, region
+        found = self.program.region(region)
+        return self.costs.of(kind, found, graph, self.program.sizes, lambda: tuple(self._new_graph(region, graph)))
 
-    @cached_property
-    def _graphs(self) -> dict[tuple[str, int], tuple[tuple[str, Segment, str], ...]]:
-        return {}
+    def _operations(self, name: str, graph: Graph) -> tuple[tuple[float, ...], float]:
+        """The seconds of a graph's operations without collectives, and those in which the host issues them."""
+        region, sizes = self.program.region(name), self.program.sizes
+
+        def made() -> tuple[tuple[float, ...], float]:
+            types = region.types(graph)
+            seconds = (
+                0.0 if _moves(op) or op.name == "wait" else self.rates.operation(op, types, sizes) for op in graph.ops
+            )
+            issues = sum(_ISSUES if op.name in MOVING else op.name not in VIEWS for op in graph.ops)
+            return tuple(seconds), self.rates.host * issues
+
+        return self.costs.of("seconds", region, graph, sizes, made)
 
     def _new_graph(self, region: str, graph: Graph) -> Iterator[tuple[str, Segment, str]]:
         sizes = self.program.sizes
@@ -287,12 +301,11 @@ class Forecast:
             return place.removeprefix(module).strip(".") or op.name.removesuffix("_backward")
 
         work = 0.0
-        for op in graph.ops:
-            axis = dict(op.attrs).get("axis")
-            moves = op.name in MOVING and isinstance(axis, str)
-            if not moves and op.name != "wait":
-                work += self.rates.operation(op, types, sizes)
+        for op, seconds in zip(graph.ops, self._operations(region, graph)[0], strict=True):
+            if not _moves(op) and op.name != "wait":
+                work += seconds
                 continue
+            axis = dict(op.attrs).get("axis")
             if isinstance(axis, str) and sizes[axis] == 1:
                 continue
             if work:
@@ -426,6 +439,11 @@ class Forecast:
 
     def scaled(self, scale: Scale) -> Forecast:
         return replace(self, scale=scale)
+
+
+def _moves(op: Op) -> bool:
+    """Whether an operation is a collective over an axis of the mesh."""
+    return op.name in MOVING and isinstance(dict(op.attrs).get("axis"), str)
 
 
 def _by_action(

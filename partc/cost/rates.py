@@ -117,11 +117,16 @@ _EIGHT_BITS: Mapping[str, int] = {
 
 @dataclass(frozen=True)
 class ClusterRates:
-    """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8."""
+    """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8.
+
+    With `filled`, tiles of products are taken to fill all cores in every wave. An operation on a part of a batch then
+    takes no less than that part of its time on the whole batch, which real waves do not guarantee.
+    """
 
     cluster: Cluster
     constants: Calibration
     fp8: bool = False
+    filled: bool = False
 
     @property
     def basis(self) -> str:
@@ -174,12 +179,12 @@ class ClusterRates:
         if op.name.startswith(_ATTENTION):
             if device.attention:
                 return max(moved, work / device.attention)
-            share = self.constants.attention * _attention_share(op, shapes, results, device)
+            share = self.constants.attention * _attention_share(op, shapes, results, device, filled=self.filled)
             return max(moved, work / (peak * share))
         sizes = _experts_sizes(shapes, results) if op.name == EXPERTS_GRADIENT else None
         if rule is not None:
             sizes = product_sizes(rule)
-        share = 1.0 if sizes is None or device.kind == "cpu" else tile_share(sizes, device)
+        share = 1.0 if sizes is None or device.kind == "cpu" else tile_share(sizes, device, filled=self.filled)
         return casts + max(moved, work / (peak * self.constants.products * share))
 
     def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
@@ -239,7 +244,9 @@ class ClusterRates:
         return device.launch + traffic / (device.bandwidth * self.constants.streaming)
 
 
-def _attention_share(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType], device: Device) -> float:
+def _attention_share(
+    op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType], device: Device, *, filled: bool
+) -> float:
     """The share of the rate of long sequences that fused attention reaches: [..., rows, features] of queries.
 
     One block of 128 rows of one head is computed on each core, in waves.
@@ -249,7 +256,7 @@ def _attention_share(op: Op, shapes: Mapping[str, TensorType], results: Sequence
         return 1.0
     *heads, rows, _ = queries
     blocks = math.prod(heads) * math.ceil(rows / 128)
-    waves = blocks / (math.ceil(blocks / device.cores) * device.cores)
+    waves = 1.0 if filled else blocks / (math.ceil(blocks / device.cores) * device.cores)
     return waves * rows / (rows + _EDGE) * (_BACKWARD if op.name.endswith("_backward") else 1.0)
 
 
@@ -282,13 +289,16 @@ def product_sizes(rule: OpRule) -> tuple[int, int, int, int] | None:
     return -(-m // experts), n, k, ways(both & made) * experts
 
 
-def tile_share(sizes: tuple[int, int, int, int], device: Device) -> float:
+def tile_share(sizes: tuple[int, int, int, int], device: Device, *, filled: bool = False) -> float:
     """The share of a device's peak that `count` products [m, k] x [k, n] reach; `sizes` is (m, n, k, count).
 
     Tiles of the result are dealt to cores in waves; the last wave, and tiles at the edges, are partly empty. Of the
-    kernels with different tiles the quickest counts. A product with few tiles is cut along k as well.
+    kernels with different tiles the quickest counts. A product with few tiles is cut along k as well. With `filled`,
+    no tile is empty.
     """
     m, n, k, count = sizes
+    if filled:
+        return k / (k + _FILL)
     best = 0.0
     for rows, columns, rate in _TILES:
         for high, wide in ((rows, columns), (columns, rows)):

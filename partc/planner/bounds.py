@@ -1,7 +1,9 @@
 """Lower bounds on the seconds and bytes of a plan.
 
 The first bound follows from the model alone: every floating-point operation runs on some rank, at the device's peak
-at most. The others add up what the simulator takes for each call (`tables`), in closed form, or along the schedule:
+at most. The second one adds up the calls of a rank's whole batch, as if no wave of tiles was partly empty: parts of the
+batch take no less, so that one table serves all numbers of microbatches. The others add up what the simulator takes for
+each call (`tables`), in closed form, or along the schedule:
 
 - A pipeline rank computes all its microbatches, after its first one has passed the stages before it; after its last
   one, gradients return through these stages.
@@ -16,7 +18,7 @@ Communication that these leave out only delays a step, and no memory that they l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,12 +30,13 @@ from partc.cost.simulation import Durations, simulate
 from partc.ir.mesh import PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, Parameter, Program
 from partc.planner.space import expert_parts, sizes_of
-from partc.planner.tables import CallTable, RoomTable, ShareTable, Sums, Tables
+from partc.planner.tables import LOOKUP, CallTable, RoomTable, ShareTable, Sums, Tables
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from partc.sharding.placements import expert_weights
 
 Cuts = Sequence[tuple[int, int]]
 
+_LEAST = 1 - 1e-6  # of seconds whose parts are of rounded numbers of bytes
 _MOST_FLIGHT = 4  # rounds of a pipeline after which no more microbatches are in flight than before
 
 
@@ -53,6 +56,9 @@ class Bounds:
     peak: float
     states: int
     tables: Tables
+    filled_tiles: (
+        Tables  # with rates under which parts of a batch take no less than their share of the whole one's time
+    )
     resident: Callable[[ParallelPlan, int], int]  # the memory of a process whose tensors hold so many bytes
     _flops: int = field(init=False)
     _bytes: int = field(init=False)  # of trained parameters besides experts
@@ -62,6 +68,7 @@ class Bounds:
     )
 
     _bytes_of: dict[tuple[object, ...], int] = field(default_factory=dict)
+    _works: dict[tuple[object, ...], Work | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._flops = model_flops(self.annotated)
@@ -76,7 +83,7 @@ class Bounds:
 
     def of(self, plan: ParallelPlan) -> Bound:
         """The tightest bound of a plan."""
-        return self.scheduled(plan, self.summed(plan, self.filled(plan, self.simple(plan))))
+        return self.scheduled(plan, self.summed(plan, self.filled(plan, self.wide(plan, self.simple(plan)))))
 
     def simple(self, plan: ParallelPlan) -> Bound:
         """The bound that follows from flops and parameters alone."""
@@ -89,6 +96,40 @@ class Bounds:
             held = (self._bytes + self._experts) // ranks
         least = self.resident(plan, (2 + self.states) * held)
         return Bound(seconds=self._flops / (ranks * self.peak), bytes=least)
+
+    def of_family(self, plan: ParallelPlan, known: Bound) -> Bound:
+        """The bound of all plans with a plan's mesh, recomputation and loss chunks, or `known`."""
+        work = self._work(plan)
+        if work is None:
+            return known
+        return replace(known, seconds=max(known.seconds, _LEAST * work.seconds / sizes_of(plan)[PIPELINE_AXIS]))
+
+    def wide(self, plan: ParallelPlan, known: Bound) -> Bound:
+        """The bound from a batch that is computed at once, and the pipeline's filling, or `known`.
+
+        With one stage on each of p ranks, the stages before one take at least a share `a` of their time, once for a
+        microbatch of m, before it computes all of its own: t[r] + a / m (t[0] + ... + t[r - 1]) is at most the step's
+        time X, so that all stages together take at most X (1 - (1 - a / m)^p) m / a.
+        """
+        work, ranks = self._work(plan), sizes_of(plan)[PIPELINE_AXIS]
+        if work is None:
+            return known
+        kind, parts = SCHEDULES[plan.schedule], float(ranks)
+        share = (work.ahead if kind.split_backward else work.through) / plan.microbatches
+        if ranks > 1 and share > 0 and (plan.virtual_stages or kind.stages_per_rank) == 1:
+            parts = (1 - (1 - share) ** ranks) / share
+        return replace(known, seconds=max(known.seconds, _LEAST * work.seconds / parts))
+
+    def _work(self, plan: ParallelPlan) -> Work | None:
+        """The calls of a rank's part of the batch without microbatches, besides lookups; None if they are not known."""
+        several = plan.microbatches > 1
+        key = plan.mesh, plan.experts, plan.recompute, plan.loss_chunks, several
+        if key not in self._works:
+            whole = replace(plan, microbatches=1, zero=0, schedule="1f1b", virtual_stages=None)
+            alike = not several or self.tables.bodies.shared(plan) is not None
+            calls = self.filled_tiles.calls(whole) if alike else None
+            self._works[key] = None if calls is None else Work.of(calls, self.filled_tiles.looked_up(whole))
+        return self._works[key]
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
         """The bound with the bytes of tables, where these are known to hold for the plan, or `known`."""
@@ -163,11 +204,33 @@ class Bounds:
         return self._flights[key]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The seconds of all calls, forward and backward, and the least share of a call's before the next one's begin."""
+
+    seconds: float
+    ahead: float  # forward passes alone
+    through: float  # and backward passes until their gradients are sent
+
+    @classmethod
+    def of(cls, calls: CallTable, without: Collection[int]) -> Work:
+        total, ahead, through = 0.0, 1.0, 1.0
+        for index in (index for index in range(len(calls.forward) - 1) if index not in without):
+            columns = calls.forward, calls.backward, calls.inputs, calls.weights, calls.sent, calls.rest
+            forward, backward, inputs, weights, sent, rest = (each[index + 1] - each[index] for each in columns)
+            takes = forward + min(backward, inputs + weights, sent + rest)
+            if takes > 0:
+                ahead = min(ahead, forward / takes)
+                through = min(through, (forward + min(backward, sent)) / takes)
+            total += takes
+        return cls(seconds=total, ahead=ahead, through=through)
+
+
 def _tables(program: Program) -> Iterator[str]:
     """The parameters whose rows are looked up."""
     for call in program.calls:
         region = program.region(call.region)
-        looked_up = {next(op.refs(), "") for op in region.forward.ops if op.name.startswith("embedding")}
+        looked_up = {next(op.refs(), "") for op in region.forward.ops if op.name.startswith(LOOKUP)}
         names = zip(region.params, call.params, strict=True)
         yield from (name for value, name in names if value.name in looked_up)
 

@@ -56,7 +56,7 @@ class RegionBodies:
         key = body, halves
         if key not in self._lowered:
             options = plan.on(self.simulator.cluster).compile_options().for_passes
-            known = {**options, "halves": halves, "budget": None}
+            known = {**options, "halves": halves, "budget": None, "fusions": self.simulator.fusions}
             found = self.shared(plan)
             assert found is not None
             done = found[1]

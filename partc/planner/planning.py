@@ -163,16 +163,18 @@ class Planner:
         )
         base, annotated = _batched(self.simulator, base, request.global_batch)
         rate = max(cluster.device.peak_of(_COMPUTED[request.precision]), cluster.device.peak_of("f32"))
+        tables = Tables(
+            bodies=RegionBodies(self.simulator, len(staged(annotated)[0])),
+            rates=self.simulator.rates,
+            cluster=cluster,
+            states=states_of(request.optimizer or DEFAULT),
+        )
         self.bounds = Bounds(
             annotated=annotated,
             peak=rate * max(constants.products, constants.attention),
-            states=states_of(request.optimizer or DEFAULT),
-            tables=Tables(
-                bodies=RegionBodies(self.simulator, len(staged(annotated)[0])),
-                rates=self.simulator.rates,
-                cluster=cluster,
-                states=states_of(request.optimizer or DEFAULT),
-            ),
+            states=tables.states,
+            tables=tables,
+            filled_tiles=tables.on(replace(self.simulator.rates, filled=True)),
             resident=self._resident,
         )
         self.tokens = sequence_length(annotated)

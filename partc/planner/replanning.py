@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from partc.runtime.torch_private import lone_store
 
 if TYPE_CHECKING:
     from partc.cluster.cluster import Cluster
+    from partc.compilation.plan import ParallelPlan
 
 
 def continued(directory: Path, checkpoint: Path, say: Callable[[str], None]) -> Checkpoint:
@@ -67,6 +69,20 @@ def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint |
         optimizer=checkpoint.run["optimizer"] if checkpoint is not None else command.get("optimizer"),
         **given,
     )
+
+
+def nodes_of(directory: Path, plan: ParallelPlan, cluster: Cluster) -> int | None:
+    """`--nodes` of a replanned package: the ranks of a node, if the gradients of the first one were summed in nodes.
+
+    None if one node has all ranks, or if an axis of the plan fills no whole nodes. Raises PartcError P0503.
+    """
+    if read_package(directory)["command"].get("nodes") is None:
+        return None
+    try:
+        options = replace(plan, nodes=cluster.devices).compile_options()
+    except PartcError:
+        return None
+    return options.nodes if options.mesh.size > cluster.devices else None
 
 
 def data_of(directory: Path) -> dict[str, bytes]:

@@ -182,7 +182,7 @@ def search(
         before, bound = best, bounds.simple(plan)
         if plan in known:
             return False
-        for tighter in (*tighten, None):
+        for tighter in (bounds.wide, *tighten, None):
             if bound.bytes > limit or bound.seconds >= best:
                 return False
             bound = bound if tighter is None else tighter(plan, bound)
@@ -200,7 +200,8 @@ def search(
         bound = bounds.simple(family.least)
         count += len(family)
         if bound.bytes <= limit:
-            heapq.heappush(queue, _Waiting(bound.seconds, (*promise(family), number), family, bound, ()))
+            order = *promise(family), number
+            heapq.heappush(queue, _Waiting(bound.seconds, order, family, bound, (bounds.of_family,)))
             continue
         too_large += len(family)
         if closest is None or bound.bytes < closest[1].bytes:
@@ -217,9 +218,12 @@ def search(
             first(tried_next)
             share += _AGAIN * (len(known) - tried)
         head = heapq.heappop(queue)
-        if isinstance(head.plan, Family):
+        if isinstance(head.plan, Family) and head.tighter:
+            bound = bounds.of_family(head.plan.least, head.bound)
+            heapq.heappush(queue, _Waiting(bound.seconds, head.order, head.plan, bound, ()))
+        elif isinstance(head.plan, Family):
             for plan in head.plan.plans():
-                wait(plan, bounds.simple(plan), (*hope(plan), 0), tighten)
+                wait(plan, bounds.wide(plan, bounds.simple(plan)), (*hope(plan), 0), tighten)
         elif head.tighter:
             following, *rest = head.tighter
             wait(head.plan, following(head.plan, head.bound), head.order, tuple(rest))

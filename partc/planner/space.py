@@ -44,20 +44,20 @@ Fixed = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The plans of a mesh with its experts."""
+    """The plans of a mesh with its experts, a way of recomputing and a number of loss chunks."""
 
     base: ParallelPlan
     microbatches: tuple[int, ...]
     schedules: tuple[tuple[str, int | None], ...]  # with virtual stages
-    uses: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # ZeRO levels, recomputation, loss chunks
+    levels: tuple[str, ...]  # of ZeRO
 
     def __len__(self) -> int:
-        return len(self.microbatches) * len(self.schedules) * math.prod(map(len, self.uses))
+        return len(self.microbatches) * len(self.schedules) * len(self.levels)
 
     def plans(self) -> Iterator[ParallelPlan]:
         base = self.base
         for count, (schedule, virtual) in itertools.product(self.microbatches, self.schedules):
-            for level, recompute, chunks in itertools.product(*self.uses):
+            for level in self.levels:
                 yield ParallelPlan(
                     mesh=base.mesh,
                     experts=base.experts,
@@ -65,8 +65,8 @@ class Family:
                     schedule=schedule,
                     virtual_stages=virtual,
                     zero=int(level) if level.isdecimal() else level,
-                    recompute=recompute,
-                    loss_chunks=int(chunks),
+                    recompute=base.recompute,
+                    loss_chunks=base.loss_chunks,
                     precision=base.precision,
                     kernels=base.kernels,
                     optimizer=base.optimizer,
@@ -76,16 +76,13 @@ class Family:
     @property
     def least(self) -> ParallelPlan:
         """The plan whose parameters and states hold least."""
-        levels, recompute, chunks = self.uses
         schedule, virtual = self.schedules[0]
         return replace(
             self.base,
             microbatches=self.microbatches[-1],
             schedule=schedule,
             virtual_stages=virtual,
-            zero=max(int(level[0]) for level in levels),
-            recompute=recompute[-1],
-            loss_chunks=int(chunks[-1]),
+            zero=max(int(level[0]) for level in self.levels),
         )
 
 
@@ -115,7 +112,7 @@ class Space:
             yield from family.plans()
 
     def families(self) -> Iterator[Family]:
-        """All plans, by mesh and experts. Raises PartcError P0812 if a fixed value leaves none."""
+        """All plans in families. Raises PartcError P0812 if a fixed value leaves none."""
         found = False
         for family in self._families():
             found = True
@@ -151,7 +148,7 @@ class Space:
     def _level(self, plan: ParallelPlan) -> str:
         """The value of ZeRO that gives the plan's."""
         by_node = f"{plan.level}@{NODE}"
-        return by_node if plan.span and by_node in self.fixed.get("zero", ()) else str(plan.zero)
+        return by_node if plan.span and by_node in self._allowed("zero", self._zero) else str(plan.zero)
 
     def _has(self, name: str, value: str) -> bool:
         """Whether the space has a plan's value also where the mesh leaves a choice, as one rank of an axis does not."""
@@ -164,15 +161,19 @@ class Space:
     def _families(self) -> Iterator[Family]:
         for sizes in self._factors():
             counts, schedules = tuple(self._microbatches(sizes)), tuple(self._schedules(sizes[PIPELINE_AXIS]))
-            uses = self._allowed("recompute", RECOMPUTE), self._allowed("loss_chunks", ("1",))
+            uses = [*itertools.product(self._allowed("recompute", RECOMPUTE), self._allowed("loss_chunks", ("1",)))]
             if not counts or not schedules:
                 continue
             for order in self._orders(sizes):
                 mesh = ",".join(f"{name}={sizes[name]}" for name in order)
                 for experts in self._experts(sizes, order):
-                    if levels := self._levels(sizes, order, experts):
-                        base = replace(self.base, mesh=mesh, experts=experts)
-                        yield Family(base=base, microbatches=counts, schedules=schedules, uses=(levels, *uses))
+                    if not (levels := self._levels(sizes, order, experts)):
+                        continue
+                    for recompute, chunks in uses:
+                        base = replace(
+                            self.base, mesh=mesh, experts=experts, recompute=recompute, loss_chunks=int(chunks)
+                        )
+                        yield Family(base=base, microbatches=counts, schedules=schedules, levels=levels)
 
     def _levels(self, sizes: Mapping[str, int], order: Sequence[str], experts: str | None) -> tuple[str, ...]:
         """ZeRO's levels over all ranks that hold weights whole, and over some neighbours in dp (`3@8`)."""
@@ -180,7 +181,7 @@ class Space:
         if dp * sizes[CONTEXT_AXIS] == 1:
             return ("0",)
         found = []
-        for text in self._allowed("zero", ("0", "1", "2", "3")):
+        for text in self._allowed("zero", self._zero):
             level, _, span = text.partition("@")
             ranks = self._in_node(sizes, order) if span == NODE else int(span or dp)
             if ranks == dp and span != NODE:
@@ -188,6 +189,12 @@ class Space:
             elif experts is None and ranks and dp % ranks == 0:
                 found.append(f"{level}@{ranks}")
         return tuple(dict.fromkeys(found))
+
+    @property
+    def _zero(self) -> tuple[str, ...]:
+        """ZeRO's levels, and those whose parts are spread over a node alone, where there are several."""
+        levels = tuple(map(str, range(4)))
+        return (*levels, *(f"{level}@{NODE}" for level in levels[1:])) if self.nodes > 1 else levels
 
     def _in_node(self, sizes: Mapping[str, int], order: Sequence[str]) -> int:
         """The neighbours in dp that share a node; 0 if dp has no further ones, or a rank has none."""

@@ -10,11 +10,11 @@ Calls are played by the simulator itself, each graph once. Everything is kept as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, combinations
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from partc import passes
 from partc.cluster.cluster import Cluster, span
@@ -23,6 +23,7 @@ from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import with_batch_axis
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
+from partc.cost.local_costs import LocalCosts
 from partc.cost.rates import Rates
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
 from partc.ir.program import Call, GraphKind, Parameter, Program, Region
@@ -30,6 +31,7 @@ from partc.passes.split import worthwhile
 from partc.passes.stages import call_work, cuts, staged
 from partc.planner.space import mesh_of, sizes_of
 
+LOOKUP = "embedding"  # how names of operations that look up rows of tables begin
 Sums = tuple[float, ...]
 _Table = TypeVar("_Table")
 _Cost = TypeVar("_Cost")
@@ -129,7 +131,7 @@ class Tables:
     rates: Rates
     cluster: Cluster
     states: int
-    _regions: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    _costs_of: LocalCosts = field(default_factory=LocalCosts)
     _calls: dict[tuple[object, ...], CallTable] = field(default_factory=dict)
     _rooms: dict[tuple[object, ...], RoomTable] = field(default_factory=dict)
     _shares: dict[tuple[object, ...], ShareTable] = field(default_factory=dict)
@@ -139,6 +141,10 @@ class Tables:
     _moves: dict[tuple[object, ...], float] = field(default_factory=dict)
     _sends: dict[tuple[object, ...], float] = field(default_factory=dict)
     _groups: dict[tuple[object, ...], tuple[object, ...]] = field(default_factory=dict)  # of ranks, by _links
+
+    def on(self, rates: Rates) -> Tables:
+        """Tables of the same programs with other rates."""
+        return Tables(bodies=self.bodies, rates=rates, cluster=self.cluster, states=self.states)
 
     def calls(self, plan: ParallelPlan) -> CallTable | None:
         """The seconds of calls; None if they are not known to hold for the plan. So it is with the other tables."""
@@ -160,6 +166,14 @@ class Tables:
         found = self.bodies.shared(plan)
         assert found is not None
         return self._facts_of(*found).cuts(count)
+
+    def looked_up(self, plan: ParallelPlan) -> Collection[int]:
+        """The calls that look up rows of tables, whose exchanges depend on the sizes of the batch's parts."""
+        found = self.bodies.shared(plan)
+        assert found is not None
+        regions = {region.name: region for region in found[1].regions}
+        calls = enumerate(self._facts_of(*found).calls)
+        return [i for i, call in calls if any(op.name.startswith(LOOKUP) for op in regions[call.region].forward.ops)]
 
     def _found(
         self,
@@ -247,18 +261,16 @@ class Tables:
         halves: bool,
     ) -> Mapping[str, _Cost]:
         """The cost of each region; regions share those of other meshes whose links and local shapes are equal."""
-        found = self.bodies.lowered(plan, body, halves=halves)
-        lowered = replace(found, mesh=program.mesh, microbatches=program.microbatches)
+        lowered = self.bodies.lowered(plan, body, halves=halves)
         if (body, halves) not in self._axes:
             self._axes[body, halves] = {region.name: frozenset(_axes(region)) for region in lowered.regions}
-        parts, axes = parts_of(lowered), self._axes[body, halves]
+        sized = replace(lowered, mesh=program.mesh, microbatches=program.microbatches)
         costs: dict[str, _Cost] = {}
         for call in self._facts_of(body, program).first.values():
-            links = tuple((axis, span(lowered.mesh, (axis,), self.cluster)) for axis in sorted(axes[call.region]))
-            key = cost, body, halves, call.region, parts, links
-            if key not in self._regions:
-                self._regions[key] = cost(call, lowered, self)
-            costs[call.region] = self._regions[key]
+            axes = sorted(self._axes[body, halves][call.region])
+            kind = cost, *((axis, span(sized.mesh, (axis,), self.cluster)) for axis in axes)
+            region, make = lowered.region(call.region), partial(cost, call, sized, self)
+            costs[call.region] = self._costs_of.of(kind, region, None, sized.sizes, make)
         return costs
 
     # -- parameters -----------------------------------------------------------------------------
@@ -405,13 +417,6 @@ def _axes(region: Region) -> Iterator[str]:
         axis = dict(op.attrs).get("axis")
         if isinstance(axis, str):
             yield axis
-
-
-def parts_of(program: Program) -> int:
-    """The number of parts of the batch, in space and in time."""
-    types = program.value_types()
-    entry = types[program.batch_entries[0]]
-    return entry.shape[0] // max(1, entry.layout.local_shape(program.sizes)[0])
 
 
 def _sums(each: Iterable[float]) -> Sums:

@@ -27,9 +27,11 @@ attention or a collective: a group never waits for an operation that depends on 
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import replace
 
 from partc.ir.layout import Sizes
+from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Kernels, Op, Program, Region
 from partc.passes.fuse.cross_entropy import streamed
 from partc.passes.fuse.dropout import redrawn
@@ -42,16 +44,30 @@ from partc.passes.fuse.single_results import plain
 from partc.passes.row_losses import totalled
 from partc.rules.kernels import CHUNKED
 
+Fusions = MutableMapping[tuple[object, ...], Region]
 
-def fuse(program: Program, *, kernels: Kernels = "aten") -> Program:
-    """Set the source of the kernels of the regions that run for every microbatch; with triton, fuse their graphs."""
+
+def fuse(program: Program, *, kernels: Kernels = "aten", fusions: Fusions | None = None) -> Program:
+    """Set the source of the kernels of the regions that run for every microbatch; with triton, fuse their graphs.
+
+    `fusions` has regions of other programs, which are taken where they are equal and as large, and gets this program's.
+    """
     regions = tuple(
         replace(region, kernels=kernels) if region.phase == "microbatch" else region for region in program.regions
     )
     if kernels != "triton":
         return replace(program, regions=regions)
-    grouped = (_grouped(region, program.sizes) if region.phase == "microbatch" else region for region in regions)
-    return named(over(replace(program, regions=tuple(map(_chunked, grouped)))))
+    known = {} if fusions is None else fusions
+    sizes = tuple(item for item in program.sizes.items() if item[0] != PIPELINE_AXIS)
+
+    def grouped(region: Region) -> Region:
+        found = known.get((region, sizes))
+        if found is None:
+            found = known[region, sizes] = _grouped(region, program.sizes)
+        return found
+
+    done = (grouped(region) if region.phase == "microbatch" else region for region in regions)
+    return named(over(replace(program, regions=tuple(map(_chunked, done)))))
 
 
 def _grouped(region: Region, sizes: Sizes) -> Region:

@@ -82,7 +82,7 @@ def tables(
     program = _apart(_with_sparse(program, rules))
     found = _Tables(program, zero, pins, rules)
     if cut_tables is None and (whole := found.summed()):
-        parameters = (replace(item, sparse=item.sparse and item.name not in whole) for item in program.parameters)
+        parameters = (replace(item, sparse=False) if item.name in whole else item for item in program.parameters)
         found = _Tables(replace(program, parameters=tuple(parameters)), zero, pins, rules)
         program = found.program
     cuts = found.chosen() if cut_tables is None else cut_tables
@@ -149,7 +149,7 @@ def _with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
         sparse = wanted and rule.takes_rows and item.trainable and item.name in read and len(item.type.shape) == 2
         if item.trainable and not sparse:
             dense(item.name, rule, "no lookup asks for rows")
-        parameters.append(replace(item, sparse=sparse))
+        parameters.append(item if sparse == item.sparse else replace(item, sparse=sparse))
     return replace(program, parameters=tuple(parameters))
 
 

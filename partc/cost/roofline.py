@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from partc.ir.collectives import cost, inside
 from partc.ir.layout import Sizes
 from partc.ir.program import ITEMSIZE, MOVING, SPARSE, VIEWS, DType, Op, TensorType
-from partc.rules import OpRule, flops, resolve_lowered
+from partc.rules import OpRule, flops, has_products, resolve_lowered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,13 @@ def traffic(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorTy
 def product_flops(
     op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType]
 ) -> tuple[float, OpRule | None]:
-    """The floating-point operations of an operation's matrix products, and its rule, for local shapes."""
+    """The floating-point operations of an operation's matrix products, and their rule, for local shapes."""
     if op.name in _CONVOLUTIONS:
         return _convolved(op, shapes, results), None
     if op.name == EXPERTS_GRADIENT:
         return 2.0 * math.prod(next(iter(shapes.values())).shape) * results[0].shape[1], None
+    if not has_products(op):
+        return 0.0, None
     made = tuple(replace(value, type=type) for value, type in zip(op.results, results, strict=True))
     rule = resolve_lowered(replace(op, results=made), shapes)
     return (float(flops(op, rule)) if rule is not None else 0.0), rule

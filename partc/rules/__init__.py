@@ -30,6 +30,7 @@ __all__ = [
     "factor_cuts",
     "fits",
     "flops",
+    "has_products",
     "is_cheap",
     "is_matmul",
     "is_users",
@@ -243,6 +244,12 @@ def flops(op: Op, rule: OpRule) -> int:
 def is_matmul(op: Op) -> bool:
     entry = TABLE.get(op.name)
     return entry is not None and entry.matmul
+
+
+def has_products(op: Op) -> bool:
+    """Whether an operation, which compiling may have introduced, has matrix products."""
+    entry = TABLE.get(op.name) or TABLE.get(LOWERED.get(op.name, ""))
+    return entry is not None and (entry.matmul or op.name == SCAN)
 
 
 def is_users(name: str) -> bool:

@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partc
+from partc import passes
 from partc.errors import PartcError
 from partc.frontend.capture import capture
 from partc.frontend.trace import Traced, trace_model
 from partc.frontend.value_branches import LARGEST, ValueWatch
+from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 from tests.guards import asserting, by_number, elsewhere, raising
+from tests.independent.plain import double
 
 GUARDS = pytest.mark.skipif(sys.version_info < (3, 11), reason="guards are found by the columns of instructions")
 Step = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -171,6 +174,20 @@ def test_values_of_constants_are_computed_beside_the_graph() -> None:
 def test_a_constant_that_takes_values_of_the_batch_is_none() -> None:
     with pytest.raises(PartcError, match="values of a tensor"):
         traced(overwritten)
+
+
+def looked_up(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    h, i = net.layer(x), x.sum().abs().long() % 4
+    best = h[0].argmax()
+    parts = h[:, best], h[y, best], h[..., None, i - 4, None], h.view(2, 4, 8)[i % 2, 1:, best], h.t()[best]
+    return sum((part * part).sum() for part in parts)
+
+
+def test_numbers_of_an_index_may_be_values() -> None:
+    net, entries = Net(looked_up).double(), {name: double(x) for name, x in batch().items()}
+    program = passes.run(traced(looked_up).program, {}, until="normalize")[-1].program
+    made = evaluate_program(program, entries, dict(net.named_parameters()))
+    torch.testing.assert_close(made, net(**entries), rtol=1e-12, atol=1e-12)
 
 
 class Distributions(nn.Module):

@@ -84,6 +84,7 @@ _SIZED = frozenset({
     "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "expand", "broadcast_to",
 })  # fmt: skip
 _SHAPES = frozenset({"view", "reshape", "unflatten", "_unsafe_view"})
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class RowCount(int):
@@ -390,6 +391,9 @@ class Selections:
                 self._know(made, real[0] if real is not None else None)
             self._placed[id(made)] = weakref.ref(made)
             return made
+        if any(map(self._unknown, given)) and self._of(x) is None:
+            x, given = self._looked_up(x, given)
+            return func(x, given)
         numbers = tuple(self._number(item, x, place) for place, item in enumerate(given))
         if len(given) == len(items) and all(a is b for a, b in zip(numbers, items, strict=True)):
             held = [*filter(None, map(self._of, (x, *items)))]
@@ -398,6 +402,24 @@ class Selections:
         made = func(x, numbers if isinstance(index, tuple) or len(numbers) > 1 else numbers[0])
         self._hold_like([x, *(item for item in numbers if isinstance(item, Tensor))], made)
         return made
+
+    def _unknown(self, item: Any) -> bool:
+        """Whether a part of an index is an integer tensor of no dimension, whose value a trace would ask for."""
+        return isinstance(item, Tensor) and not item.dim() and item.dtype in _INTEGERS and self._value(item) is None
+
+    def _looked_up(self, x: Tensor, index: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+        """x[:, i] as x.index_select(1, i)[:, 0]: the tensor and the index that remain."""
+        taken = [
+            0 if item is None or item is Ellipsis else item.dim() if getattr(item, "dtype", None) is torch.bool else 1
+            for item in index
+        ]
+        dim, found = 0, []
+        for item, count in zip(index, taken, strict=True):
+            if self._unknown(item):
+                x = x.index_select(dim, torch.where(item < 0, item + x.shape[dim], item).reshape(1))
+            found.append(0 if self._unknown(item) else item)
+            dim += x.dim() - sum(taken) if item is Ellipsis else count
+        return x, tuple(found)
 
     def _is_place(self, x: Any) -> bool:
         found = self._placed.get(id(x))

@@ -44,6 +44,10 @@ def test_rows_without_an_expert_stay_and_are_zero() -> None:
     assert none[order[len(own) :]].all()
 
 
+def test_loads_of_no_layers_take_no_collective() -> None:
+    assert Comm({}, {}).loads.spreads(Comm({}, {}), pipeline=True) == {}
+
+
 @pytest.mark.parametrize("number", [4, 7])
 def test_an_expert_that_does_not_exist_is_an_error_of_its_layer(number: int) -> None:
     comm = Comm({"ep": Axis()}, {})

@@ -84,6 +84,8 @@ class Loads:
         """For each layer on all ranks: the largest load over the mean, the share of experts without rows, the share of
         rows without an expert. All ranks call it.
         """
+        if not self._routers:
+            return {}
         sizes = [router.experts + 1 for router in self._routers]
         every = torch.zeros(sum(sizes), dtype=torch.float64, device=comm.device)
         parts = every.split(sizes)

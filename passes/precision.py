@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from partc.errors import PartcError, Source
+from partc.errors import Source
 from partc.ir.naming import unique
 from partc.ir.program import FLOATING, SCAN, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
 from partc.ir.scans import scan_of
@@ -36,20 +36,9 @@ _VIEWS = VIEWS | {"cat", "repeat", "detach"}
 
 
 def precision(program: Program, *, low: DType | None = None, casts: Mapping[str, Precision] | None = None) -> Program:
-    """Set element types and insert casts. `casts` overrides the table's precision of operations, by name.
-
-    Raises PartcError P0216 for a gradient that a model gives itself and that fp16's factor of the loss does not reach.
-    """
+    """Set element types and insert casts. `casts` overrides the table's precision of operations, by name."""
     if low is None:
         return program
-    alone = (op for region in program.regions for op in region.forward.ops if dict(op.attrs).get("alone"))
-    if low == "f16" and (op := next(alone, None)) is not None:
-        raise PartcError(
-            "P0216",
-            "an autograd.Function gives a gradient that does not depend on the loss's, and fp16 scales the loss",
-            help="use bf16, or add the term to the loss",
-            source=op.source,
-        )
     return _Mixed(program, low, casts or {}).run()
 
 
@@ -197,8 +186,17 @@ class _CastWriter:
         self._add(op.renamed({name: self.as_dtype(name, dtype) for name, dtype in zip(op.refs(), inputs, strict=True)}))
 
     def _own_gradient(self, op: Op) -> None:
-        """Each gradient has the type of its operand, each result that of the value it equals."""
+        """Each gradient has the type of its operand, each result that of the value it equals.
+
+        A gradient that depends on no incoming one takes fp16's factor of the loss here.
+        """
         given, operands, gradients = (tuple(ref.name for ref in each) for each in op.args)  # type: ignore[union-attr]
+        if self.low == "f16":
+            alone = dict(op.attrs).get("alone", ())
+            assert isinstance(alone, tuple)
+            gradients = tuple(
+                self._scaled(name, op) if index in alone else name for index, name in enumerate(gradients)
+            )
         cast = tuple(
             Ref(self.as_dtype(gradient, self.types[operand].dtype))
             for operand, gradient in zip(operands, gradients, strict=True)
@@ -208,6 +206,13 @@ class _CastWriter:
             for name, value in zip(given, op.results, strict=True)
         )
         self._add(replace(op, args=(*op.args[:2], cast), results=results))
+
+    def _scaled(self, gradient: str, op: Op) -> str:
+        made = replace(self.types[gradient], dtype=_WIDE)
+        value = Value(name=unique(f"{gradient}_scaled", self.taken), type=made)
+        wide = self.as_dtype(gradient, _WIDE)
+        self._add(Op(name="times_loss_scale", args=(Ref(wide),), results=(value,), source=op.source))
+        return value.name
 
     def as_dtype(self, name: str, dtype: DType) -> str:
         """The value's name in this type, after a cast if needed."""

@@ -86,10 +86,21 @@ def test_attached_losses_count_as_terms_of_the_loss(kinds: str, microbatches: in
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-12)
 
 
-def test_fp16_does_not_scale_attached_losses() -> None:
-    with pytest.raises(PartcError, match="fp16 scales the loss") as caught:
-        partc.compile(str(BALANCED), mesh="1", precision="fp16", options={"kinds": "attached sequence"})
-    assert caught.value.code == "P0216"
+def test_fp16_scales_attached_losses(tmp_path: Path) -> None:
+    """Their share of the router's gradient is that of the model in fp64, to fp16's precision."""
+    before, after = _stepped("attached sequence", 1)
+    _, without = _stepped("z", 1)
+    save_file({name: x.float() for name, x in before.items()}, tmp_path / "init.safetensors")
+    package = partc.compile(
+        str(BALANCED), mesh="dp=2", precision="fp16", microbatches=2, options={"kinds": "attached sequence"}
+    )
+    given = ("--steps", 1, "--optimizer", "sgd", "--lr", 1, "--init", tmp_path / "init.safetensors")
+    trained(package.write(tmp_path / "build"), *given, "--save", tmp_path / "save")
+    found = whole(tmp_path / "save" / "step_00000001")
+    name = "layers.1.router.weight"
+    moved, expected = found[name].double() - before[name], after[name] - before[name]
+    assert (moved - expected).norm() < 0.02 * expected.norm()
+    assert (without[name] - after[name]).norm() > 0.05 * expected.norm()
 
 
 # Mistakes of peers, made in a package: losses whose gradient depends on the mesh.

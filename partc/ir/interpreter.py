@@ -169,6 +169,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "mask_classes": lambda x, classes: torch.cat([x[..., :classes], torch.full_like(x[..., classes:], -math.inf)], -1),
     "fourier": _fourier,
     "incoming_gradient": lambda y: torch.zeros_like(y),
+    "times_loss_scale": lambda x: x,
     "own_gradient": lambda results, operands, gradients: results,
     "rms_norm": _rms_norm,
     "layer_norm": lambda x, shape, w, b, eps: F.layer_norm(x, shape, w, b, eps),

@@ -291,6 +291,7 @@ build("diff", shapes.diff)
 # Gradients that a model gives itself
 build("incoming_gradient", shapes.incoming)
 build("own_gradient", shapes.owned)
+rule("times_loss_scale", "x[*d] -> [*d]", linear="x", precision="any")
 
 # Views
 build("reshape", shapes.reshape)

@@ -297,6 +297,10 @@ class Comm:
         self.scale = scale
         self.scale_here.fill_(scale)
 
+    def times_scale(self, x: Tensor) -> Tensor:
+        """A gradient that a model gives itself, times the loss scale as all others."""
+        return x * self.scale_here.to(x.dtype)
+
     @cached_property
     def words(self) -> Words:
         """The starts of this rank's random numbers."""

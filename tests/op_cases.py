@@ -151,6 +151,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
         else torch.fft.ifftn(torch.view_as_complex(x), dim=dims, norm="forward")
     ),
     "incoming_gradient": torch.zeros_like,
+    "times_loss_scale": lambda x: x,
     "own_gradient": lambda results, operands, gradients, dims: results,
     "rotary": rotary,
     "rotary_backward": rotary_backward,
@@ -287,7 +288,7 @@ def product_cases() -> list[Case]:
     found += [case("expert_matmul_grad_rows", normal(12, 18), torch.arange(12) % 3, normal(4, 6, 18))]
     found += [case("expert_matmul", normal(12, 6), torch.arange(12) % 3, normal(4, 6, 18))]
     found += [case("expert_rows", torch.arange(12) % 3, normal(4, 6))]
-    found += [case("expert_places", torch.randint(3, (6, 12)))]
+    found += [case("expert_places", torch.randint(3, (6, 12))), case("times_loss_scale", torch.randn(4, 6))]
     starts, ends = torch.tensor([0, 0, 3, 3, 8, 11]), torch.tensor([0, 3, 3, 8, 11, 12])
     found += [case("bag_sum", normal(13, 6), starts, ends), case("bag_max", normal(13, 6), starts, ends)]
     found += [case("bag_sum_grad", normal(6, 4), starts, ends, 13)]

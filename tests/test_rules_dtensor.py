@@ -47,6 +47,7 @@ ITS_LIMITS = {
 # strategy for the others, or gathers.
 UNKNOWN = (
     *("linear_cross_entropy", "linear_cross_entropy_backward", "incoming_gradient", "own_gradient"),
+    "times_loss_scale",
     *("attention", "attention_backward", "conv1d", "conv2d", "conv3d"),
     *("scatter_reduce", "cdist", "bilinear", "gru", "unfold", "diagonal", "diagonal_scatter", "diag_embed", "rnn_tanh"),
     *("rnn_relu", "expert_places", "bag_sum", "bag_max", "bag_sum_grad", "bag_max_grad"),

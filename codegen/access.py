@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import Protocol
 
 from partc.codegen.calls import Run
@@ -12,7 +12,18 @@ from partc.codegen.source import Function, Line, RegionCode
 from partc.codegen.weights import counted, strings
 from partc.communication.descriptions import moved
 from partc.communication.exchanges import Exchanges, Levels
-from partc.ir.program import ActionStatement, BodyKind, Call, GraphKind, Phase, Program, TensorType, Transfer
+from partc.ir.program import (
+    ActionStatement,
+    BodyKind,
+    Call,
+    GraphKind,
+    Phase,
+    Program,
+    Subject,
+    TensorType,
+    Transfer,
+    Verb,
+)
 from partc.quoting import literal, literal_template
 
 
@@ -55,10 +66,10 @@ class Access:
     after: tuple[Line, ...]
 
 
-Item = str | int  # a call's name, or the number of a gather of later actions
+Item = str | int | None  # a call's name, the number of a gather of later actions, or nothing
 AHEAD = ("ahead", "beyond")  # the method parameters for gathers of later actions
 _VARIABLES: Mapping[tuple[str, str], str] = {
-    ("start", "gather"): "following", ("relay", "gather"): "coming",
+    ("start", "gather"): "following", ("relay", "gather"): "coming", ("relay", "refresh"): "coming",
     ("wait", "scatter"): "former", ("relay", "scatter"): "latest",
 }  # fmt: skip
 _METHODS: Mapping[tuple[str, str], str] = {
@@ -74,7 +85,7 @@ def access(builder: Stage, run: Run, function: Function, kind: GraphKind) -> Acc
     backwards = kind in ("B", "I")
     calls = run.calls[::-1] if backwards else run.calls
     around = _around(builder, kind)
-    columns = list(zip(*(around[call.name] for call in calls), strict=True))  # by statement, across the calls
+    columns = list(zip_longest(*(around[call.name] for call in calls)))  # by statement, across the calls
     units = Units(builder)
     names = tuple(call.name for call in calls)
     parted = builder.exchanges.has_unit(calls[0])
@@ -82,10 +93,10 @@ def access(builder: Stage, run: Run, function: Function, kind: GraphKind) -> Acc
         tuple[Item, ...], str
     ] = {}  # items across the calls -> the loop's variable, or the expression common to all
 
-    def unit(column: Sequence[ActionStatement]) -> str:
-        items = tuple(each.ahead or each.of for each in column)
+    def unit(column: Sequence[ActionStatement | None]) -> str:
+        items = tuple(None if each is None else each.ahead or each.of for each in column)
         if items not in variables:
-            wanted = "unit" if items == names else _VARIABLES[column[0].verb, column[0].subject]
+            wanted = "unit" if items == names else _VARIABLES[verb, subject]
             variables[items] = wanted if run.loop else units.one(items[0])
         return variables[items]
 
@@ -96,14 +107,14 @@ def access(builder: Stage, run: Run, function: Function, kind: GraphKind) -> Acc
     after: list[Line] = []
     sums: list[str] = []
     for column in columns:
-        verb, subject = column[0].verb, column[0].subject
+        verb, subject = next((each.verb, each.subject) for each in column if each is not None)
         if subject == "sums":
             sums.append("self.sums.relay()" if verb == "relay" else f"self.sums.start({_name(run)})")
             continue
         given = "g" if (verb, subject) == ("start", "scatter") else ""
         code = f"{unit(column)}.{_METHODS[verb, subject]}({given})"
-        line = Line(code=code, notes=_notes(builder, column, kind, names))
-        if subject == "gather" and verb != "free":
+        line = Line(code=code, notes=_notes(builder, (verb, subject), column, kind, names))
+        if _precedes(verb, subject):
             before.append(line)
         else:
             after.extend([line, Line(code="del g")] if given else [line])
@@ -141,11 +152,16 @@ def _around(builder: Stage, kind: GraphKind) -> dict[str, tuple[ActionStatement,
             call = each.of
             found[call] = waiting
             waiting = []
-        elif each.subject == "gather" and each.verb != "free":
+        elif _precedes(each.verb, each.subject):
             waiting.append(each)
         elif call and each.subject != "value":
             found[call].append(each)
     return {name: tuple(statements) for name, statements in found.items()}
+
+
+def _precedes(verb: Verb, subject: Subject) -> bool:
+    """Whether a statement stands before the run of a call, and not behind it."""
+    return subject == "refresh" or (subject == "gather" and verb != "free")
 
 
 def settled(builder: Stage, kind: GraphKind) -> Iterator[Line]:
@@ -161,6 +177,8 @@ class Units:
     builder: Stage
 
     def one(self, item: Item) -> str:
+        if item is None:
+            return "NOTHING"
         if isinstance(item, int):
             return AHEAD[item - 1]
         table, place = self._place(item)
@@ -172,7 +190,7 @@ class Units:
         at = 0
         while at < len(items):
             item = items[at]
-            table, place = ("", None) if isinstance(item, int) else self._place(item)
+            table, place = self._place(item) if isinstance(item, str) else ("", None)
             end = at + 1
             step = 0
             while place is not None and end < len(items) and (found := self._place_in(table, items[end])) is not None:
@@ -202,7 +220,7 @@ class Units:
         raise KeyError(name)
 
     def _place_in(self, table: str, item: Item) -> int | None:
-        if isinstance(item, int):
+        if not isinstance(item, str):
             return None
         other, place = self._place(item)
         return place if other == table else None
@@ -213,15 +231,19 @@ class Units:
 
 
 def _notes(
-    builder: Stage, column: Sequence[ActionStatement], kind: GraphKind, names: tuple[str, ...]
+    builder: Stage,
+    statement: tuple[Verb, Subject],
+    column: Sequence[ActionStatement | None],
+    kind: GraphKind,
+    names: tuple[str, ...],
 ) -> tuple[str, ...]:
     """The collectives that a statement starts for these calls, as a comment."""
     calls = {call.name: call for call in builder.calls}
-    here = [calls[each.of] for each in column if each.of]
-    match column[0].verb, column[0].subject:
+    here = [calls[each.of] for each in column if each is not None and each.of]
+    match statement:
         case "start", "gather":
             texts = [_moved(builder, builder.exchanges.gather(call.params)) for call in here]
-            said = "while this call runs" if tuple(each.of for each in column) != names else ""
+            said = "while this call runs" if tuple(each and each.of for each in column) != names else ""
         case "start", "scatter":
             texts = [_moved(builder, builder.exchanges.scatter(call, kind)) for call in here]
             said = "until the next one starts: each rank keeps its part of the sum"
@@ -236,31 +258,17 @@ def _moved(builder: Stage, levels: Levels) -> str:
     return moved(levels, builder.program.sizes) if levels else ""
 
 
-def refreshed(builder: Stage) -> Iterator[Line]:
-    """The gathers after the optimizer's update."""
-    statements = builder.program.body("REFRESH", builder.index)
+def refreshed(builder: Stage, kind: BodyKind) -> Iterator[Line]:
+    """The gathers of parameters that stay whole: of all calls, or (INIT) of one after the other."""
+    verbs: dict[str, list[str]] = {}
+    for each in builder.program.body(kind, builder.index):
+        verbs.setdefault(each.of, []).append(_METHODS[each.verb, each.subject])
     units = Units(builder)
-    names = [each.of for each in statements if each.verb == "wait"]
-    starts = [each for each in statements if each.verb == "start"]
-    depth = next((index for index, each in enumerate(statements) if each.verb == "wait"), 0)
-    if len(starts) <= depth or len(names) < 3:
-        for each in statements:
-            yield Line(code=f"{units.one(each.of)}.{_METHODS[each.verb, each.subject]}()")
+    if len(verbs) < 3 or len({*map(tuple, verbs.values())}) > 1:
+        yield from (Line(code=f"{units.one(name)}.{verb}()") for name, each in verbs.items() for verb in each)
         return
-    yield Line(
-        code=f"units = {units.several(names)}"
-        if units.several(names).startswith("(")
-        else f"units = [*{units.several(names)}]"
-    )
-    for place in range(depth):
-        yield Line(code=f"units[{place}].gather()")
-    lists = ["units", *(f"[*units[{place}:]{', NOTHING' * place}]" for place in range(1, depth + 1))]
-    variables = ["unit", *(["following"] if depth == 1 else ["coming", "following"])]
-    yield Line(code=f"for {', '.join(variables)} in zip({', '.join(lists)}, strict=True):")
-    yield Line(code="    unit.wait()")
-    if depth > 1:
-        yield Line(code="    coming.relay()")
-    yield Line(code="    following.gather()")
+    yield Line(code=f"for unit in {units.several([*verbs])}:")
+    yield from (Line(code=f"    unit.{verb}()") for verb in next(iter(verbs.values())))
 
 
 def _counting(run: Run) -> str:

@@ -133,7 +133,7 @@ class _Builder:
                 if self.makes(name)
             ),
             returns=bool(self.program.results),
-            init=(*init, *opens),
+            init=(*init, *locals_.init()),
             setup=tuple(setup),
             prepare=tuple(prepare),
             forward=tuple(forward),
@@ -152,7 +152,7 @@ class _Builder:
                 name for name in ("torch", "kernels", "Parts", "Sums") if re.search(rf"(?<![\w.]){name}[.(]", text)
             )
             | ({"Unit"} if opens else frozenset())
-            | ({"NOTHING"} if any("NOTHING" in line.code for line in refresh) else frozenset()),
+            | ({"NOTHING"} if any("NOTHING" in line.code for line in lines) else frozenset()),
         )
 
     def _sums(self, name: str) -> str:

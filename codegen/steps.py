@@ -81,6 +81,10 @@ class StepWriter:
             found["inputs"], found["weights"] = ("".join(f", {name}" for name in names) for names in given)
         return found
 
+    def init(self) -> list[Line]:
+        """The gathers of parameters that stay whole and never change, and the units that actions gather first."""
+        return [*refreshed(self.b, "INIT"), *self.opens()]
+
     def reduce(self) -> list[Line]:
         """The waits and sums after a stage's last backward."""
         lines: list[Line] = []
@@ -95,7 +99,7 @@ class StepWriter:
 
     def refresh(self) -> list[Line]:
         """Copies in other element types, then gathers."""
-        gathers = list(refreshed(self.b))
+        gathers = list(refreshed(self.b, "REFRESH"))
         said = self.b.refreshed()
         if gathers and said:
             gathers[0] = replace(gathers[0], notes=(said,))

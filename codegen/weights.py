@@ -246,7 +246,7 @@ class Weights:
         return self._words([""])
 
     def refreshed(self) -> str:
-        """The gathers of whole parameters after the update, as a comment."""
+        """The gathers of whole parameters as a step begins, as a comment."""
         every = [self.exchanges.gather(names) for names in self.exchanges.kept(self.index).values()]
         levels = tuple(tuple(chain.from_iterable(level)) for level in zip_longest(*every, fillvalue=()))
         return f"{moved(levels, self.program.sizes)}: each rank has updated a part" if levels else ""

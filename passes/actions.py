@@ -13,7 +13,7 @@ waited for in REDUCE_GRAD.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -56,12 +56,13 @@ class _BodyWriter:
         kinds = {*self._kinds}
         if self._split and "B" in kinds:
             kinds |= {"I", "W"}  # whose code a whole backward pass runs
-        written: Mapping[BodyKind, Iterator[ActionStatement]] = {
-            "INIT": self._kept(), "SETUP": self._once("setup"), "PREPARE": self._once("step"), "F": self._compute("F"),
-            "B": self._compute("B"), "I": self._compute("I"), "W": self._compute("W"),
+        trained = not self.program.results
+        written: Mapping[BodyKind, Iterable[ActionStatement]] = {
+            "INIT": () if trained else self._kept(), "SETUP": self._once("setup"), "PREPARE": self._once("step"),
+            "F": self._compute("F"), "B": self._compute("B"), "I": self._compute("I"), "W": self._compute("W"),
             "SEND_F": self._transfers("SEND_F"), "RECV_F": self._transfers("RECV_F"),
             "SEND_B": self._transfers("SEND_B"), "RECV_B": self._transfers("RECV_B"),
-            "REDUCE_GRAD": self._reduce(), "REFRESH": self._kept(),
+            "REDUCE_GRAD": self._reduce(), "REFRESH": self._kept() if trained else (),
         }  # fmt: skip
         always = ("INIT", "SETUP", "PREPARE", "REDUCE_GRAD", "REFRESH")
         for kind, statements in written.items():
@@ -80,10 +81,13 @@ class _BodyWriter:
         return [call for call in self._calls if self.exchanges.regions[call.region].phase == phase]
 
     def _kept(self) -> Iterator[ActionStatement]:
-        for call, names in self.exchanges.kept(self.index).items():
-            if self.exchanges.gather(names):
-                yield ActionStatement(verb="start", subject="refresh", of=call)
-                yield ActionStatement(verb="wait", subject="refresh", of=call)
+        """The gathers of parameters that stay whole. Calls of one region have equal statements."""
+        kept = self.exchanges.kept(self.index)
+        gathering = {call.region for call in self._calls if self.exchanges.gather(kept.get(call.name, ()))}
+        for call in self._calls:
+            if call.region in gathering:
+                yield ActionStatement(verb="start", subject="refresh", of=call.name)
+                yield ActionStatement(verb="wait", subject="refresh", of=call.name)
 
     def _once(self, phase: Phase) -> Iterator[ActionStatement]:
         for call in self._in_phase(phase):

@@ -1,4 +1,4 @@
-"""Start gathers one call ahead and wait for scatters one call late, so that ranks compute meanwhile.
+"""Start gathers ahead and wait for scatters one call late, so that ranks compute meanwhile.
 
     start gather blocks.0          schedule: 0UNSHARD>0F 0F0>0F …     start gather blocks.0     before 0F
     wait gather blocks.0                                              wait gather blocks.0
@@ -14,6 +14,18 @@ The last call of an action starts the first gather of the next action (`ahead`),
 raise the rank's peak memory, the gather starts between the two actions (UNSHARD). Gathers that cross nodes start two
 calls ahead, and their second level, inside nodes, one call ahead.
 
+Parameters that stay whole (ZeRO 1 and 2) are gathered as a step begins, all at once in the order of their use. The
+forward pass waits for those of each call before it runs; the waits in later microbatches are for nothing.
+
+    action 0REFRESH:                               action 0REFRESH:
+      start refresh blocks.0                         start refresh blocks.0
+      wait refresh blocks.0                          start refresh blocks.1
+      start refresh blocks.1                       action 0F:
+      wait refresh blocks.1             ->           wait refresh blocks.0
+    action 0F:                                       run F blocks.0
+      run F blocks.0                                 wait refresh blocks.1
+      run F blocks.1                                 run F blocks.1
+
 A scatter is waited for when the next scatter of its stage starts, in the same action or in a later one. If both halves
 of a backward pass scatter, each half first waits for the scatters of the other.
 """
@@ -23,6 +35,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from partc import fuel
 from partc.communication.exchanges import Exchanges
@@ -48,7 +61,11 @@ def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program
             inputs, weights = (() if half is None else half.statements for half in halves)
             bodies[f"{stage}B"] = replace(bodies[f"{stage}B"], statements=_both(inputs, weights))
         if (body := bodies.get(f"{stage}REFRESH")) is not None:
-            bodies[body.name] = replace(body, statements=tuple(_in_line(body.statements, depth)))
+            forward = bodies[f"{stage}F"]
+            names = _of(body.statements, "wait", "refresh")
+            starts = tuple(each for each in body.statements if each.verb == "start")
+            bodies[body.name] = replace(body, statements=starts)
+            bodies[forward.name] = replace(forward, statements=tuple(_before_use(forward.statements, names, depth)))
         left = [name for kind in ("B", "I", "W") for name in _last_scatters(bodies.get(f"{stage}{kind}"), depth)]
         if left:
             bodies[f"{stage}REDUCE_GRAD"] = _settled(bodies.get(f"{stage}REDUCE_GRAD"), stage, left)
@@ -97,16 +114,15 @@ def _apart(statements: Sequence[ActionStatement], depth: int) -> Iterator[Action
                 yield each
 
 
-def _in_line(statements: Sequence[ActionStatement], depth: int) -> Iterator[ActionStatement]:
-    """Gathers of parameters that stay whole: each is waited for while the next ones are under way."""
-    names = _of(statements, "wait", "refresh")
-    starts = [ActionStatement(verb="start", subject="refresh", of=name) for name in names]
-    yield from starts[:depth]
-    for index, name in enumerate(names):
-        yield ActionStatement(verb="wait", subject="refresh", of=name)
-        if depth > 1 and index + 1 < len(names):
-            yield ActionStatement(verb="relay", subject="refresh", of=names[index + 1])
-        yield from starts[index + depth : index + depth + 1]
+def _before_use(statements: Sequence[ActionStatement], names: Sequence[str], depth: int) -> Iterator[ActionStatement]:
+    """A forward pass in which each call waits for the gather of its parameters that stay whole."""
+    following = dict(zip_longest(names, names[1:]))
+    for each in statements:
+        if each.verb == "run" and each.of in following:
+            yield ActionStatement(verb="wait", subject="refresh", of=each.of)
+            if depth > 1 and (coming := following[each.of]):
+                yield ActionStatement(verb="relay", subject="refresh", of=coming)
+        yield each
 
 
 def _coming(verb: Verb, names: Sequence[str], index: int) -> ActionStatement:

@@ -7,9 +7,9 @@
 
 Regions stay as they are: they read whole parameters, and their gradients are reduce-scattered to the ranks that hold
 the shards (Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, section 5).
-The parameter's `zero` is its ZeRO stage. Stage 1 scatters gradients at a step's end and gathers parameters after the
-update. Stage 2 scatters gradients after each backward of a call. Stage 3 also gathers parameters for each call, forward
-and backward. The pass `actions` inserts these gathers and scatters, and `prefetch` moves them ahead.
+The parameter's `zero` is its ZeRO stage. Stage 1 scatters gradients at a step's end and gathers updated parameters as
+the next step begins. Stage 2 scatters gradients after each backward of a call. Stage 3 also gathers parameters for each
+call, forward and backward. The pass `actions` inserts these gathers and scatters, and `prefetch` moves them ahead.
 
 A parameter is cut in its first dimension that the axes divide. If they divide none, parts are equal all the same: the
 last ones end with spare elements, which stand for none. The cut is then in the dimension with the fewest of them.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import partc
 from partc.communication.exchanges import Collective
-from partc.communication.execution import Execution, GraphRun, Start, events
+from partc.communication.execution import Execution, GraphRun, Start, Wait, events
 from partc.errors import InternalError
 from partc.ir.parser import parse
 from partc.ir.printer import print_program, print_region
@@ -276,6 +276,69 @@ schedule 0: 0UNSHARD>0F 0F0>0B 0B0>0F 0F1>0B 0B1 0REDUCE_GRAD""",
     )
 
 
+def _kept(levels: bool = False) -> str:
+    """The same program under ZeRO 1; with `levels`, over ranks of which some share a node."""
+    text = _GATHERS.replace("zero 3", "zero 1")
+    if levels:
+        text = text.replace("mesh dp=2", "mesh dp_out=2,dp_in=2").replace("@dp", "@dp_out,dp_in")
+        text = text.replace("(dp", "(dp_out,dp_in").replace("zero 1", "zero 1 near(dp_in)")
+    return text
+
+
+def test_updated_parameters_are_gathered_beside_the_next_forward_pass() -> None:
+    program = prefetch(actions(parse(_kept())))
+    assert print_program(parse(print_program(program))) == print_program(program)
+    assert_expected_inline(
+        _actions(program),
+        """\
+action 0F:
+  wait refresh a
+  run F a
+  wait refresh b
+  run F b
+action 0B:
+  run B b
+  run B a
+action 0REDUCE_GRAD:
+  start sums
+  wait sums
+action 0REFRESH:
+  start refresh a
+  start refresh b
+action 0END:
+  start loss
+  run update
+schedule 0: 0F0 0B0 0F1 0B1 0REDUCE_GRAD""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("levels", "prefetched", "expected"),
+    [
+        (False, False, "start a, wait a, start b, wait b, F a, F b"),
+        (False, True, "start a, start b, wait a, F a, wait b, F b"),
+        # the second level of a gather, inside nodes, starts one call ahead
+        (True, True, "start a, start b, wait a, start a, wait a, wait b, start b, F a, wait b, F b"),
+    ],
+)
+def test_the_first_forward_pass_alone_waits_for_updated_parameters(
+    levels: bool, prefetched: bool, expected: str
+) -> None:
+    program = actions(parse(_kept(levels)))
+    steps = Execution(prefetch(program) if prefetched else program, 0).step()
+    log = [
+        f"{each.kind} {each.call.name}"
+        if isinstance(each, GraphRun)
+        else f"{type(each).__name__.lower()} {each.key[2]}"
+        for _, found in steps
+        for each in found
+        if isinstance(each, GraphRun) or (isinstance(each, Start | Wait) and each.key[0] == "refresh")
+    ]
+    assert ", ".join(log) == f"{expected}, B b, B a, F a, F b, B b, B a"
+    accumulating = Execution(program, 0).step(updates=False)
+    assert not any(isinstance(each, Start) and each.key[0] == "refresh" for _, found in accumulating for each in found)
+
+
 def test_an_action_that_gathers_nothing_ahead_has_its_gathers_before_the_next() -> None:
     program = prefetch(actions(parse(_GATHERS)), late=frozenset(["0F"]))
     assert _actions(program).splitlines()[-1] == (
@@ -290,15 +353,17 @@ def test_without_the_pass_everything_is_waited_for_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "fault"),
+    ("given", "line", "fault"),
     [
-        ("  wait gather b\n", "reads its parameters before they are there"),
-        ("  free gather b\n  wait scatter", "ends a step with something under way"),
-        ("  wait scatter b\n", "scattered again before the last time has ended"),
+        (_GATHERS, "  wait gather b\n", "reads its parameters before they are there"),
+        (_GATHERS, "  free gather b\n  wait scatter", "ends a step with something under way"),
+        (_GATHERS, "  wait scatter b\n", "scattered again before the last time has ended"),
+        (_kept(), "  wait refresh b\n", "b reads its parameters before they are there"),
     ],
+    ids=["gather", "free", "scatter", "refresh"],
 )
-def test_a_missing_wait_or_free_is_found(line: str, fault: str) -> None:
-    text = print_program(prefetch(actions(parse(_GATHERS))))
+def test_a_missing_wait_or_free_is_found(given: str, line: str, fault: str) -> None:
+    text = print_program(prefetch(actions(parse(given))))
     first = text.index(line)
     broken = parse(text[:first] + text[first + line.index("\n") + 1 :])
     with pytest.raises(InternalError, match=fault):

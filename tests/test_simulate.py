@@ -149,6 +149,8 @@ class _Stage:
         self.alive, self.peak = alive, peak
         self.sends, self.gradients_from, self.receives, self.shared, self.loss = {}, {}, {}, {}, None
 
+    def refresh(self) -> None: ...
+
     def prepare(self, batch: object) -> None: ...
 
     def forward(self, batch: object, received: object) -> tuple[dict[str, Any], _Activations]:

@@ -296,7 +296,7 @@ def test_what_ranks_hold(level: int) -> None:
 
 @pytest.mark.parametrize(
     ("level", "gathers", "scatters"),
-    [(0, {}, {}), (1, {"start": 1, "update": 1}, {"B": 1}), (2, {"start": 1, "update": 1}, {"B": 2}),
+    [(0, {}, {}), (1, {"refresh": 1}, {"B": 1}), (2, {"refresh": 1}, {"B": 2}),
      (3, {"UNSHARD": 1}, {"B": 2})],  # what all actions read is gathered once, as the step begins
 )  # fmt: skip
 def test_when_parts_move(level: int, gathers: dict[str, int], scatters: dict[str, int]) -> None:

@@ -156,12 +156,14 @@ class Execution:
         yield "setup", tuple(self._of_stages("SETUP", _UnderWay()))
 
     def step(self, *, updates: bool = True) -> Iterator[tuple[Action | str, tuple[Step, ...]]]:
-        """One step's actions in order, with the steps of each; `prepare`, `end` and `update` stand around them.
+        """One step's actions in order, with the steps of each; `refresh`, `prepare` and `end` stand around them.
 
-        Without `updates`, the step only accumulates the gradients of a batch. Microbatches with equal steps share one
-        tuple, whose transfers are those of microbatch 0.
+        Without `updates`, the step only accumulates the gradients of a batch that is not the first one. Microbatches
+        with equal steps share one tuple, whose transfers are those of microbatch 0.
         """
         state = _UnderWay()
+        if updates:
+            yield "refresh", tuple(self._of_stages("REFRESH", state))
         opening = 0
         while opening < len(self.row) and self.row[opening].kind == "UNSHARD":
             yield self.row[opening], tuple(self._action(self.row[opening], state, last=False))
@@ -184,7 +186,6 @@ class Execution:
         if state.holds or state.under_way or state.sums:
             raise InternalError(f"pipeline rank {self.place} ends a step with something under way: {state}")
         yield "end", tuple(self._statements(f"{self.place}END", self.place, state, None))
-        yield "update", tuple(self._of_stages("REFRESH", state))
 
     def gathered(self, action: Action) -> tuple[tuple[int, str], ...]:
         """The calls (with their stages) that `ahead` stands for in an action."""
@@ -333,10 +334,23 @@ class Execution:
     def _run(self, stage: int, name: str, kind: GraphKind, state: _UnderWay) -> GraphRun:
         call = self._calls[stage, name]
         there = state.holds.get((stage, name)) and ("gather", stage, name) not in state.under_way
-        if not there and self.exchanges.gathers(call, kind):
+        coming = any(("refresh", stage, first) in state.under_way for first in self._refreshed(stage, name))
+        if coming or (not there and self.exchanges.gathers(call, kind)):
             raise InternalError(f"{name} reads its parameters before they are there")
         state.made[stage, name] = kind
         return GraphRun(call=call, kind=kind)
+
+    def _refreshed(self, stage: int, name: str) -> frozenset[str]:
+        """The calls whose refresh brings the parameters of a call."""
+        if (stage, name) not in self._brought:
+            kept = self.exchanges.kept(stage)
+            read = set(self._calls[stage, name].params)
+            self._brought[stage, name] = frozenset(first for first, names in kept.items() if read.intersection(names))
+        return self._brought[stage, name]
+
+    @cached_property
+    def _brought(self) -> dict[tuple[int, str], frozenset[str]]:
+        return {}
 
     # -- sums of gradients, once per step -------------------------------------------------------
 

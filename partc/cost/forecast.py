@@ -177,7 +177,7 @@ class Forecast:
     def _place(self, place: int) -> Iterator[Span]:
         """The actions of a coordinate: all begin together, and wait for no other after their last action."""
         begin = max(inside.seconds for inside in self._opening)
-        if self._opening[place].seconds:
+        if self._opening[place].pieces:
             yield Span(name="prepare", start=0.0, inside=self._opening[place])
         done, found = self._step
         spans = [
@@ -233,14 +233,12 @@ class Forecast:
     def _played(
         self,
         steps: Iterable[Step],
-        begin: float = 0.0,
         pending: tuple[LeftCollective, ...] = (),
         idle: float = 0.0,
         pace: float | None = None,
     ) -> ActionTimeline:
         """Lay out steps in order, behind pending collectives. A wait for any other collective takes no time."""
         builder = TimelineBuilder(self.rates.slowdown, pending, idle, self._pace if pace is None else pace)
-        builder.now = begin
         for step in steps:
             match step:
                 case Start():
@@ -354,11 +352,9 @@ class Forecast:
         return self.updated(size)
 
     def _update(self, place: int) -> ActionTimeline:
-        """The update, then the gathers of parameters that ranks keep whole."""
         builder = TimelineBuilder(pace=self._pace)
         builder.work(self._updating(place))
-        gathers = self._played(self._outside[place].get("update", ()), builder.now)
-        return replace(gathers, pieces=(*builder.built().pieces, *gathers.pieces))
+        return builder.built()
 
     def updated(self, size: int) -> float:
         """Seconds of AdamW on parameters of so many bytes."""

@@ -391,7 +391,8 @@ class ActionStatement:
     """One line of an action's body.
 
     run F CALL             the forward graph of a call; B, I and W likewise
-    start gather CALL      the whole parameters that a call reads, which stay until `free`; `refresh` those kept whole
+    start gather CALL      the whole parameters that a call reads, which stay until `free`
+    start refresh CALL     those that ranks keep whole, after an update
     start scatter CALL     the gradients that a call has made, to the ranks that hold the parts
     start sums CALL        the buckets of gradients that are complete after a call's backward
     relay ... CALL         where ranks share nodes: the second of two collectives, as soon as the first has ended
@@ -442,8 +443,8 @@ BodyKind = Literal[
 class Body:
     """The statements of an action: of a stage, or (END) of a pipeline coordinate.
 
-    A rank runs INIT of its stages and SETUP of its stages once; then, each step, PREPARE of its stages, its schedule,
-    END, and REFRESH of its stages. UNSHARD at the head of a schedule runs before PREPARE.
+    A rank runs INIT of its stages and SETUP of its stages once; then, each step, REFRESH and PREPARE of its stages, its
+    schedule, and END. UNSHARD at the head of a schedule runs before PREPARE.
     """
 
     kind: BodyKind

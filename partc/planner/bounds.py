@@ -363,9 +363,8 @@ class TimedStages:
         return total
 
     def ended(self, place: int) -> float:
-        """Seconds of a rank's update and of the gathers after it."""
-        update = self.tables.rates.update(UPDATE * self.stages.of_place(self.shares.updated, place))
-        return update + self.stages.of_place(self.shares.refresh, place)
+        """Seconds of a rank's update."""
+        return self.tables.rates.update(UPDATE * self.stages.of_place(self.shares.updated, place))
 
     def seconds(self, place: int) -> float:
         """The least seconds until a rank has ended its step."""

@@ -92,7 +92,6 @@ class ShareTable:
 
     held: Sums  # bytes of parameters, gradients and states
     updated: Sums  # bytes that the optimizer updates
-    refresh: Sums  # seconds of gathers after the update
     gathers: Sums  # seconds of gathers for a forward pass, and for a backward pass
     edges: tuple[float, ...]  # of a gather of each call, which follows itself at the ends of a stage
     scatters: Sums  # seconds of scatters after a backward pass
@@ -106,7 +105,6 @@ class CallExchanges:
 
     held: float
     updated: int
-    refresh: Levels
     gathers: Sequence[Levels]
     scatters: Levels
     sums: Mapping[tuple[str, tuple[str, ...]], int]
@@ -295,7 +293,6 @@ class Tables:
         return ShareTable(
             held=_sums(each.held for each in found),
             updated=_sums(each.updated for each in found),
-            refresh=_sums(seconds(each.refresh) for each in found),
             gathers=_sums(map(sum, gathers)),
             edges=tuple(max(each, default=0.0) for each in gathers),
             scatters=_sums(seconds(each.scatters) for each in found),
@@ -311,13 +308,11 @@ class Tables:
         kinds: tuple[GraphKind, ...] = ("F", "B")
         for call in self._facts_of(body, program).calls:
             own = [left.pop(name) for name in dict.fromkeys(call.params) if name in left]
-            kept = [item.name for item in own if program.zero in (1, 2)]
             trained = (item.type.local_bytes(program.sizes) for item in own if item.trainable and not item.sparse)
             found.append(
                 CallExchanges(
                     held=sum(map(footprint.lasting, own)),
                     updated=sum(trained),
-                    refresh=exchanges.gather(kept),
                     gathers=tuple(exchanges.gather(call.params) for kind in kinds if exchanges.gathers(call, kind)),
                     scatters=exchanges.scatter(call, "B"),
                     sums=self._summed(exchanges, own),

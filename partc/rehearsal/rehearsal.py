@@ -202,8 +202,6 @@ class _Rehearsal:
                 found = run_step(stages, comm, actions, batch, microbatches, told=told)
             comm.clock.entering("the update")
             self._update(ledger, comm, {name: updated[name] for name in trained}, trained, own.shards)
-            for stage in () if program.results else stages.values():
-                stage.refresh()
             del found
             comm.clock.entering("the step's end")
             ledger.stops()

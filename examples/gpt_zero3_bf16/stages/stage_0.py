@@ -144,4 +144,4 @@ class Stage:
         self.sums.wait()
 
     def refresh(self) -> None:
-        """Nothing: no parameter is gathered after the optimizer's update."""
+        """Nothing: the stage keeps no copies of parameters."""

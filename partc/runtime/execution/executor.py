@@ -299,19 +299,21 @@ def run_step(
     batch: dict[str, Tensor],
     microbatches: Sequence[dict[str, Tensor]],
     *,
+    first: bool = True,
     last: bool = True,
     told: Told | None = None,
 ) -> Tensor | None:
     """Run one step; returns the loss (of the whole batch) on ranks of the stage that makes it.
 
     `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
-    same in pieces. Gradients are summed over ranks if this is the `last` batch before the update.
+    same in pieces. Parameters are refreshed if this is the `first` batch after an update; gradients are summed over
+    ranks if it is the `last` one before the next.
     `told` has the acknowledgements in values of other ranks' stages (see `told_by`); they release sent gradients.
     The communicator's clock is told each action before it starts.
     """
     entering = comm.clock.entering
     step = Step(stages, comm, microbatches, told or {})
-    _play(step, actions, batch, last=last)
+    _play(step, actions, batch, first=first, last=last)
     entering("the sum of shared weights' gradients", "work")
     for ranks, gradients in _shared_gradients(stages).items() if last else ():
         comm.pipeline(ranks).reduce_gradients(gradients)
@@ -325,10 +327,14 @@ def run_step(
     return loss
 
 
-def _play(step: Step, actions: Sequence[Action], batch: dict[str, Tensor], *, last: bool = True) -> None:
-    """Run the actions of a step; gradients are summed over ranks if the step is the `last` one before an update."""
+def _play(
+    step: Step, actions: Sequence[Action], batch: dict[str, Tensor], *, first: bool = False, last: bool = True
+) -> None:
+    """Run the actions of a batch, the `first` one after an update or the `last` one before it."""
     entering = step.comm.clock.entering
     entering("prepare", "work")
+    for stage in step.stages.values() if first else ():
+        stage.refresh()
     opening = list(takewhile(lambda action: action.kind == "UNSHARD", actions))
     for action in opening:
         step.run(action)

@@ -5,7 +5,7 @@ The stage modules decide when a unit gathers, waits and frees.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ class Parts:
         axes = {axis for shard in shards.values() for axis in cutting(shard.dims)}
         sizes = {name: comm.group((name,)).size for name in axes}
         self._seams = {name: shard.seam(sizes) for name, shard in shards.items() if shard.gather}
-        self._kept: dict[str, Tensor] = {}  # whole parameters, up to date after a step's end
+        self._kept: dict[str, Tensor] = {}  # whole parameters, up to date once their unit's gather has been waited for
         self._sums: dict[str, Tensor] = {}  # gradients of whole parameters, until `scatter_sums`
         self._left: frozenset[str] = frozenset()
         self._scattering: dict[Unit, Pending[None]] = {}
@@ -68,9 +68,12 @@ class Parts:
         return Unit(self, kind, names)
 
     def keep(self, kind: Any, *names: str) -> Unit:
-        """A unit of parameters that stay whole; the first unit that keeps a parameter gathers it."""
+        """A unit of parameters that stay whole; the first unit that keeps a parameter gathers it in each step."""
         new = tuple(name for name in names if name not in self._kept)
-        self._kept.update(zip(new, self.gather(new).wait(), strict=True))
+        for name in new:
+            x, dtype = self._held[name], self._shards[name].read_dtype
+            make = partial(x.new_empty, dtype=dtype)
+            self._kept[name] = self._whole(name, make) if self._shards[name].gather else x.to(dtype)
         return Kept(self, kind, names, tuple(name for name in new if self._shards[name].gather))
 
     def gather(self, names: Sequence[str], *, kept: bool = False) -> Pending[list[Tensor]]:
@@ -195,7 +198,7 @@ class Parts:
         self._left = frozenset(names)
 
     def refresh(self) -> None:
-        """After the optimizer's update: renew the copies of whole parameters in the dtype that calls read."""
+        """As a step begins: renew the copies of whole parameters in the dtype that calls read."""
         for name, x in self._kept.items():
             if not self._shards[name].gather and name not in self._left and x is not self._held[name]:
                 x.copy_(self._held[name])
@@ -223,17 +226,20 @@ class Parts:
         clear(self._sums[name] for name in names)
 
     def _whole_gradient(self, name: str) -> Tensor:
-        gradient, shard = self._gradients[name], self._shards[name]
-        if not shard.gather:
+        gradient = self._gradients[name]
+        if not self._shards[name].gather:
             return gradient
-        dim, outer, length = seam = self._seams[name]
-        shape = list(gradient.shape)
-        shape[dim] = outer * length
-        if seam.rows:  # with the spare rows, which travel too
-            shape[0] = len(gradient) * Levels.of(self._comm, shard.gather, self._near).size
-        whole = gradient.new_zeros(shape)
-        whole = whole[:length] if seam.rows else whole
+        whole = self._whole(name, gradient.new_zeros)
         return Gradient.of(whole) if isinstance(gradient, Gradient) else whole
+
+    def _whole(self, name: str, make: Callable[[Sequence[int]], Tensor]) -> Tensor:
+        """A new whole tensor; its memory has the spare rows too, which travel."""
+        dim, outer, length = seam = self._seams[name]
+        shape = list(self._held[name].shape)
+        shape[dim] = outer * length
+        if seam.rows:
+            shape[0] = len(self._held[name]) * Levels.of(self._comm, self._shards[name].gather, self._near).size
+        return make(shape)[:length] if seam.rows else make(shape)
 
     def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
         """Names of sharded parameters whose tensors can share a collective."""
@@ -303,7 +309,7 @@ class Unit:
 
 
 class Kept(Unit):
-    """The parameters of one call, which stay whole and are gathered again after each update."""
+    """The parameters of one call, which stay whole and are gathered again in each step."""
 
     def __init__(self, parts: Parts, kind: Any, names: tuple[str, ...], gathered: tuple[str, ...]) -> None:
         super().__init__(parts, kind, names)

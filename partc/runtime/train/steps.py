@@ -142,7 +142,9 @@ class Steps:
         self.comm.clock.entering("clearing gradients", "work")
         if first:
             clear(self.gradients.values())
-        loss = run_step(self.stages, self.comm, self.actions, self._local, microbatches, last=last, told=self.told)
+        loss = run_step(
+            self.stages, self.comm, self.actions, self._local, microbatches, first=first, last=last, told=self.told
+        )
         for stage in self.stages.values() if not last else ():
             if hasattr(stage, "parts"):
                 stage.parts.settle()  # a recording cannot wait for work that another one has started
@@ -154,8 +156,6 @@ class Steps:
 
     def _update(self) -> None:
         self.update.apply(self._norm)
-        for stage in self.stages.values():
-            stage.refresh()
 
     def _check(self, step: int, made: Tensor | None, run: Callable[[], object]) -> None:
         """Stop all ranks if a loss is not finite, and name the operation that made it so."""

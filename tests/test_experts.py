@@ -296,7 +296,8 @@ def _equals_a_plain_loop(
     package = partc.compile(MOE, mesh=mesh, precision="fp64", options={"skew": str(skew)}, **how)
     build, save = package.write(folder / "build"), folder / "save"
     given = ("--steps", 3, "--weight-decay", 0.1, "--clip", 0.05, "--init", folder / "init.safetensors")
-    printed = trained(build, *given, "--save", save, "--metrics", folder / "metrics", real=real)
+    measured = ("--metrics", folder / "metrics", "--report", folder / "report")
+    printed = trained(build, *given, "--save", save, *measured, real=real)
     found = whole(save / "step_00000003")
     for name, x in weights.items():
         torch.testing.assert_close(found[name], x.detach(), rtol=1e-10, atol=1e-12)
@@ -319,6 +320,8 @@ def test_rows_beyond_the_account_are_computed_and_named(tmp_path: Path) -> None:
         assert printed.count(said) == 1
         assert _metrics(tmp_path, layer) == {"largest": 4.0, "empty": 0.75, "dropped": 0.0}
     assert "largest load 4.00" in printed
+    report = json.loads((tmp_path / "report" / "rank_003.json").read_text())
+    assert report["expert_rows"] == {f"layers.{layer}": [64, 64, *(0 for _ in range(6))] for layer in range(2)}
 
 
 def test_the_memory_account_has_the_stated_rows() -> None:

@@ -31,6 +31,7 @@ class Loads:
         self._turns: Iterator[PlanRouter] = iter(())
         self._layer = ""
         self._told: set[str] = set()
+        self.rows: dict[str, list[int]] = {}  # of each expert by layer, on all ranks, as `spreads` last found them
 
     def expect(self, routers: Iterable[PlanRouter], stages: Iterable[int], device: torch.device) -> None:
         """Announce the layers of all stages; this rank's are on the device."""
@@ -101,9 +102,11 @@ class Loads:
                 part.copy_(summed)
         if pipeline:
             every.copy_(comm.group(("pp",)).all_reduce(every))
+        found = dict(_by_name(self._routers, every.cpu().split(sizes)))
+        self.rows = {name: part[:-1].long().tolist() for name, part in found.items()}
         return {
             f"load/{name}/{word}": round(value, 6)
-            for name, part in _by_name(self._routers, every.cpu().split(sizes))
+            for name, part in found.items()
             for word, value in zip(("largest", "empty", "dropped"), _spread(part), strict=True)
         }
 

@@ -30,7 +30,14 @@ def compiled(function: Function) -> Function:
 
 def _as_they_are() -> None:
     methods = [(Axis, name) for name, held in vars(Axis).items() if callable(held) and not name.startswith("_")]
-    for owner, name in (*methods, (Comm, "draw"), (Pending, "wait"), (Pending, "then"), (Loads, "count")):
+    for owner, name in (
+        *methods,
+        (Comm, "draw"),
+        (Pending, "wait"),
+        (Pending, "then"),
+        (Loads, "count"),
+        (Loads, "came"),
+    ):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
     for name, function in vars(functional).copy().items():
         if getattr(function, "__module__", "") in (attention.__name__, attention_rows.__name__, random.__name__):

@@ -107,7 +107,8 @@ class Steps:
             finish(self.device)  # ranks without a loss have launched their work, and not waited for it
         seconds = time.perf_counter() - started
         loss = sum(known) / self.job.accumulate if known else None
-        loads = self._loads() if self.job.measures else {}
+        reported = self.job.report is not None and step + 1 == self.job.steps
+        loads = self._loads() if self.job.measures or reported else {}
         return Done(loss=loss, seconds=seconds, data=data, updated=updated, recorded=recorded, loads=loads)
 
     def _loads(self) -> dict[str, float]:

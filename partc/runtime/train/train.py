@@ -509,7 +509,7 @@ def _train(
         log.close()
     if job.report:
         with writing(job.report, rank.number):
-            _write_report(job, job.report, rank, device)
+            _write_report(job, job.report, rank, device, comm.loads.rows)
 
 
 def _stopped(job: Job, rank: Rank) -> bool:
@@ -527,7 +527,7 @@ def _say(text: str) -> None:
     print("".join(shown), file=sys.stderr, flush=True)
 
 
-def _write_report(job: Job, folder: Path, rank: Rank, device: torch.device) -> None:
+def _write_report(job: Job, folder: Path, rank: Rank, device: torch.device, rows: Mapping[str, Sequence[int]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     report = {
         "rank": rank.number,
@@ -536,5 +536,6 @@ def _write_report(job: Job, folder: Path, rank: Rank, device: torch.device) -> N
         "batches_per_step": job.accumulate,
         "losses": rank.losses,
         "logs": rank.logs,
+        **({"expert_rows": rows} if rows else {}),
     }
     (folder / f"rank_{rank.number:03d}.json").write_text(json.dumps(report))

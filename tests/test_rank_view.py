@@ -48,7 +48,15 @@ def test_a_rank_has_its_peers_and_its_schedule() -> None:
     assert " ".join(line.strip() for line in lines[lines.index("schedule:") + 1 :]) == plan["schedule"]["1"]
 
 
-@pytest.mark.parametrize("text", ["STAGES = (", "STAGES = open('x')", None])
+WHOLE = 'MESH = "2x2x2"\nSTAGES = (0,)\nGROUPS = ("tp",)\nLINKS = {}\nSCHEDULE = "0F0"\n'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["STAGES = (", "STAGES = open('x')", None, "", WHOLE.replace("(0,)", "0"), WHOLE.replace('("tp",)', '("pp x",)'),
+     WHOLE.replace("{}", "{(0, 1): 'x'}"), WHOLE.replace('"0F0"', "7"), "STAGES = " + "-" * 100_000 + "1"],
+    ids=range(9),
+)  # fmt: skip
 def test_a_module_that_is_changed_or_missing(tmp_path: Path, text: str | None) -> None:
     shutil.copytree(PACKAGE, tmp_path / "package")
     module = tmp_path / "package" / "ranks" / "pp_0.py"

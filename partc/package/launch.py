@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from partc.errors import PartcError
+from partc.errors import PartcError, first_line
 from partc.frontend.model_file import is_file
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime import plan as plans
@@ -76,8 +76,10 @@ def literals(path: Path) -> SimpleNamespace:
                     | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
                 ):
                     found[name] = ast.literal_eval(value)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise PartcError("P0503", f"{path} {error}", help="compile again: the file has been changed") from None
+    except (MemoryError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
+        raise PartcError(
+            "P0503", f"{path} {first_line(error)}", help="compile again: the file has been changed"
+        ) from None
     return SimpleNamespace(**found)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from partc.errors import PartcError
+from partc.errors import PartcError, first_line
 from partc.ir.layout import Layout, index_ranges
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.naming import is_number
@@ -23,8 +23,12 @@ def rank_view(directory: Path, rank: int) -> str:
     if not 0 <= rank < mesh.size:
         last = mesh.size - 1
         raise PartcError("P0610", f"{directory} has no rank {rank:,}", help=f"its ranks are 0 to {last:,}, of {mesh}")
-    place = Place.of(rank, mesh.sizes, lambda place: literals(directory / f"ranks/pp_{place}.py"))
-    return "\n".join(_lines(plan, mesh, place))
+    try:
+        place = Place.of(rank, mesh.sizes, lambda place: literals(directory / f"ranks/pp_{place}.py"))
+        return "\n".join(_lines(plan, mesh, place))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # of literals that say something else
+        cause = f"{directory / 'ranks'} does not fit plan.json: {first_line(error)}"
+        raise PartcError("P0503", cause, help="compile again: a file has been changed") from None
 
 
 def _lines(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[str]:

@@ -8,8 +8,9 @@
 
 A collective only starts at its place, and a `wait` ends it. Earlier operations that the collective does not need
 (mostly gradients of weights) move behind its start, and later ones move before its wait. They are no more than take as
-long as the collective, since postponed operations keep their operands in memory. Times are those of a named machine
-(cost.roofline). Collectives keep their order. A collective without independent operations stays as it is.
+long as the collective, since postponed operations keep their operands in memory. An operation may move past other
+collectives, unless one of them needs it to hide. Times are those of a named machine (cost.roofline). Collectives keep
+their order. A collective without independent operations stays as it is.
 """
 
 from __future__ import annotations
@@ -78,16 +79,20 @@ class _Line:
     def _delayed(self, op: Op) -> float:
         """Move earlier operations that a collective does not need behind it, until they hide it.
 
-        No operation moves past another collective. Returns the part of the collective's time that is not hidden.
+        Operations that hide another collective stay. Returns the part of the collective's time that is not hidden.
         """
         left, place = self.times[id(op)], self.at(op)
         needed = {*op.refs()}
+        coming: set[str] = set()  # on its way at this place, to a later wait
         chosen: list[int] = []
         for index in range(place - 1, -1, -1):
             before = self.ops[index]
-            if left <= 0 or before.name in MOVING or before.name == "wait":
+            if left <= 0:
                 break
-            if self._time(before) and needed.isdisjoint(value.name for value in before.results):
+            if before.name == "wait":
+                coming.update(before.refs())
+            coming.difference_update(value.name for value in before.results)
+            if not coming and self._time(before) and needed.isdisjoint(value.name for value in before.results):
                 chosen.append(index)
                 left -= self._time(before)
             else:

@@ -105,6 +105,68 @@ def test_what_a_collective_does_not_need_runs_beside_it() -> None:
     )
 
 
+def test_work_that_hides_nothing_moves_past_other_collectives() -> None:
+    """Of two gradients of weights, the second hides the sum behind it, and the first the later gather."""
+    program = parse("""
+program net mesh tp=2 microbatches 1 loss loss
+input x
+value x: f32[4096@tp, 2048]
+value loss: f32[] partial(tp)
+parameter w: f32[8192@tp, 2048]
+call net = net(x; w) -> loss
+
+region net phase microbatch:
+  param w: f32[8192@tp, 2048]
+  forward:
+    input x: f32[4096@tp, 2048]
+    loss = sum(x, (0, 1), False)  # f32[] partial(tp)
+    return loss
+  saved x
+  backward:
+    input grad_loss: f32[]
+    input x: f32[4096@tp, 2048]
+    grad = mul(x, grad_loss)  # f32[4096@tp, 2048]
+    full = all_gather(grad, dim=0, axis="tp")  # f32[4096, 2048]
+    h = linear(full, w)  # f32[4096, 8192@tp]
+    first = linear_grad_weight(h, full)  # f32[8192@tp, 2048]
+    act = mul(h, h)  # f32[4096, 8192@tp]
+    second = linear_grad_weight(act, full)  # f32[8192@tp, 2048]
+    part = matmul(act, w)  # f32[4096, 2048] partial(tp)
+    own = reduce_scatter(part, dim=0, axis="tp")  # f32[4096@tp, 2048]
+    next = mul(own, own)  # f32[4096@tp, 2048]
+    next_full = all_gather(next, dim=0, axis="tp")  # f32[4096, 2048]
+    last = linear(next_full, w)  # f32[4096, 8192@tp]
+    third = linear_grad_weight(last, next_full)  # f32[8192@tp, 2048]
+    both = add(first, second)  # f32[8192@tp, 2048]
+    grad_w = add(both, third)  # f32[8192@tp, 2048]
+    return grad_w
+""")
+    assert_expected_inline(
+        print_region(overlap(program).region("net")).partition("  backward:\n")[2],
+        """\
+    input grad_loss: f32[]
+    input x: f32[4096@tp, 2048]
+    grad             = mul(x, grad_loss)                       # f32[4096@tp, 2048]
+    full             = all_gather(grad, dim=0, axis="tp")      # f32[4096, 2048]
+    h                = linear(full, w)                         # f32[4096, 8192@tp]
+    act              = mul(h, h)                               # f32[4096, 8192@tp]
+    part             = matmul(act, w)                          # f32[4096, 2048] partial(tp)
+    own_coming       = reduce_scatter(part, dim=0, axis="tp")  # f32[4096@tp, 2048]
+    second           = linear_grad_weight(act, full)           # f32[8192@tp, 2048]
+    own              = wait(own_coming)                        # f32[4096@tp, 2048]
+    next             = mul(own, own)                           # f32[4096@tp, 2048]
+    next_full_coming = all_gather(next, dim=0, axis="tp")      # f32[4096, 2048]
+    first            = linear_grad_weight(h, full)             # f32[8192@tp, 2048]
+    next_full        = wait(next_full_coming)                  # f32[4096, 2048]
+    last             = linear(next_full, w)                    # f32[4096, 8192@tp]
+    third            = linear_grad_weight(last, next_full)     # f32[8192@tp, 2048]
+    both             = add(first, second)                      # f32[8192@tp, 2048]
+    grad_w           = add(both, third)                        # f32[8192@tp, 2048]
+    return grad_w
+""",
+    )
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_every_wait_has_its_collective_and_work_between(recompute: str) -> None:
     program = partc.compile(EXAMPLES / "gpt.py", mesh="1x2x2", microbatches=2, recompute=recompute).program

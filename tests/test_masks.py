@@ -251,8 +251,12 @@ def test_grouped_heads_in_chunks_equal_one_device(tmp_path: Path) -> None:
         ("(j > i) | (j < i - 4)", "(q @ k.mT / 2).masked_fill(mask, -torch.inf).softmax(-1) @ v"),
         ("j <= i", "F.dropout(torch.where(mask, q @ k.mT, -torch.inf).softmax(-1), 0.3) @ v"),
         ("None", "(q @ k.mT).softmax(-1) @ v"),
+        (
+            "j <= i",
+            "(torch.where(mask, (q @ k.mT).masked_fill(i - j > 4, -torch.inf), -torch.inf) / 2).softmax(-1) @ v",
+        ),
     ],
-    ids=["added", "filled", "chosen and dropped", "open"],
+    ids=["added", "filled", "chosen and dropped", "open", "two around a factor"],
 )
 def test_attention_that_is_written_out_makes_no_scores(mask: str, attend: str, tmp_path: Path) -> None:
     package = partc.compile(str(_written(tmp_path, mask, attend=attend)), mesh="dp=2,tp=2", microbatches=2)
@@ -358,11 +362,27 @@ def _constructed(write: Callable[[Tensor], object], *, viewed: bool = False) -> 
     ],
 )
 def test_masks_that_the_constructor_writes_to_stay_buffers(build: Callable[[], Tensor]) -> None:
-    def recipes(build: Callable[[], Tensor]) -> list[str]:
-        noted = Recipes()
-        with noted, torch.device("meta"):
-            model = nn.Module()
-            model.register_buffer("bias", build())
-        return list(noted.masks(model))
-
     assert recipes(_constructed(lambda mask: mask.sum())) == ["bias"] and recipes(build) == []
+
+
+def recipes(build: Callable[[], Tensor]) -> list[str]:
+    noted = Recipes()
+    with noted, torch.device("meta"):
+        model = nn.Module()
+        model.register_buffer("bias", build())
+    return list(noted.masks(model))
+
+
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (lambda: nn.Buffer(torch.tril(torch.ones(4, 4)), persistent=False), ["bias"]),
+        (lambda: torch.empty(4, 4).copy_(torch.ones(4, 4).triu()), ["bias"]),
+        (lambda: torch.bitwise_xor(*(torch.ones(4, 4, dtype=torch.bool).tril(k) for k in (0, -2))), ["bias"]),
+        (lambda: torch.empty(4, 4).copy_(torch.ones(4, 1).tril()), []),
+        (lambda: torch.ones(4, 4).tril().copy_(torch.rand(4, 4)), []),
+        (lambda: (mask := torch.ones(4, 4).tril()).copy_(mask.clone().fill_(2)), []),
+    ],
+)
+def test_copies_of_masks_are_masks(build: Callable[[], Tensor], found: list[str]) -> None:
+    assert recipes(build) == found

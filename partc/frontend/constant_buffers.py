@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 _MADE = frozenset({"ones", "zeros", "full", "arange"})
 _CHANGED = frozenset({
     "tril", "triu", "view", "reshape", "unsqueeze", "expand", "bool", "to", "float", "logical_not", "eq", "ne", "lt",
-    "gt", "__invert__", "masked_fill",
+    "gt", "__invert__", "masked_fill", "bitwise_xor", "bitwise_and", "bitwise_or", "__xor__", "__and__", "__or__",
 })  # fmt: skip
+_SAME = frozenset({"detach", "requires_grad_", "clone", "contiguous"})  # the result has the values of the operand
 _MASKS = frozenset({"tril", "triu"})
 _IGNORED = frozenset({"device", "requires_grad", "pin_memory", "layout"})
 
@@ -30,8 +31,9 @@ Recipe = tuple[Any, ...]  # the function, its arguments with recipes in place of
 class Recipes(TorchFunctionMode):
     """A mode that notes how constants are made while a model is built.
 
-    A tensor that is written to afterwards, itself or through a view, has another version and no recipe any more. Writes
-    through `.data` leave the version as it is, so that such an access ends all recipes.
+    A tensor that is written to afterwards, itself or through a view, has another version and no recipe any more; a copy
+    into the whole tensor gives it the recipe of its source. Writes through `.data` leave the version as it is, so that
+    such an access ends all recipes.
     """
 
     def __init__(self) -> None:
@@ -45,6 +47,10 @@ class Recipes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if getattr(func, "__self__", None) is Tensor.data and not isinstance(args[0], nn.Parameter):
             self._known.clear()
+        elif name in _SAME or (name == "copy_" and _alike(*args[:2])):
+            same = self._of(args[1 if name == "copy_" else 0])
+            if same is not None:
+                self._known[id(made)] = weakref.ref(made), made._version, same
         elif isinstance(made, Tensor) and (name in _MADE or (name in _CHANGED and self._of(args[0]) is not None)):
             given = tuple(_Inner(self._of(arg)) if isinstance(arg, Tensor) else _frozen(arg) for arg in args)
             named = tuple((key, _frozen(arg)) for key, arg in (kwargs or {}).items() if key not in _IGNORED)
@@ -75,6 +81,11 @@ class _Inner:
 
     def __hash__(self) -> int:
         return hash(self.recipe)
+
+
+def _alike(written: Tensor, source: Any) -> bool:
+    """Whether a copy gives the tensor all that a recipe of the source describes."""
+    return isinstance(source, Tensor) and source.shape == written.shape and source.dtype == written.dtype
 
 
 def _frozen(arg: Any) -> Any:

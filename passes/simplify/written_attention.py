@@ -4,8 +4,9 @@
     s = add(div(s, 8.0), mask)             # hides the future
     y = matmul(softmax(s, 3), v)                            ->    y = attention(q, k, v, None, True, 0.125)
 
-The scores are as large as the sequence's square; attention computes them in blocks. With dropout of the softmax it is
-`attention_dropout`, which draws the same numbers. Scores that are read elsewhere stay written out.
+Masks may be several, before or after the factor. The scores are as large as the sequence's square; attention computes
+them in blocks. With dropout of the softmax it is `attention_dropout`, which draws the same numbers. Scores that are
+read elsewhere stay written out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from partc import fuel
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Op, Ref, Region, TensorType, Value
 from partc.passes.simplify.masks import Constants, Seen, structure
+from partc.passes.simplify.matrices import Runs
 from partc.rules.rule import integers
+
+# Hidden scores are at most the least number of single precision; times a factor above this one they get no weight.
+_LEAST = 2**-20
 
 
 def written_attention(region: Region) -> Region:
@@ -54,35 +59,40 @@ class _Reading:
             dropped, weights = weights, self._maker(weights.args[0])
         if weights is None or weights.name != "softmax" or weights.args[1:] != (3,) or weights.attrs:
             return []
-        scores, seen, scale = self._maker(weights.args[0]), Seen(causal=False, window=0), 1.0
-        if scores is not None and scores.name in ("add", "masked_fill", "where"):
+        scores, seen, scale = self._maker(weights.args[0]), None, 1.0
+        while scores is not None and scores.name != "matmul":
+            if scores.name in ("mul", "div") and isinstance(scores.args[1], int | float):
+                number = scores.args[1]
+                scale *= float(number) if scores.name == "mul" else 1 / number if number else math.nan
+                scores = self._maker(scores.args[0])
+                continue
             masked = self._masked(scores)
-            if masked is None:
+            if masked is None or not scale > _LEAST:
                 return []
-            scores, seen = masked
-        if scores is not None and scores.name in ("mul", "div") and isinstance(scores.args[1], int | float):
-            number = scores.args[1]
-            scale = float(number) if scores.name == "mul" else 1 / number if number else math.nan
-            scores = self._maker(scores.args[0])
-        if scores is None or scores.name != "matmul" or not math.isfinite(scale):
+            scores, runs = masked
+            seen = runs if seen is None else seen & runs
+        shape = Seen(causal=False, window=0) if seen is None else structure(seen)
+        if scores is None or shape is None or shape.chunk or not math.isfinite(scale):
             return []
         q, turned = scores.args[:2]
         if not isinstance(q, Ref) or not isinstance(turned, Ref) or not self._fits(q, turned, op.args[1]):
             return []
         k, more = self._keys(op, turned, taken)
-        drops: tuple[Arg, ...] = () if seen.window == 0 else (seen.window,)
+        drops: tuple[Arg, ...] = () if shape.window == 0 else (shape.window,)
         if dropped is not None:
-            drops = (seen.window, dropped.args[1], dropped.args[3])
+            drops = (shape.window, dropped.args[1], dropped.args[3])
         name = "attention" if dropped is None else "attention_dropout"
-        return [*more, replace(op, name=name, args=(q, k, op.args[1], None, seen.causal, scale, *drops))]
+        return [*more, replace(op, name=name, args=(q, k, op.args[1], None, shape.causal, scale, *drops))]
 
     def _maker(self, arg: Arg) -> Op | None:
         """The operation that makes a value for this reader alone."""
         op = self.made.get(arg.name) if isinstance(arg, Ref) and arg.name in self.once else None
         return op if op is not None and len(op.results) == 1 else None
 
-    def _masked(self, op: Op) -> tuple[Op | None, Seen] | None:
-        """The scores below a mask, and its structure; None for a mask without a known one."""
+    def _masked(self, op: Op) -> tuple[Op | None, Runs] | None:
+        """The scores below a mask, and the elements that it leaves; None for an unknown mask and other operations."""
+        if op.name not in ("add", "masked_fill", "where"):
+            return None
         order: Sequence[int] = (0, 1) if op.name != "where" else (1, 0)
         for first, second in (order, order[::-1]) if op.name == "add" else (order,):
             scores, mask = op.args[first], op.args[second]
@@ -95,9 +105,7 @@ class _Reading:
                 continue
             if op.name != "add" and not _hides(op.args[2], self.constants):
                 return None
-            found = structure(~runs if op.name == "masked_fill" else runs)
-            if found is not None and not found.chunk:
-                return self._maker(scores), found
+            return self._maker(scores), ~runs if op.name == "masked_fill" else runs
         return None
 
     def _fits(self, q: Ref, turned: Ref, v: Ref) -> bool:

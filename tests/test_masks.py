@@ -233,6 +233,24 @@ def test_packages_with_masks_equal_their_model(mask: str, more: str, told: str, 
     assert package.verify(steps=1).ok
 
 
+@pytest.mark.parametrize(
+    ("mask", "more"),
+    [
+        ("((j <= i) | filled[:, None, None, :])", FILLED),
+        pytest.param("(j <= i) & ((i - j < 4) | (j < 2))", "", marks=pytest.mark.slow),
+        pytest.param(
+            "((j <= i) & (i - j < 6) & (filled[:, :, None] == filled[:, None, :]))[:, None]",
+            FILLED,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["prefix", "sinks", "documents"],
+)
+def test_other_masks_equal_one_device_where_sequences_are_cut(mask: str, more: str, tmp_path: Path) -> None:
+    found = partc.compile(str(_written(tmp_path, mask, more)), mesh="cp=4", precision="fp64").verify(steps=1)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
 def test_grouped_heads_in_chunks_equal_one_device(tmp_path: Path) -> None:
     attend = "F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], mask, enable_gqa=True)"
     file = _written(tmp_path, "(j <= i) & (j // 3 == i // 3)", attend=attend)

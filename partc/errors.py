@@ -41,9 +41,11 @@ class InternalError(AssertionError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message that is not blank; its type's name if it has none or cannot be read."""
+    """The first line of an exception's message that is not blank, up to 1,000 characters; its type's name if it has
+    none or cannot be read.
+    """
     try:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     except Exception:
         lines = []
-    return lines[0] if lines else type(error).__name__
+    return lines[0][:1000] if lines else type(error).__name__

@@ -197,8 +197,9 @@ def test_eight_billion_parameters_take_seconds_and_no_memory() -> None:
 
 @pytest.mark.parametrize(
     ("config", "code"),
-    [("{", "P0231"), ('{"hidden": 3}', "P0231"), ('{"model_type": "unheard_of"}', "P0232")],
-)
+    [("{", "P0231"), ('{"hidden": 3}', "P0231"), ('{"model_type": "unheard_of"}', "P0232"),
+     ('{"model_type": "unheard_of", "architectures": ["GPT2LMHeadModel"], "vocab_size": 9}', "P0232")],
+)  # fmt: skip
 def test_configurations_that_cannot_be_used(config: str, code: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(PartcError) as failure:
@@ -211,6 +212,8 @@ def test_a_configuration_becomes_a_model_file(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "vocab_size": 50, "n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": 9}
     still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     (tmp_path / "config.json").write_text(json.dumps(config | still))
+    with pytest.raises(PartcError, match=f"P0204: hf:{tmp_path}/config.json has no option 'wide'"):
+        trace_file(Path(f"hf:{tmp_path}/config.json"), {"wide": "3"}, mesh=ONE)
     traced = trace_file(Path(f"hf:{tmp_path}/config.json"), {"batch": "3", "seq": "7"}, mesh=ONE)
     assert traced.program.value_types()["input_ids"].shape == (3, 7)
     assert traced.program.parameter("transformer.wte.weight").aliases == ("lm_head.weight",)

@@ -71,7 +71,7 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             help=f"name one of {', '.join(f'...{suffix}' for suffix in _TASKS)} in its `architectures`,"
             " or write a model file with your own batch()",
         )
-    _require_transformers(architecture, path)
+    _require_transformers(architecture, config["model_type"], path)
     image, text_config = config.get("vision_config", config), config.get("text_config", config)
     _expect(path, isinstance(image, dict), "vision_config is no object")
     _expect(path, isinstance(text_config, dict), "text_config is no object")
@@ -130,13 +130,16 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _require_transformers(architecture: str, path: Path) -> None:
+def _require_transformers(architecture: str, model_type: str, path: Path) -> None:
     try:
         import transformers
     except ImportError:
         raise PartcError(
             "P0233", "hf: models need transformers, which is not installed", help="pip install 'partc[hf]'"
         ) from None
+    if model_type not in transformers.CONFIG_MAPPING:
+        cause = f"{path} has the model_type {model_type[:80]!r}, which transformers doesn't have"
+        raise PartcError("P0232", cause, help="correct it")
     if not architecture.isidentifier() or not hasattr(transformers, architecture):
         raise PartcError("P0232", f"{path} names {architecture!r}, which transformers doesn't have", help="correct it")
 

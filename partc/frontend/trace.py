@@ -164,11 +164,19 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
 
 @contextmanager
 def generated(model: str, source: str) -> Iterator[Path]:
-    """A context in which the model file of a configuration exists, under the name of the configuration's folder."""
+    """A context in which the model file of a configuration exists, under the name of the configuration's folder.
+
+    Errors of the file, which is gone afterwards, name the configuration.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{configuration_name(model)}.py"
         path.write_text(source, encoding="utf-8")
-        yield path
+        try:
+            yield path
+        except PartcError as error:
+            cause, help = (text.replace(str(path), model) for text in (error.cause, error.help))
+            own = error.source is not None and error.source.file == str(path)
+            raise PartcError(error.code, cause, help=help, source=None if own else error.source) from error
 
 
 def configuration_name(model: str) -> str:

@@ -98,14 +98,12 @@ class StepWriter:
         return lines
 
     def refresh(self) -> list[Line]:
-        """Copies in other element types, then gathers."""
+        """The gathers of parameters that stay whole, as a step begins."""
         gathers = list(refreshed(self.b, "REFRESH"))
         said = self.b.refreshed()
         if gathers and said:
             gathers[0] = replace(gathers[0], notes=(said,))
-        kept = [run for run in self.runs if run.region.params and self.b.exchanges.has_unit(run.calls[0])]
-        cast = self.b.program.zero < 3 and kept
-        return [*([Line(code="self.parts.refresh()")] if cast else []), *gathers]
+        return gathers
 
     def forward(self) -> list[Line]:
         lines: list[Line] = []

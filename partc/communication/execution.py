@@ -156,19 +156,19 @@ class Execution:
         yield "setup", tuple(self._of_stages("SETUP", _UnderWay()))
 
     def step(self, *, updates: bool = True) -> Iterator[tuple[Action | str, tuple[Step, ...]]]:
-        """One step's actions in order, with the steps of each; `refresh`, `prepare` and `end` stand around them.
+        """One step's actions in order, with the steps of each; `prepare`, `refresh` and `end` stand around them.
 
         Without `updates`, the step only accumulates the gradients of a batch that is not the first one. Microbatches
         with equal steps share one tuple, whose transfers are those of microbatch 0.
         """
         state = _UnderWay()
-        if updates:
-            yield "refresh", tuple(self._of_stages("REFRESH", state))
         opening = 0
         while opening < len(self.row) and self.row[opening].kind == "UNSHARD":
             yield self.row[opening], tuple(self._action(self.row[opening], state, last=False))
             opening += 1
         yield "prepare", tuple(self._of_stages("PREPARE", state))
+        if updates:
+            yield "refresh", tuple(self._of_stages("REFRESH", state))
         final = {action.stage: action for action in self.row if updates and action.kind in ("B", "W")}
         known: dict[Key, tuple[tuple[Step, ...], _UnderWay]] = {}
         for action in self.row[opening:]:

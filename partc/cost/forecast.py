@@ -323,10 +323,11 @@ class Forecast:
             yield "", Segment(seconds=self.scale.compute * work), ""
 
     def once(self, place: int) -> ActionTimeline:
-        """The calls of phase `step`, while the first parameters are gathered."""
+        """The calls of phase `step` beside the first gathers, and the starts of the gathers of updated parameters."""
         opening = takewhile(lambda item: item[0] != "prepare", self._executions[place])
         gathers = chain.from_iterable(steps for _, steps in opening)
-        return self._played((*gathers, *self._outside[place].get("prepare", ())))
+        outside = self._outside[place]
+        return self._played((*gathers, *outside.get("prepare", ()), *outside.get("refresh", ())))
 
     def _tail(self, place: int) -> ActionTimeline:
         return self._played(self._outside[place].get("end", ()))

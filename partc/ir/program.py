@@ -443,7 +443,7 @@ BodyKind = Literal[
 class Body:
     """The statements of an action: of a stage, or (END) of a pipeline coordinate.
 
-    A rank runs INIT of its stages and SETUP of its stages once; then, each step, REFRESH and PREPARE of its stages, its
+    A rank runs INIT of its stages and SETUP of its stages once; then, each step, PREPARE and REFRESH of its stages, its
     schedule, and END. UNSHARD at the head of a schedule runs before PREPARE.
     """
 

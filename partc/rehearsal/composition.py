@@ -483,7 +483,7 @@ class Composer:
             if not isinstance(action, Action) or done < opening:
                 start.append(names.steps(steps))
                 done += isinstance(action, Action)
-                if action == "prepare":
+                if action == "refresh":
                     yield ("start", *start)
                 continue
             if id(steps) not in steps_of:

@@ -5,8 +5,7 @@ The runs are those of Narayanan et al., SC 2021, Table 1 (A100), of the table of
 A100 and H100, sharded parameters). Each is simulated as it was configured, as far as this is published: the A100 runs
 of 2021 with full recomputation and attention spelled out, the others with fused attention, those on H100 with a
 distributed optimizer. partc differs from those programs: it cuts sequences between tensor-parallel products (2021's did
-not), and gathers updated parameters before the next step begins (Megatron's H100 runs gather them beside its forward
-pass, and run tensor-parallel collectives beside pieces of products).
+not), and Megatron's H100 runs have tensor-parallel collectives beside pieces of products.
 """
 
 from __future__ import annotations

@@ -99,4 +99,4 @@ class Stage:
         self.sums.wait()
 
     def refresh(self) -> None:
-        """Nothing: the stage keeps no copies of parameters."""
+        """Nothing: the stage gathers no parameters that stay whole."""

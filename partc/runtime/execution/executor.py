@@ -306,7 +306,7 @@ def run_step(
     """Run one step; returns the loss (of the whole batch) on ranks of the stage that makes it.
 
     `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
-    same in pieces. Parameters are refreshed if this is the `first` batch after an update; gradients are summed over
+    same in pieces. Parameters are gathered if this is the `first` batch after an update; gradients are summed over
     ranks if it is the `last` one before the next.
     `told` has the acknowledgements in values of other ranks' stages (see `told_by`); they release sent gradients.
     The communicator's clock is told each action before it starts.
@@ -333,13 +333,13 @@ def _play(
     """Run the actions of a batch, the `first` one after an update or the `last` one before it."""
     entering = step.comm.clock.entering
     entering("prepare", "work")
-    for stage in step.stages.values() if first else ():
-        stage.refresh()
     opening = list(takewhile(lambda action: action.kind == "UNSHARD", actions))
     for action in opening:
         step.run(action)
     for stage in step.stages.values():
         stage.prepare(batch)
+    for stage in step.stages.values() if first else ():
+        stage.refresh()
     final = {action.stage: action for action in actions if last and action.kind in ("B", "W")}
     for action in actions[len(opening) :]:
         if last or action.kind != "REDUCE_GRAD":

@@ -198,7 +198,7 @@ class Parts:
         self._left = frozenset(names)
 
     def refresh(self) -> None:
-        """As a step begins: renew the copies of whole parameters in the dtype that calls read."""
+        """After the optimizer's update: renew the copies of whole parameters in the dtype that calls read."""
         for name, x in self._kept.items():
             if not self._shards[name].gather and name not in self._left and x is not self._held[name]:
                 x.copy_(self._held[name])

@@ -157,6 +157,9 @@ class Steps:
 
     def _update(self) -> None:
         self.update.apply(self._norm)
+        for stage in self.stages.values():
+            if hasattr(stage, "parts"):
+                stage.parts.refresh()
 
     def _check(self, step: int, made: Tensor | None, run: Callable[[], object]) -> None:
         """Stop all ranks if a loss is not finite, and name the operation that made it so."""

@@ -141,4 +141,4 @@ class Stage:
         self.comm.dp.reduce_gradients((*self.grad_block_1, *self.grad_head))
 
     def refresh(self) -> None:
-        """As a step begins: nothing, since the stage keeps no copies of parameters."""
+        """Nothing: the stage gathers no parameters that stay whole."""

@@ -242,6 +242,18 @@ def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
     assert max(ratios) < 1.25
 
 
+def test_the_bound_on_memory_depends_on_the_order_of_axes_that_cut_sequences() -> None:
+    few = "zero=1,recompute=full,microbatches=12,schedule=zero-bubble,virtual_stages=1"
+    given = fixed(f"pp=2,cp=2,tp=2,{few},order=pp-cp-tp|pp-tp-cp")
+    options: dict[str, Any] = {"batch": 12, "size": "1b", "depth": 5, "seq": 32}
+    planner = Planner(Request(model=GPT, cluster=preset("8xCPU"), ranks=8, limit=1 << 40, options=options, fixed=given))
+    plans = list(planner.space.plans())
+    predicted = {plan: planner.predicted(plan).memory_bytes for plan in plans}
+    assert len({*predicted.values()}) == len(plans) == 2
+    for plan in sorted(plans, key=lambda plan: -predicted[plan]):
+        assert planner.bounds.of(plan).bytes <= predicted[plan]
+
+
 def test_parts_over_neighbours_are_plans() -> None:
     """Spans may be fixed: those in a node, where dp spans nodes, or numbers of ranks that divide dp."""
     given = fixed("recompute=none,microbatches=1,pp=1,zero=0|3@node")

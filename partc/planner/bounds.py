@@ -29,7 +29,7 @@ from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
 from partc.ir.mesh import PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, Parameter, Program
-from partc.planner.space import expert_parts, sizes_of
+from partc.planner.space import expert_parts, inside, sizes_of
 from partc.planner.tables import LOOKUP, CallTable, RoomTable, ShareTable, Sums, Tables
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from partc.sharding.placements import expert_weights
@@ -134,7 +134,7 @@ class Bounds:
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
         """The bound with the bytes of tables, where these are known to hold for the plan, or `known`."""
         names = plan.recompute, plan.zero, plan.schedule, plan.virtual_stages, plan.microbatches, plan.loss_chunks
-        key: tuple[object, ...] = (*names, *sizes_of(plan).values(), plan.experts)  # not the order of axes
+        key: tuple[object, ...] = (*names, *sizes_of(plan).values(), plan.experts, inside(plan))  # not the links
         if key not in self._bytes_of:
             self._bytes_of[key] = self._filled(plan)
         return replace(known, bytes=max(known.bytes, self._bytes_of[key]))

@@ -9,9 +9,8 @@ from partc.compilation.options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.errors import PartcError
-from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS
 from partc.ir.program import Program
-from partc.planner.space import mesh_of, sizes_of, stages_of
+from partc.planner.space import inside, sizes_of, stages_of
 from partc.planner.tables import RegionBody
 
 _UNREADABLE = ("P0201", "P0202", "P0203")
@@ -34,9 +33,8 @@ class RegionBodies:
         if plan.recompute not in RECOMPUTE:
             return None
         sizes, stages = sizes_of(plan), stages_of(plan)
-        inside = tuple(axis for axis in mesh_of(plan).axes if axis[0] not in (PIPELINE_AXIS, BATCH_AXIS))
         options = plan.microbatches, plan.zero, plan.loss_chunks, max(stages, self.calls)
-        key: tuple[object, ...] = (*sizes.values(), inside, plan.experts, *options)
+        key: tuple[object, ...] = (*sizes.values(), inside(plan), plan.experts, *options)
         if key not in self._shared:
             self._shared[key] = self._made(plan)
         found = self._shared[key]

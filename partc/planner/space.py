@@ -369,6 +369,11 @@ def mesh_of(plan: ParallelPlan) -> Mesh:
     return _mesh_of(plan.mesh, plan.experts, plan.span)[0]
 
 
+def inside(plan: ParallelPlan) -> tuple[tuple[str, int], ...]:
+    """The axes of a plan's mesh besides pp and dp, in their order, on which layouts depend."""
+    return tuple(axis for axis in mesh_of(plan).axes if axis[0] not in (PIPELINE_AXIS, BATCH_AXIS))
+
+
 def taken(plan: ParallelPlan) -> tuple[str, ...]:
     """The axes of the mesh over which experts are cut."""
     return _mesh_of(plan.mesh, plan.experts, plan.span)[1]

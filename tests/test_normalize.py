@@ -216,7 +216,6 @@ LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "triplet_margin_loss": lambda x, y, **how: F.triplet_margin_loss(x, x.flip(0), x.flip(1), swap=True, **how),
     "margin_ranking_loss": lambda x, y, **how: F.margin_ranking_loss(x[:, 0], x[:, 1], (y % 2) * 2.0 - 1, **how),
     "multi_margin_loss": lambda x, y, **how: F.multi_margin_loss(x, y, p=2, **how),
-    "multilabel_margin_loss": lambda x, y, **how: F.multilabel_margin_loss(x, y[:, None].expand(-1, 6), **how),
 }
 
 

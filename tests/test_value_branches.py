@@ -17,7 +17,7 @@ from partc import passes
 from partc.errors import PartcError
 from partc.frontend.capture import capture
 from partc.frontend.trace import Traced, trace_model
-from partc.frontend.value_branches import LARGEST, ValueWatch
+from partc.frontend.value_branches import LARGEST, ValueWatch, multilabel_margin_loss
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 from tests.guards import asserting, by_number, elsewhere, raising
@@ -188,6 +188,18 @@ def test_numbers_of_an_index_may_be_values() -> None:
     program = passes.run(traced(looked_up).program, {}, until="normalize")[-1].program
     made = evaluate_program(program, entries, dict(net.named_parameters()))
     torch.testing.assert_close(made, net(**entries), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_labels_behind_the_first_negative_one_do_not_count(reduction: str) -> None:
+    scores = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor(
+        [[3, 0, -1, 2, 2, 2], [-1] * 6, [0, 1, 2, 3, 4, 5], [5, 5, -1, -1, -1, -1], [1, -1, 1, -1, 4, 0]]
+    )
+    losses = [each(scores, labels, reduction=reduction) for each in (multilabel_margin_loss, F.multilabel_margin_loss)]
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+    made, right = (torch.autograd.grad(loss.square().sum(), scores)[0] for loss in losses)
+    torch.testing.assert_close(made, right, rtol=1e-12, atol=1e-12)
 
 
 class Distributions(nn.Module):

@@ -139,6 +139,8 @@ class ValueWatch(TorchFunctionMode):
             return counts
         if name == "ctc_loss":
             return ctc_loss(*args, **kwargs)
+        if name == "multilabel_margin_loss":
+            return multilabel_margin_loss(*args, **kwargs)
         if (
             name == "fake_quantize_per_tensor_affine"
             and not any(isinstance(x, Tensor) for x in args[1:])
@@ -359,6 +361,24 @@ def correlation(x: Tensor) -> Tensor:
         return found / found
     deviations = found.diagonal().sqrt()
     return (found / deviations[:, None] / deviations).clamp(-1, 1)
+
+
+def multilabel_margin_loss(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Tensor:
+    """F.multilabel_margin_loss in operations; torch's own decomposition counts labels behind the first -1."""
+    if size_average is not None or reduce is not None:
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    scores, labels = torch.atleast_2d(input), torch.atleast_2d(target)
+    given = (labels < 0).cumsum(1) == 0
+    labels = labels.masked_fill(~given, 0)
+    classes = torch.arange(scores.shape[1], device=scores.device)
+    chosen = ((labels[..., None] == classes) & given[..., None]).any(1)
+    gaps = (1 - scores.gather(1, labels)[..., None] + scores[:, None]).relu()
+    each: Tensor = gaps.masked_fill(~given[..., None] | chosen[:, None], 0).sum((1, 2)) / scores.shape[1]
+    if reduction == "none":
+        return each if input.dim() == 2 else each[0]
+    return each.mean() if reduction == "mean" else each.sum()
 
 
 def _outside() -> FrameType | None:

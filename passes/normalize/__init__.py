@@ -398,7 +398,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "kl_div": losses.divergence,
     **_each(
         "poisson_nll_loss cosine_embedding_loss soft_margin_loss hinge_embedding_loss triplet_margin_loss"
-        " margin_ranking_loss multi_margin_loss multilabel_margin_loss",
+        " margin_ranking_loss multi_margin_loss",
         losses.without_reduction,
     ),
     # tensors from numbers

@@ -191,7 +191,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "It refuses what no operations of a graph stand for: functions that change their operands or call autograd, "
         "backward() inside forward, torch.autograd.grad through such functions or with is_grads_batched, "
         "hooks on sums of gradients, hooks that only read, hooks on a module's operands that read the gradient of its "
-        "result, and hooks on a tensor that was read before. "
+        "result, and hooks on a tensor that was read before; "
+        "under fp16, gradients that are not proportional to the incoming ones, whose factor would change them. "
         "Write them with operations that torch differentiates, or register them with torch.library and "
         "register_autograd.",
     ),

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from partc.errors import Source
+from partc.errors import PartcError, Source
 from partc.ir.naming import unique
 from partc.ir.program import FLOATING, SCAN, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
 from partc.ir.scans import scan_of
@@ -36,9 +36,21 @@ _VIEWS = VIEWS | {"cat", "repeat", "detach"}
 
 
 def precision(program: Program, *, low: DType | None = None, casts: Mapping[str, Precision] | None = None) -> Program:
-    """Set element types and insert casts. `casts` overrides the table's precision of operations, by name."""
+    """Set element types and insert casts. `casts` overrides the table's precision of operations, by name.
+
+    Raises PartcError P0216 for a gradient that a model gives itself and that fp16's factor of the loss would change.
+    """
     if low is None:
         return program
+    mixed = (op for region in program.regions for op in region.forward.ops if dict(op.attrs).get("mixed"))
+    if low == "f16" and (op := next(mixed, None)) is not None:
+        raise PartcError(
+            "P0216",
+            "a backward function or hook gives a gradient that is not proportional to the one it receives, "
+            "and fp16 scales the loss",
+            help="use bf16, or add the term to the loss",
+            source=op.source,
+        )
     return _Mixed(program, low, casts or {}).run()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import partc
+from partc.errors import PartcError
 from partc.frontend.trace import trace_model
 from partc.ir.mesh import Mesh
 from partc.passes.normalize import normalize
@@ -126,3 +127,31 @@ def test_a_reversal_between_regions(tmp_path: Path) -> None:
     package = partc.compile(str(file), mesh="dp=2", precision="fp64")
     assert any("alias" in {op.name for op in region.forward.ops} for region in package.program.regions)
     assert package.verify(steps=2).ok
+
+
+@pytest.mark.parametrize(
+    ("gradient", "allowed"),
+    [
+        ("torch.where(grad > -1, grad, 0.0)", False),
+        ("torch.where(x > 0, grad, 0.0) * torch.sigmoid(x) + 0.1 * grad", True),
+        ("grad.masked_fill(x < 0, 0)", True),
+        ("torch.full_like(x, 0.01)", True),
+        ("grad + 0.1 * x", False),
+        ("grad.clamp(-0.1, 0.1)", False),
+        ("torch.where(x > 0, grad, 1.0)", False),
+        ("grad / (grad.norm() + 1e-6)", False),
+    ],
+)
+def test_fp16_refuses_gradients_that_a_factor_of_the_loss_would_change(
+    gradient: str, allowed: bool, tmp_path: Path
+) -> None:
+    source = CLIPPED.replace("return grad.clamp(-0.004, 0.003)", f"x, = ctx.saved_tensors; return {gradient}")
+    source = source.replace("return x.view_as(x)", "ctx.save_for_backward(x); return x.view_as(x)")
+    file = tmp_path / "given.py"
+    file.write_text(source.replace("WHAT", "h = Clipped.apply(self.up(x))"))
+    if allowed:
+        partc.compile(str(file), mesh="1", precision="fp16")
+    else:
+        with pytest.raises(PartcError) as caught:
+            partc.compile(str(file), mesh="1", precision="fp16")
+        assert caught.value.code == "P0216" and caught.value.source is not None

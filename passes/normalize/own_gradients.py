@@ -5,12 +5,13 @@
     y = own_gradient((sum,), (x, w), (grad_x, grad_w), dims=((0, 1), (0, 1), (1,)))
 
 Dimensions are equal if the rules of the function's operations, forward and backward, give them one factor. The numbers
-are those of results, then of operands. `alone` numbers the operands whose gradients depend on no incoming one.
+are those of results, then of operands. `alone` numbers the operands whose gradients depend on no incoming one, and
+`mixed` those whose gradients depend on incoming ones without being proportional to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from partc.ir.program import Graph, Op, TensorType
@@ -23,9 +24,12 @@ def with_dims(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
     ops = list(graph.ops)
     stopped: dict[str, int] = {}  # a value -> where it was last detached
     incoming: set[str] = set()  # values that depend on incoming gradients
+    mixed: set[str] = set()  # those that are not proportional to them
     for place, op in enumerate(ops):
         if op.name == "incoming_gradient" or (op.name != "own_gradient" and not incoming.isdisjoint(op.refs())):
-            incoming.update(value.name for value in op.results)
+            made = [value.name for value in op.results]
+            incoming.update(made)
+            mixed.update(made if not mixed.isdisjoint(op.refs()) or not _is_linear(op, incoming, types) else ())
         if op.name == "detach":
             stopped[next(op.refs())] = place
         if op.name == "own_gradient":
@@ -39,8 +43,19 @@ def with_dims(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
                     equal.same((name, dim), (gradient, dim))
             dims = equal.numbers(results, operands, types)
             alone = tuple(index for index, name in enumerate(gradients) if name not in incoming)
-            ops[place] = replace(op, attrs=(("dims", dims), *((("alone", alone),) if alone else ())))
+            other = tuple(index for index, name in enumerate(gradients) if name in mixed)
+            named = (("alone", alone), ("mixed", other))
+            ops[place] = replace(op, attrs=(("dims", dims), *(each for each in named if each[1])))
     return replace(graph, ops=tuple(ops))
+
+
+def _is_linear(op: Op, incoming: Collection[str], types: Mapping[str, TensorType]) -> bool:
+    """Whether an operation's results are proportional to its operands that depend on incoming gradients."""
+    if op.name == "incoming_gradient":
+        return True
+    rule = resolve(op, types)
+    dependent = {place for place, name in enumerate(op.refs()) if name in incoming}
+    return rule is not None and any(dependent == set(group) for group in rule.linear)
 
 
 def _names(op: Op) -> list[list[str]]:

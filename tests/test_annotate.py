@@ -48,9 +48,10 @@ def test_a_transformer_block_is_cut_as_megatron_does(mesh: str, size: str) -> No
     values = block.forward.definitions()
     for name in ("x", "norm1", "norm2"):
         assert values[name].type.layout.dims[1][0].axes == ("tp",), "norms are cut along the sequence"
+    again = [] if size == "tiny" else ["all_gather"]  # of the operand, which long sequences don't save whole
     assert _moves(block) == (
         ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"],
-        ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"],
+        [*again, "all_gather", "reduce_scatter", *again, "all_gather", "reduce_scatter"],
     )
 
 

@@ -344,7 +344,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="prefetch",
         label="Prefetched",
-        does="gathers start one call ahead, and scatters are waited for one call late",
+        does="gathers start one call ahead, or as the step begins; scatters are waited for one call late",
         requires=("actions",),
         ensures=("prefetched",),
         options=("late",),

@@ -93,7 +93,9 @@ def test_gradients_are_summed_once_for_all_accumulated_batches(tmp_path: Path) -
 
     once = scatters(1)
     assert once and scatters(3) == once
-    change(build / STEP, "_play(step, actions, batch, last=last)", "_play(step, actions, batch)")
+    change(
+        build / STEP, "_play(step, actions, batch, first=first, last=last)", "_play(step, actions, batch, first=first)"
+    )
     assert scatters(3) == 3 * once
 
 

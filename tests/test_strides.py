@@ -26,6 +26,7 @@ from partc.ir.program import Call, Graph, Parameter, Program, Region, Value
 from partc.passes.differentiate import differentiate
 from partc.rules.strides import dense
 from partc.rules.table import DENSE
+from partc.runtime.comm.comm import Comm
 from partc.runtime.ops import functional
 from partc.runtime.ops.scan import scan
 from tests import op_cases
@@ -37,7 +38,7 @@ warnings.simplefilter("ignore")  # from torch, about the odd arguments of a few 
 WITHOUT_DERIVATIVE = {
     *("linear_grad_input", "linear_grad_bias", "linear_grad_weight", "matmul_grad_left", "matmul_grad_right"),
     *("expert_matmul_grad_rows", "floor_divide", "new_zeros", "new_ones", "new_full"),
-    *("zeros_like", "ones_like", "full_like", "rotary_backward", "histc"),
+    *("zeros_like", "ones_like", "full_like", "rotary_backward", "histc", "times_loss_scale"),
 }
 ELSEWHERE = {
     *("alias", "clone", "contiguous", "detach", "pad", "upsample_bilinear2d", "upsample_bicubic2d", "copysign"),
@@ -174,7 +175,7 @@ class Emitted:
         """Arguments by name."""
         params = SimpleNamespace(**{field: values[name] for name, field in self.fields.items()})
         inputs = {value.name: values[value.name] for value in self.region.forward.inputs}
-        return {"comm": SimpleNamespace(device="cpu"), "p": params, **inputs}
+        return {"comm": Comm({}, {}), "p": params, **inputs}
 
     def run(
         self, values: Mapping[str, Tensor], grads: Sequence[Tensor]

@@ -8,7 +8,8 @@ each call (`tables`), in closed form, or along the schedule:
 - A pipeline rank computes all its microbatches, after its first one has passed the stages before it; after its last
   one, gradients return through these stages.
 - Collectives over the batch's axes follow each other. Computation beside them is slower, by the rates' slowdown.
-- The sums of gradients start in the last backward pass of a stage. At the end parameters are updated, and gathered.
+- The sums of gradients start in the last backward pass of a stage. At the end parameters are updated. Their gathers are
+  beside the next step's forward pass, and do not count.
 - A rank holds its parameters, gradients and optimizer states, and the values that its microbatches in flight saved,
   besides those inside the largest call.
 

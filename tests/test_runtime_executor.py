@@ -44,6 +44,8 @@ class Product:
     def prepare(self, batch: dict[str, Tensor]) -> None:
         self.whole_batch = batch
 
+    def refresh(self) -> None: ...
+
     def forward(self, batch: dict[str, Tensor], received: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         x = sum(received.values(), batch.get("x", torch.zeros(ROWS, 5, dtype=torch.float64))).clone()
         self.alive.append(weakref.ref(x))

@@ -160,7 +160,7 @@ def _around(builder: Stage, kind: GraphKind) -> dict[str, tuple[ActionStatement,
 
 
 def _precedes(verb: Verb, subject: Subject) -> bool:
-    """Whether a statement stands before the run of a call, and not behind it."""
+    """Whether a statement stands before the run of its call."""
     return subject == "refresh" or (subject == "gather" and verb != "free")
 
 
@@ -259,7 +259,7 @@ def _moved(builder: Stage, levels: Levels) -> str:
 
 
 def refreshed(builder: Stage, kind: BodyKind) -> Iterator[Line]:
-    """The gathers of parameters that stay whole: of all calls, or (INIT) of one after the other."""
+    """The gathers of parameters that stay whole. In INIT each one is waited for before the next one starts."""
     verbs: dict[str, list[str]] = {}
     for each in builder.program.body(kind, builder.index):
         verbs.setdefault(each.of, []).append(_METHODS[each.verb, each.subject])

@@ -207,7 +207,7 @@ def _routed(o: Operands) -> str:
 
 
 def _route(o: Operands) -> str:
-    """The plan of rows' ways, with options where they are not the defaults."""
+    """The call of `route`. Options that have their default values are left out."""
     experts, count, stay, most = o.args
     how = f"{', stay=True' * (stay == 'True')}{f', most={most}' * (most != '0.0')}"
     return f"{o.named('functional.route')}({experts}, {count}, {o.named('comm')}.{o.axis}{how})"

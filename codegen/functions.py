@@ -50,8 +50,8 @@ def region_code(
 ) -> RegionCode:
     """`prefix` is the module path that sources of this region's operations share ("blocks.0").
 
-    `updates` maps positions of outputs to buffers: such an output is stored in its buffer, and returned only if
-    `returned` has its position too. Gradients of parameters are added to their buffers or, with `gives`, returned.
+    `updates` maps output positions to buffers. Such an output is copied into its buffer, and returned only if its
+    position is in `returned`. Gradients of parameters are added to their buffers or, with `gives`, returned.
     `dense` values need no copy where a kernel demands dense memory.
     """
     fields = Names()

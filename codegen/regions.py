@@ -68,6 +68,6 @@ def _updated(program: Program, region: Region, call: Call) -> dict[int, str]:
 
 
 def _read(program: Program, calls: Sequence[Call]) -> frozenset[int]:
-    """The positions of the results that another call, another stage or the program's result needs, of any call."""
+    """The positions of results that another call, another stage or the caller of the program reads."""
     needed = {name for call in program.calls for name in call.args} | set(program.returned)
     return frozenset(index for call in calls for index, name in enumerate(call.results) if name in needed)

@@ -55,7 +55,7 @@ def capacity(
 
 
 def _bounded(region: Region, found: Capacity, batch: int, *, travel: bool) -> Region:
-    """The region with bounded experts. If rows `travel`, those of lookups by expert do as well."""
+    """Bound the rows of a region's experts. If rows `travel`, lookups by expert leave out dropped rows too."""
     graph, types = region.forward, dict(region.types(region.forward))
     last = {[*op.refs()][-2]: op for op in graph.ops if op.name == "expert_matmul"}
     ends = {_with_bias(op, graph.ops, chosen): chosen for chosen, op in last.items()}
@@ -87,7 +87,7 @@ def _bounded(region: Region, found: Capacity, batch: int, *, travel: bool) -> Re
 
 
 def _kept(w: RowWriter, found: Capacity, batch: int, chosen: str, product: Op) -> str:
-    """The rows that their experts take, bool[rows]. Raises PartcError P0109."""
+    """The rows within the capacity of their expert, bool[rows]. Raises PartcError P0109."""
     (count,) = w.shape(chosen)
     scopes = batch if found.scope == SCOPES[0] else 1
     if count % scopes:

@@ -74,14 +74,14 @@ def _without_sums(region: Region) -> Region:
 
 
 def _with(region: Region, op: Op, ops: Sequence[Op]) -> Region:
-    """The region with other operations in place of one."""
+    """Replace one operation of a region by several."""
     graph = region.forward
     every = [each for other in graph.ops for each in (ops if other is op else (other,))]
     return replace(region, forward=replace(graph, ops=needed(tuple(every), graph.outputs)))
 
 
 def _without_stacks(region: Region) -> Region:
-    """The region with one product of all experts in place of each cat((y_0, y_1, …)), along a dimension of size 1."""
+    """Replace each stack of experts' results, a cat along a dimension of size 1, by one product of all experts."""
     params = {value.name: value.type for value in region.params}
     for op in reversed(region.forward.ops):
         match op.name, op.args:
@@ -106,7 +106,7 @@ def _without_stacks(region: Region) -> Region:
 
 
 def _scored(stacked: Value, dim: int, graph: Graph, types: Mapping[str, TensorType]) -> bool:
-    """Whether a reader multiplies the experts' results with one number for each token and expert, or chooses some."""
+    """Whether a reader weights the stacked results by one score per token and expert, or gathers some of them."""
     rank, experts = len(stacked.type.shape), stacked.type.shape[dim]
     for op in graph.readers().get(stacked.name, ()):
         names = [*op.refs()]
@@ -178,7 +178,7 @@ class _AllExperts(Lift):
         return Lifted("stacked", w.add("einsum", args, shape, result.type.dtype, f"{result.name}_of_experts"))
 
     def joined(self, name: str, dim: int, last: Op) -> list[Op]:
-        """The operations, and all experts' values along a dimension, which defines the result of the stack."""
+        """The operations that lay all experts' results along `dim`. The last one defines the result of the stack."""
         w, made = self.writer, last.result
         count, *rest = w.shape(name)
         alone = w.reshape(name, (count, *rest[:dim], *rest[dim + 1 :]), f"{made.name}_alone")

@@ -51,7 +51,8 @@ def test_loads_of_no_layers_take_no_collective() -> None:
 @pytest.mark.parametrize("number", [4, 7])
 def test_an_expert_that_does_not_exist_is_an_error_of_its_layer(number: int) -> None:
     comm = Comm({"ep": Axis()}, {})
-    comm.loads.expect([PlanRouter(name="layers.3.mlp", experts=4, over=(), stage=2)], [2], torch.device("cpu"))
+    router = PlanRouter(name="layers.3.mlp", experts=4, over=(), stage=2)
+    comm.loads.expect([router], [2], torch.device("cpu"), counted=True)
     axis = Axis()
     axis.loads = comm.loads
     comm.loads.enter(2)

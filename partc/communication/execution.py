@@ -341,7 +341,7 @@ class Execution:
         return GraphRun(call=call, kind=kind)
 
     def _refreshed(self, stage: int, name: str) -> frozenset[str]:
-        """The calls whose refresh brings the parameters of a call."""
+        """The calls at which the gathers of the parameters that a call reads are waited for."""
         if (stage, name) not in self._brought:
             kept = self.exchanges.kept(stage)
             read = set(self._calls[stage, name].params)

@@ -326,7 +326,7 @@ def _only(names: Sequence[str], program: Program, given: Mapping[str, Any]) -> P
 def prediction(
     program: Program, rates: ClusterRates, *, optimizer: str = DEFAULT, costs: LocalCosts | None = None
 ) -> Prediction:
-    """The prediction for a program with its actions, on the cluster of the rates, which `costs` are those of."""
+    """The prediction for a scheduled program. `costs`, if given, must belong to the same rates."""
     costs = LocalCosts() if costs is None else costs
     forecast = Forecast(program, rates, costs=costs)
     compute, exposed, bubble = forecast.split()

@@ -274,7 +274,7 @@ class Forecast:
         return self.costs.of(kind, found, graph, self.program.sizes, lambda: tuple(self._new_graph(region, graph)))
 
     def _operations(self, name: str, graph: Graph) -> tuple[tuple[float, ...], float]:
-        """The seconds of a graph's operations without collectives, and those in which the host issues them."""
+        """The seconds of each operation (0 for collectives), and the seconds in which the host launches all of them."""
         region, sizes = self.program.region(name), self.program.sizes
 
         def made() -> tuple[tuple[float, ...], float]:

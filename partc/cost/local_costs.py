@@ -1,4 +1,4 @@
-"""Costs of graphs that follow from the local shapes of their values, which programs of several meshes share."""
+"""Costs of graphs that depend on local shapes alone. Programs on several meshes share them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class LocalCosts:
-    """Costs by kind, graph and numbers of parts: a batch cut in two by dp and in four by time has eight parts."""
+    """Costs by kind, graph and number of parts: dp=2 and 4 microbatches cut a batch into 8 parts."""
 
     _cuts: dict[int, tuple[Region, tuple[tuple[str, ...], ...]]] = field(default_factory=dict)
     _known: dict[_Key, Any] = field(default_factory=dict)
 
     def of(self, kind: object, region: Region, graph: Graph | None, sizes: Sizes, make: Callable[[], _Cost]) -> _Cost:
-        """The cost of a region, or of one of its graphs, made by `make` unless one of equal local shapes is known."""
+        """The known cost of a region, or of one of its graphs, at equal local shapes; else that of `make`."""
         if id(region) not in self._cuts:  # the region is kept, so that no other one gets its identity
             self._cuts[id(region)] = region, tuple(dict.fromkeys(_axes(region)))
         parts = (math.prod(sizes[axis] for axis in axes) for axes in self._cuts[id(region)][1])

@@ -119,8 +119,8 @@ _EIGHT_BITS: Mapping[str, int] = {
 class ClusterRates:
     """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8.
 
-    With `filled`, tiles of products are taken to fill all cores in every wave. An operation on a part of a batch then
-    takes no less than that part of its time on the whole batch, which real waves do not guarantee.
+    With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at
+    least 1/n of its time on the whole batch. Waves that are partly empty do not guarantee that.
     """
 
     cluster: Cluster

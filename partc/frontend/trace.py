@@ -166,7 +166,7 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
 def generated(model: str, source: str) -> Iterator[Path]:
     """A context in which the model file of a configuration exists, under the name of the configuration's folder.
 
-    Errors of the file, which is gone afterwards, name the configuration.
+    The file is temporary, so errors name the configuration instead.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{configuration_name(model)}.py"

@@ -1,4 +1,4 @@
-"""The layers of experts of a program: the choices by which rows go to experts."""
+"""The layers of experts of a program, found by the values that choose the expert of each row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from partc.runtime.plan import PlanRouter
 
 
 def choices(region: Region) -> Mapping[str, Op]:
-    """The values with the expert of each row, and the first operation that reads each; rows at home."""
+    """Map each value that has the expert of each row to its first reader. Values from other ranks are left out."""
     found: dict[str, Op] = {}
     brought = {value.name for op in region.forward.ops if op.name == "route" for value in op.results}
     for op in region.forward.ops:
@@ -22,7 +22,7 @@ def choices(region: Region) -> Mapping[str, Op]:
 
 
 def routers(program: Program) -> Iterator[PlanRouter]:
-    """The layers in the order in which the stages reach them."""
+    """The layers in the order in which stages run them."""
     regions = {region.name: region for region in program.regions}
     first = {call.region: call.name for call in reversed(program.calls)}
     for call in program.calls:

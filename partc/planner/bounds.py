@@ -122,7 +122,7 @@ class Bounds:
         return replace(known, seconds=max(known.seconds, _LEAST * work.seconds / parts))
 
     def _work(self, plan: ParallelPlan) -> Work | None:
-        """The calls of a rank's part of the batch without microbatches, besides lookups; None if they are not known."""
+        """The work of a rank's whole local batch as one microbatch, without lookups; None if it is not known."""
         several = plan.microbatches > 1
         key = plan.mesh, plan.experts, plan.recompute, plan.loss_chunks, several
         if key not in self._works:

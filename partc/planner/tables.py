@@ -166,7 +166,7 @@ class Tables:
         return self._facts_of(*found).cuts(count)
 
     def looked_up(self, plan: ParallelPlan) -> Collection[int]:
-        """The calls that look up rows of tables, whose exchanges depend on the sizes of the batch's parts."""
+        """The positions of calls that look up embeddings. Their exchanges depend on the size of the local batch."""
         found = self.bodies.shared(plan)
         assert found is not None
         regions = {region.name: region for region in found[1].regions}

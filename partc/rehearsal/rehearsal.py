@@ -172,7 +172,7 @@ class _Rehearsal:
                 for _, compressed in remembering(stages):
                     compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
             with ledger.making("constants", "constants"):
-                comm.loads.expect(routers(program), stages, META)
+                comm.loads.expect(routers(program), stages, META, counted=True)
                 comm.expect(program.draws, program.microbatches if program.separate_batches else 1)
                 if any(value.type.dtype == "f16" for region in program.regions for value in region.params):
                     comm.scales(1.0)

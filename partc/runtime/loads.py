@@ -27,15 +27,18 @@ class Loads:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._routers: tuple[PlanRouter, ...] = ()
+        self._counted = False
         self._found: dict[PlanRouter, Tensor] = {}  # rows by expert, and at the end those without one
         self._turns: Iterator[PlanRouter] = iter(())
         self._layer = ""
         self._told: set[str] = set()
         self.rows: dict[str, list[int]] = {}  # of each expert by layer, on all ranks, as `spreads` last found them
 
-    def expect(self, routers: Iterable[PlanRouter], stages: Iterable[int], device: torch.device) -> None:
-        """Announce the layers of all stages; this rank's are on the device."""
-        self._routers = tuple(routers)
+    def expect(
+        self, routers: Iterable[PlanRouter], stages: Iterable[int], device: torch.device, *, counted: bool
+    ) -> None:
+        """Announce the layers of all stages. If `counted`, rows are counted in those of this rank's `stages`."""
+        self._routers, self._counted = tuple(routers), counted
         self._found = {
             router: torch.zeros(router.experts + 1, dtype=torch.float64, device=device)
             for router in self._routers
@@ -54,14 +57,15 @@ class Loads:
         self._layer = ""
 
     def count(self, chosen: Tensor) -> None:
-        """Count the rows of the stage's next layer."""
+        """Count the rows of the stage's next layer, if counts are wanted."""
         router = next(self._turns, None)
         if router is not None:
             self._layer = router.name
-            self._found[router].add_(chosen.float().histc(router.experts + 1, 0, router.experts))
+            if self._counted:
+                self._found[router].add_(chosen.float().histc(router.experts + 1, 0, router.experts))
 
     def came(self, rows: int, mean: int, most: float) -> None:
-        """Note the rows that came for this rank's experts; tell the first time that they are over `most` means."""
+        """Note how many rows this rank's experts receive; warn once per layer above `most` times the `mean`."""
         if not self._layer or rows <= (most or 1) * mean:
             return
         said = f"{rows} rows came for this rank's experts of {self._layer}, where the mean is {mean}"
@@ -72,7 +76,7 @@ class Loads:
             print(f"{self._clock.doing}: {said}; {limit}", file=sys.stderr, flush=True)
 
     def unknown(self, number: int, count: int) -> UsageError:
-        """The error of a row whose number is that of no expert."""
+        """The error for a row that chose an expert that does not exist."""
         return UsageError(
             "P0552",
             f"the router of {self._layer or 'a layer'} chose number {number}, and its {count} experts count from 0, in "
@@ -82,8 +86,8 @@ class Loads:
         )
 
     def spreads(self, comm: Comm, *, pipeline: bool) -> dict[str, float]:
-        """For each layer on all ranks: the largest load over the mean, the share of experts without rows, the share of
-        rows without an expert. All ranks call it.
+        """For each layer, over all ranks: the largest load divided by the mean, the share of experts without rows, and
+        the share of rows without an expert. All ranks must call it.
         """
         if not self._routers:
             return {}
@@ -112,7 +116,7 @@ class Loads:
 
 
 def _by_name(routers: Sequence[PlanRouter], loads: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """The loads of each layer; a layer that several stages count has equal ones in each."""
+    """The load of each layer. Several stages may count a layer; their loads are equal."""
     return {router.name: load for router, load in zip(routers, loads, strict=True)}.items()
 
 

@@ -180,7 +180,7 @@ class Axis:
         return going.then(lambda parts: join(parts, concat_dim, concat_outer))
 
     def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor, *, rows: int) -> Pending[Tensor]:
-        """Rows to and from each rank; `rows` come in all.
+        """Exchange rows with every rank. This rank receives `rows` rows in total.
 
         `sent` and `received` count them, in equal parts for the ranks in order.
         """
@@ -298,7 +298,7 @@ class Comm:
         self.scale_here.fill_(scale)
 
     def times_scale(self, x: Tensor) -> Tensor:
-        """A gradient that a model gives itself, times the loss scale as all others."""
+        """The loss scale times a gradient that the model computes itself."""
         return x * self.scale_here.to(x.dtype)
 
     @cached_property

@@ -330,7 +330,7 @@ def run_step(
 def _play(
     step: Step, actions: Sequence[Action], batch: dict[str, Tensor], *, first: bool = False, last: bool = True
 ) -> None:
-    """Run the actions of a batch, the `first` one after an update or the `last` one before it."""
+    """Run the actions of a batch: the `first` one after an update, the `last` one before the next, or neither."""
     entering = step.comm.clock.entering
     entering("prepare", "work")
     opening = list(takewhile(lambda action: action.kind == "UNSHARD", actions))

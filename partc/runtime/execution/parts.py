@@ -68,7 +68,7 @@ class Parts:
         return Unit(self, kind, names)
 
     def keep(self, kind: Any, *names: str) -> Unit:
-        """A unit of parameters that stay whole; the first unit that keeps a parameter gathers it in each step."""
+        """A unit of parameters that stay whole. The first unit that has a parameter gathers it in each step."""
         new = tuple(name for name in names if name not in self._kept)
         for name in new:
             x, dtype = self._held[name], self._shards[name].read_dtype
@@ -233,7 +233,7 @@ class Parts:
         return Gradient.of(whole) if isinstance(gradient, Gradient) else whole
 
     def _whole(self, name: str, make: Callable[[Sequence[int]], Tensor]) -> Tensor:
-        """A new whole tensor; its memory has the spare rows too, which travel."""
+        """Allocate a whole tensor. Its memory includes the spare rows, which travel too."""
         dim, outer, length = seam = self._seams[name]
         shape = list(self._held[name].shape)
         shape[dim] = outer * length

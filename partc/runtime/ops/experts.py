@@ -75,7 +75,7 @@ def start_combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axi
 
 
 def _going(order: Tensor, counts: Tensor) -> int:
-    """The number of rows that leave: the first ones of the order."""
+    """The number of rows that leave this rank, which are the first ones of `order`."""
     return len(order) if counts.is_meta else int(counts[0].sum())
 
 

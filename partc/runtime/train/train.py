@@ -429,7 +429,8 @@ def _train(
             norms=job.measures,
         )
         clock.entering("setup")
-        comm.loads.expect((decoded(PlanRouter, each) for each in job.plan.get("routers", ())), stages, device)
+        routers = (decoded(PlanRouter, each) for each in job.plan.get("routers", ()))
+        comm.loads.expect(routers, stages, device, counted=job.measures or job.report is not None)
         comm.expect(job.plan["draws"], job.plan["microbatches"] if job.plan["repeated"] else 1)
         for stage in stages.values():
             stage.setup()

@@ -124,6 +124,40 @@ def test_a_mutant_is_not_the_single_device_model(name: str, tmp_path: Path) -> N
     assert not verify(build, steps=1, virtual=True, reference=tmp_path / "reference").ok
 
 
+# The second time, of values with few bits.
+AGAIN = {
+    "with other scales": ("saved.x.to(torch.bfloat16)", "(saved.x / 3).to(torch.bfloat16) * 3"),
+    "with other numbers of rows": ("functional.route(chosen_2,", "functional.route(0 * chosen_2,"),
+}
+
+
+def test_recomputation_sees_the_scales_and_shapes_of_the_first_time(tmp_path: Path) -> None:
+    """In bf16, packages with and without recomputation train to the same bits; two mutants do not."""
+
+    def weights(build: Path) -> dict[str, Tensor]:
+        trained(build, "--steps", 1, "--lr", 1, "--optimizer", "sgd", "--save", build / "save")
+        return whole(build / "save" / "step_00000001")
+
+    def same(found: dict[str, Tensor]) -> bool:
+        return all(torch.equal(found[name], x) for name, x in once.items())
+
+    kept, build = (
+        partc.compile(str(BALANCED), mesh="ep=2", precision="bf16", options={"kinds": "z"}, recompute=recompute).write(
+            tmp_path / recompute
+        )
+        for recompute in ("none", "full")
+    )
+    once = weights(kept)
+    assert same(weights(build))
+    for mistake, (text, becomes) in AGAIN.items():
+        mutant = Path(shutil.copytree(build, tmp_path / mistake, ignore=shutil.ignore_patterns("save")))
+        region = mutant / "regions" / "layer.py"
+        forward, name, backward = region.read_text().partition("def layer_backward")
+        assert backward.count(text) == 1
+        region.write_text(forward + name + backward.replace(text, becomes))
+        assert not same(weights(mutant)), mistake
+
+
 @pytest.mark.slow
 def test_an_attached_loss_does_not_grow_with_the_microbatches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(own_backward, "_fitted", lambda gradient, x, parts: gradient.detach())

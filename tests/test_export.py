@@ -147,6 +147,14 @@ def test_a_large_models_files(folder: Path, tmp_path: Path) -> None:
         fitting(tmp_path, plan(folder), state)
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_of_torch_save_is_named(folder: Path, tmp_path: Path, zipped: bool) -> None:
+    torch.save({"scale": torch.ones(1)}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UsageError, match=r"torch\.save: .*save_model") as caught:
+        fitting(tmp_path / "x.pt", plan(folder), state)
+    assert caught.value.code == "P0527"
+
+
 def test_the_exit_code(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"no safetensors")
     done = train(folder / "2x2x2", "--steps", 1, "--init", tmp_path / "x")

@@ -29,6 +29,7 @@ _PAIRS = {"C64": "F32"}  # complex numbers, read as pairs in a new last dimensio
 # Python names it from 3.13 on; the number is Linux's.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
+_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # a zip archive, or a pickle that starts with a long number
 _LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 _MOST_DIMS = 64
 
@@ -166,7 +167,12 @@ def _header(path: Path, read: Callable[[int], bytes], size: int) -> tuple[dict[s
     """The file's header, and the offset of its data."""
     if size < 8:
         raise BadTensorFile(f"{path} has {size} bytes: no header")
-    (length,) = struct.unpack("<Q", read(8))
+    first = read(8)
+    (length,) = struct.unpack("<Q", first)
+    if length > size - 8 and first.startswith(_OF_TORCH_SAVE):
+        raise BadTensorFile(
+            f"{path} was written by torch.save: safetensors.torch.save_model(model, FILE) writes it anew"
+        )
     if length > size - 8:
         raise BadTensorFile(f"{path}: its header's length says {length}, the file has {size} bytes")
     if length > _LONGEST_HEADER:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 import partc
 from partc.api import compilation
@@ -198,3 +199,24 @@ def test_a_large_table_is_cut_whatever_share_of_the_parameters_it_is(
     assert layout() == f"[{1 << 20}@tp, 64]"
     monkeypatch.setattr(placements, "_LARGE_BYTES", math.inf)
     assert layout() == f"[{1 << 20}, 64]"
+
+
+class _Scaled(torch.nn.Module):
+    """Weights that are scaled before products read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.empty(64, 16))
+        self.down = torch.nn.Parameter(torch.empty(16, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        each = torch.nn.functional.linear(x, self.up / 2).relu()
+        return torch.nn.functional.linear(each, self.down / 2).square().mean()
+
+
+def test_weights_that_products_read_scaled_are_cut_for_any_number_of_microbatches() -> None:
+    options = Options.checked(mesh="tp=2", microbatches=64, schedule="1f1b", precision="fp32", seed=0, shard=())
+    batch = {"x": torch.zeros(64, 512, 16)}
+    program = compilation(_Scaled(), batch, options, model_options={}, until="annotate").program
+    cut = {p.name: any(sub.axes == ("tp",) for dim in p.type.layout.dims for sub in dim) for p in program.parameters}
+    assert cut == {"up": True, "down": True}

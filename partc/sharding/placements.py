@@ -131,16 +131,19 @@ class _PlacementProgram:
         made: dict[str, tuple[Node, int]] = {}
         experts = expert_weights(graph, types) if self.by_rows else frozenset()
         self.travelled.update(owners[name] for name in experts if name in owners)
+        weights = {value.name: value.name for value in region.params}  # and the values made of one of them alone
         for index, op in enumerate(graph.ops):
             node = self._operation(region, index, op, types, live, cuts, experts)
             self.nodes.append(node)
             made.update((value.name, (node, output)) for output, value in enumerate(op.results))
+            if len(read := {weights.get(name) for name in op.refs()}) == 1 and (only := read.pop()) is not None:
+                weights.update((value.name, only) for value in op.results)
             for position, name in enumerate(op.refs()):
                 readers.setdefault(name, []).append((node.name, position))
+                if is_matmul(op) and name in weights:
+                    self.multiplied.add(owners[weights[name]])
                 if name in owners:
                     self._offer(owners[name], [choice.wants[position] for choice in node.alternatives])  # type: ignore[misc]
-                    if is_matmul(op):
-                        self.multiplied.add(owners[name])
                     if op.name == "embedding" and position == 0:
                         self.looked_up.add(owners[name])
         for index, name in enumerate(graph.outputs):

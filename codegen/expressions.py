@@ -244,15 +244,16 @@ def _attention(o: Operands) -> str:
     if drops:
         q, k = (o.types[arg.name].layout for arg in o.op.args[first : first + 2] if isinstance(arg, Ref))
         args[-1] = _draw(args[-1], o, (*q.dims[:3], (SubDim(k.shape[2]),)))
+    sinks = [f"sinks={o.attrs['sinks']}"] if "sinks" in o.attrs else []
     if not rows and drops:
-        return f"{o.named('functional')}.{o.op.name}({', '.join(args)})"
+        return f"{o.named('functional')}.{o.op.name}({', '.join((*args, *sinks))})"
     names = ["mask=", "out=", "lse=", *_SCORES] if backward else ["mask=None", *_SCORES]
     operands, rest = args[: first + 3], args[first + 3 :]
     if learned and not rows:
         operands, rest, names = args[: first + 4], args[first + 4 :], names[1:]
     given = arguments((*operands, *rest), ("",) * len(operands) + tuple(names), {})
     if not rows:
-        return f"{o.named('functional')}.{o.op.name}({given})"
+        return f"{o.named('functional')}.{o.op.name}({', '.join((given, *sinks))})"
     comm, ring = o.named("comm"), o.attrs.get("ring", "")
     form = "ring_attention" if ring else "attention_rows"
     if ring:
@@ -264,7 +265,7 @@ def _attention(o: Operands) -> str:
         if turned:  # so are the keys
             around += f', columns={comm}.positions("{o.whole(2 if backward else 1)[2]} zigzag {parts}")'
     more = (around, "learned=True") if learned else (around,)
-    return f"{o.named('functional')}.{form}{'_backward' * backward}({', '.join((given, *more))})"
+    return f"{o.named('functional')}.{form}{'_backward' * backward}({', '.join((given, *sinks, *more))})"
 
 
 def _where(o: Operands) -> str:
@@ -410,6 +411,7 @@ _TABLE: Mapping[str, Emit] = {
     "attention": _attention,
     "attention_backward": _attention,
     "attention_bias_backward": _attention,
+    "attention_sinks_backward": _function("functional.attention_sinks_backward"),
     "embedding": _function("torch.embedding"),
     "embedding_shard": _at_rank("functional.embedding_shard"),
     "embedding_dense_backward": lambda o: (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from partc.ir.mesh import CONTEXT_AXIS
-from partc.ir.program import Op, TensorType
+from partc.ir.program import ATTENTION, Op, TensorType
 from partc.rules import OpRule, flops, resolve
 from partc.rules.rule import Dims
 from partc.sharding.pins import Pin
@@ -15,7 +15,6 @@ from partc.sharding.placements import prefers_rows
 
 ROWS = 2  # their dimension in attention
 Place = tuple[str, int, int]  # a value, one of its dimensions, and the elements of that before the sequence
-ATTENTION = frozenset({"attention", "attention_dropout"})
 # Operations whose sums do not depend on the order of what they add.
 SUMS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "sum", "mean", "amax", "amin", "any", "all"})
 ORDERED = frozenset({"argmax", "argmin", "sort", "argsort", "topk", "scan", "arange", "index_put"})

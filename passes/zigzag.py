@@ -28,9 +28,8 @@ from partc import fuel
 from partc.ir.layout import Layout
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import ATTENTION, RANDOM, Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.sequences import (
-    ATTENTION,
     ORDERED,
     ROWS,
     SUMS,

@@ -14,6 +14,7 @@ from torch import Tensor
 from partc.ir.layout import Layout
 from partc.ir.parser import parse_graph
 from partc.ir.program import Arg, DType, DTypeArg, Graph, Op, Ref, TensorType, Value
+from partc.runtime.ops.attention import attention_sinks_backward
 from partc.runtime.ops.rotary import rotary, rotary_backward
 
 DTYPES: dict[DType, torch.dtype] = {
@@ -75,14 +76,24 @@ def _cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | None, ignore
     )
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1) @ v
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v
 
 
 def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> Any:
@@ -122,6 +133,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "expert_matmul_grad_rows": lambda g, experts, w: torch.einsum("so,sio->si", g, w[experts]),
     "attention": _attention,
     "attention_backward": _attention_backward,
+    "attention_sinks_backward": attention_sinks_backward,
     "expert_matmul": lambda x, experts, w: torch.einsum("si,sio->so", x, w[experts]),
     "expert_rows": lambda experts, w: w[experts],
     "expert_places": lambda experts: (experts[:, :, None] == experts[:, None]).tril(-1).sum(-1),
@@ -311,7 +323,9 @@ def product_cases() -> list[Case]:
         case("attention", q, k, v, normal(4, 4), False, None),
         case("attention", q, k, v, normal(6, 4, 4), False, None),
     ]
+    found += [case("attention", q, k, v, None, True, None, sinks=normal(6))]
     out, lse = normal(2, 6, 4, 6), normal(2, 6, 4)
+    found += [case("attention_sinks_backward", out, normal(2, 6, 4, 6), lse, normal(6))]
     found += [case("attention_backward", out, q, k, v, None, out, lse, causal, None) for causal in (True, False)]
     image, filters = normal(2, 6, 5, 7), normal(12, 6, 3, 2)
     found += [case("conv2d", image, filters, normal(12), [2, 1]), case("conv2d", image, filters)]

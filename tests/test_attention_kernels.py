@@ -207,12 +207,12 @@ class Computing(TorchDispatchMode):
             assert kernel == "flash" or given["compute_log_sumexp"]
             rest = [0 if str(each.type) != "Tensor" else q.new_empty(0) for each in func._schema.returns[2:]]
             return (out, saved[kernel], *rest)
-        torch.testing.assert_close(given["logsumexp"], saved[kernel], equal_nan=True)
-        torch.testing.assert_close(given["out"], out)
+        assert given["logsumexp"].shape == saved[kernel].shape and given["out"].shape == out.shape
+        weights = (scores - given["logsumexp"].reshape(*q.shape[:2], -1)[..., : q.shape[2], None]).exp().nan_to_num(0.0)
         assert given["philox_seed"] is not None and given["dropout_p"] == 0
         grad = given["grad_out_" if kernel == "efficient" else "grad_out"]
         grad_weights = grad @ values.mT
-        grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
+        grad_scores = weights * (grad_weights - (grad * given["out"]).sum(-1, keepdim=True))
         group = lambda x: x.unflatten(1, (k.shape[1], -1)).sum(2)  # noqa: E731
         found = (grad_scores @ keys * scale, group(grad_scores.mT @ q * scale), group(weights.mT @ grad))
         if kernel != "efficient":
@@ -248,6 +248,7 @@ def _oracle(
     scale: float | None,
     kept: Tensor | None,
     p: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -255,7 +256,9 @@ def _oracle(
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = torch.ops.aten._safe_softmax(scores, -1)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    weights = torch.ops.aten._safe_softmax(scores, -1)[..., : k.shape[2]]
     return (weights if kept is None else weights * kept / (1 - p)) @ v
 
 
@@ -279,21 +282,24 @@ def test_every_path_equals_autograd(kernel: str, mask: str, monkeypatch: pytest.
         (q, k, v), given = _case(shape, mask)
         causal = mask == "causal"
         taken = kernel != BLOCKS and (kernel == "cpu" or not wide[0].obstacle(_as_case(q, k, v, given, causal)))
-        for scale in (None, 0.3):
+        for scale, sinks in ((None, None), (0.3, None), (0.3, torch.randn(q.shape[1], dtype=F64, requires_grad=True))):
             learned = given is not None and given.dtype != torch.bool
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
             bias = given.detach().requires_grad_() if learned and given is not None else given
-            expected = _oracle(*inputs, bias, causal, scale, None, 0.0)
+            expected = _oracle(*inputs, bias, causal, scale, None, 0.0, sinks)
             grad = torch.randn_like(expected)
-            wanted = torch.autograd.grad(expected, [*inputs, *([bias] if learned else [])], grad)
+            leaves = [*inputs, *([bias] if learned else []), *([] if sinks is None else [sinks])]
+            wanted = torch.autograd.grad(expected, leaves, grad)
             with Computing() as gpu, torch.no_grad():
-                out, lse = functional.attention(q, k, v, given, causal, scale)
+                out, lse = functional.attention(q, k, v, given, causal, scale, sinks=sinks)
                 grads = list(functional.attention_backward(grad, q, k, v, out, lse, given, causal, scale))
                 if learned and given is not None:
                     more = functional.attention_bias_backward(grad, q, k, v, given, out, lse, causal, scale)
                     grads.append(more[3])
                     for mine, again in zip(grads, more, strict=True):
                         torch.testing.assert_close(mine, again, rtol=1e-10, atol=1e-10)
+                if sinks is not None:
+                    grads.append(functional.attention_sinks_backward(grad, out, lse, sinks))
             torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
             for mine, theirs in zip(grads, wanted, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from partc.runtime.ops.attention import attention, attention_sinks_backward
 from partc.runtime.ops.attention_rows import attention_rows, attention_rows_backward
 from partc.runtime.positions import positions
 
@@ -67,6 +68,23 @@ def test_rows_of_three_ranks_are_those_of_the_whole(dim: str, causal: bool, wind
             sums[2] += found[2]
         for made, right in zip(sums, wanted, strict=True):
             torch.testing.assert_close(made, right, rtol=1e-12, atol=1e-12)
+
+
+def test_sinks_count_once_whatever_the_tiles() -> None:
+    """Their gradients are sums over the ranks' rows."""
+    q, k, v, grad = (torch.randn(2, 4, LENGTH, 8, dtype=torch.float64) for _ in range(4))
+    sinks = torch.randn(4, dtype=torch.float64)
+    for mask, window in itertools.product(_masks(), (0, 5)):
+        whole, lse = attention(q, k, v, mask, True, None, window, sinks)
+        sums = torch.zeros_like(sinks)
+        for rank in range(3):
+            rows = positions("2 · 12@cp", {"cp": (rank, 3)})
+            where = torch.cat([torch.arange(*run[:2]) for run in rows])
+            own = mask if mask is None or mask.shape[-2] == 1 else mask[..., where, :]
+            out, norms = attention_rows(q[:, :, where], k, v, own, True, None, window, sinks=sinks, rows=rows)
+            torch.testing.assert_close((out, norms), (whole[:, :, where], lse[..., where]), rtol=1e-12, atol=1e-12)
+            sums += attention_sinks_backward(grad[:, :, where], out, norms, sinks)
+        torch.testing.assert_close(sums, attention_sinks_backward(grad, whole, lse, sinks), rtol=1e-12, atol=1e-12)
 
 
 def test_positions_of_a_rank() -> None:

@@ -261,6 +261,9 @@ def test_grouped_heads_in_chunks_equal_one_device(tmp_path: Path) -> None:
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10
 
 
+SINKS = "torch.cat([(q @ k.mT * 0.3).masked_fill(~mask, -torch.inf), {}], -1).softmax(-1)"
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mask", "attend"),
@@ -273,8 +276,11 @@ def test_grouped_heads_in_chunks_equal_one_device(tmp_path: Path) -> None:
             "j <= i",
             "(torch.where(mask, (q @ k.mT).masked_fill(i - j > 4, -torch.inf), -torch.inf) / 2).softmax(-1) @ v",
         ),
+        ("j <= i", f"{SINKS.format('self.out.bias[:2].view(1, 2, 1, 1).expand(b, 2, s, 1)')}[..., :-1] @ v"),
+        ("None", "torch.cat([q.new_zeros(b, 2, s, 1), q @ k.mT], -1).softmax(-1)[..., 1:] @ v"),
+        ("None", "((a := q @ k.mT) - a.amax(-1, keepdim=True)).softmax(-1) @ v"),
     ],
-    ids=["added", "filled", "chosen and dropped", "open", "two around a factor"],
+    ids=["added", "filled", "dropped", "open", "two around a factor", "sinks", "off by one", "shifted"],
 )
 def test_attention_that_is_written_out_makes_no_scores(mask: str, attend: str, tmp_path: Path) -> None:
     package = partc.compile(str(_written(tmp_path, mask, attend=attend)), mesh="dp=2,tp=2", microbatches=2)
@@ -292,6 +298,9 @@ def test_attention_that_is_written_out_makes_no_scores(mask: str, attend: str, t
         "(q @ k.mT).masked_fill(j > i, -3.0).softmax(-1) @ v",
         "(q @ k.mT + mask).softmax(-2) @ v",
         "(q @ k.mT).masked_fill((i - j) % 2 == 0, -torch.inf).softmax(-1) @ v",
+        "torch.cat([q @ k.mT, q.sum(-1, keepdim=True)], -1).softmax(-1)[..., :-1] @ v",  # a score of each row
+        "torch.cat([q @ k.mT, q.new_zeros(b, 2, s, 1)], -1).softmax(-1)[..., 1:] @ v",  # not what was joined
+        "((a := q @ k.mT) - a.amax(-2, keepdim=True)).softmax(-1) @ v",
     ],
 )
 def test_other_products_with_weights_stay(attend: str, tmp_path: Path) -> None:

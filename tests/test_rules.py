@@ -82,14 +82,7 @@ def spread_layouts(
 
 def by_position(op: Op) -> Op:
     """The operation reading its operands as 0, 1, ...: one value may be wanted in two layouts."""
-    count = itertools.count()
-
-    def renamed(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(str(next(count)))
-        return tuple(renamed(item) for item in arg) if isinstance(arg, tuple) else arg
-
-    return replace(op, args=tuple(renamed(arg) for arg in op.args))
+    return op.reading(map(str, itertools.count()))
 
 
 def execute(op: Op, operands: Sequence[Shards], sizes: Sizes) -> list[Shards]:
@@ -134,7 +127,8 @@ def _attention_rows(op: Op, values: Mapping[str, Tensor], rows: Stretches) -> Te
         mask = values["3"]
         spread = torch.zeros(*mask.shape[:-2], total, mask.shape[-1], dtype=mask.dtype)
         values["3"] = spread.index_copy(-2, where, mask)
-    return op_cases.run(replace(op, attrs=()), values)[0][:, :, where]
+    sinks = tuple(item for item in op.attrs if item[0] == "sinks")
+    return op_cases.run(replace(op, attrs=sinks), values)[0][:, :, where]
 
 
 def place_on(op: Op, coordinate: Coordinate, sizes: Sizes) -> int:

@@ -94,7 +94,14 @@ def _value(arg: Arg, known: Mapping[str, Tensor]) -> Any:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention with every step spelled out; each head of k and v serves a group of heads of q."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -107,7 +114,9 @@ def _attention(
         scores = scores.masked_fill(ahead.abs() >= window, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(dim=-1) @ v
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(dim=-1)[..., : v.shape[-2]] @ v
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, weight: Tensor | None, ignore: int, smoothing: float) -> Tensor:

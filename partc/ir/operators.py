@@ -273,32 +273,38 @@ def _define_composites() -> None:
     _operator(
         "attention",
         "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, int window=0, str rows='',"
-        " str ring='') -> (Tensor, Tensor)",
+        " str ring='', Tensor? sinks=None) -> (Tensor, Tensor)",
         _attention_shapes,
-        lambda g, a, r: (_ops.attention_bias_backward if _is_learned(a[3]) else _ops.attention_backward)(
-            g[0], *a[:4], *r, *a[4:]
+        lambda g, a, r: _attention_gradients(
+            _ops.attention_bias_backward if _is_learned(a[3]) else _ops.attention_backward, g[0], a, r, 9
         ),
     )
-    drops = "bool is_causal, float? scale, int window, float p, int number, str rows='', str ring='', str order='')"
+    _operator(
+        "attention_sinks_backward",
+        "(Tensor g, Tensor out, Tensor lse, Tensor sinks) -> Tensor",
+        lambda g, out, lse, sinks: _like(sinks),
+    )
+    drops = "bool is_causal, float? scale, int window, float p, int number, str rows='', str ring='', str order=''"
     _operator(
         "attention_dropout_backward",
-        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {drops}"
+        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {drops})"
         " -> (Tensor, Tensor, Tensor)",
         lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
     )
     _operator(
         "attention_dropout_bias_backward",
-        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, {drops}"
+        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, {drops})"
         " -> (Tensor, Tensor, Tensor, Tensor)",
         lambda g, q, k, v, mask, *_: (_like(q), _like(k), _like(v), mask.new_empty(mask.shape)),
     )
     _operator(
         "attention_dropout",
-        f"(Tensor q, Tensor k, Tensor v, Tensor? mask, {drops} -> (Tensor, Tensor)",
+        f"(Tensor q, Tensor k, Tensor v, Tensor? mask, {drops}, Tensor? sinks=None) -> (Tensor, Tensor)",
         _attention_shapes,
-        lambda g, a, r: (
-            _ops.attention_dropout_bias_backward if _is_learned(a[3]) else _ops.attention_dropout_backward
-        )(g[0], *a[:4], *r, *a[4:]),
+        lambda g, a, r: _attention_gradients(
+            _ops.attention_dropout_bias_backward if _is_learned(a[3]) else _ops.attention_dropout_backward,
+            *(g[0], a, r, 12),
+        ),
     )
     _operator(
         "embedding_shard_backward",
@@ -448,6 +454,16 @@ def _of_table(grad: Tensor, table: Tensor, interleaved: bool) -> Tensor:
 
 def _is_learned(mask: Tensor | None) -> bool:
     return mask is not None and mask.requires_grad
+
+
+def _attention_gradients(
+    backward: Callable[..., Any], grad: Tensor, args: tuple[Any, ...], results: tuple[Tensor, ...], place: int
+) -> list[Tensor | None]:
+    """The gradients of attention's operands; sinks are the argument at `place`."""
+    made = [*backward(grad, *args[:4], *results, *args[4:place])]
+    if len(args) <= place or args[place] is None:
+        return made
+    return [*made, *[None] * (place - len(made)), _ops.attention_sinks_backward(grad, *results, args[place])]
 
 
 def _attention_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

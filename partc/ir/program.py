@@ -22,6 +22,7 @@ ITEMSIZE: Mapping[str, int] = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
 }  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # the types of computation
+ATTENTION = frozenset({"attention", "attention_dropout"})
 # Operations that draw random numbers; the last argument is the operation's number within its call.
 RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like", "drawn"})
 # Collectives. If a `wait` reads the result, the operation only starts the collective.

@@ -100,8 +100,8 @@ def _attention(op: Op, sizes: Sizes) -> Op:
         return op
     around = () if ring is None else (("ring", ring),)
     order = "" if parts is None else f" zigzag {parts}"
-    drawn = tuple(item for item in op.attrs if item[0] == "order")
-    return replace(op, attrs=(("rows", f"{' · '.join(map(str, rows))}{order}"), *around, *drawn))
+    kept = tuple(item for item in op.attrs if item[0] in ("order", "sinks"))
+    return replace(op, attrs=(("rows", f"{' · '.join(map(str, rows))}{order}"), *around, *kept))
 
 
 # The position of the argument that is the shape of the result.

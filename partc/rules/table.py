@@ -183,9 +183,11 @@ def register(
 
 # Products
 rule("linear", "x[*b i], w[o i], +bias?[o] -> [*b o]", linear="x|w", work="*")
+_WITH_SINKS = (0, 1, 2, 3, 99)  # sinks are given by name
 rule(
     "attention",
-    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t] -> [b (g r) s e]",
+    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], sinks?[(g r)] -> [b (g r) s e]",
+    slots=_WITH_SINKS,
     blocked="t d e",
     ring="s t",
     work="b g r s t d + b g r s t e",
@@ -227,6 +229,12 @@ rule(
     work="b g r s t d + b g r s t d + b g r s t d + b g r s t e + b g r s t e",  # the scores are made again
     heavy=True,
 )
+rule(
+    "attention_sinks_backward",
+    "grad[b h s e], out[b h s e], lse[b h s], sinks[h] -> [h]",
+    linear="grad|out",
+    precision="high",
+)
 rule("expert_matmul_grad_rows", "g[s o], experts[s], w[e i o] -> [s i]", blocked="e", work="s i o", heavy=True)
 
 # Random numbers: each depends on its element's global position
@@ -235,7 +243,8 @@ build("rand_like randn_like", shapes.pointwise)
 build("rand randn", shapes.constant)
 rule(
     "attention_dropout",
-    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t] -> [b (g r) s e]",
+    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], sinks?[(g r)] -> [b (g r) s e]",
+    slots=_WITH_SINKS,
     blocked="t d e",
     ring="s t",
     work="b g r s t d + b g r s t e",

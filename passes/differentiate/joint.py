@@ -15,7 +15,21 @@ from partc.ir.gradients import reached
 from partc.ir.layout import Layout, Sizes
 from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
 from partc.ir.parser import parse_graph
-from partc.ir.program import RANDOM, ROUTED, SCAN, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
+from partc.ir.program import (
+    ATTENTION,
+    RANDOM,
+    ROUTED,
+    SCAN,
+    Arg,
+    DTypeArg,
+    Graph,
+    Op,
+    Ref,
+    Region,
+    TensorType,
+    Value,
+    needed,
+)
 from partc.rules.inference import Inferred, inferred, local
 from partc.torch_private import OpOverload
 
@@ -443,6 +457,8 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
         return name, args[:-1], (("axis", args[-1]),) if args[-1] else ()
     if name.startswith("attention") or name in RANDOM:
         words = ("rows", "ring", "order") if name.startswith("attention") else ("order",)
+        if name in ATTENTION and isinstance(args[-1], Ref):
+            args, attrs = args[:-1], (("sinks", args[-1]),)
         named = zip(words, (arg for arg in args if isinstance(arg, str)), strict=False)
         return (
             name,

@@ -4,9 +4,14 @@
     s = add(div(s, 8.0), mask)             # hides the future
     y = matmul(softmax(s, 3), v)                            ->    y = attention(q, k, v, None, True, 0.125)
 
-Masks may be several, before or after the factor. The scores are as large as the sequence's square; attention computes
-them in blocks. With dropout of the softmax it is `attention_dropout`, which draws the same numbers. Scores that are
-read elsewhere stay written out.
+Masks may be several, before or after the factor, and a row's maximum may be subtracted. The scores are as large as the
+sequence's square; attention computes them in blocks. With dropout of the softmax it is `attention_dropout`, which draws
+the same numbers. Scores that are read elsewhere stay written out.
+
+A score of each head that is joined to every row and has no value is a sink (Xiao et al. 2024; gpt-oss learns it):
+
+    c = cat((s, expand(sinks)), 3)
+    y = matmul(slice(softmax(c, 3), 3, 0, t, 1), v)         ->    y = attention(q, k, v, None, True, 0.125, sinks=sinks)
 """
 
 from __future__ import annotations
@@ -18,8 +23,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from partc import fuel
+from partc.ir.layout import Layout
 from partc.ir.naming import unique
-from partc.ir.program import Arg, Op, Ref, Region, TensorType, Value
+from partc.ir.program import Arg, DTypeArg, Op, Ref, Region, TensorType, Value
 from partc.passes.simplify.masks import Constants, Seen, structure
 from partc.passes.simplify.matrices import Runs
 from partc.rules.rule import integers
@@ -36,7 +42,7 @@ def written_attention(region: Region) -> Region:
     constants, taken = Constants(made), {*types}
     ops: list[Op] = []
     for op in graph.ops:
-        found = _Reading(made, types, once, constants).attention(op, taken)
+        found = _Reading(made, types, readers, once, graph.outputs, constants).attention(op, taken)
         ops += found if found and fuel.allowed("written attention", op.source) else [op]
     return replace(region, forward=replace(graph, ops=tuple(ops)))
 
@@ -45,7 +51,9 @@ def written_attention(region: Region) -> Region:
 class _Reading:
     made: Mapping[str, Op]
     types: Mapping[str, TensorType]
+    readers: Mapping[str, Sequence[Op]]
     once: set[str]  # values with one reader
+    outputs: tuple[str, ...]
     constants: Constants
 
     def attention(self, op: Op, taken: set[str]) -> list[Op]:
@@ -57,9 +65,14 @@ class _Reading:
             if weights.args[2] != 4:
                 return []
             dropped, weights = weights, self._maker(weights.args[0])
+        kept = weights if weights is not None and weights.name == "slice" else None
+        weights = weights if kept is None else self._maker(kept.args[0])
         if weights is None or weights.name != "softmax" or weights.args[1:] != (3,) or weights.attrs:
             return []
-        scores, seen, scale = self._maker(weights.args[0]), None, 1.0
+        scores, seen, scale = self._shifted(weights.args[0]), None, 1.0
+        sinks: list[Op] = []
+        if kept is not None:
+            scores, sinks = self._joined(scores, kept, taken)
         while scores is not None and scores.name != "matmul":
             if scores.name in ("mul", "div") and isinstance(scores.args[1], int | float):
                 number = scores.args[1]
@@ -82,7 +95,49 @@ class _Reading:
         if dropped is not None:
             drops = (shape.window, dropped.args[1], dropped.args[3])
         name = "attention" if dropped is None else "attention_dropout"
-        return [*more, replace(op, name=name, args=(q, k, op.args[1], None, shape.causal, scale, *drops))]
+        attrs = (("sinks", Ref(sinks[-1].result.name)),) if sinks else ()
+        args = (q, k, op.args[1], None, shape.causal, scale, *drops)
+        return [*more, *sinks, replace(op, name=name, args=args, attrs=attrs)]
+
+    def _shifted(self, arg: Arg) -> Op | None:
+        """The operation that makes scores for a softmax alone; it does not see a row's maximum that is subtracted."""
+        op = self._maker(arg)
+        if op is None or op.name != "sub" or not all(isinstance(each, Ref) for each in op.args) or op.attrs:
+            return op
+        whole, most = op.refs()
+        top = self.made.get(most)
+        if top is None or top.name not in ("max", "amax") or next(top.refs()) != whole or top.results[0].name != most:
+            return op
+        along = top.args[1:2] in ((3,), (-1,), ((3,),), ((-1,),)) and self.types[most].shape[-1] == 1
+        names = (whole, *(value.name for value in top.results))
+        read = {id(each) for name in names for each in self.readers.get(name, ())}
+        alone = read == {id(op), id(top)} and whole not in self.outputs
+        return self.made.get(whole) if along and alone else op
+
+    def _joined(self, op: Op | None, kept: Op, taken: set[str]) -> tuple[Op | None, list[Op]]:
+        """The scores without the sinks that `kept` cuts off their softmax, and the operations that make sinks[h]."""
+        if op is None or op.name != "cat" or op.args[1:] != (3,) or len(op.args[0]) != 2:  # type: ignore[arg-type]
+            return None, []
+        parts = [*op.refs()]
+        t = op.result.type.shape[3] - 1
+        place = {(3, 0, t, 1): 1, (3, 1, t + 1, 1): 0}.get(kept.args[1:])  # type: ignore[arg-type]
+        if place is None or self.types[parts[place]].shape[3] != 1:
+            return None, []
+        heads, name = op.result.type.shape[1], parts[place]
+        type = replace(self.types[name], layout=Layout.replicated((heads,)))
+        value = Value(name=unique(f"{name}_sinks", taken), type=type)
+        constant = self.constants.value(name)
+        if isinstance(constant, torch.Tensor) and bool((constant == constant.flatten()[0]).all()):
+            attrs = (("dtype", DTypeArg(type.dtype)),)
+            made = Op(name="full", args=((heads,), float(constant.flatten()[0])), attrs=attrs, results=(value,))
+            return self._maker(Ref(parts[1 - place])), [replace(made, source=op.source)]
+        while math.prod(self.types[name].shape) > heads and name in self.made and self.made[name].name == "expand":
+            name = next(self.made[name].refs())
+        shape = self.types[name].shape
+        if (1, *shape)[-4:] not in ((1, heads, 1, 1), (heads, 1, 1)):
+            return None, []
+        made = Op(name="reshape", args=(Ref(name), (heads,)), results=(value,), source=op.source)
+        return self._maker(Ref(parts[1 - place])), [made]
 
     def _maker(self, arg: Arg) -> Op | None:
         """The operation that makes a value for this reader alone."""

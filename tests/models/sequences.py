@@ -16,6 +16,8 @@ KINDS = (
     "prefix",
     "latent",
     "dropout",
+    "sinks",
+    "dropped-sinks",
     "convolution",
     "table",
 )
@@ -31,6 +33,7 @@ class Attention(nn.Module):
         self.k = nn.Linear(width, groups * self.size)
         self.v = nn.Linear(width, groups * self.value)
         self.out = nn.Linear(heads * self.value, width)
+        self.sinks = nn.Parameter(torch.randn(heads)) if "sinks" in kind else None
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
         b, s, _ = x.shape
@@ -52,9 +55,21 @@ class Attention(nn.Module):
             case "prefix":
                 mask = (ahead >= 0) | (at < 3)
         causal = self.kind in ("causal", "latent", "dropout", "convolution", "table")
-        p = 0.1 if self.kind == "dropout" else 0.0
-        heads = F.scaled_dot_product_attention(q, k, v, mask, p, causal, enable_gqa=self.groups < self.heads)
+        p = 0.1 if self.kind.startswith("drop") else 0.0
+        if self.sinks is not None:
+            heads = self._with_sinks(q, k, v, (ahead >= 0) & (ahead < 9), self.sinks, p)
+        else:
+            heads = F.scaled_dot_product_attention(q, k, v, mask, p, causal, enable_gqa=self.groups < self.heads)
         return self.out(heads.transpose(1, 2).flatten(2))
+
+    def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor, p: float) -> Tensor:
+        """gpt-oss's attention: a learned score of each head takes its share of every row's softmax."""
+        b, _, s, _ = q.shape
+        k, v = (x.repeat_interleave(self.heads // self.groups, 1) for x in (k, v))
+        scores = (q @ k.mT * 0.3).masked_fill(~mask, -torch.inf)
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(b, -1, s, -1)], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return F.dropout(scores.softmax(-1)[..., :-1], p, self.training) @ v
 
 
 class Block(nn.Module):

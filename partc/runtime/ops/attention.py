@@ -27,15 +27,18 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q[b, h, s, k], k[b, g, t, k], v[b, g, t, v] -> out[b, h, s, v], and the rows' log-sum-exps for backward.
 
     `mask` broadcasts to [b, h, s, t]: booleans (True: the position is read), or numbers that are added to the scores.
-    With a window, positions at that distance and beyond are not read.
+    With a window, positions at that distance and beyond are not read. `sinks[h]` are the scores of one further position
+    without a value, which takes its share of every row's softmax.
     """
     kernel = _kernel(q, k, v, mask, is_causal, window)
     if kernel is None:
-        return attention_in_blocks(q, k, v, mask, is_causal, _scale(q, scale), window)
+        out, lse = attention_in_blocks(q, k, v, mask, is_causal, _scale(q, scale), window)
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     given = {"is_causal": is_causal, "scale": _scale(q, scale)}
     padded, keys, values = _operands(kernel, q, k, v)
     aten = torch.ops.aten
@@ -49,7 +52,49 @@ def attention(
     else:
         bias = _aligned_bias(mask, q, k)
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(padded, keys, values, bias, True, **given)
-    return out[..., : v.shape[-1]], lse
+    out = out[..., : v.shape[-1]]
+    if sinks is None:
+        return out, lse
+    out, lse = with_sinks(out, plain_lse(lse, q, mask, is_causal), sinks)
+    return out, kernels_lse(lse, kernel.name)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of attention with sinks[h] from those without: out[b, h, s, v] and lse[b, h, s].
+
+    Sinks scale a row by exp(lse - lse'), which is a sigmoid. With these results attention's backward has the scores'
+    true weights, and so the gradients of queries, keys and values.
+    """
+    own = sinks.to(lse.dtype).unsqueeze(-1)
+    return (out * torch.sigmoid(lse - own).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, own)
+
+
+def attention_sinks_backward(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of sinks[h] from that of `out`, with the results of attention with sinks."""
+    wide = row_dtype(out)
+    along = (grad.to(wide) * out).sum(-1)
+    share = (sinks.to(wide).unsqueeze(-1) - plain_lse(lse, out)).exp_()
+    return -(share * along).sum((0, 2)).to(sinks.dtype)
+
+
+def plain_lse(lse: Tensor, q: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """A kernel's log-sum-exps as [b, h, s]; with the mask, minus infinity where a row reads nothing."""
+    lse = lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]  # kernels of GPUs pad it
+    if mask is None:
+        return lse
+    read = mask if mask.dtype == torch.bool else mask != -math.inf
+    if is_causal:
+        read = read & torch.ones(q.shape[2], read.shape[-1], dtype=torch.bool, device=mask.device).tril_()
+    return lse.masked_fill(~read.any(-1), -math.inf)
+
+
+def kernels_lse(lse: Tensor, kernel: str) -> Tensor:
+    """Log-sum-exps [b, h, s] in the form that a kernel's backward reads."""
+    if kernel == "cudnn":
+        return lse.unsqueeze(-1).contiguous()
+    if kernel == "efficient":
+        return F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
+    return lse.contiguous()
 
 
 def attention_backward(
@@ -138,12 +183,14 @@ def attention_dropout(
     window: int,
     p: float,
     draw: Draw,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with dropout of its weights: out[b, h, s, v], and the log-sum-exps of the score rows before dropout.
 
     `draw` provides the random numbers of all weights [b, h, s, t]; backward draws them again.
     """
-    return attention_in_blocks(q, k, v, mask, is_causal, _scale(q, scale), window, p, draw)
+    out, lse = attention_in_blocks(q, k, v, mask, is_causal, _scale(q, scale), window, p, draw)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 def attention_dropout_backward(

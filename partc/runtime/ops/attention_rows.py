@@ -26,8 +26,11 @@ from .attention import (
     attention_in_blocks,
     attention_in_blocks_backward,
     kernel_name,
+    kernels_lse,
     mask_part,
+    plain_lse,
     row_dtype,
+    with_sinks,
 )
 
 
@@ -75,6 +78,7 @@ def attention_rows(
     p: float = 0.0,
     draw: Draw | None = None,
     *,
+    sinks: Tensor | None = None,
     rows: Stretches,
     columns: Stretches = (),
 ) -> tuple[Tensor, Tensor]:
@@ -83,7 +87,7 @@ def attention_rows(
     scores = Scores(mask, is_causal, scale, window, p, draw)
     for tile in tiles(rows, columns or (Stretch(0, k.shape[2], 0),), scores):
         merged.add(q, k, v, tile, scores)
-    return merged.results()
+    return merged.results(sinks)
 
 
 def attention_rows_backward(
@@ -124,6 +128,7 @@ def ring_attention(
     p: float = 0.0,
     draw: Draw | None = None,
     *,
+    sinks: Tensor | None = None,
     ring: Axis,
     rows: Sequence[Stretches],
 ) -> tuple[Tensor, Tensor]:
@@ -136,7 +141,7 @@ def ring_attention(
     for source, keys, values in _around(ring, k, v):
         for tile in tiles(rows[ring.rank], rows[source], scores):
             merged.add(q, keys, values, tile, scores)
-    return merged.results()
+    return merged.results(sinks)
 
 
 def ring_attention_backward(
@@ -251,8 +256,9 @@ class Merged:
         here.add_(share * (out.to(here.dtype) - here))
         sums.copy_(torch.logaddexp(sums, lse))
 
-    def results(self) -> tuple[Tensor, Tensor]:
-        return self.out.to(self._dtype), self.lse
+    def results(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = (self.out, self.lse) if sinks is None else with_sinks(self.out, self.lse, sinks)
+        return out.to(self._dtype), lse
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -263,19 +269,7 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[
             q, k, v, part.mask, scores.is_causal, scores.scale, scores.window, scores.p, part.draw, ahead=tile.ahead
         )
     out, lse = attention(q, k, v, part.mask, tile.kind == "diagonal", scores.scale)
-    lse = lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]  # kernels of GPUs pad it
-    if part.mask is not None:  # kernels give numbers to rows that read nothing
-        lse = lse.masked_fill(_unread(part.mask, tile), -math.inf)
-    return out, lse
-
-
-def _unread(mask: Tensor, tile: Tile) -> Tensor:
-    """The rows of a tile that read nothing."""
-    read = mask if mask.dtype == torch.bool else mask != -math.inf
-    if tile.kind == "diagonal":
-        length = tile.rows.stop - tile.rows.start
-        read = read & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril_()
-    return ~read.any(-1)
+    return out, plain_lse(lse, q, part.mask, tile.kind == "diagonal")  # kernels give numbers to rows that read nothing
 
 
 def _by_blocks(tile: Tile, scores: Scores) -> bool:
@@ -324,7 +318,7 @@ class TileGradients:
             )
         else:
             causal = tile.kind == "diagonal"
-            form = _kernels_lse(lse, kernel_name(q, k, v, part.mask, causal))
+            form = kernels_lse(lse, kernel_name(q, k, v, part.mask, causal))
             if self.mask is None or part.mask is None:
                 found = attention_backward(grad, q, k, v, out, form, part.mask, causal, scores.scale)
             else:
@@ -338,12 +332,3 @@ class TileGradients:
         for into, gradient in zip(sums, found, strict=False):
             if into is not None and gradient is not None:
                 into += gradient
-
-
-def _kernels_lse(lse: Tensor, kernel: str) -> Tensor:
-    """Log-sum-exps of whole rows in the form that a kernel's backward reads."""
-    if kernel == "cudnn":
-        return lse.unsqueeze(-1).contiguous()
-    if kernel == "efficient":
-        return torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
-    return lse.contiguous()

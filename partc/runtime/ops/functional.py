@@ -20,6 +20,7 @@ from .attention import (
     attention_dropout,
     attention_dropout_backward,
     attention_dropout_bias_backward,
+    attention_sinks_backward,
     row_dtype,
 )
 from .attention_rows import attention_rows, attention_rows_backward, ring_attention, ring_attention_backward
@@ -63,6 +64,7 @@ __all__ = [
     "attention_dropout_bias_backward",
     "attention_rows",
     "attention_rows_backward",
+    "attention_sinks_backward",
     "bag_max",
     "bag_max_grad",
     "bag_sum",

@@ -79,14 +79,11 @@ def _check_updates(program: Program) -> None:
     if not program.updates or program.microbatches == 1 or program.separate_batches:
         return
     buffer, made = program.updates[0]
-    call = next(call for call in program.calls if made in call.results)
-    body = program.region(call.region).forward
-    inside = dict(zip(call.results, body.outputs, strict=True))[made]
     raise PartcError(
         "P0402",
         f"forward updates {buffer}, in each microbatch again",
         help="use --microbatches 1",
-        source=body.makers()[inside].source if inside in body.makers() else None,
+        source=program.source_of(made),
     )
 
 

@@ -9,7 +9,7 @@
 Stages are runs of consecutive calls that minimise the largest number of floating-point operations of a stage. Values
 that depend on inputs or constants only are computed in every stage that reads them. A value that a later stage reads is
 sent there directly from the stage that computes it. Calls that read a buffer are in the stage of the call that changes
-it.
+it; calls after that one read a copy (partc.passes.outline.updates).
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ def stages(
     names = {call.name for call in main}
     pure = frozenset(call.name for call in program.calls if call.name not in names)
     if count > len(runs):
-        joined = [main[start:end] for start, end in runs if end - start > 1]
-        because = f"; {joined[0][0].name} to {joined[0][-1].name} share a buffer that forward changes" if joined else ""
+        shared = _users_of_changing_buffers(program)
+        buffer = max(shared, key=lambda name: len(shared[name]), default="")
+        users = [call.name for call in main if call.name in shared.get(buffer, ())]
+        because = f"; {users[0]} to {users[-1]} share {buffer}, which forward changes" if users else ""
         raise PartcError(
             "P0403",
             f"{count} pipeline stages for {len(runs)} calls: a stage holds at least one",
             help=f"use {'fewer stages' if own else f'pp={len(runs)} or less'};"
             f" the calls are {', '.join(call.name for call in main[:8])}{because}",
+            source=program.source_of(dict(program.updates)[buffer]) if buffer else None,
         )
     if held_by is None:
         cut = cuts(call_work(program, main), runs, count)
@@ -64,7 +67,7 @@ def staged(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
 
     Calls that depend on inputs alone are repeated wherever they are read.
     """
-    users = _users_of_changing_buffers(program)
+    users = tuple(_users_of_changing_buffers(program).values())
     pure = input_only(program) - frozenset().union(*users)
     main = [call for call in program.calls if call.name not in pure]
     return main, _runs(main, users)
@@ -76,13 +79,13 @@ def cuts(work: Sequence[float], runs: Sequence[tuple[int, int]], count: int) -> 
     return tuple((runs[first][0], runs[last - 1][1]) for first, last in found)
 
 
-def _users_of_changing_buffers(program: Program) -> tuple[frozenset[str], ...]:
+def _users_of_changing_buffers(program: Program) -> dict[str, frozenset[str]]:
     """For each buffer that forward changes and several calls use, these calls."""
-    found = [
-        frozenset(call.name for call in program.calls if buffer in call.params or value in call.results)
+    found = {
+        buffer: frozenset(call.name for call in program.calls if buffer in call.params or value in call.results)
         for buffer, value in program.updates
-    ]
-    return tuple(names for names in found if len(names) > 1)
+    }
+    return {buffer: names for buffer, names in found.items() if len(names) > 1}
 
 
 def _runs(calls: Sequence[Call], users: Sequence[frozenset[str]]) -> list[tuple[int, int]]:

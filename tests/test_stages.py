@@ -12,7 +12,9 @@ import partc
 from partc.errors import PartcError
 from partc.package.verify import verify
 from partc.passes.stages import balanced
+from tests.independent.models import old_values, self_distilled
 from tests.models import cumulative_norms, running_centre, written_views
+from tests.test_trace import line_of
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -42,7 +44,25 @@ def test_readers_of_a_changing_buffer_are_in_the_stage_that_changes_it(tmp_path:
 def test_stages_do_not_cut_between_uses_of_a_changing_buffer() -> None:
     with pytest.raises(PartcError) as error:
         partc.compile(running_centre.__file__, mesh="pp=4", microbatches=4)
-    assert error.value.code == "P0403" and "share a buffer" in str(error.value.help)
+    assert error.value.code == "P0403" and "share centre.mean" in str(error.value.help)
+    assert error.value.source is not None and error.value.source.line == line_of(
+        Path(running_centre.__file__), "self.mean.lerp_"
+    )
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=3"])
+def test_layers_after_the_change_of_a_buffer_read_its_old_value(mesh: str, tmp_path: Path) -> None:
+    made = partc.compile(old_values.__file__, mesh=mesh, precision="fp64", microbatches=2)
+    found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok, str(found.worst)
+
+
+def test_pipelines_change_buffers_as_early_as_they_can(tmp_path: Path) -> None:
+    made = partc.compile(self_distilled.__file__, mesh="pp=2", precision="fp64", microbatches=2)
+    stage_of = {name: call.stage for call in made.program.calls for name in call.params if "student" not in name}
+    assert set(stage_of.values()) == {0}
+    found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok, str(found.worst)
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2"])

@@ -593,6 +593,13 @@ class Program:
     def _value_types(self) -> Mapping[str, TensorType]:
         return {value.name: value.type for value in self.values}
 
+    def source_of(self, value: str) -> Source | None:
+        """The place in the user's code that computes a result of a call, if it is known."""
+        call = next(call for call in self.calls if value in call.results)
+        graph = self.region(call.region).forward
+        op = graph.makers().get(graph.outputs[call.results.index(value)])
+        return op.source if op is not None else None
+
     def body(self, kind: BodyKind, index: int) -> tuple[ActionStatement, ...]:
         """The statements of an action; none where it has no body."""
         return self._bodies.get((kind, index), ())

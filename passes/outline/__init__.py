@@ -44,6 +44,7 @@ from partc.passes.outline.segments import (
     module_path,
     segments,
 )
+from partc.passes.outline.updates import early, with_old_values
 
 
 def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
@@ -55,13 +56,32 @@ def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     trained = set(weights)
     deepest = max((module_path(op).count(".") + 1 for op in main.forward.ops), default=0)
     modules = lookups_joined(main, weights, by_module(main.forward.ops))
-    found = _Linker(program, main, segments(main, trained, modules)).run()
+    linked = lambda keys: _Linker(program, main, _segments(program, main, trained, keys, len(places) > 1)).run()  # noqa: E731
+    found = linked(modules)
     finer = (*(by_module(main.forward.ops, inside=n + 1) for n in range(deepest)), by_weight(main, weights))
     for keys in finer:
         if _stageable(found) >= len(places):
             return found
-        found = _Linker(program, main, segments(main, trained, keys)).run()
+        found = linked(keys)
     return found
+
+
+def _segments(
+    program: Program, main: Region, trained: set[str], keys: Mapping[int, str], cut: bool
+) -> list[ModuleSegment]:
+    """Segments with the updates of buffers in their places; a pipeline cuts between them if `cut`."""
+    lifted, body = segments(main, trained, keys)
+    written = _written(program, main)
+    if cut:
+        body = early(body, main, written)
+    return [*lifted, *with_old_values(body, main, written)]
+
+
+def _written(program: Program, main: Region) -> dict[str, str]:
+    """The value in main that each update stores -> the parameter of main that it changes."""
+    made = dict(zip(program.calls[0].results, main.forward.outputs, strict=True))
+    params = {name: value.name for value, name in _stored(program)}
+    return {made[value]: params[buffer] for buffer, value in program.updates}
 
 
 def _stageable(program: Program) -> int:
@@ -81,11 +101,10 @@ class _Linker:
         self.segments = segments
         self.stored = {value.name: name for value, name in _stored(program)}
         self.trained = {parameter.name: parameter.trainable for parameter in program.parameters}
-        made = dict(zip(program.calls[0].results, main.forward.outputs, strict=True))
-        params = {name: value for value, name in self.stored.items()}
-        self.written = {made[value]: params[buffer] for buffer, value in program.updates}  # next value -> its buffer
+        self.written = _written(program, main)
         self.types = {name: value.type for name, value in main.forward.definitions().items()}
-        self.types.update((value.name, value.type) for value in main.params)
+        made = (value for segment in segments for op in segment.ops for value in op.results)
+        self.types.update((value.name, value.type) for value in (*main.params, *made))
         self.regions: dict[Hashable, Region] = {}
         self.region_names: set[str] = set()
         self.call_names: set[str] = set()

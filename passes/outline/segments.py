@@ -20,8 +20,10 @@ class ModuleSegment:
     gives: tuple[str, ...] | None = None  # its results, unless they are all values that others read
 
 
-def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[ModuleSegment]:
-    """The operations of the region, cut into calls in an executable order."""
+def segments(
+    main: Region, trained: set[str], keys: Mapping[int, str]
+) -> tuple[list[ModuleSegment], list[ModuleSegment]]:
+    """The operations of the region, cut into calls in an executable order: lifted values, and bodies."""
     free, constant = _free_values(main, trained)
     constant = constant - set(main.forward.outputs)  # a buffer takes them in every microbatch
     ops = main.forward.ops
@@ -36,7 +38,7 @@ def segments(main: Region, trained: set[str], keys: Mapping[int, str]) -> list[M
     body = _own_views(body, main)
     body = _joined(body, {value.name for value in main.params}, trained)
     order = {id(op): index for index, op in enumerate(ops)}
-    return [*_lifted_segments(sorted(lifted, key=lambda n: order[id(made[n])]), made, constant, body, order), *body]
+    return _lifted_segments(sorted(lifted, key=lambda n: order[id(made[n])]), made, constant, body, order), body
 
 
 def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[ModuleSegment]:

@@ -1,0 +1,79 @@
+"""Updates of buffers among segments: where they happen, and the old values that later segments read.
+
+    segment embed: h = …; next = lerp(mean, …)      segment embed: old = clone(mean); h = …; next = lerp(mean, …)
+    segment head:  y = sub(h, mean)             ->  segment head:  y = sub(h, old)
+    update mean = next                              update mean = next
+
+A call stores the new value of a buffer when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from partc.ir.naming import unique
+from partc.ir.program import Op, Ref, Region
+from partc.passes.outline.segments import ModuleSegment
+
+
+def early(body: Sequence[ModuleSegment], main: Region, written: Mapping[str, str]) -> list[ModuleSegment]:
+    """Operations that only updates need, in the first segments in which they can be computed.
+
+    An update without operands of its own, such as a counter's, is computed where its buffer is read first. So a
+    pipeline can be cut between readers of buffers. `written` maps each next value to its buffer.
+    """
+    ops = [op for segment in body for op in segment.ops]
+    needed = set(main.forward.outputs).difference(written)
+    for op in reversed(ops):
+        if needed.intersection(value.name for value in op.results):
+            needed.update(op.refs())
+    home = {value.name: index for index, segment in enumerate(body) for op in segment.ops for value in op.results}
+    first: dict[str, int] = {}
+    for index, segment in enumerate(body):
+        for op in segment.ops:
+            if needed.intersection(value.name for value in op.results):
+                for name in op.refs():
+                    first.setdefault(name, index)
+    moving = [op for op in ops if needed.isdisjoint(value.name for value in op.results)]
+    possible = dict(home)
+    for op in moving:
+        least = max((possible[name] for name in op.refs() if name in possible), default=-1)
+        possible.update((value.name, least) for value in op.results)
+    place: dict[str, int] = {}
+    for op in reversed(moving):
+        for value in op.results:
+            own = home[value.name]
+            if value.name in written:
+                own = min(own, max(possible[value.name], first.get(written[value.name], own)))
+            place[value.name] = min(own, place.get(value.name, own))
+        index = min(place[value.name] for value in op.results)
+        for name in op.refs():
+            if name in home:
+                place[name] = min(index, place.get(name, index))
+    at = {id(op): min(place[value.name] for value in op.results) for op in moving if op.results}
+    found = []
+    for index, segment in enumerate(body):
+        stay = tuple(op for op in segment.ops if at.get(id(op), index) == index)
+        more = tuple(op for op in moving if at.get(id(op)) == index and home[op.results[0].name] != index)
+        found.append(replace(segment, ops=(*stay, *more)))
+    return [segment for segment in found if segment.ops]
+
+
+def with_old_values(body: Sequence[ModuleSegment], main: Region, written: Mapping[str, str]) -> list[ModuleSegment]:
+    """Segments after the update of a buffer read a copy of its old value."""
+    found = list(body)
+    taken = {*main.forward.definitions(), *(value.name for value in main.params)}
+    params = {value.name: value for value in main.params}
+    for index, segment in enumerate(body):
+        for value in (value.name for op in segment.ops for value in op.results if value.name in written):
+            buffer = written[value]
+            late = [at for at in range(index + 1, len(found)) if any(buffer in op.refs() for op in found[at].ops)]
+            if not late:
+                continue
+            old = replace(params[buffer], name=unique(f"{buffer}_before", taken))
+            copy = Op(name="clone", args=(Ref(buffer),), results=(old,))
+            found[index] = replace(found[index], ops=(copy, *found[index].ops))
+            for at in late:
+                found[at] = replace(found[at], ops=tuple(op.renamed({buffer: old.name}) for op in found[at].ops))
+    return found

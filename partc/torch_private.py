@@ -10,7 +10,7 @@ from torch._decomp import core_aten_decompositions
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._library import simple_registry
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnValues
 from torch.fx.proxy import TracerBase
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -51,12 +51,24 @@ __all__ = [
     "checkpoint",
     "checks",
     "compiling_unsaid",
+    "fake_stored",
     "inside_functorch",
     "tree_flatten",
     "tree_unflatten",
     "without_modes",
     "without_order",
 ]
+
+
+def fake_stored(mode: FakeTensorMode, like: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    """A fake tensor on the CPU of the dtype and shape of `like`, a meta tensor; a parameter if `stored` is one.
+
+    `nn.Parameter` would detach it first, at ten times the cost.
+    """
+    made: torch.Tensor = FakeTensor(mode, like, torch.device("cpu"))
+    if isinstance(stored, torch.nn.Parameter):
+        made.requires_grad_(stored.requires_grad)._is_param = True
+    return made
 
 
 def inside_functorch() -> bool:

@@ -59,17 +59,16 @@ def _travelling(parameter: Parameter, near: tuple[str, ...], wire: str, compress
 
 def _of_stage(program: Program, stage: int, bucket: int, halves: bool) -> Iterator[tuple[str, str]]:
     """The parameters that one stage alone uses, each with the call that completes its bucket."""
-    parameters = {parameter.name: parameter for parameter in program.parameters}
     holders = program.holders()
     waiting: dict[tuple[object, ...], list[str]] = {}
     call = ""
     for call, names in _completed(program, stage, halves):
         for name in names:
-            key = _together(parameters[name], program.sizes)
+            key = _together(program.parameter(name), program.sizes)
             if key and holders[name] == (stage,):
                 waiting.setdefault(key, []).append(name)
         for key, found in list(waiting.items()):
-            if sum(parameters[name].type.local_bytes(program.sizes) for name in found) >= bucket:
+            if sum(program.parameter(name).type.local_bytes(program.sizes) for name in found) >= bucket:
                 yield from ((name, call) for name in waiting.pop(key))
     yield from ((name, call) for names in waiting.values() for name in names)
 

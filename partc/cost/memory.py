@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from partc.errors import PartcError
-from partc.ir.naming import is_number
+from partc.ir.naming import starred
 from partc.ir.printer import readable
 from partc.runtime.documents import Malformed, Natural, Positive, decoded
 
@@ -154,8 +154,7 @@ def together(items: Iterable[tuple[str, str, int]]) -> tuple[HeldTensors, ...]:
     """
     found: dict[tuple[str, str], list[int]] = {}
     for category, name, size in items:
-        starred = ".".join("*" if is_number(part) else part for part in name.split("."))
-        found.setdefault((category, starred), []).append(size)
+        found.setdefault((category, starred(name)), []).append(size)
     held = (
         HeldTensors(category=category, name=name, count=len(sizes), bytes=sum(sizes))
         for (category, name), sizes in found.items()

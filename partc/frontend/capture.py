@@ -35,7 +35,7 @@ from partc.quoting import encodable
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import constants, entries, of_model, rebuilt
 from partc.runtime.train.precision import computing_in, dtype_held, held_in
-from partc.torch_private import STACK_FILTER, BatchNorm, FakeTensorMode, TracerBase
+from partc.torch_private import STACK_FILTER, BatchNorm, FakeTensorMode, TracerBase, fake_stored
 
 Loss = Callable[[Any, Any], Any]
 
@@ -215,8 +215,8 @@ def capture(
     hooks = own_hooks(model)
     told: list[tuple[frozenset[str], tuple[str, ...], Repeats, Selections]] = []
     assumed: dict[str, None] = {}
+    _make_fake(model, dtype, mode)
     with mode:
-        _make_fake(model, dtype)
         form, found = _batch(make_batch, path)
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         batch = _part(_fake_batch(tensors, mode, dtype), parts)
@@ -412,14 +412,14 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
     return model
 
 
-def _make_fake(model: nn.Module, dtype: torch.dtype) -> None:
+def _make_fake(model: nn.Module, dtype: torch.dtype, mode: FakeTensorMode) -> None:
     """Replace every parameter and buffer by a fake one on the CPU; ties are kept, floats are cast."""
     made: dict[int, Tensor] = {}
 
     def fake(old: Tensor) -> Tensor:
         if id(old) not in made:
-            empty = torch.empty(old.shape, dtype=dtype_held(old.dtype, dtype), device="cpu")
-            made[id(old)] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
+            empty = torch.empty(old.shape, dtype=dtype_held(old.dtype, dtype), device="meta")
+            made[id(old)] = fake_stored(mode, empty, old)
         return made[id(old)]
 
     for module in model.modules():

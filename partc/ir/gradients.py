@@ -59,6 +59,7 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
     trainable = trainable_params(program)
     regions = {region.name: region for region in program.regions}
     needs: dict[str, set[str]] = {name: set() for name in regions}
+    lives: dict[tuple[str, int], set[str]] = {}  # by region and the number of its needs, which only grow
     while True:
         owing: set[str] = set()
         before = sum(map(len, needs.values()))
@@ -67,7 +68,10 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
             for value, name in zip(region.forward.inputs, call.args, strict=True):
                 if name in owing and value.type.differentiable:
                     needs[region.name].add(value.name)
-            live = reached(region.forward, needs[region.name] | trainable[region.name])
+            key = region.name, len(needs[region.name])
+            if key not in lives:
+                lives[key] = reached(region.forward, needs[region.name] | trainable[region.name])
+            live = lives[key]
             owing.update(name for name, out in zip(call.results, region.forward.outputs, strict=True) if out in live)
         if sum(map(len, needs.values())) == before:
             return {name: frozenset(inputs) for name, inputs in needs.items()}
@@ -79,12 +83,17 @@ def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
     Arguments that a call only detaches, directly or in a later call, have none.
     """
     regions = {region.name: region for region in program.regions}
+    through = {
+        (region.name, value.name): reached(region.forward, (value.name,))
+        for region in program.regions
+        for value in region.forward.inputs
+    }
     wanted, found = {*program.returned}, set()
     for call in reversed(program.calls):
         graph = regions[call.region].forward
         outputs = {out for out, name in zip(graph.outputs, call.results, strict=False) if name in wanted}
         for value, name in zip(graph.inputs, call.args, strict=True):
-            if outputs & reached(graph, (value.name,)):
+            if outputs & through[call.region, value.name]:
                 found.add((call.name, name, call.stage))
                 wanted.add(name)
     return frozenset(found)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 Sizes = Mapping[str, int]  # axis name -> number of ranks (or of microbatches, for "mb")
 
@@ -59,7 +60,7 @@ class Partial:
 Placement = Shard | Replicated | Varying | Partial
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The sub-dimensions of each dimension, from major to minor, and the partial, varying and local axes.
 
@@ -103,7 +104,7 @@ class Layout:
         varying = tuple(axis for axis, placement in placements.items() if isinstance(placement, Varying))
         return cls(tuple(dims), partial, varying).normalized(sizes)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
         return tuple(math.prod(sub.size for sub in dim) for dim in self.dims)
@@ -112,11 +113,11 @@ class Layout:
         """The shape that one rank holds for one microbatch."""
         return tuple(math.prod(sub.part(sizes) for sub in dim) for dim in self.dims)
 
-    @property
+    @cached_property
     def sharded_axes(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.dims for sub in dim for axis in sub.axes)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """All axes that are not replicated."""
         return (*self.sharded_axes, *self.partial, *self.varying, *self.local)

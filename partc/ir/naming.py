@@ -52,6 +52,12 @@ def is_number(part: str) -> bool:
     return part.isascii() and part.isdigit()
 
 
+@lru_cache(1 << 16)
+def starred(path: str) -> str:
+    """A path with `*` for its indices into lists."""
+    return ".".join("*" if is_number(part) else part for part in path.split("."))
+
+
 def unique(stem: str, taken: set[str]) -> str:
     """`stem`, or `stem_2`, `stem_3`, …; the name is added to `taken`."""
     name, count = stem, 1

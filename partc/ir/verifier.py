@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from partc.errors import InternalError
 from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import FLOATING, DType, Graph, Op, Program, Region, TensorType, Value
+from partc.ir.program import FLOATING, Graph, Op, Program, Region, TensorType, Value
 
 # Collectives and their local relatives: elements of the result per element of the operand, for n ranks.
 _GROWS = {"all_gather", "unshard", "put"}
@@ -72,6 +72,13 @@ def _calls(program: Program) -> Iterator[str]:
     parameters = {parameter.name: parameter.type for parameter in program.parameters}
     types = program.value_types()
     known = {(stage, name) for name in program.inputs for stage in range(program.stages)}
+    received: dict[str, set[int]] = {}
+    for item in program.transfers:
+        received.setdefault(item.value, set()).add(item.target)
+    results: dict[str, list[Value]] = {}
+    for each in program.regions:
+        made = each.forward.definitions() | {value.name: value for value in each.params}
+        results[each.name] = [made[name] for name in each.forward.outputs if name in made]
     for call in program.calls:
         region = regions.get(call.region)
         if region is None:
@@ -81,19 +88,15 @@ def _calls(program: Program) -> Iterator[str]:
         for name in call.args:
             if (call.stage, name) not in known:
                 yield f"{place} reads {name} before it is made or received in stage {call.stage}"
-        made = region.forward.definitions() | {value.name: value for value in region.params}
-        outputs = [made[name] for name in region.forward.outputs if name in made]
         yield from _matched(f"{place}: argument", call.args, types, region.forward.inputs)
-        held = {name: parameters[name].dtype for name in call.params if name in parameters}
-        read = (_read(value, held.get(name)) for name, value in zip(call.params, region.params, strict=False))
-        yield from _matched(f"{place}: parameter", call.params, parameters, [*read, *region.params[len(call.params) :]])
+        yield from _matched(f"{place}: parameter", call.params, parameters, region.params, cast=FLOATING)
         # Once differentiated, a region's outputs are followed by what it saves.
-        yield from _matched(f"{place}: result", call.results, types, outputs[: len(call.results)])
+        yield from _matched(f"{place}: result", call.results, types, results[region.name][: len(call.results)])
         for name in call.results:
             if (call.stage, name) in known:
                 yield f"{place} makes {name} a second time"
             known.add((call.stage, name))
-            known.update((item.target, name) for item in program.transfers if item.value == name)
+            known.update((target, name) for target in received.get(name, ()))
     for name in set(program.returned).difference(name for _, name in known):
         yield f"no call makes the {'result' if program.results else 'loss'} {name}"
 
@@ -111,24 +114,24 @@ def _exchanges(program: Program) -> Iterator[str]:
         yield f"gradients travel in several ways: {'; '.join(sorted(ways))}"
 
 
-def _read(value: Value, held: DType | None) -> Value:
-    """The value as it is held: a parameter may be read in fewer bits."""
-    if held not in FLOATING or value.type.dtype not in FLOATING:
-        return value
-    return replace(value, type=replace(value.type, dtype=held))
-
-
 def _matched(
-    what: str, names: Iterable[str], types: Mapping[str, TensorType], signature: Iterable[Value]
+    what: str,
+    given: Sequence[str],
+    types: Mapping[str, TensorType],
+    wanted: Sequence[Value],
+    cast: Collection[str] = (),
 ) -> Iterator[str]:
-    given, wanted = list(names), list(signature)
+    """Values fit a signature in dtype and shape; those of a dtype in `cast` may be read as another one of them."""
     if len(given) != len(wanted):
         yield f"{what}s are {len(given)}, the region has {len(wanted)}"
     for name, value in zip(given, wanted, strict=False):
         if name not in types:
             yield f"{what} {name} doesn't exist"
-        elif (types[name].dtype, types[name].shape) != (value.type.dtype, value.type.shape):
-            yield f"{what} {name} is {types[name]}, the region's {value.name} is {value.type}"
+            continue
+        held, read = types[name], value.type
+        same = held.dtype == read.dtype or (held.dtype in cast and read.dtype in cast)
+        if not same or held.shape != read.shape:
+            yield f"{what} {name} is {held}, the region's {value.name} is {read}"
 
 
 def _transfers(program: Program, types: Mapping[str, TensorType]) -> Iterator[str]:
@@ -246,6 +249,8 @@ def _operation(
 
 def _layout(what: str, layout: Layout, sizes: Sizes, gathered: Collection[str] = ()) -> Iterator[str]:
     """Every axis is known, used once, and divides the dimension that it cuts, unless parts are `gathered` over it."""
+    if not layout.axes:
+        return
     unknown = [axis for axis in layout.axes if axis not in sizes]
     if unknown:
         yield f"{what} has layout {layout}, with an axis {unknown[0]} that the mesh doesn't have"

@@ -11,7 +11,7 @@ from typing import Any
 from partc.errors import PartcError, first_line
 from partc.ir.layout import Layout, index_ranges
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
-from partc.ir.naming import is_number
+from partc.ir.naming import starred
 from partc.package.launch import literals, read_plan
 from partc.runtime.place import Place
 
@@ -69,4 +69,4 @@ def _held(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[tuple[s
             ":" if ranges == ((0, size),) else " ".join(f"{start}:{end}" for start, end in ranges)
             for ranges, size in zip(index_ranges(layout, place.coordinate, mesh.sizes), layout.shape, strict=True)
         ]
-        yield ".".join("*" if is_number(part) else part for part in name.split(".")), f"[{', '.join(parts)}]"
+        yield starred(name), f"[{', '.join(parts)}]"

@@ -7,11 +7,12 @@
                                                            del p, x
                                                            return _call.play(_held)
                                                        p, x = _call.stand_ins(p, x)
-                                                       _call.at(2)
-                                                       h = x @ p.w
-                                                       _call.named("h", h)
-                                                       …
-                                                       return _call.leave((y, (h, x)))
+                                                       with _EvenRouting():
+                                                           _call.at(2)
+                                                           h = x @ p.w
+                                                           _call.named("h", h)
+                                                           …
+                                                           return _call.leave((y, (h, x)))
 
 The caller of a function keeps its references to the arguments, or has given them up: Python's own rules decide when a
 tensor ends, in a replayed function as in a running one. For this reason arguments have substitutes while a function is
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from partc.errors import InternalError
-from partc.rehearsal.ledger import Block, Event, Leaf, Ledger, Owned, Sight, Surge, sight
+from partc.rehearsal.ledger import Block, EvenRouting, Event, Leaf, Ledger, Owned, Sight, Surge, sight
 from partc.runtime.torch_private import storage_key
 
 if TYPE_CHECKING:
@@ -364,7 +365,11 @@ def region_module(module: RegionModule, lessons: Lessons, kernels: Any) -> dict[
             functions[node.name] = Learnt(name=node.name, region=module.region, text=source, file=module.path)
             node.decorator_list = []  # compiled code holds as much as its operations, or less
             _instrument(node)
-    return _run(tree, module.path, {"_lessons": lessons, "_functions": functions, "kernels": kernels})
+    return _run(
+        tree,
+        module.path,
+        {"_lessons": lessons, "_functions": functions, "_EvenRouting": EvenRouting, "kernels": kernels},
+    )
 
 
 def stage_class(module: StageModule, given: Mapping[str, Any]) -> Any:
@@ -417,7 +422,8 @@ def _instrument(function: ast.FunctionDef) -> None:
                         body.append(_told("named", ast.Constant(name.id), ast.Name(name.id, ast.Load())))
     leave = ast.Attribute(ast.Name("_call", ast.Load()), "leave", ast.Load())
     closing = ast.Return(ast.Call(leave, [last], []))
-    function.body = [*ast.parse(opening).body, *body, closing]
+    even = ast.With([ast.withitem(ast.Call(ast.Name("_EvenRouting", ast.Load()), [], []))], [*body, closing])
+    function.body = [*ast.parse(opening).body, even]
 
 
 def _told(method: str, *arguments: ast.expr) -> ast.stmt:

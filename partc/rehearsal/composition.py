@@ -20,7 +20,7 @@ from typing import Any
 from partc.communication.exchanges import Exchanges
 from partc.communication.execution import Execution, Free, GraphRun, Message, Start, Step, Wait
 from partc.cost.memory import Moment, RankMemory, StepPosition, together
-from partc.ir.naming import is_number
+from partc.ir.naming import is_number, starred
 from partc.ir.program import Action, Program
 from partc.passes.prefetch import gathering_ahead
 from partc.rehearsal.ledger import Block, Entry, Ledger, Surge
@@ -76,13 +76,9 @@ class Effect:
 
 def _label(what: Block | Surge | None) -> Label | Key:
     if isinstance(what, Surge):
-        return (what.bytes, *((block.category, _starred(block.name), block.bytes) for block in what.alive))
+        return (what.bytes, *((block.category, starred(block.name), block.bytes) for block in what.alive))
     assert what is not None
-    return what.category, _starred(what.name), what.bytes
-
-
-def _starred(name: str) -> str:
-    return ".".join("*" if is_number(part) else part for part in name.split("."))
+    return what.category, starred(what.name), what.bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class Ledger(TorchDispatchMode):
             # Its kernel for CPUs keeps means and deviations in the bits of its operand, others in 32.
             result = (result[0], *(x.to(args[0].dtype) for x in result[1:]))
         if not self._muted:
-            for x in tree_flatten(result)[0]:
+            for x in (result,) if isinstance(result, Tensor) else tree_flatten(result)[0]:
                 if isinstance(x, Tensor) and storage_key(x) not in self._found:
                     self.begins(x, str(func))
         return result
@@ -285,7 +285,7 @@ def _by_category(blocks: Iterable[Block]) -> dict[str, int]:
     return found
 
 
-class _Even(TorchFunctionMode):
+class EvenRouting(TorchFunctionMode):
     """Routing for tensors without values: every expert gets the same number of rows."""
 
     def __init__(self) -> None:
@@ -311,5 +311,5 @@ class _Even(TorchFunctionMode):
 @contextmanager
 def counting() -> Iterator[Ledger]:
     """A context that counts operations on tensors of the meta device."""
-    with _Even(), Ledger() as ledger, torch.no_grad():
+    with Ledger() as ledger, torch.no_grad():
         yield ledger

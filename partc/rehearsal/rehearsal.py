@@ -260,11 +260,15 @@ class _Rehearsal:
             with ledger.making("temporaries", "update"), _Numbers():
                 optimizer.step()
 
+    @cached_property
+    def _few(self) -> bool:
+        """Whether the ranks of a place are examined one by one."""
+        mesh = self._program.mesh
+        return mesh.size // mesh.axis(PIPELINE_AXIS) <= MOST_COUNTED
+
     def copied(self, place: int) -> int:
         """The bytes that a rank at a place writes into a checkpoint; on large meshes, equal ranks write as many."""
-        program, sizes = self._program, self._program.mesh.sizes
-        few = program.mesh.size // sizes.get(PIPELINE_AXIS, 1) <= MOST_COUNTED
-        key = place if few else self._composer.signature(place)
+        key = place if self._few else self._composer.signature(place)
         if key not in self._hosts:
             self._hosts[key] = self._copied(place, self._shards(place))
         return self._hosts[key]
@@ -275,20 +279,17 @@ class _Rehearsal:
         On large meshes this is an upper bound: all that a rank holds.
         """
         program, sizes = self._program, self._program.mesh.sizes
-        ranks = [
-            sizes_of
-            for rank in range(program.mesh.size)
-            if (sizes_of := program.mesh.coordinate(rank)).get(PIPELINE_AXIS, 0) == place
-        ]
+        first = program.mesh.rank({PIPELINE_AXIS: place})
+        equal = tuple(name for name in sizes if name != PIPELINE_AXIS)
+        ranks = program.mesh.group(first, equal) if self._few else (first,)
         holders = {
             each: sorted({program.place(stage) for stage in stages})
             for item in program.parameters
             if (stages := program.holders().get(item.name))
             for each in item.names
         }
-        few = len(ranks) <= MOST_COUNTED
         found = []
-        for coordinate in ranks if few else ranks[:1]:
+        for coordinate in map(program.mesh.coordinate, ranks):
             total = 0
             for name, shard in ModelView(shards, sizes, coordinate).shards.items():
                 whole = [(name, shard.dims, shard.dtype.itemsize)]
@@ -297,7 +298,7 @@ class _Rehearsal:
                     whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if cut else state.size))
                 for tensor, dims, each in whole:
                     apart = cutting(dims) | {*shard.apart}
-                    if not few or speaks(tensor, apart, sizes, coordinate, holders[name]):
+                    if not self._few or speaks(tensor, apart, sizes, coordinate, holders[name]):
                         shape = (shard.holds or shard.shape) if dims == shard.dims else _whole(dims)
                         total += each * sum(
                             math.prod(piece.whole.sizes) for piece in pieces(dims, shape, sizes, coordinate)

@@ -58,11 +58,10 @@ def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     modules = lookups_joined(main, weights, by_module(main.forward.ops))
     linked = lambda keys: _Linker(program, main, _segments(program, main, trained, keys, len(places) > 1)).run()  # noqa: E731
     found = linked(modules)
-    finer = (*(by_module(main.forward.ops, inside=n + 1) for n in range(deepest)), by_weight(main, weights))
-    for keys in finer:
-        if _stageable(found) >= len(places):
-            return found
-        found = linked(keys)
+    depth = 0
+    while _stageable(found) < len(places) and depth <= deepest:
+        depth += 1
+        found = linked(by_module(main.forward.ops, depth) if depth <= deepest else by_weight(main, weights))
     return found
 
 

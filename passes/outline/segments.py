@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from partc.ir.naming import is_number
@@ -137,10 +138,15 @@ def module_path(op: Op) -> str:
     return op.source.module if op.source else ""
 
 
-def _levels(op: Op) -> list[str]:
+def _levels(op: Op) -> tuple[str, ...]:
     """Prefixes of the module path that end in a number: layers.0, then layers.0.blocks.1."""
-    parts = module_path(op).split(".")
-    return [".".join(parts[: index + 1]) for index, part in enumerate(parts) if is_number(part)]
+    return _numbered_prefixes(module_path(op))
+
+
+@lru_cache(1 << 16)
+def _numbered_prefixes(path: str) -> tuple[str, ...]:
+    parts = path.split(".")
+    return tuple(".".join(parts[: index + 1]) for index, part in enumerate(parts) if is_number(part))
 
 
 def container(level: str) -> str:

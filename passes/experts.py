@@ -143,7 +143,7 @@ def _with_lookups(region: Region, types: Mapping[str, TensorType]) -> tuple[Op, 
 
 @dataclass(frozen=True)
 class _Chain:
-    """The operations on rows from the first product with one choice of experts to the last.
+    """The operations on rows from one product to another with the same choice of experts.
 
     Products are those with the experts' matrices, and lookups of a row for each expert.
     """
@@ -179,7 +179,7 @@ class _Experts:
         for index, op in enumerate(self.ops):
             if op.name in (_PRODUCT, _LOOKUP):
                 chosen.setdefault(_chosen(op), []).append(index)
-        self.chains = tuple(self._chain(name, tuple(products)) for name, products in chosen.items())
+        self.chains = tuple(chain for name, products in chosen.items() for chain in self._chains(name, products))
         self._check_readers()
 
     def _check_readers(self) -> None:
@@ -191,7 +191,16 @@ class _Experts:
                 if index not in known:
                     raise self._refused(self.ops[index], f"{self.ops[index].name} reads {name} as well")
 
-    def _chain(self, chosen: str, products: tuple[int, ...]) -> _Chain:
+    def _chains(self, chosen: str, products: Sequence[int]) -> Iterator[_Chain]:
+        """Divide products into chains. Rows return to their places where an operation between mixes them."""
+        start = 0
+        for end in range(1, len(products) + 1):
+            if end == len(products) or not all(map(self._by_row, self._between(products[start : end + 1]))):
+                yield self._chain(chosen, tuple(products[start:end]))
+                start = end
+
+    def _between(self, products: Sequence[int]) -> list[int]:
+        """The operations from the first product to the last on results of products, with all products."""
         behind: set[int] = set()
         made: set[str] = set()
         for index in range(products[0], products[-1] + 1):
@@ -205,6 +214,10 @@ class _Experts:
             if index in products or (index in behind and any(value.name in wanted for value in op.results)):
                 between.append(index)
                 wanted.update(op.refs())
+        return between
+
+    def _chain(self, chosen: str, products: tuple[int, ...]) -> _Chain:
+        between = self._between(products)
         made = {value.name for index in between for value in self.ops[index].results}
         for index in range(products[0], len(self.ops)):
             op = self.ops[index]
@@ -213,7 +226,8 @@ class _Experts:
                 between.append(index)
                 made.update(value.name for value in op.results)
         for index in between:
-            self._check_rows(index)
+            if not self._by_row(index):
+                raise self._refused(self.ops[index], f"{self.ops[index].name} does not compute each row by itself")
         for index in products:
             count = self._own(_weight(self.ops[index]))
             if count % self.ways:
@@ -221,15 +235,16 @@ class _Experts:
             self._take(_weight(self.ops[index]), index, Shard(0))
         return _Chain(chosen, tuple(sorted(between)), products)
 
-    def _check_rows(self, index: int) -> None:
-        """Check that an operation computes each row by itself, on rows that the axis cuts."""
+    def _by_row(self, index: int) -> bool:
+        """Whether an operation computes each row by itself, on rows that the axis cuts; its rule is noted."""
         op = self.ops[index]
         rule = resolve(op, self.types)
         choice = choice_on(op, self.axis)
         row = self._row(rule, op)
         if rule is None or row is None or op.name in RANDOM or choice is None or choice.factor != row:
-            raise self._refused(op, f"{op.name} does not compute each row by itself")
+            return False
         self.rules[index] = rule
+        return True
 
     def _row(self, rule: OpRule | None, op: Op) -> str | None:
         """The factor of the rows, which is the first dimension of all results."""

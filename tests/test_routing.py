@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import partc
+from partc.errors import PartcError
 from partc.runtime.comm.comm import Axis, Comm
 from partc.runtime.errors import UsageError
 from partc.runtime.ops import experts
@@ -119,6 +122,66 @@ def test_biases_and_strided_gates_of_sorted_experts() -> None:
     package = partc.compile(biased_experts, _batch(), mesh="2x2", microbatches=2, precision="fp64")
     ops = {op.name for region in package.program.regions for op in region.forward.ops}
     assert "expert_matmul" in ops and not {"sort", "histc"} & ops
+    assert package.verify(steps=2).ok
+
+
+PARTS = Path(__file__).parent / "models" / "parts.py"
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        "split",
+        pytest.param("ones", marks=pytest.mark.slow),
+        pytest.param("scattered", marks=pytest.mark.slow),
+        "listed",
+    ],
+)
+def test_rows_that_counts_divide_are_experts(style: str) -> None:
+    """Experts on parts of sorted rows, whose sizes a model lists: x.split(counts.tolist()), x[start : start + count]."""
+    package = partc.compile(PARTS, mesh="dp=2,ep=2", microbatches=2, precision="fp64", options={"style": style})
+    ops = {op.name for region in package.program.regions for op in region.forward.ops}
+    assert {"expert_matmul", "route"} <= ops and not {"sort", "argsort", "repeat_interleave", "index_put"} & ops
+    assert package.verify(steps=2).ok
+
+
+@pytest.mark.parametrize("style", ["first rows", "summed", "turned"])
+def test_counts_that_are_no_sizes_of_parts_are_refused(style: str) -> None:
+    with pytest.raises(PartcError, match="number of rows that a mask selects, or from listed counts") as caught:
+        partc.compile(PARTS, mesh="1", options={"style": style})
+    assert caught.value.code == "P0206" and caught.value.source is not None
+    assert "parts.py" in caught.value.source.file
+
+
+class Attended(nn.Module):
+    """Queries of each token's experts attend to each other before the experts' second products (Shen et al. 2024)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 4, bias=False)
+        self.query, self.out = (nn.Parameter(torch.randn(4, 6, 6) / 3) for _ in range(2))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 6)
+        scores, chosen = self.router(tokens).softmax(-1).topk(2, dim=-1)
+        queries = torch.zeros(*chosen.shape, 6)
+        for expert in range(4):
+            token, slot = torch.where(chosen == expert)
+            queries[token, slot] = tokens[token] @ self.query[expert]
+        queries = queries.view(x.shape[0], -1, 6)
+        mixed = nn.functional.scaled_dot_product_attention(queries, queries, queries).reshape(-1, 2, 6)
+        found = torch.zeros_like(tokens)
+        for expert in range(4):
+            token, slot = torch.where(chosen == expert)
+            found.index_add_(0, token, mixed[token, slot] @ self.out[expert] * scores[token, slot, None])
+        return nn.functional.mse_loss(found.view_as(x), target)
+
+
+def test_rows_return_where_products_of_experts_are_mixed_between() -> None:
+    batch = {"x": torch.randn(4, 3, 6), "target": torch.randn(4, 3, 6)}
+    package = partc.compile(Attended, batch, mesh="ep=2", precision="fp64")
+    ops = [op.name for region in package.program.regions for op in region.forward.ops]
+    assert ops.count("dispatch") == ops.count("combine") == 2
     assert package.verify(steps=2).ok
 
 

@@ -11,6 +11,12 @@ A number of rows is an integer that can be tested against zero, be a size, and b
 anything is selected (`mask.any()`, `len(rows) == 0`, a loop over `nonzero()`) pass as if it were; `check_empty`
 compares with a trace in which they all fail. `check_numbers` compares with traces in which these integers are other
 ones: a loop, an index, a threshold or a library's function that reads one as a plain integer changes such a trace.
+
+Counts that a model lists (`counts.tolist()`) divide a tensor into parts of consecutive rows. A part is a selection too:
+
+    parts = x.split(counts.tolist())          part  = repeat_interleave(counts)          the part of each row
+    y     = torch.cat([f(parts[0]), …])   ->  rows  = selected(eq(part, 0), 0)
+                                              y     = index_put(y, (rows,), f(x[rows])), …
 """
 
 from __future__ import annotations
@@ -167,6 +173,37 @@ class RowCount(int):
         raise _unknown_number()
 
 
+class PartSize(RowCount):
+    """The number of rows of neighbouring parts, from `first` to before `last`, of a tensor that counts divide."""
+
+    counts: Tensor
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, counts: Tensor, first: int, last: int, shown: int, selections: Selections) -> PartSize:
+        made = cls(shown, shown, selections, lambda: counts[first:last].sum())
+        made.counts, made.first, made.last = counts, first, last
+        return made
+
+    def _compared(self, name: str, other: Any) -> bool:
+        if isinstance(other, int) and not isinstance(other, RowCount) and (name, int(other)) in _TESTS_OF_ZERO:
+            return _TESTS_OF_ZERO[name, int(other)] is self._selections.nonempty()
+        raise _unknown_number()
+
+    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
+        """Sums of neighbours are the ends of parts."""
+        if operate is operator.add and isinstance(other, int):
+            if not isinstance(other, RowCount) and other == 0:
+                return self
+            if isinstance(other, PartSize) and other.counts is self.counts:
+                left, right = (self, other) if self.first < other.first else (other, self)
+                if left.last == right.first:
+                    shown = int(left) + int(right)
+                    return PartSize.of(self.counts, left.first, right.last, shown, self._selections)
+        return super()._computed(operate, other, turned)
+
+
 def _arithmetic(operate: Callable[[Any, Any], Any], turned: bool) -> Callable[[RowCount, Any], Any]:
     return lambda number, other: number._computed(operate, other, turned)
 
@@ -215,6 +252,10 @@ class Selections:
         self._counts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # a count of a mask's elements
         self._answers: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # a test of a count: if it is not zero
         self._placed: dict[int, weakref.ref[Tensor]] = {}  # places that nonzero() found, as constants
+        self._listed: dict[
+            int, tuple[weakref.ref[Tensor], Tensor, int]
+        ] = {}  # elements of integers, which may be counts
+        self._parts: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}  # counts, and the mask of each part
         self._frame: FrameType | None = None
 
     def nonempty(self) -> bool:
@@ -274,13 +315,17 @@ class Selections:
         if name in _INDICES and len(args) + len(kwargs.keys() - {"as_tuple"}) == 1 and isinstance(given, Tensor):
             return self._found(given, name == "where" or bool(kwargs.get("as_tuple")))
         if name == "__getitem__":
-            return self._read(func, given, args[1])
+            return self._read(func, given, self._with_parts(given, args[1]))
+        if name in ("split", "split_with_sizes") and len(args) > 1:
+            return self._divided(given, args[1], args[2] if len(args) > 2 else kwargs.get("dim", 0))
+        if name in ("cat", "concat", "concatenate") and isinstance(given, tuple | list):
+            return self._joined(given, args[1] if len(args) > 1 else kwargs.get("dim", 0))
         if name == "masked_select" and len(args) == 2 and self._value(args[1]) is None:
             x, mask = torch.broadcast_tensors(given, args[1])
             return self._read(torch.Tensor.__getitem__, x, mask)
         held = self._of(given)
         if name == "__setitem__" and self._of(args[2]) is not None:
-            func(given, self._as_indices(args[1]), args[2])
+            func(given, self._as_indices(self._with_parts(given, args[1])), args[2])
             return None
         if held is None:
             return NOT_SELECTED
@@ -297,6 +342,8 @@ class Selections:
     def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> bool:
         """Follow any other call; whether its result may be computed from the values of constants."""
         self._counted_by(name, args, made)
+        if name in ("unbind", "__getitem__") and args[0].dim() == 1 and args[0].dtype in _INTEGERS:
+            self._list(args[0], made, args[1:])
         if not self._rows or name in _WRITES:
             return True
         operands = [x for x in _leaves((args, kwargs)) if self._of(x) is not None]
@@ -448,6 +495,77 @@ class Selections:
                 if places:
                     self._hold(x, held.mask, held.dim if held.dim in places else places[0])
 
+    # -- parts ---------------------------------------------------------------------------------------
+
+    def _list(self, counts: Tensor, made: Any, index: tuple[Any, ...]) -> None:
+        """Follow the elements of a list of integers."""
+        for part, x in enumerate(made if isinstance(made, tuple) else (made,)):
+            if not x.dim() and all(isinstance(number, int) for number in index):
+                number = part if isinstance(made, tuple) else index[0] % len(counts)
+                self._listed[id(x)] = weakref.ref(x), counts, number
+
+    def _masks(self, counts: Tensor, rows: int) -> list[Tensor]:
+        """For each count, a mask of its rows."""
+        found = self._parts.get((id(counts), rows))
+        if found is None:
+            numbers = torch.repeat_interleave(counts, output_size=rows)
+            found = counts, [numbers == number for number in range(len(counts))]
+            self._parts[id(counts), rows] = found
+        return found[1]
+
+    def _divided(self, x: Tensor, sizes: Any, dim: int) -> Any:
+        """x.split(counts.tolist(), dim)."""
+        if not isinstance(sizes, tuple | list) or not any(isinstance(size, PartSize) for size in sizes):
+            return NOT_SELECTED
+        counts = next(size.counts for size in sizes if isinstance(size, PartSize))
+        own = [isinstance(size, PartSize) and size.counts is counts and size.first for size in sizes]
+        if own != [*range(len(counts))] or any(size.last != size.first + 1 for size in sizes):
+            raise _unknown_number()
+        before = (slice(None),) * (dim % x.dim())
+        masks = self._masks(counts, x.shape[dim])
+        return tuple(self._read(Tensor.__getitem__, x, (*before, *self._places(mask))) for mask in masks)
+
+    def _with_parts(self, x: Tensor, index: Any) -> Any:
+        """An index with the places of a part in place of its slice, x[start : start + count]."""
+        items = index if isinstance(index, tuple) else (index,)
+        ends = [
+            [isinstance(end, PartSize) for end in (item.start, item.stop)] if isinstance(item, slice) else [False]
+            for item in items
+        ]
+        if not any(map(any, ends)):
+            return index
+        dim = next(dim for dim, each in enumerate(ends) if any(each))
+        start, stop = items[dim].start, items[dim].stop
+        counts = (stop if isinstance(stop, PartSize) else start).counts
+        first = start.last if isinstance(start, PartSize) and start.first == 0 else 0 if start in (None, 0) else None
+        last = stop.last if isinstance(stop, PartSize) else len(counts) if stop is None else None
+        if (
+            first is None
+            or last != first + 1
+            or (isinstance(stop, PartSize) and stop.first)
+            or items[dim].step is not None
+            or not all(isinstance(item, slice) for item in items[:dim])
+        ):
+            raise _unknown_number()
+        places = self._places(self._masks(counts, x.shape[dim])[first])
+        return (*items[:dim], *places, *items[dim + 1 :])
+
+    def _joined(self, parts: Sequence[Any], dim: int) -> Any:
+        """All parts of a tensor's rows, put together in their order."""
+        held = [self._of(x) for x in parts]
+        masks = [each.mask for each in held if each is not None]
+        for _, known in self._parts.values():
+            if len(known) == len(masks) == len(held) and all(a is b for a, b in zip(masks, known, strict=True)):
+                break
+        else:
+            return NOT_SELECTED
+        if any(each is None or each.dim or dim % x.dim() for each, x in zip(held, parts, strict=True)):
+            return NOT_SELECTED
+        made = torch.zeros_like(parts[0])
+        for mask, x in zip(masks, parts, strict=True):
+            made = torch.index_put(made, self._places(mask), x)
+        return made
+
     # -- reductions ----------------------------------------------------------------------------------
 
     def _only(self, x: Tensor, held: _Rows) -> Tensor:
@@ -553,6 +671,11 @@ class Selections:
         """The value of a test whether a mask selects anything."""
         if self._value(x) is not None:
             return NOT_SELECTED
+        listed = self._listed.get(id(x))
+        if listed is not None and listed[0]() is x and name in ("item", "__int__", "__index__"):
+            _, counts, part = listed
+            self.numbers.extend(self._source())
+            return PartSize.of(counts, part, part + 1, self._shown(4), self)
         mask = self._counted(x)
         if mask is not None:
             if name in ("__bool__", "is_nonzero"):
@@ -603,7 +726,8 @@ def check_numbers(graph: Graph, other: Graph | None, number: Source) -> None:
 def _unknown_number(source: Source | None = None) -> PartcError:
     return PartcError(
         "P0206",
-        "the model does not trace: forward computes a Python number from the number of rows that a mask selects",
-        help="compute it from the mask as a tensor: mask.sum()",
+        "the model does not trace: forward computes a Python number from the number of rows that a mask selects, or "
+        "from listed counts",
+        help="compute it as a tensor, such as mask.sum(); counts may divide rows, as in x.split(counts.tolist())",
         source=source,
     )

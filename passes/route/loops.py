@@ -326,6 +326,8 @@ class Lift:
             if op.name == "argmax":
                 dim = op.args[1] if len(op.args) > 1 else dict(op.attrs).get("dim")
                 return self.writer.shape(next(op.refs()))[dim] if isinstance(dim, int) else None
+            if op.name == "repeat_interleave":  # the part of each row, of as many parts as there are counts
+                return self.writer.shape(next(op.refs()))[0] if len(op.args) == 1 else None
             if op.name not in _SAME and op.name not in ("slice", "split"):
                 return None
             name = next(op.refs())

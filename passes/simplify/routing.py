@@ -9,6 +9,8 @@
 Sorting by expert is an implementation detail of grouped products. It mixes examples, so that no batch could be cut
 across it. Between the sort and its inverse everything works row by row, in any order of rows. `expert_matmul`
 multiplies each row by the matrix of its expert, and sorts internally.
+
+Numbers of experts in sorted order are also known as `repeat_interleave(counts)`, of counts of the unsorted ones.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ def unsorted_experts(region: Region) -> Region:
             last.setdefault(name, behind)
     last.update(dict.fromkeys(graph.outputs, -1))
     same: dict[str, str] = {}
+    makers = graph.makers()
     ops: list[Op] = []
     while rest:
         op = _reading(same, rest.pop())
-        if op.name == "sort" and len(op.results) == 2 and len(op.results[0].type.shape) == 1:
-            attempt = _Unsorting(op, types, last, same)
+        if op.name in ("sort", "argsort") and len(op.results[0].type.shape) == 1 and not _descends(op):
+            attempt = _Unsorting(op, types, last, same, makers)
             taken = attempt.run(rest)
             if taken is not None and fuel.allowed("unsorted experts", op.source):
                 del rest[len(rest) - taken :]
@@ -61,6 +64,10 @@ def _reading(same: Mapping[str, str], op: Op) -> Op:
     return replace(op.renamed(same), results=op.results)
 
 
+def _descends(op: Op) -> bool:
+    return bool(dict(op.attrs).get("descending", False)) or any(arg is True for arg in op.args[1:])
+
+
 class _NotUnderstood(Exception):
     """An operation reads sorted rows other than row by row."""
 
@@ -73,6 +80,7 @@ class _Unsorting:
     types: Mapping[str, TensorType]
     last: Mapping[str, int]  # the number of operations behind a value's last reader; -1 for outputs
     known: Mapping[str, str]  # values that earlier rewrites replaced
+    makers: Mapping[str, Op]
     rows: dict[str, str] = field(default_factory=dict)  # a value in sorted order -> the same in the original order
     every: dict[str, int] = field(default_factory=dict)  # perm // k -> k
     numbers: set[str] = field(default_factory=set)  # the sorted experts, in other types, to count them
@@ -87,7 +95,7 @@ class _Unsorting:
 
         Returns their number; None if some reader is not understood.
         """
-        self.numbers.add(self.sort.results[0].name)
+        self.numbers.update(value.name for value in self.sort.results[:-1])
         taken, until = 0, len(rest)
         try:
             until = self._end(self.sort, until)
@@ -113,7 +121,7 @@ class _Unsorting:
 
     @property
     def _perm(self) -> str:
-        return self.sort.results[1].name
+        return self.sort.results[-1].name
 
     @property
     def _experts(self) -> Ref:
@@ -125,7 +133,7 @@ class _Unsorting:
 
     def _concerns(self, op: Op) -> bool:
         known = (self.rows, self.every, self.numbers, self.counts, self.inverse, self.fresh, (self._perm,))
-        return any(name in names for name in op.refs() for names in known)
+        return any(name in names for name in op.refs() for names in known) or self._lists_numbers(op)
 
     def _taken(self, op: Op) -> bool:
         """Rewrite one reader of the sort's results; False if it is not understood."""
@@ -135,14 +143,22 @@ class _Unsorting:
             return self._index(op)
         if op.name in _GROUPED:
             return self._product(op)
+        if op.name == "expert_matmul":
+            return self._product_of_parts(op)
+        if op.name in ("index_add", "index_copy"):
+            return self._put_back(op)
         return self._row_by_row(op)
 
     def _is_bookkeeping(self, op: Op) -> bool:
         """Whether the operation only counts tokens or inverts the order."""
         names, made = list(op.refs()), op.result.name
         match op.name:
-            case "floor_divide" if names == [self._perm] and isinstance(op.args[1], int):
+            case "floor_divide" | "div" if names == [self._perm] and isinstance(op.args[1], int):
+                if op.name == "div" and dict(op.attrs).get("rounding_mode") not in ("trunc", "floor"):
+                    return False
                 self.every[made] = op.args[1]
+            case "repeat_interleave" if self._lists_numbers(op):
+                self.numbers.add(made)
             case "to" if names[0] in self.numbers:
                 self.numbers.add(made)
             case "histc" | "bincount" if names == [next(iter(names))] and names[0] in self.numbers:
@@ -159,6 +175,94 @@ class _Unsorting:
                 self.inverse.add(made)
             case _:
                 return False
+        return True
+
+    def _lists_numbers(self, op: Op) -> bool:
+        """Whether the operation repeats each expert's number as often as a row has it."""
+        counts = next(op.refs(), "")
+        return op.name == "repeat_interleave" and len(op.args) == 1 and (
+            counts in self.counts or self._source(self._counted(counts)) == self._source(self._experts.name)
+        )  # fmt: skip
+
+    def _source(self, name: str) -> str:
+        """The value whose elements, in the same order, another value has."""
+        while (op := self.makers.get(name)) is not None and op.name in ("reshape", "to", "detach"):
+            name = next(op.refs())
+        return name
+
+    def _counted(self, name: str) -> str:
+        """The numbers that a value counts, from 0 up; "" if it is no count."""
+        op = self.makers.get(name)
+        while op is not None and op.name == "to":
+            op = self.makers.get(next(op.refs()))
+        match op:
+            case Op(name="scatter_add", args=(Ref(zeros), 0, Ref(numbers), Ref(ones))):
+                return numbers if self._is_full(zeros, 0) and self._is_full(ones, 1) else ""
+            case Op(name="sum", args=(Ref(marks), dims, *_)):
+                rank = len(self.types[marks].shape)
+                return self._marked(marks) if dims == tuple(range(rank - 1)) else ""
+        return ""
+
+    def _marked(self, name: str) -> str:
+        """The numbers n for which a value is 1 at [*, n], each by itself, and 0 elsewhere; "" for other values."""
+        op = self.makers.get(name)
+        while op is not None and op.name == "to":
+            op = self.makers.get(next(op.refs()))
+        last = len(self.types[name].shape) - 1
+        match op:
+            case Op(name="scatter", args=(Ref(zeros), dim, Ref(numbers), 1)) if dim in (last, -1):
+                made = self.makers.get(self._source(numbers))
+                distinct = made is not None and made.name == "topk" and made.results[1].type.shape[-1:] == (
+                    self.types[numbers].shape[-1:]
+                ) and dict(made.attrs).get("dim", (*made.args[2:], -1)[0]) in (last, -1)  # fmt: skip
+                return numbers if distinct and self._is_full(zeros, 0) else ""
+            case Op(name="eq", args=(Ref(column), Ref(places))):
+                all_places = self.makers.get(places)
+                counts_up = all_places is not None and all_places.name == "arange" and len(all_places.args) == 1
+                return column if counts_up and self.types[column].shape[-1] == 1 else ""
+        return ""
+
+    def _is_full(self, name: str, value: int) -> bool:
+        op = self.makers.get(name)
+        return op is not None and op.name == "full" and op.args[1] == value
+
+    def _product_of_parts(self, op: Op) -> bool:
+        """A product of sorted rows, whose sorted numbers are known."""
+        x, numbers, w = op.args
+        if not (isinstance(x, Ref) and isinstance(numbers, Ref) and isinstance(w, Ref)):
+            return False
+        if x.name not in self.rows or numbers.name not in self.numbers or w.name in self.rows:
+            return False
+        self._keep(replace(op, args=(Ref(self.rows[x.name]), self._experts, w)))
+        return True
+
+    def _put_back(self, op: Op) -> bool:
+        """Sorted rows, written or added to the places or the tokens that they come from."""
+        into, dim, index, rows = op.args[:4]
+        if dim != 0 or dict(op.attrs).get("alpha", 1) != 1 or not isinstance(into, Ref) or into.name in self.rows:
+            return False
+        if not isinstance(index, Ref) or not isinstance(rows, Ref) or rows.name not in self.rows:
+            return False
+        found, type = self.rows[rows.name], op.result.type
+        if index.name == self._perm and type.shape[0] == self._length:
+            if op.name == "index_copy":
+                self.same[op.result.name] = found
+                return True
+        elif index.name in self.every and op.name == "index_add":
+            times, rest = self.every[index.name], type.shape[1:]
+            if type.shape[0] * times != self._length:
+                return False
+            for name, args, shape in (
+                ("reshape", ((type.shape[0], times, *rest),), (type.shape[0], times, *rest)),
+                ("sum", ((1,), False), type.shape),
+            ):
+                made = f"{op.result.name}_{name}"
+                value = Value(name=made, type=TensorType(dtype=type.dtype, layout=Layout.replicated(shape)))
+                self.ops.append(Op(name=name, args=(Ref(found), *args), results=(value,), source=op.source))
+                found = made
+        else:
+            return False
+        self.ops.append(replace(op, name="add", args=(into, Ref(found)), attrs=()))
         return True
 
     def _index(self, op: Op) -> bool:

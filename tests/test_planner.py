@@ -226,12 +226,19 @@ def small() -> Planner:
     return Planner(Request(model=GPT, cluster=cluster, ranks=8, limit=limit, options=options, fixed={"cp": ("1",)}))
 
 
+def test_planners_with_one_simulator_have_the_constants_of_their_own_clusters() -> None:
+    def request(cluster: str) -> Request:
+        found = preset(cluster)
+        return Request(model=GPT, cluster=found, ranks=2, limit=found.device.memory, fixed=fixed("tp=2,microbatches=1"))
+
+    first, alone = Planner(request("2xRTX4090-24GB")), Planner(request("2xH100-80GB"))
+    plan = next(alone.space.plans())
+    assert Planner(request("2xH100-80GB"), first.simulator).predicted(plan) == alone.predicted(plan)
+
+
 @pytest.mark.slow
 def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
-    """A plan alone is simulated with regions of its own, and its bound stays close below that.
-
-    Bounds leave out the gathers of updated parameters, of which so small a model cannot hide all in a forward pass.
-    """
+    """A plan alone is simulated with regions of its own, and its bound stays close below that."""
     plans = random.Random(5).sample(list(small.space.plans()), 8)
     simulator = Simulator(GPT, small.request.cluster, calibration(small.request.cluster))
     ratios = []
@@ -242,7 +249,7 @@ def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
         assert bound.bytes == pytest.approx(exact.memory_bytes, rel=0.01)
         ratios.append(exact.step_seconds / bound.seconds)
     assert sorted(ratios)[len(ratios) // 2] < 1.03
-    assert max(ratios) < 1.35
+    assert max(ratios) < 1.25
 
 
 def test_the_bound_on_memory_depends_on_the_order_of_axes_that_cut_sequences() -> None:

@@ -91,10 +91,10 @@ class Simulator:
         self._numbers: dict[_Key, int] = {}
         self._costs = LocalCosts()
 
-    def on(self, cluster: Cluster) -> Simulator:
+    def on(self, cluster: Cluster, constants: Calibration) -> Simulator:
         """The simulator for another cluster, which shares this one's programs: they depend on plans alone."""
         found = copy(self)
-        found.cluster, found.rates = cluster, ClusterRates(cluster, self.rates.constants)
+        found.cluster, found.rates = cluster, ClusterRates(cluster, constants)
         found._costs = LocalCosts()
         return found
 

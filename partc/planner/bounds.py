@@ -8,8 +8,8 @@ each call (`tables`), in closed form, or along the schedule:
 - A pipeline rank computes all its microbatches, after its first one has passed the stages before it; after its last
   one, gradients return through these stages.
 - Collectives over the batch's axes follow each other. Computation beside them is slower, by the rates' slowdown.
-- The sums of gradients start in the last backward pass of a stage. At the end parameters are updated. Their gathers are
-  beside the next step's forward pass, and do not count.
+- The sums of gradients start in the last backward pass of a stage. At the end parameters are updated. Under ZeRO 1 and
+  2 they are gathered as the next step begins: beside the gathers over some axes, a rank runs one forward pass at most.
 - A rank holds its parameters, gradients and optimizer states, and the values that its microbatches in flight saved,
   besides those inside the largest call.
 
@@ -19,7 +19,8 @@ Communication that these leave out only delays a step, and no memory that they l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,9 +30,9 @@ from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
 from partc.ir.mesh import PIPELINE_AXIS, TENSOR_AXIS
-from partc.ir.program import FLOATING, ITEMSIZE, Parameter, Program
+from partc.ir.program import FLOATING, ITEMSIZE, Action, Parameter, Program
 from partc.planner.space import expert_parts, inside, sizes_of
-from partc.planner.tables import LOOKUP, CallTable, RoomTable, ShareTable, Sums, Tables
+from partc.planner.tables import LOOKUP, Axes, CallTable, RoomTable, ShareTable, Sums, Tables
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from partc.sharding.placements import expert_weights
 
@@ -352,16 +353,40 @@ class TimedStages:
                 longest = max(longest, self.tables.collective(self.stages.plan, op, axes, int(size)))
         return longest
 
-    def gathered(self, place: int) -> float:
-        """The least seconds of gathers for a microbatch: the last forward pass that needs one may share it with its
-        backward pass, and the first call's backward pass with the next forward pass.
+    def moved(self, place: int) -> float:
+        """The least seconds of a rank's gathers and scatters for a microbatch.
+
+        The last forward pass that needs a gather may share it with its backward pass, and the first call's backward
+        pass with the next forward pass.
         """
-        total = 0.0
-        for start, end in (self.stages.cuts[stage] for stage in self.stages.at[place]):
-            each = [seconds for seconds in self.shares.edges[start:end] if seconds] or [0.0]
-            shared = each[0] + each[-1]
-            total += max(0.0, self.shares.gathers[end] - self.shares.gathers[start] - shared)
-        return total
+        total: defaultdict[Axes, float] = defaultdict(float)
+        for axes, sums in self.shares.gathers.items():
+            for start, end in (self.stages.cuts[stage] for stage in self.stages.at[place]):
+                each = [seconds for seconds in self.shares.edges[axes][start:end] if seconds] or [0.0]
+                total[axes] += max(0.0, sums[end] - sums[start] - each[0] - each[-1])
+        for axes, sums in self.shares.scatters.items():
+            total[axes] += self.stages.of_place(sums, place)
+        return max(total.values(), default=0.0)
+
+    def passed(self, place: int) -> Mapping[int, float]:
+        """The least seconds from the step's start until the first forward pass of each of a rank's stages ends.
+
+        It waits for the stage's updated parameters, which are gathered in order. A call that communicates over the same
+        axes waits for all of the rank.
+        """
+        found, forward = dict.fromkeys(self.stages.at[place], 0.0), self.calls.forward
+        for axes, sums in self.shares.refreshed.items():
+            every, done = self.stages.of_place(sums, place), 0.0
+            for stage in found:
+                start, end = self.stages.cuts[stage]
+                done += sums[end] - sums[start]
+                last = next((index for index in reversed(range(start, end)) if sums[index + 1] > sums[index]), None)
+                meets = next((index for index in range(start, end) if axes in self.calls.meeting[index]), None)
+                if last is not None:
+                    found[stage] = max(found[stage], done + forward[end] - forward[last])
+                if meets is not None:
+                    found[stage] = max(found[stage], every + forward[end] - forward[meets + 1])
+        return found
 
     def ended(self, place: int) -> float:
         """Seconds of a rank's update."""
@@ -379,14 +404,15 @@ class TimedStages:
         ahead = times * sum(each.forward + each.inputs for each in own)
         work = times * sum(each.forward + each.backward for each in own)
         free = times * self.stages.of_place(self.calls.moving, place) + fill + drain
-        moved = times * (self.gathered(place) + self.stages.of_place(self.shares.scatters, place))
+        moved = times * self.moved(place)
         summed = self.sums(here)
-        slowed = self.tables.rates.slowdown * max(0.0, min(moved + summed, work) - free)
+        slowed = self.tables.rates.slowdown * max(0.0, min(max(moved, summed), work) - free)
         last = own[0].backward if len(here) == 1 else sum(each.backward for each in own) * times
-        done = max(work + slowed, moved - fill, work - last + summed)
-        through = fill + ahead + drain + (self.durations[0].weights if first else own[0].weights)
+        late = max(0.0, self.passed(place)[first] - fill - own[0].forward)
+        done = max(work + late + slowed, moved - fill, work + late - last + summed)
+        through = fill + late + ahead + drain + (self.durations[0].weights if first else own[0].weights)
         if not self.stages.halved:
-            through = max(through, fill + work - own[0].weights + drain)
+            through = max(through, fill + late + work - own[0].weights + drain)
         return max(fill + done + self.ended(place), through)
 
     def scheduled(self) -> float:
@@ -396,7 +422,13 @@ class TimedStages:
             [part for each in row for part in self._parts(each)]
             for row in compute_order(kind, self.stages.ranks, self.stages.plan.microbatches, len(self.stages.places))
         ]
-        done = simulate(rows, self.stages.places, durations=self.durations)
+        passed = [self.passed(place) for place in range(self.stages.ranks)]
+
+        def play(rank: int, action: Action | Compute, start: float) -> float:
+            takes = self.durations[action.stage].of(action.kind)
+            return max(takes, passed[rank][action.stage] - start) if action.kind == "F" else takes
+
+        done = simulate(rows, self.stages.places, durations=self.durations, play=play)
         least = 0.0
         for place, spans in enumerate(done.ranks):
             last = {span.compute.stage: span.start for span in spans}

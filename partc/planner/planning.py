@@ -152,7 +152,7 @@ class Planner:
         self.simulator = (
             Simulator(request.model, cluster, constants, batch=request.batch, functions=Functions(**request.functions))
             if simulator is None
-            else simulator.on(cluster)
+            else simulator.on(cluster, constants)
         )
         base = ParallelPlan(
             mesh="dp=1",

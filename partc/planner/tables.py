@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, combinations
+from itertools import accumulate, chain, combinations
 from typing import Protocol, TypeVar
 
 from partc import passes
@@ -26,7 +26,7 @@ from partc.cost.forecast import Forecast
 from partc.cost.local_costs import LocalCosts
 from partc.cost.rates import Rates
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
-from partc.ir.program import Call, GraphKind, Parameter, Program, Region
+from partc.ir.program import MOVING, Call, Graph, GraphKind, Parameter, Program
 from partc.passes.split import worthwhile
 from partc.passes.stages import call_work, cuts, staged
 from partc.planner.space import mesh_of, sizes_of
@@ -35,7 +35,8 @@ LOOKUP = "embedding"  # how names of operations that look up rows of tables begi
 Sums = tuple[float, ...]
 _Table = TypeVar("_Table")
 _Cost = TypeVar("_Cost")
-Moves = Mapping[tuple[str, tuple[str, ...]], Sums]  # bytes of collectives by (op, axes)
+Axes = tuple[str, ...]
+Moves = Mapping[tuple[str, Axes], Sums]  # bytes of collectives by (op, axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ class CallTable:
     sent: Sums  # of the part of a backward pass before gradients are sent, and of the other part
     rest: Sums
     moving: Sums  # those of a microbatch in which collectives are under way
+    meeting: tuple[frozenset[Axes], ...]  # the axes over which each call's forward pass communicates
     crossing: tuple[int, ...]  # bytes of a value that the call before a cut hands to the one behind it
 
 
@@ -92,9 +94,10 @@ class ShareTable:
 
     held: Sums  # bytes of parameters, gradients and states
     updated: Sums  # bytes that the optimizer updates
-    gathers: Sums  # seconds of gathers for a forward pass, and for a backward pass
-    edges: tuple[float, ...]  # of a gather of each call, which follows itself at the ends of a stage
-    scatters: Sums  # seconds of scatters after a backward pass
+    gathers: Mapping[Axes, Sums]  # seconds of gathers for a forward pass, and for a backward pass
+    edges: Mapping[Axes, Sums]  # of a gather of each call, which follows itself at the ends of a stage
+    scatters: Mapping[Axes, Sums]  # seconds of scatters after a backward pass
+    refreshed: Mapping[Axes, Sums]  # seconds of gathers of updated parameters, once per step
     sums: Moves  # of gradients, once per step
     around: tuple[tuple[int, int], ...]  # bytes of whole parameters around a call, and of whole gradients
 
@@ -105,8 +108,10 @@ class CallExchanges:
 
     held: float
     updated: int
-    gathers: Sequence[Levels]
+    gathers: Levels  # for a forward or a backward pass, empty if no pass needs them
+    passes: int  # that need them: 0 to 2
     scatters: Levels
+    refreshed: Levels
     sums: Mapping[tuple[str, tuple[str, ...]], int]
     around: tuple[int, int]
 
@@ -214,6 +219,8 @@ class Tables:
         rows = [costs[call.region] for call in calls]
         halves = [parted.get(call.region) or _whole(costs[call.region]) for call in calls]
         types = program.value_types()
+        lowered = self.bodies.lowered(plan, body, halves=False)
+        axes = {name: frozenset(_meeting(lowered.region(name).forward)) for name in costs}
         crossing = [0] * (len(calls) + 1)
         for index in range(1, len(calls)):
             names = {*calls[index - 1].results}.intersection(calls[index].args)
@@ -229,6 +236,7 @@ class Tables:
             ),
             rest=_sums(half.weights.seconds if half.apart else 0.0 for half in halves),
             moving=_sums(forward.moving + backward.moving for forward, backward in rows),
+            meeting=tuple(axes[call.region] for call in calls),
             crossing=tuple(crossing),
         )
 
@@ -261,7 +269,9 @@ class Tables:
         """The cost of each region; regions share those of other meshes whose links and local shapes are equal."""
         lowered = self.bodies.lowered(plan, body, halves=halves)
         if (body, halves) not in self._axes:
-            self._axes[body, halves] = {region.name: frozenset(_axes(region)) for region in lowered.regions}
+            self._axes[body, halves] = {
+                region.name: frozenset(chain.from_iterable(map(_axes, region.graphs))) for region in lowered.regions
+            }
         sized = replace(lowered, mesh=program.mesh, microbatches=program.microbatches)
         costs: dict[str, _Cost] = {}
         for call in self._facts_of(body, program).first.values():
@@ -280,22 +290,25 @@ class Tables:
             self._exchanged[key] = self._call_exchanges(plan, body, program)
         found = self._exchanged[key]
 
-        def seconds(levels: Levels) -> float:
+        def queues(levels: Levels) -> Mapping[Axes, float]:
             """Collectives over the same axes follow each other."""
-            queues: dict[tuple[str, ...], float] = {}
+            takes: dict[Axes, float] = {}
             for each in (each for level in levels for each in level):
-                takes = self.collective(plan, each.op, each.axes, each.bytes)
-                queues[each.axes] = queues.get(each.axes, 0.0) + takes
-            return max(queues.values(), default=0.0)
+                takes[each.axes] = takes.get(each.axes, 0.0) + self.collective(plan, each.op, each.axes, each.bytes)
+            return takes
 
-        gathers = [[seconds(levels) for levels in each.gathers] for each in found]
+        edges = [queues(each.gathers) for each in found]
+        gathers = [
+            {axes: each.passes * takes for axes, takes in edge.items()} for each, edge in zip(found, edges, strict=True)
+        ]
         names = dict.fromkeys(key for each in found for key in each.sums)
         return ShareTable(
             held=_sums(each.held for each in found),
             updated=_sums(each.updated for each in found),
-            gathers=_sums(map(sum, gathers)),
-            edges=tuple(max(each, default=0.0) for each in gathers),
-            scatters=_sums(seconds(each.scatters) for each in found),
+            gathers=_by_axes(gathers),
+            edges={axes: tuple(each.get(axes, 0.0) for each in edges) for axes in set().union(*edges)},
+            scatters=_by_axes([queues(each.scatters) for each in found]),
+            refreshed=_by_axes([queues(each.refreshed) for each in found]),
             sums={key: _sums(each.sums.get(key, 0) for each in found) for key in names},
             around=tuple(each.around for each in found),
         )
@@ -308,13 +321,16 @@ class Tables:
         kinds: tuple[GraphKind, ...] = ("F", "B")
         for call in self._facts_of(body, program).calls:
             own = [left.pop(name) for name in dict.fromkeys(call.params) if name in left]
+            times = sum(exchanges.gathers(call, kind) for kind in kinds)
             trained = (item.type.local_bytes(program.sizes) for item in own if item.trainable and not item.sparse)
             found.append(
                 CallExchanges(
                     held=sum(map(footprint.lasting, own)),
                     updated=sum(trained),
-                    gathers=tuple(exchanges.gather(call.params) for kind in kinds if exchanges.gathers(call, kind)),
+                    gathers=exchanges.gather(call.params) if times else (),
+                    passes=times,
                     scatters=exchanges.scatter(call, "B"),
+                    refreshed=exchanges.gather(item.name for item in own) if program.zero in (1, 2) else (),
                     sums=self._summed(exchanges, own),
                     around=(footprint.gathered(call), footprint.scattered(call)),
                 )
@@ -406,12 +422,24 @@ def _links(plan: ParallelPlan) -> tuple[str, str | None, int]:
     return plan.mesh, plan.experts, plan.span
 
 
-def _axes(region: Region) -> Iterator[str]:
-    """The axes over which a region communicates."""
-    for op in (op for graph in region.graphs for op in graph.ops):
+def _axes(graph: Graph) -> Iterator[str]:
+    """The axes on which a graph's operations depend."""
+    for op in graph.ops:
         axis = dict(op.attrs).get("axis")
         if isinstance(axis, str):
             yield axis
+
+
+def _meeting(graph: Graph) -> Iterator[Axes]:
+    """The axes over which a graph communicates."""
+    for op in graph.ops:
+        axis = dict(op.attrs).get("axis")
+        if op.name in MOVING and isinstance(axis, str):
+            yield (axis,)
+
+
+def _by_axes(each: Sequence[Mapping[Axes, float]]) -> Mapping[Axes, Sums]:
+    return {axes: _sums(takes.get(axes, 0.0) for takes in each) for axes in sorted(set().union(*each))}
 
 
 def _sums(each: Iterable[float]) -> Sums:

@@ -230,7 +230,8 @@ def predictions(runs: Iterable[HeldOut]) -> Iterator[tuple[HeldOut, float, int, 
             (place / "config.json").write_text(json.dumps(MODELS[run.model]))
             cluster = run.cluster
             first = Simulator(f"hf:{place}/config.json", cluster, calibration(cluster))
-            found = known.setdefault(f"{run.model} {run.device}", first).on(cluster).predict(run.plan)
+            shared = known.setdefault(f"{run.model} {run.device}", first).on(cluster, first.rates.constants)
+            found = shared.predict(run.plan)
             yield run, found.step_seconds, found.memory_bytes, found.fits
 
 

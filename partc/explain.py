@@ -612,8 +612,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0552": CodeExplanation(
         "a row for an expert that does not exist",
-        "A router chose a number that is not below the number of its layer's experts, so the row cannot travel to the "
-        "rank of its expert. The message names the layer and the number. Exit code 1.",
+        "A router chose a number that is not below the number of its layer's experts, or an id is beyond the rows of "
+        "its table, so the row cannot travel to the rank that it is for. The message names the layer and the number. "
+        "Exit code 1.",
     ),
     "P0601": CodeExplanation(
         "the output folder is not partc's",

@@ -60,7 +60,7 @@ def test_an_expert_that_does_not_exist_is_an_error_of_its_layer(number: int) -> 
     axis.loads = comm.loads
     comm.loads.enter(2)
     comm.loads.count(torch.tensor([0, number]))
-    with pytest.raises(UsageError, match=f"P0552: the router of layers.3.mlp chose number {number}"):
+    with pytest.raises(UsageError, match=f"P0552: a row of layers.3.mlp is for number {number}, and its 4 experts"):
         experts.route(torch.tensor([0, number]), 4, axis)
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partc
+from partc.ir.layout import Shard
 from partc.passes import tables
 
 
@@ -73,8 +74,27 @@ def test_bags_are_summed_before_they_are_exchanged() -> None:
 def test_small_tables_and_tables_that_are_cheaper_to_gather_stay_with_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _compiled("dp=2", 1, 3, cut="").program.parameter("words.weight").gather == ("dp",)
     monkeypatch.setattr(tables, "_LARGE", 1)
+    assert _compiled("dp=2", 1, 3, cut="").program.parameter("words.weight").gather == ("dp",)  # messages take time
+    monkeypatch.setattr(tables, "_START", 0)
     assert _compiled("dp=2", 1, 3, rows=4, cut="").program.parameter("words.weight").gather == ("dp",)
-    assert _compiled("dp=2", 1, 3, cut="").program.parameter("words.weight").type.layout.sharded_axes == ("dp",)
+    assert not _compiled("dp=2", 1, 3, cut="").program.parameter("words.weight").gather
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_table_alone_is_cut_by_columns_and_tables_that_share_an_exchange_by_rows(count: int) -> None:
+    batch = {"ids": torch.randint(1 << 19, (64, count)), "target": torch.randn(64)}
+    model = Pair if count == 2 else Single
+    program = partc.compile(model, batch, loss=large_loss, mesh="dp=8", zero=3).program
+    for number in range(count):
+        assert program.parameter(f"tables.{number}.weight").type.layout.placement("dp") == Shard(0 if count == 2 else 1)
+
+
+def test_comments_of_exchanges_by_rows_speak_of_the_table() -> None:
+    batch = {"ids": torch.randint(1 << 19, (64, 1)), "target": torch.randn(64)}
+    package = partc.compile(Single, batch, loss=large_loss, mesh="dp=8", shard=["tables.0.weight=[@dp, _]"])
+    code = "".join(str(content) for name, content in package.files() if name.startswith("regions/"))
+    assert code.count("rows travel to the ranks of their rows of the table") == 2
+    assert "of their experts" not in code
 
 
 @pytest.mark.parametrize(
@@ -172,13 +192,23 @@ def ragged_error(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 class Large(nn.Module):
+    count, rows = 8, 1 << 23
+
     def __init__(self) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(1 << 23, 64) for _ in range(8))
+        self.tables = nn.ModuleList(nn.Embedding(self.rows, 64) for _ in range(self.count))
         self.head = nn.Linear(64, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(torch.stack([table(ids[:, index]) for index, table in enumerate(self.tables)]).sum(0))
+
+
+class Pair(Large):
+    count, rows = 2, 1 << 19
+
+
+class Single(Pair):
+    count = 1
 
 
 def _large_batch() -> dict[str, Tensor]:

@@ -62,9 +62,10 @@ def comment(
         case "all_gather":
             return f"{head}: {readers or 'the result'} {needs} all of dim {attrs['dim']}"
         case "dispatch":
-            if any(reader.name == "divide_rows" for reader in _readers(op.result.name, graph)):
+            names = {reader.name for reader in _readers(op.result.name, graph)}
+            if "divide_rows" in names:
                 return f"{head}: rows travel to the ranks of their rows of all tables"
-            owners = "rows of the table" if readers.startswith("embedding") else "experts"
+            owners = "rows of the table" if any(name.startswith("embedding") for name in names) else "experts"
             return f"{head}: rows travel to the ranks of their {owners}, for {readers or 'the result'}"
         case "combine":
             return f"{head}: rows of {makers or 'the experts'} return to their places"

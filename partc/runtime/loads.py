@@ -76,12 +76,12 @@ class Loads:
             print(f"{self._clock.doing}: {said}; {limit}", file=sys.stderr, flush=True)
 
     def unknown(self, number: int, count: int) -> UsageError:
-        """The error for a row that chose an expert that does not exist."""
+        """The error for a row of an expert, or an id of a table's row, that does not exist."""
         return UsageError(
             "P0552",
-            f"the router of {self._layer or 'a layer'} chose number {number}, and its {count} experts count from 0, in "
-            f"{self._clock.doing}",
-            "check the choice of experts in the model's forward",
+            f"a row of {self._layer or 'a layer'} is for number {number}, and its {count} experts (of a table: parts "
+            f"of its rows) count from 0, in {self._clock.doing}",
+            "check the choice of experts, or the ids of the lookup, in the model's forward",
             exit_code=1,
         )
 

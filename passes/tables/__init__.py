@@ -9,9 +9,10 @@ columns, every rank looks up its columns for the ids of all ranks, and an all-to
 whole rows. Backward exchanges the vectors' gradients. A bag is reduced before its vectors are exchanged. No rank holds
 a whole table, its gradient or its optimizer state, and nothing as large as the table moves.
 
-A table that only lookups read is cut if the exchange of vectors moves fewer bytes than sums of its gradient (and ZeRO's
+A table that only lookups read is cut if the exchange of vectors costs less than sums of its gradient (and ZeRO's
 gathers) would, or if its gradient is sparse. Of rows and columns on each axis, the cut that moves the fewest bytes is
-chosen; pins decide first. Rows of zeros are added where an axis does not divide them; no id looks them up.
+chosen; an exchange by rows that no other table shares is charged for its copies as well. Pins decide first. Rows of
+zeros are added where an axis does not divide them; no id looks them up.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from partc.sharding.table_placement import WholeTable, placed
 
 _ROWS, _COLUMNS = "v", "d"  # the factors of lookups' rule
 _COPIES = 0.5  # of an exchange by rows: four copies of the vectors, of which a byte costs an eighth of one that is sent
+_START = 1 << 17  # bytes that a link of 25 GB/s carries in the 5 us until a message starts
 _LARGE = 1 << 26  # bytes of a table; smaller ones are gathered with the other parameters of their call
 _BETWEEN = frozenset({"mul", "masked_fill", "where", "to", "alias"})  # operations on vectors before a bag is reduced
 _RAGGED = frozenset({"bag_sum", "bag_max"})  # of rows that every rank looks up
@@ -378,15 +380,25 @@ class _Tables:
             sparse = any(self.parameters[name].sparse for name in names)
             if any(self.rules[name].kind.by_rows for name in names):  # whose states are whole along columns
                 cuts = [each for each in cuts if _ROWS in dict(each).values()] or cuts
-            costs = {cut: sum(self._moved(name, cut) for name in names) for cut in cuts}
+            alone = self._is_alone(names)
+            costs = {cut: sum((self._spread if alone else self._moved)(name, cut) for name in names) for cut in cuts}
             best = min(costs, key=lambda cut: costs[cut], default=None)
             if pinned and best is None:
                 raise self._unpinnable(names)
-            if best is not None and (
-                sparse or pinned or self.forced or all(self._saves(name, self._moved(name, best)) for name in names)
-            ):
+            if best is not None and (sparse or pinned or self.forced or all(self._saves(name, best) for name in names)):
                 found |= dict.fromkeys(names, best)
         return found
+
+    def _is_alone(self, names: Sequence[str]) -> bool:
+        """Whether no other table that could be cut is read in the same regions, so that none shares an exchange."""
+        regions = {region for name in names for region, _ in self.slots[name]}
+        return not any(
+            (self._is_large(name) or self.parameters[name].sparse)
+            and self.lookups.keys() >= {*slots}
+            and not regions.isdisjoint(region for region, _ in slots)
+            for name, slots in self.slots.items()
+            if name not in names
+        )
 
     def _alike(self) -> Iterator[list[str]]:
         """The parameters that share slots."""
@@ -534,9 +546,18 @@ class _Tables:
         steps = plan(source, target, sizes=self.sizes, itemsize=ITEMSIZE[type.dtype], needs_grad=gradient)
         return sum(step.forward + step.backward for step in steps)
 
-    def _saves(self, name: str, moved: float) -> bool:
-        """Whether an exchange of vectors moves fewer bytes in a step than sums and gathers of a large table."""
-        return self.parameters[name].type.local_bytes(self.sizes) >= _LARGE and moved < self._whole(name)
+    def _saves(self, name: str, cut: Cut) -> bool:
+        """Whether an exchange of vectors costs less in a step than sums and gathers of a large table.
+
+        Sums share their messages with those of other gradients; vectors travel in messages of their own.
+        """
+        lookups = sum(len(self.lookups[slot]) for slot in self.slots[name])
+        peers = math.prod(self.sizes[axis] for axis, _ in cut) - 1
+        started = 2 * _START * peers * lookups * self.program.microbatches
+        return self._is_large(name) and self._moved(name, cut) + started < self._whole(name)
+
+    def _is_large(self, name: str) -> bool:
+        return self.parameters[name].type.local_bytes(self.sizes) >= _LARGE
 
     def _whole(self, name: str) -> int:
         """The bytes that a rank sends in a step for a table that is not cut: of its gradient, and of ZeRO's gathers."""

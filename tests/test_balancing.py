@@ -32,6 +32,7 @@ def _compiled(kinds: str, options: Row) -> Any:
     return partc.compile(str(BALANCED), precision="fp64", options={"kinds": kinds}, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [
@@ -47,6 +48,7 @@ def test_losses_by_sequence_are_those_of_the_whole_batch(options: Row, tmp_path:
     assert verify(package.write(tmp_path / "build"), steps=2, virtual=True).ok
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [

@@ -182,6 +182,7 @@ FIXED = (parts, narrowed, diagonal, other_views, overlapping, in_turns, buffers,
 RANDOM = tuple(partial(random_changes, seed) for seed in range(12))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", [*FIXED, masks, turned, filled, *RANDOM])
 def test_changes_equal_eager_ones(run: Forward) -> None:
     torch.manual_seed(0)

@@ -26,8 +26,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("resnet", "4x1", 1), ("unet", "pp=4", 2), ("mixture", "2x2x2", 2), ("dlrm", "pp=3,dp=2", 2),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("resnet", "2x2x2", 4), ("unet", "2x2", 1), ("mixture", "2", 1), ("dlrm", "2x2x2", 4), ("clip", "2x2x2", 2),
+            ("resnet", "2x2x2", 4), ("unet", "2x2", 1), ("clip", "2x2x2", 2),
         )),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("mixture", "2", 1), ("dlrm", "2x2x2", 4))),
     ],
 )  # fmt: skip
 def test_coupled_models_equal_one_device(name: str, mesh: str, microbatches: int, shared: Path, tmp_path: Path) -> None:

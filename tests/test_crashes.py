@@ -134,6 +134,7 @@ HOLDS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", HOLDS)
 def test_what_once_was_an_internal_error_equals_its_model(name: str, tmp_path: Path) -> None:
     case = HOLDS[name]

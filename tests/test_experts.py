@@ -116,6 +116,7 @@ def test_one_example_of_each_rank_is_recomputed() -> None:
     assert partc.compile(LOOPS, **mesh).verify(steps=1).ok
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "how", "arguments"),
     [
@@ -145,6 +146,7 @@ def test_experts_that_are_modules_keep_their_names(
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("style", "mesh", "how"),
     [
@@ -349,6 +351,7 @@ def test_a_training_on_processes_equals_a_plain_loop(mesh: str, how: dict[str, A
     _equals_a_plain_loop(mesh, {"microbatches": 2, **how}, tmp_path, real=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "how", "dropped"),
     [

@@ -114,6 +114,7 @@ def test_traffic_is_that_of_the_account() -> None:
             assert found.at(part.moved.get("tp", Integer(0))) == moved
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("mesh", ["4", "1x2x2"])
 def test_what_lasts_is_what_the_rehearsal_finds(zero: int, mesh: str) -> None:

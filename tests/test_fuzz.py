@@ -27,6 +27,7 @@ def test_a_printed_case_reads_back() -> None:
     assert Case.read(str(case)) == case
 
 
+@pytest.mark.slow
 def test_gradients_of_the_first_half_of_backward_are_summed_too() -> None:
     """Found by the search: a stage whose gradients of weights all come with those of inputs."""
     line = (

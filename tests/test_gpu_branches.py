@@ -125,6 +125,7 @@ def test_a_step_waits_for_nothing(
     assert bool(found) == (options["kernels"] == "triton")
 
 
+@pytest.mark.slow
 def test_a_step_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: one that asks for a number of the device's."""
     package = tmp_path / "build"

@@ -92,6 +92,7 @@ def given(name: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["names", "halves"])
 def test_arguments_are_taken_or_refused(name: str, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is wrong is told without a character that a terminal would obey."""

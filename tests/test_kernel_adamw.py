@@ -205,11 +205,15 @@ def _state(shape: tuple[int, ...], generator: torch.Generator, steps: float) -> 
     return {"step": torch.tensor(steps), **dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))}
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     ("mesh", "optimizer"),
-    [("2x2 zero 1", "adamw"), ("2x2 zero 1", "sgd"), pytest.param("pp=2,dp=2", "adamw", marks=pytest.mark.matrix)],
+    [
+        ("2x2 zero 1", "adamw"),
+        pytest.param("2x2 zero 1", "sgd", marks=pytest.mark.matrix),
+        pytest.param("pp=2,dp=2", "adamw", marks=pytest.mark.matrix),
+    ],
 )
 def test_packages_update_with_it(mesh: str, optimizer: str, tmp_path: Path) -> None:
     """As the single-device model does; a continued run has the same bits, and PyTorch's kernels go on from it too."""

@@ -48,7 +48,7 @@ def _of(model: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.matrix), "fp32"])
 def test_wide_rows_spill_nothing(precision: str) -> None:
     found = built("rows", "columns=16384", f"precision={precision}")
     assert {entry["sm"] for entry in found} == {80, 90}
@@ -96,7 +96,7 @@ def test_nothing_that_the_tuner_may_choose_spills(tmp_path: Path, model: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.matrix), "fp64"])
 def test_functions_of_elements_are_built(precision: str) -> None:
     model = str(ROOT / "tests" / "models" / "activations.py")
     found = built(model, "functions=all", "width=512", "batch=512", f"precision={precision}")

@@ -26,6 +26,7 @@ def names(program: Program) -> set[str]:
     return {op.name for op in inner}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", WHOLE)
 @pytest.mark.parametrize(("mesh", "kernels"), [("2", "aten"), pytest.param("1x2", "triton", marks=pytest.mark.slow)])
 def test_labels_of_log_probabilities_are_losses_of_logits(kind: str, mesh: str, kernels: str) -> None:

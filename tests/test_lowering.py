@@ -24,17 +24,13 @@ BASE: dict[str, Any] = {
     "shard": (),
 }
 CHANGES: tuple[dict[str, Any], ...] = (
-    {"zero": 1},
-    {"zero": 3},
-    {"recompute": "selective"},
-    {"recompute": "1400KB"},
-    {"microbatches": 8},
-    {"loss_chunks": 2},
+    {"zero": 1, "recompute": "1400KB"},
+    {"zero": 3, "microbatches": 8},
+    {"recompute": "selective", "loss_chunks": 2},
     {"precision": "bf16", "casts": ("softmax=bf16",)},
     {"schedule": "interleaved", "virtual_stages": 2},
     {"mesh": "pp=2,tp=4"},
-    {"mesh": "dp=4"},
-    {"shard": ("blocks.*.attn.wq.weight=[_, _]",)},
+    {"mesh": "dp=4", "shard": ("blocks.*.attn.wq.weight=[_, _]",)},
 )
 
 

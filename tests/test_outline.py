@@ -299,6 +299,7 @@ HUGGING_FACE: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", HUGGING_FACE)
 @pytest.mark.parametrize("masked", [False, True])
 def test_hugging_face_models(name: str, masked: bool) -> None:

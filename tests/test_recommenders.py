@@ -79,6 +79,8 @@ def test_recommenders_equal_one_device(row: Row) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=_named)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=pytest.mark.matrix if i % 2 else ()) for i, row in enumerate(ROWS)], ids=_named
+)
 def test_recommenders_equal_one_device_on_every_mesh(row: Row) -> None:
     _equal(row)

@@ -233,6 +233,7 @@ def traced(build: Callable[[], nn.Module]) -> tuple[Program, str]:
     return program, print_program(passes.run(program, {}, until="outline")[-1].program)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_programs_are_those_of_whole_traces(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     build, copies = MODELS[name]

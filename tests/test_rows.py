@@ -205,6 +205,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether some modu
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_programs_are_those_of_whole_traces(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     build, some = MODELS[name]

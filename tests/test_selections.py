@@ -26,6 +26,7 @@ def routed(style: str, **options: str):  # type: ignore[no-untyped-def]
     return [op.name for op in program.regions[0].forward.ops]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("style", LOOPS)
 def test_a_loop_over_experts_becomes_products_of_all_experts(style: str) -> None:
     ops = routed(style, depth="1")
@@ -62,6 +63,7 @@ def test_code_that_needs_the_number_of_rows_is_refused(style: str, words: str) -
     assert error.value.source is not None and "experts.py" in error.value.source.file
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("style", [*LOOPS, "normed", "centred", "sized"])
 def test_routed_graphs_compute_the_loop(style: str) -> None:
     """The rewritten graph against the eager model, also where some experts have no rows."""

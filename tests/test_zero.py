@@ -171,13 +171,21 @@ def _batch(mesh: str) -> dict[str, Tensor]:
 
 
 QUICK = {("1", "2"), ("2", "2x2x2"), ("3", "pp=2,dp=2")}
+ALWAYS = {("1", "2x2x2"), ("2", "pp=2,dp=2"), ("3", "2"), ("3", "dp_out=2,dp_in=2,tp=2")}
+
+
+def _marks(level: str, mesh: str) -> tuple[pytest.MarkDecorator, ...]:
+    """`make test` runs every level, `make test-all` every level on two meshes and more."""
+    if (level, mesh) in QUICK:
+        return ()
+    return (pytest.mark.slow,) if (level, mesh) in ALWAYS else (pytest.mark.matrix,)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("level", "mesh", "microbatches", "schedule"),
     [
-        pytest.param(level, *case, marks=() if (level, case[0]) in QUICK else (pytest.mark.slow,))
+        pytest.param(level, *case, marks=_marks(level, case[0]))
         for level in ("1", "2", "3")
         for case in (("2", 1, "1f1b"), ("2x2x2", 4, "zero-bubble"), ("pp=2,dp=2", 4, "zbv"),
                      ("dp_out=2,dp_in=2,tp=2", 2, "1f1b"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import json
+import random
 import runpy
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from partc.api import compilation
 from partc.cli import main
 from partc.cluster.cluster import preset, span
 from partc.cluster.files import cluster_of
+from partc.cluster.variation import expected_maximum
 from partc.communication.exchanges import graph_of
 from partc.compilation.plan import ParallelPlan, spelled
 from partc.compilation.simulation import Simulator, prediction, predictions, read_plans, states_of
@@ -325,6 +328,30 @@ def test_overlap_slows_both_sides() -> None:
     exposed.work(1.0)
     exposed.wait("sum")
     assert exposed.now == pytest.approx(2.0 + 2.0) and exposed.waited == {"all_reduce over dp": pytest.approx(2.0)}
+
+
+def test_a_collective_waits_for_its_slowest_rank() -> None:
+    """Ranks meet after 4 s and after 1 s of computation: the slowest comes 2 and 1 lags late, in the root of the time."""
+    builder = TimelineBuilder()
+    for work, end in ((4.0, 4.0 + 1.0 + 2 * 0.5), (1.0, 6.0 + 1.0 + 1.0 + 0.5)):
+        builder.work(work)
+        builder.start(work, Segment(seconds=1.0, op="all_reduce", over="tp", lag=0.5))
+        builder.wait(work)
+        assert builder.now == pytest.approx(end)
+
+
+def test_the_slowest_of_more_devices_is_slower() -> None:
+    """Expected maxima of normal variables, against the means of samples; products take the time of the slowest."""
+    draw = random.Random(0)
+    for count in (2, 8, 64):
+        sampled = statistics.fmean(max(draw.gauss(0, 1) for _ in range(count)) for _ in range(4000))
+        assert expected_maximum(count) == pytest.approx(sampled, abs=0.05)
+    slowest = [ClusterRates(preset(spec), Calibration()).slowest for spec in ("1xH100", "8xH100", "64x8xH100")]
+    assert slowest == pytest.approx([1.0, 1.0215, 1.0456], abs=1e-3)
+    mesh = Mesh.parse("dp=8,tp=2")
+    device = replace(preset("16xH100").device, jitter=1e-4)
+    rates = ClusterRates(replace(preset("16xH100"), device=device), Calibration())
+    assert rates.lag(mesh, ("dp",), ()) == pytest.approx(0.01 * expected_maximum(8))
 
 
 def test_collectives_on_the_same_links_share_them() -> None:

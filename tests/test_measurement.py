@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,7 +19,7 @@ from partc.cli import main
 from partc.cluster.files import cluster_of
 from partc.cluster.measurement import MeasuredRates
 from partc.cluster.network import Topology
-from partc.cluster.probe import Overlap, Sample
+from partc.cluster.probe import Meeting, Overlap, Sample
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.cost.calibration import calibration
@@ -87,6 +89,17 @@ def test_measured_nodes_are_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixt
     four, two = (network.collective("all_to_all", Mesh.parse(mesh), ("dp",), (), size) for mesh in ("dp=4", "dp=2"))
     assert four / two == pytest.approx((3 / 4 / 0.8) / (1 / 2), rel=0.01)
     assert (plain.topology, plain.between.shared, plain.processors) == (Topology(), False, 0)
+
+
+def test_the_lag_at_meetings_is_a_jitter(tmp_path: Path) -> None:
+    """Eight processes on two cores compute for 16 ms and meet 6 ms later than these and a barrier's 1 ms."""
+    file = tmp_path / "c.toml"
+    meeting = Meeting(products=0.004, barrier=0.001, both=0.023)
+    measured = rates({"inside": 1e9, "between 1": 5e6}, nodes=4, processes=2, processors=2)
+    file.write_text(replace(measured, meeting=meeting).toml())
+    cluster = cluster_of(str(file))
+    lag = ClusterRates(cluster, calibration(cluster)).lag(Mesh.parse("dp=8"), ("dp",), ())
+    assert lag * math.sqrt(0.016) == pytest.approx(0.006, rel=1e-3)
 
 
 @pytest.mark.parametrize("leaf", [1, 2, 4])

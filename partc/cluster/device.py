@@ -30,12 +30,17 @@ class Device:
     attention: float = 0.0  # flops a second of fused attention, if they were measured
     special: float = 0.0  # elements a second of exponential functions; 0: as quick as memory
     fp8: float = 0.0  # flops a second of products of 8-bit floats; 0 for a device without them
+    spread: float = 0.0  # standard deviation of equal devices' rates of products, as a share of their mean
+    jitter: float = 0.0  # seconds: the variance of the duration of one second of computation, in seconds squared
 
     def peak_of(self, dtype: str) -> float:
         """The peak for a type of operands; types without one compute as fp32 does."""
         return next((rate for name, rate in self.peak.items() if name == dtype), self.peak["f32"])
 
 
+# Equal GPUs of several clusters differ by 8% in matrix products between the whiskers of a box plot, which are 5.4
+# standard deviations apart (Sinha et al. 2022, "Not All GPUs Are Created Equal").
+_SPREAD = 0.015
 _WITHOUT_FP8 = ("V100", "A100", "A10", "RTX3090", "RTXA6000")
 
 
@@ -50,7 +55,7 @@ def _gpu(
     peak["f64"] = (double or single / 32) * 1e12
     fp8 = 0.0 if name.partition("-")[0] in _WITHOUT_FP8 else 2 * low * 1e12
     memory, bandwidth = int(gigabytes * 1e9), terabytes * 1e12
-    return Device(name=name, memory=memory, peak=peak, bandwidth=bandwidth, cores=cores, fp8=fp8)
+    return Device(name=name, memory=memory, peak=peak, bandwidth=bandwidth, cores=cores, fp8=fp8, spread=_SPREAD)
 
 
 def processor() -> Device:

@@ -56,6 +56,8 @@ class _DeviceTable:
     attention: Annotated[float, at_least(0), at_most(1e24)] = 0.0
     special: Annotated[float, at_least(0), at_most(1e24)] = 0.0
     fp8: Annotated[float, at_least(0), at_most(1e24)] = 0.0
+    spread: Annotated[float, at_least(0), at_most(1)] = 0.0
+    jitter: _Seconds = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

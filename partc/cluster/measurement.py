@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from partc.cluster.probe import Overlap, ProbeProcess, Sample
+from partc.cluster.probe import Meeting, Overlap, ProbeProcess, Sample
+from partc.cluster.variation import expected_maximum
 from partc.errors import PartcError
 
 _LIMIT = 300.0  # seconds
@@ -50,6 +51,7 @@ class MeasuredRates:
     processors: int  # cores that all processes share, or 0 if each has one of its own
     samples: tuple[Sample, ...]
     overlap: Overlap | None
+    meeting: Meeting | None = None
 
     def line(self, kind: str) -> RateLine:
         """The line through the samples of a kind."""
@@ -67,6 +69,16 @@ class MeasuredRates:
             return 0.0
         alone = self.overlap.products, self.overlap.exchange
         return max(0.0, min(1.0, (self.overlap.both - max(alone)) / min(alone)))
+
+    @property
+    def jitter(self) -> float:
+        """The variance of the duration of a second of computation: meetings wait for the slowest process."""
+        if self.meeting is None:
+            return 0.0
+        ranks = self.nodes * self.processes
+        computed = self.meeting.products * max(1.0, ranks / (self.processors or ranks))
+        lag = max(0.0, self.meeting.both - self.meeting.barrier - computed)
+        return (lag / expected_maximum(ranks)) ** 2 / computed
 
     @property
     def oversubscription(self) -> tuple[int, float]:
@@ -108,6 +120,7 @@ class MeasuredRates:
                 f"slowdown = {self.slowdown:.3g}\n",
                 f'\n[device]\nname = "CPU"\nkind = "cpu"\nmemory = {self.memory}\npeak = {{ {peaks} }}\n',
                 f"bandwidth = {self.line('memory').rate:.4g}\nlaunch = {launch:.4g}\nhost = 0.0\n",
+                f"jitter = {self.jitter:.4g}\n" if self.jitter else "",
                 f"attention = {self.line('attention').rate:.4g}\nspecial = {self.line('special').rate:.4g}\n",
                 f'\n[inside]\nkind = "memory"\n{self._link(inside or between)}',
                 f'\n[between]\nkind = "tcp"\n{self._link(between or inside)}',
@@ -166,6 +179,7 @@ def measured(processes: int, *, nodes: int = 1, node: int = 0, master: str = "")
         processors=found["processors"],
         samples=tuple(Sample(**sample) for sample in found["samples"]),
         overlap=None if found["overlap"] is None else Overlap(**found["overlap"]),
+        meeting=None if found["meeting"] is None else Meeting(**found["meeting"]),
     )
 
 

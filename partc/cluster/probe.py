@@ -25,6 +25,7 @@ _MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes
 _ENOUGH = 0.5  # seconds of an exchange, after which no larger one is measured
 _SEVERAL, _FEW = 9, 5  # exchanges of a size, if they are quick and if they are not
 _ROW = 4  # exchanges with several processes, one after the other
+_BETWEEN, _MEETINGS = 0.005, 100  # seconds of products between two meetings of all processes, and how many there are
 _PAUSE = 0.05  # seconds of an exchange that is not quick
 MACHINE = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers and namespaces of a machine
 
@@ -58,6 +59,15 @@ class Overlap:
 
     products: float
     exchange: float
+    both: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Seconds of products that all processes compute, of a barrier, and of both in turn."""
+
+    products: float
+    barrier: float
     both: float
 
 
@@ -97,11 +107,12 @@ class _Probe:
         samples = list(self._computing()) if self._turn < cores else []
         self._dist.barrier()
         samples += self._moving()
-        overlap = self._overlap() if self._place.rank == 0 or self._dist.get_world_size() > 1 else None
+        overlap, meeting = self._overlap(), self._meeting()
         found: list[Any] = [
             {
                 "samples": [asdict(sample) for sample in samples],
                 "overlap": None if overlap is None else asdict(overlap),
+                "meeting": None if meeting is None else asdict(meeting),
                 "processors": cores * self._machines if self._beside > cores else 0,
                 "beside": self._beside,
             }
@@ -229,6 +240,25 @@ class _Probe:
 
         computed = statistics.median(products() for _ in range(_FEW))
         return Overlap(products=computed, exchange=alone, both=statistics.median(both() for _ in range(_FEW)))
+
+    def _meeting(self) -> Meeting | None:
+        dist, torch = self._dist, self._torch
+        if dist.get_world_size() == 1:
+            return None
+        x = torch.randn(256, 256)
+        alone = self._turn < len(os.sched_getaffinity(0))
+        each = self._agreed(quickest(lambda: x @ x) if alone else 0.0)
+
+        def meet(count: int) -> float:
+            start = time.perf_counter()
+            for _ in range(count):
+                x @ x
+            dist.barrier()
+            return time.perf_counter() - start
+
+        count = max(1, int(_BETWEEN / each))
+        barrier, both = (statistics.fmean(meet(times) for _ in range(_MEETINGS)) for times in (0, count))
+        return Meeting(products=count * each, barrier=barrier, both=both)
 
 
 if __name__ == "__main__":

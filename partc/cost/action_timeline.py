@@ -2,7 +2,7 @@
 
 Collectives over the same axes run one after the other, those over different axes at the same time; if they use the same
 links, each has its share of the bandwidth. A collective runs beside computation from its start to its wait; while both
-run, both take longer.
+run, both take longer. It ends later by the lag of its slowest rank since the ranks met before.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Segment:
     bytes: int = 0  # of a rank's operand
     why: str = ""
     links: tuple[str, ...] = ()  # those that a collective's messages pass
+    lag: float = 0.0  # seconds by which its slowest rank comes late, if ranks have computed for one second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,8 @@ class TimelineBuilder:
         self._pieces: list[TimedSegment | None] = []
         self.waited: dict[str, float] = {}  # collective and its axes -> seconds without computation
         self._stretch = 1 + slowdown
+        self._computed = 0.0  # seconds
+        self._met: dict[str, float] = {}  # axes -> the seconds of computation before the last collective over them
         self._queues: dict[str, deque[_Running]] = {}  # axes -> collectives over them, one after the other
         for each in pending:
             running = _Running(key=each.key, segment=each.segment, left=each.left, begun=0.0, place=None)
@@ -108,13 +111,17 @@ class TimelineBuilder:
             step = min(left, self._first())
             self._pass(step * stretch, step)
             left -= step
+        self._computed += self.now - begin
         self._pieces.append(TimedSegment(start=begin, end=self.now, segment=Segment(seconds=self.now - begin)))
 
     def start(self, key: object, segment: Segment) -> None:
         queue = self._queues.setdefault(segment.over, deque())
         place = len(self._pieces)
         self._pieces.append(None)
-        queue.append(_Running(key=key, segment=segment, left=segment.seconds, begun=self.now, place=place))
+        # The durations of pieces of computation vary independently: their variance grows with time.
+        lag = segment.lag * math.sqrt(self._computed - self._met.get(segment.over, 0.0))
+        self._met[segment.over] = self._computed
+        queue.append(_Running(key=key, segment=segment, left=segment.seconds + lag, begun=self.now, place=place))
 
     def wait(self, key: object) -> None:
         found = next((each for queue in self._queues.values() for each in queue if each.key == key), None)

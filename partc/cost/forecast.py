@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -89,9 +90,11 @@ class Forecast:
         program = self.program
         for each in filter(program.travels, program.transfers):
             size = self._types[each.value].local_bytes(program.sizes)
-            for stages in ((each.source, each.target), (each.target, each.source)):
+            for stages, kinds in (((each.source, each.target), "F"), ((each.target, each.source), "BI")):
                 places = program.place(stages[0]), program.place(stages[1])
                 takes = self.scale.communication * self.rates.transfer(program.mesh, places, size)
+                if lag := self.rates.lag(program.mesh, (PIPELINE_AXIS,), places):
+                    takes += lag * math.sqrt(max(self.action(stages[0], kind).compute for kind in kinds))
                 found[stages] = max(found.get(stages, 0.0), takes)
         return found
 
@@ -380,12 +383,13 @@ class Forecast:
             places = tuple(map(int, ranks.split(","))) if ranks else ()
             takes = self.rates.collective(op, self.program.mesh, axes.split(","), places, size)
             links = self.rates.links(self.program.mesh, axes.split(","), places)
-            self._moved[key] = self.scale.communication * takes, links
-        seconds, links = self._moved[key]
-        return Segment(seconds=seconds, op=op, over=over, bytes=size, why=why, links=links)
+            lag = self.rates.lag(self.program.mesh, axes.split(","), places)
+            self._moved[key] = self.scale.communication * takes, links, lag
+        seconds, links, lag = self._moved[key]
+        return Segment(seconds=seconds, op=op, over=over, bytes=size, why=why, links=links, lag=lag)
 
     @cached_property
-    def _moved(self) -> dict[tuple[str, str, int], tuple[float, tuple[str, ...]]]:
+    def _moved(self) -> dict[tuple[str, str, int], tuple[float, tuple[str, ...], float]]:
         return {}
 
     @cached_property

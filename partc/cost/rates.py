@@ -10,6 +10,7 @@ from typing import Protocol
 
 from partc.cluster.cluster import Cluster, GroupSpan, span
 from partc.cluster.device import Device
+from partc.cluster.variation import expected_maximum
 from partc.cost.calibration import Calibration
 from partc.cost.collectives import Network
 from partc.cost.roofline import EXPERTS_GRADIENT, H100, Machine, product_flops, seconds, traffic
@@ -49,6 +50,9 @@ class Rates(Protocol):
     def links(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> tuple[str, ...]:
         """The links that such a collective uses, whose bandwidth it shares with others."""
 
+    def lag(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> float:
+        """The expected lag of the group's slowest rank after a second of computation; it grows as the root of time."""
+
     def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
         """A message between two coordinates on the pipeline axis."""
 
@@ -78,6 +82,9 @@ class RooflineRates:
 
     def links(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> tuple[str, ...]:
         return ()
+
+    def lag(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> float:
+        return 0.0
 
     def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
         return self.machine.meeting + size / self.machine.link
@@ -172,10 +179,10 @@ class ClusterRates:
             return moved
         floats = [type for type in (*shapes.values(), *results) if type.dtype.startswith(("f", "bf"))]
         dtype = max(floats, key=lambda type: math.prod(type.shape)).dtype if floats else results[0].dtype
-        peak, casts = device.peak_of(dtype), 0.0
+        peak, casts = device.peak_of(dtype) / self.slowest, 0.0
         if self.fp8 and op.name in _EIGHT_BITS and ITEMSIZE[results[0].dtype] == 2:
             cast = sum(math.prod(type.shape) for type in list(shapes.values())[: _EIGHT_BITS[op.name]])
-            peak, casts = device.fp8, 4 * cast / (device.bandwidth * self.constants.streaming)
+            peak, casts = device.fp8 / self.slowest, 4 * cast / (device.bandwidth * self.constants.streaming)
         if op.name.startswith(_ATTENTION):
             if device.attention:
                 return max(moved, work / device.attention)
@@ -194,6 +201,17 @@ class ClusterRates:
         group = self._span(mesh, tuple(axes), tuple(places))
         used = {INSIDE: group.near > 1, BETWEEN: group.domains > 1}
         return tuple(name for name, uses in used.items() if uses)
+
+    def lag(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> float:
+        jitter = self.cluster.device.jitter
+        return math.sqrt(jitter) * expected_maximum(self._span(mesh, tuple(axes), tuple(places)).members)
+
+    @cached_property
+    def slowest(self) -> float:
+        """The expected time of a product on the slowest of the cluster's devices, for which all others wait in a step,
+        as a multiple of its mean.
+        """
+        return 1 + self.cluster.device.spread * expected_maximum(self.cluster.size)
 
     def _span(self, mesh: Mesh, axes: tuple[str, ...], places: tuple[int, ...]) -> GroupSpan:
         key = mesh, axes, places

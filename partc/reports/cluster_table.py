@@ -22,6 +22,7 @@ def page(cluster: Cluster, constants: Calibration) -> str:
         ),
         ("peak", f"{peaks} (10^12 flops a second)"),
         ("launch", f"{device.launch * 1e6:g} us between kernels, {device.host * 1e6:g} us of the host for each"),
+        ("spread", f"{device.spread:.2%} between devices, jitter {device.jitter * 1e3:g} ms"),
         ("inside", f"{_link(cluster.inside)}, among {cluster.near}"),
         ("between", _link(cluster.between)),
         ("network", _network(cluster)),

@@ -10,9 +10,10 @@ whole rows. Backward exchanges the vectors' gradients. A bag is reduced before i
 a whole table, its gradient or its optimizer state, and nothing as large as the table moves.
 
 A table that only lookups read is cut if the exchange of vectors costs less than sums of its gradient (and ZeRO's
-gathers) would, or if its gradient is sparse. Of rows and columns on each axis, the cut that moves the fewest bytes is
-chosen; an exchange by rows that no other table shares is charged for its copies as well. Pins decide first. Rows of
-zeros are added where an axis does not divide them; no id looks them up.
+gathers) would, or if its gradient is sparse. Among more ranks than a node has, a byte of an exchange counts as eight,
+since sums pass the links between nodes once for all devices of a node. Of rows and columns on each axis, the cut that
+moves the fewest bytes is chosen; an exchange by rows that no other table shares is charged for its copies as well. Pins
+decide first. Rows of zeros are added where an axis does not divide them; no id looks them up.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ _ROWS, _COLUMNS = "v", "d"  # the factors of lookups' rule
 _COPIES = 0.5  # of an exchange by rows: four copies of the vectors, of which a byte costs an eighth of one that is sent
 _START = 1 << 17  # bytes that a link of 25 GB/s carries in the 5 us until a message starts
 _LARGE = 1 << 26  # bytes of a table; smaller ones are gathered with the other parameters of their call
+_NODE = 8  # devices of a node: a ring's bytes leave a node once, those of an exchange once for each of its devices
 _BETWEEN = frozenset({"mul", "masked_fill", "where", "to", "alias"})  # operations on vectors before a bag is reduced
 _RAGGED = frozenset({"bag_sum", "bag_max"})  # of rows that every rank looks up
 _REDUCING = frozenset({"sum", "amax"}) | _RAGGED
@@ -552,9 +554,10 @@ class _Tables:
         Sums share their messages with those of other gradients; vectors travel in messages of their own.
         """
         lookups = sum(len(self.lookups[slot]) for slot in self.slots[name])
-        peers = math.prod(self.sizes[axis] for axis, _ in cut) - 1
-        started = 2 * _START * peers * lookups * self.program.microbatches
-        return self._is_large(name) and self._moved(name, cut) + started < self._whole(name)
+        ranks = math.prod(self.sizes[axis] for axis, _ in cut)
+        started = 2 * _START * (ranks - 1) * lookups * self.program.microbatches
+        moved = self._moved(name, cut) * (_NODE if ranks > _NODE else 1)
+        return self._is_large(name) and moved + started < self._whole(name)
 
     def _is_large(self, name: str) -> bool:
         return self.parameters[name].type.local_bytes(self.sizes) >= _LARGE

@@ -171,7 +171,7 @@ class Planner:
         )
         self.bounds = Bounds(
             annotated=annotated,
-            peak=rate * max(constants.products, constants.attention),
+            peak=rate * max(constants.products, constants.attention) / self.simulator.rates.slowest,
             states=tables.states,
             tables=tables,
             filled_tiles=tables.on(replace(self.simulator.rates, filled=True)),

@@ -97,12 +97,12 @@ def checks(changed: Callable[[Callable[..., None]], Callable[..., None]]) -> Ite
 @contextmanager
 def compiling_unsaid() -> Iterator[None]:
     """A context in which code that asks whether torch traces it does what it does eagerly."""
-    asked = torch.compiler.is_compiling
-    torch.compiler.is_compiling = lambda: False
+    asked = torch.compiler.is_compiling, torch.compiler.is_exporting
+    torch.compiler.is_compiling = torch.compiler.is_exporting = lambda: False
     try:
         yield
     finally:
-        torch.compiler.is_compiling = asked
+        torch.compiler.is_compiling, torch.compiler.is_exporting = asked
 
 
 @contextmanager

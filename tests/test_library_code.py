@@ -94,8 +94,25 @@ def windowed(net: Net, x: Tensor) -> Tensor:
     return x + F.pad(first, (0, 0, 0, 2)) + F.pad(second, (0, 0, 0, 3))
 
 
+def told_otherwise(net: Net, x: Tensor) -> Tensor:
+    """Code that takes more room while it is exported, and cannot."""
+    if torch.compiler.is_exporting() or torch.compiler.is_compiling():
+        raise NotImplementedError
+    return layer(net, x)
+
+
+def mapped(net: Net, x: Tensor) -> Tensor:
+    """Functions of one example and of one pair of positions, which read weights."""
+    places = torch.arange(6)
+    seen = torch.vmap(torch.vmap(lambda i, j: j <= i, in_dims=(None, 0)), in_dims=(0, None))(places, places)
+    found = torch.func.vmap(lambda rows, mask: layer(net, mask.to(rows.dtype) @ rows), in_dims=(0, None))(x, seen)
+    return found + torch.func.jvp(torch.sin, (x,), (found,))[1]
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("body", [converting, asking, placed, counted, shared, sliced, windowed])
+@pytest.mark.parametrize(
+    "body", [converting, asking, placed, counted, shared, sliced, windowed, told_otherwise, mapped]
+)
 def test_code_of_libraries_equals_the_eager_model(body: Body) -> None:
     torch.manual_seed(0)
     assert partc.compile(Net(body), batch(), mesh="dp=2,tp=2", precision="fp64").verify(steps=2).ok

@@ -78,12 +78,25 @@ def single(net: Net, x: Tensor) -> Tensor:
     return net.layers[1](x)
 
 
+def normed(net: Net, x: Tensor) -> Tensor:
+    """A dropped layer with statistics of batches, and a count of its calls in a view of a buffer."""
+    for _ in range(2):
+        if torch.rand(()) < 0.5:
+            x = net.statistics(x)
+            net.calls[0].add_(1)
+    return x + net.calls
+
+
 class Net(nn.Module):
+    calls: Tensor
+
     def __init__(self, body: Callable[[Net, Tensor], Tensor] = skipped) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(5))
         self.dropping = nn.ModuleList(Dropping() for _ in range(3))
         self.head, self.body = nn.Linear(WIDTH, 4), body
+        self.statistics = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.head(F.dropout(self.body(self, x), 0.1, self.training)), y)
@@ -96,7 +109,14 @@ def batch() -> dict[str, Tensor]:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("body", "mesh"),
-    [(skipped, "pp=2,dp=2,tp=2"), (survived, "dp=2,tp=2"), (by_flag, "tp=2"), (within, "pp=3,dp=2"), (single, "dp=2")],
+    [
+        (skipped, "pp=2,dp=2,tp=2"),
+        (survived, "dp=2,tp=2"),
+        (by_flag, "tp=2"),
+        (within, "pp=3,dp=2"),
+        (single, "dp=2"),
+        (normed, "dp=2"),
+    ],
 )
 def test_layers_that_a_random_number_drops(body: Callable[[Net, Tensor], Tensor], mesh: str) -> None:
     """The reference runs the model eagerly: a dropped layer neither runs nor draws there."""

@@ -27,6 +27,7 @@ from partc.frontend.results import Read
 from partc.frontend.rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.selections import Selections
 from partc.frontend.trace_errors import explained
+from partc.frontend.transforms import transformed
 from partc.frontend.value_branches import ValueWatch
 from partc.frontend.values import with_values
 from partc.installed import is_machinery
@@ -222,7 +223,12 @@ def capture(
         batch = _part(_fake_batch(tensors, mode, dtype), parts)
         try:
             say = lambda sentence: assumed.update({sentence: None})  # noqa: E731
-            with followed(say, parts, whole=excluded is None), module_hooks(model, parts), stacks_of_losses():
+            with (
+                followed(say, parts, whole=excluded is None),
+                module_hooks(model, parts),
+                stacks_of_losses(),
+                transformed(),
+            ):
                 watch = StateWatch(model, loss)
                 tell = lambda *found: told.append(found)  # noqa: E731
                 modules = ModuleTree(model)

@@ -6,14 +6,15 @@
         x = layer(x)                              x_1 = where(t, x, y)
 
 The program has the operations of the longer outcome. Traces in which every second branch has the other outcome lack
-some of them, and show by which values later operations replace the missing ones: here x for y.
+some of them, and show by which values later operations replace the missing ones: here x for y. A buffer that a branch
+changes gets its value of before back where the branch is left out.
 """
 
 from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from partc.errors import PartcError, Source
 from partc.ir.naming import unique
-from partc.ir.program import Graph, Op, Ref, Value
+from partc.ir.program import MAY_SHARE, Arg, Graph, Op, Ref, TensorType, Value, is_change
 
 _UNIFORM = frozenset({"rand", "rand_like"})
 _SAME = frozenset({"reshape", "view", "squeeze", "to", "float", "double", "__getitem__"})
@@ -96,9 +97,10 @@ class RandomBranch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branching:
-    """The graph of one trace, and its branches in order."""
+    """The graph of one trace, its branches in order, and the types of the parameters and buffers that it reads."""
 
     graph: Graph
+    states: Mapping[str, TensorType]
     branches: tuple[RandomBranch, ...]
 
     def parts(self) -> Iterator[tuple[Op, ...]]:
@@ -135,6 +137,10 @@ class _Join:
     kept: Branching
     replaced: dict[int, dict[str, str]] = field(default_factory=dict)  # by branch
     left_out: dict[int, int] = field(default_factory=dict)  # the number of operations behind each branch
+    makers: Mapping[str, Op] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.makers = self.kept.graph.makers()
 
     def compare(self, other: Branching, shortened: Sequence[bool]) -> None:
         if len(other.branches) != len(self.kept.branches):
@@ -150,7 +156,6 @@ class _Join:
             if place and shortened[branch]:
                 self.left_out[branch] = count
                 self.replaced.setdefault(branch, {})
-                self._check_effects(branch, mine[:count])
             missing.update((value.name, branch) for op in mine[:count] for value in op.results)
             for one, two in zip(mine[count:], its, strict=False):
                 self._pair(one, two, branch, same, missing, constants)
@@ -185,25 +190,49 @@ class _Join:
                     raise self._refusal(missing[wanted], "one value takes the place of several")
         same.update((b.name, a.name) for a, b in zip(one.results, two.results, strict=True))
 
-    def _check_effects(self, branch: int, ops: Sequence[Op]) -> None:
-        own = {value.name for op in ops for value in op.results}
+    def _changes(self, result: str, operand: str) -> bool:
+        """Whether a value is the result of changes of another one in place, which is the same tensor."""
+        op = self.makers.get(result)
+        while op is not None and is_change(op):
+            result = next(op.refs())
+            op = self.makers.get(result)
+        return result == operand
+
+    def _changed(self, ops: Sequence[Op]) -> Iterator[str]:
+        """The values of others that operations of a branch change in place. Views stand for their tensor."""
+        own = {value.name: op for op in ops for value in op.results}
         for op in ops:
-            target = op.args[0] if op.args else None
-            if op.name.endswith("_") and isinstance(target, Ref) and target.name not in own:
-                raise self._refusal(branch, f"it decides whether {op.name} writes to a tensor")
+            changed: Iterable[Arg] = op.args[:1] if is_change(op) else ()
+            if op.name in ("batch_norm", "instance_norm") and op.args[5] is True:
+                changed = op.args[3:5]
+            for each in changed:
+                name = each.name if isinstance(each, Ref) else ""
+                while name in own and (own[name].name in MAY_SHARE or is_change(own[name])):
+                    name = next(own[name].refs())
+                if name and name not in own:
+                    yield name
 
     def graph(self) -> Graph:
         """The operations of the longer outcome, with a choice behind those of each branch."""
-        types = {value.name: value for value in self.kept.graph.inputs}
-        types.update((value.name, value) for op in self.kept.graph.ops for value in op.results)
-        taken = set(types)
+        types = self.kept.graph.definitions()
+        taken = {*types, *self.kept.states}
         current: dict[str, str] = {}
         ops: list[Op] = [op for op in self.kept.graph.ops if op.name == "constant"]
         for place, part in enumerate(self.kept.parts()):
             branch = place - 1
             count = self.left_out.get(branch, 0)
+            kept: dict[str, Value] = {}
+            for name in dict.fromkeys(self._changed(part[:count])):
+                type = types[name].type if name in types else self.kept.states[name]
+                kept[name] = Value(name=unique(f"{name}_before", taken), type=type)
+                ops.append(self._op("clone", branch, (Ref(current.get(name, name)),), kept[name]))
             for index, op in enumerate((*part, None)):
                 if index == count and place:
+                    for name, value in kept.items():
+                        target, made = Ref(current.get(name, name)), f"{name}_after"
+                        after = [replace(value, name=unique(stem, taken)) for stem in (made, f"{made}_kept")]
+                        ops.append(self._choice(branch, target, Ref(value.name), after[0]))
+                        ops.append(self._op("copy_", branch, (target, Ref(after[0].name)), after[1]))
                     ops.extend(self._choices(branch, current, types, taken))
                 if op is not None:
                     ops.append(replace(op.renamed(current), results=op.results))
@@ -211,16 +240,25 @@ class _Join:
         return replace(self.kept.graph, ops=tuple(ops), outputs=outputs)
 
     def _choices(self, branch: int, current: dict[str, str], values: dict[str, Value], taken: set[str]) -> Iterator[Op]:
-        test = self.kept.branches[branch]
         for made, instead in self.replaced.get(branch, {}).items():
+            if self._changes(made, instead):
+                current[made] = current.get(instead, instead)
+                continue
             if instead in values and values[made].type != values[instead].type:
                 raise self._refusal(branch, f"its outcomes are {values[made].type} and {values[instead].type}")
             both = Ref(current.get(made, made)), Ref(current.get(instead, instead))
-            name = unique(f"{made}_chosen", taken)
-            chosen = both if test.outcome else both[::-1]
-            result = replace(values[made], name=name)
-            yield Op(name="where", args=(Ref(test.test), *chosen), results=(result,), source=test.source)
-            current[made] = name
+            result = replace(values[made], name=unique(f"{made}_chosen", taken))
+            yield self._choice(branch, *both, result)
+            current[made] = result.name
+
+    def _choice(self, branch: int, here: Ref, instead: Ref, result: Value) -> Op:
+        """The value of this branch, or the one in its place."""
+        test = self.kept.branches[branch]
+        chosen = (here, instead) if test.outcome else (instead, here)
+        return self._op("where", branch, (Ref(test.test), *chosen), result)
+
+    def _op(self, name: str, branch: int, args: tuple[Arg, ...], result: Value) -> Op:
+        return Op(name=name, args=args, results=(result,), source=self.kept.branches[branch].source)
 
     def _refusal(self, branch: int, cause: str) -> PartcError:
         return PartcError(

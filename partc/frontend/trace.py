@@ -217,28 +217,32 @@ Capture = Callable[[Excluded | None, Outcomes], Captured]
 
 
 def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
-    """Trace equal modules once; without a group of modules that are not equal, and as a whole if that fails."""
+    """Trace equal modules once; without a group of modules that are not equal, and as a whole if that fails.
+
+    Code that asks whether it is traced does what it does eagerly; if that cannot be traced, it is told of the trace.
+    """
     excluded: Excluded = frozenset()
-    for _ in range(TRIES):
+    with compiling_unsaid():
+        for _ in range(TRIES):
+            try:
+                return _of_all_outcomes(captured, excluded, name=name, mesh=mesh, batches=batches)
+            except UnequalError as error:
+                tell(PASSES, f"modules like those of {error.group} differ in their calls: each is traced")
+                excluded |= {error.group}
+            except Exception as error:
+                tell(PASSES, f"the model is traced as a whole: {type(error).__name__}")
+                break
         try:
-            return _of_all_outcomes(captured, excluded, name=name, mesh=mesh, batches=batches)
-        except UnequalError as error:
-            tell(PASSES, f"modules like those of {error.group} differ in their calls: each is traced")
-            excluded |= {error.group}
-        except Exception as error:
-            tell(PASSES, f"the model is traced as a whole: {type(error).__name__}")
-            break
+            return _of_all_outcomes(captured, None, name=name, mesh=mesh, batches=batches)
+        except PartcError as error:
+            if error.code != "P0206":
+                raise
+            refusal = error
+    tell(PASSES, "the model is traced as code that is told of the trace")
     try:
         return _of_all_outcomes(captured, None, name=name, mesh=mesh, batches=batches)
-    except PartcError as error:
-        if error.code != "P0206":
-            raise
-        tell(PASSES, "the model is traced as code that is not told of the trace")
-        with compiling_unsaid():
-            try:
-                return _of_all_outcomes(captured, None, name=name, mesh=mesh, batches=batches)
-            except PartcError as later:
-                raise (later if "forward raises" in error.cause else error) from None
+    except PartcError:
+        raise refusal from None
 
 
 def _of_all_outcomes(
@@ -253,7 +257,8 @@ def _of_all_outcomes(
         if branches and program.repetitions:
             raise UnequalError(container_of(program.repetitions[0]))
         made[outcomes] = capture, program
-        return Branching(graph=program.regions[0].forward, branches=branches)
+        states = {value.name: value.type for value in program.regions[0].params}
+        return Branching(graph=program.regions[0].forward, states=states, branches=branches)
 
     found = trace(Outcomes.ABOVE)
     tests = made[Outcomes.ABOVE][0].tests

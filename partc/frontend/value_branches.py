@@ -119,10 +119,27 @@ class ValueWatch(TorchFunctionMode):
 
         torch.SymBool.__bool__ = tested  # type: ignore[method-assign]
         try:
-            with self, checks(checked):
+            with self, checks(checked), self._constants_are_read():
                 yield
         finally:
             torch.SymBool.__bool__ = test  # type: ignore[method-assign]
+
+    @contextmanager
+    def _constants_are_read(self) -> Iterator[None]:
+        """A context in which transformers looks at the values of constants, as it does of tensors with memory.
+
+        Of tensors without values it makes masks that hide nothing, and masks for packed sequences.
+        """
+        tools = sys.modules.get("transformers.utils.import_utils")
+        fake = getattr(tools, "is_fake_tensor", None)
+        if tools is None or fake is None:
+            yield
+            return
+        tools.is_fake_tensor = lambda x: fake(x) and self._value(x) is None  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            tools.is_fake_tensor = fake  # type: ignore[attr-defined]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -406,7 +406,7 @@ def newer_tasks() -> dict[str, Architecture]:
                                 patch_length=4, patch_stride=4, num_input_channels=3),
         "patchtsmixer": transformer("patchtsmixer", "PatchTSMixerForPrediction", past, context_length=16, prediction_length=4,
                                     patch_length=4, patch_stride=4, num_input_channels=3),
-        "informer": transformer("informer", "InformerForPrediction", series, **TIMES),
+        "informer": transformer("informer", "InformerForPrediction", series, **TIMES, encoder_layerdrop=0.0),
         "decision_transformer": transformer("decision_transformer", "DecisionTransformerModel", returns, state_dim=5, act_dim=3,
                                             max_ep_len=16),
         "vit_mae_encoder": transformer("vit_mae", "ViTMAEModel", picture(17, 64), mask_ratio=0.0),

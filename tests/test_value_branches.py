@@ -53,6 +53,16 @@ def test_a_test_that_only_raises_is_assumed_and_listed(step: Step) -> None:
     assert f"guards.py:{line})" in found.assumed[0]
 
 
+def test_transformers_reads_constants() -> None:
+    """Positions that count up are one sequence; in a trace without values they would be several, with a mask."""
+    masks = pytest.importorskip("transformers.masking_utils")
+
+    def step(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return net.layer(x).mean() if masks.find_packed_sequence_indices(torch.arange(8)[None]) is None else x.mean()  # type: ignore[operator]
+
+    assert "linear" in {op.name for op in traced(step).program.regions[0].forward.ops}
+
+
 @GUARDS
 def test_guards_inside_functions_of_torch_are_assumed() -> None:
     found = traced(lambda net, x, y: F.gaussian_nll_loss(net.layer(x), x, x.square() + 0.1))

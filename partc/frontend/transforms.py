@@ -65,4 +65,6 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     tensors = [leaves[place] for place in places]
     with without_modes():
         graph = make_fx(run)(*tensors)
+    graph.graph.eliminate_dead_code()  # tests of sizes
+    graph.recompile()
     return tree_unflatten(graph(*tensors), shape[0])

@@ -14,8 +14,8 @@
 
 The batch dimension is followed through the factors of every operation. Values without it vary, so that their gradients
 are summed over the batch once, at the end of a step. A value that needs the whole batch (such as the number of labels
-that count) is computed once per step, if it depends on inputs only. An operation that needs the whole batch in the
-middle of a microbatch is an error.
+that count) is computed once per step, if it depends on inputs only: inside a region, it gets a call of its own first.
+Any other operation that needs the whole batch in the middle of a microbatch is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from partc.ir.gradients import input_only
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Varying
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import unique
-from partc.ir.program import FLOATING, Call, Choice, Op, Program, Region, TensorType
+from partc.ir.program import FLOATING, RANDOM, Call, Choice, Op, Program, Region, TensorType, Value
 from partc.rules import OpRule, placements
 from partc.rules.tried import rule_of
 from partc.sharding.choices import batch_axes
@@ -51,9 +51,61 @@ def batch(program: Program) -> Program:
     while True:
         walk = _Walk(program, axes, summed)
         result = walk.run()
+        if program.sizes[TIME_AXIS] > 1:
+            for region, value in walk.inside:
+                program, made = _called_apart(program, region, value)
+                walk.demanded |= made
         if walk.demanded <= summed:
             return result
         summed |= walk.demanded
+
+
+def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set[str]]:
+    """The program with calls that compute a value of a region from inputs and constants, and the names of its results.
+
+    The program itself, and no names, if the value depends on anything else.
+    """
+    region = program.region(name)
+    pure = input_only(program)
+    known = set(program.inputs).union(*(call.results for call in program.calls if call.name in pure))
+    changing = {buffer for buffer, _ in program.updates}
+    constant = {parameter.name for parameter in program.parameters if not parameter.trainable} - changing
+    graph = replace(region.forward, outputs=(value,)).without_dead()
+    read = {ref for op in graph.ops for ref in op.refs()}
+    inputs = tuple(x for x in region.forward.inputs if x.name in read)
+    params = tuple(x for x in region.params if x.name in read)
+    found: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
+    calls: list[Call] = []
+    taken, names = set(program.value_types()), {call.name for call in program.calls}
+    own = unique(f"make_{value}", {each.name for each in program.regions})
+    type = graph.definitions()[value].type
+    for call in program.calls:
+        if call.region != name:
+            calls.append(call)
+            continue
+        given = dict(zip((x.name for x in region.forward.inputs), call.args, strict=True))
+        held = dict(zip((x.name for x in region.params), call.params, strict=True))
+        key = tuple(given[x.name] for x in inputs), tuple(held[x.name] for x in params)
+        if (
+            any(op.name in RANDOM for op in graph.ops)
+            or not known.issuperset(key[0])
+            or not constant.issuperset(key[1])
+        ):
+            return program, set()
+        if key not in found:
+            found[key] = unique(value, taken)
+            calls.append(Call(name=unique(own, names), region=own, params=key[1], args=key[0], results=(found[key],)))
+        calls.append(replace(call, args=(*call.args, found[key])))
+    rest = region.forward
+    rest = replace(
+        rest,
+        inputs=(*rest.inputs, Value(name=value, type=type)),
+        ops=tuple(op for op in rest.ops if all(result.name != value for result in op.results)),
+    ).without_dead()
+    made = Region(name=own, params=params, forward=replace(graph, inputs=inputs))
+    regions = [replace(each, forward=rest) if each.name == name else each for each in program.regions]
+    values = (*program.values, *(Value(name=each, type=type) for each in found.values()))
+    return replace(program, regions=(made, *regions), calls=tuple(calls), values=values), set(found.values())
 
 
 def check_divisible(program: Program) -> None:
@@ -99,6 +151,7 @@ class _Walk:
         self.axes = axes
         self.summed = summed
         self.demanded: set[str] = set()
+        self.inside: dict[tuple[str, str], None] = {}  # (region, value of it) that must be complete over the batch
         self.regions = {region.name: region for region in program.regions}
         self.names = set(self.regions)
         self.variants: dict[tuple[str, tuple[Placement, ...]], tuple[Region, tuple[Placement, ...]]] = {}
@@ -152,11 +205,15 @@ class _Walk:
         types = {name: value.type for name, value in region.forward.definitions().items()}
         types.update((value.name, value.type) for value in region.params)
         arguments = dict(zip((v.name for v in region.forward.inputs), call.args, strict=True))
+        step = any(name in self.summed for name in call.results) and call.name in self.pure
+        step = step and not self.program.separate_batches
         ops = []
         for op in region.forward.ops:
             rule = rule_of(op, types)
             self._check_bags(op, [placed[name] for name in op.refs()])
-            choices = self._choices(op, rule, [placed[name] for name in op.refs()], arguments)
+            choices, whole = self._choices(op, rule, [placed[name] for name in op.refs()], arguments)
+            if not step:
+                self.inside.update(((call.region, name), None) for name in whole if name not in arguments)
             op = replace(op, choices=choices)
             made = self._results(op, rule)
             placed.update((value.name, placement) for value, placement in zip(op.results, made, strict=True))
@@ -165,8 +222,6 @@ class _Walk:
                 for value, placement in zip(op.results, made, strict=True)
             )
             ops.append(replace(op, results=results))
-        step = any(name in self.summed for name in call.results) and call.name in self.pure
-        step = step and not self.program.separate_batches
         typed = lambda value: replace(value, type=self._typed(value.type, placed[value.name], value.name, None))  # noqa: E731
         forward = replace(region.forward, inputs=tuple(map(typed, region.forward.inputs)), ops=tuple(ops))
         phase = "step" if step else region.phase
@@ -175,10 +230,10 @@ class _Walk:
 
     def _choices(
         self, op: Op, rule: OpRule | None, given: list[Placement], arguments: Mapping[str, str]
-    ) -> tuple[Choice, ...]:
-        """The factor that carries the batch; or that of a passed-on sum; or none."""
+    ) -> tuple[tuple[Choice, ...], tuple[str, ...]]:
+        """The factor that carries the batch; or that of a passed-on sum; or none. And the values it needs whole."""
         if rule is not None and (copies := self._copies(op, rule)) is not None:
-            return tuple(Choice(axis=axis, factor=copies) for axis in self.axes)
+            return tuple(Choice(axis=axis, factor=copies) for axis in self.axes), ()
         cut = [(index, placement) for index, placement in enumerate(given) if isinstance(placement, Shard)]
         unread = rule.unread if rule is not None else ()
         partial = [
@@ -190,15 +245,17 @@ class _Walk:
             kinds = {factor.name: factor.kind for factor in rule.factors}
             if len(found) == 1 and (only := found.pop()) and kinds[only[0]] != "blocked":
                 self.demanded.update(arguments[names[index]] for index in partial if names[index] in arguments)
-                return tuple(Choice(axis=axis, factor=only[0], outer=only[1]) for axis in self.axes)
+                whole = tuple(names[index] for index in partial)
+                return tuple(Choice(axis=axis, factor=only[0], outer=only[1]) for axis in self.axes), whole
         if not cut and partial and rule is not None:
             group = next((i for i, members in enumerate(rule.linear) if set(partial) <= set(members)), None)
             if group is not None:
-                return tuple(Choice(axis=axis, factor=f"partial{group}") for axis in self.axes)
+                return tuple(Choice(axis=axis, factor=f"partial{group}") for axis in self.axes), ()
         for index in (*(index for index, _ in cut), *partial):
             if names[index] in arguments:
                 self.demanded.add(arguments[names[index]])
-        return tuple(Choice(axis=axis, factor=None) for axis in self.axes)
+        results = tuple(value.name for value in op.results) if cut or partial else ()
+        return tuple(Choice(axis=axis, factor=None) for axis in self.axes), results
 
     def _check_bags(self, op: Op, given: list[Placement]) -> None:
         """Raise PartcError P0402 if the batch is taken for one of ids, where bags are its examples."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import partc
 from partc.errors import PartcError
 from partc.package.verify import verify
+from tests.independent.models import input_statistics
 from tests.zoo import MODELS
 
 
@@ -92,6 +93,14 @@ def test_statistics_and_buffers_are_those_of_one_device(mesh: str, microbatches:
     package = partc.compile(counting, _batch(), mesh=mesh, microbatches=microbatches, precision="fp64")
     assert {buffer for buffer, _ in package.program.updates} >= {"steps", "mean", "blocks.0.1.running_var"}
     result = package.verify(steps=3)
+    assert result.ok, result.worst
+
+
+def test_statistics_of_inputs_are_those_of_the_whole_batch(tmp_path: Path) -> None:
+    """Counts, means, maxima and weights from inputs alone: no microbatch becomes a batch of its own."""
+    package = partc.compile(input_statistics.__file__, mesh="pp=2,dp=2", microbatches=2, precision="fp64")
+    assert not package.program.separate_batches and package.warnings == ()
+    result = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
     assert result.ok, result.worst
 
 

@@ -158,7 +158,7 @@ def compared(given: Cases, simulator: Simulator | None = None, most: int = _MOST
         return None
     faults = [f"{played.plan.flags}: bound {played.bound}, {played.prediction}" for played in known if not played.holds]
     for family in families:
-        bound = planner.bounds.of_family(family.least, planner.bounds.simple(family.least))
+        bound = planner.bounds.of_family(family, planner.bounds.simple(family.least))
         for played in (replace(every[plan], bound=bound) for plan in family.plans()):
             if not played.holds:
                 faults.append(f"{played.plan.flags}: bound {bound} of its family, {played.prediction}")

@@ -252,6 +252,21 @@ def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
     assert max(ratios) < 1.25
 
 
+def test_the_bound_of_a_mesh_counts_the_time_in_which_its_pipeline_fills(small: Planner) -> None:
+    """A rank waits longer for the first microbatch, the fewer there are."""
+    wanted = fixed("pp=4,dp=2,recompute=none,schedule=1f1b|zero-bubble,virtual_stages=1,zero=0")
+    (family,) = replace(small.space, fixed=wanted).families()
+    known = small.bounds.simple(family.least)
+    bounds = {
+        count: small.bounds.of_family(replace(family, microbatches=(count,)), known).seconds
+        for count in family.microbatches
+    }
+    assert bounds[1] > 1.1 * bounds[8]
+    assert small.bounds.of_family(family, known).seconds == min(bounds.values())
+    for plan in replace(family, microbatches=(1, 8)).plans():
+        assert bounds[plan.microbatches] <= small.bounds.wide(plan, known).seconds <= small.predicted(plan).step_seconds
+
+
 def test_the_bound_on_memory_depends_on_the_order_of_axes_that_cut_sequences() -> None:
     few = "zero=1,recompute=full,microbatches=12,schedule=zero-bubble,virtual_stages=1"
     given = fixed(f"pp=2,cp=2,tp=2,{few},order=pp-cp-tp|pp-tp-cp")

@@ -147,8 +147,7 @@ class Simulator:
     def annotated(self, plan: ParallelPlan) -> Program:
         """The program with layouts, and with shapes of the whole batch, for a plan without microbatches."""
         options = plan.on(self.cluster).compile_options()
-        key, _ = self._whole(plan, options, separate=False)
-        found: Program = self._known[("annotate", *key[:-1])]
+        _, found, _ = self._placed(plan, options, separate=False)
         return replace(found, mesh=options.mesh, microbatches=options.microbatches)
 
     def differentiated(self, plan: ParallelPlan) -> tuple[_Key, Program]:
@@ -160,10 +159,12 @@ class Simulator:
         options = plan.on(self.cluster).compile_options()
         return self._whole(plan, options, separate=False, everywhere=True)
 
-    def _whole(
+    def _placed(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
-    ) -> tuple[_Key, Program]:
-        """The program before recomputation and stages; with `everywhere`, as if all axes cut the batch."""
+    ) -> tuple[_Key, Program, Program]:
+        """The program with layouts and what it depends on, and the program on the mesh on which it is lowered; with
+        `everywhere`, as if all axes cut the batch.
+        """
         parts = options.microbatches if separate else 1
         trace_key = (*plan.definitions.items(), options.precision, parts)
         given = options.for_passes
@@ -181,9 +182,6 @@ class Simulator:
         check_divisible(ready(start))
         cut = _everywhere(ready(start)) if everywhere else ready(start)
         placed = _everywhere(ready(start), experts=True) if everywhere else cut  # layouts do not depend on ep's size
-
-        def apart(program: Program) -> Program:
-            return replace(program, mesh=cut.mesh, microbatches=cut.microbatches)
 
         def outlined(places: tuple[int, ...]) -> Program:
             sized = replace(start, mesh=placed.mesh, microbatches=placed.microbatches)
@@ -204,12 +202,22 @@ class Simulator:
             return _until("annotate", sized, "outline", given)
 
         laid = self._once(("annotate", *shape), annotated)
-        if placed.mesh != cut.mesh:
-            shape = (*shape, mesh.axis(EXPERT_AXIS))
-        mesh = with_batch_axis(mesh) if everywhere else mesh
+        return (*shape, mesh.axis(EXPERT_AXIS)) if placed.mesh != cut.mesh else shape, laid, cut
+
+    def _whole(
+        self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
+    ) -> tuple[_Key, Program]:
+        """The program before recomputation and stages; with `everywhere`, as if all axes cut the batch."""
+        shape, laid, cut = self._placed(plan, options, separate=separate, everywhere=everywhere)
+        given = options.for_passes
+        mesh = with_batch_axis(options.mesh) if everywhere else options.mesh
+
+        def apart(program: Program) -> Program:
+            return replace(program, mesh=cut.mesh, microbatches=cut.microbatches)
+
         tabled = self._once(
             ("tables", *shape, mesh, options.microbatches, options.zero, plan.optimizer),
-            lambda: _only(("tables",), ready(laid), given),
+            lambda: _only(("tables",), replace(laid, mesh=mesh, microbatches=options.microbatches), given),
         )
         cuts: dict[str, Cut] = {}
         if tabled.regions != laid.regions:  # tables cut by rows change their regions

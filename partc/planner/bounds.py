@@ -1,9 +1,9 @@
 """Lower bounds on the seconds and bytes of a plan.
 
 The first bound follows from the model alone: every floating-point operation runs on some rank, at the device's peak
-at most. The second one adds up the calls of a rank's whole batch, as if no wave of tiles was partly empty: parts of the
-batch take no less, so that one table serves all numbers of microbatches. The others add up what the simulator takes for
-each call (`tables`), in closed form, or along the schedule:
+at most. The second one adds up the calls of each rank's whole batch, and the pipeline's filling, as if no wave of tiles
+was partly empty: parts of the batch take no less, so that one table serves all numbers of microbatches. The others add
+up what the simulator takes for each call (`tables`), in closed form, or along the schedule:
 
 - A pipeline rank computes all its microbatches, after its first one has passed the stages before it; after its last
   one, gradients return through these stages.
@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 from partc.compilation.plan import ParallelPlan
 from partc.cost.flops import model_flops
@@ -31,7 +32,7 @@ from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
 from partc.ir.mesh import PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, Action, Parameter, Program
-from partc.planner.space import expert_parts, inside, sizes_of
+from partc.planner.space import Family, expert_parts, inside, sizes_of
 from partc.planner.tables import LOOKUP, Axes, CallTable, RoomTable, ShareTable, Sums, Tables
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from partc.sharding.placements import expert_weights
@@ -71,6 +72,7 @@ class Bounds:
 
     _bytes_of: dict[tuple[object, ...], int] = field(default_factory=dict)
     _works: dict[tuple[object, ...], Work | None] = field(default_factory=dict)
+    _least: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._flops = model_flops(self.annotated)
@@ -99,38 +101,36 @@ class Bounds:
         least = self.resident(plan, (2 + self.states) * held)
         return Bound(seconds=self._flops / (ranks * self.peak), bytes=least)
 
-    def of_family(self, plan: ParallelPlan, known: Bound) -> Bound:
-        """The bound of all plans with a plan's mesh, recomputation and loss chunks, or `known`."""
-        work = self._work(plan)
-        if work is None:
-            return known
-        return replace(known, seconds=max(known.seconds, _LEAST * work.seconds / sizes_of(plan)[PIPELINE_AXIS]))
+    def of_family(self, family: Family, known: Bound) -> Bound:
+        """The bound of all plans of a family, or `known`."""
+        return replace(known, seconds=max(known.seconds, min(map(self._wide, family.ways()))))
 
     def wide(self, plan: ParallelPlan, known: Bound) -> Bound:
-        """The bound from a batch that is computed at once, and the pipeline's filling, or `known`.
+        """The bound from a batch that is computed at once, and the pipeline's filling, or `known`."""
+        return replace(known, seconds=max(known.seconds, self._wide(plan)))
 
-        With one stage on each of p ranks, the stages before one take at least a share `a` of their time, once for a
-        microbatch of m, before it computes all of its own: t[r] + a / m (t[0] + ... + t[r - 1]) is at most the step's
-        time X, so that all stages together take at most X (1 - (1 - a / m)^p) m / a.
+    def _wide(self, plan: ParallelPlan) -> float:
+        """The seconds of the slowest rank, which waits for the first microbatch to pass the stages before; after its
+        last one, gradients return through these stages. 0 if they are not known.
         """
-        work, ranks = self._work(plan), sizes_of(plan)[PIPELINE_AXIS]
-        if work is None:
-            return known
-        kind, parts = SCHEDULES[plan.schedule], float(ranks)
-        share = (work.ahead if kind.split_backward else work.through) / plan.microbatches
-        if ranks > 1 and share > 0 and (plan.virtual_stages or kind.stages_per_rank) == 1:
-            parts = (1 - (1 - share) ** ranks) / share
-        return replace(known, seconds=max(known.seconds, _LEAST * work.seconds / parts))
+        key = plan.mesh, plan.experts, plan.recompute, plan.loss_chunks
+        way = *key, plan.schedule, plan.virtual_stages, plan.microbatches
+        if way not in self._least:
+            work = self._work(plan, key)
+            stages = None if work is None else self._stages(work.plan, plan)
+            self._least[way] = _LEAST * work.seconds(stages, plan.microbatches) if work and stages else 0.0
+        return self._least[way]
 
-    def _work(self, plan: ParallelPlan) -> Work | None:
+    def _work(self, plan: ParallelPlan, key: tuple[object, ...]) -> Work | None:
         """The work of a rank's whole local batch as one microbatch, without lookups; None if it is not known."""
         several = plan.microbatches > 1
-        key = plan.mesh, plan.experts, plan.recompute, plan.loss_chunks, several
+        key = several, *key
         if key not in self._works:
             whole = replace(plan, microbatches=1, zero=0, schedule="1f1b", virtual_stages=None)
             alike = not several or self.tables.bodies.shared(plan) is not None
             calls = self.filled_tiles.calls(whole) if alike else None
-            self._works[key] = None if calls is None else Work.of(calls, self.filled_tiles.looked_up(whole))
+            looked_up = self.filled_tiles.looked_up(whole) if calls is not None else ()
+            self._works[key] = None if calls is None else Work.of(whole, calls, looked_up)
         return self._works[key]
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
@@ -145,7 +145,7 @@ class Bounds:
         room, shares = self.tables.room(plan), self.tables.shares(plan)
         if room is None or shares is None:
             return 0
-        stages = self._stages(plan)
+        stages = self._stages(plan, plan)
         rows = self._in_flight(plan.schedule, stages.ranks, len(stages.places), plan.microbatches)
         saved = [room.saved[end] - room.saved[start] for start, end in stages.cuts]
         least = 0
@@ -174,13 +174,14 @@ class Bounds:
         calls, shares = self.tables.calls(plan), self.tables.shares(plan)
         if calls is None or shares is None:
             return None
-        return TimedStages(stages=self._stages(plan), calls=calls, shares=shares, tables=self.tables)
+        return TimedStages(stages=self._stages(plan, plan), calls=calls, shares=shares, tables=self.tables)
 
-    def _stages(self, plan: ParallelPlan) -> Stages:
+    def _stages(self, body: ParallelPlan, plan: ParallelPlan) -> Stages:
+        """The stages of a plan, which cut the calls of a `body`."""
         kind, ranks = SCHEDULES[plan.schedule], sizes_of(plan)[PIPELINE_AXIS]
         each = plan.virtual_stages or kind.stages_per_rank if ranks > 1 else 1
         places = stage_ranks(kind, ranks, ranks * each)
-        return Stages(plan=plan, ranks=ranks, places=places, cuts=self.tables.cuts(plan, len(places)))
+        return Stages(plan=plan, ranks=ranks, places=places, cuts=self.tables.cuts(body, len(places)))
 
     def kept(self, plan: ParallelPlan, size: int, spread: int) -> int:
         """The bytes of parameters, gradients and states, if parameters that `spread` ranks share have `size` bytes."""
@@ -208,24 +209,40 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The seconds of all calls, forward and backward, and the least share of a call's before the next one's begin."""
+    """The least seconds of the calls of a whole batch, as sums over the calls before each."""
 
-    seconds: float
-    ahead: float  # forward passes alone
-    through: float  # and backward passes until their gradients are sent
+    plan: ParallelPlan
+    forward: Sums
+    sent: Sums  # backward passes until their gradients are sent
+    inputs: Sums  # first halves of backward passes
+    backward: Sums  # whole backward passes
 
     @classmethod
-    def of(cls, calls: CallTable, without: Collection[int]) -> Work:
-        total, ahead, through = 0.0, 1.0, 1.0
-        for index in (index for index in range(len(calls.forward) - 1) if index not in without):
+    def of(cls, plan: ParallelPlan, calls: CallTable, without: Collection[int]) -> Work:
+        rows = []
+        for index in range(len(calls.forward) - 1):
             columns = calls.forward, calls.backward, calls.inputs, calls.weights, calls.sent, calls.rest
             forward, backward, inputs, weights, sent, rest = (each[index + 1] - each[index] for each in columns)
-            takes = forward + min(backward, inputs + weights, sent + rest)
-            if takes > 0:
-                ahead = min(ahead, forward / takes)
-                through = min(through, (forward + min(backward, sent)) / takes)
-            total += takes
-        return cls(seconds=total, ahead=ahead, through=through)
+            least = min(backward, inputs + weights, sent + rest)
+            row = forward, min(sent, least), min(inputs, least), least
+            rows.append((0.0,) * len(row) if index in without else row)
+        sums = [tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)]
+        return cls(plan=plan, forward=sums[0], sent=sums[1], inputs=sums[2], backward=sums[3])
+
+    def seconds(self, stages: Stages, microbatches: int) -> float:
+        """The least seconds of a step; a part of the batch takes no less than its share."""
+        least, first_pass = 0.0, self.inputs if stages.halved else self.sent
+        for place, here in enumerate(stages.at):
+            forward, first, backward = (
+                stages.of_place(sums, place) for sums in (self.forward, first_pass, self.backward)
+            )
+            start, end = stages.cuts[here[0]]
+            fill, drain = self.forward[start] / microbatches, first_pass[start] / microbatches
+            left = backward - first  # that may run beside the drain
+            if not stages.halved:
+                left = (self.backward[end] - self.backward[start] - first_pass[end] + first_pass[start]) / microbatches
+            least = max(least, fill + forward + backward + max(0.0, drain - left))
+        return least
 
 
 def _tables(program: Program) -> Iterator[str]:

@@ -110,7 +110,7 @@ class _Waiting:
     order: tuple[bool, float, int]  # of plans with equal seconds
     plan: ParallelPlan | Family = field(compare=False)
     bound: Bound = field(compare=False)
-    tighter: tuple[Callable[[ParallelPlan, Bound], Bound], ...] = field(compare=False)  # further bounds, in order
+    tighter: tuple[Callable[..., Bound], ...] = field(compare=False)  # further bounds, in order
 
 
 def search(
@@ -219,7 +219,7 @@ def search(
             share += _AGAIN * (len(known) - tried)
         head = heapq.heappop(queue)
         if isinstance(head.plan, Family) and head.tighter:
-            bound = bounds.of_family(head.plan.least, head.bound)
+            bound = bounds.of_family(head.plan, head.bound)
             heapq.heappush(queue, _Waiting(bound.seconds, head.order, head.plan, bound, ()))
         elif isinstance(head.plan, Family):
             for plan in head.plan.plans():

@@ -73,6 +73,11 @@ class Family:
                     options=base.options,
                 )
 
+    def ways(self) -> Iterator[ParallelPlan]:
+        """The plans without ZeRO."""
+        for count, (schedule, virtual) in itertools.product(self.microbatches, self.schedules):
+            yield replace(self.base, microbatches=count, schedule=schedule, virtual_stages=virtual)
+
     @property
     def least(self) -> ParallelPlan:
         """The plan whose parameters and states hold least."""

@@ -135,6 +135,7 @@ class Tables:
     cluster: Cluster
     states: int
     _costs_of: LocalCosts = field(default_factory=LocalCosts)
+    _operations: LocalCosts = field(default_factory=LocalCosts)  # which do not depend on links
     _calls: dict[tuple[object, ...], CallTable] = field(default_factory=dict)
     _rooms: dict[tuple[object, ...], RoomTable] = field(default_factory=dict)
     _shares: dict[tuple[object, ...], ShareTable] = field(default_factory=dict)
@@ -194,6 +195,9 @@ class Tables:
             sized = replace(program, mesh=with_batch_axis(mesh_of(plan)), microbatches=plan.microbatches)
             known[key] = make(plan, body, sized)
         return known[key]
+
+    def forecast(self, program: Program) -> Forecast:
+        return Forecast(program, self.rates, costs=self._operations)
 
     def collective(self, plan: ParallelPlan, op: str, axes: tuple[str, ...], size: int) -> float:
         """Seconds of a collective on `size` bytes of each rank."""
@@ -378,12 +382,12 @@ class _Facts:
 
 def _cost(call: Call, program: Program, tables: Tables) -> tuple[GraphCost, GraphCost]:
     """The costs of a call forward and backward."""
-    forecast = Forecast(program, tables.rates)
+    forecast = tables.forecast(program)
     return _graph(call, "F", forecast), _graph(call, "B", forecast)
 
 
 def _halves(call: Call, program: Program, tables: Tables) -> HalvesCost:
-    forecast = Forecast(program, tables.rates)
+    forecast = tables.forecast(program)
     return HalvesCost(
         inputs=_graph(call, "I", forecast),
         weights=_graph(call, "W", forecast),

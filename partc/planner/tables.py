@@ -320,15 +320,26 @@ class Tables:
     def _call_exchanges(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Sequence[CallExchanges]:
         program = passes.alone("zero", program, plan.compile_options().for_passes)
         footprint, exchanges = Footprint(program, self.states), Exchanges(program)
-        left = {item.name: item for item in program.parameters}
-        found = []
+        items = {item.name: item for item in program.parameters}
+        left = dict.fromkeys(items)
         kinds: tuple[GraphKind, ...] = ("F", "B")
+        known: dict[tuple[object, ...], CallExchanges] = {}  # calls of a region are alike, but for parameters
+
+        def facts(name: str) -> tuple[object, ...]:
+            item = items[name]
+            return name in left, item.type.dtype, item.trainable, item.sparse, item.gather, item.reduce, item.zero
+
+        found = []
         for call in self._facts_of(body, program).calls:
-            own = [left.pop(name) for name in dict.fromkeys(call.params) if name in left]
-            times = sum(exchanges.gathers(call, kind) for kind in kinds)
-            trained = (item.type.local_bytes(program.sizes) for item in own if item.trainable and not item.sparse)
-            found.append(
-                CallExchanges(
+            names = dict.fromkeys(call.params)
+            key = call.region, *map(call.params.index, call.params), *map(facts, names)
+            own = [items[name] for name in names if name in left]
+            for item in own:
+                del left[item.name]
+            if key not in known:
+                trained = (item.type.local_bytes(program.sizes) for item in own if item.trainable and not item.sparse)
+                times = sum(exchanges.gathers(call, kind) for kind in kinds)
+                known[key] = CallExchanges(
                     held=sum(map(footprint.lasting, own)),
                     updated=sum(trained),
                     gathers=exchanges.gather(call.params) if times else (),
@@ -338,7 +349,7 @@ class Tables:
                     sums=self._summed(exchanges, own),
                     around=(footprint.gathered(call), footprint.scattered(call)),
                 )
-            )
+            found.append(known[key])
         return found
 
     @staticmethod

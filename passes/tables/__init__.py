@@ -379,6 +379,8 @@ class _Tables:
         for names in self._alike():
             cuts = [each for each in self._cuts(names) if all(self._pinned(name, each) for name in names)]
             pinned = any(self._pins(name) for name in names)
+            if not cuts and not pinned:
+                continue
             sparse = any(self.parameters[name].sparse for name in names)
             if any(self.rules[name].kind.by_rows for name in names):  # whose states are whole along columns
                 cuts = [each for each in cuts if _ROWS in dict(each).values()] or cuts
@@ -395,8 +397,8 @@ class _Tables:
         """Whether no other table that could be cut is read in the same regions, so that none shares an exchange."""
         regions = {region for name in names for region, _ in self.slots[name]}
         return not any(
-            (self._is_large(name) or self.parameters[name].sparse)
-            and self.lookups.keys() >= {*slots}
+            self.lookups.keys() >= {*slots}
+            and (self._is_large(name) or self.parameters[name].sparse)
             and not regions.isdisjoint(region for region, _ in slots)
             for name, slots in self.slots.items()
             if name not in names
@@ -602,7 +604,7 @@ class _Tables:
         Raises PartcError P0422 if the optimizer of one takes no other gradient.
         """
         found: set[str] = set()
-        for names in self._alike():
+        for names in self._alike() if any(item.sparse for item in self.parameters.values()) else ():
             slots = [slot for name in names for slot in self.slots[name]]
             alone = all(slot in self.lookups for slot in slots) and not any(self.parameters[n].aliases for n in names)
             over = sorted({axis for slot in slots for axis in self.axes.get(slot, ())})

@@ -294,6 +294,9 @@ def compile(
             precision=precision,
             kernels=kernels,
             optimizer=optimizer,
+            bucket=bucket,
+            grad_reduce=grad_reduce,
+            compress_grads=compress_grads,
             max_seconds=max_seconds,
             **wanted,
         )

@@ -236,6 +236,22 @@ def test_planners_with_one_simulator_have_the_constants_of_their_own_clusters() 
     assert Planner(request("2xH100-80GB"), first.simulator).predicted(plan) == alone.predicted(plan)
 
 
+def test_plans_have_the_form_of_gradient_sums_that_is_asked_for() -> None:
+    """Compressed gradients take less time between nodes, and bounds stay below that."""
+    cluster = preset("2x1xRTX4090-24GB")
+    options: dict[str, Any] = {"batch": 2, "width": 1024, "hidden": 4096, "depth": 1}
+    whole = Request(
+        model=str(Path(GPT).with_name("mlp.py")), cluster=cluster, ranks=2, limit=cluster.device.memory, options=options,
+        fixed=fixed("dp=2,microbatches=1,recompute=none,zero=0|2"),
+    )  # fmt: skip
+    planner, coded = Planner(whole), Planner(replace(whole, compress_grads="int8", bucket="1MB"))
+    for plan, other in zip(coded.space.plans(), planner.space.plans(), strict=True):
+        assert (plan.compress_grads, plan.bucket) == ("int8", "1MB") and "--compress-grads int8" in plan.flags
+        found = coded.predicted(plan)
+        assert Played(plan=plan, bound=coded.bounds.of(plan), prediction=found).holds
+        assert found.step_seconds < 0.8 * planner.predicted(other).step_seconds
+
+
 @pytest.mark.slow
 def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
     """A plan alone is simulated with regions of its own, and its bound stays close below that."""

@@ -18,11 +18,12 @@ from torch import nn
 import partc
 from partc.cli import main
 from partc.cluster.cluster import preset
+from partc.compilation.options import BUCKET
 from partc.compilation.plan import ParallelPlan
 from partc.errors import PartcError
 from partc.planner.planning import PlanChoice, Planner, Request
 from partc.planner.reasons import binding, differences, parts
-from partc.planner.replanning import nodes_of
+from partc.planner.replanning import nodes_of, request_of
 from partc.planner.search import Played
 from partc.planner.variations import front, price, settled, variations
 from tests.durable import losses, trained, whole
@@ -216,9 +217,12 @@ def test_a_training_goes_on_on_fewer_ranks(tmp_path: Path, capsys: pytest.Captur
         assert json.loads(capsys.readouterr().out)["error"]["code"] == code
 
 
-def test_gradients_are_summed_inside_the_nodes_of_the_new_cluster(tmp_path: Path) -> None:
+def test_the_form_of_gradient_sums_stays_on_the_new_cluster(tmp_path: Path) -> None:
     partc.compile(MLP, mesh="dp=4", nodes=2).write(tmp_path / "nodes")
-    partc.compile(MLP, mesh="dp=4").write(tmp_path / "flat")
+    partc.compile(MLP, mesh="dp=4", compress_grads="int8", bucket="1MB").write(tmp_path / "flat")
+    kept, default = (request_of(tmp_path / name, "4xCPU", None) for name in ("flat", "nodes"))
+    assert (kept.compress_grads, kept.bucket, kept.grad_reduce) == ("int8", "1MB", "fp32")
+    assert (default.compress_grads, default.bucket) == ("none", BUCKET)
     for name, mesh, cluster, expected in (
         ("nodes", "dp=8", "2x4xCPU", 4),
         ("nodes", "pp=2,dp=3,tp=2", "2x6xCPU", 6),

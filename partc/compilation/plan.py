@@ -28,6 +28,7 @@ AUTO = "auto"  # a mesh that the planner decides
 DECIDED = (
     "mesh", "experts", "microbatches", "schedule", "virtual_stages", "zero", "recompute", "loss_chunks", "kernels",
 )  # fmt: skip
+REDUCED = ("bucket", "grad_reduce", "compress_grads")  # the form of gradients' sums, which users decide
 
 FP8 = "fp8"  # a precision of predictions alone
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from partc.cluster.cluster import Cluster, fitted
 from partc.cluster.files import cluster_of
-from partc.compilation.options import DEFAULT, RECOMPUTE
-from partc.compilation.plan import ParallelPlan, Scalar
+from partc.compilation.options import BUCKET, DEFAULT, RECOMPUTE
+from partc.compilation.plan import REDUCED, ParallelPlan, Scalar
 from partc.compilation.simulation import Prediction, Simulator, resident, states_of
 from partc.cost.calibration import Calibration, calibration
 from partc.cost.saved_tensors import parse_bytes
@@ -52,6 +52,9 @@ class Request:
     precision: str = "bf16"
     kernels: str = "auto"
     optimizer: str | None = None
+    bucket: str = BUCKET
+    grad_reduce: str = "fp32"
+    compress_grads: str = "none"
     max_seconds: float | None = None
     constants: Calibration | None = None
 
@@ -160,6 +163,7 @@ class Planner:
             kernels=kernels,
             optimizer=request.optimizer,
             options=dict(request.options),
+            **{name: getattr(request, name) for name in REDUCED},
         )
         base, annotated = _batched(self.simulator, base, request.global_batch)
         rate = max(cluster.device.peak_of(_COMPUTED[request.precision]), cluster.device.peak_of("f32"))

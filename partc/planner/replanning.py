@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc.compilation.options import refused
+from partc.compilation.plan import REDUCED
 from partc.errors import PartcError
 from partc.frontend.origin import BATCH, WEIGHTS
 from partc.package.launch import check_trains, read_package
@@ -42,8 +43,8 @@ def continued(directory: Path, checkpoint: Path, say: Callable[[str], None]) -> 
 def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint | None, **given: Any) -> Request:
     """The request that plans a package's training anew; `given` are further options of the search.
 
-    The optimizer is the checkpoint's. Where each microbatch is a batch of its own, their number stays. Raises
-    PartcError P0503, P0504 and those of Request.checked.
+    The optimizer is the checkpoint's, the form of gradients' sums the package's. Where each microbatch is a batch of
+    its own, their number stays. Raises PartcError P0503, P0504 and those of Request.checked.
     """
     plan = read_package(directory)
     check_trains(directory)
@@ -67,6 +68,7 @@ def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint |
         precision=plan["precision"],
         kernels=kernels if kernels == "inductor" else "auto",
         optimizer=checkpoint.run["optimizer"] if checkpoint is not None else command.get("optimizer"),
+        **{name: command[name] for name in REDUCED if name in command},
         **given,
     )
 

@@ -69,6 +69,9 @@ class Family:
                     loss_chunks=base.loss_chunks,
                     precision=base.precision,
                     kernels=base.kernels,
+                    bucket=base.bucket,
+                    grad_reduce=base.grad_reduce,
+                    compress_grads=base.compress_grads,
                     optimizer=base.optimizer,
                     options=base.options,
                 )

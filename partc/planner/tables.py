@@ -320,6 +320,7 @@ class Tables:
     def _call_exchanges(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Sequence[CallExchanges]:
         program = passes.alone("zero", program, plan.compile_options().for_passes)
         footprint, exchanges = Footprint(program, self.states), Exchanges(program)
+        usual = (plan.grad_reduce, plan.compress_grads) == ("fp32", "none")  # nothing is said of other forms of sums
         items = {item.name: item for item in program.parameters}
         left = dict.fromkeys(items)
         kinds: tuple[GraphKind, ...] = ("F", "B")
@@ -344,9 +345,9 @@ class Tables:
                     updated=sum(trained),
                     gathers=exchanges.gather(call.params) if times else (),
                     passes=times,
-                    scatters=exchanges.scatter(call, "B"),
+                    scatters=exchanges.scatter(call, "B") if usual else (),
                     refreshed=exchanges.gather(item.name for item in own) if program.zero in (1, 2) else (),
-                    sums=self._summed(exchanges, own),
+                    sums=self._summed(exchanges, own) if usual else {},
                     around=(footprint.gathered(call), footprint.scattered(call)),
                 )
             found.append(known[key])

@@ -472,11 +472,11 @@ def package(
     from partc.codegen.attentions import without_kernel
     from partc.codegen.cuda_graphs import obstacle
     from partc.codegen.package import emit
-    from partc.compilation.fitting import check_limit
+    from partc.compilation.fitting import check_evaluation, check_limit
     from partc.frontend.token_limits import token_limits
     from partc.passes.chunk import left_whole
     from partc.passes.zigzag import kept_order
-    from partc.rehearsal.rehearsal import rehearse
+    from partc.rehearsal.rehearsal import rehearsed, with_evaluation
     from partc.rules.updates import model_dims
     from partc.runtime.optimizer.recipe import Recipe
 
@@ -497,10 +497,14 @@ def package(
         recipe = Recipe.of(done.options.optimizer, groups=done.options.group)
         recipe.check(dims)
         rules = recipe.all_settings(dims)
-    memory = rehearse(done.program, optimizer=done.options.optimizer, groups=done.options.group, modules=modules)
+    how: dict[str, Any] = {"optimizer": done.options.optimizer, "groups": done.options.group}
+    memory, courses = rehearsed(done.program, **how, modules=modules)
     ended("Rehearsed", start, f"a rank holds {readable(memory.worst.peak)} at most")
     if done.options.memory_limit is not None and done.again is not None:
         check_limit(memory, done.options.memory_limit, done.options, done.again)
+    if done.evaluation is not None:
+        memory = with_evaluation(memory, courses, done.evaluation)
+        check_evaluation(memory, done.options.memory_limit)
     return Package(
         modules=modules,
         memory=memory,

@@ -76,6 +76,51 @@ def test_one_rank_holds_what_is_predicted(
     assert found - predicted in (TOLD if package.program.kernels == "triton" else [0])
 
 
+EVALUATED = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 64))
+
+def batch():
+    return {"x": torch.randn(16, 16)}
+
+def loss(model, batch):
+    return model(batch["x"]).square().mean()
+
+def evaluate(model, batch):
+    y = model(batch["x"])
+    return (y[:, :, None] * y[:, None, :]).square().mean()
+"""
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 2}, {"precision": "bf16"}])
+def test_evaluations_that_hold_more_than_steps_are_predicted(options: dict[str, Any], tmp_path: Path) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(EVALUATED)
+    package = partc.compile(model, mesh="1", kernels="aten", **options)
+    step, evaluated = rehearse(package.program).worst, package.memory.worst
+    assert evaluated.peak > 2 * step.peak and "evaluation/regions/" in evaluated.at.line
+    assert sum(evaluated.categories.values()) == evaluated.peak
+    assert alone(package.write(tmp_path / "b"), "--eval-every", "1") == evaluated.peak
+    with pytest.raises(partc.PartcError) as error:
+        partc.compile(model, mesh="1", memory_limit=f"{2 * step.peak}B", kernels="aten", **options)
+    assert error.value.code == "P0416" and "in an evaluation" in error.value.cause
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_evaluations_of_pipeline_ranks_are_predicted(tmp_path: Path) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(EVALUATED)
+    package = partc.compile(model, mesh="pp=2,dp=2", microbatches=2, zero=2)
+    found = measured(package.write(tmp_path / "b"), 4, ("--eval-every", "1"))
+    for rank, peak in enumerate(found):
+        told = package.memory.ranks[package.program.mesh.coordinate(rank)[PIPELINE_AXIS]].peak
+        assert told <= peak <= 1.005 * told
+
+
 def on_processes(folder: Path, model: Path | str, mesh: str, arguments: tuple[str, ...] = (), **options: Any) -> None:
     package = partc.compile(model, mesh=mesh, **options)
     account = rehearse(package.program, optimizer="sgd" if "sgd" in arguments else "adamw")

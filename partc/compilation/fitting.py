@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from partc.compilation.options import Options
-from partc.cost.memory import Account, RankMemory, consists
+from partc.cost.memory import Account, consists
 from partc.cost.saved_tensors import Time, parse_bytes, written
 from partc.errors import PartcError
 from partc.ir.mesh import PIPELINE_AXIS, holds_weights_whole, is_batch_axis
@@ -131,16 +131,27 @@ def check_limit(account: Account, limit: int, options: Options, compiled: Compil
         for remedy in found
     ]
     said = "these would help" if fits else "none of these is enough; the first comes closest"
-    raise PartcError(
+    help = "\n    ".join([f"{said}:", *lines]) if lines else "no other option was found that lowers it"
+    raise _too_much(account, limit, help)
+
+
+def check_evaluation(account: Account, limit: int | None) -> None:
+    """Raise PartcError P0416 if a rank holds more than `limit` bytes in an evaluation, where its steps hold less."""
+    if limit is not None and account.worst.peak > limit:
+        raise _too_much(
+            account, limit, "the step alone fits: --microbatches cuts batches of evaluations too, or evaluate less"
+        )
+
+
+def _too_much(account: Account, limit: int, help: str) -> PartcError:
+    worst = account.worst
+    rank = f"pipeline rank {worst.place}" if len(account.ranks) > 1 else "each rank"
+    return PartcError(
         "P0416",
-        f"{_rank(account, worst)} holds {readable(worst.peak)} at one time, {readable(worst.peak - limit)} more than "
+        f"{rank} holds {readable(worst.peak)} at one time, {readable(worst.peak - limit)} more than "
         f"--memory-limit {readable(limit)}: {consists(worst)}; in {worst.at}",
-        help="\n    ".join([f"{said}:", *lines]) if lines else "no other option was found that lowers it",
+        help=help,
     )
-
-
-def _rank(account: Account, rank: RankMemory) -> str:
-    return f"pipeline rank {rank.place}" if len(account.ranks) > 1 else "each rank"
 
 
 def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> Iterator[Remedy]:

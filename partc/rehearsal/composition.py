@@ -20,13 +20,12 @@ from typing import Any
 from partc.communication.exchanges import Exchanges
 from partc.communication.execution import Execution, Free, GraphRun, Message, Start, Step, Wait
 from partc.cost.memory import Moment, RankMemory, StepPosition, together
-from partc.ir.naming import is_number, starred
+from partc.ir.naming import is_number
 from partc.ir.program import Action, Program
 from partc.passes.prefetch import gathering_ahead
-from partc.rehearsal.ledger import Block, Entry, Ledger, Surge
+from partc.rehearsal.ledger import Block, Entry, Label, Ledger, Surge, label
 
 Key = tuple[object, ...]
-Label = tuple[str, str, int]  # category, name, bytes
 _ATTEMPTS = 4  # to find the microbatches that show all circumstances
 _UNLIKE = 2  # first actions of a kind that differ from later ones: the second replaces what the first has made
 _NEIGHBOURS = 2  # actions before and after one, whose microbatches are played with it
@@ -76,9 +75,9 @@ class Effect:
 
 def _label(what: Block | Surge | None) -> Label | Key:
     if isinstance(what, Surge):
-        return (what.bytes, *((block.category, starred(block.name), block.bytes) for block in what.alive))
+        return (what.bytes, *map(label, what.alive))
     assert what is not None
-    return what.category, starred(what.name), what.bytes
+    return label(what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +138,10 @@ class Course:
                 found[key] = max(now + most, found.get(key, now + most))
         return found
 
+    def base(self) -> Counter[Label]:
+        """Everything held at the step's start."""
+        return self.frame.base
+
     @property
     def peak(self) -> int:
         reached = (now + effect.reach for _, _, effect, now in self._begins if effect.reach is not None)
@@ -180,8 +183,8 @@ class Course:
             effects[id(effect)] = effect
             times[id(effect)] = times.get(id(effect), 0) + 1
         for key, effect in effects.items():
-            for label, count in effect.counted().items():
-                found[label] += count * times[key]
+            for held, count in effect.counted().items():
+                found[held] += count * times[key]
         _, _, effect, _ = self._begins[at]
         found.update(effect.counted(effect.at + 1))
         return found
@@ -510,7 +513,7 @@ class Composer:
         effects = [Effect.of(part, numbers) for part, numbers in zip(parts, calls, strict=True)]
         named = tuple(zip(ledger.actions, effects, strict=True))
         drained = ledger.actions.index(_DRAINED)
-        base = _alive(ledger.tape[: ledger.begin])
+        base = ledger.base()
         left = Counter(base)
         for effect in effects[: drained + 1]:
             left.update(effect.counted())
@@ -523,14 +526,6 @@ class Composer:
 
 def _opening(row: Sequence[Action]) -> int:
     return next((index for index, action in enumerate(row) if action.kind != "UNSHARD"), len(row))
-
-
-def _alive(tape: Iterable[Entry]) -> Counter[Label]:
-    found: Counter[Label] = Counter()
-    for sign, what, _ in tape:
-        if isinstance(what, Block):
-            found[_label(what)] += 1 if sign == "+" else -1  # type: ignore[index]
-    return +found
 
 
 def _parts(ledger: Ledger) -> list[list[Entry]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from partc.cost.memory import Moment, RankMemory, StepPosition, together
+from partc.ir.naming import starred
 from partc.runtime.torch_private import storage_key, tree_flatten
 from partc.torch_private import TorchDispatchMode
 
@@ -31,6 +32,13 @@ class Block:
         self.bytes = bytes
         self.category = category
         self.name = name
+
+
+Label = tuple[str, str, int]  # category, name, bytes
+
+
+def label(block: Block) -> Label:
+    return block.category, starred(block.name), block.bytes
 
 
 class Owned:
@@ -210,6 +218,14 @@ class Ledger(TorchDispatchMode):
     def stops(self) -> None:
         """End the step: what ends from here on is not of it."""
         self._stopped = True
+
+    def base(self) -> Counter[Label]:
+        """Everything held at the step's start."""
+        found: Counter[Label] = Counter()
+        for sign, what, _ in self.tape[: self.begin]:
+            if isinstance(what, Block):
+                found[label(what)] += 1 if sign == "+" else -1
+        return +found
 
     def rank(self, place: int, stages: tuple[int, ...], host: int) -> RankMemory:
         """The account since `starts`."""

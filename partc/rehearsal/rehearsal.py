@@ -13,15 +13,15 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partc.codegen.package import Modules, emit
-from partc.cost.memory import Account
+from partc.codegen.package import EVALUATION, Modules, emit
+from partc.cost.memory import Account, Moment, together
 from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Action as ScheduledAction
@@ -68,6 +68,28 @@ def rehearse(
     `optimizer` and `groups` are texts of train.py's options.
     """
     return rehearsed(program, optimizer=optimizer, groups=groups, modules=modules)[0]
+
+
+def with_evaluation(account: Account, courses: Sequence[Course | Ledger], evaluation: Program) -> Account:
+    """The account of a training whose steps are followed by evaluations; `courses` are the steps of its ranks.
+
+    An evaluation reads the training's parameters, and all else that the training holds between two steps stays.
+    """
+    alone = _Rehearsal(evaluation, Recipe.of(DEFAULT), emit(evaluation, folder=EVALUATION)).courses()
+    ranks = []
+    for rank, step, course in zip(account.ranks, courses, alone, strict=True):
+        mine = course.rank(rank.place, rank.stages, 0)
+        kept = together(step.base().elements())
+        beside = tuple(item for item in mine.alive if item.category != "parameters")
+        after = sum(item.bytes for item in kept)
+        peak = after + sum(item.bytes for item in beside)
+        timeline = (*rank.timeline, Moment(action="an evaluation", peak=peak, after=after))
+        if peak > rank.peak:
+            alive = tuple(sorted((*kept, *beside), key=lambda item: -item.bytes))
+            at = replace(mine.at, action=f"an evaluation, {mine.at.action}")
+            rank = replace(rank, peak=peak, at=at, alive=alive)
+        ranks.append(replace(rank, timeline=timeline))
+    return replace(account, ranks=tuple(ranks))
 
 
 def peaks(program: Program) -> list[int]:

@@ -65,7 +65,7 @@ def _case(op: Op, region: Region, sizes: Mapping[str, int]) -> Case:
         t=k[-2],
         d=q[-1],
         e=v[-1],
-        masked=op.args[3] is not None,
+        masked=op.args[3] is not None or "limits" in dict(op.attrs),
         learned=any(each.name.endswith("_bias_backward") for each in backward),
         causal=op.args[4] is True,
         drops=op.name == "attention_dropout",

@@ -244,16 +244,16 @@ def _attention(o: Operands) -> str:
     if drops:
         q, k = (o.types[arg.name].layout for arg in o.op.args[first : first + 2] if isinstance(arg, Ref))
         args[-1] = _draw(args[-1], o, (*q.dims[:3], (SubDim(k.shape[2]),)))
-    sinks = [f"sinks={o.attrs['sinks']}"] if "sinks" in o.attrs else []
+    more = [f"{name}={o.attrs[name]}" for name in ("sinks", "limits", "keys") if name in o.attrs]
     if not rows and drops:
-        return f"{o.named('functional')}.{o.op.name}({', '.join((*args, *sinks))})"
+        return f"{o.named('functional')}.{o.op.name}({', '.join((*args, *more))})"
     names = ["mask=", "out=", "lse=", *_SCORES] if backward else ["mask=None", *_SCORES]
     operands, rest = args[: first + 3], args[first + 3 :]
     if learned and not rows:
         operands, rest, names = args[: first + 4], args[first + 4 :], names[1:]
     given = arguments((*operands, *rest), ("",) * len(operands) + tuple(names), {})
     if not rows:
-        return f"{o.named('functional')}.{o.op.name}({', '.join((given, *sinks))})"
+        return f"{o.named('functional')}.{o.op.name}({', '.join((given, *more))})"
     comm, ring = o.named("comm"), o.attrs.get("ring", "")
     form = "ring_attention" if ring else "attention_rows"
     if ring:
@@ -264,8 +264,8 @@ def _attention(o: Operands) -> str:
         _, turned, parts = o.attrs["rows"].strip('"').partition(" zigzag ")
         if turned:  # so are the keys
             around += f', columns={comm}.positions("{o.whole(2 if backward else 1)[2]} zigzag {parts}")'
-    more = (around, "learned=True") if learned else (around,)
-    return f"{o.named('functional')}.{form}{'_backward' * backward}({', '.join((given, *sinks, *more))})"
+    more += [around, "learned=True"] if learned else [around]
+    return f"{o.named('functional')}.{form}{'_backward' * backward}({', '.join((given, *more))})"
 
 
 def _where(o: Operands) -> str:

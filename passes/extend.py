@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from partc import fuel
+from partc.errors import Source
 from partc.ir.layout import Layout
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import unique
@@ -160,7 +161,7 @@ class _LongerSequences:
 
     def _reads_added(self, op: Op, columns: Extent) -> bool:
         """Whether keys and values may have added positions: no true row reads them."""
-        return columns.true == columns.whole or is_causal(op, self.types)
+        return columns.true == columns.whole or is_causal(op, self.types) or "limits" in dict(op.attrs)
 
     def prefix(self, op: Op) -> tuple[int, int] | None:
         """The dimension and the size of a slice of the first positions."""
@@ -216,6 +217,7 @@ class _LongerRegion:
     forms: dict[tuple[str, frozenset[int]], str] = field(default_factory=dict)  # by value and its longer dimensions
     shapes: dict[str, TensorType] = field(default_factory=dict)  # of new values, and of those that became longer
     added: dict[tuple[Extent, int, int, int], str] = field(default_factory=dict)  # whether a position is
+    reader: Source | None = None  # of the operation whose operands get another form
 
     def __post_init__(self) -> None:
         self.taken = {*self.found.types}
@@ -262,7 +264,9 @@ class _LongerRegion:
                 self._made(value, frozenset())
             return
         operands = list(zip(op.refs(), rule.operands, strict=True))
+        self.reader = op.source
         wanted = [self._form(name, self._passing(op, rule, name, dims)) for name, dims in operands]
+        self.reader = None
         self._mask_sums(op, rule, wanted)
         made = [self._passing(op, rule, each.name, dims) for each, dims in zip(op.results, rule.results, strict=True)]
         results = tuple(
@@ -325,7 +329,7 @@ class _LongerRegion:
     def _add(self, word: str, op: str, args: tuple[Arg, ...], type: TensorType, shape: Sequence[int]) -> str:
         value = Value(name=unique(word, self.taken), type=replace(type, layout=Layout.replicated(shape)))
         self.shapes[value.name] = value.type
-        self.ops.append(Op(name=op, args=args, results=(value,)))
+        self.ops.append(Op(name=op, args=args, results=(value,), source=self.reader))
         return value.name
 
     def _type(self, name: str) -> TensorType:

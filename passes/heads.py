@@ -170,10 +170,13 @@ class _HeadPadding:
 
     def run(self) -> dict[Place, int]:
         """The new sizes. Raises _UnpaddableError if a maker or reader does not keep heads apart."""
-        q, k, v, *mask = self.attention.refs()
+        q, k, v, *_ = self.attention.refs()
         types = self.heads.types
-        if any(len(types[name].shape) > 2 and types[name].shape[-3] != 1 for name in mask):
+        mask, sinks = self.attention.args[3], dict(self.attention.attrs).get("sinks")
+        if isinstance(mask, Ref) and len(types[mask.name].shape) > 2 and types[mask.name].shape[-3] != 1:
             raise _UnpaddableError
+        if isinstance(sinks, Ref):
+            self._follow((sinks.name, 0), self.whole, frozenset())
         equal = types[q].shape[_HEADS] == types[k].shape[_HEADS]
         for name in (q, k) if equal else (q,):
             self._follow((name, _HEADS), self.whole, _OF_SCORES)

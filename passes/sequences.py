@@ -9,12 +9,13 @@ from dataclasses import replace
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.program import ATTENTION, Op, TensorType
 from partc.rules import OpRule, flops, resolve
-from partc.rules.rule import Dims
+from partc.rules.rule import Dims, integers
 from partc.sharding.pins import Pin
 from partc.sharding.placements import prefers_rows
 
 ROWS = 2  # their dimension in attention
 Place = tuple[str, int, int]  # a value, one of its dimensions, and the elements of that before the sequence
+_UNEQUAL = 1.1  # scores of the second half of the rows, per score of the first
 # Operations whose sums do not depend on the order of what they add.
 SUMS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "sum", "mean", "amax", "amin", "any", "all"})
 ORDERED = frozenset({"argmax", "argmin", "sort", "argsort", "topk", "scan", "arange", "index_put"})
@@ -30,6 +31,9 @@ def is_causal(op: Op, types: Mapping[str, TensorType]) -> bool:
 
 def reads_more(op: Op, types: Mapping[str, TensorType]) -> bool:
     """Whether later rows of an attention read more than earlier ones."""
+    if op.name in ATTENTION and (reads := integers(dict(op.attrs).get("reads", ()))):
+        q, k = (types[name].shape for name in list(op.refs())[:2])
+        return q[ROWS] == k[ROWS] and reads[1] > _UNEQUAL * reads[0]
     return is_causal(op, types) and not (len(op.args) > 6 and op.args[6])
 
 

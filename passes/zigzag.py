@@ -172,7 +172,8 @@ class _Order:
             ):
                 return None
             reached += carriers(op, rule, rule.ring if rows else (factor_name,), inside)
-        if op.name in ATTENTION and (op.args[4] is True or (len(op.args) > 6 and op.args[6])):
+        placed = op.args[4:5] == (True,) or any(op.args[6:7]) or "limits" in dict(op.attrs)
+        if op.name in ATTENTION and placed:
             self.attentions.add(op.results[0].name)
         return reached
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from partc.runtime.ops.attention import attention, attention_sinks_backward
+from partc.runtime.ops import attention as runtime_attention
+from partc.runtime.ops.attention import attention, attention_backward, attention_sinks_backward, within
 from partc.runtime.ops.attention_rows import attention_rows, attention_rows_backward
 from partc.runtime.positions import positions
 
@@ -68,6 +69,57 @@ def test_rows_of_three_ranks_are_those_of_the_whole(dim: str, causal: bool, wind
             sums[2] += found[2]
         for made, right in zip(sums, wanted, strict=True):
             torch.testing.assert_close(made, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("small", [0, 1 << 24])
+@pytest.mark.parametrize("causal", [True, False])
+def test_limits_are_the_mask_that_they_stand_for(small: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the whole, and of the rows of ranks in their order; of positions, and of documents, the last without keys."""
+    monkeypatch.setattr(runtime_attention, "SMALL", small)
+    at, documents = torch.arange(LENGTH)[:, None], torch.randint(0, 3, (2, LENGTH))
+    prefix = torch.cat((0 * at, (at + 1).clamp(min=5)), 1)[None]
+    of_documents = torch.stack((documents, documents + 1), -1)
+    for limits, keys in ((prefix, None), (of_documents, documents), (of_documents, documents[:, : LENGTH - 3])):
+        mask = within(limits, keys, LENGTH)
+        for given in (None, torch.rand(2, 1, 1, LENGTH) > 0.2, torch.randn(4, LENGTH, LENGTH, dtype=torch.float64)):
+            q, k, v, grad = (torch.randn(2, 4, LENGTH, 8, dtype=torch.float64) for _ in range(4))
+            if given is None:
+                both: Tensor = mask
+            else:
+                both = mask & given if given.dtype == torch.bool else given.masked_fill(~mask, -math.inf)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            whole = _written_out(q, k, v, both, causal, 0)
+            wanted = torch.autograd.grad(whole, leaves, grad)
+            q, k, v = (x.detach() for x in leaves)
+            out, lse = attention(q, k, v, given, causal, limits=limits, keys=keys)
+            found = attention_backward(grad, q, k, v, out, lse, given, causal, limits=limits, keys=keys)
+            seen = (both if both.dtype == torch.bool else both != -math.inf) & (at >= at.T if causal else at >= 0)
+            read = seen.any(-1, keepdim=True).expand(2, 4, LENGTH, 1)
+            torch.testing.assert_close(out * read, whole.detach(), rtol=1e-12, atol=1e-12)
+            if bool(read.all()):
+                torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+            for rank in range(3):
+                rows = positions("2 · 12@cp zigzag 6", {"cp": (rank, 3)})
+                turned = positions("2 · 12 zigzag 6", {})
+                where, order = (torch.cat([torch.arange(*run[:2]) for run in runs]) for runs in (rows, turned))
+                own = given if given is None or given.shape[-2] == 1 else given[..., where, :]
+                own = None if own is None else own[..., order]
+                part, norms = attention_rows(
+                    *(q[:, :, where], k[:, :, order], v[:, :, order], own, causal),
+                    limits=limits[:, where],
+                    keys=keys,
+                    rows=rows,
+                    columns=turned,
+                )
+                torch.testing.assert_close(part, whole[:, :, where].detach(), rtol=1e-12, atol=1e-12)
+                sums = attention_rows_backward(
+                    *(grad[:, :, where], q[:, :, where], k[:, :, order], v[:, :, order], own, part, norms, causal),
+                    limits=limits[:, where],
+                    keys=keys,
+                    rows=rows,
+                    columns=turned,
+                )
+                torch.testing.assert_close(sums[0], wanted[0][:, :, where], rtol=1e-12, atol=1e-12)
 
 
 def test_sinks_count_once_whatever_the_tiles() -> None:

@@ -21,10 +21,14 @@ from partc.compilation.options import Options
 from partc.errors import PartcError
 from partc.frontend.constant_buffers import Recipes
 from partc.ir import operators
+from partc.ir.interpreter import results_of
 from partc.ir.layout import Layout
 from partc.ir.program import Arg, DTypeArg, Op, Ref, TensorType, Value
+from partc.passes.simplify.limits import LimitWriter, limits_of
 from partc.passes.simplify.masks import Constants, Seen, structure
 from partc.passes.simplify.matrices import band
+from partc.rules import flops, resolve
+from partc.runtime.ops.attention import within
 
 
 @dataclass(slots=True)
@@ -165,6 +169,52 @@ def test_chunks_of_a_million_positions_are_examples(tmp_path: Path) -> None:
     assert attention.results[0].type.shape == (LONG // 8192, 2, 8192, 4)
     shapes = [v.type.shape for r in program.regions for op in r.forward.ops for v in op.results]
     assert all(shape.count(LONG) < 2 for shape in shapes)
+
+
+LIMITED = {
+    "(j <= i) | (j < 1000)": 0.5,
+    "(j <= i) & ((i - j < 4096) | (j < 4))": 4098 / LONG,
+    "(j <= i) & (j // 30000 == i // 30000)": 15000 / LONG,
+    "(j <= i) & (x[:, None, :, :1].long() == x[:, None, None, :, 0].long())": 0.5,
+    "((j <= i) | (x[:, None, None, :, 0] > 0))": 1.0,
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("form", "share"), LIMITED.items(), ids=["prefix", "sinks", "chunks", "documents", "shown"])
+def test_other_masks_of_a_million_positions_are_limits(form: str, share: float, tmp_path: Path) -> None:
+    """The work of constant masks is counted; of documents no more is known than that they are causal."""
+    program = _compiled(tmp_path, form, length=LONG)
+    (region,) = program.regions
+    [attention] = [op for op in region.forward.ops if op.name == "attention"]
+    assert attention.args[3] is None and "limits" in dict(attention.attrs)
+    shapes = [v.type.shape for op in region.forward.ops for v in op.results]
+    assert all(shape.count(LONG) < 2 for shape in shapes)
+    types = region.types(region.forward)
+    rule = resolve(attention, types)
+    assert rule is not None and flops(attention, rule) / rule.flops == pytest.approx(share, rel=0.02)
+
+
+@given(st.data(), SIZES, SIZES)
+@settings(max_examples=100, deadline=None)
+def test_limits_are_those_of_the_elements(data: st.DataObject, s: int, t: int) -> None:
+    graph = Graph()
+    runs = Constants(graph.ops, whole=0).seen(data.draw(booleans(graph, s, t, 2)).name)
+    assert runs is not None
+    writing = LimitWriter(set(), None)
+    attrs = limits_of(runs, writing)
+    if attrs is None:
+        assert runs.changes.shape[1] > 7 or not runs.changes.shape[1]
+        return
+    known: dict[str, Tensor] = {}
+    for op in writing.ops:
+        known.update(results_of(op, known))
+    (_, limits), (_, reads) = attrs
+    assert isinstance(limits, Ref)
+    assert torch.equal(within(known[limits.name], None, t + 2)[0, 0, :, :t], runs.dense())
+    assert not within(known[limits.name], None, t + 2)[..., t:].any(), "positions that are added later"
+    counts = runs.dense().sum(1)
+    assert reads == (int(counts[: s // 2].sum()), int(counts[s // 2 :].sum()), s * t)
 
 
 MODEL = """

@@ -102,6 +102,9 @@ def _attention(
     scale: float | None,
     window: int = 0,
     sinks: Tensor | None = None,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
+    reads: tuple[int, ...] = (),
 ) -> Tensor:
     """Attention with every step spelled out; each head of k and v serves a group of heads of q."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -114,6 +117,10 @@ def _attention(
         scores = scores.masked_fill(ahead.abs() >= window, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if limits is not None:
+        at = torch.arange(k.shape[2])[None] if keys is None else keys
+        passed = (limits[:, :, None] <= at[:, None, :, None]).sum(-1)
+        scores = scores.masked_fill(passed.unsqueeze(1) % 2 == 0, -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
     return scores.softmax(dim=-1)[..., : v.shape[-2]] @ v

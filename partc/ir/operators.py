@@ -261,19 +261,21 @@ def _define_composites() -> None:
     _operator(
         "attention_backward",
         "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool is_causal, float? scale,"
-        " int window=0, str rows='', str ring='') -> (Tensor, Tensor, Tensor)",
+        " int window=0, str rows='', str ring='', Tensor? limits=None, Tensor? keys=None, int[] reads=[])"
+        " -> (Tensor, Tensor, Tensor)",
         lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
     )
     _operator(
         "attention_bias_backward",
         "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, bool is_causal, float? scale,"
-        " int window=0, str rows='', str ring='') -> (Tensor, Tensor, Tensor, Tensor)",
+        " int window=0, str rows='', str ring='', Tensor? limits=None, Tensor? keys=None, int[] reads=[])"
+        " -> (Tensor, Tensor, Tensor, Tensor)",
         lambda g, q, k, v, mask, *_: (_like(q), _like(k), _like(v), mask.new_empty(mask.shape)),
     )
     _operator(
         "attention",
         "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, int window=0, str rows='',"
-        " str ring='', Tensor? sinks=None) -> (Tensor, Tensor)",
+        " str ring='', Tensor? sinks=None, Tensor? limits=None, Tensor? keys=None, int[] reads=[]) -> (Tensor, Tensor)",
         _attention_shapes,
         lambda g, a, r: _attention_gradients(
             _ops.attention_bias_backward if _is_learned(a[3]) else _ops.attention_backward, g[0], a, r, 9
@@ -281,25 +283,26 @@ def _define_composites() -> None:
     )
     _operator(
         "attention_sinks_backward",
-        "(Tensor g, Tensor out, Tensor lse, Tensor sinks) -> Tensor",
-        lambda g, out, lse, sinks: _like(sinks),
+        "(Tensor g, Tensor out, Tensor lse, Tensor own) -> Tensor",
+        lambda g, out, lse, own: _like(own),
     )
     drops = "bool is_causal, float? scale, int window, float p, int number, str rows='', str ring='', str order=''"
+    read = "Tensor? limits=None, Tensor? keys=None, int[] reads=[]"
     _operator(
         "attention_dropout_backward",
-        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {drops})"
+        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {drops}, {read})"
         " -> (Tensor, Tensor, Tensor)",
         lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
     )
     _operator(
         "attention_dropout_bias_backward",
-        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, {drops})"
+        f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, {drops}, {read})"
         " -> (Tensor, Tensor, Tensor, Tensor)",
         lambda g, q, k, v, mask, *_: (_like(q), _like(k), _like(v), mask.new_empty(mask.shape)),
     )
     _operator(
         "attention_dropout",
-        f"(Tensor q, Tensor k, Tensor v, Tensor? mask, {drops}, Tensor? sinks=None) -> (Tensor, Tensor)",
+        f"(Tensor q, Tensor k, Tensor v, Tensor? mask, {drops}, Tensor? sinks=None, {read}) -> (Tensor, Tensor)",
         _attention_shapes,
         lambda g, a, r: _attention_gradients(
             _ops.attention_dropout_bias_backward if _is_learned(a[3]) else _ops.attention_dropout_backward,
@@ -460,7 +463,7 @@ def _attention_gradients(
     backward: Callable[..., Any], grad: Tensor, args: tuple[Any, ...], results: tuple[Tensor, ...], place: int
 ) -> list[Tensor | None]:
     """The gradients of attention's operands; sinks are the argument at `place`."""
-    made = [*backward(grad, *args[:4], *results, *args[4:place])]
+    made = [*backward(grad, *args[:4], *results, *args[4:place], *args[place + 1 :])]
     if len(args) <= place or args[place] is None:
         return made
     return [*made, *[None] * (place - len(made)), _ops.attention_sinks_backward(grad, *results, args[place])]

@@ -14,7 +14,7 @@ from partc.ir.program import FLOATING, SCAN, Choice, Graph, Op, TensorType
 from partc.rules import local, scans
 from partc.rules import strided_cuts as _cuts
 from partc.rules.notation import NotationError
-from partc.rules.rule import RING, Dims, Factor, OpRule
+from partc.rules.rule import RING, Dims, Factor, OpRule, integers
 from partc.rules.strided_cuts import Cuts, factor_cuts
 from partc.rules.table import DENSE, LOWERED, TABLE, OperationRow, Precision, register
 
@@ -233,6 +233,8 @@ def flops(op: Op, rule: OpRule) -> int:
     place = _CAUSAL.get(op.name)
     if place is None or len(op.args) <= place:
         return rule.flops
+    if reads := integers(dict(op.attrs).get("reads", ())):
+        return rule.flops * (reads[0] + reads[1]) // reads[2]
     causal, window = op.args[place] is True, op.args[place + 2] if len(op.args) > place + 2 else 0
     if isinstance(window, int) and window:
         t = rule.factor("t").size

@@ -100,7 +100,7 @@ def _attention(op: Op, sizes: Sizes) -> Op:
         return op
     around = () if ring is None else (("ring", ring),)
     order = "" if parts is None else f" zigzag {parts}"
-    kept = tuple(item for item in op.attrs if item[0] in ("order", "sinks"))
+    kept = tuple(item for item in op.attrs if item[0] in ("order", "sinks", "limits", "keys", "reads"))
     return replace(op, attrs=(("rows", f"{' · '.join(map(str, rows))}{order}"), *around, *kept))
 
 

@@ -183,12 +183,13 @@ def register(
 
 # Products
 rule("linear", "x[*b i], w[o i], +bias?[o] -> [*b o]", linear="x|w", work="*")
-_WITH_SINKS = (0, 1, 2, 3, 99)  # sinks are given by name
+_BY_NAME = (99, 99, 99)  # no position of an argument: sinks, limits and keys are given by name
 rule(
     "attention",
-    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], sinks?[(g r)] -> [b (g r) s e]",
-    slots=_WITH_SINKS,
-    blocked="t d e",
+    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], sinks?[(g r)], limits?[b s n], keys?[b m] "
+    "-> [b (g r) s e]",
+    slots=(0, 1, 2, 3, *_BY_NAME),
+    blocked="t d e n m",
     ring="s t",
     work="b g r s t d + b g r s t e",
     heavy=True,
@@ -223,9 +224,10 @@ build("matmul_grad_left", products.matmul_grad_left, matmul=True)
 build("matmul_grad_right", products.matmul_grad_right, matmul=True)
 rule(
     "attention_backward",
-    "grad[b (g r) s e], q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], out[b (g r) s e], lse[b (g r) s] "
-    "-> [b (g r) s d], [b g t d], [b g t e]",
-    blocked="r s t d e",
+    "grad[b (g r) s e], q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], out[b (g r) s e], lse[b (g r) s], "
+    "limits?[b s n], keys?[b m] -> [b (g r) s d], [b g t d], [b g t e]",
+    slots=(*range(7), *_BY_NAME[1:]),
+    blocked="r s t d e n m",
     work="b g r s t d + b g r s t d + b g r s t d + b g r s t e + b g r s t e",  # the scores are made again
     heavy=True,
 )
@@ -243,9 +245,10 @@ build("rand_like randn_like", shapes.pointwise)
 build("rand randn", shapes.constant)
 rule(
     "attention_dropout",
-    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], sinks?[(g r)] -> [b (g r) s e]",
-    slots=_WITH_SINKS,
-    blocked="t d e",
+    "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], sinks?[(g r)], limits?[b s n], keys?[b m] "
+    "-> [b (g r) s e]",
+    slots=(0, 1, 2, 3, *_BY_NAME),
+    blocked="t d e n m",
     ring="s t",
     work="b g r s t d + b g r s t e",
     heavy=True,

@@ -361,10 +361,6 @@ def call_operator(op: Op, args: list[Any], attrs: dict[str, Any], live: set[str]
             return torch.ops.partc.cross_entropy(*args, attrs["axis"])
         case "mask_classes" | "mask_classes_shard":
             return torch.ops.partc.mask_classes(*args, attrs.get("axis", ""))
-        case "attention" | "attention_dropout" if "rows" in attrs:
-            window = [0] if len(args) == 6 else []
-            more = {key: attrs[key] for key in ("order", "sinks") if key in attrs}
-            return operators.resolve(op.name)(*args, *window, attrs["rows"], attrs.get("ring", ""), **more)
         case "embedding_shard":
             return torch.ops.partc.embedding_shard(*args[:2], args[2] if len(args) > 2 else -1, attrs["axis"])
         case "matmul" if not (args[1].dim() == 2 or args[0].shape[:-2] == args[1].shape[:-2]):

@@ -16,7 +16,6 @@ from partc.ir.layout import Layout, Sizes
 from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
 from partc.ir.parser import parse_graph
 from partc.ir.program import (
-    ATTENTION,
     RANDOM,
     ROUTED,
     SCAN,
@@ -71,6 +70,7 @@ _COLLECTIVE_ATTRS: Mapping[str, tuple[str, ...]] = {
     "take": _CUT, "put": _CUT, "all_to_all": ("split_dim", "split_outer", "concat_dim", "concat_outer", "axis"),
 }  # fmt: skip
 _SAME_MOVEMENT = {"unshard": "all_gather", "shard": "take"}
+_NAMED = ("rows", "ring", "order", "sinks", "limits", "keys", "reads")  # arguments that are attributes in the IR
 _TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_classes"})
 
 
@@ -455,16 +455,11 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
         return name, args[:3] if args[3] == -1 else args[:4], (("axis", args[-1]),)
     if name in _TRAILING_AXIS:
         return name, args[:-1], (("axis", args[-1]),) if args[-1] else ()
-    if name.startswith("attention") or name in RANDOM:
-        words = ("rows", "ring", "order") if name.startswith("attention") else ("order",)
-        if name in ATTENTION and isinstance(args[-1], Ref):
-            args, attrs = args[:-1], (("sinks", args[-1]),)
-        named = zip(words, (arg for arg in args if isinstance(arg, str)), strict=False)
-        return (
-            name,
-            tuple(arg for arg in args if not isinstance(arg, str)),
-            (*(each for each in named if each[1]), *attrs),
-        )
+    if name in RANDOM or name.startswith("attention"):
+        assert isinstance(node.target, OpOverload)
+        given = dict(zip((argument.name for argument in node.target._schema.arguments), args, strict=False))
+        named = tuple((word, given.pop(word)) for word in _NAMED if word in given)
+        return name, tuple(given.values()), (*((word, arg) for word, arg in named if arg not in (None, "", ())), *attrs)
     if name == "_to_copy":
         return "to", (args[0], dict(attrs)["dtype"]), ()
     if name in ("split", "split_with_sizes", "chunk", "unsafe_split", "unsafe_chunk"):

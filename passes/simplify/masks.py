@@ -5,8 +5,9 @@
     y      = attention(q, k, v, mask, False, None)
 
 Vectors are evaluated; matrices are kept as functions of their rows and columns (matrices.py). A mask that hides the
-future becomes `is_causal`, one that hides what is far away a window, and one that hides nothing is dropped. Of a
-conjunction, the conditions that depend on the batch stay: padding is a mask with one row.
+future becomes `is_causal`, one that hides what is far away a window, and one that hides nothing is dropped. Others, and
+documents, are limits of each row (limits.py). Of a conjunction, the conditions that depend on the batch stay: padding
+is a mask with one row.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ from partc.ir import operators
 from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Arg, DTypeArg, Op, Ref, Region, TensorType, Value
+from partc.passes.simplify.limits import (
+    Attrs,
+    LimitWriter,
+    equal_numbers,
+    limits_of,
+    limits_of_documents,
+    limits_or_keys,
+)
 from partc.passes.simplify.matrices import Matrix, Outer, Runs, Two, band, lifted, outer
 from partc.rules.rule import integers
 from partc.rules.shapes import slice_bounds
@@ -47,11 +56,20 @@ class Seen:
     chunk: int = 0  # of these, those in the row's own chunk of so many positions; 0: the sequence is no chunks
 
 
+@dataclass(frozen=True, slots=True)
+class MaskStructure:
+    """The structure of a mask as attention takes it."""
+
+    seen: Seen
+    rest: str | None = None  # the remaining mask
+    attrs: Attrs = ()  # limits and keys
+
+
 def known_masks(region: Region) -> Region:
     """Tell attention the structure of its mask; what depends on the batch remains a mask."""
     graph = region.forward
     constants = Constants(graph.makers())
-    known: dict[str, tuple[Seen, str | None] | None] = {}
+    known: dict[str, MaskStructure | None] = {}
     types = region.types(graph)
     taken = {*types}
     ops: list[Op] = []
@@ -59,25 +77,25 @@ def known_masks(region: Region) -> Region:
         if op.name in ("attention", "attention_dropout") and isinstance(op.args[3], Ref) and not op.args[4]:
             mask = op.args[3].name
             if mask not in known:
-                known[mask], more = _split(mask, constants, op, taken)
-                ops += more
+                maker = constants.made.get(mask)
+                writing = LimitWriter(taken, maker.source if maker is not None else op.source)
+                known[mask] = _split(mask, constants, types, writing, in_chunks=op.name == "attention")
+                ops += writing.ops
             found = known[mask]
             if found is not None and fuel.allowed("known mask", op.source):
-                seen, rest = found
-                if not seen.chunk:
-                    op = _told(op, seen, None if rest is None else Ref(rest))
-                elif rest is None and op.name == "attention":
-                    ops += _in_chunks(op, seen.chunk, types, taken)
+                if found.seen.chunk:
+                    ops += _in_chunks(op, found.seen.chunk, types, taken)
                     continue
+                op = _told(op, found)
         ops.append(op)
     return replace(region, forward=replace(graph, ops=tuple(ops)))
 
 
-def _told(op: Op, seen: Seen, mask: Ref | None) -> Op:
+def _told(op: Op, known: MaskStructure) -> Op:
+    seen, mask = known.seen, None if known.rest is None else Ref(known.rest)
     window = (seen.window,) if seen.window else ()
-    if op.name == "attention":
-        return replace(op, args=(*op.args[:3], mask, seen.causal, op.args[5], *window))
-    return replace(op, args=(*op.args[:3], mask, seen.causal, op.args[5], seen.window, *op.args[7:]))
+    rest = window if op.name == "attention" else (seen.window, *op.args[7:])
+    return replace(op, args=(*op.args[:3], mask, seen.causal, op.args[5], *rest), attrs=(*op.attrs, *known.attrs))
 
 
 def _in_chunks(op: Op, size: int, types: Mapping[str, TensorType], taken: set[str]) -> Iterator[Op]:
@@ -110,35 +128,89 @@ def _in_chunks(op: Op, size: int, types: Mapping[str, TensorType], taken: set[st
 
 
 def _split(
-    name: str, constants: Constants, source: Op, taken: set[str]
-) -> tuple[tuple[Seen, str | None] | None, list[Op]]:
-    """The structure of a mask with the name of the remaining mask, None without one, and the operations for that."""
+    name: str, constants: Constants, types: Mapping[str, TensorType], writing: LimitWriter, *, in_chunks: bool
+) -> MaskStructure | None:
+    """The structure of a mask, whose remaining mask and limits are written; None without one."""
     made = constants.made
     if name not in made or len(made[name].result.type.shape) < 2 or made[name].result.type.shape[-1] < 2:
-        return None, []
+        return None
     rest: list[Value] = []
+    shown: list[tuple[Runs, Value]] = []
+    documents: list[tuple[Value, Value]] = []
     known: Runs | None = None
     for condition in _conditions(name, constants):
         seen = constants.seen(condition)
         if seen is not None:
             known = seen if known is None else known & seen
-            continue
-        row = _one_row(condition, made)
-        if row is None:
-            return None, []
-        rest.append(row)
-    found = Seen(causal=False, window=0) if known is None else structure(known)
-    if found is None or (known is None and [row.name for row in rest] == [name]):
-        return None, []
-    more: list[Op] = []
+        elif (row := _one_row(condition, made)) is not None:
+            rest.append(row)
+        elif (either := _either(condition, constants)) is not None:
+            shown.append(either)
+        elif condition in made and (pair := equal_numbers(made[condition], types)) is not None:
+            documents.append(pair)
+        else:
+            return None
+    of_examples = not documents or _by_example(name, made)
+    if len(shown) + len(documents) > 1 or not of_examples:
+        return None
+    if known is None and [row.name for row in rest] == [name]:
+        return None
+    found, attrs = structured(known, writing) if not shown and not documents else (_plain(known), ())
+    if found is not None and found.chunk and (rest or not in_chunks):
+        assert known is not None
+        found, attrs = _as_limits(known, writing)
+    for runs, row in shown:
+        attrs = limits_or_keys(runs, row, writing) or ()
+    for pair in documents:
+        attrs = limits_of_documents(*pair, writing)
+    if found is None or ((shown or documents) and not attrs):
+        return None
     while len(rest) > 1:
         a, b, *others = rest
         shape = tuple(torch.broadcast_shapes(a.type.shape, b.type.shape))
-        type = TensorType(dtype="bool", layout=Layout.replicated(shape))
-        both = Value(name=unique(f"{name}_row", taken), type=type)
-        more.append(Op(name="__and__", args=(Ref(a.name), Ref(b.name)), results=(both,), source=source.source))
-        rest = [both, *others]
-    return (found, rest[0].name if rest else None), more
+        both = writing.add("__and__", shape, Ref(a.name), Ref(b.name), dtype="bool")
+        rest = [Value(name=both.name, type=TensorType(dtype="bool", layout=Layout.replicated(shape))), *others]
+    return MaskStructure(found, rest[0].name if rest else None, attrs)
+
+
+def structured(known: Runs | None, writing: LimitWriter) -> tuple[Seen | None, Attrs]:
+    """The structure of a constant mask, by limits if it has no other; None for none."""
+    found = Seen(causal=False, window=0) if known is None else structure(known)
+    return _as_limits(known, writing) if found is None and known is not None else (found, ())
+
+
+def _plain(known: Runs | None) -> Seen | None:
+    """The structure of a constant mask beside limits."""
+    found = Seen(causal=False, window=0) if known is None else structure(known)
+    return None if found is None or found.chunk else found
+
+
+def _as_limits(known: Runs, writing: LimitWriter) -> tuple[Seen | None, Attrs]:
+    attrs = limits_of(known, writing)
+    if attrs is None:
+        return None, ()
+    s, t = known.rows, known.columns
+    return Seen(causal=s == t and known.equals(known & band(s, t, None, 0)), window=0), attrs
+
+
+def _either(name: str, constants: Constants) -> tuple[Runs, Value] | None:
+    """A constant mask and one row of booleans, of which a mask is the disjunction."""
+    op = constants.made.get(name)
+    if op is None or op.name not in ("__or__", "bitwise_or", "logical_or") or len([*op.refs()]) != 2:
+        return None
+    for constant, other in ([*op.refs()], [*op.refs()][::-1]):
+        runs, row = constants.seen(constant), _one_row(other, constants.made)
+        if runs is not None and row is not None and row.type.shape[1] == 1:
+            return (runs, row) if (runs.rows, runs.columns) == op.result.type.shape[-2:] else None
+    return None
+
+
+def _by_example(name: str, made: Mapping[str, Op]) -> bool:
+    """Whether the matrices of a mask are those of examples, not of heads."""
+    op = made[name]
+    while op.name == "expand" and (before := next(op.refs())) in made and len(made[before].result.type.shape) == 4:
+        op = made[before]
+    return len(op.result.type.shape) == 4 and op.result.type.shape[1] == 1
 
 
 def _conditions(name: str, constants: Constants) -> Iterator[str]:

@@ -26,7 +26,8 @@ from partc import fuel
 from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import Arg, DTypeArg, Op, Ref, Region, TensorType, Value
-from partc.passes.simplify.masks import Constants, Seen, structure
+from partc.passes.simplify.limits import LimitWriter
+from partc.passes.simplify.masks import Constants, structured
 from partc.passes.simplify.matrices import Runs
 from partc.rules.rule import integers
 
@@ -84,7 +85,8 @@ class _Reading:
                 return []
             scores, runs = masked
             seen = runs if seen is None else seen & runs
-        shape = Seen(causal=False, window=0) if seen is None else structure(seen)
+        writing = LimitWriter(taken, weights.source)
+        shape, limits = structured(seen, writing)
         if scores is None or shape is None or shape.chunk or not math.isfinite(scale):
             return []
         q, turned = scores.args[:2]
@@ -97,7 +99,7 @@ class _Reading:
         name = "attention" if dropped is None else "attention_dropout"
         attrs = (("sinks", Ref(sinks[-1].result.name)),) if sinks else ()
         args = (q, k, op.args[1], None, shape.causal, scale, *drops)
-        return [*more, *sinks, replace(op, name=name, args=args, attrs=attrs)]
+        return [*more, *sinks, *writing.ops, replace(op, name=name, args=args, attrs=(*attrs, *limits))]
 
     def _shifted(self, arg: Arg) -> Op | None:
         """The operation that makes scores for a softmax alone; it does not see a row's maximum that is subtracted."""

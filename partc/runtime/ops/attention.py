@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..random import Draw, dropout_backward
 from .attention_kernels import AttentionKernel, Case, chosen, on_cpu
 
+SMALL = 1 << 24  # elements of a mask that is made for a fused kernel
 MOST = 1 << 22  # scores that a block has, of all heads: they stay in a GPU's cache
 
 
@@ -28,16 +29,21 @@ def attention(
     scale: float | None = None,
     window: int = 0,
     sinks: Tensor | None = None,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q[b, h, s, k], k[b, g, t, k], v[b, g, t, v] -> out[b, h, s, v], and the rows' log-sum-exps for backward.
 
     `mask` broadcasts to [b, h, s, t]: booleans (True: the position is read), or numbers that are added to the scores.
     With a window, positions at that distance and beyond are not read. `sinks[h]` are the scores of one further position
-    without a value, which takes its share of every row's softmax.
+    without a value, which takes its share of every row's softmax. Of `limits[b, s, n]` and `keys[b, t]`, integers whose
+    first dimension broadcasts, a position is read if an odd number of the row's limits are at most its key; without
+    keys these are the positions' numbers.
     """
-    kernel = _kernel(q, k, v, mask, is_causal, window)
+    mask, limits = spelled_out(mask, limits, keys, q, k)
+    kernel = _kernel(q, k, v, mask, is_causal, window, limits)
     if kernel is None:
-        out, lse = attention_in_blocks(q, k, v, mask, is_causal, _scale(q, scale), window)
+        out, lse = attention_in_blocks(q, k, v, mask, is_causal, _scale(q, scale), window, limits=limits, keys=keys)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     given = {"is_causal": is_causal, "scale": _scale(q, scale)}
     padded, keys, values = _operands(kernel, q, k, v)
@@ -57,6 +63,30 @@ def attention(
         return out, lse
     out, lse = with_sinks(out, plain_lse(lse, q, mask, is_causal), sinks)
     return out, kernels_lse(lse, kernel.name)
+
+
+def spelled_out(
+    mask: Tensor | None, limits: Tensor | None, keys: Tensor | None, q: Tensor, k: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """A mask instead of limits, if it is small; else both as they are."""
+    if limits is None or max(len(limits), len(q)) * q.shape[2] * k.shape[2] > SMALL:
+        return mask, limits
+    if mask is not None and mask.dtype != torch.bool:
+        return mask, limits
+    read = within(limits, keys, k.shape[2])
+    return (read if mask is None else read & mask), None
+
+
+def within(limits: Tensor, keys: Tensor | None, t: int) -> Tensor:
+    """Whether each position is read, bool[b, 1, s, t]; positions beyond the keys are not."""
+    if keys is None:
+        keys = torch.arange(t, device=limits.device)[None]
+    elif keys.shape[1] < t:
+        keys = F.pad(keys, (0, t - keys.shape[1]), value=torch.iinfo(keys.dtype).min)
+    read = limits[..., :1] <= keys[:, None]
+    for place in range(1, limits.shape[-1]):
+        read = read ^ (limits[..., place : place + 1] <= keys[:, None])
+    return read[:, None]
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,11 +138,16 @@ def attention_backward(
     is_causal: bool = False,
     scale: float | None = None,
     window: int = 0,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from that of `out`, with the results of `attention`."""
-    kernel = _kernel(q, k, v, mask, is_causal, window)
+    mask, limits = spelled_out(mask, limits, keys, q, k)
+    kernel = _kernel(q, k, v, mask, is_causal, window, limits)
     if kernel is None:
-        return attention_in_blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window)[:3]
+        return attention_in_blocks_backward(
+            *(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window), limits=limits, keys=keys
+        )[:3]
     given = {"is_causal": is_causal, "scale": _scale(q, scale)}
     padded, keys, values = _operands(kernel, q, k, v)
     outward, out = (_rows(_wider(x, values.shape[-1])) for x in (grad, out))
@@ -152,12 +187,17 @@ def attention_bias_backward(
     is_causal: bool = False,
     scale: float | None = None,
     window: int = 0,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same with the gradient of `mask`, which is added to the scores."""
-    kernel = _kernel(q, k, v, mask, is_causal, window)
+    kernel = _kernel(q, k, v, mask, is_causal, window, limits)
     if kernel is None or kernel.name == "cpu":  # the kernel for CPUs has no gradient of its mask
         found = attention_in_blocks_backward(
-            grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, learned=True
+            *(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window),
+            learned=True,
+            limits=limits,
+            keys=keys,
         )
         assert found[3] is not None
         return (*found[:3], found[3])
@@ -184,12 +224,16 @@ def attention_dropout(
     p: float,
     draw: Draw,
     sinks: Tensor | None = None,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with dropout of its weights: out[b, h, s, v], and the log-sum-exps of the score rows before dropout.
 
     `draw` provides the random numbers of all weights [b, h, s, t]; backward draws them again.
     """
-    out, lse = attention_in_blocks(q, k, v, mask, is_causal, _scale(q, scale), window, p, draw)
+    out, lse = attention_in_blocks(
+        *(q, k, v, mask, is_causal, _scale(q, scale), window, p, draw), limits=limits, keys=keys
+    )
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
@@ -206,9 +250,13 @@ def attention_dropout_backward(
     window: int,
     p: float,
     draw: Draw,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from that of the output."""
-    return attention_in_blocks_backward(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, p, draw)[:3]
+    return attention_in_blocks_backward(
+        *(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, p, draw), limits=limits, keys=keys
+    )[:3]
 
 
 def attention_dropout_bias_backward(
@@ -224,20 +272,31 @@ def attention_dropout_bias_backward(
     window: int,
     p: float,
     draw: Draw,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same with the gradient of `mask`, which is added to the scores."""
     found = attention_in_blocks_backward(
-        grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, p, draw, learned=True
+        *(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window, p, draw),
+        learned=True,
+        limits=limits,
+        keys=keys,
     )
     assert found[3] is not None
     return (*found[:3], found[3])
 
 
 def _kernel(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    window: int,
+    limits: Tensor | None = None,
 ) -> AttentionKernel | None:
     """The fused kernel; None if attention runs in blocks."""
-    if not (q.dim() == k.dim() == v.dim() == 4):
+    if limits is not None or not (q.dim() == k.dim() == v.dim() == 4):
         return None
     (_, heads, s, d), (_, groups, t, e) = q.shape, v.shape
     case = Case(q.dtype, heads, groups, s, t, d, e, masked=mask is not None, causal=is_causal, window=window)
@@ -333,6 +392,8 @@ def attention_in_blocks(
     p: float = 0.0,
     draw: Draw | None = None,
     ahead: int = 0,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention by plain operations, one block of scores at a time.
 
@@ -343,11 +404,13 @@ def attention_in_blocks(
     wide, t = row_dtype(q), k.shape[2]
     out = q.new_empty(b, s, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(b, heads, s, dtype=wide)
-    for part, rows in _parts(b, heads, s, t, window):
+    for part, rows in _parts(b, heads, s, t, window, q.is_meta):
         seen = _seen(rows, t, is_causal, window, ahead)
-        keys, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
+        seen, read = _within(limits, keys, part, rows, seen)
+        columns, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
         hidden = _hidden(rows, seen, is_causal, window, ahead, q.device)
-        scores = _scores(q[part, :, rows], keys, mask_part(mask, part, rows, seen), hidden, scale)
+        hidden = hidden if read is None else ~read if hidden is None else hidden | ~read
+        scores = _scores(q[part, :, rows], columns, mask_part(mask, part, rows, seen), hidden, scale)
         norms = scores.logsumexp(-1)
         weights = _weights(scores, norms)
         if draw is not None:
@@ -372,6 +435,8 @@ def attention_in_blocks_backward(
     draw: Draw | None = None,
     learned: bool = False,
     ahead: int = 0,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and, if it is learned, of the mask; each block's scores are recomputed."""
     b, heads, s, _ = q.shape
@@ -380,12 +445,14 @@ def attention_in_blocks_backward(
     grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros(b, heads, t, x.shape[-1], dtype=wide, device=q.device) for x in (k, v))
     grad_mask = torch.zeros(mask.shape, dtype=wide, device=q.device) if learned and mask is not None else None
-    for part, rows in _parts(b, heads, s, t, window):
+    for part, rows in _parts(b, heads, s, t, window, q.is_meta):
         seen = _seen(rows, t, is_causal, window, ahead)
-        keys, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
+        seen, read = _within(limits, keys, part, rows, seen)
+        columns, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
         queries, outward = q[part, :, rows], grad[part, :, rows].to(wide)
         hidden = _hidden(rows, seen, is_causal, window, ahead, q.device)
-        scores = _scores(queries, keys, mask_part(mask, part, rows, seen), hidden, scale)
+        hidden = hidden if read is None else ~read if hidden is None else hidden | ~read
+        scores = _scores(queries, columns, mask_part(mask, part, rows, seen), hidden, scale)
         weights = _weights(scores, lse[part, :, rows])
         grad_weights = outward @ values.mT
         dropped = weights
@@ -400,20 +467,23 @@ def attention_in_blocks_backward(
             assert where is not None
             where += _summed_to(grad_scores, where)
         grad_scores *= scale
-        grad_q[part, :, rows] = (grad_scores @ keys).to(q.dtype)
+        grad_q[part, :, rows] = (grad_scores @ columns).to(q.dtype)
         grad_k[part, :, seen] += grad_scores.mT @ queries.to(wide)
     grad_k, grad_v = sum_heads(grad_k, k.shape[1]).to(k.dtype), sum_heads(grad_v, v.shape[1]).to(v.dtype)
     return grad_q, grad_k, grad_v, grad_mask if grad_mask is None or mask is None else grad_mask.to(mask.dtype)
 
 
-def _parts(b: int, heads: int, s: int, t: int, window: int = 0) -> Iterator[tuple[slice, slice]]:
-    """The blocks, as slices of the batch and of the rows of scores."""
+def _parts(b: int, heads: int, s: int, t: int, window: int = 0, largest: bool = False) -> Iterator[tuple[slice, slice]]:
+    """The blocks, as slices of the batch and of the rows of scores; or the largest, which is enough to count memory."""
     t = min(t, 4 * window) if window else t  # columns that a block of at most 2 * window rows reads
     each = max(1, heads * s * t)
     count, length = max(1, MOST // each), s if each <= MOST else max(1, MOST // max(1, heads * t))
-    length = min(length, 2 * window) if window else length
+    length = max(1, min(length, 2 * window) if window else length)
+    if largest:
+        yield slice(0, min(b, count)), slice(max(0, s - length), s)
+        return
     for first in range(0, b, count):
-        for start in range(0, s, max(1, length)):
+        for start in range(0, s, length):
             yield slice(first, min(b, first + count)), slice(start, min(s, start + length))
 
 
@@ -422,6 +492,24 @@ def _seen(rows: slice, t: int, is_causal: bool, window: int, ahead: int) -> slic
     first = min(t, max(0, rows.start + ahead - window + 1)) if window else 0
     last = rows.stop + ahead if is_causal else rows.stop + ahead + window - 1 if window else t
     return slice(first, max(first, min(t, last)))
+
+
+def _within(
+    limits: Tensor | None, keys: Tensor | None, part: slice, rows: slice, seen: slice
+) -> tuple[slice, Tensor | None]:
+    """The columns between a block's limits, without those at the ends that no row reads, and whether each is read."""
+    if limits is None:
+        return seen, None
+    limits = mask_part(limits.unsqueeze(1), part, rows, slice(0, limits.shape[-1]))
+    assert limits is not None
+    at = torch.arange(seen.start, seen.stop, device=limits.device)[None] if keys is None else keys[:, seen]
+    at = at[part] if len(at) > 1 else at
+    read = within(limits[:, 0], at, seen.stop - seen.start)
+    if read.is_cpu:  # elsewhere the host would wait for the device
+        some = read.flatten(0, -2).any(0).nonzero()
+        first, last = (int(some[0]), int(some[-1]) + 1) if len(some) else (0, min(1, read.shape[-1]))
+        seen, read = slice(seen.start + first, seen.start + last), read[..., first:last]
+    return seen, read
 
 
 def _hidden(rows: slice, seen: slice, is_causal: bool, window: int, ahead: int, device: torch.device) -> Tensor | None:

@@ -30,6 +30,7 @@ from .attention import (
     mask_part,
     plain_lse,
     row_dtype,
+    spelled_out,
     with_sinks,
 )
 
@@ -44,25 +45,36 @@ class Scores:
     window: int = 0
     p: float = 0.0
     draw: Draw | None = None
+    limits: Tensor | None = None
+    keys: Tensor | None = None  # in the order of positions
 
-    def part(self, rows: slice, columns: slice) -> Scores:
-        """The same for a part of the rows and columns."""
-        every = slice(None)
+    def part(self, tile: Tile, q: Tensor, k: Tensor) -> Scores:
+        """The same for a tile; `q` and `k` are its own."""
+        rows, columns, every = tile.rows, tile.whole, slice(None)
         draw = None if self.draw is None else self.draw.part(every, every, rows, columns)
-        return replace(self, mask=mask_part(self.mask, None, rows, columns), draw=draw)
+        mask = mask_part(self.mask, None, rows, columns)
+        if self.limits is None:
+            return replace(self, mask=mask, draw=draw)
+        if self.keys is None:
+            keys = torch.arange(tile.at.start, tile.at.stop, device=q.device)[None]
+        else:
+            keys = self.keys[:, tile.at]
+        mask, limits = spelled_out(mask, self.limits[:, rows], keys, q, k)
+        return replace(self, mask=mask, draw=draw, limits=limits, keys=keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Some rows and columns of the scores, as slices of the queries and keys that are there.
 
-    Masks and random numbers have the columns of all keys, `whole`. The first row stands `ahead` positions after the
-    first column.
+    Masks and random numbers have the columns of all keys, `whole`; the columns' positions are `at`. The first row
+    stands `ahead` positions after the first column.
     """
 
     rows: slice
     columns: slice
     whole: slice
+    at: slice
     ahead: int
     kind: str  # "all" are read, on the "diagonal" a causal mask hides the upper half, or "some" are hidden
 
@@ -79,12 +91,14 @@ def attention_rows(
     draw: Draw | None = None,
     *,
     sinks: Tensor | None = None,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
     rows: Stretches,
     columns: Stretches = (),
 ) -> tuple[Tensor, Tensor]:
     """Attention whose queries are those of `rows`, and whose keys and values are whole, at `columns` if given."""
     merged = Merged(q, v)
-    scores = Scores(mask, is_causal, scale, window, p, draw)
+    scores = Scores(mask, is_causal, scale, window, p, draw, limits, keys)
     for tile in tiles(rows, columns or (Stretch(0, k.shape[2], 0),), scores):
         merged.add(q, k, v, tile, scores)
     return merged.results(sinks)
@@ -105,11 +119,13 @@ def attention_rows_backward(
     draw: Draw | None = None,
     learned: bool = False,
     *,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
     rows: Stretches,
     columns: Stretches = (),
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, and of the mask if it is learned; those of k and v are this rank's parts of sums."""
-    scores = Scores(mask, is_causal, scale, window, p, draw)
+    scores = Scores(mask, is_causal, scale, window, p, draw, limits, keys)
     sums = TileGradients.like(q, k, v, mask if learned else None)
     for tile in tiles(rows, columns or (Stretch(0, k.shape[2], 0),), scores):
         sums.add(grad, q, k, v, out, lse, tile, scores)
@@ -129,6 +145,8 @@ def ring_attention(
     draw: Draw | None = None,
     *,
     sinks: Tensor | None = None,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
     ring: Axis,
     rows: Sequence[Stretches],
 ) -> tuple[Tensor, Tensor]:
@@ -137,7 +155,7 @@ def ring_attention(
     `rows` are the positions of each rank's part. A part travels on while its scores are computed.
     """
     merged = Merged(q, v)
-    scores = Scores(mask, is_causal, scale, window, p, draw)
+    scores = Scores(mask, is_causal, scale, window, p, draw, limits, keys)
     for source, keys, values in _around(ring, k, v):
         for tile in tiles(rows[ring.rank], rows[source], scores):
             merged.add(q, keys, values, tile, scores)
@@ -159,6 +177,8 @@ def ring_attention_backward(
     draw: Draw | None = None,
     learned: bool = False,
     *,
+    limits: Tensor | None = None,
+    keys: Tensor | None = None,
     ring: Axis,
     rows: Sequence[Stretches],
 ) -> tuple[Tensor, ...]:
@@ -166,7 +186,7 @@ def ring_attention_backward(
 
     The gradients of a part of keys and values travel one step behind it, in at least fp32, until they are home.
     """
-    scores = Scores(mask, is_causal, scale, window, p, draw)
+    scores = Scores(mask, is_causal, scale, window, p, draw, limits, keys)
     sums = TileGradients.like(q, k, v, mask if learned else None)
     size = k.numel()
     coming: Pending[Tensor] | None = None
@@ -207,6 +227,7 @@ def tiles(rows: Stretches, columns: Stretches, scores: Scores) -> Iterator[Tile]
                     slice(row, row + own.stop - own.start),
                     slice(column + here, column + here + length),
                     slice(read.held + here, read.held + here + length),
+                    slice(first, last),
                     own.start - first,
                     kind,
                 )
@@ -263,17 +284,20 @@ class Merged:
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[Tensor, Tensor]:
     """The results of a tile alone, and its rows' log-sum-exps; minus infinity where a row reads nothing."""
-    part = scores.part(tile.rows, tile.whole)
-    if _by_blocks(tile, scores):
+    part = scores.part(tile, q, k)
+    if _by_blocks(tile, part):
         return attention_in_blocks(
-            q, k, v, part.mask, scores.is_causal, scores.scale, scores.window, scores.p, part.draw, ahead=tile.ahead
+            *(q, k, v, part.mask, scores.is_causal, scores.scale, scores.window, scores.p, part.draw),
+            ahead=tile.ahead,
+            limits=part.limits,
+            keys=part.keys,
         )
     out, lse = attention(q, k, v, part.mask, tile.kind == "diagonal", scores.scale)
     return out, plain_lse(lse, q, part.mask, tile.kind == "diagonal")  # kernels give numbers to rows that read nothing
 
 
 def _by_blocks(tile: Tile, scores: Scores) -> bool:
-    return tile.kind == "some" or scores.draw is not None
+    return tile.kind == "some" or scores.draw is not None or scores.limits is not None
 
 
 @dataclass(slots=True)
@@ -304,17 +328,19 @@ class TileGradients:
         tile: Tile,
         scores: Scores,
     ) -> None:
-        part = scores.part(tile.rows, tile.whole)
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a row without positions: all of its weights are zero
         grad, q, out, lse = grad[:, :, tile.rows], q[:, :, tile.rows], out[:, :, tile.rows], lse[..., tile.rows]
         k, v = k[:, :, tile.columns], v[:, :, tile.columns]
+        part = scores.part(tile, q, k)
         found: tuple[Tensor | None, ...]
-        if _by_blocks(tile, scores):
+        if _by_blocks(tile, part):
             found = attention_in_blocks_backward(
                 *(grad, q, k, v, out, lse, part.mask, scores.is_causal, scores.scale, scores.window, scores.p),
                 part.draw,
                 learned=self.mask is not None,
                 ahead=tile.ahead,
+                limits=part.limits,
+                keys=part.keys,
             )
         else:
             causal = tile.kind == "diagonal"

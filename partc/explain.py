@@ -302,7 +302,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "microbatch as a batch of its own, over all dp ranks: statistics are those of the microbatch, and the loss is "
         "the mean over microbatches, as in gradient accumulation on one device; partc verify compares with this. With "
         "--microbatches 1 the statistics are those of the whole batch. A value that depends on inputs only (a count "
-        "of tokens) is computed once per step and is exact.",
+        "of tokens) is computed once per step and is exact. A balancing loss of the whole batch is a product of sums "
+        "over all tokens, whose gradient in the first microbatch needs the last one: of losses by token or by "
+        "sequence, microbatches have exact shares.",
     ),
     "P0403": CodeExplanation(
         "more pipeline stages than calls",

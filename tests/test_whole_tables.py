@@ -168,3 +168,22 @@ def test_pins_place_tables_and_explanations_tell_the_rank() -> None:
 def test_tables_that_cannot_be_whole_are_refused(pin: str, group: list[str], why: str) -> None:
     with pytest.raises(partc.PartcError, match=why):
         partc.compile(DLRM, mesh="dp=2", group=group, shard=[pin])
+
+
+def test_vectors_of_equal_tables_come_in_the_order_of_the_model() -> None:
+    """They are one view of the exchange, in which no vector is copied to another place."""
+    package = partc.compile(
+        MODELS / "in_order.py",
+        mesh="dp=2",
+        precision="fp64",
+        group=["tables.*:optimizer=rowwise_adagrad"],
+        shard=["tables.*.weight=whole"],
+    )
+    assert package.verify(steps=2).ok
+    (stack,) = (item for item in package.program.parameters if item.members)
+    assert [name for name, _, _ in stack.members] == [f"tables.{number}.weight" for number in range(4)]
+    ops = [op.name for region in package.program.regions for op in region.forward.ops]
+    assert ops.count("cat") == 1 and "split" not in ops, "of ids"
+    # The gradient of all pairs of scores, x @ x.mT, is one product with g + g.mT.
+    products = [op.name for region in package.program.regions for op in region.graphs[-1].ops if "matmul" in op.name]
+    assert products == ["matmul"]

@@ -55,6 +55,7 @@ def enough_memory(who: str, clock: Clock) -> Iterator[None]:
         cause = f"{who} has not enough memory in {clock.doing}{rows}{f': {why}' if why else ''}"
         help = (
             "`partc memory` says what ranks hold; more ranks, --zero, --recompute or more microbatches need less each"
+            + ("; --expert-capacity bounds the rows of experts" if clock.rows else "")
         )
         raise UsageError("P0537", cause, help, exit_code=1) from error
 

@@ -29,6 +29,7 @@ from partc.ir.program import (
     Value,
     needed,
 )
+from partc.passes.differentiate.products import with_one_product
 from partc.rules.inference import Inferred, inferred, local
 from partc.torch_private import OpOverload
 
@@ -99,7 +100,7 @@ def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: s
     reader.claim_all((node, f"grad_{name}") for name, node in wanted.items())
     reader.name(nodes)
     incoming = tuple(Value(name=f"grad_{name}", type=_gradient(reader.types[name])) for name in carrying)
-    ops = reader.read(nodes, incoming)
+    ops = with_one_product(reader.read(nodes, incoming), reader.fresh)
 
     found = tuple(reader.name_of(node) for node in outputs)
     # A value that is returned twice, or an input with a gradient of the model's own, has a second name: its gradients
@@ -273,7 +274,7 @@ class _Reader:
             self._labels[node] = self._names.get(_origin(node), heir)
         for node in nodes:
             if node.op == "call_function" and _origin(node) not in self._names and not _is_tuple(node):
-                self._names[_origin(node)] = self._fresh(self._unmarked_name(_origin(node)))
+                self._names[_origin(node)] = self.fresh(self._unmarked_name(_origin(node)))
 
     def _gradient_name(self, name: str, node: fx.Node) -> str:
         """The gradient of a partial sum is whole on every rank: `grad_y_full` for `y_partial`.
@@ -283,7 +284,7 @@ class _Reader:
         found = f"grad_{name.removesuffix('_partial')}_full" if name.endswith("_partial") else f"grad_{name}"
         holder = self._holders.setdefault(found, _origin(node))
         if holder is not _origin(node) and _origin(node) not in self._names:
-            found = self._fresh(f"{found}_total")
+            found = self.fresh(f"{found}_total")
         self._gradients.setdefault(found, name)
         return found
 
@@ -296,7 +297,7 @@ class _Reader:
                 return f"{self._names[first]}_{extras[index - 1]}"
         return self._labels[node]
 
-    def _fresh(self, stem: str) -> str:
+    def fresh(self, stem: str) -> str:
         name, count = stem, 0
         while name in self._taken:
             count += 1
@@ -358,7 +359,7 @@ class _Reader:
         known = next(val for val in node.meta["val"] if val is not None)
         return tuple(
             self._value(
-                self._names[_origin(items[i])] if i in items else self._fresh(f"{label}_unused"),
+                self._names[_origin(items[i])] if i in items else self.fresh(f"{label}_unused"),
                 known.new_empty(()) if val is None else val,  # a gradient that wasn't asked for
             )
             for i, val in enumerate(node.meta["val"])

@@ -44,7 +44,16 @@ from partc.ir.program import (
     needed,
 )
 from partc.passes.tables.exchange import exchanged, together
-from partc.passes.tables.whole import Exchange, Reader, TableStack, kind, reader, stack_name, stacked_type
+from partc.passes.tables.whole import (
+    Exchange,
+    Reader,
+    TableStack,
+    in_one_piece,
+    kind,
+    reader,
+    stack_name,
+    stacked_type,
+)
 from partc.rules import PARTIAL, resolve
 from partc.rules.rule import OpRule
 from partc.rules.updates import DEFAULT, UpdateRule, dense, updates
@@ -268,6 +277,7 @@ def _with_stacks(
         types=types, sizes=program.sizes, taken=taken, source=found[0].op.source, stacks=stacks, over=over
     )
     forward = _in_place(region.forward.ops, old, exchange.made())
+    forward = needed(in_one_piece(forward, exchange), region.forward.outputs)
     params = (*(value for value in region.params if value.name not in tables), *(stack.param for stack in stacks))
     changed = replace(region, params=params, forward=replace(region.forward, ops=forward))
     names = [item.name for item in joined.values()]
@@ -744,7 +754,17 @@ class _Tables:
             for name, (alike, _) in candidates.items()
         ]
         ranks = placed(given, self.ways(next(iter(candidates)))).ranks
-        return {name: (candidates[name][0], rank) for name, rank in ranks.items()}
+        # Equal tables change places, so that vectors come in the model's order.
+        equal: dict[WholeTable, list[str]] = {}
+        for table in given:
+            if table.name in ranks:
+                equal.setdefault(replace(table, name=""), []).append(table.name)
+        ordered = {
+            name: rank
+            for names in equal.values()
+            for name, rank in zip(names, sorted(ranks[name] for name in names), strict=True)
+        }
+        return {name: (candidates[name][0], ordered[name]) for name in ranks}
 
     def _spread(self, name: str, cut: Cut) -> float:
         """The bytes that a rank sends in a step for a table that is cut, and its share of those that it copies."""

@@ -252,6 +252,33 @@ class Exchange(Writing):
                 self.plain("reshape", (ref, own.type.shape), own.name, own.type.shape, dtype, new=False)
 
 
+def in_one_piece(ops: Sequence[Op], writing: Writing) -> tuple[Op, ...]:
+    """The operations, with a view of all tables' vectors in place of their stack, where they come in its order."""
+    makers = {value.name: op for op in ops for value in op.results}
+    found: list[Op] = []
+    for op in ops:
+        parts = [makers.get(name) for name in op.refs()] if op.name == "cat" else []
+        views = [each for each in parts if each is not None and each.name == "reshape"]
+        split = makers.get(next(views[0].refs())) if views else None
+        if split is not None and split.name == "split" and len(views) == len(parts):
+            whole, _, dim = split.args
+            assert isinstance(whole, Ref) and isinstance(dim, int)
+            place = op.args[1] if len(op.args) > 1 else 0
+            before = math.prod(writing.types[whole.name].shape[:dim])
+            own = op.result.type
+            if [next(each.refs()) for each in views] == [value.name for value in split.results] and (
+                isinstance(place, int) and place >= 0 and math.prod(own.shape[:place]) == before
+            ):
+                writing.ops = []
+                writing.plain("reshape", (whole, own.shape), op.result.name, own.shape, own.dtype, new=False)
+                if writing.types[op.result.name] == own:
+                    found.extend(replace(each, source=op.source) for each in writing.ops)
+                    continue
+                writing.types[op.result.name] = own
+        found.append(op)
+    return tuple(found)
+
+
 def stacked_type(table: TensorType, rows: int, over: tuple[str, ...], sizes: Sizes) -> TensorType:
     """The type of a stack with so many rows on each rank."""
     where = table.layout.placements(axis_order(sizes)) | dict.fromkeys(over, Shard(0))

@@ -94,9 +94,12 @@ class RowGradient:
             values = torch.empty(0, *self.shape[1:], dtype=self.dtype, device=self.device)
         if numbers.is_meta:
             once, total = torch.empty_like(numbers), torch.empty_like(values)
+        elif len(numbers):
+            ordered, order = numbers.sort(stable=True)
+            once, counts = ordered.unique_consecutive(return_counts=True)
+            total = torch.embedding_bag(values, order, counts.cumsum(0) - counts)[0]  # sums of neighbours
         else:
-            once, places = numbers.unique(return_inverse=True)
-            total = values.new_zeros(len(once), *self.shape[1:]).index_add_(0, places, values)
+            once, total = numbers, values
         self._numbers, self._values, self._summed = [once], [total], True
         return total
 

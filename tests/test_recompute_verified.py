@@ -12,6 +12,7 @@ import partc
 from partc.cost.saved_tensors import most_saved
 from partc.package.verify import verify
 from tests import prefork
+from tests.independent.models import ring_bank
 from tests.zoo import MODELS
 
 KINDS = ("selective", "full")
@@ -59,6 +60,12 @@ def test_packages_equal_their_models(
     package.write(tmp_path / "build")
     result = verify(tmp_path / "build", steps=2, virtual=True, reference=shared / f"{name}_run")
     assert result.ok and result.worst.rel_err < 1e-11, result.worst
+
+
+def test_rows_of_a_buffer_that_backward_reads_are_those_of_forward(tmp_path: Path) -> None:
+    package = partc.compile(ring_bank.__file__, mesh="dp=2,tp=2", precision="fp64", recompute="full")
+    result = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert result.ok, result.worst
 
 
 @pytest.mark.slow

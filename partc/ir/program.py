@@ -34,6 +34,8 @@ ROUTED = frozenset({"route", "dispatch", "combine"})
 BY_TABLE = frozenset({"divide_rows", "join_rows"})
 # Operations whose results may alias their first operand.
 VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
+# Operations of a compiled graph whose results may be parts of their first operand's memory.
+PARTS = VIEWS | {"take", "detach", "contiguous", "diagonal", "unfold", "real", "imag"}
 # Operations of a traced graph whose results may share memory with their first operand.
 _SHARING_NAMES = (
     "view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as permute t T transpose swapaxes numpy_T mT"

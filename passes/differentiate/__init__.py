@@ -37,14 +37,13 @@ from partc.ir import operators
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Sizes, SubDim
 from partc.ir.naming import unique
-from partc.ir.program import SCAN, SPARSE, VIEWS, Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
+from partc.ir.program import PARTS, SCAN, SPARSE, Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
 from partc.passes.differentiate import joint, scans
 from partc.rules.kernels import TABLES
 from partc.rules.rule import integers
 from partc.rules.updates import DEFAULT, dense, updates
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
 
-_PARTS = VIEWS | {"take", "detach"}  # operations whose result may share memory with their operand
 Derivatives = MutableMapping[tuple[object, ...], Region]
 
 
@@ -218,7 +217,7 @@ def _with_copies(region: Region, changed: frozenset[str]) -> Region:
     memory = {name: name for name in changed}
     for op in region.forward.ops:
         first = next(op.refs(), "")
-        if first in memory and op.name in _PARTS:
+        if first in memory and op.name in PARTS:
             memory.update((value.name, memory[first]) for value in op.results)
     kept = {memory[name] for name in (*region.saved, *region.forward.outputs) if name in memory}
     again = {name for op in backward.ops for name in op.refs()} if backward is not None else set()

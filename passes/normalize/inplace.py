@@ -85,8 +85,9 @@ class _Functionalization:
                 continue
             self._ops.append(replace(self._renewed(op), results=op.results))
             if op.name in MAY_SHARE and first is not None:
+                own = replace(op, name="alias") if self._is_same(op, first) else op
                 for number, value in enumerate(op.results):
-                    self._shows(value.name, _View(first, op, number))
+                    self._shows(value.name, _View(first, own, number))
         outputs = tuple(self._latest(name) for name in self._graph.outputs)
         ends = {name: self._latest(name) for name in self._buffers if self._changes.get(name)}
         return replace(self._graph, ops=tuple(self._ops), outputs=outputs), ends
@@ -95,6 +96,11 @@ class _Functionalization:
         root = self._roots.get(view.base, view.base)
         self._roots[name], self._views[name] = root, view
         self._seen[name] = len(self._changes.get(root, ()))
+
+    def _is_same(self, op: Op, first: str) -> bool:
+        """Whether a cast returns its operand, whose dtype is the one asked for."""
+        cast = op.name in ("to", "type_as") and not dict(op.attrs).get("copy") and True not in op.args
+        return cast and op.result.type.dtype == self._types[first].dtype
 
     def _renewed(self, op: Op) -> Op:
         return op.renamed({name: self._latest(name) for name in op.refs()})

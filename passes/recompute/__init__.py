@@ -32,7 +32,7 @@ from partc.cost.roofline import H100, seconds
 from partc.cost.saved_tensors import Time, changed_buffers, flights, held_inputs, memory_of, parse_bytes
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, is_tensor_axis
-from partc.ir.program import VIEWS, Graph, Op, Program, Region
+from partc.ir.program import PARTS, VIEWS, Graph, Op, Program, Region
 from partc.passes.recompute.budget import check_reach, deal, varied
 from partc.passes.recompute.choice import Point, SavingProblem, frontier, least
 from partc.rules import is_cheap
@@ -249,5 +249,5 @@ def _fixed(region: Region, changed: frozenset[str]) -> frozenset[str]:
     stale, found = set(changed), set[str]()
     for op in region.forward.ops:
         if stale.intersection(op.refs()):
-            (stale if op.name in VIEWS else found).update(value.name for value in op.results)
+            (stale if op.name in PARTS else found).update(value.name for value in op.results)
     return frozenset(found)

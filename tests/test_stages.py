@@ -12,7 +12,7 @@ import partc
 from partc.errors import PartcError
 from partc.package.verify import verify
 from partc.passes.stages import balanced
-from tests.independent.models import old_values, self_distilled
+from tests.independent.models import detached_use, old_values, self_distilled
 from tests.models import cumulative_norms, running_centre, written_views
 from tests.test_trace import line_of
 
@@ -61,6 +61,13 @@ def test_pipelines_change_buffers_as_early_as_they_can(tmp_path: Path) -> None:
     made = partc.compile(self_distilled.__file__, mesh="pp=2", precision="fp64", microbatches=2)
     stage_of = {name: call.stage for call in made.program.calls for name in call.params if "student" not in name}
     assert set(stage_of.values()) == {0}
+    found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok, str(found.worst)
+
+
+def test_a_stage_that_reads_a_weight_without_a_gradient_adds_zeros(tmp_path: Path) -> None:
+    made = partc.compile(detached_use.__file__, mesh="pp=2,dp=2", precision="fp64", microbatches=2, zero=1)
+    assert made.program.holders()["edges"] == (0, 1)
     found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
     assert found.ok, str(found.worst)
 

@@ -215,7 +215,8 @@ class Parts:
         return going.then(lambda _: self._clear(names))
 
     def _summed(self, name: str) -> Tensor:
-        """An accumulated gradient, with spare rows that its memory has."""
+        """An accumulated gradient, with spare rows that its memory has; zeros if no call of this stage gave one."""
+        self.sums(name)
         x = settled(self._sums[name])
         if not self._shards[name].gather or not self._seams[name].rows:
             return x

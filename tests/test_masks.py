@@ -329,8 +329,33 @@ SINKS = "torch.cat([(q @ k.mT * 0.3).masked_fill(~mask, -torch.inf), {}], -1).so
         ("j <= i", f"{SINKS.format('self.out.bias[:2].view(1, 2, 1, 1).expand(b, 2, s, 1)')}[..., :-1] @ v"),
         ("None", "torch.cat([q.new_zeros(b, 2, s, 1), q @ k.mT], -1).softmax(-1)[..., 1:] @ v"),
         ("None", "((a := q @ k.mT) - a.amax(-1, keepdim=True)).softmax(-1) @ v"),
+        ("j <= i", "(q @ k.mT / 2 + j * self.out.bias[:2, None, None]).masked_fill(~mask, -torch.inf).softmax(-1) @ v"),
+        (
+            "(x.sum(-1) > 4)[:, None, None]",
+            "F.dropout((q @ k.mT).masked_fill(mask, torch.finfo(q.dtype).min).softmax(-1), 0.3) @ v",
+        ),
+        (
+            "torch.where(j <= i, 0.0, -torch.inf)",
+            "(torch.baddbmm((j * torch.tensor([0.5, 0.25])[:, None, None]).repeat(b, 1, 1), q.reshape(2 * b, s, 4), "
+            "k.reshape(2 * b, s, 4).mT, alpha=0.5).view(b, 2, s, s) + mask).softmax(-1).view(2 * b, s, s)"
+            ".bmm(v.reshape(2 * b, s, 4)).view(b, 2, s, 4)",
+        ),
+        ("torch.where(j <= i, 0.0, -1.0)", "(q @ k.mT + mask * 0.5).softmax(-1) @ v"),
     ],
-    ids=["added", "filled", "dropped", "open", "two around a factor", "sinks", "off by one", "shifted"],
+    ids=[
+        "added",
+        "filled",
+        "dropped",
+        "open",
+        "two around a factor",
+        "sinks",
+        "off by one",
+        "shifted",
+        "slopes",
+        "padding",
+        "one dimension of heads",
+        "numbers",
+    ],
 )
 def test_attention_that_is_written_out_makes_no_scores(mask: str, attend: str, tmp_path: Path) -> None:
     package = partc.compile(str(_written(tmp_path, mask, attend=attend)), mesh="dp=2,tp=2", microbatches=2)
@@ -343,11 +368,11 @@ def test_attention_that_is_written_out_makes_no_scores(mask: str, attend: str, t
     "attend",
     [
         "(w := (q @ k.mT + mask).softmax(-1)) @ v + w.sum()",  # the weights are read
-        "(q @ k.mT + mask * 0.5).softmax(-1) @ v",  # no mask
-        "(q @ k.mT + torch.arange(s)).softmax(-1) @ v",
+        "(q @ k.mT + mask + torch.arange(s)).softmax(-1) @ v",  # two masks without a structure
+        "((q @ k.mT + mask) * 2).softmax(-1) @ v",
         "(q @ k.mT).masked_fill(j > i, -3.0).softmax(-1) @ v",
         "(q @ k.mT + mask).softmax(-2) @ v",
-        "(q @ k.mT).masked_fill((i - j) % 2 == 0, -torch.inf).softmax(-1) @ v",
+        "(q @ k.mT + q @ q.mT).softmax(-1) @ v",  # scores of their own
         "torch.cat([q @ k.mT, q.sum(-1, keepdim=True)], -1).softmax(-1)[..., :-1] @ v",  # a score of each row
         "torch.cat([q @ k.mT, q.new_zeros(b, 2, s, 1)], -1).softmax(-1)[..., 1:] @ v",  # not what was joined
         "((a := q @ k.mT) - a.amax(-2, keepdim=True)).softmax(-1) @ v",

@@ -1,12 +1,13 @@
-"""Attention that models write out, where its mask has a structure that kernels know.
+"""Attention that models write out.
 
     s = matmul(q, permute(k, (0, 1, 3, 2)))
     s = add(div(s, 8.0), mask)             # hides the future
     y = matmul(softmax(s, 3), v)                            ->    y = attention(q, k, v, None, True, 0.125)
 
-Masks may be several, before or after the factor, and a row's maximum may be subtracted. The scores are as large as the
-sequence's square; attention computes them in blocks. With dropout of the softmax it is `attention_dropout`, which draws
-the same numbers. Scores that are read elsewhere stay written out.
+Masks of known structure may be several, before or after the factor; one other mask may follow it, such as padding or
+slopes by distance. A row's maximum may be subtracted, and examples and heads may be one dimension. The scores are as
+large as the sequence's square; attention computes them in blocks. With dropout of the softmax it is
+`attention_dropout`, which draws the same numbers. Scores that are read elsewhere stay written out.
 
 A score of each head that is joined to every row and has no value is a sink (Xiao et al. 2024; gpt-oss learns it):
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -59,47 +60,81 @@ class _Reading:
 
     def attention(self, op: Op, taken: set[str]) -> list[Op]:
         """The operations instead of a product with weights; none if it is no attention."""
-        if op.name != "matmul" or op.attrs or len(op.result.type.shape) != 4 or not isinstance(op.args[1], Ref):
+        heads = self._heads(op)
+        if heads is None or not isinstance(op.args[1], Ref):
             return []
-        weights, dropped = self._maker(op.args[0]), None
+        weights, dropped = self._viewed(op.args[0], heads), None
         if weights is not None and weights.name == "dropout":
             if weights.args[2] != 4:
                 return []
             dropped, weights = weights, self._maker(weights.args[0])
         kept = weights if weights is not None and weights.name == "slice" else None
         weights = weights if kept is None else self._maker(kept.args[0])
-        if weights is None or weights.name != "softmax" or weights.args[1:] != (3,) or weights.attrs:
+        if weights is None or weights.name != "softmax" or weights.attrs:
+            return []
+        if weights.args[1:] != (len(weights.result.type.shape) - 1,):
             return []
         scores, seen, scale = self._shifted(weights.args[0]), None, 1.0
         sinks: list[Op] = []
+        bias: tuple[Op, Ref, Ref] | None = None
         if kept is not None:
             scores, sinks = self._joined(scores, kept, taken)
         while scores is not None and scores.name != "matmul":
+            if scores.name == "reshape" and (below := self._viewed(Ref(scores.result.name), heads)) is not scores:
+                scores = below
+                continue
             if scores.name in ("mul", "div") and isinstance(scores.args[1], int | float):
                 number = scores.args[1]
                 scale *= float(number) if scores.name == "mul" else 1 / number if number else math.nan
                 scores = self._maker(scores.args[0])
                 continue
             masked = self._masked(scores)
+            if masked is None and bias is None and scale == 1.0 and (found := self._mask(scores)) is not None:
+                bias, scores = (scores, *found), self._maker(found[0])
+                continue
             if masked is None or not scale > _LEAST:
                 return []
             scores, runs = masked
             seen = runs if seen is None else seen & runs
         writing = LimitWriter(taken, weights.source)
         shape, limits = structured(seen, writing)
-        if scores is None or shape is None or shape.chunk or not math.isfinite(scale):
+        if scores is None or shape is None or shape.chunk or not math.isfinite(scale) or (limits and bias):
             return []
         q, turned = scores.args[:2]
         if not isinstance(q, Ref) or not isinstance(turned, Ref) or not self._fits(q, turned, op.args[1]):
             return []
-        k, more = self._keys(op, turned, taken)
+        more = _Writing(op, self.made, self.types, taken, heads)
+        k = more.keys(turned)
+        mask = None if bias is None else more.mask(*bias)
         drops: tuple[Arg, ...] = () if shape.window == 0 else (shape.window,)
         if dropped is not None:
             drops = (shape.window, dropped.args[1], dropped.args[3])
         name = "attention" if dropped is None else "attention_dropout"
         attrs = (("sinks", Ref(sinks[-1].result.name)),) if sinks else ()
-        args = (q, k, op.args[1], None, shape.causal, scale, *drops)
-        return [*more, *sinks, *writing.ops, replace(op, name=name, args=args, attrs=(*attrs, *limits))]
+        args = (more.by_head(q), k, more.by_head(op.args[1]), mask, shape.causal, scale, *drops)
+        made = replace(op, name=name, args=args, attrs=(*attrs, *limits))
+        return [*more.ops, *sinks, *writing.ops, *more.result(made)]
+
+    def _heads(self, op: Op) -> tuple[int, int] | None:
+        """The examples and heads of a product [b, h, s, d], or [b * h, s, d] of values that were [b, h, t, d]."""
+        if op.name != "matmul" or op.attrs or len(op.args) != 2 or not isinstance(op.args[1], Ref):
+            return None
+        shape = self.types[op.args[1].name].shape
+        if len(shape) == 4 and len(op.result.type.shape) == 4:
+            return shape[0], shape[1]
+        view = self.made.get(op.args[1].name)
+        if len(shape) != 3 or len(op.result.type.shape) != 3 or view is None or view.name != "reshape":
+            return None
+        whole = self.types[next(view.refs())].shape
+        return (whole[0], whole[1]) if len(whole) == 4 and whole[2:] == shape[1:] else None
+
+    def _viewed(self, arg: Arg, heads: tuple[int, int]) -> Op | None:
+        """The maker of scores by example and head, below a view that joins the two dimensions or parts them."""
+        op = self._maker(arg)
+        if op is None or op.name != "reshape" or not isinstance(op.args[0], Ref):
+            return op
+        shapes = {op.result.type.shape[:-2], self.types[op.args[0].name].shape[:-2]}
+        return self._maker(op.args[0]) if shapes == {heads, (math.prod(heads),)} else op
 
     def _shifted(self, arg: Arg) -> Op | None:
         """The operation that makes scores for a softmax alone; it does not see a row's maximum that is subtracted."""
@@ -165,31 +200,100 @@ class _Reading:
             return self._maker(scores), ~runs if op.name == "masked_fill" else runs
         return None
 
+    def _mask(self, op: Op) -> tuple[Ref, Ref] | None:
+        """The scores, and a mask of unknown values that is smaller: numbers to add, or booleans that hide some."""
+        for first, second in {"add": ((0, 1), (1, 0)), "masked_fill": ((0, 1),), "where": ((1, 0),)}.get(op.name, ()):
+            scores, mask = op.args[first], op.args[second]
+            if not isinstance(scores, Ref) or not isinstance(mask, Ref) or scores.name not in self.once:
+                continue
+            while mask.name in self.made and self.made[mask.name].name == "expand":
+                mask = Ref(next(self.made[mask.name].refs()))
+            shape = op.result.type.shape
+            if self.types[scores.name].shape != shape or self.types[mask.name].shape == shape:
+                continue
+            if op.name == "add" or _hides(op.args[2], self.constants):
+                return scores, mask
+        return None
+
     def _fits(self, q: Ref, turned: Ref, v: Ref) -> bool:
         """Whether the shapes are those of attention with as many heads of keys as of queries."""
         queries, keys, values = (self.types[each.name].shape for each in (q, turned, v))
         return (
-            len(queries) == len(keys) == len(values) == 4
-            and queries[:2] == keys[:2] == values[:2]
-            and queries[3] == keys[2]
-            and keys[3] == values[2]
+            len(queries) == len(keys) == len(values)
+            and queries[:-2] == keys[:-2] == values[:-2]
+            and queries[-1] == keys[-2]
+            and keys[-1] == values[-2]
         )
 
-    def _keys(self, op: Op, turned: Ref, taken: set[str]) -> tuple[Ref, list[Op]]:
+
+@dataclass(slots=True)
+class _Writing:
+    """The operations around attention in place of the product `op`."""
+
+    op: Op
+    made: Mapping[str, Op]
+    types: Mapping[str, TensorType]
+    taken: set[str]
+    heads: tuple[int, int]
+    ops: list[Op] = field(default_factory=list)
+
+    def add(self, name: str, args: tuple[Arg, ...], shape: tuple[int, ...], stem: str) -> Ref:
+        type = TensorType(dtype=self.op.result.type.dtype, layout=Layout.replicated(shape))
+        value = Value(name=unique(stem, self.taken), type=type)
+        attrs = (("dtype", DTypeArg(type.dtype)),) if name == "full" else ()
+        self.ops.append(Op(name=name, args=args, attrs=attrs, results=(value,), source=self.op.source))
+        return Ref(value.name)
+
+    def by_head(self, x: Ref) -> Ref:
+        """An operand [b, h, s, d]; a view that joins b and h is left out."""
+        shape = self.types[x.name].shape
+        if len(shape) == 4:
+            return x
+        view, whole = self.made.get(x.name), (*self.heads, *shape[1:])
+        if view is not None and view.name == "reshape" and self.types[next(view.refs())].shape == whole:
+            return Ref(next(view.refs()))
+        return self.add("reshape", (x, whole), whole, f"{x.name}_heads")
+
+    def keys(self, turned: Ref) -> Ref:
         """Keys [b, h, t, d] from their transpose."""
-        made = self.made.get(turned.name)
-        base, order = turned, (0, 1, 3, 2)
+        made, rank = self.made.get(turned.name), len(self.types[turned.name].shape)
+        order = (*range(rank - 2), rank - 1, rank - 2)
+        base = turned
         if made is not None and made.name == "permute" and isinstance(made.args[0], Ref):
             before = integers(made.args[1])
-            base, order = made.args[0], (before[0], before[1], before[3], before[2])
-        if order == (0, 1, 2, 3):
-            return base, []
-        b, h, d, t = self.types[turned.name].shape
-        type = self.types[turned.name]
-        value = Value(
-            name=unique(f"{turned.name}_keys", taken), type=replace(type, layout=type.layout.replicated((b, h, t, d)))
-        )
-        return Ref(value.name), [Op(name="permute", args=(base, order), results=(value,), source=op.source)]
+            base, order = made.args[0], (*before[:-2], before[-1], before[-2])
+        if order != tuple(range(rank)):
+            shape = self.types[turned.name].shape
+            base = self.add("permute", (base, order), (*shape[:-2], shape[-1], shape[-2]), f"{turned.name}_keys")
+            self.types = {**self.types, base.name: self.ops[-1].result.type}
+        return self.by_head(base)
+
+    def mask(self, op: Op, scores: Ref, mask: Ref) -> Ref:
+        """Numbers [b, h, s, t] to add to the scores, of which dimensions may be 1.
+
+        A number that hides a score absorbs it, so that rows that are hidden as a whole stay what they are.
+        """
+        stem, shape = f"{self.op.result.name}_mask", self.types[mask.name].shape
+        if op.name != "add":
+            zero, number = self.add("full", ((), 0.0), (), stem), op.args[2]
+            both = (number, zero) if op.name == "masked_fill" else (zero, number)
+            mask = self.add("where", (mask, *both), shape, stem)
+        whole = (1,) * (len(self.types[scores.name].shape) - len(shape)) + tuple(shape)
+        if len(whole) == 3:
+            whole = (*(self.heads if whole[0] > 1 else (1, 1)), *whole[1:])
+        return mask if whole == shape else self.add("reshape", (mask, whole), whole, stem)
+
+    def result(self, op: Op) -> list[Op]:
+        """Attention with its result in the form of the product's."""
+        shape = op.result.type.shape
+        if len(shape) == 4:
+            return [op]
+        type = replace(op.result.type, layout=Layout.replicated((*self.heads, *shape[1:])))
+        value = Value(name=unique(f"{op.result.name}_heads", self.taken), type=type)
+        return [
+            replace(op, results=(value,)),
+            Op(name="reshape", args=(Ref(value.name), shape), results=op.results, source=op.source),
+        ]
 
 
 def _hides(arg: Arg, constants: Constants) -> bool:

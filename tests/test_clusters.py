@@ -20,7 +20,8 @@ from partc.cli import main
 from partc.cluster.cluster import preset, span
 from partc.cluster.files import cluster_of
 from partc.cluster.variation import expected_maximum
-from partc.communication.exchanges import graph_of
+from partc.communication.exchanges import Exchanges, graph_of
+from partc.communication.execution import Execution, Start, Wait
 from partc.compilation.plan import ParallelPlan, spelled
 from partc.compilation.simulation import Simulator, prediction, predictions, read_plans, states_of
 from partc.cost.action_timeline import Segment, TimelineBuilder
@@ -34,7 +35,7 @@ from partc.cost.roofline import product_flops
 from partc.errors import InternalError, PartcError
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
-from partc.ir.program import Op, Ref, TensorType, Value
+from partc.ir.program import Action, Op, Ref, TensorType, Value
 from partc.rehearsal.rehearsal import rehearse
 from partc.rules import resolve
 
@@ -314,6 +315,18 @@ def test_a_collective_continues_until_a_later_action_waits_for_it() -> None:
     second = TimelineBuilder(pending=left.pending, idle=1.0)
     second.wait("sum")
     assert second.built().seconds == pytest.approx(2.0)
+
+
+def test_the_last_backward_pass_waits_for_no_sums(simulator: Simulator) -> None:
+    """Its gradient for the previous stage would come as late as the sums of each stage's gradients."""
+    program = simulator.program(plan({"mesh": "pp=2,dp=2,tp=2", "microbatches": 4, "zero": 1, "bucket": "1KiB"}))
+    (last,) = (
+        steps
+        for action, steps in Execution(program, 1, Exchanges(program)).step()
+        if isinstance(action, Action) and (action.kind, action.microbatch) == ("B", 3)
+    )
+    sums = [step.key for step in last if isinstance(step, Start | Wait) and "bucket" in step.key]
+    assert len(sums) > 1 and len({*sums}) == len(sums)
 
 
 def test_overlap_slows_both_sides() -> None:

@@ -370,12 +370,9 @@ class Execution:
                 state.sums = (*state.sums, _Sum(key, chain, 1, both, why))
 
     def _scatter_bucket(self, key: Key, state: _UnderWay, *, settle: bool) -> Iterator[Step]:
-        """Scatter a bucket: one scatter is under way at a time, or one at each level."""
+        """Scatter a bucket. Backward continues, and sends its gradients, while earlier ones are under way."""
         for other in self._buckets_under_way(key[1], state):
-            if state.under_way[other] < len(self._levels(other)[0]):
-                yield from self._relay(other, state)
-            else:
-                yield from self._wait(other, state)
+            yield from self._relay(other, state)
         yield from self._start(key, state)
         if settle:
             yield from self._settle_buckets(key[1], state)

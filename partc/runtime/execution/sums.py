@@ -94,18 +94,11 @@ class Sums:
         return near, tuple(axis for axis in bucket.over if axis not in self._near)
 
     def start(self, call: str = "") -> None:
-        """Start the sums of gradients that are complete after a call's last backward; by default, of the rest.
-
-        One bucket is scattered at a time, or one inside nodes and one between them.
-        """
+        """Start the sums of gradients that are complete after a call's last backward; by default, of the rest."""
         for bucket, names in self._buckets.get(call, ()):
             if bucket.scatter and self._parts is not None:
-                before, self._scattering = self._scattering, []
-                for going in before:
-                    if going.go_on():
-                        self._scattering.append(going)
-                    else:
-                        going.wait()
+                for going in self._scattering:
+                    going.go_on()
                 self._scattering.append(self._parts.scatter_sums(*names))
                 if not call:  # the next sums may be of the parts that each rank keeps of these
                     self._settle()

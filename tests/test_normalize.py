@@ -291,8 +291,10 @@ def test_constant_causal_masks_are_recognised(mode: str) -> None:
     assert [arg.name for arg in attention.args[1:3]] == ["k", "k"]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("mask", ["dilated", "shifted", "rectangular"])
-def test_other_masks_stay(mask: str) -> None:
+@pytest.mark.parametrize(("mask", "reads"), [("dilated", 9), ("shifted", 19), ("rectangular", 17)])
+def test_other_masks_are_limits(mask: str, reads: int) -> None:
+    """The scores that they read are counted; a mask that reads no later position is causal as well."""
+
     def forward(m: Any, x: Tensor, k: Tensor) -> Tensor:
         rows, columns = torch.arange(5)[:, None], torch.arange(5)[None, :]
         seen = (columns <= rows) & ((rows - columns) % 2 == 0) if mask == "dilated" else columns <= rows + 1
@@ -301,8 +303,9 @@ def test_other_masks_stay(mask: str) -> None:
         return F.scaled_dot_product_attention(x * m.v, _repeated(k, 2), _repeated(k, 2), seen).sum()
 
     [attention] = [op for op in ops(check(Function(forward), HEADS)) if op.name == "attention"]
-    assert attention.args[3] is not None
-    assert attention.args[4] is False
+    assert attention.args[3:5] == (None, mask == "dilated")
+    first, second, of = dict(attention.attrs)["reads"]  # type: ignore[misc]
+    assert (first + second, of) == (reads, 20 if mask == "rectangular" else 25)
 
 
 def test_a_mask_that_hides_nothing_is_none() -> None:

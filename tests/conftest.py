@@ -12,7 +12,11 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+# Machines differ in speed, so examples have no deadline; every run of the suite draws the same ones.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Read while Triton is imported: kernels are interpreted, unless tests.gpu runs them. What builds them is another process.
 os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -13,7 +13,7 @@ from tests.prefork import Server
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_programs_equal_their_single_device_models(case: Case) -> None:
     run(case)

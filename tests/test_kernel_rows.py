@@ -374,7 +374,7 @@ def chains(draw: st.DrawFn) -> tuple[Graph, int]:
     return Graph(inputs=inputs, ops=tuple(reversed(needed)), outputs=tuple(outputs)), draw(st.sampled_from([32, 4096]))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(drawn=chains())
 def test_random_chains_equal_pytorch(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Graph, int]) -> None:
     graph, tile = drawn

@@ -104,7 +104,7 @@ def booleans(draw: st.DrawFn, graph: Graph, s: int, t: int, depth: int) -> Ref:
 
 
 @given(st.data(), SIZES, SIZES)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_symbolic_matrices_equal_those_that_torch_computes(data: st.DataObject, s: int, t: int) -> None:
     graph = Graph()
     mask = data.draw(booleans(graph, s, t, 3))
@@ -118,7 +118,7 @@ def test_symbolic_matrices_equal_those_that_torch_computes(data: st.DataObject, 
 
 
 @given(SIZES, SIZES, st.integers(-2, 10), st.integers(-2, 10), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_structures_are_those_of_the_elements(s: int, t: int, before: int, after: int, mirror: bool) -> None:
     """Whatever is called causal or a window has those elements."""
     runs = band(s, t, before, after)
@@ -196,7 +196,7 @@ def test_other_masks_of_a_million_positions_are_limits(form: str, share: float, 
 
 
 @given(st.data(), SIZES, SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_limits_are_those_of_the_elements(data: st.DataObject, s: int, t: int) -> None:
     graph = Graph()
     runs = Constants(graph.ops, whole=0).seen(data.draw(booleans(graph, s, t, 2)).name)

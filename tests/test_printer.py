@@ -137,7 +137,7 @@ PROGRAMS = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(PROGRAMS)
 def test_any_program_reads_back(program: Program) -> None:
     assert parse(print_program(program, sources=True)) == program
@@ -241,7 +241,7 @@ def _joined(rows: Sequence[Sequence[Action]]) -> Sequence[Action]:
     return [action for row in rows for action in row]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(_rows(2).map(tuple), max_size=2).map(tuple))
 def test_any_schedule_reads_back(schedule: tuple[tuple[Action, ...], ...]) -> None:
     program = replace(tiny(), schedule=schedule)

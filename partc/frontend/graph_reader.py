@@ -1,0 +1,477 @@
+"""From an exported graph to the IR: operations, their names, types and arguments, and the lines that made them."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+
+from partc.errors import InternalError, PartcError, Source
+from partc.frontend.capture import Captured
+from partc.frontend.complex_numbers import is_complex, rewritten
+from partc.frontend.random_branches import RandomBranch
+from partc.frontend.repeated_ops import RepeatedOps
+from partc.frontend.repeats import MARK
+from partc.frontend.strided_views import windows
+from partc.frontend.value_branches import RANDOM_BRANCH
+from partc.installed import is_machinery, shortened
+from partc.ir.gradients import reached
+from partc.ir.layout import Layout
+from partc.ir.naming import identifier, unique, unreserved
+from partc.ir.operators import DTYPE_NAMES
+from partc.ir.program import (
+    MAY_SHARE,
+    NO_GRAD,
+    Arg,
+    DTypeArg,
+    Graph,
+    Op,
+    Ref,
+    TensorType,
+    Value,
+    is_change,
+)
+from partc.torch_private import OpOverload
+
+_IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
+_NUMBERS = (bool, int, float)  # values of operations on constants
+_INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
+_AUTOCAST = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}  # the types to which products cast fp32, and other types that they take
+# Operations whose tensors must share one dtype; tracing without values does not check it.
+_PRODUCTS = frozenset({
+    "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm", "addmv", "addbmm", "baddbmm", "addr",
+    "einsum", "tensordot", "bilinear", "cdist", "prelu", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d", "lstm", "gru", "rnn_tanh", "rnn_relu",
+})  # fmt: skip
+_DROPPED = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size"})
+
+
+def tensor_type(tensor: Tensor, name: str) -> TensorType:
+    """The type of a dense tensor that no axis cuts yet; a complex tensor has that of its pairs.
+
+    Raises PartcError P0209 for other tensors, and P0206 for sizes that depend on values.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise PartcError("P0209", f"{name} is a {kind} tensor", help="use dense tensors")
+    dtype, shape = tensor.dtype, tuple(tensor.shape)
+    if any(isinstance(size, torch.SymInt) for size in shape):
+        raise PartcError("P0206", f"the model does not trace: the size of {name} depends on the values of a tensor",
+                         help="keep all elements and mask those that do not count")  # fmt: skip
+    if tensor.is_complex():
+        dtype, shape = dtype.to_real(), (*shape, 2)
+    if dtype not in DTYPE_NAMES:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
+        raise PartcError("P0209", f"{name} is of {tensor.dtype}", help=f"the dtypes of tensors are {dtypes}")
+    return TensorType(dtype=DTYPE_NAMES[dtype], layout=Layout.replicated(shape))
+
+
+class GraphReader:
+    """Walks an exported graph once and collects operations, inputs and parameters."""
+
+    def __init__(self, captured: Captured, owners: Mapping[str, str]) -> None:
+        self._exported = captured.exported
+        self._constants = {name: tensor for name, tensor in captured.exported.constants.items()}
+        self._entries = tuple(captured.batch)
+        self._calls = captured.calls
+        self._names: dict[fx.Node, str] = {}
+        self._ops: list[Op] = []
+        self.params: list[Value] = []
+        self.inputs: list[Value] = []
+        self.branches: list[RandomBranch] = []
+        self.states: dict[str, str] = {}  # parameter, by its first name -> its value
+        self._owners = owners
+        self._repeated: RepeatedOps | None = None
+        self._low = _AUTOCAST.get(captured.precision)
+        self._trained = captured.trained
+        self._hooked: set[str] = set()  # values whose gradient a hook changes
+        self._taken = {node.name for part in captured.exported.graph_module.modules() for node in _nodes(part)}
+
+    def read(self) -> Graph:
+        signature = self._exported.graph_signature
+        specs = {spec.arg.name: spec for spec in signature.input_specs}
+        module = self._exported.graph_module
+        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+        given = [node for node in places if specs[node.name].kind == InputKind.USER_INPUT]
+        taken = {node.name for node in module.graph.nodes if node not in given}
+        for node, entry in zip(given, self._entries, strict=True):
+            self._names[node] = unique(unreserved(identifier(entry)), taken)
+        for node in places:
+            self._placeholder(node, specs[node.name])
+        self._taken.update(self._names.values())  # entries of the batch may be called like copies
+        self._repeated = RepeatedOps(self._calls, self._ops, self._taken)
+        self._weights = {name: self.states[owner] for name, owner in self._owners.items() if owner in self.states}
+        outputs = self._body(module)
+        self._repeated.check_leaks()
+        return Graph(inputs=tuple(self.inputs), ops=tuple(self._ops), outputs=outputs)
+
+    def _placeholder(self, node: fx.Node, spec: Any) -> None:
+        self._names.setdefault(node, node.name)
+        match spec.kind:
+            case InputKind.USER_INPUT:
+                type = tensor_type(node.meta["val"], f"the entry {self._entries[len(self.inputs)]!r} of batch()")
+                self.inputs.append(Value(name=self._names[node], type=type))
+            case InputKind.PARAMETER | InputKind.BUFFER:
+                owner = self._owners[spec.target.removeprefix("model.")]
+                self._names[node] = self.states.setdefault(owner, node.name)
+                if self._names[node] == node.name:  # not another name of a tied one
+                    type = tensor_type(node.meta["val"], f"{owner} of the model")
+                    self.params.append(Value(name=node.name, type=type))
+            case InputKind.CONSTANT_TENSOR:
+                self._constant(node, spec.target)
+            case _:
+                raise InternalError(f"input {node.name} of kind {spec.kind}")
+
+    def _constant(self, node: fx.Node, target: str) -> None:
+        """A tensor that forward created from Python numbers; small ones become literals."""
+        type = tensor_type(node.meta["val"], "a constant of forward")
+        values = self._constants.get(target)
+        if values is None or values.numel() > 4096 or hasattr(values, "fake_mode"):
+            if 0 in type.shape:
+                args: tuple[Arg, ...] = (type.shape, 0)
+                self._add("full", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)
+                return
+            raise PartcError(
+                "P0211",
+                f"forward uses a constant tensor of shape {type.shape} that is no buffer",
+                help="register it as a buffer of its module",
+                source=source_of(next(iter(node.users), node)),
+            )
+        numbers = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+        args = (tuple(numbers.flatten().tolist()), type.shape)
+        self._add("constant", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)
+
+    def _body(self, module: fx.GraphModule) -> tuple[str, ...]:
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                self._node(node, module)
+            elif node.op == "output":
+                return tuple(self._names[item] for item in node.args[0])
+        raise InternalError("a graph without an output")
+
+    def _node(self, node: fx.Node, module: fx.GraphModule) -> None:
+        if node.target is operator.getitem:
+            return
+        name = _name(node)
+        if name in _DROPPED or _is_unread(node):
+            return
+        if name == MARK:
+            self._mark(node)
+            return
+        if name == RANDOM_BRANCH:
+            test, outcome = node.args
+            self.branches.append(RandomBranch(
+                test=self._names[test],  # type: ignore[index]
+                outcome=bool(outcome), position=len(self._ops), source=source_of(node),
+            ))  # fmt: skip
+            return
+        if name in _INLINED:
+            self._inline(node, module)
+            return
+        if name == "hook_gradient":
+            self._hook(node)
+            return
+        if name == "as_strided" and self._is_windows(node):
+            return
+        if is_complex(node):
+            self._of_pairs(node, name)
+            return
+        try:
+            self._check(node, name)
+            results = self._results(node)
+            args = tuple(self._arg(arg) for arg in node.args)
+            attrs = {key: self._arg(arg) for key, arg in node.kwargs.items() if key not in _IGNORED}
+        except PartcError as error:
+            error.source = error.source or source_of(node)
+            raise
+        out = attrs.pop("out", None)
+        if out is None:
+            self._add(name, args, tuple(attrs.items()), results, source_of(node))
+            return
+        made = replace(results[0], name=f"{results[0].name}_made")
+        self._add(name, args, tuple(attrs.items()), (made,), source_of(node))
+        self._add("copy_", (out, Ref(made.name)), (), results, source_of(node))
+
+    def _is_windows(self, node: fx.Node) -> bool:
+        """Write overlapping windows of rows as such. Raises PartcError P0206 for other reads of scattered memory."""
+        given, size, stride, *offset = node.args
+        assert isinstance(given, fx.Node)
+        x: Tensor = given.meta["val"]
+        found = windows(x, size, stride, offset[0] if offset else node.kwargs.get("storage_offset"))  # type: ignore[arg-type]
+        if found is None:
+            if not x.is_contiguous():
+                raise PartcError(
+                    "P0206",
+                    "the model does not trace: as_strided reads a tensor whose elements are not in order",
+                    help="use views, unfold or index; or call .contiguous() first",
+                    source=source_of(node),
+                )
+            return False
+        dim, dims = found.dim, len(found.shape)
+        kept = (*found.shape[:dim], (found.shape[dim] - found.size) // found.step + 1, *found.shape[dim + 1 :])
+        order = (*range(dim + 1), dims, *range(dim + 1, dims))
+        steps: tuple[tuple[str, tuple[Arg, ...], tuple[int, ...]], ...] = (
+            ("reshape", (found.shape,), found.shape),
+            ("unfold", (dim, found.size, found.step), (*kept, found.size)),
+            ("slice", (dim, 0, found.count, 1), (*kept[:dim], found.count, *kept[dim + 1 :], found.size)),
+            ("permute", (order,), tuple(node.meta["val"].shape)),
+        )
+        dtype = tensor_type(x, "an operand").dtype
+        made = self._names[given]
+        for name, args, shape in steps:
+            result = node.name if name == "permute" else unique(f"{node.name}_{name}", self._taken)
+            value = Value(name=result, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
+            self._add(name, (Ref(made), *args), (), (value,), source_of(node))
+            made = result
+        self._names[node] = made
+        return True
+
+    def _mark(self, node: fx.Node) -> None:
+        """Put the operations of a call that was not traced in place of its empty outputs."""
+        tensors: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+        number: int = node.args[1]  # type: ignore[assignment]
+        assert self._repeated is not None
+        names = tuple(self._names[tensor] for tensor in tensors)
+        found = self._repeated.mark(number, _module(node), names, self._weights)
+        for tensor in tensors:
+            self._names[tensor] = found.get(self._names[tensor], self._names[tensor])
+
+    def _hook(self, node: fx.Node) -> None:
+        """Let what follows read a hooked tensor from the operation that gives it the hook's gradient."""
+        value, hooked, gradient = (self._names[arg] for arg in node.all_input_nodes)
+        readers = [op for op in self._ops if hooked in op.refs()]
+        if hooked in self._hooked or any(op.name != "detach" for op in readers):
+            raise PartcError(
+                "P0216",
+                "a hook is put on the gradient of a tensor that was read before or has another one",
+                help="register one hook, before the tensor is used",
+                source=source_of(node),
+            )
+        self._hooked.add(node.name)
+        result = Value(name=node.name, type=tensor_type(node.meta["val"], "a hooked tensor"))
+        args = ((Ref(value),), (Ref(hooked),), (Ref(gradient),))
+        self._add("own_gradient", args, (), (result,), source_of(node))
+        self._names[node.all_input_nodes[1]] = node.name
+
+    def _check(self, node: fx.Node, name: str) -> None:
+        """Refuse higher-order functions, and products of different dtypes, which fail once there are values.
+
+        Raises PartcError P0222 and P0223.
+        """
+        if any(arg.op == "get_attr" for arg in node.all_input_nodes):
+            raise PartcError(
+                "P0223",
+                f"torch's {name} runs functions of its own, which partc cannot cut",
+                help="write it with torch.where, or with branches and loops over shapes and options",
+            )
+        if name not in _PRODUCTS:
+            return
+        vals = (other.meta.get("val") for other in node.all_input_nodes)
+        found = {val.dtype for val in vals if isinstance(val, Tensor)}
+        cast = {torch.float32, self._low} if self._low is not None else set()
+        if torch.bool in found or (len(found) > 1 and not found <= cast):
+            given = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+            raise PartcError(
+                "P0222",
+                f"{name} takes tensors of one dtype that it can multiply, not {given}",
+                help="cast them with .to(x.dtype); all weights are held in one dtype, which --precision sets",
+            )
+
+    def _results(self, node: fx.Node) -> tuple[Value, ...]:
+        value = node.meta.get("val")
+        if _name(node).endswith("::_varlen_attn"):
+            raise PartcError(
+                "P0206",
+                "the model does not trace: attention with cu_seqlens is a kernel of GPUs",
+                help="mask by document: torch.searchsorted(cu_seqlens, positions, right=True) numbers them",
+            )
+        if isinstance(value, Tensor):
+            self._names[node] = node.name
+            return (Value(name=node.name, type=tensor_type(value, f"the result of {_name(node)}")),)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise PartcError(
+                "P0206",
+                "the model does not trace: a branch, a size or a Python number depends on the values of a tensor",
+                help="keep the value a tensor: choose with torch.where, mask elements in place of selecting them",
+            )
+        if not isinstance(value, tuple | list):
+            raise PartcError(
+                "P0206",
+                f"the model does not trace: {_name(node)} is no operation on tensors",
+                help="torch.func's transforms and side effects cannot be traced: write the operations out",
+            )
+        items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        results = []
+        for index, item in enumerate(value):
+            name = items[index].name if index in items else f"{node.name}_{index}"
+            if index in items:
+                self._names[items[index]] = name
+            results.append(Value(name=name, type=tensor_type(item, f"a result of {_name(node)}")))
+        return tuple(results)
+
+    def _inline(self, node: fx.Node, module: fx.GraphModule) -> None:
+        """Replace a higher-order operation that runs a submodule by the submodule's operations.
+
+        Raises PartcError P0223 for an autocast, whose casts the trace lacks.
+        """
+        if _name(node) == "wrap_with_autocast" and node.args[2]:
+            raise PartcError(
+                "P0223",
+                "forward turns on torch.autocast, whose casts are not in the trace",
+                help="leave it out, and compile with --precision bf16 or fp16",
+                source=source_of(node) or next(filter(None, map(source_of, node.users)), None),
+            )
+        operands = [arg for arg in node.args if isinstance(arg, fx.Node)]
+        body = getattr(module, str(operands[0].target))
+        places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        for inner, outer in zip(places, operands[1:], strict=True):
+            self._names[inner] = self._names[outer]
+        prefix = len(self._ops)
+        self._rename_inner(body, f"{node.name}_{prefix}")
+        outputs = self._body(body)
+        if _name(node) != "wrap_with_autocast" and node.args[0] is False:
+            self._silence(prefix)
+        for user in node.users:
+            if user.target is operator.getitem:
+                made = outputs[user.args[1]]  # type: ignore[index]
+                self._names[user] = made if node.args[0] is not False else self._stopped(user, made)
+
+    def _silence(self, start: int) -> None:
+        """Mark changes under no_grad, whose new values have no gradient.
+
+        Raises PartcError P0212 where a gradient would pass by the change, to the tensor as it was.
+        """
+        changes = [place for place in range(start, len(self._ops)) if is_change(self._ops[place])]
+        if not changes:
+            return
+        trained = [self.states[name] for name in self._trained if name in self.states]
+        outside, live = (
+            reached(Graph(inputs=(), ops=tuple(ops), outputs=()), trained) for ops in (self._ops[:start], self._ops)
+        )
+        parameters = {value.name for value in self.params}
+        types = {value.name: value.type for op in self._ops for value in op.results}
+        types |= {value.name: value.type for value in (*self.params, *self.inputs)}
+        inside = {value.name: op for op in self._ops[start:] for value in op.results}
+        for place in changes:
+            op = self._ops[place]
+            target = next(op.refs())
+            while (made := inside.get(target)) is not None and (made.name in MAY_SHARE or is_change(made)):
+                shown = next(made.refs())
+                if types[shown].dtype != types[target].dtype:
+                    break  # a cast copies
+                target = shown
+            if target in outside and target not in parameters:
+                raise PartcError(
+                    "P0212",
+                    f"{op.name} changes a tensor under no_grad whose gradient would pass by the change",
+                    help=f"use {op.name.removesuffix('_')} and the value it returns, detached",
+                    source=op.source,
+                )
+            if not live.isdisjoint(op.refs()):
+                self._ops[place] = replace(op, attrs=(*op.attrs, (NO_GRAD, True)))
+
+    def _of_pairs(self, node: fx.Node, name: str) -> None:
+        """Replace an operation on complex numbers by operations on pairs of real ones."""
+        try:
+            body = rewritten(node, name)
+        except PartcError as error:
+            error.source = error.source or source_of(node)
+            raise
+        places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        for inner, outer in zip(places, node.all_input_nodes, strict=True):
+            self._names[inner] = self._names[outer]
+        for inner in body.graph.nodes:
+            if inner.op == "call_function":
+                inner.name = unique(f"{node.name}_{inner.name}", self._taken)
+        made = self._body(body)
+        if not isinstance(node.meta["val"], tuple | list):
+            self._names[node] = made[0]
+            return
+        for user in node.users:
+            self._names[user] = made[user.args[1]]  # type: ignore[index]
+
+    def _stopped(self, user: fx.Node, made: str) -> str:
+        """Detach a value that was computed under no_grad."""
+        value = Value(name=f"{user.name}_stopped", type=tensor_type(user.meta["val"], user.name))
+        self._add("detach", (Ref(made),), (), (value,), source_of(user))
+        return value.name
+
+    def _rename_inner(self, body: fx.GraphModule, prefix: str) -> None:
+        taken = {value.name for op in self._ops for value in op.results}
+        taken |= {value.name for value in (*self.params, *self.inputs)}
+        for inner in body.graph.nodes:
+            if inner.op == "call_function" and inner.name in taken:
+                inner.name = f"{prefix}_{inner.name}"
+
+    def _add(
+        self,
+        name: str,
+        args: tuple[Arg, ...],
+        attrs: tuple[tuple[str, Arg], ...],
+        results: tuple[Value, ...],
+        source: Source | None,
+    ) -> None:
+        self._ops.append(Op(name=name, args=args, attrs=attrs, results=results, source=source))
+
+    def _arg(self, arg: Any) -> Arg:
+        if isinstance(arg, fx.Node):
+            value = arg.meta.get("val")
+            return value if isinstance(value, _NUMBERS) else Ref(self._names[arg])
+        if isinstance(arg, torch.dtype):
+            if arg not in DTYPE_NAMES:
+                raise PartcError("P0209", f"tensors of {arg} are not supported", help="partc explain P0209")
+            return DTypeArg(DTYPE_NAMES[arg])
+        if isinstance(arg, list | tuple):
+            return tuple(self._arg(item) for item in arg)
+        if arg is None or isinstance(arg, bool | int | float | str):
+            return arg
+        if isinstance(arg, torch.device | torch.layout | torch.memory_format):
+            return None
+        raise InternalError(f"an operation's argument has no place in the IR: {arg!r}")
+
+
+def _is_unread(node: fx.Node) -> bool:
+    """Whether a node makes a number that is known, or that only other numbers are made of, such as those of guards."""
+    value = node.meta.get("val")
+    if isinstance(value, _NUMBERS):
+        return True
+    number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or _name(node) == "item"
+    return number and all(_name(user) in _DROPPED or _is_unread(user) for user in node.users)
+
+
+def _nodes(module: nn.Module) -> Iterable[fx.Node]:
+    return module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return name if namespace in ("aten", "partc") else f"{namespace}::{name}"
+    return getattr(target, "__name__", str(target))
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the module that ran a node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed([path for path, _ in stack.values()]), "").removeprefix("model").removeprefix(".")
+    return re.sub(r"@\d+$", "", path)
+
+
+def source_of(node: fx.Node) -> Source | None:
+    """The innermost line of model code that made a node, and the module that ran it."""
+    module = _module(node)
+    frames = re.findall(r'(?m)^\s*File "(.+)", line (\d+), in ', node.meta.get("stack_trace") or "")
+    chosen = next(((f, n) for f, n in reversed(frames) if not is_machinery(f)), None)
+    if chosen is None:
+        return Source(file="", line=0, module=module) if module else None
+    return Source(file=shortened(chosen[0]), line=int(chosen[1]), module=module)

@@ -38,7 +38,8 @@ warnings.simplefilter("ignore")  # from torch, about the odd arguments of a few 
 WITHOUT_DERIVATIVE = {
     *("linear_grad_input", "linear_grad_bias", "linear_grad_weight", "matmul_grad_left", "matmul_grad_right"),
     *("expert_matmul_grad_rows", "floor_divide", "new_zeros", "new_ones", "new_full"),
-    *("zeros_like", "ones_like", "full_like", "rotary_backward", "histc", "times_loss_scale"),
+    *("zeros_like", "ones_like", "full_like", "rotary_backward", "attention_sinks_backward", "histc"),
+    "times_loss_scale",
 }
 ELSEWHERE = {
     *("alias", "clone", "contiguous", "detach", "pad", "upsample_bilinear2d", "upsample_bicubic2d", "copysign"),

@@ -210,8 +210,8 @@ def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tu
     tell(PASSES, "the model is traced as code that is told of the trace")
     try:
         return _of_all_outcomes(captured, None, name=name, mesh=mesh, batches=batches)
-    except PartcError:
-        raise refusal from None
+    except PartcError as later:  # a failure of code that asks says less than the refusal of an operation
+        raise (later if "forward raises" in refusal.cause else refusal) from None
 
 
 def _of_all_outcomes(

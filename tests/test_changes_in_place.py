@@ -70,6 +70,13 @@ def other_views(m: Any, x: Tensor) -> Tensor:
     return (turned[0] * part[:, 1]).sum() + y.sum() + corner.square().sum() + wide.square().sum()  # type: ignore[no-any-return]
 
 
+def cast_weights(m: Any, x: Tensor) -> Tensor:
+    """Routers cast their weights; the model changes other values in place."""
+    y = nn.functional.linear(x, m.up.weight.to(torch.float64).type_as(x), m.up.bias.to(x.dtype))
+    y[:, 0] = 1
+    return y.square().mean()
+
+
 def overlapping(m: Any, x: Tensor) -> Tensor:
     y = m.up(x) * 1
     first, second = y[2:4], y[3:6]
@@ -187,7 +194,10 @@ def random_changes(seed: int, m: Any, given: Tensor) -> Tensor:
     ).sum()
 
 
-FIXED = (parts, narrowed, diagonal, other_views, overlapping, in_turns, buffers, cast, made_without_gradients)
+FIXED = (
+    *(parts, narrowed, diagonal, other_views, cast_weights, overlapping, in_turns, buffers, cast),
+    made_without_gradients,
+)
 RANDOM = tuple(partial(random_changes, seed) for seed in range(12))
 
 

@@ -98,9 +98,10 @@ class _Functionalization:
         self._seen[name] = len(self._changes.get(root, ()))
 
     def _is_same(self, op: Op, first: str) -> bool:
-        """Whether a cast returns its operand, whose dtype is the one asked for."""
+        """Whether a cast returns its operand, whose dtype is the one asked for. Trained parameters never change."""
         cast = op.name in ("to", "type_as") and not dict(op.attrs).get("copy") and True not in op.args
-        return cast and op.result.type.dtype == self._types[first].dtype
+        given = self._types.get(first)
+        return cast and given is not None and op.result.type.dtype == given.dtype
 
     def _renewed(self, op: Op) -> Op:
         return op.renamed({name: self._latest(name) for name in op.refs()})

@@ -237,7 +237,7 @@ def test_planners_with_one_simulator_have_the_constants_of_their_own_clusters() 
 
 
 def test_plans_have_the_form_of_gradient_sums_that_is_asked_for() -> None:
-    """Compressed gradients take less time between nodes, and bounds stay below that."""
+    """Bounds stay below simulated steps whose gradients are compressed between nodes, which takes less time."""
     cluster = preset("2x1xRTX4090-24GB")
     options: dict[str, Any] = {"batch": 2, "width": 1024, "hidden": 4096, "depth": 1}
     whole = Request(

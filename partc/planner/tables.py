@@ -439,7 +439,7 @@ def _links(plan: ParallelPlan) -> tuple[str, str | None, int]:
 
 
 def _axes(graph: Graph) -> Iterator[str]:
-    """The axes on which a graph's operations depend."""
+    """The axes in the attributes of operations, also of those that move nothing, such as parts by rank."""
     for op in graph.ops:
         axis = dict(op.attrs).get("axis")
         if isinstance(axis, str):

@@ -76,7 +76,7 @@ class Loads:
             print(f"{self._clock.doing}: {said}; {limit}", file=sys.stderr, flush=True)
 
     def unknown(self, number: int, count: int) -> UsageError:
-        """The error for a row of an expert, or an id of a table's row, that does not exist."""
+        """The error for a row whose expert, or an id whose row of the table, does not exist."""
         return UsageError(
             "P0552",
             f"a row of {self._layer or 'a layer'} is for number {number}, and its {count} experts (of a table: parts "

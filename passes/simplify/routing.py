@@ -178,7 +178,7 @@ class _Unsorting:
         return True
 
     def _lists_numbers(self, op: Op) -> bool:
-        """Whether the operation repeats each expert's number as often as a row has it."""
+        """Whether the operation repeats the number of each expert once for every row of that expert."""
         counts = next(op.refs(), "")
         return op.name == "repeat_interleave" and len(op.args) == 1 and (
             counts in self.counts or self._source(self._counted(counts)) == self._source(self._experts.name)
@@ -190,11 +190,16 @@ class _Unsorting:
             name = next(op.refs())
         return name
 
-    def _counted(self, name: str) -> str:
-        """The numbers that a value counts, from 0 up; "" if it is no count."""
+    def _maker(self, name: str) -> Op | None:
+        """The operation that made a value, below casts."""
         op = self.makers.get(name)
         while op is not None and op.name == "to":
             op = self.makers.get(next(op.refs()))
+        return op
+
+    def _counted(self, name: str) -> str:
+        """The value whose numbers 0, 1, … are counted in `name`; "" if `name` holds no such counts."""
+        op = self._maker(name)
         match op:
             case Op(name="scatter_add", args=(Ref(zeros), 0, Ref(numbers), Ref(ones))):
                 return numbers if self._is_full(zeros, 0) and self._is_full(ones, 1) else ""
@@ -204,10 +209,8 @@ class _Unsorting:
         return ""
 
     def _marked(self, name: str) -> str:
-        """The numbers n for which a value is 1 at [*, n], each by itself, and 0 elsewhere; "" for other values."""
-        op = self.makers.get(name)
-        while op is not None and op.name == "to":
-            op = self.makers.get(next(op.refs()))
+        """The numbers of which a value is the one-hot encoding, row by row; "" for other values."""
+        op = self._maker(name)
         last = len(self.types[name].shape) - 1
         match op:
             case Op(name="scatter", args=(Ref(zeros), dim, Ref(numbers), 1)) if dim in (last, -1):

@@ -561,7 +561,7 @@ class _Tables:
         return sum(step.forward + step.backward for step in steps)
 
     def _saves(self, name: str, cut: Cut) -> bool:
-        """Whether an exchange of vectors costs less in a step than sums and gathers of a large table.
+        """Whether a table is large, and exchanging its vectors costs less in a step than summing and gathering it.
 
         Sums share their messages with those of other gradients; vectors travel in messages of their own.
         """

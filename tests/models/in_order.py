@@ -1,4 +1,4 @@
-"""Equal tables, whose vectors a model stacks before it scores all pairs of them."""
+"""A recommender with tables of one shape. It stacks their vectors and takes the dot product of each pair."""
 
 from __future__ import annotations
 

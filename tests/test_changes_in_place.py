@@ -155,6 +155,14 @@ def filled(m: Any, x: Tensor) -> Tensor:
     return (y * torch.arange(12.0)).square().mean()  # type: ignore[no-any-return]
 
 
+def by_data(m: Any, x: Tensor) -> Tensor:
+    """`x.data` is `x.detach()`, and an assignment to it copies."""
+    m.kept.data.add_(m.up.weight.data.view(24, 3)[:2]).mul_(0.9)
+    before = m.kept * 1
+    m.kept.data = m.kept.data * 0.5 + x.data[:2, :3]
+    return (m.up(x)[:2, :3] * m.kept + before).square().mean()  # type: ignore[no-any-return]
+
+
 VIEWS: tuple[Callable[[Tensor, random.Random], Tensor], ...] = (
     lambda y, r: y[r.randrange(y.shape[0])] if y.dim() > 1 else y,
     lambda y, r: y[..., r.randrange(2) :: r.randint(1, 2)] if y.shape[-1] > 1 else y,
@@ -197,6 +205,7 @@ def random_changes(seed: int, m: Any, given: Tensor) -> Tensor:
 FIXED = (
     *(parts, narrowed, diagonal, other_views, cast_weights, overlapping, in_turns, buffers, cast),
     made_without_gradients,
+    by_data,
 )
 RANDOM = tuple(partial(random_changes, seed) for seed in range(12))
 
@@ -243,6 +252,7 @@ PAST = (
     lambda h: h.unfold(1, 3, 3),
     lambda h: h.to(h.dtype),
     lambda h: h.contiguous(),
+    lambda h: h.data,
 )
 
 

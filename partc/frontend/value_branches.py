@@ -147,6 +147,8 @@ class ValueWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond
             return func(*args, **kwargs)
+        if getattr(func, "__self__", None) is Tensor.data:
+            func, args = _without_data(func, *args)
         name = getattr(func, "__name__", "")
         args, kwargs = self.selections.sized(name, args, kwargs)
         found = self.selections.call(func, name, args, kwargs, sys._getframe(1))
@@ -396,6 +398,15 @@ def multilabel_margin_loss(
     if reduction == "none":
         return each if input.dim() == 2 else each[0]
     return each.mean() if reduction == "mean" else each.sum()
+
+
+def _without_data(func: Callable[..., Any], x: Tensor, *value: Tensor) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
+    """The call that `x.data` or `x.data = value` stands for: `x.detach()`, or a copy into it."""
+    if not value:
+        return Tensor.detach, (x,)
+    if (x.shape, x.dtype) != (value[0].shape, value[0].dtype):
+        return func, (x, *value)
+    return Tensor.copy_, (x.detach(), value[0].detach())
 
 
 def _outside() -> FrameType | None:

@@ -117,7 +117,7 @@ def _chosen(op: Op) -> str:
     return [*op.refs()][-2]
 
 
-def _with_lookups(region: Region, types: Mapping[str, TensorType]) -> tuple[Op, ...]:
+def _with_lookups(region: Region, types: Mapping[str, TensorType]) -> Iterator[Op]:
     """The operations, with `index` by the experts of products as a lookup in their weights."""
     products = {_chosen(op): op for op in region.forward.ops if op.name == _PRODUCT}
     count = {chosen: types[_weight(op)].shape[0] for chosen, op in products.items()}
@@ -138,7 +138,7 @@ def _with_lookups(region: Region, types: Mapping[str, TensorType]) -> tuple[Op, 
                 return replace(found, choices=tuple((choices | rows).values()))
         return op
 
-    return tuple(map(lookup, region.forward.ops))
+    return map(lookup, region.forward.ops)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class _Experts:
         self.sizes = program.sizes
         self.ways = program.sizes[axis]
         self.types = region.types(region.forward)
-        self.ops = _with_lookups(region, self.types)
+        self.ops = [*_with_lookups(region, self.types)]
         self.rules: dict[int, OpRule] = {}
         self.weights: dict[str, Layout] = {}  # with the experts of each rank
         self.views: dict[int, Choice] = {}  # operations on weights
@@ -228,12 +228,27 @@ class _Experts:
         for index in between:
             if not self._by_row(index):
                 raise self._refused(self.ops[index], f"{self.ops[index].name} does not compute each row by itself")
+        self._align(between, products)
         for index in products:
             count = self._own(_weight(self.ops[index]))
             if count % self.ways:
                 raise self._refused(self.ops[index], f"{count} experts do not divide over {self.axis}={self.ways}")
             self._take(_weight(self.ops[index]), index, Shard(0))
         return _Chain(chosen, tuple(sorted(between)), products)
+
+    def _align(self, between: Sequence[int], products: Sequence[int]) -> None:
+        """Repeat operations over axes that cut their rows, but not those of the first product with matrices.
+
+        Rows that have travelled stay where they are until they return: their numbers differ from rank to rank.
+        """
+        first = next((index for index in products if self.ops[index].name == _PRODUCT), products[0])
+        cut = {each.axis for each in self.ops[first].choices if each.factor in (_GROUPS, _ROWS)}
+        for index in between:
+            op = self.ops[index]
+            row = self._row(self.rules[index], op)
+            whole = lambda each, row=row: each.factor == row and each.axis not in cut  # noqa: E731
+            choices = (replace(each, factor=None, outer=1) if whole(each) else each for each in op.choices)
+            self.ops[index] = replace(op, choices=tuple(choices))
 
     def _by_row(self, index: int) -> bool:
         """Whether an operation computes each row by itself, on rows that the axis cuts; its rule is noted."""

@@ -247,6 +247,69 @@ def test_experts_that_are_unlike_stay_apart(model: Any) -> None:
     assert caught.value.code == "P0107" and "count from 0" in caught.value.help
 
 
+SESSIONS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, trained):
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)) for _ in range(4)
+        ).requires_grad_(trained)
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows, which = torch.where(chosen == number)
+            out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, which, None])
+        return out.view_as(x)
+
+
+def model(trained: bool = True):
+    return Net(trained)
+
+
+def batch():
+    return {"x": torch.randn(8, 12, 8), "target": torch.randn(8, 12, 8)}
+
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch["x"]), batch["target"])
+
+
+def evaluate(model, batch):
+    return {"far": (model(batch["x"]) - batch["target"]).abs().mean()}
+
+
+def optimizer(model):
+    biases = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    weights = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, *([{"params": biases, "lr": 1e-3}] if biases else [])]
+    return torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("trained", "mesh", "experts"), [(True, "dp=2,cp=2", "ep=2@dp"), (True, "dp=2", ""), (False, "dp=2", "")]
+)
+def test_experts_with_biases_train_and_are_evaluated(
+    trained: bool, mesh: str, experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen experts are one parameter too; groups of the model file's optimizer come from the trace's cache as well."""
+    monkeypatch.setenv("PARTC_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "mine.py").write_text(SESSIONS)
+    for _ in range(2 if experts else 1):
+        how = {"experts": experts} if experts else {}
+        package = partc.compile(tmp_path / "mine.py", mesh=mesh, precision="fp64", options={"trained": trained}, **how)
+    assert sum(item.stacked for item in package.program.parameters) == 4
+    assert package.verify(steps=2).ok
+
+
 def _forward(
     weights: dict[str, Tensor], x: Tensor, most: float = math.inf, scope: int = moe.SEQ, skew: float = 0
 ) -> Tensor:

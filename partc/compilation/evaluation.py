@@ -29,7 +29,7 @@ def evaluation(trace: Trace, training: Program, options: Options) -> tuple[Progr
     Each stage holds the parameters of the training's stage. Raises PartcError P0420 if they cannot stay where the
     training has them, and those of the trace.
     """
-    trained = {parameter.name for parameter in training.parameters if parameter.trainable}
+    trained = {name for parameter in training.parameters if parameter.trainable for name in parameter.names}
 
     def finished(separate: bool) -> Program:
         traced = trace(Batches(microbatches=options.microbatches, separate=separate))

@@ -160,13 +160,14 @@ def _read(entry: Path, name: str, path: str, *, mesh: Mesh, batches: Batches) ->
     except (OSError, ValueError, KeyError, TypeError, AttributeError, PartcError):  # cut short, or another's file
         return None
     program = _placed(program, _MODEL, path)
+    own = found["optimizer"]
     return Traced(
         program=replace(program, name=shown(name), mesh=mesh, microbatches=batches.microbatches),
         constants=found["constants"],
         model_source="",
         options=found["options"],
         assumed=tuple(found["assumed"]),
-        optimizer=found["optimizer"] and OwnOptimizer(**found["optimizer"]),
+        optimizer=own and OwnOptimizer(**own | {"groups": tuple(own["groups"])}),
     )
 
 

@@ -99,8 +99,11 @@ def _shared(segments: list[ModuleSegment], free: set[str], outputs: set[str]) ->
 
 
 def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
-    """Values that do not depend on a trained parameter, and among them those that depend on no input."""
-    bound = set(trained)
+    """Values that do not depend on a trained parameter, and among them those that depend on no input.
+
+    Rows of one frozen weight, which pass stack makes a parameter, stay with their readers.
+    """
+    bound = trained | _rows(main)
     fed = {value.name for value in main.forward.inputs}
     for op in main.forward.ops:
         names = set(op.refs())
@@ -111,6 +114,14 @@ def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
                 fed.add(value.name)
     made = {value.name for op in main.forward.ops for value in op.results}
     return made - bound, made - bound - fed
+
+
+def _rows(main: Region) -> set[str]:
+    """Concatenations of parameters that are only reshaped, and the reshaped ones."""
+    stored = {value.name for value in main.params}
+    reshaped = {op.result.name for op in main.forward.ops if op.name == "reshape" and stored.issuperset(op.refs())}
+    joined = [op for op in main.forward.ops if op.name == "cat" and reshaped.issuperset(op.refs())]
+    return {name for op in joined for name in (*op.refs(), op.result.name)}
 
 
 def _container_depths(ops: Sequence[Op]) -> dict[str, int]:

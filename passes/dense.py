@@ -54,14 +54,14 @@ def _rewritten(region: Region) -> Region:
 def _without_sums(region: Region) -> Region:
     """The region with one product of all experts in place of each sum y_0 · gates[0] + y_1 · gates[1] + …."""
     params = {value.name: value.type for value in region.params}
+    makers, readers, types, weights = _facts(region)
     for op in reversed(region.forward.ops):
-        graph = region.forward
-        addends = _addends(op, graph)
+        addends = _addends(op, makers, readers)
         for base in (0, 1):
-            if len(addends) - base < LEAST or not fuel.allowed("sum over experts", op.source):
+            kinds = {makers[name].name if name in makers else "" for name in addends[base:]}
+            if len(addends) - base < LEAST or len(kinds) > 1 or not fuel.allowed("sum over experts", op.source):
                 continue
-            lift = _AllExperts(graph, dict(region.types(graph)), params, len(addends) - base)
-            lift.weights = _of_weights(region)
+            lift = _AllExperts(makers, dict(types), params, len(addends) - base, weights=weights)
             lift.writer.source = op.source
             try:
                 found = lift.lifted(tuple(addends[base:]))
@@ -69,6 +69,7 @@ def _without_sums(region: Region) -> Region:
                 continue
             if found.kind == "stacked" and lift.gated and lift.multiplied:
                 region = _with(region, op, lift.summed(found.name, addends[:base], op))
+                makers, readers, types, weights = _facts(region)
                 break
     return region
 
@@ -89,12 +90,14 @@ def _without_stacks(region: Region) -> Region:
                 names = tuple(part.name for part in parts if isinstance(part, Ref))
             case _:
                 continue
-        graph, types = region.forward, dict(region.types(region.forward))
-        rank, alone = len(op.result.type.shape), all(types[name].shape[dim] == 1 for name in names)
-        if len(names) < LEAST or not alone or not _scored(op.result, dim % rank, graph, types):
+        if len(names) < LEAST or len(names) != op.result.type.shape[dim]:
             continue
-        lift = _AllExperts(graph, types, params, len(names))
-        lift.weights = _of_weights(region)
+        rank = len(op.result.type.shape)
+        graph, types = region.forward, dict(region.types(region.forward))
+        alone = all(types[name].shape[dim] == 1 for name in names)
+        if not alone or not _scored(op.result, dim % rank, graph, types):
+            continue
+        lift = _AllExperts(graph.makers(), types, params, len(names), weights=_of_weights(region))
         lift.writer.source = op.source
         try:
             found = lift.lifted(names)
@@ -128,9 +131,8 @@ def _scored(stacked: Value, dim: int, graph: Graph, types: Mapping[str, TensorTy
     return False
 
 
-def _addends(op: Op, graph: Graph) -> list[str]:
+def _addends(op: Op, makers: Mapping[str, Op], readers: Mapping[str, Sequence[Op]]) -> list[str]:
     """The values whose sum, one after the other, is the result of an addition."""
-    makers, readers = graph.makers(), graph.readers()
     found: list[str] = []
     while op.name == "add" and len(names := [*op.refs()]) == 2 and not op.attrs:
         found.append(names[1])
@@ -140,6 +142,14 @@ def _addends(op: Op, graph: Graph) -> list[str]:
             break
         op = before
     return found[::-1]
+
+
+def _facts(
+    region: Region,
+) -> tuple[Mapping[str, Op], Mapping[str, Sequence[Op]], Mapping[str, TensorType], set[str]]:
+    """The makers, readers and types of values, and those that depend on parameters alone."""
+    graph = region.forward
+    return graph.makers(), graph.readers(), region.types(graph), _of_weights(region)
 
 
 def _of_weights(region: Region) -> set[str]:

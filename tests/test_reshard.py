@@ -15,6 +15,7 @@ import torch
 from partc.errors import InternalError
 from partc.ir.collectives import TRANSPOSES, backward_cost, cost
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, SubDim, Varying
+from partc.sharding import reshard
 from partc.sharding.reshard import plan, transition
 from tests.virtual_ops import Coordinate, assemble, coordinates, cut, named, run, shard
 
@@ -92,6 +93,33 @@ def test_backward_is_the_transpose(seed: int) -> None:
         assert step.backward == backward_cost(step.op, SIZES[step.axis], sent)
         assert torch.allclose(assemble(back, layout.dual(), SIZES), gradient, rtol=1e-12)
         layout = step.result
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_the_bound_of_the_search_changes_no_cost(monkeypatch: pytest.MonkeyPatch, needs_grad: bool) -> None:
+    rng, sizes = random.Random(7), {"a": 2, "b": 3, "mb": 2}
+    pairs = [[random_layout((12, 12), sizes, rng) for _ in range(2)] for _ in range(40)]
+
+    def costs() -> list[tuple[int, ...]]:
+        reshard._plan.cache_clear()
+        plans = [plan(*pair, sizes=sizes, itemsize=4, needs_grad=needs_grad) for pair in pairs]
+        times = [[step for step in steps if step.axis == "mb" and step.op not in ("vary", "settle")] for steps in plans]
+        moved = [sum(step.forward + needs_grad * step.backward for step in steps) for steps in plans]
+        return [*zip(map(len, times), moved, map(len, plans), strict=True)]
+
+    found = costs()
+    monkeypatch.setattr(reshard._Rest, "of", lambda self, layout: (0, 0))
+    assert costs() == found
+
+
+def test_cuts_of_a_dimension_with_other_cuts_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"dp": 2, "mb": 2, "tp": 2, "ep": 4}
+    source, target = (lay(f"[15360{cut} · 4096@tp,ep, 8]", sizes) for cut in ("", "@dp,mb"))
+    seen, moves = [], reshard._Search.moves
+    monkeypatch.setattr(reshard._Search, "moves", lambda self, layout: seen.append(layout) or moves(self, layout))
+    steps = plan(source, target, sizes=sizes, itemsize=8)
+    assert [(step.op, step.axis) for step in steps] == [("shard", "dp"), ("shard", "mb")]
+    assert len(seen) < 10
 
 
 def test_dual_exchanges_sums_and_equal_gradients() -> None:

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
+from itertools import count, permutations
 
 from partc.errors import InternalError
 from partc.ir.collectives import backward_cost, cost
@@ -83,16 +83,16 @@ def plan(src: Layout, dst: Layout, *, sizes: Sizes, itemsize: int, needs_grad: b
 def _plan(
     src: Layout, dst: Layout, items: tuple[tuple[str, int], ...], itemsize: int, needs_grad: bool
 ) -> tuple[ReshardStep, ...]:
-    """Dijkstra's search over layouts."""
+    """A* search over layouts: the bound on further steps is that of each axis alone."""
     if src.shape != dst.shape:
         raise InternalError(f"no reshard from {src} to {dst}: the shapes differ")
     sizes = dict(items)
-    search = _Search(src, dst, sizes)
+    search, rest = _Search(src, dst, sizes), _Rest(dst, sizes, itemsize, needs_grad)
     order = count()
-    queue: list[tuple[int, int, int, Layout, tuple[ReshardStep, ...]]] = [(0, 0, next(order), src, ())]
+    queue: list[tuple[_Cost, int, int, Layout, tuple[ReshardStep, ...]]] = [(rest.of(src), next(order), 0, src, ())]
     done: set[Layout] = set()
     while queue:
-        bytes, length, _, layout, steps = heapq.heappop(queue)
+        _, _, bytes, layout, steps = heapq.heappop(queue)
         if layout == dst:
             return steps
         if layout in done:
@@ -105,15 +105,81 @@ def _plan(
             forward = cost(op, sizes[axis], local)
             backward = backward_cost(op, sizes[axis], local) if needs_grad else 0
             step = ReshardStep(op=op, axis=axis, attrs=attrs, result=result, forward=forward, backward=backward)
-            moved = bytes + forward + backward
-            if axis == TIME_AXIS and op not in ("vary", "settle", "spread"):
-                moved += _FORBIDDEN
-            heapq.heappush(queue, (moved, length + 1, next(order), result, (*steps, step)))
+            moved = bytes + forward + backward + _forbidden(op, axis)
+            left, more = rest.of(result)
+            least = moved + left, len(steps) + 1 + more
+            heapq.heappush(queue, (least, next(order), moved, result, (*steps, step)))
     raise InternalError(f"no reshard from {src} to {dst}")
+
+
+def _forbidden(op: str, axis: str) -> int:
+    return _FORBIDDEN if axis == TIME_AXIS and op not in ("vary", "settle", "spread") else 0
 
 
 Move = tuple[str, str, tuple[tuple[str, int], ...], Layout]
 _Dim = tuple[SubDim, ...]
+_Cost = tuple[int, int]  # bytes and steps
+_Kind = tuple[type[Placement], bool]  # of a placement, and whether an axis cuts at its place in the last layout
+_KINDS: Sequence[_Kind] = ((Replicated, False), (Varying, False), (Partial, False), (Shard, False), (Shard, True))
+
+
+class _Rest:
+    """The least bytes and steps from a layout to the last one, `dst`.
+
+    The place of an axis' cut, the elements of its dimension before it, does not change as other axes move. So each axis
+    takes the steps from its own placement, on operands that are at least as small as if all axes cut the value.
+    """
+
+    def __init__(self, dst: Layout, sizes: Sizes, itemsize: int, needs_grad: bool) -> None:
+        self._sizes = sizes
+        self._places = {cut for dim, subs in enumerate(dst.dims) for cut in self._cuts(dim, subs)}
+        smallest = math.prod(dst.shape) * itemsize // math.prod(sizes.values())
+        self._alone: dict[str, Mapping[_Kind, _Cost]] = {}
+        for axis, n in sizes.items():
+            kind = type(dst.placement(axis))
+            self._alone[axis] = _least_costs((kind, kind is Shard), axis, n, smallest, needs_grad)
+        self._dims: dict[tuple[int, _Dim], _Cost] = {}
+
+    def of(self, layout: Layout) -> _Cost:
+        moving = {*layout.sharded_axes, *layout.partial, *layout.varying}
+        costs = [self._of_dim(dim, subs) for dim, subs in enumerate(layout.dims)]
+        costs += [self._alone[axis][Partial, False] for axis in layout.partial]
+        costs += [self._alone[axis][Varying, False] for axis in layout.varying]
+        costs += [self._alone[axis][Replicated, False] for axis in self._sizes if axis not in moving]
+        return _sum(costs)
+
+    def _of_dim(self, dim: int, subs: _Dim) -> _Cost:
+        if (dim, subs) not in self._dims:
+            cuts = self._cuts(dim, subs)
+            self._dims[dim, subs] = _sum([self._alone[cut[0]][Shard, cut in self._places] for cut in cuts])
+        return self._dims[dim, subs]
+
+    def _cuts(self, dim: int, subs: _Dim) -> Iterator[tuple[str, int, int]]:
+        """The axes that cut a dimension, with their places."""
+        before = 1
+        for sub in subs:
+            inside = before
+            for axis in sub.axes:
+                yield axis, dim, inside
+                inside *= self._sizes[axis]
+            before *= sub.size
+
+
+def _sum(costs: Sequence[_Cost]) -> _Cost:
+    return sum(bytes for bytes, _ in costs), sum(steps for _, steps in costs)
+
+
+def _least_costs(last: _Kind, axis: str, n: int, local: int, needs_grad: bool) -> Mapping[_Kind, _Cost]:
+    """The least bytes and steps of one axis from each placement to the last one, on operands of `local` bytes."""
+    found: dict[_Kind, _Cost] = dict.fromkeys(_KINDS, (_FORBIDDEN * _FORBIDDEN, 0)) | {last: (0, 0)}
+    for _ in _KINDS:
+        for here, then in permutations(_KINDS, 2):
+            ops = ("all_to_all",) if here[0] is then[0] else _TRANSITIONS[here[0], then[0]]
+            if len(ops) == 1:
+                bytes, steps = found[then]
+                bytes += cost(ops[0], n, local) + (backward_cost(ops[0], n, local) if needs_grad else 0)
+                found[here] = min(found[here], (bytes + _forbidden(ops[0], axis), steps + 1))
+    return found
 
 
 class _Search:

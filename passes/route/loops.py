@@ -49,7 +49,7 @@ def without_loops(region: Region) -> Graph:
             if len(part) < LEAST or not fuel.allowed("loop over experts", part[-1].source):
                 continue
             types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
-            lift = Lift(graph, types, params, len(part))
+            lift = Lift(graph.makers(), types, params, len(part))
             try:
                 lift.written(part)
             except NotEqualError:
@@ -60,7 +60,9 @@ def without_loops(region: Region) -> Graph:
 
 def _without_never(graph: Graph, params: Mapping[str, TensorType]) -> Graph:
     """The graph without writes of rows for experts whose number no row has: rows `e` of one_hot(chosen, more)."""
-    lift = Lift(graph, {**params, **{name: value.type for name, value in graph.definitions().items()}}, params, 0)
+    lift = Lift(
+        graph.makers(), {**params, **{name: value.type for name, value in graph.definitions().items()}}, params, 0
+    )
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in graph.ops:
@@ -194,13 +196,11 @@ class _Witness:
 class Lift:
     """The operations of all experts at once."""
 
-    graph: Graph
+    makers: Mapping[str, Op]
     types: dict[str, TensorType]
     params: Mapping[str, TensorType]
     count: int
     writer: RowWriter = field(init=False)
-    makers: dict[str, Op] = field(init=False)
-    results: dict[str, int] = field(init=False)
     known: dict[tuple[str, ...], Lifted] = field(default_factory=dict)
     witnesses: dict[str, _Witness] = field(default_factory=dict)  # of stacked masks
     masks: tuple[str, ...] = ()  # one for each expert
@@ -211,8 +211,10 @@ class Lift:
 
     def __post_init__(self) -> None:
         self.writer = RowWriter(types=self.types, taken=set(self.types))
-        self.makers = self.graph.makers()
-        self.results = {value.name: i for op in self.graph.ops for i, value in enumerate(op.results)}
+
+    def place(self, name: str) -> int:
+        """The index of a value among the results of its operation."""
+        return next(index for index, value in enumerate(self.makers[name].results) if value.name == name)
 
     # -- the whole loop ------------------------------------------------------------------------------
 
@@ -352,12 +354,12 @@ class Lift:
             raise NotEqualError
         if first.name == "split" and len({(op.name, op.args) for op in ops}) == 1:
             return self._parts(first, names)
-        if len({self.results[name] for name in names}) > 1 or len({op.name for op in ops}) > 1:
+        if len(set(map(self.place, names))) > 1 or len({op.name for op in ops}) > 1:
             raise NotEqualError
         operands = [self.lifted(reads) for reads in zip(*(tuple(op.refs()) for op in ops), strict=True)]
         if len({(plain_form(op), tuple(value.type for value in op.results)) for op in ops}) > 1:
             return self._numbered(ops, operands)
-        result = first.results[self.results[names[0]]]
+        result = first.results[self.place(names[0])]
         if first.name == SELECTED:
             return self._places(ops)
         if any(each.kind == "selected" for each in operands):
@@ -413,7 +415,7 @@ class Lift:
         (x,), dim = op.refs(), op.args[2]
         parts = op.results[: self.count]
         assert isinstance(dim, int)
-        in_order = [self.results[name] for name in names] == [*range(len(parts))]
+        in_order = [*map(self.place, names)] == [*range(len(parts))]
         if not in_order or len({value.type for value in parts}) > 1:
             raise NotEqualError
         return self._divided(x, dim, parts[0].type.shape[dim])

@@ -24,6 +24,7 @@ from partc.communication.exchanges import Exchanges, graph_of
 from partc.communication.execution import Execution, Start, Wait
 from partc.compilation.plan import ParallelPlan, spelled
 from partc.compilation.simulation import Simulator, prediction, predictions, read_plans, states_of
+from partc.cost.accounting import communication
 from partc.cost.action_timeline import Segment, TimelineBuilder
 from partc.cost.calibration import Calibration, calibration, read
 from partc.cost.collectives import MEETING, Network
@@ -33,9 +34,10 @@ from partc.cost.forecast import Forecast
 from partc.cost.rates import ClusterRates, product_sizes, tile_share
 from partc.cost.roofline import product_flops
 from partc.errors import InternalError, PartcError
+from partc.ir.collectives import parts
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
-from partc.ir.program import Action, Op, Ref, TensorType, Value
+from partc.ir.program import Action, Op, Program, Ref, TensorType, Value
 from partc.rehearsal.rehearsal import rehearse
 from partc.rules import resolve
 
@@ -199,6 +201,47 @@ def test_products_of_convolutions_and_experts_are_counted(tmp_path: Path) -> Non
     )
     dense = {"g": _matrix(rows * experts, wide), "x": _matrix(rows * experts, high)}
     assert rates.operation(gradient, types, {}) > 0.1 * rates.operation(each, dense, {})
+
+
+@pytest.mark.parametrize("seq", [512, 16384])
+def test_attention_of_cut_sequences_has_the_flops_of_whole_ones(seq: int) -> None:
+    """Short sequences are gathered; the keys and values of long ones go around the ranks."""
+    simulator = Simulator(GPT, preset("1x4xH100-80GB"), Calibration())
+
+    def attended(mesh: str) -> tuple[list[float], Forecast]:
+        program = simulator.program(ParallelPlan(mesh=mesh, options={"batch": 4, "depth": 1, "seq": seq}))
+        found = []
+        for region in program.regions:
+            for graph in filter(None, (graph_of(region, kind) for kind in ("F", "B"))):
+                types = region.types(graph)
+                for op in (op for op in graph.ops if op.name.startswith("attention")):
+                    shapes = {name: types[name].local(program.sizes) for name in op.refs()}
+                    results = [value.type.local(program.sizes) for value in op.results]
+                    found.append(product_flops(op, shapes, results, parts(op, program.sizes))[0])
+        return found, Forecast(program, simulator.rates)
+
+    (whole, alone), (cut, ring) = attended("dp=1"), attended("cp=4")
+    assert [4 * each for each in cut] == whole and len(whole) == 2
+    assert ring.split()[0] > alone.split()[0] / 4
+    shifts = [piece.segment for span in ring.places[0] for piece in span.inside.pieces if piece.segment.op == "shift"]
+    # Keys and values: 3 shifts forward, and again backward with 4 of their gradients in fp32.
+    assert [each.bytes for each in shifts] == ([] if seq == 512 else _shifts(ring.program))
+    crossing = communication(ring.program)["cp"]
+    assert sum(each.bytes for each in shifts) <= crossing
+
+
+def _shifts(program: Program) -> list[int]:
+    """The bytes of keys and values that go around, and of their gradients, in order."""
+    (keys,) = {
+        types[name].local_bytes(program.sizes)
+        for region in program.regions
+        for types in [region.types(region.forward)]
+        for op in region.forward.ops
+        if op.name == "attention"
+        for name in list(op.refs())[1:2]
+    }
+    pair, gradients = 2 * keys, 4 * keys
+    return [pair] * 3 + [pair, gradients] * 3 + [gradients]
 
 
 def test_a_program_in_bf16_has_no_products_at_the_rate_of_fp32() -> None:

@@ -11,8 +11,9 @@ from partc.communication.descriptions import moved_bytes
 from partc.communication.exchanges import Exchanges, graph_of
 from partc.communication.execution import Execution, GraphRun, Message, Start
 from partc.errors import Source
+from partc.ir.collectives import cost, inside
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS
-from partc.ir.program import GraphKind, Op, Program, Region, TensorType
+from partc.ir.program import ITEMSIZE, GraphKind, Op, Program, Region, TensorType
 from partc.rules import flops, resolve
 from partc.sharding.choices import axis_order, choice_on
 
@@ -36,7 +37,7 @@ def communication(program: Program) -> dict[str, int]:
     """
     busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
     exchanges = Exchanges(program)
-    inside = _inside(program)
+    graphs = _inside(program)
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
         found: Counter[str] = Counter()
         each = [steps for _, steps in Execution(program, place, exchanges).step()]
@@ -51,7 +52,7 @@ def communication(program: Program) -> dict[str, int]:
                     case Message(kind="recv"):
                         here[PIPELINE_AXIS] += step.bytes
                     case GraphRun():
-                        here.update(inside[step.call.region, step.kind])
+                        here.update(graphs[step.call.region, step.kind])
             found.update({axis: size * times[id(steps)] for axis, size in here.items()})
         for axis, size in found.items():
             busiest[axis] = max(busiest.get(axis, 0), size)
@@ -70,6 +71,8 @@ def _inside(program: Program) -> dict[tuple[str, GraphKind], Counter[str]]:
             for op in graph.ops if graph is not None else ():
                 if size := moved_bytes(op, types, program.sizes):
                     counts[str(dict(op.attrs)["axis"])] += size
+                for name, axis, elements, dtype in inside(op, types, program.sizes):
+                    counts[axis] += cost(name, program.sizes[axis], elements * ITEMSIZE[dtype])
     return found
 
 

@@ -16,9 +16,22 @@ from partc.cost.cores import ROUNDS, BusySpan, pace, paces
 from partc.cost.local_costs import LocalCosts
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Timeline, timeline
+from partc.ir.collectives import inside, parts
 from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import MOVING, VIEWS, Action, Call, Graph, GraphKind, Op, Parameter, Program, TensorType
+from partc.ir.program import (
+    ITEMSIZE,
+    MOVING,
+    VIEWS,
+    Action,
+    Call,
+    Graph,
+    GraphKind,
+    Op,
+    Parameter,
+    Program,
+    TensorType,
+)  # fmt: skip
 from partc.schedules import Compute
 
 # The operations in whose time the host issues a collective: torch.distributed checks it, and orders streams by events.
@@ -194,10 +207,10 @@ class Forecast:
         ]
         yield from sorted(spans, key=lambda span: span.start)
         now = max((span.end for span in spans), default=begin)
-        for name, inside in (("the end of the step", self._tail(place)), ("the update", self._update(place))):
-            if inside.seconds:
-                yield Span(name=name, start=now, inside=inside)
-            now += inside.seconds
+        for name, played in (("the end of the step", self._tail(place)), ("the update", self._update(place))):
+            if played.seconds:
+                yield Span(name=name, start=now, inside=played)
+            now += played.seconds
 
     @cached_property
     def _opening(self) -> tuple[ActionTimeline, ...]:
@@ -285,8 +298,9 @@ class Forecast:
             seconds = (
                 0.0 if _moves(op) or op.name == "wait" else self.rates.operation(op, types, sizes) for op in graph.ops
             )
-            issues = sum(_ISSUES if op.name in MOVING else op.name not in VIEWS for op in graph.ops)
-            return tuple(seconds), self.rates.host * issues
+            issues = (_ISSUES if op.name in MOVING else op.name not in VIEWS for op in graph.ops)
+            rounds = ((1 + _ISSUES) * parts(op, sizes) for op in graph.ops if parts(op, sizes) > 1)
+            return tuple(seconds), self.rates.host * (sum(issues) + sum(rounds))
 
         return self.costs.of("seconds", region, graph, sizes, made)
 
@@ -303,7 +317,8 @@ class Forecast:
 
         work = 0.0
         for op, seconds in zip(graph.ops, self._operations(region, graph)[0], strict=True):
-            if not _moves(op) and op.name != "wait":
+            visits = parts(op, sizes)
+            if not _moves(op) and op.name != "wait" and visits == 1:
                 work += seconds
                 continue
             axis = dict(op.attrs).get("axis")
@@ -312,6 +327,9 @@ class Forecast:
             if work:
                 yield "", Segment(seconds=self.scale.compute * work), ""
                 work = 0.0
+            if visits > 1:
+                yield from self._around(op, types, self.scale.compute * seconds / visits, visits)
+                continue
             if op.name == "wait":
                 yield "", nothing, next(op.refs())
                 continue
@@ -324,6 +342,33 @@ class Forecast:
                 yield "", nothing, made
         if work:
             yield "", Segment(seconds=self.scale.compute * work), ""
+
+    def _around(
+        self, op: Op, types: Mapping[str, TensorType], seconds: float, visits: int
+    ) -> Iterator[tuple[str, Segment, str]]:
+        """Attention around a ring: keys and values travel on while a round of so many seconds computes with them, and
+        their gradients follow one round behind.
+        """
+        name, nothing = op.results[0].name, Segment(seconds=0.0)
+        shifts = (
+            self._moving(moved, axis, size * ITEMSIZE[dtype], "keys and values go around")
+            for moved, axis, size, dtype in inside(op, types, self.program.sizes)
+        )
+        behind = ""
+        for step in range(visits):
+            last = step + 1 == visits
+            if not last:
+                yield f"{name} {step}", next(shifts), ""
+            yield "", Segment(seconds=seconds), ""
+            if op.name.endswith("_backward"):
+                if behind:
+                    yield "", nothing, behind
+                behind = f"gradients of {name} {step}"
+                yield behind, next(shifts), ""
+            if not last:
+                yield "", nothing, f"{name} {step}"
+        if behind:
+            yield "", nothing, behind
 
     def once(self, place: int) -> ActionTimeline:
         """The calls of phase `step` beside the first gathers, and the starts of the gathers of updated parameters."""

@@ -14,7 +14,7 @@ from partc.cluster.variation import expected_maximum
 from partc.cost.calibration import Calibration
 from partc.cost.collectives import Network
 from partc.cost.roofline import EXPERTS_GRADIENT, H100, Machine, product_flops, seconds, traffic
-from partc.ir.collectives import cost
+from partc.ir.collectives import cost, parts
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.program import ITEMSIZE, MOVING, SCAN, VIEWS, Op, TensorType
@@ -42,7 +42,7 @@ class Rates(Protocol):
         """The cores that all ranks share, or 0 if each has its own."""
 
     def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
-        """An operation with local shapes. Collectives take no time here."""
+        """An operation with local shapes. Collectives take no time here, nor do those inside an operation."""
 
     def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
         """A collective on `size` bytes of each rank, over axes, or over coordinates on the pipeline axis."""
@@ -164,17 +164,18 @@ class ClusterRates:
             return scan.length * sum(self.operation(each, inner, sizes) for each in scan.step.ops)
         shapes = {name: types[name].local(sizes) for name in op.refs()}
         results = [value.type.local(sizes) for value in op.results]
-        return self.cluster.device.launch + self._computed(op, shapes, results)
+        visits = parts(op, sizes)
+        return visits * self.cluster.device.launch + self._computed(op, shapes, results, visits)
 
-    def _computed(self, op: Op, shapes: Mapping[str, TensorType], results: list[TensorType]) -> float:
+    def _computed(self, op: Op, shapes: Mapping[str, TensorType], results: list[TensorType], visits: int) -> float:
         device = self.cluster.device
-        size = traffic(op, shapes, results)
+        size = traffic(op, shapes, results) * visits
         if op.name in _ADDS:
             size += 2 * math.prod(results[0].shape) * ITEMSIZE["f32"]
         moved = size / (device.bandwidth * self.constants.streaming)
         if device.special and op.name.removesuffix("_backward") in _SPECIAL:
             moved = max(moved, max(math.prod(type.shape) for type in (*shapes.values(), *results)) / device.special)
-        work, rule = product_flops(op, shapes, results)
+        work, rule = product_flops(op, shapes, results, visits)
         if not work:
             return moved
         floats = [type for type in (*shapes.values(), *results) if type.dtype.startswith(("f", "bf"))]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from partc.ir.collectives import cost, inside
+from partc.ir.collectives import cost, parts
 from partc.ir.layout import Sizes
 from partc.ir.program import ITEMSIZE, MOVING, SPARSE, VIEWS, DType, Op, TensorType
 from partc.rules import OpRule, flops, has_products, resolve_lowered
@@ -39,10 +39,10 @@ def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Mach
         return machine.meeting + moved / machine.link if sizes[axis] > 1 else 0.0
     shapes = {name: types[name].local(sizes) for name in op.refs()}
     results = [value.type.local(sizes) for value in op.results]
-    flops, _ = product_flops(op, shapes, results)
+    visits = parts(op, sizes)
+    flops, _ = product_flops(op, shapes, results, visits)
     work = flops / machine.flops.get(results[0].dtype, machine.flops["f32"]) if results else 0.0
-    moved = sum(cost(name, sizes[over], size * ITEMSIZE[dtype]) for name, over, size, dtype in inside(op, types, sizes))
-    return machine.start + max(traffic(op, shapes, results) / machine.memory, work, moved / machine.link)
+    return visits * machine.start + max(visits * traffic(op, shapes, results) / machine.memory, work)
 
 
 def traffic(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType]) -> int:
@@ -56,9 +56,12 @@ def traffic(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorTy
 
 
 def product_flops(
-    op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType]
+    op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType], parts: int = 1
 ) -> tuple[float, OpRule | None]:
-    """The floating-point operations of an operation's matrix products, and their rule, for local shapes."""
+    """The floating-point operations of an operation's matrix products, and their rule, for local shapes.
+
+    As many `parts` of keys and values visit a rank.
+    """
     if op.name in _CONVOLUTIONS:
         return _convolved(op, shapes, results), None
     if op.name == EXPERTS_GRADIENT:
@@ -67,7 +70,7 @@ def product_flops(
         return 0.0, None
     made = tuple(replace(value, type=type) for value, type in zip(op.results, results, strict=True))
     rule = resolve_lowered(replace(op, results=made), shapes)
-    return (float(flops(op, rule)) if rule is not None else 0.0), rule
+    return (float(flops(op, rule, parts=parts)) if rule is not None else 0.0), rule
 
 
 def _convolved(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType]) -> float:

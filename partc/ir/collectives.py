@@ -27,6 +27,12 @@ _GROWING = frozenset({"all_gather", "unshard", "put"})
 _SHRINKING = frozenset({"shard", "take", "reduce_scatter"})
 
 
+def parts(op: Op, sizes: Sizes) -> int:
+    """The ranks whose keys and values visit an operation: those of a ring around which attention goes, otherwise 1."""
+    ring = dict(op.attrs).get("ring")
+    return sizes[ring] if isinstance(ring, str) else 1
+
+
 def inside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[tuple[str, str, int, DType]]:
     """The collectives that an operation consists of: name, axis, local elements and their type.
 

@@ -228,19 +228,22 @@ def _cut(dims: Dims, rule: OpRule, choice: Choice) -> Shard:
     return found
 
 
-def flops(op: Op, rule: OpRule) -> int:
-    """The floating-point operations of the matrix products in the operation, over global shapes; 0 without products."""
-    place = _CAUSAL.get(op.name)
+def flops(op: Op, rule: OpRule, *, parts: int = 1) -> int:
+    """The floating-point operations of the matrix products in the operation; 0 without products.
+
+    Shapes are global, or local to a rank that as many `parts` of keys and values visit.
+    """
+    place, whole = _CAUSAL.get(op.name), rule.flops * parts
     if place is None or len(op.args) <= place:
-        return rule.flops
+        return whole
     if reads := integers(dict(op.attrs).get("reads", ())):
-        return rule.flops * (reads[0] + reads[1]) // reads[2]
+        return whole * (reads[0] + reads[1]) // reads[2]
     causal, window = op.args[place] is True, op.args[place + 2] if len(op.args) > place + 2 else 0
     if isinstance(window, int) and window:
-        t = rule.factor("t").size
+        t = rule.factor("t").size * parts
         ahead = window * t - window * (window - 1) // 2  # scores of a row's own position and of those before
-        return rule.flops * (ahead if causal else 2 * ahead - t) // (t * t)
-    return rule.flops // 2 if causal else rule.flops
+        return whole * (ahead if causal else 2 * ahead - t) // (t * t)
+    return whole // 2 if causal else whole
 
 
 def is_matmul(op: Op) -> bool:

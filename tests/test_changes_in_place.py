@@ -163,6 +163,27 @@ def by_data(m: Any, x: Tensor) -> Tensor:
     return (m.up(x)[:2, :3] * m.kept + before).square().mean()  # type: ignore[no-any-return]
 
 
+def numbered(m: Any, x: Tensor) -> Tensor:
+    """Integer tensors of no dimension in the index of an assignment."""
+    h = m.up(x) * 1
+    number = x[:, 0].argmax()
+    h[:, number] = 2 * x[:, 0]
+    h[number] += 1
+    h[-1, number - 8] = x[0, 0]
+    h.view(-1, 3, 4)[..., number % 3 - 3, None, 1:] = m.up.weight[0, :3]
+    h.view(-1, 3, 4)[number, number % 3] = m.up.bias.mean()
+    h[number - 1, 2:4] = 0
+    return (h * m.up.bias).square().mean()  # type: ignore[no-any-return]
+
+
+def constant_masks(m: Any, x: Tensor) -> Tensor:
+    h, even = m.up(x) * 1, torch.tensor([True, False] * 6)
+    h[:, even] = x * 2
+    h[:, ~even] *= m.up.bias[even]
+    above = torch.ones(8, 12).triu(1).bool()
+    return h[above].square().mean() + h[:, even].sum() + m.kept[torch.eye(2, 3).bool()].sum()  # type: ignore[no-any-return]
+
+
 VIEWS: tuple[Callable[[Tensor, random.Random], Tensor], ...] = (
     lambda y, r: y[r.randrange(y.shape[0])] if y.dim() > 1 else y,
     lambda y, r: y[..., r.randrange(2) :: r.randint(1, 2)] if y.shape[-1] > 1 else y,
@@ -205,7 +226,7 @@ def random_changes(seed: int, m: Any, given: Tensor) -> Tensor:
 FIXED = (
     *(parts, narrowed, diagonal, other_views, cast_weights, overlapping, in_turns, buffers, cast),
     made_without_gradients,
-    by_data,
+    *(by_data, numbered, constant_masks),
 )
 RANDOM = tuple(partial(random_changes, seed) for seed in range(12))
 

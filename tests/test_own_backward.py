@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import partc
 from partc.errors import PartcError
@@ -66,6 +67,27 @@ def test_dimensions_follow_from_operations() -> None:
     program = normalize(traced.program)
     (own,) = (op for op in program.regions[0].forward.ops if op.name == "own_gradient")
     assert dict(own.attrs)["dims"] == ((0, 1), (1,))  # the batch needs no gradient
+
+
+class Checkpointed(nn.Module):
+    """Reentrant checkpoints pass no gradient on if no argument requires one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(checkpoint(self.first, x, use_reentrant=True))
+        return checkpoint(self.third, h, use_reentrant=True).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_of_inputs_trains_nothing() -> None:
+    model = Checkpointed()
+    model(torch.ones(4, 4)).backward()
+    trained = {name for name, x in model.named_parameters() if x.grad is not None}
+    traced = trace_model(Checkpointed, lambda: {"x": torch.ones(4, 4)}, name="m", mesh=Mesh.parse("1"))
+    assert {p.name for p in traced.program.parameters if p.trainable} == trained
 
 
 @pytest.mark.parametrize(

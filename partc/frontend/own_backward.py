@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from partc.errors import PartcError, Source
 from partc.frontend.inner_gradients import inner_gradient
+from partc.frontend.rows import WholeTrace
 from partc.installed import shortened, user_frame
 from partc.ir import operators  # noqa: F401 (defines the operators)
 from partc.torch_private import (
@@ -157,7 +158,8 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
     Calls of `torch.autograd.grad` are recorded; unless the trace is `whole`, they raise WholeTrace.
 
     The loss of the traced batch counts as one of `parts`. So do gradients that functions add themselves. Calls of
-    `torch.utils.checkpoint` change nothing, which `say` is told.
+    `torch.utils.checkpoint` change nothing, which `say` is told; as in eager mode, reentrant ones pass no gradient on
+    if no argument requires one.
     """
     apply, hook = vars(torch.autograd.Function)["apply"], Tensor.register_hook
     grad, backward = torch.autograd.grad, torch.autograd.backward
@@ -166,7 +168,12 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
     def own_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             told(sys._getframe(1))
-            return args[0](*args[2:])
+            if any(isinstance(x, Tensor) and x.requires_grad for x in args[2:]):
+                return args[0](*args[2:])
+            if not whole:  # results of modules that are left out may have a gradient
+                raise WholeTrace
+            with torch.no_grad():
+                return args[0](*args[2:])
         if cls.__module__.split(".")[0] in ("torch", "partc"):
             return apply.__func__(cls, *args, **kwargs)
         return _followed(cls, args, kwargs, inside, parts)

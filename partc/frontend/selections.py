@@ -327,6 +327,8 @@ class Selections:
         if name == "__setitem__" and self._of(args[2]) is not None:
             func(given, self._as_indices(self._with_parts(given, args[1])), args[2])
             return None
+        if name == "__setitem__":
+            return self._written(func, *args)
         if held is None:
             return NOT_SELECTED
         if name in _REDUCTIONS:
@@ -418,14 +420,18 @@ class Selections:
         return tuple(rows)
 
     def _as_indices(self, index: Any) -> tuple[Any, ...]:
-        """An index with the places of masks in place of the masks."""
+        """An index with the places of masks in place of the masks; those of a constant mask are constants."""
         items = index if isinstance(index, tuple) else (index,)
         found: list[Any] = []
         for item in items:
-            if isinstance(item, Tensor) and item.dtype is torch.bool and item.dim() and self._value(item) is None:
+            if not (isinstance(item, Tensor) and item.dtype is torch.bool and item.dim()):
+                found.append(item)
+            elif (real := self._value(item)) is None:
                 found.extend(self._places(item))
             else:
-                found.append(item)
+                with without_modes():
+                    places = real.nonzero().T.tolist()
+                found.extend(map(torch.tensor, places))
         return tuple(found)
 
     def _read(self, func: Callable[..., Any], x: Tensor, index: Any) -> Any:
@@ -453,6 +459,24 @@ class Selections:
     def _unknown(self, item: Any) -> bool:
         """Whether a part of an index is an integer tensor of no dimension, whose value a trace would ask for."""
         return isinstance(item, Tensor) and not item.dim() and item.dtype in _INTEGERS and self._value(item) is None
+
+    def _written(self, func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Any:
+        """x[:, i] = value as x.movedim(1, 0)[i.reshape(1)] = value."""
+        items = index if isinstance(index, tuple) else (index,)
+        if not any(map(self._unknown, items)):
+            return NOT_SELECTED
+        rest = tuple(slice(None) if self._unknown(item) else item for item in items)
+        if any(isinstance(item, Tensor | list | bool) for item in rest):
+            return NOT_SELECTED
+        view, dims, places, dim = x[rest], [], [], 0
+        width = x.dim() - sum(isinstance(item, int | slice) for item in rest)
+        for item, plain in zip(items, rest, strict=True):
+            if self._unknown(item):
+                dims.append(dim)
+                places.append(torch.where(item < 0, item + view.shape[dim], item).reshape(1))
+            dim += width if plain is Ellipsis else not isinstance(plain, int)
+        func(view.movedim(dims, tuple(range(len(dims)))), tuple(places), value)
+        return None
 
     def _looked_up(self, x: Tensor, index: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         """x[:, i] as x.index_select(1, i)[:, 0]: the tensor and the index that remain."""

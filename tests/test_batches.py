@@ -163,6 +163,20 @@ def test_batches_of_another_form_are_refused(tmp_path: Path, given: str, message
 
 
 @pytest.mark.parametrize(
+    "batch",
+    [
+        "next(iter(torch.utils.data.DataLoader([{'x': torch.ones(4)}] * 8, batch_size=8, shuffle=True)))",
+        "{'x': torch.tensor(torch.randn(8, 4).tolist())}",
+        "{'x': torch.from_numpy(torch.ones(8, 4).numpy())}",
+    ],
+)
+def test_a_batch_may_read_the_values_of_its_tensors(tmp_path: Path, batch: str) -> None:
+    file = tmp_path / "form.py"
+    file.write_text(HEAD.format(batch=batch, x="batch['x']"))
+    assert partc.compile(file, mesh="dp=2", precision="fp64").verify(steps=1).ok
+
+
+@pytest.mark.parametrize(
     ("batch", "message"),
     [
         ("{'x': torch.ones(8, 4), 'y': {1}}", "'y', which is of set"),

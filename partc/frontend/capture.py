@@ -36,7 +36,7 @@ from partc.quoting import encodable
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import constants, entries, of_model, rebuilt
 from partc.runtime.train.precision import computing_in, dtype_held, held_in
-from partc.torch_private import STACK_FILTER, BatchNorm, FakeTensorMode, TracerBase, fake_stored
+from partc.torch_private import STACK_FILTER, BatchNorm, FakeTensorMode, TracerBase, fake_stored, without_modes
 
 Loss = Callable[[Any, Any], Any]
 
@@ -438,7 +438,11 @@ def _make_fake(model: nn.Module, dtype: torch.dtype, mode: FakeTensorMode) -> No
 def _batch(make: Callable[[], Any], path: Path | None) -> tuple[Any, dict[str, Any]]:
     """The batch, and its entries by path. Raises PartcError P0205."""
     try:
-        batch = make()
+        try:
+            batch = make()
+        except Exception:  # code that reads values, as a DataLoader's order does, needs tensors that have some
+            with without_modes():
+                batch = make()
     except (Exception, SystemExit) as error:
         raise PartcError(
             "P0205", f"batch() fails: {type(error).__name__}: {first_line(error)}", source=blame(error, path)

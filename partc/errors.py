@@ -17,6 +17,9 @@ class Source:
         return f"{self.file}:{self.line}"
 
 
+_LONGEST = 3000  # characters of a cause that are printed
+
+
 class PartcError(Exception):
     """Wrong input: one sentence of cause, one of help, and a code that `partc explain` knows.
 
@@ -33,7 +36,8 @@ class PartcError(Exception):
     def __str__(self) -> str:
         place = f"{self.source}: " if self.source else ""
         hint = f"\n  help: {self.help}" if self.help else ""
-        return f"{place}error {self.code}: {self.cause}{hint}"
+        cause = self.cause if len(self.cause) <= _LONGEST else f"{self.cause[:_LONGEST]} ..."  # it may quote a file
+        return f"{place}error {self.code}: {cause}{hint}"
 
 
 class InternalError(AssertionError):

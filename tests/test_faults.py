@@ -19,7 +19,7 @@ import torch
 from partc.package.launch import local_environment, torchrun_command
 from partc.runtime.checkpoint.manifest import checkpoints
 from partc.runtime.clock import Clock
-from partc.runtime.errors import UsageError, enough_memory, writing
+from partc.runtime.errors import UsageError, enough_memory, tell, writing
 from partc.runtime.optimizer.update import Updated
 from partc.runtime.processes import processes, watchdog
 from partc.runtime.processes.rendezvous import LauncherVariables, world
@@ -339,6 +339,23 @@ def test_a_disk_that_is_full() -> None:
         log.step(0, 1.0, 1.0, Updated(rate=0.1, norm=None, skipped=False), 0)
     with pytest.raises(UsageError, match="P0538: rank 1 cannot write x: No space"), writing(Path("x"), 1):
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_log_waits_for_nobody(tmp_path: Path) -> None:
+    """Neither for the reader of a pipe, nor for the end of a device that has none."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="P0538"):
+        StepLog(tmp_path / "pipe", 3)
+    StepLog(Path("/dev/zero"), 3, start=1).close()
+
+
+def test_ranks_print_no_control_characters(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tell("a\x1b[31m\x9b b\nc\u2028")
+    assert capsys.readouterr().err == "a\\x1b[31m\\x9b b\nc\\u2028\n"
+    with Path("/dev/full").open("w") as gone:
+        monkeypatch.setattr("sys.stderr", gone)
+        tell("a terminal that is gone ends no training")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), gone.fileno())  # for what is left in its buffer
 
 
 def test_a_terminal_that_is_gone_ends_no_training(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,12 @@ BAD: dict[str, tuple[str, ...]] = {
     "--group": ("", "*bias", "*bias:", ":eps=1", "zzz*:eps=1", "*bias:zzz=1", "*:lr_scale=-1", "*:optimizer=zzz"),
     "--lr-schedule": ("step", ""),
     "--no-decay": ("zzz*", "", "["),
-    "--metrics": ("", "{folder}", "{folder}/none/log", "/proc/x", "/dev/null/x", "a" * 300),
-    "--save": ("", "/dev/null", "/proc/x", "/dev/null/x", "{folder}/file", "b" * 300),
+    "--data": ("", "{folder}", "{folder}/none.bin", "{folder}/pipe.bin", "/dev/zero"),
+    "--metrics": ("", "{folder}", "{folder}/none/log", "{folder}/nowhere", "/proc/x", "/dev/null/x", "a" * 300),
+    "--save": ("", "/dev/null", "/proc/x", "{folder}/nowhere", "/dev/null/x", "{folder}/file", "b" * 300),
     "--trace": ("", "/dev/null", "/proc/x"),
     "--record": ("", "/dev/null", "/proc/x", "{folder}/file"),
-    "--report": ("", "/dev/null", "/proc/x", "{folder}/file/below"),
+    "--report": ("", "/dev/null", "{folder}/nowhere", "/proc/x", "{folder}/file/below"),
     "--tensorboard": ("", "/dev/null"),
     "--resume": ("{folder}/none", "/dev/null", "{folder}", "{folder}/step_00000009"),
     "--init": ("", "{folder}/none", "/dev/null", "{folder}", "{folder}/file"),
@@ -70,6 +72,8 @@ def test_bad_values(
 
     monkeypatch.setattr(launch, "_watched", started)
     (tmp_path / "file").write_text("not a tensor")
+    (tmp_path / "nowhere").symlink_to("gone")
+    os.mkfifo(tmp_path / "pipe.bin")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for value in BAD[option]:
         given = [option, value.format(folder=tmp_path)]

@@ -105,6 +105,7 @@ def test_types_of_numbers(tmp_path: Path, dtype: str) -> None:
 def damaged(folder: Path) -> dict[str, tuple[Path, str | None, str]]:
     numpy = pytest.importorskip("numpy")
     numpy.save(folder / "two.npy", numpy.zeros((3, 2), "uint16"))
+    numpy.save(folder / "fields.npy", numpy.zeros(3, [("a", "<i4")]))
     numpy.save(folder / "float.npy", numpy.zeros(3))
     numpy.save(folder / "big.npy", numpy.zeros(3, ">u2"))
     numpy.save(folder / "good.npy", numpy.zeros(300, "uint16"))
@@ -118,6 +119,7 @@ def damaged(folder: Path) -> dict[str, tuple[Path, str | None, str]]:
     written(folder / "good.bin", [1] * 10)
     return {
         "a table": (folder / "two.npy", None, "of shape (3, 2)"),
+        "fields": (folder / "fields.npy", None, "no row of tokens"),
         "floats": (folder / "float.npy", None, "<f8"),
         "big endian": (folder / "big.npy", None, ">u2"),
         "objects": (folder / "objects.npy", None, "|O"),
@@ -128,7 +130,7 @@ def damaged(folder: Path) -> dict[str, tuple[Path, str | None, str]]:
         "half a number": (folder / "odd.bin", None, "is damaged"),
         "nothing": (folder / "empty.bin", None, "cannot be mapped"),
         "no file": (folder / "no.bin", None, "No such file"),
-        "a folder": (folder, None, "Is a directory"),
+        "a folder": (folder, None, "no regular file"),
     }
 
 

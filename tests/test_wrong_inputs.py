@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-from partc.cli import main
+from partc.cli import cli, main
 
 ROOT = Path(__file__).parents[1]
 MODEL = """import torch
@@ -85,8 +86,8 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["--mesh", "2", "--nope"], "P0001"),
     ([], "P0001"),
     *[(["--mesh", "2", "-o", output], code) for output, code in {
-        "foreign": "P0601", "file": "P0601", "file/below": "P0602", ".": "P0601", "": "P0601", "/": "P0601",
-        "loop": "P0602", "loop/below": "P0602", "dangling": "P0601", "a" * 300: "P0602", "a\0b": "P0602",
+        "foreign": "P0601", "file": "P0601", "file/below": "P0602", ".": "P0601", "": "P0001", "/": "P0601",
+        "loop": "P0001", "loop/below": "P0001", "dangling": "P0601", "a" * 300: "P0001", "a\0b": "P0001",
         "/proc/none/build": "P0602", "/dev/null": "P0601",
     }.items()],
 ]  # fmt: skip
@@ -255,8 +256,8 @@ def test_wrong_packages(wrong: str, package: Path, folder: Path, capsys: pytest.
     [
         (["verify", "nothing"], "P0503"),
         (["verify", "net.py"], "P0503"),
-        (["run", "loop"], "P0503"),
-        (["run", "a\0b"], "P0503"),
+        (["run", "loop"], "P0001"),
+        (["run", "a\0b"], "P0001"),
         (["verify", "foreign"], "P0503"),
         (["inspect", "foreign"], "P0503"),
         (["inspect", "nothing.py", "--mesh", "2"], "P0201"),
@@ -288,6 +289,30 @@ def test_wrong_commands(
 ) -> None:
     shutil.copytree(package, folder / "build")
     refused(arguments, code, folder, capsys)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a" * 300, "loop", "loop/below", f"{'b/' * 3000}c", ""])
+def test_paths_that_no_file_can_have(path: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (
+        ["trace", path],
+        ["export", path, "saved", "--safetensors", "out"],
+        ["export", "build", path, "--safetensors", "out"],
+        ["replan", "build", "--cluster", "4xCPU", "--checkpoint", path, "-o", "out"],
+        ["plan", "net.py", "--cluster", "4xCPU", "-o", path],
+        ["cluster", "fit", path, "--cluster", "4xCPU", "-o", "out.toml"],
+    ):
+        refused(line, "P0001", folder, capsys)
+    for command in ("memory", "inspect"):  # MODEL|DIR
+        refused([command, path], "P0603", folder, capsys)
+
+
+def test_every_path_of_the_command_line_is_checked() -> None:
+    def parameters(command: click.Command) -> list[click.Parameter]:
+        below = command.commands.values() if isinstance(command, click.Group) else ()
+        return [*command.params, *(each for inner in below for each in parameters(inner))]
+
+    kinds = {each.name: each.type.name for each in parameters(cli)}
+    assert "Path" not in kinds.values() and {"output", "plans", "checkpoint"} <= kinds.keys()
 
 
 @pytest.mark.sampled

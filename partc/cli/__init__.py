@@ -16,6 +16,7 @@ from partc import __version__
 from partc.cli import compile_options, console
 from partc.cli.compile_report import print_report
 from partc.cli.garbage_collection import rare_collections
+from partc.cli.paths import PATH
 from partc.cli.planning import plan_command, replan_command
 from partc.cli.simulation import cluster_command, simulate_command
 from partc.cli.tracing import trace_command
@@ -66,9 +67,9 @@ cli.add_command(replan_command)
 @cli.command("compile", short_help="Compile MODEL for a mesh.")
 @click.argument("model")
 @compile_options.compile_options(required=False)
-@click.option("--plan", type=Path, metavar="FILE", help="the decisions of partc plan -o FILE, in place of options")
+@click.option("--plan", type=PATH, metavar="FILE", help="the decisions of partc plan -o FILE, in place of options")
 @compile_options.automatic_options()
-@click.option("-o", "--output", type=Path, default=Path("build"), show_default=True, help="folder of the package")
+@click.option("-o", "--output", type=PATH, default=Path("build"), show_default=True, help="folder of the package")
 @click.option("--memory-limit", metavar="BYTES", help="fail if a rank holds more (80GB), and list remedies")
 @click.option(
     "--dump-after", metavar="PASS|all", multiple=True, help="write the program after a pass, beside the output"
@@ -131,7 +132,7 @@ def compile_command(
     short_help="Compare a package with its single-device model.",
     context_settings={"ignore_unknown_options": True},
 )
-@click.argument("directory", metavar="DIR", type=Path)
+@click.argument("directory", metavar="DIR", type=PATH)
 @click.option("--steps", type=int, default=3, show_default=True)
 @click.option("--virtual", is_flag=True, help="all ranks in one process")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
@@ -225,9 +226,9 @@ def memory_command(
 
 
 @cli.command("run", short_help="Train a package on this machine.", context_settings={"ignore_unknown_options": True})
-@click.argument("directory", metavar="DIR", type=Path)
+@click.argument("directory", metavar="DIR", type=PATH)
 @click.option("--steps", type=int, default=10, show_default=True)
-@click.option("--init", type=Path, metavar="FILE", help="start from a state dict in safetensors")
+@click.option("--init", type=PATH, metavar="FILE", help="start from a state dict in safetensors")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 @click.argument("rest", nargs=-1, type=click.UNPROCESSED)
 def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, rest: tuple[str, ...]) -> None:
@@ -272,12 +273,12 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
 
 
 @cli.command("export", short_help="Write a checkpoint as a plain state dict.")
-@click.argument("directory", metavar="DIR", type=Path)
-@click.argument("checkpoint", metavar="CKPT", type=Path)
-@click.option("--safetensors", "target", type=Path, required=True, metavar="OUT", help="the file to write")
+@click.argument("directory", metavar="DIR", type=PATH)
+@click.argument("checkpoint", metavar="CKPT", type=PATH)
+@click.option("--safetensors", "target", type=PATH, required=True, metavar="OUT", help="the file to write")
 @click.option(
     "--init",
-    type=Path,
+    type=PATH,
     metavar="FILE",
     help="the state dict that training started from, for tensors that the loss does not use",
 )
@@ -336,7 +337,7 @@ def rule_command(model: str, **given: Any) -> None:
 @click.option(
     "--durations", metavar="F=1,B=2,...", help="durations of F, B, I, W of a microbatch and of comm, for --schedules"
 )
-@click.option("--html", type=Path, metavar="FILE", help="one page with everything, for a browser")
+@click.option("--html", type=PATH, metavar="FILE", help="one page with everything, for a browser")
 @click.option("--rank", type=int, metavar="N", help="the groups, links, shards and schedule of one rank of package DIR")
 def inspect_command(target: str, **given: Any) -> None:
     """Show the program of a model or of a package, after any pass."""
@@ -404,7 +405,7 @@ def _write_page(done: Compilation, path: Path) -> None:
 
 
 @cli.command("examples", short_help="Copy the example model files.")
-@click.argument("directory", metavar="DIR", type=Path, default=Path("examples"))
+@click.argument("directory", metavar="DIR", type=PATH, default=Path("examples"))
 def examples_command(directory: Path) -> None:
     """Copy the example model files into DIR (examples/ by default)."""
     from partc.frontend.example_files import copy_examples

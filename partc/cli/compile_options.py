@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -92,7 +93,7 @@ def commanded(context: click.Context, names: Iterable[str]) -> Iterator[str]:
 
 def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
     """The model file, compile options and model options to compile: those given, or those of a package."""
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         if given["mesh"] is not None or given["definitions"]:
             raise PartcError(
                 "P0603", f"{name} is a package, with a mesh and options of its own", help="inspect its model file"
@@ -315,7 +316,7 @@ def memory(name: str, given: Mapping[str, Any]) -> tuple[Account, Mesh]:
     """The memory account from a package's plan or of a compiled model, and the mesh."""
     from partc.ir.mesh import Mesh
 
-    if Path(name).is_dir() and not given["optimizer"] and not given["group"]:
+    if os.path.isdir(name) and not given["optimizer"] and not given["group"]:
         from partc.cost.memory import Account
         from partc.package.launch import read_plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ class Dump:
         if ALL in wanted:
             names = frozenset((passes.FIRST, *passes.NAMES))
         folder = output.resolve().with_name(f"{output.resolve().name}-dump")
-        if names and folder.exists():
-            others = [entry.name for entry in folder.iterdir() if not re.fullmatch(r"\d\d-[a-z]+\.txt", entry.name)]
+        if names and os.path.lexists(folder):
+            found = [entry.name for entry in folder.iterdir()] if folder.is_dir() else [folder.name]
+            others = [name for name in found if not re.fullmatch(r"\d\d-[a-z]+\.txt", name)]
             if others:
                 raise PartcError(
                     "P0601",

@@ -12,6 +12,7 @@ import click
 
 from partc.cli import compile_options, console
 from partc.cli.compile_report import print_report
+from partc.cli.paths import PATH
 from partc.errors import PartcError
 from partc.ir.program import PRECISIONS
 
@@ -44,9 +45,9 @@ MAX_SECONDS = 30.0  # of a search
     help="also find the best plans with more memory, other ranks and batches, in half the time",
 )
 @click.option(
-    "--page", "page_path", type=Path, metavar="FILE.html", help="write a page with pictures; implies --what-if"
+    "--page", "page_path", type=PATH, metavar="FILE.html", help="write a page with pictures; implies --what-if"
 )
-@click.option("-o", "--output", type=Path, metavar="FILE", help="write the best plan, for partc compile --plan FILE")
+@click.option("-o", "--output", type=PATH, metavar="FILE", help="write the best plan, for partc compile --plan FILE")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def plan_command(
     model: str,
@@ -91,12 +92,12 @@ def plan_command(
 
 
 @click.command("replan", short_help="Plan a package's training anew, for another cluster.")
-@click.argument("directory", metavar="BUILD", type=Path)
+@click.argument("directory", metavar="BUILD", type=PATH)
 @compile_options.automatic_options(batch=False)
 @click.option(
-    "--checkpoint", type=Path, metavar="CKPT", help="the training to continue: a checkpoint, or the folder of --save"
+    "--checkpoint", type=PATH, metavar="CKPT", help="the training to continue: a checkpoint, or the folder of --save"
 )
-@click.option("-o", "--output", type=Path, required=True, metavar="DIR", help="folder of the new package")
+@click.option("-o", "--output", type=PATH, required=True, metavar="DIR", help="folder of the new package")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_json: bool, **given: Any) -> None:
     """Plan the training of package BUILD for another cluster, and write a package that continues it.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from partc.cli import console
+from partc.cli.paths import PATH
 from partc.errors import PartcError
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ def show_command(spec: str, as_json: bool) -> None:
 
 
 @cluster_command.command("measure", short_help="Measure this machine's processes.")
-@click.option("-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the cluster's file")
+@click.option("-o", "--output", type=PATH, required=True, metavar="FILE.toml", help="the cluster's file")
 @click.option("--processes", type=int, default=2, show_default=True, help="processes that work at one time on a node")
 @click.option("--nodes", type=int, default=1, show_default=True, help="nodes, on each of which the command is started")
 @click.option("--node-rank", type=int, default=0, metavar="N", help="the number of this node, from 0")
 @click.option("--master", default="", metavar="HOST:PORT", help="node 0 and a free port of it, with several nodes")
-@click.option("--page", type=Path, metavar="FILE.html", help="a picture of the measured durations and their lines")
+@click.option("--page", type=PATH, metavar="FILE.html", help="a picture of the measured durations and their lines")
 def measure_command(output: Path, processes: int, nodes: int, node_rank: int, master: str, page: Path | None) -> None:
     """Measure the rates of processes on processors, and write them as a cluster: about a minute.
 
@@ -78,10 +79,10 @@ def measure_command(output: Path, processes: int, nodes: int, node_rank: int, ma
 
 
 @cluster_command.command("fit", short_help="Correct a cluster's constants from measured runs.")
-@click.argument("runs", type=Path, nargs=-1, required=True)
+@click.argument("runs", type=PATH, nargs=-1, required=True)
 @click.option("--cluster", "spec", required=True, metavar="SPEC", help="the cluster on which the runs were measured")
-@click.option("--calibration", "constants", type=Path, metavar="FILE.toml", help="constants to start from")
-@click.option("-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the constants' file")
+@click.option("--calibration", "constants", type=PATH, metavar="FILE.toml", help="constants to start from")
+@click.option("-o", "--output", type=PATH, required=True, metavar="FILE.toml", help="the constants' file")
 def fit_command(runs: tuple[Path, ...], spec: str, constants: Path | None, output: Path) -> None:
     """Correct the constants of the cost model so that predictions come close to RUNS.
 
@@ -129,8 +130,8 @@ def _program_of(package: Path) -> Program:
 @click.option(
     "--cluster", "spec", required=True, metavar="SPEC", help="8xH100-80GB, 16x8xA100-80GB, 4xCPU or FILE.toml"
 )
-@click.option("--plans", type=Path, required=True, metavar="FILE.jsonl", help="one plan a line, as JSON")
-@click.option("--calibration", "constants", type=Path, metavar="FILE.toml", help="constants of the cost model")
+@click.option("--plans", type=PATH, required=True, metavar="FILE.jsonl", help="one plan a line, as JSON")
+@click.option("--calibration", "constants", type=PATH, metavar="FILE.toml", help="constants of the cost model")
 @click.option("--scale", is_flag=True, help="throughput as a share of that of as many single devices")
 @click.option(
     "--failures",

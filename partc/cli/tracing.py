@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from partc.cli import compile_options, console
+from partc.cli.paths import PATH
 from partc.errors import PartcError
 from partc.runtime.documents import Malformed, contents
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 
 @click.command("trace", short_help="What ranks did in a step, beside the prediction.")
-@click.argument("directory", metavar="DIR", type=Path)
-@click.option("-o", "--output", type=Path, metavar="FILE", help="DIR/trace.json, or DIR-trace.json for a package")
-@click.option("--package", type=Path, metavar="DIR", help="that the trace is of: adds the prediction")
+@click.argument("directory", metavar="DIR", type=PATH)
+@click.option("-o", "--output", type=PATH, metavar="FILE", help="DIR/trace.json, or DIR-trace.json for a package")
+@click.option("--package", type=PATH, metavar="DIR", help="that the trace is of: adds the prediction")
 @click.option("--cluster", "spec", metavar="SPEC", help="the prediction's hardware: 16x8xA100-80GB, FILE.toml [H100s]")
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 def trace_command(directory: Path, output: Path | None, package: Path | None, spec: str | None, as_json: bool) -> None:

@@ -121,7 +121,10 @@ def _cluster(table: _ClusterTable, path: Path) -> Cluster:
     if table.nodes * table.devices > MOST_DEVICES:
         raise Malformed(f"has {table.nodes * table.devices:,} devices, more than {MOST_DEVICES:,}")
     if isinstance(table.device, str):
-        found = preset(f"{table.nodes}x{table.devices}x{table.device}")
+        try:
+            found = preset(f"{table.nodes}x{table.devices}x{table.device}")
+        except PartcError as error:
+            raise PartcError(error.code, f"{path}: {error.cause}", help=error.help) from None
     else:
         if table.inside is None or table.between is None:
             raise Malformed("describes a device of its own, and needs the tables inside and between for its links")

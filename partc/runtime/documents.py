@@ -15,6 +15,7 @@ a complaint, or ''. Numbers are finite, keys are unique, and the only conversion
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -60,6 +61,20 @@ def file_name(value: str) -> str:
 Natural = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
 FileName = Annotated[str, file_name]
+
+
+def path_of(text: str) -> Path:
+    """The path of a command line's word. Raises Malformed for a word that no file can have as its path."""
+    try:
+        if not text:
+            raise ValueError("it is empty")
+        os.stat(text)
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise Malformed(f"{_shown(text)} is no path: {error.strerror}") from None
+    except ValueError as error:
+        raise Malformed(f"{_shown(text)} is no path: {error}") from None
+    return Path(text)
 
 
 def regular(path: Path, *, within: Path | None = None) -> BinaryIO:

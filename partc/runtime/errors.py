@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -30,6 +31,15 @@ class UsageError(Exception):
 
 class PeerLost(RuntimeError):
     """A connection to another rank broke, or timed out."""
+
+
+def tell(text: str) -> None:
+    """Print to stderr, with control characters escaped: names in the text may contain any character. A terminal that
+    has been closed ends no training.
+    """
+    shown = (c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+    with suppress(OSError):
+        print("".join(shown), file=sys.stderr, flush=True)
 
 
 @contextmanager

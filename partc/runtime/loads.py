@@ -6,7 +6,6 @@ Forward functions of regions count rows with `comm.loads.count(chosen)`; a stage
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .clock import Clock
-from .errors import UsageError
+from .errors import UsageError, tell
 from .plan import PlanRouter
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class Loads:
         if most and self._layer not in self._told:
             self._told.add(self._layer)
             limit = f"the memory account has {most:g} times the mean (--expert-rows)"
-            print(f"{self._clock.doing}: {said}; {limit}", file=sys.stderr, flush=True)
+            tell(f"{self._clock.doing}: {said}; {limit}")
 
     def unknown(self, number: int, count: int) -> UsageError:
         """The error for a row whose expert, or an id whose row of the table, does not exist."""

@@ -10,7 +10,6 @@ import datetime
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -21,7 +20,7 @@ from typing import NoReturn
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ..errors import UsageError
+from ..errors import UsageError, tell
 from ..torch_private import connected_store, lone_store
 from .processes import condition, end_stopped, here, siblings
 from .signals import TERMINATING, Caught
@@ -215,7 +214,7 @@ class _WatchedStore:
             self._spoken = True
             rank = self._world.rank
             if rank == 0 or os.environ.get("LOCAL_RANK", str(rank)) in ("0", "1"):
-                _say(f"rank {rank} waits: {self._waiting}; it gives up after {self._timeout:g} s (--timeout)")
+                tell(f"rank {rank} waits: {self._waiting}; it gives up after {self._timeout:g} s (--timeout)")
 
     def _look_around(self, passed: float) -> None:
         """Exit if a process that the launcher has started here has ended or was stopped."""
@@ -245,7 +244,7 @@ def leave(why: str, rank: int, doing: str, code: int, *, linger: float = 0.0, st
     """End this process, whatever its main thread is doing, and those that were stopped; `linger` first, for the other
     ranks.
     """
-    _say(f"error P0505: {why}; rank {rank} stops, in {doing}")
+    tell(f"error P0505: {why}; rank {rank} stops, in {doing}")
     time.sleep(linger)
     for place in stopped:
         end_stopped(place)
@@ -281,10 +280,6 @@ def _number(name: str, default: int | None, least: int, most: int) -> int:
 def _environment(cause: str) -> UsageError:
     help = "start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
     return UsageError("P0536", cause, help)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _first_line(error: BaseException) -> str:

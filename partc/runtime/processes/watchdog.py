@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from ..clock import Clock
-from ..errors import PeerLost, UsageError
+from ..errors import PeerLost, UsageError, tell
 from ..torch_private import clone_store
 from .interruption import Interruption
 from .processes import condition, end_stopped, here, siblings
@@ -138,7 +137,7 @@ class Watchdog:
         try:
             self.store.compare_set(key, "", text)
         except RuntimeError as error:
-            print(f"rank {self._rank}: cannot reach the other ranks' store: {_first_line(error)}", file=sys.stderr)
+            tell(f"rank {self._rank}: cannot reach the other ranks' store: {_first_line(error)}")
 
     def _run(self, store: Store) -> None:
         try:

@@ -26,7 +26,7 @@ from ..processes.agreement import Together
 from .data import BatchSource, InOrder, Say
 from .data import in_microbatches as cut
 from .examples import ExampleRows
-from .job import Job, Parser, parse
+from .job import Job, Parser, a_path, parse
 from .tokens import TokenRows
 from .train import Rank, Task, run
 
@@ -60,9 +60,9 @@ def check(argv: Sequence[str], root: Path) -> InferenceJob:
     """Parse infer.py's command line. Raises UsageError P0521, P0535 and those of train.py's."""
     parser = Parser(prog="infer.py", description="Run this package forward; one process per rank.")
     add = parser.add_argument
-    add("--out", type=Path, default=Path("results"), metavar="DIR", help="the folder of the results; results")
+    add("--out", type=a_path, default=Path("results"), metavar="DIR", help="the folder of the results; results")
     add("--batches", type=int, metavar="N", help="batches to run; all of an iterable's or token file's")
-    add("--checkpoint", type=Path, metavar="DIR", help="parameters of the newest checkpoint of a training, or of one")
+    add("--checkpoint", type=a_path, metavar="DIR", help="parameters of the newest checkpoint of a training, or of one")
     add("--init", metavar="FILE", help="parameters of a state dict: safetensors, or a Hugging Face folder")
     add("--data", metavar="FILE", help="a token file, in place of the model file's data")
     add("--data-dtype", metavar="TYPE", help="the type of a .bin file's numbers; uint16")

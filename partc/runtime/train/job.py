@@ -21,7 +21,7 @@ from .. import plan as plans
 from ..checkpoint.given_parameters import fitting
 from ..checkpoint.manifest import checkpoints, read, states_in, step_of
 from ..checkpoint.restore import Checkpoint, Say, newest
-from ..documents import Malformed
+from ..documents import Malformed, path_of
 from ..errors import UsageError
 from ..layout import parse_mesh
 from ..ops import attention_kernels
@@ -201,15 +201,16 @@ _RANGES: dict[str, _Range] = {
 }  # fmt: skip
 
 
-def _path(text: str) -> Path:
-    if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no path")
-    return Path(text)
+def a_path(text: str) -> Path:
+    try:
+        return path_of(text)
+    except Malformed as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _resumed(text: str) -> Path | str:
     """A folder, or '' for that of --save."""
-    return _path(text) if text else ""
+    return a_path(text) if text else ""
 
 
 class Parser(argparse.ArgumentParser):
@@ -246,7 +247,7 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     )
     add("--accumulate", type=int, metavar="N", help="batches of data for each step of the optimizer; 1")
     tokens = "a file of token numbers for the batch's entries, in place of the model file's data: .bin or .npy"
-    add("--data", type=_path, metavar="FILE", help=tokens)
+    add("--data", type=a_path, metavar="FILE", help=tokens)
     add("--data-dtype", choices=tuple(TOKENS), help="the type of a .bin file's numbers; uint16")
     labels = "labels are the next tokens, or the same ones, which the model shifts itself; "
     unset = "same for an entry `labels` without a loss function, as in Hugging Face models, else next"
@@ -255,13 +256,13 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     add("--data-end", choices=("repeat", "error"), default="repeat", help=end)
     add("--eval-every", type=int, metavar="N", help="steps between evaluations, one at the end too; 0: none")
     add("--eval-batches", type=int, default=1, metavar="K", help="batches of an evaluation; 1")
-    add("--eval-data", type=_path, metavar="FILE", help="a token file for evaluations, in place of eval_data")
+    add("--eval-data", type=a_path, metavar="FILE", help="a token file for evaluations, in place of eval_data")
     prefetch = "batches that a thread prepares in advance; 1 on GPUs and 0 on CPUs"
     add("--prefetch", type=int, metavar="N", help=prefetch)
     add("--seed", type=int, help="seed of the initial parameters and the data; the plan's")
     add(
         "--init",
-        type=_path,
+        type=a_path,
         metavar="FILE",
         help="start from a state dict: safetensors, their index, or a Hugging Face folder; --resume takes precedence",
     )
@@ -274,11 +275,11 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     )
     add(
         "--metrics",
-        type=_path,
+        type=a_path,
         metavar="FILE",
         help="write one line of JSON per step: loss, learning rate, seconds and their split, mfu",
     )
-    add("--tensorboard", type=_path, metavar="DIR", help="the same for TensorBoard, which must be installed")
+    add("--tensorboard", type=a_path, metavar="DIR", help="the same for TensorBoard, which must be installed")
     add(
         "--peak-flops",
         type=float,
@@ -287,15 +288,15 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     )
     add(
         "--trace",
-        type=_path,
+        type=a_path,
         metavar="DIR",
         help="write the times of each rank's activities in some steps, for partc trace DIR",
     )
     add("--trace-steps", metavar="FIRST:LAST", help="the steps to trace; three after the first")
-    add("--record", type=_path, metavar="DIR", help="every step's gradients and parameters, per rank")
-    add("--report", type=_path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
+    add("--record", type=a_path, metavar="DIR", help="every step's gradients and parameters, per rank")
+    add("--report", type=a_path, metavar="DIR", help="losses, times and memory, per rank, as JSON")
     add("--timeout", type=float, default=600.0, help="seconds that a rank waits for another")
-    add("--save", type=_path, metavar="DIR", help="write checkpoints into this folder, which all ranks share")
+    add("--save", type=a_path, metavar="DIR", help="write checkpoints into this folder, which all ranks share")
     slack = "further steps that may run while a checkpoint is being written; a failure loses them too; 0"
     add("--save-slack", type=int, default=0, metavar="N", help=slack)
     add(
@@ -323,7 +324,7 @@ def parse(argv: Sequence[str], root: Path) -> Job:
     )
     add(
         "--tuned",
-        type=_path,
+        type=a_path,
         metavar="FILE",
         help="kernel configurations for GPUs; by default the first run times some, for kernels/tuned.json",
     )
@@ -496,7 +497,9 @@ def _why_not(name: str, path: Path, folder: Path) -> str:
     """
     why = ""
     try:
-        if path != folder and path.is_dir():
+        if path.is_symlink() and not path.exists():
+            why = "it is a link that leads nowhere"
+        elif path != folder and path.is_dir():
             why = "it is a folder"
         elif path != folder and not folder.is_dir():
             why = f"there is no folder {folder}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -51,7 +52,7 @@ class StepLog:
         if path is not None:
             with writing(path, rank):
                 earlier = _earlier(path, start)
-                self._file = path.open("w")
+                self._file = _opened(path)
                 print(earlier, end="", file=self._file, flush=True)
         if board is not None:
             with writing(board, rank):
@@ -151,9 +152,16 @@ class _LogLine:
     step: int
 
 
+def _opened(path: Path) -> TextIO:
+    """A file to write. Raises OSError for a pipe without a reader, for which opening would wait."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    os.set_blocking(descriptor, True)
+    return open(descriptor, "w")
+
+
 def _earlier(path: Path, start: int) -> str:
     """The lines of the continued run, up to its continuation."""
-    if not start or not path.exists():
+    if not start or not path.is_file():
         return ""
     kept = []
     for line in path.read_text(errors="replace").splitlines(keepends=True):

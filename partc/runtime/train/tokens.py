@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..documents import regular
 from ..errors import UsageError
 from ..layout import Shard, local_part, short_name
 from .entries import rebuilt
@@ -33,7 +34,7 @@ class TokenFile:
     def __init__(self, path: Path, dtype: str | None) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with regular(path) as file:
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
@@ -74,8 +75,8 @@ class TokenFile:
             length = struct.unpack("<I" if wide else "<H", self._memory[8 : 12 if wide else 10])[0]
             start = (12 if wide else 10) + length
             header = ast.literal_eval(self._memory[start - length : start].decode("latin1").strip())
-            shape, kind = header["shape"], header["descr"]
-        except (ValueError, SyntaxError, KeyError, IndexError, TypeError, struct.error, RecursionError) as error:
+            shape, kind = header["shape"], str(header["descr"])
+        except (LookupError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError, struct.error) as error:
             raise self._unusable(f"is no NumPy file: {error}", "save it with numpy.save") from None
         if kind not in _NPY or not (isinstance(shape, tuple) and len(shape) == 1 and isinstance(shape[0], int)):
             help = f"save one row of {', '.join(DTYPES)}"

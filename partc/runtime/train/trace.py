@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..clock import Interval, machine
-from ..errors import UsageError, writing
+from ..errors import UsageError, tell, writing
 
 FORMAT = 1
 
@@ -87,5 +86,5 @@ class Trace:
             aside.replace(self._path)
         if self._rank == 0:
             traced = f"{self._kept[0]['step']} to {self._kept[-1]['step']}"
-            print(f"traced steps {traced}: partc trace {self._folder} shows them", file=sys.stderr, flush=True)
+            tell(f"traced steps {traced}: partc trace {self._folder} shows them")
         self._kept = []

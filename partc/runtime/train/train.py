@@ -7,7 +7,6 @@ import importlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -33,7 +32,7 @@ from ..device.determinism import deterministic, told
 from ..device.garbage_collection import collected
 from ..device.host_memory import keep_freed_memory, peak_bytes
 from ..documents import decoded
-from ..errors import UsageError, enough_memory, writing
+from ..errors import UsageError, enough_memory, tell, writing
 from ..execution.executor import Action, Slot, Stage, gradient_buffers, parse_schedule, told_by
 from ..layout import DTYPES, ModelView, Shard, tokens_per_step
 from ..ops import attention_kernels
@@ -135,7 +134,7 @@ def run(job_of: Callable[[], Job], task: Task) -> int:
             stopped = _run_virtual(job, stack, task) if job.virtual else _run_this_rank(job, task)
     except UsageError as error:
         if not error.alike or os.environ.get("RANK", "0") == "0":
-            _say(str(error))
+            tell(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -158,16 +157,16 @@ def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
     store = lone_store()
     together = Together(store, 0, 1)
     if job.save is not None:
-        stack.callback(sole(job.save, together, timeout=job.timeout, say=_say))
-    job = task.prepared(job, together, _say)
+        stack.callback(sole(job.save, together, timeout=job.timeout, say=tell))
+    job = task.prepared(job, together, tell)
     if memory := told_of_memory(job):
-        _say(memory)
-    _settle_attention(job, torch.device("cpu"), _say)
+        tell(memory)
+    _settle_attention(job, torch.device("cpu"), tell)
     world = World(job.world_size)
     ranks = [_load_rank(number, torch.device("cpu"), job) for number in range(job.world_size)]
     model_file = load_model_file(job.root / "model.py")
     _materialise(job, model_file, ranks, torch.device("cpu"), together)
-    data = batches_of(job, model_file, _say, kept=2)  # no rank is two batches behind another
+    data = batches_of(job, model_file, tell, kept=2)  # no rank is two batches behind another
 
     def work(number: int) -> None:
         rank = ranks[number]
@@ -224,7 +223,7 @@ def _run_this_rank(job: Job, task: Task) -> bool:
         rank = _load_rank(number, device, job)
         model_file = load_model_file(job.root / "model.py")
         clock.entering("the choice of its checkpoint")
-        say = _say if number == 0 else lambda line: None
+        say = tell if number == 0 else lambda line: None
         if job.save is not None:  # until this process ends: a checkpoint may be on its way until then
             sole(job.save, together, timeout=job.timeout, say=say)
         job = task.prepared(job, together, say)
@@ -306,7 +305,7 @@ def _materialise(
         return
     parameters = job.plan["parameters"].values()
     size = sum(math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize for entry in parameters)
-    say = _say if ranks[0].number == 0 else (lambda line: None)
+    say = tell if ranks[0].number == 0 else (lambda line: None)
     initialise(model_file, options, job.seed, wanted, take, size=size, say=say)
     for place in places:
         if place.missing:
@@ -408,7 +407,7 @@ def _train(
                 not restore_left_out(stages, job.checkpoint, job.sizes, rank.place.coordinate, device)
                 and rank.number == 0
             ):
-                _say(
+                tell(
                     "what compressed sums of gradients had left out is dropped: it is of another mesh, or of other sums"
                 )
             job.checkpoint.close()
@@ -518,14 +517,8 @@ def _stopped(job: Job, rank: Rank) -> bool:
     stopped = rank.done < job.steps and job.start < job.steps
     if stopped and rank.number == 0:
         what = f"what was done is saved in {job.save}, and --resume continues" if rank.done else "nothing was done yet"
-        _say(f"interrupted after step {rank.done}: {what}")
+        tell(f"interrupted after step {rank.done}: {what}")
     return stopped
-
-
-def _say(text: str) -> None:
-    """Print text with control characters escaped: names in it may contain any character."""
-    shown = (c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
-    print("".join(shown), file=sys.stderr, flush=True)
 
 
 def _write_report(job: Job, folder: Path, rank: Rank, device: torch.device, rows: Mapping[str, Sequence[int]]) -> None:

@@ -409,8 +409,8 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
                 f"{name} of model() has no shape yet",
                 help="use modules that are told their sizes, not lazy ones",
             )
-    named = (model.named_modules, model.named_parameters, model.named_buffers)
-    for name in (name for names in named for name, _ in names(remove_duplicate=False)):
+    stores = (store for part in model.modules() for store in (part._modules, part._parameters, part._buffers))
+    for name in (name for store in stores for name in store):
         if not encodable(name):
             raise PartcError(
                 "P0205", f"model() has a part of the name {name!a}, which is no text", help="give it another name"

@@ -47,11 +47,13 @@ Hook = Callable[[Tensor], Tensor | None]
 def own_hooks(model: nn.Module) -> Mapping[str, tuple[Hook, ...]]:
     """The hooks on gradients of weights. Raises PartcError P0216 for those that see more than a gradient."""
     hooks, later = TENSOR_HOOKS
+    found: dict[str, tuple[Hook, ...]] = {}
     for name, weight in model.named_parameters():
         if getattr(weight, later, None):
             raise _refused(f"{name} has a hook that waits for its gradient's sum")
-    found = ((name, getattr(weight, hooks, None)) for name, weight in model.named_parameters())
-    return {name: tuple(each.values()) for name, each in found if each}
+        if held := getattr(weight, hooks, None):
+            found[name] = tuple(held.values())
+    return found
 
 
 class _GradientOfResult:

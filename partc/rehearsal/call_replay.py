@@ -24,6 +24,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +63,7 @@ class Lesson:
     steps: list[tuple[Surge, tuple[int, ...]]] = field(default_factory=list)
     blocks: list[tuple[int, str, str]] = field(default_factory=list)  # of results: bytes, category, name
     result: Any = None
+    passed: list[int] = field(default_factory=list)  # the arguments among the results
 
 
 class Lessons:
@@ -76,7 +78,7 @@ class Lessons:
         """Called at the start of a function."""
         self.ledger.call = next(self.turns.get(function.name, iter(())), "")
         places: dict[int, int] = {}
-        leaves = list(_leaves(arguments))
+        leaves = _leaves(arguments)
         same = tuple(places.setdefault(self._memory(leaf), len(places)) for leaf in leaves)
         # A function's effects on memory do not depend on the storage offsets of its arguments.
         seen = tuple(_sight(leaf)[:3] for leaf in leaves)
@@ -118,9 +120,9 @@ class RecordedCall:
     def play(self, arguments: list[Any]) -> Any:
         """Replay the function's effects. Nothing else may refer to the contents of the list."""
         lesson = self._lessons.learnt[self._key]
-        leaves: list[Leaf | Tensor | None] = list(_leaves(arguments))
+        leaves: list[Leaf | Tensor | None] = _leaves(arguments)
         arguments.clear()
-        passed = {item.number: leaves[item.number] for item in _leaves(lesson.result, _Argument)}
+        passed = {number: leaves[number] for number in lesson.passed}
         for surge, dropped in lesson.steps:
             self._ledger.surges(surge)
             for number in dropped:
@@ -140,7 +142,7 @@ class RecordedCall:
 
     def stand_ins(self, *arguments: Any) -> tuple[Any, ...]:
         """Substitutes for the arguments, whose ends the function determines."""
-        self._held = list(_leaves(arguments))
+        self._held = _leaves(arguments)
         bases: dict[int, Tensor] = {}
         numbers = iter(range(len(self._held)))
 
@@ -209,7 +211,8 @@ class RecordedCall:
 
         passed = dict(enumerate(self._held))
         lesson = Lesson(steps=_steps(heard), result=_mapped(result, known))
-        tensors = list(_leaves(result))
+        lesson.passed = [item.number for item in _leaves(lesson.result, _Argument)]
+        tensors = _leaves(result)
 
         def returned(x: Leaf | Tensor) -> Leaf | Tensor:
             item = known(x)
@@ -261,10 +264,14 @@ class RecordedCall:
             if isinstance(leaf.owner, Tensor):
                 return leaf.owner if sight(leaf.owner) == leaf.sight else _seen(leaf.owner, leaf.sight)
             owner = leaf.owner
-            base = torch.empty(owner.block.bytes, dtype=torch.uint8, device="meta")
+            dtype, shape, stride, offset = leaf.sight
+            base = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            whole = not offset and base.untyped_storage().nbytes() == owner.block.bytes
+            if not whole:
+                base = torch.empty(owner.block.bytes, dtype=torch.uint8, device="meta")
             kept = [owner]
             self._ledger.watch(base, owner.block, kept.clear)
-            return _seen(base, leaf.sight)
+            return base if whole else _seen(base, leaf.sight)
 
 
 def _passed(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
@@ -312,19 +319,32 @@ def _is_record(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, Leaf | _Argument | _New)
 
 
-def _leaves(value: Any, kind: Any = (Leaf, Tensor)) -> Iterator[Any]:
+@cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """The names of the fields of a dataclass."""
+    return tuple(field.name for field in fields(kind))
+
+
+def _leaves(value: Any, kind: Any = (Leaf, Tensor)) -> list[Any]:
     """All objects of a kind in tuples, lists, dicts and records, in order."""
+    found: list[Any] = []
+    _collect(value, kind, found)
+    return found
+
+
+def _collect(value: Any, kind: Any, found: list[Any]) -> None:
+    """Add the objects to `found`; a closure would be a cycle of references, and keep them alive."""
     if isinstance(value, kind):
-        yield value
-    elif _is_record(value):
-        for field in fields(value):
-            yield from _leaves(getattr(value, field.name), kind)
+        found.append(value)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _leaves(item, kind)
+            _collect(item, kind, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _leaves(item, kind)
+            _collect(item, kind, found)
+    elif _is_record(value):
+        for name in _fields(type(value)):
+            _collect(getattr(value, name), kind, found)
 
 
 def _mapped(value: Any, each: Callable[[Any], Any]) -> Any:
@@ -332,7 +352,7 @@ def _mapped(value: Any, each: Callable[[Any], Any]) -> Any:
     if isinstance(value, Leaf | Tensor | _Argument | _New):
         return each(value)
     if _is_record(value):
-        return type(value)(*(_mapped(getattr(value, field.name), each) for field in fields(value)))
+        return type(value)(*(_mapped(getattr(value, name), each) for name in _fields(type(value))))
     if isinstance(value, tuple):
         items = [_mapped(item, each) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

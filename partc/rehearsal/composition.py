@@ -74,10 +74,8 @@ class Effect:
 
 
 def _label(what: Block | Surge | None) -> Label | Key:
-    if isinstance(what, Surge):
-        return (what.bytes, *map(label, what.alive))
     assert what is not None
-    return label(what)
+    return what.label if isinstance(what, Surge) else label(what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def sight(x: Tensor) -> Sight:
     return x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Surge:
     """The temporary memory of code that has run before: its peak, the place of the peak, and its contents."""
 
@@ -77,6 +78,11 @@ class Surge:
     line: str
     op: str
     alive: tuple[Block, ...]
+
+    @cached_property
+    def label(self) -> tuple[Any, ...]:
+        """The peak and the labels of the contents, which no longer change when a step has been played."""
+        return self.bytes, *map(label, self.alive)
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,7 +278,8 @@ def _define_composites() -> None:
         " str ring='', Tensor? sinks=None, Tensor? limits=None, Tensor? keys=None, int[] reads=[]) -> (Tensor, Tensor)",
         _attention_shapes,
         lambda g, a, r: _attention_gradients(
-            _ops.attention_bias_backward if _is_learned(a[3]) else _ops.attention_backward, g[0], a, r, 9
+            _ops.attention_bias_backward if _is_learned(a[3]) else _ops.attention_backward,
+            *(g[0], a, r, _position(_ops.attention, "sinks")),
         ),
     )
     _operator(
@@ -306,7 +307,7 @@ def _define_composites() -> None:
         _attention_shapes,
         lambda g, a, r: _attention_gradients(
             _ops.attention_dropout_bias_backward if _is_learned(a[3]) else _ops.attention_dropout_backward,
-            *(g[0], a, r, 12),
+            *(g[0], a, r, _position(_ops.attention_dropout, "sinks")),
         ),
     )
     _operator(
@@ -457,6 +458,11 @@ def _of_table(grad: Tensor, table: Tensor, interleaved: bool) -> Tensor:
 
 def _is_learned(mask: Tensor | None) -> bool:
     return mask is not None and mask.requires_grad
+
+
+def _position(operator: Any, name: str) -> int:
+    """The place of an argument in an operator's schema."""
+    return [argument.name for argument in operator.default._schema.arguments].index(name)
 
 
 def _attention_gradients(

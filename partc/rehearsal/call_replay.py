@@ -343,7 +343,7 @@ def _collect(value: Any, kind: Any, found: list[Any]) -> None:
         for item in value.values():
             _collect(item, kind, found)
     elif _is_record(value):
-        for name in _fields(type(value)):
+        for name in _fields(value.__class__):
             _collect(getattr(value, name), kind, found)
 
 
@@ -352,7 +352,7 @@ def _mapped(value: Any, each: Callable[[Any], Any]) -> Any:
     if isinstance(value, Leaf | Tensor | _Argument | _New):
         return each(value)
     if _is_record(value):
-        return type(value)(*(_mapped(getattr(value, name), each) for name in _fields(type(value))))
+        return type(value)(*(_mapped(getattr(value, name), each) for name in _fields(value.__class__)))
     if isinstance(value, tuple):
         items = [_mapped(item, each) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)

@@ -50,8 +50,8 @@ DENSE: dict[str, frozenset[int]] = {}
 class NotationRule:
     """A rule in the notation; calling it with an operation binds it to the operation's shapes.
 
-    `slots` are the positions of the operands in `op.args`. `work` lists the factors of each matrix product in the
-    operation; `*` stands for all factors.
+    `slots` are the positions of the first operands in `op.args`; the others are given by name. `work` lists the
+    factors of each matrix product in the operation; `*` stands for all factors.
     """
 
     notation: Notation
@@ -64,7 +64,9 @@ class NotationRule:
     work: tuple[str, ...] = ()
 
     def __call__(self, op: Op, types: Types) -> OpRule | None:
-        present = [k for k, slot in enumerate(self.slots) if is_ref(argument(op, slot, self.notation.operands[k].name))]
+        named = (len(op.args),) * (len(self.notation.operands) - len(self.slots))
+        slots = zip((*self.slots, *named), self.notation.operands, strict=True)
+        present = [k for k, (slot, term) in enumerate(slots) if is_ref(argument(op, slot, term.name))]
         terms = [self.notation.operands[k] for k in present]
         missing = [t.name for k, t in enumerate(self.notation.operands) if k not in present and not t.optional]
         if missing or len(terms) != len(types) or len(op.results) != len(self.notation.results):
@@ -183,12 +185,11 @@ def register(
 
 # Products
 rule("linear", "x[*b i], w[o i], +bias?[o] -> [*b o]", linear="x|w", work="*")
-_BY_NAME = (99, 99, 99)  # no position of an argument: sinks, limits and keys are given by name
 rule(
     "attention",
     "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], sinks?[(g r)], limits?[b s n], keys?[b m] "
     "-> [b (g r) s e]",
-    slots=(0, 1, 2, 3, *_BY_NAME),
+    slots=range(4),
     blocked="t d e n m",
     ring="s t",
     work="b g r s t d + b g r s t e",
@@ -226,7 +227,7 @@ rule(
     "attention_backward",
     "grad[b (g r) s e], q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], out[b (g r) s e], lse[b (g r) s], "
     "limits?[b s n], keys?[b m] -> [b (g r) s d], [b g t d], [b g t e]",
-    slots=(*range(7), *_BY_NAME[1:]),
+    slots=range(7),
     blocked="r s t d e n m",
     work="b g r s t d + b g r s t d + b g r s t d + b g r s t e + b g r s t e",  # the scores are made again
     heavy=True,
@@ -247,7 +248,7 @@ rule(
     "attention_dropout",
     "q[b (g r) s d], k[b g t d], v[b g t e], ~mask?[b (g r) s t], sinks?[(g r)], limits?[b s n], keys?[b m] "
     "-> [b (g r) s e]",
-    slots=(0, 1, 2, 3, *_BY_NAME),
+    slots=range(4),
     blocked="t d e n m",
     ring="s t",
     work="b g r s t d + b g r s t e",

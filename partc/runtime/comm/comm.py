@@ -89,12 +89,12 @@ class Axis:
     name = ""  # the axes it goes over
     moves_many = False  # True if several tensors can travel in one collective without being copied side by side
     clock: Clock | None = None  # is told of every collective
-    loads = Loads(Clock())  # is told of rows that come for experts
     overlaps = True  # whether collectives run beside the rank's own work
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
+        self.loads = Loads(Clock())  # is told of rows that come for experts
 
     @property
     def at_once(self) -> Axis:

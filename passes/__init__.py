@@ -139,7 +139,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="dense",
         label="By row",
-        does="with ep, products of all tokens with all experts become products by expert",
+        does="products with matrices that tokens choose, and with ep those with all experts, become products by expert",
         requires=("canonical",),
         ensures=("by row",),
         after=("simplify", "pad", "heads", "extend", "zigzag"),

@@ -13,6 +13,11 @@ experts of each token. Elementwise operations between two products stay on rows.
 copies of tokens, such as those by head, are no mixtures. In an einsum the weights' first letter is that of the experts.
 A sum of experts' results, each times its own part of an activation (a dense mask), becomes einsums first. So do stacks
 of experts' results, which are weighted or chosen by token.
+
+Without the axis, only products with matrices that a model reads for each row are rewritten, as it would copy them:
+
+    picked = index(up, (chosen,))  # [t, k, i, o]           by_row = reshape(expand(tokens), (t k, i))
+    y      = einsum("ti,tkio->tko", tokens, picked)   ->    y      = expert_matmul(by_row, reshape(chosen), up)
 """
 
 from __future__ import annotations
@@ -28,21 +33,25 @@ from partc.ir.program import RANDOM, DTypeArg, Graph, Op, Program, Ref, Region, 
 from partc.passes.route.loops import LEAST, Lift, Lifted, NotEqualError
 from partc.passes.route.rows import RowWriter
 from partc.rules import kernels
+from partc.rules.rule import argument, integers
 
 _VIEWS = frozenset({"reshape", "permute", "to", "detach"})
+_PARTS = _VIEWS | {"slice", "split", "expand"}
+_PLACES = frozenset({"topk", "sort", "argsort", "argmax", "max"})  # their last results are places
 _COPIES = frozenset({"expand", "repeat"})
 
 
 def dense(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
-    """Rewrite the dense mixtures of all regions where axes cut experts."""
-    if not expert_axes:
-        return program
-    return replace(program, regions=tuple(map(_rewritten, program.regions)))
+    """Rewrite products with chosen matrices, and where axes cut experts dense mixtures as well, in all regions."""
+    return replace(program, regions=tuple(_rewritten(region, bool(expert_axes)) for region in program.regions))
 
 
-def _rewritten(region: Region) -> Region:
-    region = _without_stacks(_without_sums(region))
-    rows = _Dense(region)
+def _rewritten(region: Region, mixtures: bool) -> Region:
+    if mixtures:
+        region = _without_stacks(_without_sums(region))
+    elif not any(map(_reads_rows, region.forward.ops)):
+        return region
+    rows = _Dense(region, mixtures)
     for op in region.forward.ops:
         rows.take(op)
     for name in region.forward.outputs:
@@ -152,6 +161,41 @@ def _facts(
     return graph.makers(), graph.readers(), region.types(graph), _of_weights(region)
 
 
+def _letters(
+    op: Op, types: Mapping[str, TensorType]
+) -> tuple[tuple[str, ...], tuple[tuple[str | None, ...], ...], tuple[str, ...]] | None:
+    """The operands of a product of two, a letter for each of their dimensions, and the letters of its result.
+
+    A dimension without a letter is broadcast. None for other operations.
+    """
+    names = tuple(op.refs())
+    shapes = [types[name].shape for name in names]
+    rank = len(op.results[0].type.shape)
+    if op.name in ("matmul", "bmm") and len(names) == 2 and min(map(len, shapes)) > 1:
+        batch = [chr(ord("a") + dim) for dim in range(rank - 2)]
+        given = [
+            tuple(
+                None if size == 1 < whole else letter
+                for size, letter, whole in zip(
+                    shape[:-2], batch[rank - len(shape) :], op.result.type.shape[rank - len(shape) :], strict=False
+                )
+            )
+            for shape in shapes
+        ]
+        return names, ((*given[0], "x", "y"), (*given[1], "y", "z")), (*batch, "x", "z")
+    if op.name == "einsum" and len(names) == 2 and isinstance(op.args[0], str) and "->" in op.args[0]:
+        terms, out = op.args[0].replace(" ", "").split("->")
+        if "." not in op.args[0] and all(len(set(term)) == len(term) for term in terms.split(",")):
+            left, right = terms.split(",")
+            return names, (tuple(left), tuple(right)), tuple(out)
+    return None
+
+
+def _reads_rows(op: Op) -> bool:
+    """Whether an operation reads a matrix for each of several numbers."""
+    return op.name == "index" and len(op.args[1:]) == 1 and len([*op.refs()]) == 2 and len(op.results[0].type.shape) > 2
+
+
 def _of_weights(region: Region) -> set[str]:
     """The values that depend on parameters alone."""
     found = {value.name for value in region.params}
@@ -211,12 +255,16 @@ class _AllExperts(Lift):
 
 @dataclass(frozen=True, slots=True)
 class _ByRow:
-    """A value by row, [tokens · experts, …]; in its own form, experts have a place among the dimensions of tokens."""
+    """A value by row, [tokens · experts, …]; in its own form, experts have a place among the dimensions of tokens.
+
+    `chosen` has the numbers of each token's experts; without it, each token has a row for every expert.
+    """
 
     name: str
     tokens: tuple[int, ...]
     experts: int
     place: int
+    chosen: str = ""
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -235,11 +283,12 @@ class _Dense:
     """The operations of a region, with values of all tokens and all experts by row."""
 
     region: Region
+    mixtures: bool  # whether products of all tokens with all experts are written by row
     writer: RowWriter = field(init=False)
     makers: Mapping[str, Op] = field(init=False)
     weights: set[str] = field(init=False)  # values that depend on parameters alone
     rows: dict[str, _ByRow] = field(default_factory=dict)
-    numbers: dict[tuple[int, int], str] = field(default_factory=dict)
+    numbers: dict[tuple[int, int, str], str] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)  # values by row that are there in their own form too
 
     def __post_init__(self) -> None:
@@ -251,7 +300,8 @@ class _Dense:
     def take(self, op: Op) -> None:
         """Write an operation, on rows if it is a product by expert or works on rows."""
         self.writer.source = op.source
-        if self._product(op) or self._einsum(op) or self._row_by_row(op):
+        mixture = self.mixtures and (self._product(op) or self._einsum(op))
+        if mixture or self._chosen_product(op) or self._row_by_row(op):
             return
         for name in op.refs():
             self.plain(name)
@@ -327,6 +377,102 @@ class _Dense:
                 return True
         return False
 
+    def _chosen_product(self, op: Op) -> bool:
+        """Write matmul(x, w[chosen]), with a matrix for each row or group of rows, as a product by expert."""
+        found = _letters(op, self.writer.types)
+        if found is None:
+            return False
+        (names, given, out), w = found, self.writer
+        for x, weights in ((0, 1), (1, 0)):
+            index, order = self._beneath_permutes(names[weights])
+            chosen = self._choice_of(index)
+            if index is None or not chosen or None in given[weights]:
+                continue
+            letters = [str(letter) for _, letter in sorted(zip(order, given[weights], strict=True))]
+            ahead, matrix = letters[:-2], letters[-2:]
+            inner = [each for each in matrix if each in given[x] and each not in out]
+            outer = [each for each in matrix if each not in given[x] and each in out]
+            picked = index.result.type.shape
+            sizes = dict(zip(given[x], w.shape(names[x]), strict=True)) | dict(zip(letters, picked, strict=True))
+            known = [*ahead, *inner, *(each for each in given[x] if sizes[each] == 1)]
+            if len(inner) != 1 or len(outer) != 1 or not set(given[x]) <= {None, *known} or not set(ahead) <= set(out):
+                continue
+            if not fuel.allowed("chosen matrices", op.source):
+                return False
+            leading = picked[:-2]
+            form = _ByRow("", leading[:-1], leading[-1], len(leading) - 1, chosen)
+            rows = self._rows_of(names[x], given[x], (*ahead, *inner), form, sizes)
+            table = w.permute(
+                next(index.refs()),
+                (0, *(1 + matrix.index(each) for each in (*inner, *outer))),
+                f"{op.result.name}_matrices",
+            )
+            made = self._multiplied(replace(form, name=rows), table, op)
+            rest = [each for each in out if each not in ahead]
+            shape = (math.prod(leading), *(sizes[each] for each in rest))
+            made = replace(made, name=w.reshape(made.name, shape, f"{op.result.name}_rows"))
+            if [*out] == [*ahead, *rest]:
+                self.rows[op.result.name] = made
+                return True
+            apart = w.reshape(made.name, (*leading, *shape[1:]), f"{op.result.name}_apart")
+            turn = tuple([*ahead, *rest].index(each) for each in out)
+            w.define("permute", (Ref(apart), turn), op.result.type.shape, op.result.type.dtype, op.result.name)
+            return True
+        return False
+
+    def _rows_of(
+        self, x: str, letters: Sequence[str | None], order: Sequence[str], form: _ByRow, sizes: Mapping[str | None, int]
+    ) -> str:
+        """The rows of x, with a copy for each expert of a token if x has none."""
+        w, held = self.writer, self.rows.get(x)
+        shape = (math.prod(form.leading), sizes[order[-1]])
+        if [each for each in letters if each in order] == [*order]:
+            if held is not None and replace(held, name="") == form:
+                return w.reshape(held.name, shape, f"{x}_rows")
+            self.plain(x)
+            return w.reshape(x, shape, f"{x}_rows")
+        self.plain(x)
+        kept = [each for each in letters if each in order]
+        x = w.reshape(x, [sizes[each] for each in kept], f"{x}_alone")
+        inner = [each for each in order if each in kept]
+        x = w.permute(x, [kept.index(each) for each in inner], f"{x}_turned")
+        x = w.reshape(x, [sizes[each] if each in kept else 1 for each in order], f"{x}_each")
+        x = w.expand(x, [sizes[each] for each in order], f"{x}_each")
+        return w.reshape(x, shape, f"{x}_rows")
+
+    def _beneath_permutes(self, name: str) -> tuple[Op | None, tuple[int, ...]]:
+        """The operation that made a value before permutations, and the dimensions of its result in their order."""
+        order = tuple(range(len(self.writer.shape(name))))
+        while (op := self.makers.get(name)) is not None and op.name == "permute":
+            (name,) = op.refs()
+            turn = integers(argument(op, 1, "dims", None))
+            order = tuple(turn[dim] for dim in order)
+        return op, order
+
+    def _choice_of(self, op: Op | None) -> str:
+        """The numbers by which an operation reads matrices, if they are places among scores; "" for others."""
+        match op:
+            case Op(name="index", args=(Ref(table), (Ref(chosen),))) if table in self.weights:
+                name = chosen if len(self.writer.shape(table)) == 3 else ""
+            case _:
+                return ""
+        while (made := self.makers.get(name)) is not None and made.name in _PARTS:
+            name = next(made.refs())
+        return chosen if made is not None and made.name in _PLACES and made.results[-1].name == name else ""
+
+    def _looked_up(self, name: str, form: _ByRow) -> str | None:
+        """By row, what a model reads of a table for the chosen experts, such as their biases; None for other values."""
+        w, op, shape = self.writer, self.makers.get(name), self.writer.shape(name)
+        while op is not None and op.name == "reshape" and w.shape(next(op.refs()))[: len(form.leading)] == form.leading:
+            op = self.makers.get(next(op.refs()))
+        match op:
+            case Op(name="index", args=(Ref(table), (Ref(chosen),))) if chosen == form.chosen:
+                numbers, rest = self._numbers(form), w.shape(table)[1:]
+                sizes = (math.prod(form.leading), *rest)
+                found = w.add("index", (Ref(table), (Ref(numbers),)), sizes, w.types[table].dtype, f"{name}_rows")
+                return w.reshape(found, (*sizes[:1], *shape[len(form.leading) :]), f"{name}_rows")
+        return None
+
     def _spread(self, x: str, letters: str, order: str, experts: int) -> _ByRow:
         """The tokens of x, with a copy for each expert."""
         w = self.writer
@@ -339,7 +485,7 @@ class _Dense:
 
     def _multiplied(self, x: _ByRow, weights: str, op: Op) -> _ByRow:
         w, count = self.writer, math.prod(x.tokens) * x.experts
-        args = (Ref(x.name), Ref(self._numbers(math.prod(x.tokens), x.experts)), Ref(weights))
+        args = (Ref(x.name), Ref(self._numbers(x)), Ref(weights))
         shape = (count, w.shape(weights)[2])
         made = w.add("expert_matmul", args, shape, op.result.type.dtype, f"{op.result.name}_rows")
         return replace(x, name=made)
@@ -372,14 +518,19 @@ class _Dense:
             found = self.rows[name] = _ByRow(rows, tuple(sizes), shape[place], place)
         return found
 
-    def _numbers(self, tokens: int, experts: int) -> str:
+    def _numbers(self, form: _ByRow) -> str:
         """The expert of each row."""
-        w = self.writer
-        if (tokens, experts) not in self.numbers:
-            counted = w.add("arange", (experts,), (experts,), "i64", "experts", dtype=DTypeArg("i64"))
-            each = w.expand(w.reshape(counted, (1, experts), "experts"), (tokens, experts), "experts")
-            self.numbers[tokens, experts] = w.reshape(each, (tokens * experts,), "experts")
-        return self.numbers[tokens, experts]
+        w, experts, count = self.writer, form.experts, math.prod(form.leading)
+        key = (count // experts, experts, form.chosen)
+        if key not in self.numbers:
+            if form.chosen:
+                self.plain(form.chosen)
+                each = form.chosen
+            else:
+                counted = w.add("arange", (experts,), (experts,), "i64", "experts", dtype=DTypeArg("i64"))
+                each = w.expand(w.reshape(counted, (1, experts), "experts"), key[:2], "experts")
+            self.numbers[key] = w.reshape(each, (count,), "experts")
+        return self.numbers[key]
 
     def _row_by_row(self, op: Op) -> bool:
         """Write an operation that works on each row by itself; False for others."""
@@ -419,13 +570,15 @@ class _Dense:
         """An operand by row; None if it has no such form."""
         w, shape, ahead = self.writer, self.writer.shape(name), len(form.leading)
         if shape[:ahead] == form.leading and (len(shape) == rank or op.name == "reshape"):
+            if form.chosen and name not in self.rows:
+                return self._looked_up(name, form) or self._by_row(name, form.place, len(form.tokens)).name
             found = self._by_row(name, form.place, len(form.tokens))
             return found.name if replace(found, name="") == form else None
         alone = tuple(form.experts if dim == form.place else 1 for dim in range(ahead))
         shape = (*(1 for _ in range(rank - len(shape))), *shape)
-        if shape[:ahead] == alone and name in self.weights:  # a bias of each expert
+        if shape[:ahead] == alone and name in self.weights and not form.chosen:  # a bias of each expert
             own = w.reshape(name, (form.experts, *shape[ahead:]), f"{name}_own")
-            numbers = self._numbers(math.prod(form.tokens), form.experts)
+            numbers = self._numbers(form)
             sizes = (w.shape(numbers)[0], *shape[ahead:])
             return w.add("index", (Ref(own), (Ref(numbers),)), sizes, w.types[name].dtype, f"{name}_own")
         return w.reshape(name, shape[ahead:], f"{name}_one") if math.prod(shape[:ahead]) == 1 else None

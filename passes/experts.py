@@ -219,12 +219,18 @@ class _Experts:
     def _chain(self, chosen: str, products: tuple[int, ...]) -> _Chain:
         between = self._between(products)
         made = {value.name for index in between for value in self.ops[index].results}
+        forms: dict[str, tuple[int, ...]] = dict.fromkeys(made, ())  # results in other dtypes or shapes: their makers
         for index in range(products[0], len(self.ops)):
             op = self.ops[index]
-            # A bias of the last product: it reads two values of the chain and no other rows.
-            if index not in between and len(made.intersection(op.refs())) > 1 and made.issuperset(op.refs()):
-                between.append(index)
-                made.update(value.name for value in op.results)
+            if index in between or not forms.keys() >= set(op.refs()):
+                continue
+            makers = (*dict.fromkeys(each for name in op.refs() for each in forms[name]), index)
+            if op.name in ("to", "reshape"):
+                forms[op.result.name] = makers
+            # A bias of the last product: it reads two values of the chain, and no other rows.
+            elif len(set(op.refs())) > 1 and all(map(self._by_row, makers)):
+                between += [each for each in makers if each not in between]
+                forms.update((value.name, ()) for value in op.results)
         for index in between:
             if not self._by_row(index):
                 raise self._refused(self.ops[index], f"{self.ops[index].name} does not compute each row by itself")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,47 @@ def test_rows_that_counts_divide_are_experts(style: str) -> None:
     ops = {op.name for region in package.program.regions for op in region.forward.ops}
     assert {"expert_matmul", "route"} <= ops and not {"sort", "argsort", "repeat_interleave", "index_put"} & ops
     assert package.verify(steps=2).ok
+
+
+WRITTEN = PARTS.with_name("written_experts.py")
+
+
+@pytest.mark.parametrize("style", ["batched", "einsum", "broadcast", "first", "grouped", "cast", "written"])
+def test_experts_as_libraries_write_them_travel(style: str) -> None:
+    package = partc.compile(WRITTEN, mesh="dp=2,ep=2", microbatches=2, precision="fp64", options={"style": style})
+    ops = [op.name for region in package.program.regions for op in region.forward.ops]
+    moved = ops.count("dispatch"), ops.count("expert_matmul"), ops.count("combine")
+    assert moved == (1, 2, 1) and not {"sort", "argsort", "index", "gather", "scatter_add", "index_put"} & {*ops}
+    assert package.verify(steps=2).ok
+
+
+@pytest.mark.parametrize("style", ["batched", "einsum"])
+def test_no_matrix_is_copied_for_each_row(style: str) -> None:
+    package = partc.compile(WRITTEN, mesh="1", options={"style": style})
+    shapes = [
+        value.type.shape for region in package.program.regions for op in region.forward.ops for value in op.results
+    ]
+    assert max(math.prod(shape) for shape in shapes) < 64 * 8 * 16
+
+
+@pytest.mark.parametrize("style", ["grouped", "cast"])
+def test_grouped_products_compile_in_bf16(style: str) -> None:
+    """The trace holds fp32, which torch's operation does not take."""
+    package = partc.compile(WRITTEN, mesh="ep=2", precision="bf16", options={"style": style})
+    operands = {
+        region.types(region.forward)[name].dtype
+        for region in package.program.regions
+        for op in region.forward.ops
+        if op.name == "expert_matmul"
+        for name in op.refs()
+    }
+    assert operands == {"bf16", "i64"} and package.verify(steps=2).ok
+
+
+def test_grouped_products_of_other_dtypes_are_refused_as_in_torch() -> None:
+    with pytest.raises(PartcError, match="rows and matrices must have the same type") as caught:
+        partc.compile(WRITTEN, mesh="ep=2", options={"style": "mixed"})
+    assert caught.value.code == "P0206" and caught.value.source is not None
 
 
 @pytest.mark.parametrize("style", ["first rows", "summed", "turned"])

@@ -23,7 +23,7 @@ from partc.ir.layout import Layout
 from partc.ir.program import Arg, Graph, Op, Ref, Region, TensorType, Value
 from partc.passes.route.rows import dims_of_rows
 
-_GROUPED = frozenset({"grouped_mm", "_grouped_mm", "partc_double::grouped_mm", "transformers::grouped_mm_fallback"})
+_GROUPED = frozenset({"partc_any::grouped_mm", "transformers::grouped_mm_fallback"})
 
 
 def unsorted_experts(region: Region) -> Region:
@@ -82,7 +82,7 @@ class _Unsorting:
     known: Mapping[str, str]  # values that earlier rewrites replaced
     makers: Mapping[str, Op]
     rows: dict[str, str] = field(default_factory=dict)  # a value in sorted order -> the same in the original order
-    every: dict[str, int] = field(default_factory=dict)  # perm // k -> k
+    every: dict[str, int] = field(default_factory=dict)  # perm // k, or a column of it, or equal columns -> k
     numbers: set[str] = field(default_factory=set)  # the sorted experts, in other types, to count them
     counts: set[str] = field(default_factory=set)
     inverse: set[str] = field(default_factory=set)
@@ -141,12 +141,16 @@ class _Unsorting:
             return True
         if op.name == "index":
             return self._index(op)
+        if op.name == "gather":
+            return self._gather(op)
         if op.name in _GROUPED:
             return self._product(op)
         if op.name == "expert_matmul":
             return self._product_of_parts(op)
-        if op.name in ("index_add", "index_copy"):
+        if op.name in ("index_add", "index_copy", "scatter_add"):
             return self._put_back(op)
+        if op.name == "index_put":
+            return self._put_in_place(op)
         return self._row_by_row(op)
 
     def _is_bookkeeping(self, op: Op) -> bool:
@@ -157,6 +161,8 @@ class _Unsorting:
                 if op.name == "div" and dict(op.attrs).get("rounding_mode") not in ("trunc", "floor"):
                     return False
                 self.every[made] = op.args[1]
+            case "reshape" | "expand" if names[0] in self.every and op.result.type.shape[0] == self._length:
+                self.every[made] = self.every[names[0]]
             case "repeat_interleave" if self._lists_numbers(op):
                 self.numbers.add(made)
             case "to" if names[0] in self.numbers:
@@ -184,6 +190,12 @@ class _Unsorting:
             counts in self.counts or self._source(self._counted(counts)) == self._source(self._experts.name)
         )  # fmt: skip
 
+    def _ends_groups(self, name: str) -> bool:
+        """Whether a value adds up counts of the unsorted experts."""
+        op = self._maker(name)
+        counted = self._counted(next(op.refs())) if op is not None and op.name == "cumsum" else ""
+        return self._source(counted) == self._source(self._experts.name)
+
     def _source(self, name: str) -> str:
         """The value whose elements, in the same order, another value has."""
         while (op := self.makers.get(name)) is not None and op.name in ("reshape", "to", "detach"):
@@ -206,6 +218,8 @@ class _Unsorting:
             case Op(name="sum", args=(Ref(marks), dims, *_)):
                 rank = len(self.types[marks].shape)
                 return self._marked(marks) if dims == tuple(range(rank - 1)) else ""
+            case Op(name="histc" | "bincount", args=(Ref(numbers), *_)):
+                return numbers
         return ""
 
     def _marked(self, name: str) -> str:
@@ -251,7 +265,7 @@ class _Unsorting:
             if op.name == "index_copy":
                 self.same[op.result.name] = found
                 return True
-        elif index.name in self.every and op.name == "index_add":
+        elif index.name in self.every and op.name == self._reads(index.name, "index_add", "scatter_add"):
             times, rest = self.every[index.name], type.shape[1:]
             if type.shape[0] * times != self._length:
                 return False
@@ -266,6 +280,31 @@ class _Unsorting:
         else:
             return False
         self.ops.append(replace(op, name="add", args=(into, Ref(found)), attrs=()))
+        return True
+
+    def _put_in_place(self, op: Op) -> bool:
+        """Sorted rows, written over all rows of another tensor: each in the place that it comes from."""
+        match op.args:
+            case (Ref(into), (Ref(index),), Ref(rows), *accumulate) if index == self._perm and rows in self.rows:
+                if any(accumulate) or into in self.rows or op.result.type.shape != self.types[rows].shape:
+                    return False
+                self.same[op.result.name] = self.rows[rows]
+                return True
+        return False
+
+    def _reads(self, index: str, rows: str, elements: str) -> str:
+        """The operation that reads an index of rows as such: `elements` if the index has a column for each element."""
+        return rows if len(self.types[index].shape) == 1 else elements
+
+    def _gather(self, op: Op) -> bool:
+        """Whole rows by an index with a column for each element."""
+        source, dim, index = op.args[:3]
+        if not isinstance(source, Ref) or not isinstance(index, Ref) or dim != 0 or source.name in self.rows:
+            return False
+        shape = self.types[source.name].shape
+        if index.name not in self.every or len(shape) != 2 or op.result.type.shape[1] != shape[1]:
+            return False
+        self.rows[op.result.name] = self._repeated(op, source.name, self.every[index.name])
         return True
 
     def _index(self, op: Op) -> bool:
@@ -312,7 +351,9 @@ class _Unsorting:
             return False
         if not (isinstance(x, Ref) and isinstance(w, Ref) and isinstance(offsets, Ref)):
             return False
-        if x.name not in self.rows or w.name in self.rows or offsets.name not in self.counts:
+        if x.name not in self.rows or w.name in self.rows:
+            return False
+        if offsets.name not in self.counts and not self._ends_groups(offsets.name):
             return False
         args = (Ref(self.rows[x.name]), self._experts, w)
         self._keep(replace(op, name="expert_matmul", args=args, attrs=()))

@@ -32,7 +32,7 @@ def _compiled(kinds: str, options: Row) -> Any:
     return partc.compile(str(BALANCED), precision="fp64", options={"kinds": kinds}, **options)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -48,7 +48,7 @@ def test_losses_by_sequence_are_those_of_the_whole_batch(options: Row, tmp_path:
     assert verify(package.write(tmp_path / "build"), steps=2, virtual=True).ok
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -76,6 +76,7 @@ def _stepped(kinds: str, parts: int) -> tuple[dict[str, Tensor], dict[str, Tenso
     return before, {name: x.detach() for name, x in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kinds", "microbatches"), [("attached sequence", 2), ("attached switch", 4)])
 def test_attached_losses_count_as_terms_of_the_loss(kinds: str, microbatches: int, tmp_path: Path) -> None:
     before, after = _stepped(kinds, microbatches if kinds == "attached switch" else 1)

@@ -124,7 +124,7 @@ def test_parts_with_spare_elements_go_on_anywhere(tmp_path: Path) -> None:
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", "noisy"])
 def test_running_statistics_and_random_numbers_go_on(tmp_path: Path, name: str) -> None:
     for mesh in ("tp=2", "dp=2"):
@@ -139,6 +139,7 @@ def test_running_statistics_and_random_numbers_go_on(tmp_path: Path, name: str) 
         torch.testing.assert_close(ends[2][key], x, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["2x2x2", "dp=2 zero 1"])
 def test_loss_scales_and_the_rest_of_an_update_go_on(tmp_path: Path, mesh: str) -> None:
     package = build(tmp_path, mesh, precision="fp16")
@@ -153,7 +154,7 @@ def test_loss_scales_and_the_rest_of_an_update_go_on(tmp_path: Path, mesh: str) 
     assert torch.equal(*(whole(tmp_path / place / "step_00000004")["loss_scale"] for place in ("full", "rest")))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

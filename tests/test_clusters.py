@@ -92,6 +92,7 @@ _ALIKE: tuple[tuple[str, tuple[ParallelPlan, ...]], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "plans"), _ALIKE, ids=("gathers", "experts"))
 def test_predictions_do_not_depend_on_earlier_ones(model: str, plans: tuple[ParallelPlan, ...]) -> None:
     cluster = preset("8xH100-80GB")
@@ -644,6 +645,7 @@ def test_work_under_failures_is_that_of_a_random_run() -> None:
     assert given.effective(1.0, 1) < given.effective(1.0, 64) < given.effective(1.0, 1024)
 
 
+@pytest.mark.slow
 def test_scale_factors_and_failures_of_plans(simulator: Simulator) -> None:
     plans = [plan({"mesh": mesh, "microbatches": 64 // ranks}) for ranks, mesh in ((1, "dp=1"), (4, "dp=4"))]
     plans.append(plan({"mesh": "pp=2,tp=4", "microbatches": 64}))

@@ -36,7 +36,7 @@ def expect_equal(program: Program, *, composed: bool = True) -> None:
         assert list(course.kinds()) == list(ledger.kinds())
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_every_schedule(schedule: str) -> None:
     zero = 3 if SCHEDULES[schedule].stages_per_rank == 1 else 1
@@ -44,7 +44,7 @@ def test_every_schedule(schedule: str) -> None:
     expect_equal(compiled(schedule=schedule, zero=zero, mesh="4x2x2" if stages == 1 else "2x2x2"))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_random_options(seed: int) -> None:
     draw = random.Random(seed)

@@ -219,6 +219,7 @@ def test_under_a_causal_mask_every_rank_has_equal_work(n: int) -> None:
 TURNED = "2 · 8@cp zigzag 4"
 
 
+@pytest.mark.slow
 def test_sequences_keep_their_order_where_something_depends_on_it() -> None:
     """A convolution reads neighbours. A loss that drops the last position, and dropouts by position, do not."""
     for kind, rows in (("convolution", "16@cp"), ("causal", TURNED), ("dropout", TURNED)):
@@ -228,6 +229,7 @@ def test_sequences_keep_their_order_where_something_depends_on_it() -> None:
         assert len(noted) == (kind == "convolution")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh", "whole"),
     [("causal", "cp=2", 16), ("causal", "cp=4", 16), ("full", "cp=2", 14), ("full", "cp=4", 16), ("full", "dp=2", 13)],
@@ -251,6 +253,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_with_added_positions_is_not_the_single_device_model(mistake: str, tmp_path: Path) -> None:
     """Sequences that 2 · cp does not divide crash in other frameworks, or lose tokens without a word."""

@@ -177,7 +177,7 @@ def test_what_torch_refuses_is_refused_at_its_line(name: str, tmp_path: Path) ->
     assert error.source is not None and error.source.file == str(path) and error.source.line > first
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("branches", "said"),
     [("w, lambda y: y * 2", "errorP0223:"), ("lambda y: y, lambda y: y * 2", "capturethebranchesoftorch.cond")],

@@ -25,6 +25,7 @@ def test_the_collector_rests_inside_and_works_after() -> None:
     assert gc.isenabled() and gc.get_freeze_count() == frozen
 
 
+@pytest.mark.slow
 def test_steps_leave_nothing_to_collect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 

@@ -11,6 +11,7 @@ import partc
 MODEL = str(Path(__file__).parent / "models" / "decompositions.py")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,tp=2"])
 def test_examples_have_decompositions_of_their_own(mesh: str) -> None:
     package = partc.compile(MODEL, mesh=mesh, microbatches=2, precision="fp64")

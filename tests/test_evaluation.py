@@ -161,6 +161,7 @@ def test_tied_weights_and_an_iterable(tmp_path: Path) -> None:
     assert evaluations(tmp_path / "m")[2] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_an_evaluation_changes_nothing_in_the_training(tmp_path: Path) -> None:
     package = partc.compile(written(tmp_path), mesh="2x2x1", microbatches=2, zero=1).write(tmp_path / "build")
     ends = []
@@ -179,6 +180,7 @@ def test_real_ranks_evaluate_alike(tmp_path: Path) -> None:
     assert evaluations(tmp_path / "mTrue") == evaluations(tmp_path / "mFalse") and evaluations(tmp_path / "mTrue")
 
 
+@pytest.mark.slow
 def test_a_token_file_is_evaluated_on(tmp_path: Path) -> None:
     package = partc.compile(written(tmp_path, data=""), mesh="dp=2", precision="fp64").write(tmp_path / "build")
     (tmp_path / "t.bin").write_bytes(array.array("H", [index % 24 for index in range(200)]).tobytes())
@@ -206,6 +208,7 @@ def test_evaluations_that_cannot_be_compiled(tmp_path: Path, evaluate: str, code
     assert refused.value.code == code
 
 
+@pytest.mark.slow
 def test_a_parameter_that_only_the_training_cuts_is_named(tmp_path: Path) -> None:
     with pytest.raises(PartcError, match=r"the training cuts norm\.") as refused:
         partc.compile(written(tmp_path), mesh="tp=2")

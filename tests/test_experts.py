@@ -116,7 +116,7 @@ def test_one_example_of_each_rank_is_recomputed() -> None:
     assert partc.compile(LOOPS, **mesh).verify(steps=1).ok
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "how", "arguments"),
     [
@@ -188,7 +188,7 @@ def test_layers_side_by_side_are_no_experts() -> None:
 STORED = MOE.with_name("stored.py")
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forms", "mesh", "how"),
     [
@@ -236,6 +236,7 @@ def named() -> nn.Module:
     return Apart("named")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [partly_frozen, named])
 def test_experts_that_are_unlike_stay_apart(model: Any) -> None:
     batch = {"x": torch.randn(8, 6)}
@@ -375,6 +376,7 @@ def _metrics(folder: Path, layer: int) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
 
 
+@pytest.mark.slow
 def test_rows_beyond_the_account_are_computed_and_named(tmp_path: Path) -> None:
     """All tokens choose the two experts of the first of four ranks."""
     printed = _equals_a_plain_loop("ep=4", {"expert_rows": 1.5}, tmp_path, real=True, skew=20)
@@ -389,6 +391,7 @@ def test_rows_beyond_the_account_are_computed_and_named(tmp_path: Path) -> None:
     assert report["expert_rows"] == {f"layers.{layer}": [64, 64, *(0 for _ in range(6))] for layer in range(2)}
 
 
+@pytest.mark.slow
 def test_the_memory_account_has_the_stated_rows() -> None:
     def bytes_of(rows: float | None) -> int:
         options = {"batch": "64", "skew": "0"}

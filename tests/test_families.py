@@ -28,6 +28,7 @@ def _compiled(name: str, shared: Path, **options: object) -> partc.Package:
     return partc.compile(model.source(shared), precision="fp64", options=model.options, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in FAMILIES]
 )

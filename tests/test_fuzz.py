@@ -19,6 +19,7 @@ def test_random_programs_equal_their_single_device_models(case: Case) -> None:
     run(case)
 
 
+@pytest.mark.slow
 def test_a_printed_case_reads_back() -> None:
     case = Case(
         steps=(("linear", 1),), last=(), repeat=2, width=4, vocabulary=8, ties=1, rows=4, length=3,

@@ -197,6 +197,7 @@ def test_what_the_host_has_a_part_in_is_refused(options: dict[str, Any], cause: 
     assert done.returncode == 2 and "error P0533" in done.stderr and cause in done.stderr
 
 
+@pytest.mark.slow
 def test_experts_are_named_with_their_line(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     source = MODELS["mixtral"].source(tmp_path)

@@ -106,7 +106,7 @@ def _operands(program: Program, region: str, args: Any) -> list[Any]:
     return [types[arg.name] for arg in args[:3]]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "groups", "mesh", "zero"),
     [(14, 2, "tp=4", 0), (5, 5, "tp=4", 0), (3, 3, "dp=2,tp=2", 3), (2, 2, "tp=4", 0), (6, 3, "pp=2,tp=4", 0)],
@@ -130,6 +130,7 @@ def test_heads_that_do_not_divide_are_padded(heads: int, groups: int, mesh: str,
     assert print_program(parse(text)) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "mesh", "more"), [(3, "tp=8", {}), (3, "tp=2", {"whole_norm": True})])
 def test_heads_stay_as_they_are_where_padding_costs_too_much_or_changes_results(
     heads: int, mesh: str, more: dict[str, Any]
@@ -140,7 +141,7 @@ def test_heads_stay_as_they_are_where_padding_costs_too_much_or_changes_results(
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp=4", "cp=4"])
 def test_kernels_rotate_heads_that_are_cut(mesh: str) -> None:
     """Two key heads on four ranks: over tp each rank rotates half of one, a quarter of its pairs at a time."""

@@ -45,7 +45,7 @@ def test_other_readers_keep_log_probabilities(kind: str, kernels: str) -> None:
     assert result.ok, result.worst
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["z_loss", "z_loss_first", "distilled"])
 @pytest.mark.parametrize("most", [4, 16384])
 def test_softmaxes_and_log_sum_exps_are_kernels_of_rows_of_any_length(

@@ -48,7 +48,7 @@ def alone(package: Path, *arguments: str) -> int:
 TINY = {"batch": 2, "seq": 8, "depth": 1}  # so that a large part of the peak is the update's
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "arguments", "options"),
     [
@@ -252,6 +252,7 @@ def test_a_block_more_adds_its_own(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] == peaks[2] - peaks[1] == weights + saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_what_is_sent_does_not_stay_until_the_step_ends(schedule: str) -> None:
     """Gradients on their way are few however many microbatches there are."""

@@ -90,6 +90,7 @@ def test_sixty_four_ranks(tmp_path: Path) -> None:
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
     [

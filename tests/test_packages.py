@@ -52,6 +52,7 @@ def test_shown_code_is_what_is_emitted(name: str) -> None:
         assert there[path].read_text() == text, f"examples/{name}/{path} is old: {REWRITE}"
 
 
+@pytest.mark.slow
 def test_package_needs_torch_alone(build: Path) -> None:
     """Every other package that partc itself uses is made impossible to import."""
     blocked = ["partc", "jinja2", "scipy", "sympy", "click", "rich", "safetensors", "transformers"]
@@ -102,6 +103,7 @@ def test_every_module_of_a_package_is_imported(kernels: str) -> None:
     assert ("runtime.ops.compiled" in modules) == (kernels == "inductor")
 
 
+@pytest.mark.slow
 def test_sixty_four_ranks_have_two_stage_modules(tmp_path: Path) -> None:
     partc.compile(EXAMPLES / "gpt.py", mesh="2x4x8", microbatches=2, options={"size": "8b"}).write(tmp_path / "b")
     assert len(list((tmp_path / "b" / "stages").glob("stage_*.py"))) == 2

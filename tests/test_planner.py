@@ -111,7 +111,7 @@ def test_experts_take_ranks_of_every_axis_but_the_pipeline() -> None:
     assert not any(plan.experts for plan in replace(space, experts=0).plans())
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     ["", "schedule=interleaved|zbv,zero=2|3", "order=dp-pp-tp|tp-dp-pp", "tp=2,recompute=full", "ep=2|4,experts=dp-tp"],
@@ -168,6 +168,7 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 SMALL = ("--cluster", "4xH100-80GB", "--batch", "8", "--fix", "recompute=none,zero=0|1,cp=1", "--max-seconds", "300")
 
 
+@pytest.mark.slow
 def test_the_plan_compiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     found = document(capsys, *SMALL, "-o", str(file))
@@ -283,6 +284,7 @@ def test_the_bound_of_a_mesh_counts_the_time_in_which_its_pipeline_fills(small: 
         assert bounds[plan.microbatches] <= small.bounds.wide(plan, known).seconds <= small.predicted(plan).step_seconds
 
 
+@pytest.mark.slow
 def test_the_bound_on_memory_depends_on_the_order_of_axes_that_cut_sequences() -> None:
     few = "zero=1,recompute=full,microbatches=12,schedule=zero-bubble,virtual_stages=1"
     given = fixed(f"pp=2,cp=2,tp=2,{few},order=pp-cp-tp|pp-tp-cp")

@@ -78,6 +78,7 @@ def compiled(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_partc_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The package is that of the options that are printed, but for the prediction in its plan."""
     model = tmp_path / "ein Plätzchen" / "mlp.py"
@@ -252,6 +253,7 @@ def choice(planner: Planner) -> PlanChoice:
     return settled(planner)
 
 
+@pytest.mark.slow
 def test_a_variation_is_the_best_plan_of_its_own_request(planner: Planner, choice: PlanChoice) -> None:
     found = {each.name: each for each in variations(planner, choice, None)}
     for name, asked in {
@@ -329,6 +331,7 @@ class Page(HTMLParser):
         self.said += data
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names from outside are data: a cluster and a model file that are called like markup."""
     model = tmp_path / "<b>mlp.py"

@@ -120,7 +120,7 @@ def test_sums_and_exponentials_are_wide() -> None:
     assert not wide & RANDOM and precision_of("mine::unknown") == "high"
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [

@@ -161,7 +161,7 @@ def _likelihood(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "microbatches"), [("1", 1), ("2", 4), ("tp=2", 2), ("2x2", 1)])
 def test_rarer_operations_draw_by_element_too(mesh: str, microbatches: int) -> None:
     batch = {"ids": torch.randint(32, (16, 8)), "labels": torch.randint(32, (16, 8))}

@@ -113,6 +113,7 @@ def power() -> nn.Module:
     return Power()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", [pytest.param("1", marks=pytest.mark.slow), "2x2", "pp=2"])
 def test_blocks_of_which_one_is_frozen(mesh: str) -> None:
     _equal(frozen_block, _batch(), mesh)

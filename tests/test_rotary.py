@@ -167,7 +167,7 @@ def test_packages_equal_the_model(mesh: str, tmp_path: Path) -> None:
     assert text.count("functional.rotary(") == text.count("functional.rotary_backward(") == 2 * 4
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "config", "how"),
     [

@@ -51,7 +51,7 @@ def test_clipping_matters(tmp_path: Path) -> None:
     assert abs(clipped.losses[-1] - plain.losses[-1]) > 1e-3
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "zero"), [("2x2x2", 0), ("pp=2,dp=2", 1), ("2x2", 3)])
 def test_accumulated_batches_are_one_step(mesh: str, zero: int, tmp_path: Path) -> None:
     result = verify(

@@ -65,6 +65,7 @@ def test_every_schedule(mesh: str, name: str, microbatches: int, shared: Path, t
     assert run == [[word for compute in row for word in _words(compute, program.split_stages)] for row in order]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "name", "virtual_stages", "mesh"),
     [
@@ -92,6 +93,7 @@ def test_values_that_skip_stages(
     assert program.stages == program.mesh.axis("pp") * (virtual_stages or 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(2, 12))])
 def test_random_tables(seed: int, shared: Path, tmp_path: Path) -> None:
     """Random stages on random ranks, in a random order that can run."""
@@ -111,7 +113,7 @@ def test_random_tables(seed: int, shared: Path, tmp_path: Path) -> None:
     assert [program.place(stage) for stage in range(program.stages)] == places
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "name",

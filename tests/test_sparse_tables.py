@@ -135,7 +135,7 @@ def test_rowwise_adagrad_keeps_one_sum_for_each_row_also_where_columns_are_cut(w
     assert all(not x.any() for number, x in found.items() if number == 2)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "zero", "groups"),
     [("dp=2", 1, 0, SPARSE), ("pp=2,dp=2", 2, 2, ROWWISE), ("dp_out=2,dp_in=2", 2, 3, SPARSE), ("tp=2", 1, 0, SPARSE)],
@@ -250,6 +250,7 @@ def test_tables_share_one_exchange_of_ids_and_one_of_vectors(microbatches: int) 
     assert result.ok and result.worst is not None and result.worst.rel_err < 1e-10, result.worst
 
 
+@pytest.mark.slow
 def test_rows_are_cast_and_not_tables() -> None:
     """In bf16 no copy of a table exists, vectors travel in 16 bits, and gradients are added in fp32."""
     group = ["tables.*,words.*:optimizer=rowwise_adagrad"]
@@ -268,6 +269,7 @@ def test_rows_are_cast_and_not_tables() -> None:
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 def test_a_lookup_whose_ids_depend_on_another_has_an_exchange_of_its_own(tmp_path: Path) -> None:
     """Ids from the sign of a vector, and a lookup between dense layers, whose ids are known from the start."""
     (tmp_path / "chained.py").write_text(CHAINED)
@@ -334,6 +336,7 @@ def test_mistakes_with_sparse_gradients_are_found(
         assert not result.ok and caught in result.worst.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2"])
 def test_evaluations_read_tables_as_the_training_cuts_them(mesh: str, tmp_path: Path) -> None:
     """The loss of a batch that was not trained on equals that of the trained parameters on one device."""

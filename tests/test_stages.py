@@ -79,6 +79,7 @@ def test_norms_average_statistics_over_all_batches(mesh: str, tmp_path: Path) ->
     assert found.ok, str(found.worst)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
 def test_buffers_that_are_changed_through_views(mesh: str, tmp_path: Path) -> None:
     made = partc.compile(written_views.__file__, mesh=mesh, precision="fp64")

@@ -148,6 +148,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name.startswith("zero 3") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )

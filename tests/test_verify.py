@@ -187,7 +187,7 @@ class Deep(nn.Module):
         return 30 * (self.last(self.first(x).tanh()) - target).square().mean()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_decay_of_what_no_gradient_reaches_is_seen(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

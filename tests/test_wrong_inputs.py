@@ -315,7 +315,7 @@ def test_every_path_of_the_command_line_is_checked() -> None:
     assert "Path" not in kinds.values() and {"output", "plans", "checkpoint"} <= kinds.keys()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["latin.py", "nothing.py"])
 def test_in_a_process_of_its_own(name: str, folder: Path) -> None:
     command = [sys.executable, "-m", "partc", "compile", name, "--mesh", "2"]

@@ -207,6 +207,7 @@ def test_parts_train_like_the_whole(level: str, mesh: str, microbatches: int, sc
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", ["dp_in", *(pytest.param(axes, marks=pytest.mark.matrix) for axes in ("dp_out", "dp_out,dp_in"))]
 )

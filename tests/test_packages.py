@@ -13,8 +13,9 @@ import pytest
 
 import partc
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-# Packages of examples/gpt.py without their runtime, for people to read and reviews to see change.
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+# Packages of examples/gpt.py, for people to read and reviews to see change.
 SHOWN: dict[str, dict[str, Any]] = {
     "gpt_2x2x2": {"mesh": "2x2x2", "microbatches": 4},
     "gpt_zero3_bf16": {"mesh": "1x2x2", "zero": 3, "recompute": "selective", "precision": "bf16", "kernels": "triton"},
@@ -23,9 +24,10 @@ REWRITE = "python -m tests.test_packages writes it anew"
 
 
 def shown(name: str) -> dict[str, str]:
-    """The files of a shown package by path; digests are left out, as they change with the runtime."""
+    """The files of a shown package by path, without copies of the runtime and of other files of the repository."""
     files = partc.compile(EXAMPLES / "gpt.py", **SHOWN[name]).files()
-    return {path: str(text) for path, text in files if not path.startswith("runtime/")}
+    copied = {path.read_text() for path in (EXAMPLES / "gpt.py", *(ROOT / "partc" / "kernels").glob("*.py"))}
+    return {path: str(text) for path, text in files if not path.startswith("runtime/") and text not in copied}
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from partc.errors import Source
 from partc.ir.operators import DTYPE_NAMES, DTYPES
 from partc.ir.program import Op, Program, Ref, Region
 from partc.rules.rule import integers
+from partc.runtime.ops.attention import SMALL
 from partc.runtime.ops.attention_kernels import GOOD_CUDNN, Case, Gpu, on_gpu
 
 _BEST = Gpu(capability=(9, 0), cudnn=GOOD_CUDNN)  # the GPU with the most kernels to choose from
@@ -57,6 +58,11 @@ def _case(op: Op, region: Region, sizes: Mapping[str, int]) -> Case:
     kept = {value.name for value in op.results[1:]}  # log-sum-exps, where a gradient passes
     backward = [each for graph in region.graphs[1:] for each in graph.ops if kept.intersection(each.refs())]
     dtype = next(types[arg.name].dtype for arg in op.args[:1] if isinstance(arg, Ref))
+    mask, limits, elements = op.args[3], dict(op.attrs).get("limits"), 0
+    if isinstance(limits, Ref):
+        elements = max(q[0], types[limits.name].layout.local_shape(sizes)[0]) * q[-2] * k[-2]
+        added = isinstance(mask, Ref) and types[mask.name].dtype != "bool"
+        elements = elements if elements > SMALL or added else 0
     return Case(
         dtype=DTYPES[dtype],
         heads=q[-3] if len(q) > 2 else 1,
@@ -65,9 +71,10 @@ def _case(op: Op, region: Region, sizes: Mapping[str, int]) -> Case:
         t=k[-2],
         d=q[-1],
         e=v[-1],
-        masked=op.args[3] is not None or "limits" in dict(op.attrs),
+        masked=mask is not None or limits is not None,
         learned=any(each.name.endswith("_bias_backward") for each in backward),
         causal=op.args[4] is True,
         drops=op.name == "attention_dropout",
         window=next(iter(integers(op.args[6])), 0) if len(op.args) > 6 else 0,
+        limits=elements,
     )

@@ -423,6 +423,24 @@ def test_dropout_in_attention_is_warned_of() -> None:
     assert partc.compile(ROOT / "tests/models/noisy.py", mesh="1", precision="fp64").warnings == ()
 
 
+class Prefixed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, place = x * self.scale, torch.arange(x.shape[2])
+        read = (place[None, :] <= place[:, None]) | (place[None, :] < 100)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=read).sum()
+
+
+@pytest.mark.parametrize(("length", "reason"), [(4096, ""), (8192, "their mask would have 67,108,864 elements")])
+def test_limits_of_long_sequences_are_warned_of(length: int, reason: str) -> None:
+    """A fused kernel takes the mask that is made of the limits of shorter ones."""
+    package = partc.compile(Prefixed, {"x": torch.randn(1, 2, length, 8)}, mesh="1")
+    assert [reason in warning for warning in package.warnings] == [True] * bool(reason)
+
+
 @pytest.mark.parametrize("mesh", ["1", "1x1x2"])
 def test_gradients_of_a_joint_projection_are_copied_once(mesh: str) -> None:
     """From where attention's backward leaves them into one buffer, of which the product's gradients are made."""

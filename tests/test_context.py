@@ -57,6 +57,7 @@ def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_pa
 
 
 RING = ("block.attention_heads=[_, _, @cp, _] ring",)
+HEADS = ("block.attention_heads=[_, @cp, _, _]",)
 RING_TP = ("block.attention_heads=[_, @tp, @cp, _] ring",)
 
 
@@ -75,6 +76,7 @@ RING_TP = ("block.attention_heads=[_, @tp, @cp, _] ring",)
         ("dropout 13", "cp=4", {"shard": RING, "recompute": "full", "microbatches": 2}),
         ("sinks 13", "cp=4", {"shard": RING, "zero": 3}),
         ("sinks 16", "pp=2,cp=2", {"recompute": "full", "microbatches": 2}),
+        ("sinks 15", "cp=3", {"shard": HEADS, "recompute": "selective"}),
         ("dropped-sinks 14", "cp=2,tp=3", {"shard": RING_TP, "zero": 2}),
         ("causal 13", "cp=4", {"zero": 3, "loss_chunks": 2}),
         ("full 13", "dp=2,cp=2", {"zero": 1}),
@@ -92,7 +94,8 @@ RING_TP = ("block.attention_heads=[_, @tp, @cp, _] ring",)
 def test_every_kind_of_attention_reads_the_rows_of_its_rank(
     kind: str, mesh: str, how: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Three heads do not divide: queries stay cut along the sequence; keys and values are gathered or go around.
+    """Three heads divide over cp=3 alone: else queries stay cut along the sequence; keys and values are gathered or
+    go around.
 
     Sequences that cp, or twice cp, does not divide are longer inside, without a trace in loss and gradients.
     """

@@ -41,13 +41,14 @@ class Case:
     causal: bool = False
     drops: bool = False
     window: int = 0  # positions at this distance and beyond are not read; 0: all are
+    limits: int = 0  # elements of the mask that limits of rows stand for, if they are too many to make it
 
     def __str__(self) -> str:
         kinds = {"causal": self.causal, "masked": self.masked, "learned mask": self.learned, "dropout": self.drops}
         shape = f"{self.heads}{f'/{self.groups}' if self.groups != self.heads else ''} heads of {self.d}"
         size = f"{self.s} x {self.t}" if self.s != self.t else str(self.s)
         dtype = str(self.dtype).removeprefix("torch.")
-        near = (f"window {self.window}",) if self.window else ()
+        near = (f"window {self.window}",) if self.window else ("limits of rows",) if self.limits else ()
         return ", ".join((f"{dtype}, {shape}, length {size}", *(name for name, is_so in kinds.items() if is_so), *near))
 
 
@@ -78,6 +79,8 @@ class AttentionKernel:
             return "it cannot draw the weights to drop by their place in the whole tensor"
         if case.window:
             return "no windows"
+        if case.limits:
+            return f"no limits of rows, and their mask would have {case.limits:,} elements"
         if 0 in (case.heads, case.s, case.t, case.d, case.e):
             return "nothing to compute"
         if case.dtype not in self.dtypes:

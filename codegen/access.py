@@ -160,7 +160,7 @@ def _around(builder: Stage, kind: GraphKind) -> dict[str, tuple[ActionStatement,
 
 
 def _precedes(verb: Verb, subject: Subject) -> bool:
-    """Whether a statement stands before the run of its call."""
+    """Whether a statement is emitted before the line that runs its call."""
     return subject == "refresh" or (subject == "gather" and verb != "free")
 
 

@@ -124,7 +124,7 @@ def _place(name: str, program: Program) -> int:
 
 
 def _held(parameter: Parameter, row: int, program: Program) -> dict[str, Any]:
-    """The shape of a parameter of the model and its cut; for one in a stack, the stack and the cut of its rows."""
+    """The plan's entry for a model parameter: its shape and layout, and its rows if it is in a stack."""
     if parameter.members:
         _, first, count = parameter.members[row]
         stacked, *columns = parameter.type.layout.dims

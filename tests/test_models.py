@@ -16,7 +16,6 @@ PROVED = ("gpt", "mlp", "llama", "gpt2", "bert", "vit")
 
 # What `make test` runs of every model, and what `make test-all` runs; `make models` runs the rest too.
 QUICK = {("tp=2", 1, "1f1b"), ("2x2x2", 4, "1f1b")}
-ALWAYS = QUICK | {("1x4x2", 4, "1f1b")}
 
 
 def _cases() -> list[object]:
@@ -28,7 +27,7 @@ def _cases() -> list[object]:
             if partc.Mesh.parse(mesh).axis("pp") > 1:
                 cases.append((mesh, 4, "gpipe"))
             for case in cases:
-                often = case in ALWAYS or (model == "gpt" and case[1] == 4)
+                often = case in QUICK or (model == "gpt" and case[1] == 4)
                 marks = [] if often else [pytest.mark.matrix]
                 if case not in QUICK and not (model == "gpt" and case[1:] == (4, "1f1b")):
                     marks.append(pytest.mark.slow)

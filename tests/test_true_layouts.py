@@ -149,9 +149,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name.startswith("zero 3") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_comments_of_emitted_values_are_what_ranks_see(name: str, tmp_path: Path) -> None:
     """Local shapes follow from them; values are equal on the ranks of axes that they do not name."""
     model, options = CASES[name]

@@ -148,7 +148,7 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
 
 
 class Answer(NamedTuple):
-    """The outcome of a search, and of those beside it."""
+    """The choice of a search, and the choices of its variations."""
 
     planner: Planner
     choice: PlanChoice

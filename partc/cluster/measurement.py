@@ -160,7 +160,7 @@ def _ends(samples: Sequence[Sample]) -> RateLine:
 
 
 def measured(processes: int, *, nodes: int = 1, node: int = 0, master: str = "") -> MeasuredRates:
-    """Measure, with so many processes on each node; `master` is HOST:PORT of the first one.
+    """Measure the rates of `processes` processes on each node; `master` is HOST:PORT of the first node.
 
     Raises PartcError P0807 if they fail.
     """

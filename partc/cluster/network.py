@@ -50,7 +50,7 @@ class Topology:
     leaf: int = 0  # nodes below one switch, or in a group of a dragonfly; 0: all of them
 
     def hops(self, nodes: int) -> float:
-        """The links between two nodes of so many, on average over all pairs."""
+        """The mean number of links on the way between two of `nodes` nodes, over all pairs."""
         match self.kind:
             case "ring":
                 return max(1.0, nodes / 4)

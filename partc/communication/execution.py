@@ -156,7 +156,7 @@ class Execution:
         yield "setup", tuple(self._of_stages("SETUP", _UnderWay()))
 
     def step(self, *, updates: bool = True) -> Iterator[tuple[Action | str, tuple[Step, ...]]]:
-        """One step's actions in order, with the steps of each; `prepare`, `refresh` and `end` stand around them.
+        """The actions of a step in order, each with its steps; `prepare` and `refresh` come first, `end` last.
 
         Without `updates`, the step only accumulates the gradients of a batch that is not the first one. Microbatches
         with equal steps share one tuple, whose transfers are those of microbatch 0.

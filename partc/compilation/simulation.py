@@ -351,7 +351,7 @@ def prediction(
 
 
 def states_of(optimizer: str) -> int:
-    """The number of tensors as large as a matrix that an optimizer (`sgd:momentum=0.9`) keeps of it."""
+    """The number of tensors of a matrix's size that an optimizer (`sgd:momentum=0.9`) keeps for each matrix."""
     with refused():
         rule = Recipe.of(optimizer).settings("", 2)
         return len(rule.states(2)) - len(rule.uncut((2, 2)))

@@ -37,7 +37,7 @@ class TimedSegment:
 
 @dataclass(frozen=True, slots=True)
 class LeftCollective:
-    """A collective that an action leaves to a later one: what waits for it, itself, and its remaining seconds."""
+    """A collective that is still under way when its action ends: the key of its wait, and its remaining seconds."""
 
     key: object
     segment: Segment

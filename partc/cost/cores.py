@@ -26,7 +26,7 @@ class BusySpan:
 
 
 def pace(computing: float, cores: int) -> float:
-    """The duration of computation as a multiple of that on a core of its own; `cores` 0 are as many as ranks."""
+    """The slowdown of `computing` ranks on `cores` cores: 1 if each has its own; 0 cores stand for one a rank."""
     return max(1.0, computing / cores) if cores else 1.0
 
 

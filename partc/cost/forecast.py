@@ -346,8 +346,8 @@ class Forecast:
     def _around(
         self, op: Op, types: Mapping[str, TensorType], seconds: float, visits: int
     ) -> Iterator[tuple[str, Segment, str]]:
-        """Attention around a ring: keys and values travel on while a round of so many seconds computes with them, and
-        their gradients follow one round behind.
+        """Attention around a ring: keys and values travel to the next rank while a round, of `seconds`, computes with
+        them; their gradients follow one round behind.
         """
         name, nothing = op.results[0].name, Segment(seconds=0.0)
         shifts = (

@@ -440,7 +440,7 @@ class GraphReader:
 
 
 def _is_unread(node: fx.Node) -> bool:
-    """Whether a node makes a number that is known, or that only other numbers are made of, such as those of guards."""
+    """Whether a node makes a number that is known, or that only other numbers depend on, as in guards."""
     value = node.meta.get("val")
     if isinstance(value, _NUMBERS):
         return True

@@ -252,7 +252,7 @@ class _Join:
             current[made] = result.name
 
     def _choice(self, branch: int, here: Ref, instead: Ref, result: Value) -> Op:
-        """The value of this branch, or the one in its place."""
+        """The operation that chooses between the value of this branch and the value of the other one."""
         test = self.kept.branches[branch]
         chosen = (here, instead) if test.outcome else (instead, here)
         return self._op("where", branch, (Ref(test.test), *chosen), result)

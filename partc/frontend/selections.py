@@ -174,7 +174,7 @@ class RowCount(int):
 
 
 class PartSize(RowCount):
-    """The number of rows of neighbouring parts, from `first` to before `last`, of a tensor that counts divide."""
+    """The number of rows in the parts `first` to `last - 1` of a tensor that is split by `counts`."""
 
     counts: Tensor
     first: int
@@ -192,7 +192,7 @@ class PartSize(RowCount):
         raise _unknown_number()
 
     def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
-        """Sums of neighbours are the ends of parts."""
+        """A sum of sizes of neighbouring parts is the size of one larger part."""
         if operate is operator.add and isinstance(other, int):
             if not isinstance(other, RowCount) and other == 0:
                 return self

@@ -34,7 +34,7 @@ def transformed() -> Iterator[None]:
 
 
 def _of_function(transform: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
-    """A transform whose results are followed."""
+    """A transform of torch.func whose results are traced as operations."""
     return lambda *args, **kwargs: _followed(transform(*args, **kwargs))
 
 

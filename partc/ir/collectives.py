@@ -28,7 +28,7 @@ _SHRINKING = frozenset({"shard", "take", "reduce_scatter"})
 
 
 def parts(op: Op, sizes: Sizes) -> int:
-    """The ranks whose keys and values visit an operation: those of a ring around which attention goes, otherwise 1."""
+    """The number of blocks of keys and values that an operation reads: the ranks of its ring, or 1."""
     ring = dict(op.attrs).get("ring")
     return sizes[ring] if isinstance(ring, str) else 1
 

@@ -121,7 +121,7 @@ def _matched(
     wanted: Sequence[Value],
     cast: Collection[str] = (),
 ) -> Iterator[str]:
-    """Values fit a signature in dtype and shape; those of a dtype in `cast` may be read as another one of them."""
+    """The faults of values given to a signature, in number, dtype and shape. Dtypes in `cast` are interchangeable."""
     if len(given) != len(wanted):
         yield f"{what}s are {len(given)}, the region has {len(wanted)}"
     for name, value in zip(given, wanted, strict=False):

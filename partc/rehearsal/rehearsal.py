@@ -284,7 +284,7 @@ class _Rehearsal:
 
     @cached_property
     def _few(self) -> bool:
-        """Whether the ranks of a place are examined one by one."""
+        """Whether the ranks at a pipeline coordinate are few enough to be examined one by one."""
         mesh = self._program.mesh
         return mesh.size // mesh.axis(PIPELINE_AXIS) <= MOST_COUNTED
 

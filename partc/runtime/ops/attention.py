@@ -68,7 +68,7 @@ def attention(
 def spelled_out(
     mask: Tensor | None, limits: Tensor | None, keys: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """A mask instead of limits, if it is small; else both as they are."""
+    """The mask that limits describe, if it is small, and no limits; otherwise both unchanged."""
     if limits is None or max(len(limits), len(q)) * q.shape[2] * k.shape[2] > SMALL:
         return mask, limits
     if mask is not None and mask.dtype != torch.bool:

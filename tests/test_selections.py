@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import partc
 from partc import passes
 from partc.errors import PartcError
-from partc.frontend.trace import trace_file
+from partc.frontend.trace import trace_file, trace_model
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 from partc.package.verify import verify
@@ -143,3 +145,117 @@ def test_plain_integers_of_the_number_of_selected_rows_are_refused(style: str) -
     assert error.value.source is not None and "counted_rows.py" in error.value.source.file
     line = COUNTED.read_text().splitlines()[(error.value.source.line or 0) - 1]
     assert "return" in line or "number = " in line
+
+
+class ConstantMasks(nn.Module):
+    """Masks whose values are known while the model is traced: all rows, none, a range, scattered and grids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.languages = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        language = torch.ones(x.shape[0])
+        y = torch.zeros_like(x)
+        for number, layer in enumerate(self.languages):
+            y[language == number] = layer(x[language == number])
+        place = torch.arange(6)
+        read = y[:, place % 2 == 1].sum(1) + y[:, (place - 2).abs() < 2].square().sum(1)
+        read = read + y.view(len(x), 3, 2, 8)[:, (place.view(3, 2) % 3) != 1].sum(1).sin()
+        copied = y[language == 1]
+        copied.mul_(2)
+        y[:, place > 3] = 0.5
+        y[:, place < 1] *= 2
+        return self.head(y + copied).square().mean() + read.square().mean()
+
+
+def equals_eager(build: Callable[[], nn.Module], batches: Sequence[dict[str, Tensor]]) -> None:
+    """The traced program of a model, made for the first batch, computes the eager losses of all."""
+    torch.manual_seed(0)
+    model = build().double()
+    traced = trace_model(build, lambda: batches[0], name="model", mesh=Mesh.parse("1x1x2"), precision="fp64")
+    program = passes.run(traced.program, {}, until="route")[-1].program
+    for batch in batches:
+        loss = evaluate_program(program, batch, dict(model.named_parameters()))
+        torch.testing.assert_close(loss, model(**batch), rtol=1e-12, atol=1e-12)
+
+
+def test_constant_masks_are_places() -> None:
+    equals_eager(ConstantMasks, [{"x": torch.randn(8, 6, 8, dtype=torch.float64)}])
+
+
+class Branches(nn.Module):
+    """Branches on whether a mask selects anything. Rows of `flags` and of `other` differ."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style = style
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, flags: Tensor, other: Tensor) -> Tensor:
+        y = x.clone()
+        match self.style:
+            case "left out":  # where it hides nothing
+                mask = None if not flags.any() else flags
+                scores = self.body(x) @ x.T
+                if mask is not None:
+                    scores = scores.view(1, 8, 8).masked_fill(mask[None, None], float("-inf")).view(8, 8)
+                y = scores.softmax(-1).nan_to_num() @ x
+            case "where" if flags.any():
+                y = torch.where(flags[:, None], self.body(x), y)
+            case "where not" if flags.sum() > 0:
+                y = torch.where(~flags[:, None], y, self.body(x))
+            case "computed again" if (flags > 0).any():
+                y[flags > 0] = self.body(x[flags > 0])
+            case "subset" if flags.any():
+                y[flags & other] = self.body(x[flags & other])
+            case "elements" if x[flags].numel() > 0:
+                y[flags] = self.body(x[flags])
+            case "both" if flags.any() and other.any():
+                y[flags & other] = self.body(x[flags & other])
+            case "in turn":
+                if flags.any():
+                    y[flags] = self.body(x[flags])
+                if other.any():
+                    y[other] = y[other] * 2
+            case "other rows" if flags.any():
+                y[other] = self.body(x[other])
+            case "more rows" if flags.any():
+                y[flags | other] = self.body(x[flags | other])
+            case "rows of one of two" if flags.any() and other.any():
+                y[flags] = self.body(x[flags])
+            case "not alone" if flags.sum().item() - 1:
+                y[flags] = self.body(x[flags])
+            case "after a change":
+                rows = flags.clone()
+                if rows.any():
+                    rows |= other
+                    y[rows] = self.body(x[rows])
+            case "filled elsewhere" if flags.any():
+                y = y.masked_fill(other[:, None], 0.0)
+        return self.head(y).square().mean()
+
+
+def flagged(flags: Tensor, other: Tensor) -> dict[str, Tensor]:
+    return {"x": torch.randn(8, 8, dtype=torch.float64), "flags": flags, "other": other}
+
+
+@pytest.mark.parametrize(
+    "style", ["left out", "where", "where not", "computed again", "subset", "elements", "both", "in turn"]
+)
+def test_branches_on_empty_masks_change_nothing(style: str) -> None:
+    some, none = torch.arange(8) % 3 == 0, torch.zeros(8, dtype=torch.bool)
+    batches = [flagged(some, ~some.roll(1)), flagged(none, some), flagged(some, none), flagged(none, none)]
+    equals_eager(lambda: Branches(style), batches)
+
+
+@pytest.mark.parametrize(
+    "style", ["other rows", "more rows", "rows of one of two", "not alone", "after a change", "filled elsewhere"]
+)
+def test_branches_that_change_other_rows_than_tested_are_refused(style: str) -> None:
+    some = torch.arange(8) % 3 == 0
+    with pytest.raises(PartcError) as error:
+        equals_eager(lambda: Branches(style), [flagged(some, ~some)])
+    assert error.value.code == "P0206" and error.value.source is not None
+    assert "test_selections.py" in error.value.source.file

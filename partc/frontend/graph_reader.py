@@ -18,6 +18,7 @@ from partc.frontend.complex_numbers import is_complex, rewritten
 from partc.frontend.random_branches import RandomBranch
 from partc.frontend.repeated_ops import RepeatedOps
 from partc.frontend.repeats import MARK
+from partc.frontend.selections import TESTED
 from partc.frontend.strided_views import windows
 from partc.frontend.value_branches import RANDOM_BRANCH
 from partc.installed import is_machinery, shortened
@@ -173,6 +174,9 @@ class GraphReader:
                 test=self._names[test],  # type: ignore[index]
                 outcome=bool(outcome), position=len(self._ops), source=source_of(node),
             ))  # fmt: skip
+            return
+        if name == TESTED:
+            self._add(name, tuple(map(self._arg, node.args)), (), (), source_of(node))
             return
         if name in _INLINED:
             self._inline(node, module)

@@ -43,6 +43,7 @@ from partc.ir.program import SELECTED, Graph
 from partc.torch_private import without_modes
 
 NOT_SELECTED = object()
+TESTED = "selection_tested"  # a mark of a test whether tensors are zero everywhere, in one part of their rows or in all
 _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{SELECTED}(Tensor mask, int dim) -> Tensor")
 _library.impl(
@@ -50,6 +51,9 @@ _library.impl(
     lambda mask, dim: torch.empty(mask.numel(), dtype=torch.int64, device=mask.device),
     "CompositeExplicitAutograd",
 )
+_library.define(f"{TESTED}(Tensor[] tested, int first, int last) -> ()")
+_library.impl(TESTED, lambda tested, first, last: None, "CompositeExplicitAutograd")
+torch.fx.node.has_side_effect(torch.ops.partc.selection_tested.default)
 _INDICES = frozenset({"where", "nonzero", "argwhere"})
 _ARITHMETIC = frozenset({
     "add", "sub", "rsub", "mul", "div", "true_divide", "divide", "multiply", "subtract", "pow", "__add__", "__radd__",
@@ -103,13 +107,20 @@ class RowCount(int):
     _selections: Selections
     _tensor: Callable[[], Tensor]
     _mask: Tensor | None
+    _tested: Tensor | None
 
     def __new__(
-        cls, whole: int, shown: int, selections: Selections, tensor: Callable[[], Tensor], mask: Tensor | None = None
+        cls,
+        whole: int,
+        shown: int,
+        selections: Selections,
+        tensor: Callable[[], Tensor],
+        mask: Tensor | None = None,
+        tested: Tensor | None = None,
     ) -> RowCount:
-        """`mask` is None for numbers that were computed from the number of rows."""
+        """`mask` is None for numbers that were computed from the number of rows; `tested` also has it for multiples."""
         made = super().__new__(cls, shown)
-        made.whole, made._selections, made._tensor, made._mask = whole, selections, tensor, mask
+        made.whole, made._selections, made._tensor, made._mask, made._tested = whole, selections, tensor, mask, tested
         return made
 
     __hash__ = int.__hash__
@@ -120,10 +131,10 @@ class RowCount(int):
         return self._tensor()
 
     def _compared(self, name: str, other: Any) -> bool:
-        if isinstance(other, int) and not isinstance(other, RowCount) and self._mask is not None:
+        if isinstance(other, int) and not isinstance(other, RowCount) and self._tested is not None:
             answer = _TESTS_OF_ZERO.get((name, other))
             if answer is not None:
-                return answer is self._selections.nonempty()
+                return answer is self._selections.nonempty(self._tested)
         same = isinstance(other, RowCount) and self._mask is not None and self._mask is other._mask
         if same or self._selections.compares_inside_torch():
             compare: Callable[[int, Any], bool] = getattr(operator, name)
@@ -131,7 +142,9 @@ class RowCount(int):
         raise _unknown_number()
 
     def __bool__(self) -> bool:
-        return self._selections.nonempty()
+        if self._tested is None:
+            raise _unknown_number()
+        return self._selections.nonempty(self._tested)
 
     def __eq__(self, other: object) -> bool:
         return self._compared("eq", other)
@@ -188,8 +201,11 @@ class PartSize(RowCount):
 
     def _compared(self, name: str, other: Any) -> bool:
         if isinstance(other, int) and not isinstance(other, RowCount) and (name, int(other)) in _TESTS_OF_ZERO:
-            return _TESTS_OF_ZERO[name, int(other)] is self._selections.nonempty()
+            return _TESTS_OF_ZERO[name, int(other)] is bool(self)
         raise _unknown_number()
+
+    def __bool__(self) -> bool:
+        return self._selections.nonempty(self.counts, self.first, self.last)
 
     def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
         """A sum of sizes of neighbouring parts is the size of one larger part."""
@@ -250,7 +266,8 @@ class Selections:
         self._rows: dict[int, _Rows] = {}
         self._indices: dict[int, tuple[weakref.ref[Tensor], tuple[Tensor, ...]]] = {}  # by the mask
         self._counts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # a count of a mask's elements
-        self._answers: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # a test of a count: if it is not zero
+        # A test of a count: its answer if the count is not zero, and the counted mask.
+        self._answers: dict[int, tuple[weakref.ref[Tensor], bool, Tensor]] = {}
         self._placed: dict[int, weakref.ref[Tensor]] = {}  # places that nonzero() found, as constants
         self._listed: dict[
             int, tuple[weakref.ref[Tensor], Tensor, int]
@@ -258,9 +275,13 @@ class Selections:
         self._parts: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}  # counts, and the mask of each part
         self._frame: FrameType | None = None
 
-    def nonempty(self) -> bool:
-        """The answer to a test whether anything is selected."""
+    def nonempty(self, tested: Tensor | None, first: int = -1, last: int = -1) -> bool:
+        """The answer to a test whether a mask selects anything, or whether counts from `first` to before `last` do.
+
+        The graph records the test. None stands for one that finds something where places of rows are found.
+        """
         self.tests.extend(self._source())
+        torch.ops.partc.selection_tested.default([] if tested is None else [tested.detach()], first, last)
         return not self._empty
 
     def _source(self) -> Iterator[Source]:
@@ -278,7 +299,7 @@ class Selections:
         self.numbers.extend(self._source())
         whole, shown = mask.numel() * times, self._shown(mask.numel()) * times
         counted = lambda: mask.ne(0).sum() * times if times != 1 else mask.ne(0).sum()  # noqa: E731
-        return RowCount(whole, shown, self, counted, mask if times == 1 else None)
+        return RowCount(whole, shown, self, counted, mask if times == 1 else None, mask)
 
     def compares_inside_torch(self) -> bool:
         """Whether a function of torch compares two numbers."""
@@ -315,7 +336,10 @@ class Selections:
         if name in _INDICES and len(args) + len(kwargs.keys() - {"as_tuple"}) == 1 and isinstance(given, Tensor):
             return self._found(given, name == "where" or bool(kwargs.get("as_tuple")))
         if name == "__getitem__":
-            return self._read(func, given, self._with_parts(given, args[1]))
+            index, masked = self._with_constants(self._with_parts(given, args[1]))
+            made = self._read(func, given, index)
+            # Unlike rows that a slice selects, those of a mask are no view.
+            return (func(given, index) if made is NOT_SELECTED else made).clone() if masked else made
         if name in ("split", "split_with_sizes") and len(args) > 1:
             return self._divided(given, args[1], args[2] if len(args) > 2 else kwargs.get("dim", 0))
         if name in ("cat", "concat", "concatenate") and isinstance(given, tuple | list):
@@ -324,10 +348,11 @@ class Selections:
             x, mask = torch.broadcast_tensors(given, args[1])
             return self._read(torch.Tensor.__getitem__, x, mask)
         held = self._of(given)
-        if name == "__setitem__" and self._of(args[2]) is not None:
-            func(given, self._as_indices(self._with_parts(given, args[1])), args[2])
-            return None
         if name == "__setitem__":
+            index, masked = self._with_constants(self._with_parts(given, args[1]))
+            if masked or self._of(args[2]) is not None:
+                func(given, self._as_indices(index), args[2])
+                return None
             return self._written(func, *args)
         if held is None:
             return NOT_SELECTED
@@ -405,7 +430,7 @@ class Selections:
     def _each(self, x: Tensor, name: str) -> Any:
         """The places that nonzero() found, one after the other, as constants."""
         real = self._value(x)
-        if real is None or not self.nonempty():
+        if real is None or not self.nonempty(None):
             return [] if name == "tolist" else ()
         with without_modes():
             numbers, values = real.tolist(), real.unbind(0)
@@ -419,19 +444,35 @@ class Selections:
             rows.append(made)
         return tuple(rows)
 
+    def _with_constants(self, index: Any) -> tuple[Any, bool]:
+        """An index with places in place of masks that are constants, and whether it had some."""
+        items = index if isinstance(index, tuple) else (index,)
+        found: list[Any] = []
+        masked = False
+        for item in items:
+            mask = self._value(item) if isinstance(item, Tensor) and item.dtype is torch.bool and item.dim() else None
+            if mask is None:
+                found.append(item)
+                continue
+            masked = True
+            with without_modes():
+                places = [places.tolist() for places in mask.nonzero(as_tuple=True)]
+            first, count = places[0][0] if places[0] else 0, len(places[0])
+            if mask.dim() == 1 and places[0] == [*range(first, first + count)]:
+                found.append(slice(None) if count == len(mask) else slice(first, first + count))
+            else:
+                found.extend(torch.tensor(numbers, dtype=torch.int64) for numbers in places)
+        return (tuple(found) if masked else index), masked
+
     def _as_indices(self, index: Any) -> tuple[Any, ...]:
-        """An index with the places of masks in place of the masks; those of a constant mask are constants."""
+        """An index with the places of masks in place of the masks."""
         items = index if isinstance(index, tuple) else (index,)
         found: list[Any] = []
         for item in items:
-            if not (isinstance(item, Tensor) and item.dtype is torch.bool and item.dim()):
-                found.append(item)
-            elif (real := self._value(item)) is None:
+            if isinstance(item, Tensor) and item.dtype is torch.bool and item.dim():
                 found.extend(self._places(item))
             else:
-                with without_modes():
-                    places = real.nonzero().T.tolist()
-                found.extend(map(torch.tensor, places))
+                found.append(item)
         return tuple(found)
 
     def _read(self, func: Callable[..., Any], x: Tensor, index: Any) -> Any:
@@ -641,7 +682,7 @@ class Selections:
             if held.dim or self.inside_torch():
                 return NOT_SELECTED
             number = self._number_of(held.mask)
-            return int(number) if not self._tests_length() else number.whole if self.nonempty() else 0
+            return int(number) if not self._tests_length() else number.whole if number else 0
         made = func(*args, **kwargs)
         if name == "stride" and isinstance(made, tuple):
             return tuple(self._size(func, name, (args[0], dim), {}, held) for dim in range(len(made)))
@@ -671,25 +712,25 @@ class Selections:
             return
         x = args[0]
         if name == "any" and x.dim():
-            self._answers[id(made)] = weakref.ref(made), True
+            self._answers[id(made)] = weakref.ref(made), True, x
         elif name in _COUNTS and x.dtype is torch.bool and x.dim():
             self._counts[id(made)] = weakref.ref(made), x
-        elif self._counted(x) is not None and len(args) == 2 and isinstance(args[1], int):
+        elif (mask := self._counted(x)) is not None and len(args) == 2 and isinstance(args[1], int):
             answer = _TESTS_OF_ZERO.get((name.strip("_"), args[1]))
             if answer is not None:
-                self._answers[id(made)] = weakref.ref(made), answer
+                self._answers[id(made)] = weakref.ref(made), answer, mask
         elif name in ("logical_not", "bitwise_not", "__invert__", "__not__"):
-            answer = self._answered(x)
-            if answer is not None:
-                self._answers[id(made)] = weakref.ref(made), not answer
+            found = self._answered(x)
+            if found is not None:
+                self._answers[id(made)] = weakref.ref(made), not found[0], found[1]
 
     def _counted(self, x: Any) -> Tensor | None:
         found = self._counts.get(id(x))
         return found[1] if found is not None and found[0]() is x else None
 
-    def _answered(self, x: Any) -> bool | None:
+    def _answered(self, x: Any) -> tuple[bool, Tensor] | None:
         found = self._answers.get(id(x))
-        return found[1] if found is not None and found[0]() is x else None
+        return found[1:] if found is not None and found[0]() is x else None
 
     def answer(self, name: str, x: Any) -> Any:
         """The value of a test whether a mask selects anything."""
@@ -703,13 +744,13 @@ class Selections:
         mask = self._counted(x)
         if mask is not None:
             if name in ("__bool__", "is_nonzero"):
-                return self.nonempty()
+                return self.nonempty(mask)
             number = self._number_of(mask)
             return number if name == "item" else float(int(number)) if name == "__float__" else int(number)
-        answer = self._answered(x)
-        if answer is None:
+        found = self._answered(x)
+        if found is None:
             return NOT_SELECTED
-        return answer is self.nonempty()
+        return found[0] is self.nonempty(found[1])
 
 
 def _leaves(item: Any) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError
 from partc.frontend.capture import Captured, Loss, capture
-from partc.frontend.empty_selections import check_empty
+from partc.frontend.empty_selections import check_empty, without_tests
 from partc.frontend.graph_reader import GraphReader, tensor_type
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_file import ModelFile, load
@@ -244,11 +244,9 @@ def _of_all_outcomes(
             finally:
                 logging.disable(logging.NOTSET)
             check_numbers(found.graph, other, numbers[0])
-    if not found.branches:
-        return made[Outcomes.ABOVE]
-    graph, longer = joined(found, trace)
+    graph, longer = joined(found, trace) if found.branches else (found.graph, Outcomes.ABOVE)
     capture, program = made[longer]
-    return capture, replace(program, regions=(replace(program.regions[0], forward=graph),))
+    return capture, replace(program, regions=(replace(program.regions[0], forward=without_tests(graph)),))
 
 
 def program_of(

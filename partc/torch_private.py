@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnValues
 from torch.fx.proxy import TracerBase
+from torch.nn.modules.adaptive import _ASMoutput as AdaptiveLosses
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -37,6 +38,7 @@ __all__ = [
     "MODULE_CALL",
     "STACK_FILTER",
     "TENSOR_HOOKS",
+    "AdaptiveLosses",
     "BatchNorm",
     "CheckpointFunction",
     "FakeTensorMode",

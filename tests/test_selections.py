@@ -214,6 +214,10 @@ class Branches(nn.Module):
                 y[flags] = self.body(x[flags])
             case "both" if flags.any() and other.any():
                 y[flags & other] = self.body(x[flags & other])
+            case "checked":
+                if len(x[flags]) > 6 or x[flags].shape[0] != flags.sum():
+                    raise ValueError("too many rows")
+                y[flags] = self.body(x[flags])
             case "in turn":
                 if flags.any():
                     y[flags] = self.body(x[flags])
@@ -242,7 +246,7 @@ def flagged(flags: Tensor, other: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "style", ["left out", "where", "where not", "computed again", "subset", "elements", "both", "in turn"]
+    "style", ["left out", "where", "where not", "computed again", "subset", "elements", "both", "in turn", "checked"]
 )
 def test_branches_on_empty_masks_change_nothing(style: str) -> None:
     some, none = torch.arange(8) % 3 == 0, torch.zeros(8, dtype=torch.bool)
@@ -259,3 +263,17 @@ def test_branches_that_change_other_rows_than_tested_are_refused(style: str) -> 
         equals_eager(lambda: Branches(style), [flagged(some, ~some)])
     assert error.value.code == "P0206" and error.value.source is not None
     assert "test_selections.py" in error.value.source.file
+
+
+class AdaptiveLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.AdaptiveLogSoftmaxWithLoss(16, 40, [10, 20], div_value=2.0, head_bias=True)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(x, labels).loss + self.loss(x[0], labels[0]).output
+
+
+def test_clusters_of_classes_compute_all_rows() -> None:
+    every, few = torch.randint(40, (12,)), torch.randint(9, (12,))
+    equals_eager(AdaptiveLoss, [{"x": torch.randn(12, 16, dtype=torch.float64), "labels": x} for x in (every, few)])

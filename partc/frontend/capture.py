@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -28,6 +27,7 @@ from partc.frontend.rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.selections import Selections
 from partc.frontend.trace_errors import explained
 from partc.frontend.transforms import transformed
+from partc.frontend.untraceable_modules import untraceable_modules
 from partc.frontend.value_branches import ValueWatch
 from partc.frontend.values import with_values
 from partc.installed import is_machinery
@@ -36,7 +36,7 @@ from partc.quoting import encodable
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import constants, entries, of_model, rebuilt
 from partc.runtime.train.precision import computing_in, dtype_held, held_in
-from partc.torch_private import STACK_FILTER, BatchNorm, FakeTensorMode, TracerBase, fake_stored, without_modes
+from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase, fake_stored, without_modes
 
 Loss = Callable[[Any, Any], Any]
 
@@ -116,7 +116,7 @@ class _TracedStep(nn.Module):
         try:
             with (
                 computing_in(self._dtype), self._watch.watching(), counting(self._watch.modules), values.watching(),
-                repeats.marking(), _conversions(), _cumulative_averages(), self._with_masks(),
+                repeats.marking(), _conversions(), untraceable_modules(), self._with_masks(),
             ):  # fmt: skip
                 found = self._forward(batch)
             self._assumed.update(dict.fromkeys(values.sentences))
@@ -337,33 +337,6 @@ def _conversions() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = convert  # type: ignore[method-assign]
-
-
-@contextmanager
-def _cumulative_averages() -> Iterator[None]:
-    """A context in which batch norms without a momentum average their statistics by tensors.
-
-    Torch makes a Python number of the number of batches.
-    """
-    plain = BatchNorm.forward
-
-    def forward(norm: BatchNorm, x: Tensor) -> Tensor:
-        number, mean, var = norm.num_batches_tracked, norm.running_mean, norm.running_var
-        if norm.momentum is not None or not norm.training or number is None or mean is None or var is None:
-            return plain(norm, x)
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        with torch.no_grad():
-            number.add_(1)
-            share = number.reciprocal().to(mean.dtype)
-            mean.mul_(1 - share).add_(share * x.mean(dims))
-            var.mul_(1 - share).add_(share * x.var(dims))
-        return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
-
-    BatchNorm.forward = forward  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        BatchNorm.forward = plain  # type: ignore[method-assign]
 
 
 def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:

@@ -40,7 +40,8 @@ _POSITIVE = frozenset({"one_hot", "bincount"})
 _ZERO = _KEPT | _VIEWS | _TOTALS | {"index", "index_select", "gather", "cumsum", "repeat", "repeat_interleave"}
 _BOTH = frozenset({"logical_and", "bitwise_and", "__and__"})
 _NOT = frozenset({"logical_not", "bitwise_not"})
-_WRITES = frozenset({"index_add", "index_add_", "index_put", "index_put_"})
+_PUTS = frozenset({"index_put", "index_put_"})
+_WRITES = _PUTS | {"index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"}
 
 
 def check_empty(full: Graph, empty: Graph, test: Source) -> None:
@@ -71,7 +72,7 @@ def without_tests(graph: Graph) -> Graph:
 
 @dataclass(slots=True)
 class _Zeros:
-    """Which values are zero everywhere if a tested tensor is."""
+    """The values that are zero everywhere if a tested tensor is."""
 
     makers: Mapping[str, Op]
     test: Op
@@ -215,7 +216,7 @@ class _Alignment:
         if op.name in _ORDERED:
             return operands[0]
         if op.name in _WRITES:
-            places = op.args[2:3] if "add" in op.name else op.args[1]
+            places = op.args[1] if op.name in _PUTS else op.args[2:3]
             names = [place.name for place in places if isinstance(place, Ref)] if isinstance(places, tuple) else []
             masks = [*map(self._mask_of_places, names)]
             return operands[0] if masks and any(mask and self._is_zero(mask, active) for mask in masks) else ""

@@ -131,6 +131,9 @@ class RowCount(int):
         return self._tensor()
 
     def _compared(self, name: str, other: Any) -> bool:
+        passed = self._selections.passed()
+        if passed is not None:
+            return passed
         if isinstance(other, int) and not isinstance(other, RowCount) and self._tested is not None:
             answer = _TESTS_OF_ZERO.get((name, other))
             if answer is not None:
@@ -254,15 +257,17 @@ class Selections:
         shown: Callable[[int], int],
         value: Callable[[Tensor], Tensor | None],
         know: Callable[[Any, Any], None],
+        guard: Callable[[FrameType | None], bool | None],
     ) -> None:
         """With `empty`, tests answer that nothing is selected. `value` and `know` are of constants.
 
-        `shown` gives the integer that stands for a number of selected rows, from the number of all rows.
+        `shown` gives the integer that stands for a number of selected rows, from the number of all rows. `guard` gives
+        the outcome of a test in a frame whose other outcome only raises.
         """
         self.tests: list[Source] = []
         self.numbers: list[Source] = []  # of rows, that the model reads
         self._empty, self._shown = empty, shown
-        self._value, self._know = value, know
+        self._value, self._know, self._guard = value, know, guard
         self._rows: dict[int, _Rows] = {}
         self._indices: dict[int, tuple[weakref.ref[Tensor], tuple[Tensor, ...]]] = {}  # by the mask
         self._counts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # a count of a mask's elements
@@ -303,11 +308,12 @@ class Selections:
 
     def compares_inside_torch(self) -> bool:
         """Whether a function of torch compares two numbers."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename == __file__:
-            frame = frame.f_back
-        self._frame = frame
+        self._frame = _outside()
         return self.inside_torch()
+
+    def passed(self) -> bool | None:
+        """The outcome under which a guard that compares two numbers does not raise; None for other comparisons."""
+        return self._guard(_outside())
 
     def inside_torch(self) -> bool:
         return self._frame is not None and is_machinery(self._frame.f_code.co_filename)
@@ -751,6 +757,14 @@ class Selections:
         if found is None:
             return NOT_SELECTED
         return found[0] is self.nonempty(found[1])
+
+
+def _outside() -> FrameType | None:
+    """The frame that called into this file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
 
 
 def _leaves(item: Any) -> Iterator[Any]:

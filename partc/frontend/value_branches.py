@@ -78,6 +78,7 @@ class ValueWatch(TorchFunctionMode):
             shown=_SHOWN.get(outcomes, lambda rows: rows),
             value=self._value,
             know=self._know,
+            guard=self._passed,
         )
 
     @property

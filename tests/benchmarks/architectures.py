@@ -467,6 +467,162 @@ def newer_tasks() -> dict[str, Architecture]:
     }  # fmt: skip
 
 
+SMALL_SWIN: dict[str, Any] = {
+    "model_type": "swin", "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2], "window_size": 4,
+    "patch_size": 4, "image_size": 64, "out_features": ["stage1", "stage2", "stage3", "stage4"],
+}  # fmt: skip
+SMALL_DEPTH: dict[str, Any] = {"neck_hidden_sizes": [8, 8, 16, 16], "fusion_hidden_size": 16}
+
+
+def further_tasks() -> dict[str, Architecture]:
+    """Detection, segmentation, depth, video, speech, music, documents, and pictures within text."""
+
+    def picture(*wanted: int, pixels: int = PIXELS) -> Callable[[], Batch]:
+        return lambda: {"pixel_values": noise(3, pixels, pixels), "target": noise(*wanted)}
+
+    def segments() -> Batch:
+        return {"pixel_values": noise(3, 64, 64), "labels": torch.randint(CLASSES, (BATCH, 64, 64))}
+
+    def told(places: int, *frames: int, length: int = LENGTH) -> Callable[[], Batch]:
+        """Texts that begin with the places of a picture's patches."""
+        return lambda: {
+            "input_ids": torch.cat([torch.full((BATCH, places), WORDS - 1), tokens(length - places) - 3], 1),
+            "pixel_values": noise(*frames, 3, PIXELS, PIXELS), "labels": tokens(length),
+        }  # fmt: skip
+
+    def seen_and_read() -> Batch:
+        return {"input_ids": tokens(), "pixel_values": noise(3, PIXELS, PIXELS), "labels": torch.randint(2, (BATCH,))}
+
+    def detector(name: str, task: str, classes: int, **given: Any) -> Architecture:
+        return transformer(name, task, picture(6, classes, pixels=64), use_timm_backbone=False, backbone=None,
+                           use_pretrained_backbone=False, num_queries=6, **{"backbone_config": RESNET, **given})  # fmt: skip
+
+    def deep(stages: int, **given: Any) -> dict[str, Any]:
+        return {**SMALL_SIGHT, "image_size": 64, "num_hidden_layers": stages, "reshape_hidden_states": False,
+                "out_features": [f"stage{stage + 1}" for stage in range(stages)], **given}  # fmt: skip
+
+    def patches() -> Batch:
+        place = torch.arange(16.0).expand(BATCH, -1)[..., None]
+        return {"flattened_patches": torch.cat([place // 4 + 1, place % 4 + 1, noise(16, 192)], -1),
+                "attention_mask": torch.ones(BATCH, 16), "labels": tokens()}  # fmt: skip
+
+    def grids() -> Batch:
+        """Pictures of 4 by 4 patches, two by two of which are one place of a text."""
+        image = torch.cat([torch.full((BATCH, 1), WORDS - 2), torch.full((BATCH, 4), WORDS - 1)], 1)
+        place = torch.arange(LENGTH).expand(BATCH, -1)
+        return {"input_ids": torch.cat([image, tokens(LENGTH - 5) - 3], 1), "pixel_values": torch.randn(BATCH * 16, 384),
+                "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH), "labels": tokens(),
+                "mm_token_type_ids": ((place > 0) & (place < 5)).long()}  # fmt: skip
+
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    tiles = {"aspect_ratio_ids": torch.ones(BATCH, 1, dtype=torch.long), "aspect_ratio_mask": torch.ones(BATCH, 1, 1).long(),
+             "cross_attention_mask": torch.ones(BATCH, LENGTH, 1, 1).long()}  # fmt: skip
+    return {
+        "aria_text": transformer("aria_text", "AriaTextForCausalLM", text, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
+        "blip-2": transformer("blip-2", "Blip2ForConditionalGeneration", told(16, length=24), vision_config=SMALL_SIGHT,
+                              qformer_config={**SMALL_TEXT, "encoder_hidden_size": 64}, num_query_tokens=16, image_token_index=WORDS - 1,
+                              text_config={"model_type": "opt", **SMALL_TEXT, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+        "bridgetower": transformer("bridgetower", "BridgeTowerForImageAndTextRetrieval", seen_and_read, text_config=SMALL_TEXT,
+                                   vision_config=SMALL_SIGHT),
+        "dab-detr": detector("dab-detr", "DabDetrForObjectDetection", CLASSES),
+        "deformable_detr": detector("deformable_detr", "DeformableDetrForObjectDetection", CLASSES, num_feature_levels=2,
+                                    backbone_config={**RESNET, "out_features": ["stage1", "stage2"]}),
+        "depth_anything": transformer("depth_anything", "DepthAnythingForDepthEstimation", picture(64, 64, pixels=64), backbone=None,
+                                      backbone_config=deep(4, model_type="dinov2"), patch_size=8, reassemble_hidden_size=64,
+                                      head_in_index=-1, head_hidden_size=8, **SMALL_DEPTH),
+        "dinov3_convnext": transformer("dinov3_convnext", "DINOv3ConvNextModel", picture(2, 32), hidden_sizes=[8, 16, 16, 32],
+                                       depths=[1, 1, 1, 1]),
+        "dinov3_vit": transformer("dinov3_vit", "DINOv3ViTModel", picture(17, 64)),
+        "dpt": transformer("dpt", "DPTForSemanticSegmentation", segments, image_size=64, backbone_out_indices=[0, 1, 2, 3],
+                           is_hybrid=False, num_hidden_layers=4, **SMALL_DEPTH),
+        "flava": transformer("flava", "FlavaModel", lambda: {"input_ids": tokens(), "pixel_values": noise(3, PIXELS, PIXELS), "target": noise(17, 64)},
+                             image_config=SMALL_SIGHT, text_config=SMALL_TEXT, multimodal_config=SMALL_SIGHT),
+        "fuyu": transformer("fuyu", "FuyuForCausalLM", text, text_config={"model_type": "persimmon", **SMALL_TEXT}, **SMALL_TEXT),
+        "gemma3n_text": transformer("gemma3n_text", "AutoModelForCausalLM", text, intermediate_size=128, hidden_size_per_layer_input=8,
+                                    vocab_size_per_layer_input=WORDS, laurel_rank=4, num_kv_shared_layers=0, altup_num_inputs=2,
+                                    activation_sparsity_pattern=[0.95, 0.0], layer_types=["sliding_attention", "full_attention"]),
+        "groupvit": transformer("groupvit", "GroupViTModel", both, text_config=SMALL_TEXT,
+                                vision_config={**SMALL_SIGHT, "depths": [1, 1, 1], "num_group_tokens": [4, 2, 0], "num_output_groups": [4, 2, 0]}),
+        "idefics2": transformer("idefics2", "Idefics2ForConditionalGeneration", told(4, 1), text_config={"model_type": "mistral", **SMALL_TEXT},
+                                vision_config=SMALL_SIGHT, image_token_id=WORDS - 1,
+                                perceiver_config={"resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4,
+                                                  "resampler_head_dim": 16, "num_key_value_heads": 2, "hidden_size": 64}),
+        "internvl": transformer("internvl", "InternVLForConditionalGeneration", told(4), text_config={"model_type": "qwen2", **SMALL_TEXT},
+                                vision_config={**SMALL_SIGHT, "image_size": [PIXELS, PIXELS], "patch_size": [8, 8]},
+                                image_token_id=WORDS - 1, image_seq_length=4),
+        "kosmos-2": transformer("kosmos-2", "Kosmos2ForConditionalGeneration",
+                                lambda: {**told(8, length=24)(), "image_embeds_position_mask": (torch.arange(24).expand(BATCH, -1) < 8).long()},
+                                text_config={"vocab_size": WORDS, "embed_dim": 64, "layers": 2, "ffn_dim": 64, "attention_heads": 4,
+                                             "max_position_embeddings": 64}, vision_config=SMALL_SIGHT, latent_query_num=8),
+        "lilt": transformer("lilt", "LiltForTokenClassification",
+                            lambda: {"input_ids": tokens(), "bbox": torch.randint(400, (BATCH, LENGTH, 4)).sort(-1)[0], "labels": torch.randint(CLASSES, (BATCH, LENGTH))},
+                            max_2d_position_embeddings=1024, channel_shrink_ratio=4, hidden_size=48),
+        "mask2former": transformer("mask2former", "Mask2FormerForUniversalSegmentation", picture(6, CLASSES + 1, pixels=64),
+                                   backbone_config=SMALL_SWIN, feature_size=32, mask_feature_size=32, hidden_dim=32,
+                                   encoder_feedforward_dim=32, dim_feedforward=64, encoder_layers=1, num_queries=6),
+        "maskformer": transformer("maskformer", "MaskFormerForInstanceSegmentation", picture(6, CLASSES + 1, pixels=64), backbone_config=SMALL_SWIN,
+                                  decoder_config={"model_type": "detr", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_queries": 6,
+                                                  "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
+                                  fpn_feature_size=32, mask_feature_size=32),
+        "mllama": transformer("mllama", "MllamaForConditionalGeneration", lambda: {**told(0, 1, 1)(), **tiles}, image_token_index=WORDS - 1,
+                              text_config={**SMALL_TEXT, "num_hidden_layers": 4, "cross_attention_layers": [1, 3], "pad_token_id": 0},
+                              vision_config={**SMALL_SIGHT, "attention_heads": 4, "num_global_layers": 1, "max_num_tiles": 1,
+                                             "intermediate_layers_indices": [0], "vision_output_dim": 128, "supported_aspect_ratios": [[1, 1]]}),
+        "mobilevitv2": transformer("mobilevitv2", "AutoModelForImageClassification", lambda: {"pixel_values": noise(3, 128, 128), "labels": classes()},
+                                   width_multiplier=0.25, n_attn_blocks=[1, 1, 1], without="patch_size"),
+        "musicgen_decoder": transformer("musicgen_decoder", "MusicgenForCausalLM",
+                                        lambda: {"input_ids": torch.randint(WORDS, (BATCH * 2, LENGTH)), "labels": torch.randint(WORDS, (BATCH, LENGTH, 2))},
+                                        num_codebooks=2),
+        "olmo_hybrid": transformer("olmo_hybrid", "AutoModelForCausalLM", text, layer_types=["linear_attention", "full_attention"],
+                                   **{**SMALL_DELTA, "linear_num_key_heads": 4}),
+        "owlv2": transformer("owlv2", "Owlv2Model", both, **PAIR),
+        "parakeet_ctc": transformer("parakeet_ctc", "ParakeetForCTC",
+                                    lambda: {"input_features": noise(64, 80), "attention_mask": torch.ones(BATCH, 64, dtype=torch.bool), "labels": torch.randint(3, 32, (BATCH, 4))},
+                                    encoder_config={**SMALL_TEXT, "num_key_value_heads": 4, "num_mel_bins": 80, "subsampling_conv_channels": 8}, vocab_size=32),
+        "pix2struct": transformer("pix2struct", "Pix2StructForConditionalGeneration", patches,
+                                  text_config={"vocab_size": WORDS, "hidden_size": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+                                  vision_config={"hidden_size": 64, "patch_embed_hidden_size": 192, "d_ff": 128, "d_kv": 16, "num_hidden_layers": 2,
+                                                 "num_attention_heads": 4, "seq_len": 32}),
+        "pop2piano": transformer("pop2piano", "Pop2PianoForConditionalGeneration", lambda: {"inputs_embeds": noise(LENGTH, 64), "labels": tokens()},
+                                 decoder_start_token_id=0),
+        "qwen2_vl": transformer("qwen2_vl", "Qwen2VLForConditionalGeneration", grids, text_config={**SMALL_TEXT, "rope_parameters": sections},
+                                vision_config={"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "patch_size": 8,
+                                               "spatial_merge_size": 2, "temporal_patch_size": 2},
+                                image_token_id=WORDS - 1, vision_start_token_id=WORDS - 2, video_token_id=WORDS - 3),
+        "roc_bert": transformer("roc_bert", "AutoModelForMaskedLM", masked_text, pronunciation_vocab_size=16, shape_vocab_size=16,
+                                pronunciation_embed_dim=16, shape_embed_dim=16, enable_pronunciation=True, enable_shape=True),
+        "rt_detr": transformer("rt_detr", "RTDetrForObjectDetection", picture(6, CLASSES, pixels=64), backbone=None,
+                               backbone_config={"model_type": "rt_detr_resnet", "embedding_size": 16, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1],
+                                                "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]},
+                               encoder_hidden_dim=32, encoder_in_channels=[16, 32, 32], feat_strides=[8, 16, 32], d_model=32, num_queries=6,
+                               decoder_in_channels=[32, 32, 32], num_denoising=0, encode_proj_layers=[2]),
+        "sam_vision": transformer("sam_vision_model", "SamVisionModel", picture(16, 4, 4), output_channels=16, window_size=2, global_attn_indexes=[1]),
+        "sew-d": transformer("sew-d", "SEWDForSequenceClassification", sound, **SPEECH, squeeze_factor=2),
+        "smolvlm": transformer("smolvlm", "SmolVLMForConditionalGeneration", told(16, 1, length=24), text_config={"model_type": "llama", **SMALL_TEXT},
+                               vision_config=SMALL_SIGHT, image_token_id=WORDS - 1, scale_factor=1),
+        "speecht5": transformer("speecht5", "SpeechT5ForSpeechToText", lambda: {"input_values": noise(640), "labels": tokens(8)},
+                                **{key: size for key, size in SPEECH.items() if key != "classifier_proj_size"}, encoder_layerdrop=0.0, decoder_layerdrop=0.0),
+        "table-transformer": detector("table-transformer", "TableTransformerForObjectDetection", CLASSES + 1),
+        "timesfm2_5": transformer("timesfm2_5", "TimesFm2_5Model", lambda: {"past_values": noise(64), "target": noise(2, 64)}, patch_length=32,
+                                  context_length=64, horizon_length=32),
+        "unispeech": transformer("unispeech", "UniSpeechForSequenceClassification", sound, **SPEECH),
+        "upernet": transformer("upernet", "UperNetForSemanticSegmentation", segments, hidden_size=16, auxiliary_in_channels=16,
+                               auxiliary_channels=16, pool_scales=[1, 2],
+                               backbone_config={"model_type": "convnext", "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1],
+                                                "out_features": ["stage1", "stage2", "stage3", "stage4"]}),
+        "vjepa2": transformer("vjepa2", "VJEPA2ForVideoClassification", lambda: {"pixel_values_videos": noise(4, 3, PIXELS, PIXELS), "labels": classes()},
+                              crop_size=PIXELS, frames_per_clip=4, num_pooler_layers=1, pred_hidden_size=32, pred_num_attention_heads=2,
+                              pred_num_hidden_layers=1, pred_num_mask_tokens=2),
+        "xclip": transformer("xclip", "XCLIPModel", lambda: {"input_ids": tokens(), "pixel_values": noise(4, 3, PIXELS, PIXELS), "return_loss": True},
+                             text_config=SMALL_TEXT, projection_dim=64, prompt_num_attention_heads=4, prompt_layers=1,
+                             vision_config={**SMALL_SIGHT, "num_frames": 4, "mit_hidden_size": 64, "mit_intermediate_size": 64,
+                                            "mit_num_hidden_layers": 1, "mit_num_attention_heads": 4}),
+        "zoedepth": transformer("zoedepth", "ZoeDepthForDepthEstimation", picture(128, 128, pixels=64), backbone=None, backbone_hidden_size=64,
+                                backbone_config=deep(4, model_type="beit", use_relative_position_bias=True, use_shared_relative_position_bias=False),
+                                bottleneck_features=16, num_attractors=[4, 2, 2, 1], bin_embedding_dim=8, **SMALL_DEPTH),
+    }  # fmt: skip
+
+
 def _captioner() -> nn.Module:
     from transformers import GPT2Config, VisionEncoderDecoderConfig, VisionEncoderDecoderModel, ViTConfig
 
@@ -505,6 +661,7 @@ def of_transformers() -> dict[str, Architecture]:
         for name, given in NEWER_VISION.items()
     }
     found |= newer_tasks()
+    found |= further_tasks()
     found |= {name: transformer(name, "AutoModelForSeq2SeqLM", pairs, **given) for name, given in TWO_SIDED.items()}
     found |= {name: transformer(name, "AutoModelForImageClassification", images, **v) for name, v in VISION.items()}
     found |= {

@@ -42,6 +42,7 @@ from partc.rehearsal.rehearsal import rehearse
 from partc.rules import resolve
 
 GPT = str(Path(__file__).parent.parent / "examples" / "gpt.py")
+PLAIN_GPT = str(Path(__file__).parent / "models" / "gpt.py")
 CLICKS = Path(__file__).parent / "benchmarks" / "clicks.py"
 MODEL = str(Path(__file__).parent / "models" / "gpt.py")
 PLANS: tuple[dict[str, Any], ...] = (
@@ -109,6 +110,17 @@ def test_the_footprint_is_close_to_the_account(simulator: Simulator, given: dict
     options = wanted.on(simulator.cluster).compile_options()
     alone = compilation(GPT, None, options, model_options=dict(wanted.definitions)).program
     assert Footprint(alone).peak == pytest.approx(rehearse(alone).worst.peak, rel=0.15)
+
+
+def test_the_footprint_has_the_keys_and_values_that_go_around() -> None:
+    """In the backward pass of attention, in which this model's memory is at its peak."""
+    small = {"batch": 4, "layers": 1, "seq": 16384, "vocab": 64}
+    wanted = ParallelPlan(mesh="cp=4", kernels="triton", options=small)
+    options = wanted.compile_options()
+    program = compilation(PLAIN_GPT, None, options, model_options=dict(wanted.definitions)).program
+    account = rehearse(program).worst
+    assert any(item.name == "shift" for item in account.alive)
+    assert Footprint(program).peak == pytest.approx(account.peak, rel=0.1)
 
 
 def test_sparse_gradients_are_predicted_as_the_rows_that_a_step_looks_up() -> None:

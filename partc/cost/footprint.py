@@ -10,14 +10,29 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import islice
 
 from partc.communication.exchanges import Exchanges, graph_of
 from partc.cost.local_costs import LocalCosts
 from partc.cost.saved_tensors import flights, held_inputs, saved_bytes
+from partc.ir.collectives import inside, parts
 from partc.ir.gradients import touched_rows
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import ITEMSIZE, SPARSE, VIEWS, Call, Graph, GraphKind, Op, Parameter, Program, Ref, Region
+from partc.ir.program import (
+    ITEMSIZE,
+    SPARSE,
+    VIEWS,
+    Call,
+    Graph,
+    GraphKind,
+    Op,
+    Parameter,
+    Program,
+    Ref,
+    Region,
+    TensorType,
+)
 
 _KINDS: tuple[GraphKind, ...] = ("F", "B", "I", "W")
 _STATES = 2  # of AdamW, in the parameter's type
@@ -191,7 +206,7 @@ def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> 
             owner.update((value.name, op.args[0].name) for value in op.results)
         for name in op.refs():
             last[root(name)] = index
-    end = len(graph.ops)
+    end, types = len(graph.ops), region.types(graph)
     for name in graph.outputs:
         last[root(name)] = end
     incoming = {value.name: value.type.local_bytes(sizes) for value in graph.inputs if value.name not in saved}
@@ -207,6 +222,7 @@ def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> 
             if value.name in saved:  # its memory is in the saved values, until its last reader has run
                 freed.setdefault(last.get(value.name, end), []).append(value.type.local_bytes(sizes))
     for index, op in enumerate(graph.ops):
+        before = alive
         for value in op.results:
             name = value.name
             if name in owner or name in given or (kind == "F" and name in kept):
@@ -216,9 +232,22 @@ def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> 
             size = bytes_of[name] = value.type.local_bytes(sizes)
             alive += size
             freed.setdefault(last.get(name, index), []).append(size)
-        peak = max(peak, alive)
+        peak = max(peak, alive, before + _around(op, types, sizes))
         alive -= sum(freed.pop(index, ()))
     return peak
+
+
+def _around(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
+    """The bytes that attention around a ring holds before it has results; 0 for any other operation.
+
+    Keys and values of two ranks, one of which arrive; gradients of three, as those that were sent stay until the next
+    ones are made; and sums of the queries' rows in fp32.
+    """
+    if parts(op, sizes) == 1:
+        return 0
+    moved = [size * ITEMSIZE[dtype] for _, _, size, dtype in islice(inside(op, types, sizes), 2)]
+    gradients = 3 * moved[1] if op.name.endswith("_backward") else 0
+    return 2 * moved[0] + gradients + math.prod(op.results[0].type.layout.local_shape(sizes)) * ITEMSIZE["f32"]
 
 
 def _adds(op: Op) -> bool:

@@ -11,7 +11,8 @@
     NeMo          docs/source/performance/performance_summary.md of NVIDIA/NeMo, 24.07, in fp8
 
 Names in the first arguments choose tables and runs. Models are configurations for `hf:`. Recomputation is as published,
-and "none" where it is not.
+in recipes, too (gpt-oss in scripts/performance of Megatron-Bridge: norms and activations, but on GB300; AutoModel in
+examples/benchmark: blocks), and "none" where it is not. nanotron's runs are predicted with torch's own kernels.
 """
 
 from __future__ import annotations
@@ -130,6 +131,9 @@ _BEST = """
 _TENSOR = ((2, 3, 14167.25), (4, 9, 13460.16), (8, 18, 10888.53), (16, 40, 6159.30), (32, 90, 3609.73))
 
 
+_EAGER: Mapping[str, Any] = {"kernels": "aten"}  # programs of torch's own operations, besides attention
+
+
 def _nanotron() -> Iterator[HeldOut]:
     words = _BEST.split()
     for first in range(0, len(words), 9):
@@ -142,12 +146,12 @@ def _nanotron() -> Iterator[HeldOut]:
         yield HeldOut(
             table="nanotron", model=f"nanotron {size}", device="H100-80GB", mesh=f"pp={pp},dp={dp},tp={tp}",
             microbatches=times, batch=dp * times * each, seq=4096, tokens=share / 100 * 989e12 / (6 * each_token),
-            gigabytes=gigabytes, decisions={"zero": zero},
+            gigabytes=gigabytes, decisions={"zero": zero, **_EAGER},
         )  # fmt: skip
     for tp, each, tokens in _TENSOR:
         yield HeldOut(
             table="nanotron", model="nanotron 3B", device="H100-80GB", mesh=f"tp={tp}", microbatches=1, batch=each,
-            seq=4096, tokens=tokens,
+            seq=4096, tokens=tokens, decisions=_EAGER,
         )  # fmt: skip
 
 
@@ -164,6 +168,8 @@ def _one(
 
 
 _SHARDED: Mapping[str, Any] = {"zero": 3, "recompute": "selective"}
+_SHARDED_AGAIN: Mapping[str, Any] = {"zero": 3, "recompute": "full"}
+_NORMS: Mapping[str, Any] = {"zero": 1, "recompute": "selective"}
 _EIGHT: Mapping[str, Any] = {"precision": "fp8", "zero": 1}
 
 
@@ -181,13 +187,13 @@ RUNS: tuple[HeldOut, ...] = (
     _one("fms-fsdp", "llama2 7B", "A100-80GB", "dp=128", (1, 256, 4096, 3760), zero=3),
     _one("fms-fsdp", "llama2 13B", "A100-80GB", "dp=128", (1, 128, 4096, 1700), zero=3),
     _one("fms-fsdp", "llama2 70B", "A100-80GB", "dp=128", (1, 768, 4096, 380), zero=3, recompute="full"),
-    _one("AutoModel", "llama3 70B", "H100-80GB", "dp=32,tp=2", (4, 128, 8192, 866.77), **_SHARDED),
-    _one("AutoModel", "qwen3 30B", "H100-80GB", "ep=8", (16, 512, 4096, 12040), **_SHARDED),
+    _one("AutoModel", "llama3 70B", "H100-80GB", "dp=32,tp=2", (4, 128, 8192, 866.77), **_SHARDED_AGAIN),
+    _one("AutoModel", "qwen3 30B", "H100-80GB", "ep=8", (16, 512, 4096, 12040), **_SHARDED_AGAIN),
     _one("Bridge", "qwen3 235B", "GB200-186GB", "pp=8,ep=32", (256, 8192, 4096, 4916), zero=1, **_turns(3)),
     _one("Bridge MoE", "gpt-oss 120B", "GB300-288GB", "ep=64", (5, 1280, 4096, 19275), zero=1),
-    _one("Bridge MoE", "gpt-oss 120B", "GB200-186GB", "ep=64", (5, 1280, 4096, 15938), zero=1),
-    _one("Bridge MoE", "gpt-oss 120B", "B200-180GB", "dp=8,ep=8", (5, 1280, 4096, 13045), zero=1),
-    _one("Bridge MoE", "gpt-oss 120B", "H100-80GB", "pp=4,dp=2,ep=8", (80, 1280, 4096, 5824), zero=1),
+    _one("Bridge MoE", "gpt-oss 120B", "GB200-186GB", "ep=64", (5, 1280, 4096, 15938), **_NORMS),
+    _one("Bridge MoE", "gpt-oss 120B", "B200-180GB", "dp=8,ep=8", (5, 1280, 4096, 13045), **_NORMS),
+    _one("Bridge MoE", "gpt-oss 120B", "H100-80GB", "pp=4,dp=2,ep=8", (80, 1280, 4096, 5824), **_NORMS),
     _one("Bridge MoE", "qwen3 30B", "GB200-186GB", "ep=8", (16, 512, 4096, 39936), **_MIXED),
     _one("Bridge MoE", "qwen3 30B", "H100-80GB", "ep=16", (64, 1024, 4096, 8901), **_MIXED),
     _one("Bridge MoE", "qwen3 235B", "GB300-288GB", "pp=4,dp=2,ep=32", (64, 8192, 4096, 8816), **_MIXED, **_turns(12)),

@@ -148,3 +148,32 @@ def test_kernels_rotate_heads_that_are_cut(mesh: str) -> None:
     package = partc.compile(GPT, mesh=mesh, kernels="triton", precision="fp64", options={"depth": 1, "batch": 2})
     found = package.verify(steps=1)
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
+class Padded(nn.Module):
+    """Attention with copied key heads. Each layer makes the mask of the batch's lengths anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 16) for _ in range(2))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        for layer in self.layers:
+            q, k, v = (each.unflatten(2, (-1, 4)).transpose(1, 2) for each in layer(x).split([8, 4, 4], 2))
+            k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+            seen = torch.arange(x.shape[1]) < lengths[:, None, None, None]
+            weights = (q @ k.transpose(2, 3)).masked_fill(~seen, float("-inf")).softmax(3)
+            x = x + (weights @ v).transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+def test_copied_heads_are_grouped_and_a_batch_has_one_mask() -> None:
+    batch = {"x": torch.randn(8, 6, 8), "lengths": torch.randint(1, 7, (8,))}
+    package = partc.compile(Padded, batch, mesh="pp=2,dp=2", microbatches=2, precision="fp64")
+    ops = [(op, region) for region in package.program.regions for op in region.forward.ops]
+    for op, region in ops:
+        if op.name == "attention":
+            shapes = [region.types(region.forward)[name].shape[1] for name in op.refs()]
+            assert shapes == [2, 1, 1, 1]
+    assert sum(op.name == "where" for op, _ in ops) == 1
+    assert package.verify(steps=1).ok

@@ -278,27 +278,33 @@ def _short_chains(region: Region) -> Region:
 
 
 def _once(region: Region) -> Region:
-    """Merge equal operations that depend on no input, or that one module runs on equal operands in two of its calls.
+    """Merge equal operations that depend on no input or on no parameter, or that one module runs twice.
 
-    Bodies share the views of one table, and a model that runs twice on one batch computes once.
+    Bodies share the views of one table and the masks of a batch, and a model that runs twice on one batch computes
+    once.
     """
-    bound = {value.name for value in region.forward.inputs}
+    fed = {value.name for value in region.forward.inputs}
+    weighted = {value.name for value in region.params}
     known: dict[tuple[str | None, str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]], Op] = {}
     same: dict[str, str] = {}
     ops = []
     for op in region.forward.ops:
         op = replace(op.renamed(same), results=op.results)
         module = op.source.module if op.source else ""
-        free = bound.isdisjoint(op.refs())
-        if free or (op.name not in RANDOM and not op.body):
-            key = (None if free else module, op.name, op.args, op.attrs)
+        unfed, plain = fed.isdisjoint(op.refs()), op.name not in RANDOM and not op.body
+        if unfed or plain:
+            shared = unfed or weighted.isdisjoint(op.refs())
+            key = (None if shared else module, op.name, op.args, op.attrs)
             alike = key in known and _key_types(known[key]) == _key_types(op)
             if alike and fuel.allowed("constant made once", op.source):
                 same.update((new.name, old.name) for new, old in zip(op.results, known[key].results, strict=True))
                 continue
             known[key] = op
-        if not free:
-            bound.update(value.name for value in op.results)
+        made = [value.name for value in op.results]
+        if not unfed:
+            fed.update(made)
+        if not plain or not weighted.isdisjoint(op.refs()):
+            weighted.update(made)
         ops.append(op)
     return _rebuilt(region, ops, same)
 

@@ -39,6 +39,13 @@ def _grouped_heads(match: Match) -> Op | None:
     return replace(match.root, args=(match["q"], match["k"], match["v"], *match["rest"]))
 
 
+def _repeated_heads(match: Match) -> Op | None:
+    """The same for copies that `repeat_interleave` makes of each head."""
+    if not isinstance(match["n"], int) or any(len(match.shape(name) or ()) != 4 for name in ("k", "v")):
+        return None
+    return replace(match.root, args=(match["q"], match["k"], match["v"], *match["rest"]))
+
+
 def _rms_norm(match: Match) -> Op | None:
     w, x = match["w"], match["x"]
     shape, weight = match.shape("x"), match.shape("w")
@@ -181,6 +188,13 @@ IDIOMS = (
             " reshape((v_copies := expand((v_inner := reshape(v, _)), _)), _), *rest)"
         ),
         instead=_grouped_heads,
+    ),
+    Rewrite(
+        name="repeated heads",
+        pattern=Pattern(
+            "(attention | attention_dropout)(q, repeat_interleave(k, n, 1), repeat_interleave(v, n, 1), *rest)"
+        ),
+        instead=_repeated_heads,
     ),
     Rewrite(
         name="rms_norm",

@@ -53,6 +53,7 @@ BAD: dict[str, tuple[str, ...]] = {
     "--init": ("", "{folder}/none", "/dev/null", "{folder}", "{folder}/file"),
     "--tuned": ("", "{folder}/none", "/dev/null", "{folder}"),
     "--trace-steps": ("x", "3:1", "0:2", ":", "2:3"),
+    "--eval-every": ("-1", "x", "1.5", "2"),
     "--bogus": ("1",),
     "--virtual": ("1",),
 }

@@ -136,6 +136,10 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch
     narrow = Terminal()
     StepLog(None, 4, narrow).step(0, 2.5, 0.25, Updated(rate=0.1, norm=None), 1)
     assert narrow.getvalue() == "\r" + "step 1/4  loss 2.500000"[:19] + "\033[K"
+    plain = io.StringIO()
+    scores = {"evaluation/a\x1b[31m\nb": 1.0}  # keys of the user's dict
+    StepLog(None, 4, plain).step(0, 2.5, 0.25, Updated(rate=0.1, norm=None), 1, evaluation=scores)
+    assert plain.getvalue() == "step 1/4  loss 2.500000  evaluation/a\\x1b[31m\\nb 1.000000  0.250 s\n"
 
 
 @pytest.fixture(scope="module")

@@ -33,13 +33,15 @@ class PeerLost(RuntimeError):
     """A connection to another rank broke, or timed out."""
 
 
+def shown(text: str) -> str:
+    """The text on one line, with control characters escaped: names in it may contain any character."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def tell(text: str) -> None:
-    """Print to stderr, with control characters escaped: names in the text may contain any character. A terminal that
-    has been closed ends no training.
-    """
-    shown = (c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+    """Print lines to stderr, with control characters escaped. A terminal that has been closed ends no training."""
     with suppress(OSError):
-        print("".join(shown), file=sys.stderr, flush=True)
+        print("\n".join(map(shown, text.split("\n"))), file=sys.stderr, flush=True)
 
 
 @contextmanager

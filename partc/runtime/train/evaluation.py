@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..device.sending import bring
-from ..errors import UsageError
 from ..execution.executor import ForwardStage, parse_schedule, run_forward
 from ..layout import Shard
 from ..place import Place
@@ -74,12 +73,3 @@ def evaluation_data(job: Job, model_file: ModuleType, say: Say = lambda line: No
     tokens = None if job.eval_data is None else Tokens(job.eval_data, job.data_dtype, job.data_labels)
     how: dict[str, Any] = {"seed": job.seed, "dtype": job.dtype, "again": job.data_end == "repeat"}
     return source(model_file, job.plan, **how, tokens=tokens, say=say, name=NAME)
-
-
-def check_evaluates(job: Job) -> None:
-    """Raise UsageError P0546 if evaluations are asked for that the package cannot run."""
-    if job.eval_every and not (job.root / "evaluation").is_dir():
-        cause = "--eval-every has nothing to run: the model file defines no evaluate(model, batch)"
-        raise UsageError(
-            "P0546", cause, "define one, or compile with --eval-every, which evaluates the loss", alike=True
-        )

@@ -19,7 +19,7 @@ from ..checkpoint.restore import newest
 from ..checkpoint.safetensors import begun, raw
 from ..comm.comm import Comm
 from ..device.sending import bring
-from ..errors import UsageError, writing
+from ..errors import UsageError, shown, tell, writing
 from ..execution.executor import ForwardStage, run_forward
 from ..layout import Shard
 from ..processes.agreement import Together
@@ -132,7 +132,7 @@ def _infer(
             number += 1
     rank.done = job.steps
     if rank.number == 0:
-        print(f"{number} batch{'es' * (number != 1)} in {job.out}", flush=True)
+        print(shown(f"{number} batch{'es' * (number != 1)} in {job.out}"), flush=True)
 
 
 def _end(job: InferenceJob, data: BatchSource, *, say: bool) -> int | None:
@@ -145,7 +145,7 @@ def _end(job: InferenceJob, data: BatchSource, *, say: bool) -> int | None:
         raise UsageError("P0521", "the batches of data(step) or batch() have no end", "give --batches N", alike=True)
     count, left = divmod(data.count, data.rows)
     if left and say:
-        print(f"the last {left} rows of {job.data} fill no batch of {data.rows}: they are left out", flush=True)
+        tell(f"the last {left} rows of {job.data} fill no batch of {data.rows}: they are left out")
     return count
 
 

@@ -222,7 +222,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], root: Path) -> Job:
-    """Parse train.py's command line. Raises UsageError P0503, P0521, P0529, P0531 to P0533 and P0535."""
+    """Parse train.py's command line. Raises UsageError P0503, P0521, P0529, P0531 to P0533, P0535 and P0546."""
     parser = Parser(prog="train.py", description="Train this package; one process per rank, under torchrun.")
     add = parser.add_argument
     add("--steps", type=int, default=10, help="steps of the whole training, those before --resume included; 10")
@@ -397,6 +397,10 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         _check_graphs(arguments, plan)
     if arguments["eval_every"] is None:
         arguments["eval_every"] = command.get("eval_every", 0)
+    elif arguments["eval_every"] and not (root / "evaluation").is_dir():
+        cause = "--eval-every has nothing to run: the model file defines no evaluate(model, batch)"
+        help = "define one, or compile with --eval-every, which evaluates the loss"
+        raise UsageError("P0546", cause, help, alike=True)
     for name in ("data", "eval_data"):
         if arguments[name] is not None:
             arguments[name] = str(arguments[name].resolve())

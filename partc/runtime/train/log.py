@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..documents import Malformed, decoded, parsed
-from ..errors import writing
+from ..errors import shown, writing
 from ..optimizer.update import Updated
 from .step_times import Split
 
@@ -97,7 +97,7 @@ class StepLog:
         skipped = "  overflow: skipped" if updated.skipped else ""
         told = "".join(f"  {name} {value:.6f}" for name, value in (evaluation or {}).items())
         told += _fullest(loads or {})
-        line = f"step {step + 1}/{self._steps}  loss {loss:.6f}{told}  {seconds:.3f} s{skipped}"
+        line = shown(f"step {step + 1}/{self._steps}  loss {loss:.6f}{told}  {seconds:.3f} s{skipped}")
         if self._stream.isatty():
             last = step + 1 == self._steps
             self._tell(f"\r{self._bar(step + 1, line)}\033[K" + "\n" * last)

@@ -48,7 +48,7 @@ from ..processes.signals import Caught, release
 from ..processes.watchdog import Watchdog, breaking_off
 from ..torch_private import lone_store
 from .data import BatchSource, Tokens, load_model_file, source
-from .evaluation import Evaluation, check_evaluates
+from .evaluation import Evaluation
 from .feed import Feed
 from .init import initialise, state_dtypes
 from .job import Job, check_places, parse, prepared, told_of_memory
@@ -113,13 +113,7 @@ class Task:
 
 def main(argv: Sequence[str], root: Path) -> int:
     """Train the package in `root`. Returns the exit code."""
-
-    def job() -> Job:
-        found = parse(argv, root)
-        check_evaluates(found)
-        return found
-
-    return run(job, Task(prepared, _train))
+    return run(lambda: parse(argv, root), Task(prepared, _train))
 
 
 def run(job_of: Callable[[], Job], task: Task) -> int:

@@ -238,6 +238,34 @@ def test_more_stages_than_bodies_cut_inside_them(stages: int, names: list[str]) 
     assert [call.name for call in program.calls] == names
 
 
+class Flagged(nn.Module):
+    """Buffers whose next values are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.tensor(False))
+        self.register_buffer("low", torch.tensor(0.0))
+        self.register_buffer("first", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.up(x)
+        self.seen.fill_(True)
+        self.low.copy_(h.detach().amin())
+        self.first.copy_(h.detach().amin())
+        return h - self.low
+
+
+class Flags(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_every_changed_buffer_has_a_next_value_of_its_own() -> None:
+    program = outlined(lambda: Flags(Flagged(), Flagged()), {"x": torch.randn(8, 4)})
+    assert len(program.updates) == len({value for _, value in program.updates}) == 6
+
+
 class Weights(nn.Module):
     """No modules inside."""
 

@@ -281,8 +281,9 @@ def _once(region: Region) -> Region:
     """Merge equal operations that depend on no input or on no parameter, or that one module runs twice.
 
     Bodies share the views of one table and the masks of a batch, and a model that runs twice on one batch computes
-    once.
+    once. Results of the region stay apart: each may be the next value of a buffer.
     """
+    outputs = set(region.forward.outputs)
     fed = {value.name for value in region.forward.inputs}
     weighted = {value.name for value in region.params}
     known: dict[tuple[str | None, str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]], Op] = {}
@@ -292,7 +293,7 @@ def _once(region: Region) -> Region:
         op = replace(op.renamed(same), results=op.results)
         module = op.source.module if op.source else ""
         unfed, plain = fed.isdisjoint(op.refs()), op.name not in RANDOM and not op.body
-        if unfed or plain:
+        if (unfed or plain) and outputs.isdisjoint(value.name for value in op.results):
             shared = unfed or weighted.isdisjoint(op.refs())
             key = (None if shared else module, op.name, op.args, op.attrs)
             alike = key in known and _key_types(known[key]) == _key_types(op)

@@ -20,7 +20,7 @@ from partc.cost.calibration import calibration
 from partc.errors import PartcError
 from partc.ir.mesh import Mesh
 from partc.planner.planning import Planner, Request
-from partc.planner.search import Played
+from partc.planner.search import Failure, Played, search
 from partc.planner.space import Space, divisors, fixed
 from tests.enumeration import Cases, cases, compared
 
@@ -267,6 +267,22 @@ def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
         ratios.append(exact.step_seconds / bound.seconds)
     assert sorted(ratios)[len(ratios) // 2] < 1.03
     assert max(ratios) < 1.25
+
+
+@pytest.mark.parametrize("decided", ["pp=2,tp=4,microbatches=1|4", "dp=2|8,microbatches=2,zero=1|3"])
+def test_the_prediction_of_the_best_plan_is_that_of_a_simulation_alone(small: Planner, decided: str) -> None:
+    request = replace(small.request, fixed=fixed(f"{decided},schedule=1f1b"))
+    best = Planner(request, small.simulator).choice().best
+    assert best.prediction == Simulator(GPT, request.cluster, calibration(request.cluster)).predict(best.plan)
+
+
+def test_a_plan_that_fits_is_looked_for_until_the_time_is_up(small: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.chain([0.0], itertools.repeat(20.0))  # half of the time has passed before the first plan
+    monkeypatch.setattr("partc.planner.search.time.perf_counter", lambda: next(clock))
+    *others, last = plans = list(itertools.islice(small.space.plans(), 3))
+    known = {last: small.predicted(last)} | dict.fromkeys(others, Failure(error="it does not compile"))
+    found = search([], known.__getitem__, small.bounds, limit=1 << 60, starts=plans, max_seconds=40.0)
+    assert found.best is not None and found.best.plan == last
 
 
 def test_the_bound_of_a_mesh_counts_the_time_in_which_its_pipeline_fills(small: Planner) -> None:

@@ -295,11 +295,11 @@ def _holds_alike(axis: str) -> bool:
 
 
 def _everywhere(program: Program, *, experts: bool = False) -> Program:
-    """The program on a mesh that cuts the batch in two in space and in time, if the batch divides so; with `experts`,
-    the ranks of experts are two as well.
+    """The program on a mesh that cuts the batch in two, in space if dp cuts it at all, and in time, if it divides
+    so; with `experts`, the ranks of experts are two as well.
     """
     axes = with_batch_axis(program.mesh).axes
-    alike = [name for name, _ in axes if _is_data(name) or (experts and name == EXPERT_AXIS)]
+    alike = [name for name, size in axes if (_is_data(name) and size > 1) or (experts and name == EXPERT_AXIS)]
     mesh = Mesh(axes=tuple((name, 2 if name in alike else size) for name, size in axes))
     found = replace(program, mesh=mesh, microbatches=2)
     try:

@@ -131,8 +131,8 @@ def search(
     Plans of a family are bounded when the family's own bound is at the head of the queue.
 
     `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
-    takes half of the time at most. Of plans with equal bounds, those with the least `hope` come first, and
-    families by their `promise`.
+    takes half of the time at most, or all of it while no plan fits. Of plans with equal bounds, those with the least
+    `hope` come first, and families by their `promise`.
     """
     start = time.perf_counter()
     queue: list[_Waiting] = []
@@ -190,7 +190,7 @@ def search(
         return best < before
 
     for plan in starts:
-        if not late(_STARTING):
+        if not late(_STARTING if fitting else 1.0):
             first(plan)
     better = bool(fitting)
     while better and not late(_CLIMBING):

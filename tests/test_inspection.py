@@ -125,6 +125,17 @@ def test_a_package_is_inspected_by_compiling_it_again(tmp_path: Path, capsys: py
     assert found.parameter("blocks.2.up.weight").type.layout.sharded_axes == ("tp",)
 
 
+def test_dumps_into_a_file(tmp_path: Path) -> None:
+    (tmp_path / "build-dump").write_text("mine")
+    with pytest.raises(PartcError, match="build-dump was not written by partc") as held:
+        Dump.of(["all"], tmp_path / "build")
+    options = Options.checked(mesh="2", microbatches=1, schedule="1f1b", precision="fp32", seed=0, shard=())
+    dump = Dump(folder=tmp_path / "build-dump", names=frozenset(("trace",)))
+    with pytest.raises(PartcError, match="cannot be written: File exists") as refused:
+        compilation(MLP, None, options, model_options={}, observe=dump.observe, until="trace")
+    assert (held.value.code, refused.value.code) == ("P0601", "P0602")
+
+
 def test_dumps_are_numbered_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, dumps = tmp_path / "build", tmp_path / "build-dump"
     arguments = ["compile", MLP, *MESH, *SMALL, "-o", str(output)]

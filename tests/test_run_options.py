@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from partc.cli import main
+from partc.errors import PartcError
 from partc.package import launch
 from tests.durable import build
 
@@ -96,3 +97,9 @@ def test_good_values(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(pytest.fail.Exception, match="started as it should"):
         launch.run(package, arguments=good)
     assert not list(tmp_path.iterdir())
+
+
+def test_reports_that_cannot_be_copied(tmp_path: Path) -> None:
+    (tmp_path / "rank_000.json").write_text("{}")
+    with pytest.raises(PartcError, match="P0538: /dev/null, which --report names"):
+        launch._copy_reports(tmp_path, Path("/dev/null"))

@@ -30,18 +30,23 @@ class Dump:
             names = frozenset((passes.FIRST, *passes.NAMES))
         folder = output.resolve().with_name(f"{output.resolve().name}-dump")
         if names and os.path.lexists(folder):
-            found = [entry.name for entry in folder.iterdir()] if folder.is_dir() else [folder.name]
+            found = [entry.name for entry in folder.iterdir()] if folder.is_dir() else [""]
             others = [name for name in found if not re.fullmatch(r"\d\d-[a-z]+\.txt", name)]
             if others:
                 raise PartcError(
                     "P0601",
-                    f"{folder} holds {others[0]}, which partc did not write",
+                    f"{folder / others[0]} was not written by partc",
                     help="move it, or choose another -o",
                 )
         return cls(folder=folder, names=names)
 
     def observe(self, step: passes.PassResult) -> None:
         if step.name in self.names:
-            self.folder.mkdir(parents=True, exist_ok=True)
             number = (passes.FIRST, *passes.NAMES).index(step.name)
-            (self.folder / f"{number:02d}-{step.name}.txt").write_text(program_text(step.program, sources=True))
+            path = self.folder / f"{number:02d}-{step.name}.txt"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path.write_text(program_text(step.program, sources=True))
+            except OSError as error:
+                cause = f"{path} cannot be written: {error.strerror}"
+                raise PartcError("P0602", cause, help="choose another -o, with room beside it") from error

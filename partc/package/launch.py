@@ -162,7 +162,7 @@ def run(
         code, stopped = _watched([*command, "--report", name])
         reports = read_reports(folder)
         if job.report is not None:
-            shutil.copytree(folder, job.report, dirs_exist_ok=True)
+            _copy_reports(folder, job.report)
         # torchrun fails when it is stopped, even if its ranks have saved and exited successfully.
         if code and not (stopped and len(reports) == job.world_size):
             raise RunFailed("the package", code, "")
@@ -178,6 +178,16 @@ def run(
         tokens_per_second=tokens_per_step(plan) * logging["batches_per_step"] / median if median else 0.0,
         peak_bytes=tuple(report["peak_bytes"] for report in reports),
     )
+
+
+def _copy_reports(folder: Path, target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            shutil.copy2(path, target)
+    except OSError as error:
+        cause = f"{target}, which --report names, cannot be written: {error.strerror}"
+        raise PartcError("P0538", cause, help="name a place with room") from error
 
 
 def _watched(command: Sequence[str]) -> tuple[int, bool]:

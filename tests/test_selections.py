@@ -277,3 +277,40 @@ class AdaptiveLoss(nn.Module):
 def test_clusters_of_classes_compute_all_rows() -> None:
     every, few = torch.randint(40, (12,)), torch.randint(9, (12,))
     equals_eager(AdaptiveLoss, [{"x": torch.randn(12, 16, dtype=torch.float64), "labels": x} for x in (every, few)])
+
+
+class ConstantLengths(nn.Module):
+    """Lengths of documents that are constants: repeated, found, and made unique while the model is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.tensor([2, 3, 1])
+        document = torch.repeat_interleave(torch.arange(3), lengths)
+        place = torch.arange(6) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        y = torch.cat([part.softmax(1) for part in x.split(lengths.tolist(), 1)], 1) * (place + document)[:, None]
+        found, count = torch.unique(document, return_counts=True)
+        kept = y[:, torch.nonzero(document != 1)[:, 0]].square().mean()
+        return kept + y[:, torch.where(document == 1)[0]].sum() * found.sum() + (y[:, :3] * count[:, None]).mean()
+
+
+def test_constant_lengths_are_constants() -> None:
+    equals_eager(ConstantLengths, [{"x": torch.randn(8, 6, 8, dtype=torch.float64)}])
+
+
+class PlacedRows(nn.Module):
+    """Features of pictures at the places of texts that a mask marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(8, 6), nn.Linear(4, 6)
+
+    def forward(self, ids: Tensor, features: Tensor) -> Tensor:
+        x = self.words(ids)
+        x[ids == 7] = self.body(features).view(-1, 6)
+        return (x * torch.arange(6)).square().mean()
+
+
+def test_rows_are_assigned_in_the_order_of_a_mask() -> None:
+    places = [torch.randperm(5) for _ in range(3)]
+    batches = [{"ids": torch.where(order < 2, 7, order).expand(4, 5), "features": torch.randn(4, 2, 4, dtype=torch.float64)}
+               for order in places]  # fmt: skip
+    equals_eager(PlacedRows, batches)

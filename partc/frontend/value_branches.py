@@ -45,6 +45,10 @@ _DRAWS = frozenset({
 })  # fmt: skip
 # Factories whose operand gives a shape and a dtype only.
 _SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"})
+# Operations whose result has as many rows as the values say.
+_SIZED_BY_VALUES = frozenset({
+    "repeat_interleave", "nonzero", "argwhere", "where", "unique", "unique_consecutive", "masked_select", "bincount",
+})  # fmt: skip
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}  # if all are finite
 _UNKNOWN = object()
 RANDOM_BRANCH = "random_branch"
@@ -152,6 +156,10 @@ class ValueWatch(TorchFunctionMode):
             func, args = _without_data(func, *args)
         name = getattr(func, "__name__", "")
         args, kwargs = self.selections.sized(name, args, kwargs)
+        if name in _SIZED_BY_VALUES and (name != "where" or len(args) == 1):
+            made = self._constant(self._computed(func, name, args, kwargs))
+            if made is not _UNKNOWN:
+                return made
         found = self.selections.call(func, name, args, kwargs, sys._getframe(1))
         if found is not NOT_SELECTED:
             return found
@@ -221,6 +229,19 @@ class ValueWatch(TorchFunctionMode):
         elif isinstance(x, tuple | list) and isinstance(real, tuple | list):
             for one, other in zip(x, real, strict=False):
                 self._know(one, other)
+
+    def _constant(self, real: Any) -> Any:
+        """Known values of integers as constants of the trace; _UNKNOWN for others."""
+        if isinstance(real, tuple | list):
+            found = [self._constant(each) for each in real]
+            return _UNKNOWN if any(each is _UNKNOWN for each in found) else tuple(found)
+        if not isinstance(real, Tensor) or real.is_floating_point() or real.is_complex() or real.numel() > LARGEST:
+            return _UNKNOWN
+        with without_modes():
+            values = real.tolist()
+        made = torch.tensor(values, dtype=real.dtype).reshape(real.shape)
+        self._know(made, real)
+        return made
 
     def _follow(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import gc
 import json
 import os
 import signal
@@ -167,6 +169,8 @@ class Forked:
     def started(cls, command: list[str], output: Path, variables: Mapping[str, str]) -> Forked:
         pid = os.fork()
         if pid == 0:
+            for cached in (held for held in gc.get_objects() if isinstance(held, functools._lru_cache_wrapper)):
+                cached.cache_clear()  # tensors of the trace, which have no memory
             job = {"output": str(output), "environment": {**local_environment(), **variables}}
             os._exit(run_command({**job, "command": command[1:], "cwd": os.getcwd()}))
         return cls(pid)

@@ -123,3 +123,28 @@ def test_batches_that_do_not_divide_are_refused() -> None:
         with pytest.raises(PartcError) as failure:
             partc.compile(counting, _batch(), mesh=mesh, microbatches=microbatches)
         assert failure.value.code == "P0401"
+
+
+WEIGHTED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)).relu())
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(16, 6), "y": torch.randint(0, 4, (16,)), "w": torch.rand(4)}
+def loss(model, batch): return nn.functional.cross_entropy(model(batch["x"]), batch["y"], weight=batch["w"])
+"""
+
+
+def test_an_entry_as_long_as_a_microbatch_is_whole_in_each(tmp_path: Path) -> None:
+    file = tmp_path / "weighted.py"
+    file.write_text(WEIGHTED)
+    package = partc.compile(str(file), mesh="pp=2", microbatches=4, precision="fp64")
+    assert package.program.batch_entries == ("x", "y") and package.program.step_input("w").shape == (4,)
+    assert package.verify(steps=1).ok

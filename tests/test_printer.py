@@ -96,7 +96,8 @@ PROGRAMS = st.builds(
     mesh=st.sampled_from(["2", "2x2x2", "tp=4"]).map(Mesh.parse),
     microbatches=st.integers(1, 8),
     separate_batches=st.booleans(),
-    inputs=NAME_LISTS,
+    inputs=st.just(("x", "w 2")),
+    whole_inputs=st.sampled_from([(), ("w 2",)]),
     values=st.lists(VALUES, max_size=3).map(tuple),
     parameters=st.lists(
         st.builds(

@@ -45,7 +45,8 @@ Loss = Callable[[Any, Any], Any]
 class Captured:
     """An exported program, and the module behind it: its names and ties.
 
-    `batch` has the tensors of the batch by path, `constants` the text of its other entries.
+    `batch` has the tensors of the batch by path, or their first parts and the `whole` entries that are not divided;
+    `constants` has the text of its other entries.
     `trained` names the parameters to which autograd gives a gradient, zeros included. The `grad` of the others stays
     None in eager training, and an optimizer skips them: no decay, no moments, no share of the norm. Where only results
     are traced, it names those that require gradients.
@@ -54,6 +55,7 @@ class Captured:
     exported: torch.export.ExportedProgram
     model: nn.Module
     batch: Mapping[str, Tensor]
+    whole: tuple[str, ...]
     constants: Mapping[str, str]
     precision: str
     trained: frozenset[str]
@@ -220,7 +222,8 @@ def capture(
     with mode:
         form, found = _batch(make_batch, path)
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
-        batch = _part(_fake_batch(tensors, mode, dtype), parts)
+        every = _fake_batch(tensors, mode, dtype)
+        batch = _part(every, parts)
         try:
             say = lambda sentence: assumed.update({sentence: None})  # noqa: E731
             with (
@@ -267,6 +270,7 @@ def capture(
         exported=exported,
         model=model,
         batch=batch,
+        whole=tuple(name for name, x in batch.items() if parts > 1 and x is every[name]),
         constants=constants(found),
         precision=precision,
         trained=rows.with_left_out(gained) if read is None else frozenset(_requiring(model)),

@@ -291,6 +291,7 @@ def program_of(
         microbatches=batches.microbatches,
         separate_batches=batches.separate,
         inputs=inputs,
+        whole_inputs=captured.whole,
         values=(
             *(replace(value, name=name) for name, value in zip(inputs, graph.inputs, strict=True)),
             *values,

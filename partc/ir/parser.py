@@ -169,8 +169,8 @@ class _TextReader:
         self._parts: dict[str, list[Any]] = {
             key: []
             for key in (
-                "inputs", "values", "results", "parameters", "calls", "transfers", "updates", "places", "schedule",
-                "repetitions",
+                "inputs", "whole_inputs", "values", "results", "parameters", "calls", "transfers", "updates", "places",
+                "schedule", "repetitions",
             )
         }  # fmt: skip
         self._bodies: list[_Body] = []
@@ -232,7 +232,9 @@ class _TextReader:
         if self._bodies and self._bodies[-1].current:
             self._here()[0].append(_declared(text.removeprefix("input ")))
         else:
-            self._parts["inputs"].append(_name(text.removeprefix("input ").strip()))
+            match = _matched(rf"input {_NAME}( whole)?", text)
+            self._parts["inputs"].append(_name(match[1]))
+            self._parts["whole_inputs"].extend([_name(match[1])] if match[2] else [])
 
     def _value(self, text: str) -> None:
         self._parts["values"].append(_declared(text.removeprefix("value ")))

@@ -478,7 +478,8 @@ class Program:
     forward has `results` in its place: values by their paths in the returned object ("" for a lone tensor).
     `updates` names the buffers that a microbatch changes, and the values that they take.
     With `separate_batches` each microbatch is a batch of its own, whose loss counts by its share of the step: shapes
-    are those of one microbatch, statistics and losses those of accumulated gradients.
+    are those of one microbatch, statistics and losses those of accumulated gradients; all of them read the entries
+    `whole_inputs`, whatever their sizes.
     `draws` counts the random operations of a step, in the order in which one device runs them.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
     `schedule` holds one list of actions per coordinate on that axis, `bodies` the statements that actions stand for.
@@ -489,6 +490,7 @@ class Program:
     microbatches: int = 1
     separate_batches: bool = False
     inputs: tuple[str, ...] = ()
+    whole_inputs: tuple[str, ...] = ()
     values: tuple[Value, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     regions: tuple[Region, ...] = ()
@@ -517,8 +519,8 @@ class Program:
     def batch_entries(self) -> tuple[str, ...]:
         """The batch entries whose first dimension has the length of the batch."""
         types = self.value_types()
-        sizes = [types[name].shape[0] for name in self.inputs if types[name].shape]
-        return tuple(name for name in self.inputs if types[name].shape and types[name].shape[0] == sizes[0])
+        long = [name for name in self.inputs if types[name].shape and name not in self.whole_inputs]
+        return tuple(name for name in long if types[name].shape[0] == types[long[0]].shape[0])
 
     def step_input(self, name: str) -> TensorType:
         """The type of an entry for a whole step; microbatches that are batches of their own follow each other in it."""

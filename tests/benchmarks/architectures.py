@@ -539,7 +539,7 @@ def further_tasks() -> dict[str, Architecture]:
                              image_config=SMALL_SIGHT, text_config=SMALL_TEXT, multimodal_config=SMALL_SIGHT),
         "fuyu": transformer("fuyu", "FuyuForCausalLM", text, text_config={"model_type": "persimmon", **SMALL_TEXT}, **SMALL_TEXT),
         "gemma3n_text": transformer("gemma3n_text", "AutoModelForCausalLM", text, intermediate_size=128, hidden_size_per_layer_input=8,
-                                    vocab_size_per_layer_input=WORDS, laurel_rank=4, num_kv_shared_layers=0, altup_num_inputs=2, altup_coef_clip=None,
+                                    vocab_size_per_layer_input=WORDS, laurel_rank=4, num_kv_shared_layers=0, altup_num_inputs=2,
                                     activation_sparsity_pattern=[0.95, 0.0], layer_types=["sliding_attention", "full_attention"]),
         "groupvit": transformer("groupvit", "GroupViTModel", both, text_config=SMALL_TEXT,
                                 vision_config={**SMALL_SIGHT, "depths": [1, 1, 1], "num_group_tokens": [4, 2, 0], "num_output_groups": [4, 2, 0]}),

@@ -120,12 +120,15 @@ def test_modules_of_the_user_are_part_of_the_key(
     assert not earlier and "tanh" in {op.name for op in result.program.regions[0].forward.ops}
 
 
-def test_an_entry_that_is_cut_short_is_written_again(
-    traced: Callable[..., tuple[Traced, bool]], tmp_path: Path
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[:200], lambda text: text.replace("f32[", "f32[1, ", 1), lambda text: "[" * 100_000]
+)
+def test_a_damaged_entry_is_written_again(
+    damage: Callable[[str], str], traced: Callable[..., tuple[Traced, bool]], tmp_path: Path
 ) -> None:
     traced()
     (entry,) = (tmp_path / "cache").glob("*.json")
-    entry.write_text(entry.read_text()[:200])
+    entry.write_text(damage(entry.read_text()))
     assert [traced()[1], traced()[1]] == [False, True]
 
 

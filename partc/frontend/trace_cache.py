@@ -38,6 +38,7 @@ from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.ir.program import Program
 from partc.quoting import shown
+from partc.runtime.documents import contents
 from partc.settings import settings
 
 _MOST = 64  # entries; the oldest is removed first
@@ -152,7 +153,10 @@ def _folder() -> Path | None:
 def _read(entry: Path, name: str, path: str, *, mesh: Mesh, batches: Batches) -> Traced | None:
     """The entry's trace with this mesh, if the entry exists and the files that it names are unchanged."""
     try:
-        found = json.loads(entry.read_text(encoding="utf-8"))
+        digest, _, text = contents(entry).partition(b"\n")
+        if hashlib.sha256(text).hexdigest().encode() != digest:
+            return None  # damaged
+        found = json.loads(text)
         if any(_state(Path(file)) != state for file, state in found["files"].items()):
             return None
         program = parse(found["program"])
@@ -185,8 +189,9 @@ def _write(entry: Path, traced: Traced, path: Path, read: Iterable[str]) -> None
     }
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=entry.parent, encoding="utf-8", delete=False) as file:
-            json.dump(document, file)
+        text = json.dumps(document).encode()
+        with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
+            file.write(b"%s\n%s" % (hashlib.sha256(text).hexdigest().encode(), text))
         Path(file.name).replace(entry)
         entries = sorted(entry.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
         for old in entries[:-_MOST]:

@@ -313,6 +313,13 @@ def test_the_bound_on_memory_depends_on_the_order_of_axes_that_cut_sequences() -
         assert planner.bounds.of(plan).bytes <= predicted[plan]
 
 
+def test_a_search_may_be_restricted_to_parts_over_nodes() -> None:
+    given = fixed("zero=3@node,dp=4,microbatches=1,recompute=none")
+    cluster, options = preset("2x2xA100-40GB"), {"batch": 4}
+    planner = Planner(Request(model=GPT, cluster=cluster, ranks=4, limit=1 << 40, options=options, fixed=given))
+    assert planner.choice().best.plan.zero == "3@2"
+
+
 def test_parts_over_neighbours_are_plans() -> None:
     """Spans may be fixed: those in a node, where dp spans nodes, or numbers of ranks that divide dp."""
     given = fixed("recompute=none,microbatches=1,pp=1,zero=0|3@node")

@@ -23,7 +23,7 @@ from partc.planner.bounds import Bounds, expert_count
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
-from partc.planner.space import Family, Fixed, Space, fixed, mesh_of, sizes_of
+from partc.planner.space import NODE, Family, Fixed, Space, fixed, mesh_of, sizes_of
 from partc.planner.tables import Tables
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
@@ -201,7 +201,9 @@ class Planner:
         """For each size of the axes, the plan of the least estimate; then plans that hold little, until one fits."""
         found: dict[tuple[object, ...], ParallelPlan] = {}
         thrifty: dict[tuple[object, ...], ParallelPlan] = {}
-        for plan in (plan for family in replace(self.space, nodes=1).families() for plan in _some(family).plans()):
+        by_node = any(NODE in level for level in self.space.fixed.get("zero", ()))
+        space = self.space if by_node else replace(self.space, nodes=1)  # one order of the axes is enough
+        for plan in (plan for family in space.families() for plan in _some(family).plans()):
             sizes = (*sizes_of(plan).values(), plan.experts)
             if sizes not in found or self._hope(plan) < self._hope(found[sizes]):
                 found[sizes] = plan

@@ -94,6 +94,11 @@ HOLDS = {
     "spectral norm": Case(
         body="self.sn(w(x))", init=("sn = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4))",), mesh="2"
     ),
+    "spectral norm whose weight is cut by columns": Case(
+        body="self.last(F.silu(self.sn(x)))",
+        init=("sn = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16))", "last = nn.Linear(16, 1)"),
+        batch="torch.randn(16, 6)",
+    ),
     "a buffer that is only written": Case(
         body="y = w(x); self.b.copy_(y.mean(0).detach()); return y.square().mean()",
         init=("register_buffer('b', torch.zeros(8))",),

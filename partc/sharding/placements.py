@@ -339,13 +339,13 @@ class _PlacementProgram:
         read = {wire.source for wire in self.wires}
         for owner, (type, _) in self.crossing.items():
             allowed = list(self.states[owner])
+            if owner in unsummed:
+                allowed = [state for state in allowed if not isinstance(state, Partial)]
             if owner in whole:
                 allowed = [Replicated()]
             elif owner in weights and owner not in read:  # any layout will do
                 pinned = (state for pin, state in self.pins if any(map(pin.matches, names[owner])))
                 allowed = [*dict.fromkeys([*allowed, *pinned])]
-            elif owner in unsummed:
-                allowed = [state for state in allowed if not isinstance(state, Partial)]
             alternatives = [
                 Alternative(
                     label=state,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpoint
@@ -94,6 +95,22 @@ def checks(changed: Callable[[Callable[..., None]], Callable[..., None]]) -> Ite
         yield
     finally:
         torch._check_with, torch._check_tensor_all_with = of_numbers, of_tensors
+
+
+@contextmanager
+def lists(listed: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """A context in which `listed` gives what x.tolist() is for a tensor without memory, or None for torch's own."""
+    plain = FakeTensor.tolist
+
+    def tolist(x: FakeTensor) -> Any:
+        found = listed(x)
+        return plain(x) if found is None else found
+
+    FakeTensor.tolist = tolist  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = plain  # type: ignore[method-assign]
 
 
 @contextmanager

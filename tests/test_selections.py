@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partc
@@ -261,6 +262,121 @@ def test_branches_that_change_other_rows_than_tested_are_refused(style: str) -> 
     some = torch.arange(8) % 3 == 0
     with pytest.raises(PartcError) as error:
         equals_eager(lambda: Branches(style), [flagged(some, ~some)])
+    assert error.value.code == "P0206" and error.value.source is not None
+    assert "test_selections.py" in error.value.source.file
+
+
+class Hits(nn.Module):
+    """Loops over the experts that tokens chose. `other` is a mask of four experts that says nothing of tokens."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style = style
+        self.experts, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
+        out = x.clone()
+        one = F.one_hot(chosen, 4)  # of tokens and slots
+        here = one.permute(2, 0, 1).bool()
+        match self.style:
+            case "marked":
+                for e in here.flatten(1).any(1).nonzero():
+                    rows, _ = torch.where(here[e].squeeze(0))
+                    out.index_add_(0, rows, self.experts[int(e)](x[rows]))
+            case "compared":
+                for e in one.sum((0, 1)).ne(0).nonzero().flatten().tolist():
+                    rows, _ = torch.where(chosen == e)
+                    out.index_add_(0, rows, self.experts[e](x[rows]))
+            case "counted":
+                for (e,) in torch.bincount(chosen.flatten(), minlength=4).nonzero().tolist():
+                    rows = torch.where(chosen[:, 1] == e)[0]
+                    out[rows] += self.experts[e](x[rows])
+            case "twice":
+                first, last = (one[:, slot].amax(0) for slot in range(2))
+                for e in torch.where(first)[0]:
+                    rows = torch.where(one[:, 0, e])[0]
+                    if len(rows):
+                        out[rows] += self.experts[int(e)](x[rows])
+                for e in torch.where(last > 0)[0]:
+                    out[one[:, 1, e] > 0] = self.experts[int(e)](x[one[:, 1, e] > 0])
+            case "shifted":
+                shifted = F.one_hot(chosen + 1, 5)[..., 1:]
+                for e in shifted.sum((0, 1)).nonzero().flatten():
+                    rows = torch.where(shifted[:, 0, e])[0]
+                    out[rows] += self.experts[int(e)](x[rows])
+            case "unrelated":
+                for e in other.nonzero():
+                    rows, _ = torch.where(here[e].squeeze(0))
+                    out.index_add_(0, rows, self.experts[int(e)](x[rows]))
+            case "crowded":  # experts of one token are left out
+                for e in (one.sum((0, 1)) > 1).nonzero():
+                    rows, _ = torch.where(here[e].squeeze(0))
+                    out.index_add_(0, rows, self.experts[int(e)](x[rows]))
+            case "next":
+                for e in here.any(-1).any(-1).nonzero().flatten().tolist():
+                    rows, _ = torch.where(chosen == (e + 1) % 4)
+                    out.index_add_(0, rows, self.experts[e](x[rows]))
+            case "other slot":
+                for e in one[:, 0].sum(0).nonzero().flatten().tolist():
+                    rows = torch.where(chosen[:, 1] == e)[0]
+                    out[rows] += self.experts[e](x[rows])
+            case "other dimension":
+                for token in here.any(0).any(1).nonzero().flatten().tolist():
+                    rows, _ = torch.where(here[token % 4])
+                    out.index_add_(0, rows, self.experts[token % 4](x[rows]))
+            case "changed":
+                hit = here.flatten(1).any(1)
+                one[:, 0] = one[:, 0].roll(1, 1)
+                for e in hit.nonzero().flatten().tolist():
+                    rows, _ = torch.where(one[..., e])
+                    out.index_add_(0, rows, self.experts[e](x[rows]))
+            case "rounded":
+                for e in (one.sum((0, 1)) / 2).int().nonzero().flatten().tolist():
+                    rows, _ = torch.where(here[e])
+                    out.index_add_(0, rows, self.experts[e](x[rows]))
+            case "reversed":
+                for e in reversed(other.nonzero().flatten().tolist()):
+                    rows, _ = torch.where(here[e])
+                    out.index_add_(0, rows, self.experts[e](x[rows]))
+            case "listed":
+                for e in list(other.nonzero().flatten()):
+                    rows, _ = torch.where(here[e])
+                    out.index_add_(0, rows, self.experts[int(e)](x[rows]))
+            case "pairs":
+                for e, f in (other[:, None] & other).nonzero():
+                    rows, _ = torch.where(here[e])
+                    out.index_add_(0, rows, self.experts[0](x[rows]) * f)
+            case "before":  # a test before the branch, of another mask
+                some = bool(other.any())
+                assert here.any()
+                y = x * 2
+                if some:
+                    out[here[0, :, 0]] = y[here[0, :, 0]]
+        return self.head(out).square().mean()
+
+
+def choices(*experts: int) -> dict[str, Tensor]:
+    """A batch whose tokens choose only some experts, and one of them once."""
+    chosen = torch.tensor([experts[0]] * 15 + [experts[-1]])[torch.randperm(16)].view(8, 2)
+    return {"x": torch.randn(8, 8, dtype=torch.float64), "chosen": chosen, "other": torch.arange(4) % 2 == 0}
+
+
+@pytest.mark.parametrize("style", ["marked", "compared", "counted", "twice", "shifted"])
+def test_loops_over_chosen_experts_leave_out_the_others(style: str) -> None:
+    equals_eager(lambda: Hits(style), [choices(0, 1), choices(3, 1), choices(2), choices(1, 0)])
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        "unrelated", "crowded", "next", "other slot", "other dimension", "changed", "rounded",
+        "reversed", "listed", "pairs",
+        "before",
+    ],
+)  # fmt: skip
+def test_loops_over_places_that_change_rows_of_other_masks_are_refused(style: str) -> None:
+    with pytest.raises(PartcError) as error:
+        equals_eager(lambda: Hits(style), [choices(0, 1), choices(3, 1)])
     assert error.value.code == "P0206" and error.value.source is not None
     assert "test_selections.py" in error.value.source.file
 

@@ -12,12 +12,21 @@ A package always runs the body, for it does not know the number of rows. That is
 the tested mask, or fills elements where it is true (`masked_fill`, `where`). Two traces show it, one in which every
 test finds something and one in which none does: the operations of the second are those of the first without some, and
 these change nothing if the mask that was tested before them is zero.
+
+A loop over the places of a mask tests one element in each iteration:
+
+    hit = one.sum(0) > 0                          sum  = sum(one, 0)             sum = sum(one, 0)
+    for e in hit.nonzero():                       hit  = gt(sum, 0)              hit = gt(sum, 0)
+        rows = torch.where(one[:, e])             selection_tested((hit,), e, e + 1, 1)
+        …                                         rows = selected(select(one, 1, e), 0)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from math import prod
 from typing import Any
 
 from partc.errors import PartcError, Source
@@ -35,6 +44,7 @@ _VIEWS = _ORDERED | {
 # Operations of one tensor that keep every element, and those that are zero only if all elements are.
 _KEPT = _ORDERED | {"permute", "t", "transpose", "expand", "expand_as", "to", "_to_copy", "clone", "contiguous"}
 _TOTALS = frozenset({"any", "sum", "count_nonzero", "max", "amax"})
+_ALIKE = _ORDERED | {"to", "_to_copy", "clone", "contiguous"}  # elements in their order
 _POSITIVE = frozenset({"one_hot", "bincount"})
 # Operations of zeros that are zero.
 _ZERO = _KEPT | _VIEWS | _TOTALS | {"index", "index_select", "gather", "cumsum", "repeat", "repeat_interleave"}
@@ -70,65 +80,179 @@ def without_tests(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(op for op in graph.ops if op.name != TESTED))
 
 
+@dataclass(frozen=True, slots=True)
+class _Zero:
+    """A value that is zero from index `first` to before `last` of a dimension; everywhere if `dim` is None."""
+
+    name: str
+    dim: int | None
+    first: int
+    last: int
+
+
 @dataclass(slots=True)
 class _Zeros:
-    """The values that are zero everywhere if a tested tensor is."""
+    """The values that are zero, in a part or everywhere, if a tested tensor is."""
 
     makers: Mapping[str, Op]
+    values: Mapping[str, Value]
     test: Op
     changed: frozenset[str]  # values that an operation changes in place
-    seeds: list[str] = field(default_factory=list)
+    seeds: list[_Zero] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.seeds.extend(self.test.refs())
-        for name in self.seeds:
-            op = self.makers.get(name)
-            if op is None or not op.args or name in self.changed:
+        _, first, last, _ = self.test.args
+        assert isinstance(first, int) and isinstance(last, int)
+        self.seeds.extend(_Zero(name, None if first == -1 else 0, first, last) for name in self.test.refs())
+        for seed in self.seeds:
+            op = self._maker(seed.name)
+            if op is None or not op.args or not isinstance(op.args[0], Ref):
                 continue
-            first = op.args[0]
-            if not isinstance(first, Ref):
-                continue
+            given = op.args[0].name
             total = op.name in _TOTALS or _is_test(op)
-            if op.name in _KEPT or op.name == "any" or (total and self._positive(first.name)):
-                self.seeds.append(first.name)
+            if (op.name in _KEPT and not self._rounds(op)) or op.name == "any" or (total and self._positive(given)):
+                dim = None if seed.dim is None else self._dim_before(op, seed.dim)
+                if seed.dim is None or (dim is not None and given not in self.changed):
+                    self.seeds.append(replace(seed, name=given, dim=dim))
+
+    def _rounds(self, op: Op) -> bool:
+        """Whether an operation makes integers of numbers that may be no integers."""
+        given = next(op.refs())
+        rounds = self.values[given].type.differentiable and op.results[0].type.dtype.startswith(("i", "u"))
+        return rounds and not self._positive(given)
+
+    def _maker(self, name: str) -> Op | None:
+        """The operation that makes a value; None for a value that is changed.
+
+        None, too, for the places of largest elements and for the larger ones of two tensors.
+        """
+        op = None if name in self.changed else self.makers.get(name)
+        if op is not None and op.name in _TOTALS and (op.results[0].name != name or len([*op.refs()]) > 1):
+            return None
+        return op
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.values[name].type.shape
+
+    def _dim_before(self, op: Op, dim: int) -> int | None:
+        """The dimension of the first operand that a result's dimension is, in all its size; None if there is none."""
+        before, after = self._shape(next(op.refs())), op.results[0].type.shape
+        if op.name == "permute":
+            return _axes(op.args[1:], before)[dim]
+        if op.name in ("transpose", "t"):
+            one, other = _axes(op.args[1:], before) or (0, len(before) - 1)
+            return {one: other, other: one}.get(dim, dim)
+        if op.name in _TOTALS:
+            over = _axes(op.args[1:2], before)
+            rest = [axis for axis in range(len(before)) if axis not in over]
+            return rest[dim] if len(after) == len(rest) else dim if dim in rest else None
+        if op.name in ("select", "slice"):
+            (axis,) = _axes(op.args[1], before)
+            return dim + (dim >= axis) if op.name == "select" else dim if dim != axis else None
+        if op.name in _ALIKE or _is_test(op):
+            for axis, size in enumerate(before):
+                if size == after[dim] and prod(before[axis + 1 :]) == prod(after[dim + 1 :]):
+                    return axis
+        return None
 
     def _positive(self, name: str) -> bool:
         """Whether a value has no negative elements, as a mask does."""
-        op = self.makers.get(name)
+        op = self._maker(name)
         while op is not None and op.name in _ZERO and isinstance(op.args[0], Ref):
             if op.results[0].type.dtype == "bool":
                 return True
-            op = self.makers.get(op.args[0].name)
-        return op is not None and (op.results[0].type.dtype == "bool" or op.name in _POSITIVE)
+            op = self._maker(op.args[0].name)
+        return op is not None and (
+            op.results[0].type.dtype == "bool" or op.name in _POSITIVE or self._counted(op) is not None
+        )
 
     def has(self, name: str) -> bool:
-        op = self.makers.get(name)
-        if self._is_part(op) if self._part() else any(self._equal(name, seed) for seed in self.seeds):
+        """Whether a value is zero everywhere."""
+        if any(seed.dim is None and self._equal(name, seed.name) for seed in self.seeds):
             return True
-        if op is None or name in self.changed:
+        op = self._maker(name)
+        if op is None:
             return False
         given = [arg.name for arg in op.args if isinstance(arg, Ref)]
         if op.name in _BOTH or op.name == "mul":
             return any(map(self.has, given))
+        if op.name in ("select", "slice") and self._is_part(op):
+            return True
         if op.name in _ZERO or _is_test(op):
             return bool(given) and self.has(given[0])
+        return self._is_unmet(op)
+
+    def _is_part(self, op: Op) -> bool:
+        """Whether an operation takes one index or more of a dimension, at which its operand is zero."""
+        match op.args:
+            case (Ref(name), int(dim), int(first)) if op.name == "select":
+                part = range(first, first + 1)
+            case (Ref(name), int(dim), int(first), int(last)) | (Ref(name), int(dim), int(first), int(last), 1):
+                part = range(first, last)
+            case _:
+                return False
+        dim %= len(self._shape(name))
+        return first >= 0 and bool(part) and all(self._has_slice(name, dim, index) for index in part)
+
+    def _has_slice(self, name: str, dim: int, index: int) -> bool:
+        """Whether a value is zero at an index of a dimension."""
+        for seed in self.seeds:
+            if (seed.dim is None or (seed.dim == dim and seed.first <= index < seed.last)) and self._equal(
+                name, seed.name
+            ):
+                return True
+        op = self._maker(name)
+        if op is None:
+            return False
+        given = [arg.name for arg in op.args if isinstance(arg, Ref)]
+        if op.name in _BOTH or op.name == "mul":
+            return any(self._has_slice(x, dim, index) for x in given if self._shape(x) == self._shape(name))
+        before = self._dim_before(op, dim) if given else None
+        return before is not None and self._has_slice(given[0], before, index)
+
+    def _is_unmet(self, op: Op) -> bool:
+        """Whether an operation compares numbers with one that none of them is, for its count is zero."""
+        if op.name != "eq" or not isinstance(op.args[0], Ref) or not isinstance(op.args[1], int):
+            return False
+        name, number = op.args[0].name, op.args[1]
+        found = [seed for seed in self.seeds if seed.dim is not None and seed.first <= number < seed.last]
+        numbers = self._maker(name)
+        if numbers is not None and numbers.name == "repeat_interleave":
+            counts = next(numbers.refs())
+            if any(seed.dim == 0 and self._equal(counts, seed.name) for seed in found):
+                return True
+        for seed in found:
+            maker = self._maker(seed.name)
+            counted = None if maker is None or seed.dim != len(self._shape(seed.name)) - 1 else self._counted(maker)
+            if counted is not None and self._is_among(name, counted):
+                return True
         return False
 
-    def _part(self) -> bool:
-        return self.test.args[1] != -1
+    def _counted(self, op: Op) -> str | None:
+        """The numbers that an operation counts, or marks, at their indices; None for other operations."""
+        if op.name == "one_hot":
+            return next(op.refs())
+        if op.name == "scatter_add" and len(op.results[0].type.shape) == 1:  # torch.bincount
+            makers = [self._maker(self._kept(name)) for name in op.refs()]
+            if [maker and maker.name for maker in makers[::2]] == ["zeros", "ones_like"]:
+                return [*op.refs()][1]
+        return None
 
-    def _is_part(self, op: Op | None) -> bool:
-        """Whether an operation makes the mask of the rows of a tested part."""
-        if op is None or op.name != "eq" or not isinstance(op.args[0], Ref) or not isinstance(op.args[1], int):
-            return False
-        numbers = self.makers.get(op.args[0].name)
-        first, last = self.test.args[1:]
-        return (
-            numbers is not None
-            and numbers.name == "repeat_interleave"
-            and self._equal(next(numbers.refs()), next(self.test.refs()))
-            and first <= op.args[1] < last  # type: ignore[operator]
-        )
+    def _kept(self, name: str) -> str:
+        """The value from which one was made by operations that keep every element."""
+        while (op := self._maker(name)) is not None and op.name in _KEPT:
+            name = next(op.refs())
+        return name
+
+    def _is_among(self, name: str, numbers: str) -> bool:
+        """Whether all elements of a value are elements of another one."""
+        numbers = self._kept(numbers)
+        while not self._equal(name, numbers):
+            op = self._maker(name)
+            if op is None or op.name not in _KEPT | _VIEWS:
+                return False
+            name = next(op.refs())
+        return numbers not in self.changed
 
     def _equal(self, one: str, other: str, steps: int = LONGEST) -> bool:
         """Whether two values are computed alike, from the same ones, in a few steps."""
@@ -192,9 +316,14 @@ class _Alignment:
         return True
 
     def _meet(self, test: Op) -> None:
-        zeros = _Zeros(self._makers, test, self._changed)
-        self._tests.append(zeros)
-        self._active = (*self._active, zeros)
+        """Follow a test; that of a loop's iteration takes the place of the test before, and none ends the loop."""
+        loop = test.args[3]
+        if loop:
+            self._active = [*takewhile(lambda zeros: zeros.test.args[3] != loop, self._active)]
+        if [*test.refs()]:
+            zeros = _Zeros(self._makers, self._values, test, self._changed)
+            self._tests.append(zeros)
+            self._active = (*self._active, zeros)
 
     def leave_out(self, op: Op) -> None:
         if op.name == TESTED:
@@ -238,13 +367,8 @@ class _Alignment:
         return next(op.refs()) if op is not None and op.name == SELECTED else ""
 
     def _is_zero(self, mask: str, active: Sequence[_Zeros]) -> bool:
-        """Whether a mask is zero where the active tests fail; where none is active, where any test so far does.
-
-        A loop over the places of a mask tests each of them; its bodies are those of the rows that they write.
-        """
-        return bool(self._tests) and (all if active else any)(
-            not [*zeros.test.refs()] or zeros.has(mask) for zeros in active or self._tests
-        )
+        """Whether a mask is zero where any active test fails; where none is active, where any test so far does."""
+        return bool(self._tests) and all(zeros.has(mask) for zeros in active or self._tests)
 
     def refusal(self, op: Op) -> PartcError:
         return PartcError(
@@ -256,9 +380,16 @@ class _Alignment:
         )
 
 
+def _axes(listed: Any, shape: tuple[int, ...]) -> list[int]:
+    """The dimensions that arguments of an operation on a tensor name, from the first."""
+    if isinstance(listed, tuple):
+        return [axis for one in listed for axis in _axes(one, shape)]
+    return [listed % len(shape)] if isinstance(listed, int) else []
+
+
 def _is_test(op: Op) -> bool:
     """Whether an operation tells which elements are not zero; of those without a sign."""
-    return op.name in ("gt", "ne") and op.args[1:] == (0,)
+    return op.name in ("gt", "greater", "ne", "not_equal") and op.args[1:] == (0,)
 
 
 def _form(op: Op) -> tuple[Any, ...]:

@@ -43,7 +43,9 @@ from partc.ir.program import SELECTED, Graph
 from partc.torch_private import without_modes
 
 NOT_SELECTED = object()
-TESTED = "selection_tested"  # a mark of a test whether tensors are zero everywhere, in one part of their rows or in all
+# A mark of a test whether tensors are zero, in one part of their rows or in all. That of an iteration has the number of
+# the loop; at the loop's end it tests nothing.
+TESTED = "selection_tested"
 _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{SELECTED}(Tensor mask, int dim) -> Tensor")
 _library.impl(
@@ -51,8 +53,8 @@ _library.impl(
     lambda mask, dim: torch.empty(mask.numel(), dtype=torch.int64, device=mask.device),
     "CompositeExplicitAutograd",
 )
-_library.define(f"{TESTED}(Tensor[] tested, int first, int last) -> ()")
-_library.impl(TESTED, lambda tested, first, last: None, "CompositeExplicitAutograd")
+_library.define(f"{TESTED}(Tensor[] tested, int first, int last, int loop) -> ()")
+_library.impl(TESTED, lambda tested, first, last, loop: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.selection_tested.default)
 _INDICES = frozenset({"where", "nonzero", "argwhere"})
 _ARITHMETIC = frozenset({
@@ -239,6 +241,19 @@ for _word in _REFUSED.split():
 
 
 @dataclass(frozen=True, slots=True)
+class Iterations:
+    """The places of a mask's elements, which a loop may go through, and nothing else."""
+
+    _selections: Selections
+    _mask: Tensor
+    _places: Sequence[Any]
+    _sources: Sequence[Source]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._selections.iterations(self._mask, self._places, self._sources)
+
+
+@dataclass(frozen=True, slots=True)
 class _Rows:
     """The rows of a tensor: the mask that selects some of them, and their dimension."""
 
@@ -266,6 +281,7 @@ class Selections:
         """
         self.tests: list[Source] = []
         self.numbers: list[Source] = []  # of rows, that the model reads
+        self._loops = 0  # over places
         self._empty, self._shown = empty, shown
         self._value, self._know, self._guard = value, know, guard
         self._rows: dict[int, _Rows] = {}
@@ -280,14 +296,26 @@ class Selections:
         self._parts: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}  # counts, and the mask of each part
         self._frame: FrameType | None = None
 
-    def nonempty(self, tested: Tensor | None, first: int = -1, last: int = -1) -> bool:
-        """The answer to a test whether a mask selects anything, or whether counts from `first` to before `last` do.
+    def nonempty(self, tested: Tensor, first: int = -1, last: int = -1, loop: int = 0) -> bool:
+        """The answer to a test whether a mask selects anything, or whether its elements `first` to `last - 1` do.
 
-        The graph records the test. None stands for one that finds something where places of rows are found.
+        The graph records the test. `loop` is the number of the loop over places whose iteration it begins.
         """
         self.tests.extend(self._source())
-        torch.ops.partc.selection_tested.default([] if tested is None else [tested.detach()], first, last)
+        torch.ops.partc.selection_tested.default([tested.detach()], first, last, loop)
         return not self._empty
+
+    def iterations(self, mask: Tensor, places: Sequence[Any], sources: Sequence[Source]) -> Iterator[Any]:
+        """The places of a mask's elements, each with a test of its element."""
+        self.tests.extend(sources)
+        if self._empty:
+            return
+        self._loops += 1
+        loop = self._loops
+        for number, place in enumerate(places):
+            torch.ops.partc.selection_tested.default([mask.detach()], number, number + 1, loop)
+            yield place
+        torch.ops.partc.selection_tested.default([], -1, -1, loop)
 
     def _source(self) -> Iterator[Source]:
         frame = user_frame(self._frame)
@@ -366,8 +394,8 @@ class Selections:
             return self._reduced(func, name, args, kwargs, held)
         if name in _LOSSES:
             return self._loss(func, name, args, kwargs, held)
-        if name in ("unbind", "tolist") and self._value(args[0]) is not None:
-            return self._each(args[0], name)
+        if name == "unbind" and not held.dim and not (args[1] if len(args) > 1 else kwargs.get("dim", 0)):
+            return self._each(given, held)
         if name in _NUMBERS or (name == "__get__" and getattr(func, "__self__", None) in _PROPERTIES):
             return self._size(func, name, args, kwargs, held)
         return NOT_SELECTED
@@ -433,22 +461,29 @@ class Selections:
     def _hold(self, x: Tensor, mask: Tensor, dim: int) -> None:
         self._rows[id(x)] = _Rows(weakref.ref(x), mask, dim)
 
-    def _each(self, x: Tensor, name: str) -> Any:
-        """The places that nonzero() found, one after the other, as constants."""
+    def _each(self, x: Tensor, held: _Rows) -> Any:
+        """The places that nonzero() found, one after the other, as constants; NOT_SELECTED for other rows."""
         real = self._value(x)
-        if real is None or not self.nonempty(None):
-            return [] if name == "tolist" else ()
+        if real is None:
+            return NOT_SELECTED
         with without_modes():
             numbers, values = real.tolist(), real.unbind(0)
-        if name == "tolist":
-            return numbers
         rows = []
         for number, row in zip(numbers, values, strict=True):
             made = torch.tensor(number)
             self._know(made, row)
             self._placed[id(made)] = weakref.ref(made)
             rows.append(made)
-        return tuple(rows)
+        return Iterations(self, held.mask, rows, [*self._source()])
+
+    def listed(self, x: Tensor) -> Iterations | None:
+        """x.tolist() of the places that nonzero() found; None for other tensors."""
+        held, real = self._of(x), self._value(x)
+        if held is None or held.dim or real is None:
+            return None
+        self._frame = _outside()
+        with without_modes():
+            return Iterations(self, held.mask, real.tolist(), [*self._source()])
 
     def _with_constants(self, index: Any) -> tuple[Any, bool]:
         """An index with places in place of masks that are constants, and whether it had some."""

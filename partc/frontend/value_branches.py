@@ -31,7 +31,7 @@ from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.selections import NOT_SELECTED, Selections
 from partc.frontend.statements import path_to, span_of, tree_of
 from partc.installed import shortened, user_frame
-from partc.torch_private import GuardOnValues, checks, without_modes
+from partc.torch_private import GuardOnValues, checks, lists, without_modes
 
 LARGEST = 1 << 16  # elements of a constant whose values are computed
 CALLS = 4  # between a value and the statement that tests it
@@ -124,7 +124,7 @@ class ValueWatch(TorchFunctionMode):
 
         torch.SymBool.__bool__ = tested  # type: ignore[method-assign]
         try:
-            with self, checks(checked), self._constants_are_read():
+            with self, checks(checked), lists(self.selections.listed), self._constants_are_read():
                 yield
         finally:
             torch.SymBool.__bool__ = test  # type: ignore[method-assign]

@@ -460,8 +460,14 @@ class Lift:
                     held = w.expand(held, (*shape[:dim], 1, *shape[dim + 1 :]), "experts")
                     return held, True
             return None
-        if op.name in ("to", "detach") or (op.name in _TRUE and op.args[1] == 0) or op.name == "slice":
+        if op.name in ("to", "detach") or (op.name in _TRUE and op.args[1] == 0):
             return self._one_hot(names[0], dim)
+        if op.name == "slice":
+            found = self._one_hot(names[0], dim)
+            if found is None or op.args[1] == dim:
+                return None if op.args[2] else found
+            cut = tuple(1 if place == dim else size for place, size in enumerate(shape))
+            return w.add("slice", (Ref(found[0]), *op.args[1:]), cut, w.types[found[0]].dtype, "experts"), found[1]
         if op.name == "permute":
             order = op.args[1]
             assert isinstance(order, tuple)

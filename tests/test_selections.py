@@ -299,6 +299,11 @@ class Hits(nn.Module):
                         out[rows] += self.experts[int(e)](x[rows])
                 for e in torch.where(last > 0)[0]:
                     out[one[:, 1, e] > 0] = self.experts[int(e)](x[one[:, 1, e] > 0])
+            case "full":  # experts take three tokens
+                taken = (one * (one.cumsum(0) <= 3)).permute(2, 1, 0)
+                for e in torch.greater(taken.sum((-1, -2)), 0).nonzero():
+                    _, rows = torch.where(taken[e].squeeze(0))
+                    out.index_add_(0, rows, self.experts[int(e)](x[rows]))
             case "shifted":
                 shifted = F.one_hot(chosen + 1, 5)[..., 1:]
                 for e in shifted.sum((0, 1)).nonzero().flatten():
@@ -361,7 +366,7 @@ def choices(*experts: int) -> dict[str, Tensor]:
     return {"x": torch.randn(8, 8, dtype=torch.float64), "chosen": chosen, "other": torch.arange(4) % 2 == 0}
 
 
-@pytest.mark.parametrize("style", ["marked", "compared", "counted", "twice", "shifted"])
+@pytest.mark.parametrize("style", ["marked", "compared", "counted", "twice", "full", "shifted"])
 def test_loops_over_chosen_experts_leave_out_the_others(style: str) -> None:
     equals_eager(lambda: Hits(style), [choices(0, 1), choices(3, 1), choices(2), choices(1, 0)])
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from math import prod
 from typing import Any
 
@@ -157,14 +156,13 @@ class _Zeros:
 
     def _positive(self, name: str) -> bool:
         """Whether a value has no negative elements, as a mask does."""
+        if self.values[name].type.dtype == "bool":
+            return True
         op = self._maker(name)
-        while op is not None and op.name in _ZERO and isinstance(op.args[0], Ref):
-            if op.results[0].type.dtype == "bool":
-                return True
-            op = self._maker(op.args[0].name)
-        return op is not None and (
-            op.results[0].type.dtype == "bool" or op.name in _POSITIVE or self._counted(op) is not None
-        )
+        if op is None or op.name in _POSITIVE or self._counted(op) is not None:
+            return op is not None
+        given = [isinstance(arg, Ref) and self._positive(arg.name) for arg in op.args]
+        return all(given) if op.name == "mul" else op.name in _ZERO and given[0]
 
     def has(self, name: str) -> bool:
         """Whether a value is zero everywhere."""
@@ -317,9 +315,10 @@ class _Alignment:
 
     def _meet(self, test: Op) -> None:
         """Follow a test; that of a loop's iteration takes the place of the test before, and none ends the loop."""
-        loop = test.args[3]
-        if loop:
-            self._active = [*takewhile(lambda zeros: zeros.test.args[3] != loop, self._active)]
+        _, first, _, depth = test.args
+        if depth and first != 0:
+            before = [place for place, zeros in enumerate(self._active) if zeros.test.args[3] == depth]
+            self._active = self._active[: before[-1]] if before else self._active
         if [*test.refs()]:
             zeros = _Zeros(self._makers, self._values, test, self._changed)
             self._tests.append(zeros)

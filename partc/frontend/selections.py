@@ -43,7 +43,7 @@ from partc.ir.program import SELECTED, Graph
 from partc.torch_private import without_modes
 
 NOT_SELECTED = object()
-# A mark of a test whether tensors are zero, in one part of their rows or in all. That of an iteration has the number of
+# A mark of a test whether tensors are zero, in one part of their rows or in all. That of an iteration has the depth of
 # the loop; at the loop's end it tests nothing.
 TESTED = "selection_tested"
 _library = torch.library.Library("partc", "FRAGMENT")
@@ -281,7 +281,7 @@ class Selections:
         """
         self.tests: list[Source] = []
         self.numbers: list[Source] = []  # of rows, that the model reads
-        self._loops = 0  # over places
+        self._loops = 0  # over places that have begun and not ended
         self._empty, self._shown = empty, shown
         self._value, self._know, self._guard = value, know, guard
         self._rows: dict[int, _Rows] = {}
@@ -296,13 +296,13 @@ class Selections:
         self._parts: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}  # counts, and the mask of each part
         self._frame: FrameType | None = None
 
-    def nonempty(self, tested: Tensor, first: int = -1, last: int = -1, loop: int = 0) -> bool:
+    def nonempty(self, tested: Tensor, first: int = -1, last: int = -1) -> bool:
         """The answer to a test whether a mask selects anything, or whether its elements `first` to `last - 1` do.
 
-        The graph records the test. `loop` is the number of the loop over places whose iteration it begins.
+        The graph records the test.
         """
         self.tests.extend(self._source())
-        torch.ops.partc.selection_tested.default([tested.detach()], first, last, loop)
+        torch.ops.partc.selection_tested.default([tested.detach()], first, last, 0)
         return not self._empty
 
     def iterations(self, mask: Tensor, places: Sequence[Any], sources: Sequence[Source]) -> Iterator[Any]:
@@ -311,11 +311,14 @@ class Selections:
         if self._empty:
             return
         self._loops += 1
-        loop = self._loops
-        for number, place in enumerate(places):
-            torch.ops.partc.selection_tested.default([mask.detach()], number, number + 1, loop)
-            yield place
-        torch.ops.partc.selection_tested.default([], -1, -1, loop)
+        try:
+            loop = self._loops
+            for number, place in enumerate(places):
+                torch.ops.partc.selection_tested.default([mask.detach()], number, number + 1, loop)
+                yield place
+            torch.ops.partc.selection_tested.default([], -1, -1, loop)
+        finally:
+            self._loops -= 1
 
     def _source(self) -> Iterator[Source]:
         frame = user_frame(self._frame)

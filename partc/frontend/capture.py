@@ -387,7 +387,7 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
                 help="use modules that are told their sizes, not lazy ones",
             )
     stores = (store for part in model.modules() for store in (part._modules, part._parameters, part._buffers))
-    for name in (name for store in stores for name in store):
+    for name in (name for store in stores for name in store.keys()):  # noqa: SIM118 (those of scripted modules)
         if not encodable(name):
             raise PartcError(
                 "P0205", f"model() has a part of the name {name!a}, which is no text", help="give it another name"

@@ -177,7 +177,7 @@ def test_ends_of_data(tmp_path: Path) -> None:
     tokens = torch.arange(16 * 5 * 2 + 12) % 23
     (tmp_path / "t.bin").write_bytes(tokens.to(torch.int16).numpy().tobytes())
     done = inferred(package, tmp_path / "rows", "--data", tmp_path / "t.bin")
-    assert done.returncode == 0 and "the last 2 rows" in done.stdout
+    assert done.returncode == 0 and "the last 2 rows" in done.stderr
     lengths = torch.cat([each["lengths"] for each in results(tmp_path / "rows")])
     assert torch.equal(lengths, (tokens[:160].view(32, 5) > 3).sum(-1))
     endless = partc.compile(written(tmp_path), mesh="dp=2", forward_only=True).write(tmp_path / "endless")

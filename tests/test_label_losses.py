@@ -65,3 +65,40 @@ def test_softmaxes_and_log_sum_exps_are_kernels_of_rows_of_any_length(
         graphs = [graph for region in package.program.regions for graph in region.graphs]
         whole = [v.type for graph in graphs for v in graph.definitions().values() if v.type.shape == logits]
         assert whole and {type.dtype for type in whole} == {"bf16"}
+
+
+GIVEN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def model():
+    return nn.Linear(6, 5)
+
+
+def batch():
+    return {"x": torch.randn(8, 3, 6), "y": torch.randint(0, 5, (8, 3)), "weight": torch.rand(5)}
+
+
+def loss(model, batch):
+    x, y = model(batch["x"]), batch["y"]
+    p = F.logsigmoid(x)
+    return (
+        F.nll_loss(p.flatten(0, 1), y.flatten(), ignore_index=2)
+        + 0.1 * F.nll_loss(p.transpose(1, 2), y, reduction="sum", weight=batch["weight"])
+        + F.nll_loss(p.transpose(1, 2), y, weight=torch.arange(5.0) + 1, ignore_index=1)
+        + F.nll_loss(F.log_softmax(x, -1).transpose(1, 2), y, reduction="none").square().mean()
+        + F.nll_loss((x.softmax(-1) + 1e-3).log().flatten(0, 1), y.flatten())
+        + F.nll_loss(F.log_softmax(x, 1).flatten(0, 1), y.flatten())
+    )
+"""
+
+
+def test_losses_of_values_that_are_no_log_softmax_are_no_cross_entropies(tmp_path: Path) -> None:
+    (tmp_path / "given.py").write_text(GIVEN)
+    package = partc.compile(tmp_path / "given.py", mesh="dp=2", microbatches=2, precision="fp64")
+    ops = [op.name for region in package.program.regions for op in region.forward.ops]
+    assert ops.count("cross_entropy") == 1
+    found = package.verify(steps=1)
+    assert found.ok and found.worst.rel_err < 1e-12

@@ -3,35 +3,113 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from partc.ir.operators import DTYPES
-from partc.ir.program import Arg, DType, DTypeArg, Op, Ref
+from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, Value
 from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref
+from partc.rules.rule import integers
 
 
 def cross_entropy(w: Writer, op: Op) -> None:
     """Move classes last; compute the losses of rows, then their sum over the count (or weight) of those not ignored."""
     logits, labels = op.args[:2]
-    weight, reduction = argument(op, 2, "weight"), number(argument(op, 3, "reduction", 1))
-    ignore, smoothing = argument(op, 4, "ignore_index", -100), argument(op, 5, "label_smoothing", 0.0)
-    shape, dtype = w.shape(logits), w.types[ref(logits).name].dtype
-    name = op.result.name
+    weight, smoothing = argument(op, 2, "weight"), argument(op, 5, "label_smoothing", 0.0)
+    ignore = argument(op, 4, "ignore_index", -100)
     if w.types[ref(labels).name].dtype not in ("i64", "i32"):
         w.keep(op)  # class probabilities: no rule knows them, so they are reported
         return
-    if len(shape) > 2:
-        order = (0, *range(2, len(shape)), 1)
-        moved = w.value(f"{name}_logits", tuple(shape[dim] for dim in order), dtype)
-        logits = w.add(op, "permute", (logits, order), moved)
-    rows = w.shape(labels)
-    args = (logits, labels, weight, ignore, smoothing)
-    if reduction == 0:
-        w.add(op, "cross_entropy", args)
+    args = (_classes_last(w, op, logits), labels, weight, ignore, smoothing)
+    _over_counted(w, op, lambda result: w.add(op, "cross_entropy", args, result))
+
+
+def nll_loss(w: Writer, op: Op) -> None:
+    """The negative of each row's value at its label.
+
+    The values of a log_softmax have a log-sum-exp of 0, so that their loss is a cross-entropy; others have not.
+    """
+    logits, labels = op.args[:2]
+    if _is_normalized(w, logits):
+        cross_entropy(w, op)
         return
-    nll = w.add(op, "cross_entropy", args, w.value("nll", rows, dtype))
+    rows, dtype = w.shape(labels), w.types[ref(logits).name].dtype
+    number_type = w.types[ref(labels).name].dtype
+    ignore = argument(op, 4, "ignore_index", -100)
+    values = _classes_last(w, op, logits)
+
+    def losses(result: Value | None) -> Ref:
+        counted = w.add(op, "ne", (labels, ignore), w.value("counted", rows, "bool"))
+        safe = w.add(op, "mul", (labels, counted), w.value("counted_labels", rows, number_type))
+        index = w.add(op, "reshape", (safe, (*rows, 1)), w.value("label_column", (*rows, 1), number_type))
+        column = w.add(op, "gather", (values, len(rows), index), w.value("label_values", (*rows, 1), dtype))
+        picked = w.add(op, "reshape", (column, rows), w.value("label_value", rows, dtype))
+        found = w.add(op, "neg", (picked,), w.value("label_loss", rows, dtype))
+        if (weight := argument(op, 2, "weight")) is not None:
+            scale = _label_weights(w, op, weight, labels, counted)
+            found = w.add(op, "mul", (found, scale), w.value("label_loss", rows, dtype))
+        ignored = w.add(op, "eq", (labels, ignore), w.value("ignored", rows, "bool"))
+        return w.add(op, "masked_fill", (found, ignored, 0.0), result)
+
+    _over_counted(w, op, losses)
+
+
+def _is_normalized(w: Writer, arg: Arg) -> bool:
+    """Whether log_softmax along the classes made the values, below views that keep the classes apart."""
+    name = ref(arg).name
+    at = min(len(w.shape(arg)) - 1, 1)
+    while (op := w.made.get(name)) is not None:
+        shape = w.types[name].shape
+        if op.name in ("log_softmax", "_log_softmax"):
+            return number(op.args[1]) % len(shape) == at
+        name = next(op.refs(), "")
+        if op.name == "reshape":
+            before = w.types[name].shape
+            if at == len(shape) - 1 and before[-1:] == shape[-1:]:
+                at = len(before) - 1
+            elif before[: at + 1] != shape[: at + 1]:
+                return False
+        elif op.name == "permute":
+            at = integers(op.args[1])[at]
+        elif op.name == "slice":
+            if number(argument(op, 1, "dim", 0)) % len(shape) == at:
+                return False
+        elif op.name not in ("to", "contiguous", "clone"):
+            return False
+    return False
+
+
+def _classes_last(w: Writer, op: Op, logits: Arg) -> Arg:
+    shape = w.shape(logits)
+    if len(shape) <= 2:
+        return logits
+    order = (0, *range(2, len(shape)), 1)
+    dtype = w.types[ref(logits).name].dtype
+    moved = w.value(f"{op.result.name}_logits", tuple(shape[dim] for dim in order), dtype)
+    return w.add(op, "permute", (logits, order), moved)
+
+
+def _label_weights(w: Writer, op: Op, weight: Arg, labels: Arg, counted: Ref) -> Ref:
+    """The weight of each row's label; of rows that are ignored, that of the first class."""
+    rows, dtype = w.shape(labels), w.types[ref(op.args[0]).name].dtype
+    labels_type, flat = w.types[ref(labels).name].dtype, (math.prod(w.shape(labels)),)
+    safe = w.add(op, "mul", (labels, counted), w.value("counted_labels", rows, labels_type))
+    line = w.add(op, "reshape", (safe, flat), w.value("counted_labels_line", flat, labels_type))
+    found = w.add(op, "index_select", (weight, 0, line), w.value("label_weights_line", flat, dtype))
+    return w.add(op, "reshape", (found, rows), w.value("label_weights", rows, dtype))
+
+
+def _over_counted(w: Writer, op: Op, losses: Callable[[Value | None], Ref]) -> None:
+    """The losses of rows, their sum, or their sum over the count (or weight) of those not ignored."""
+    logits, labels = op.args[:2]
+    reduction, ignore = number(argument(op, 3, "reduction", 1)), argument(op, 4, "ignore_index", -100)
+    weight, rows, dtype = argument(op, 2, "weight"), w.shape(labels), w.types[ref(logits).name].dtype
+    if reduction == 0:
+        losses(None)
+        return
+    nll = losses(w.value("nll", rows, dtype))
     every = tuple(range(len(rows)))
     if reduction == 2:
         w.add(op, "sum", (nll, every, False))
@@ -40,12 +118,7 @@ def cross_entropy(w: Writer, op: Op) -> None:
     counted = w.add(op, "ne", (labels, ignore), w.value("counted", rows, "bool"))
     ones = w.add(op, "to", (counted, DTypeArg(dtype)), w.value("counted_as_number", rows, dtype))
     if weight is not None:
-        safe = w.add(op, "mul", (labels, counted), w.value("counted_labels", rows, w.types[ref(labels).name].dtype))
-        flat = (math.prod(rows),)
-        labels_type = w.types[ref(labels).name].dtype
-        line = w.add(op, "reshape", (safe, flat), w.value("counted_labels_line", flat, labels_type))
-        found = w.add(op, "index_select", (weight, 0, line), w.value("label_weights_line", flat, dtype))
-        picked = w.add(op, "reshape", (found, rows), w.value("label_weights", rows, dtype))
+        picked = _label_weights(w, op, weight, labels, counted)
         ones = w.add(op, "mul", (picked, ones), w.value("counted_weights", rows, dtype))
     count = w.add(op, "sum", (ones, every, False), w.value("count", (), dtype))
     w.add(op, "div", (total, count))

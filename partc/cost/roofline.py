@@ -60,7 +60,7 @@ def product_flops(
 ) -> tuple[float, OpRule | None]:
     """The floating-point operations of an operation's matrix products, and their rule, for local shapes.
 
-    As many `parts` of keys and values visit a rank.
+    `parts` is the number of blocks of keys and values that visit a rank around a ring.
     """
     if op.name in _CONVOLUTIONS:
         return _convolved(op, shapes, results), None

@@ -171,7 +171,7 @@ class _Zeros:
         op = self._maker(name)
         if op is None:
             return False
-        given = [arg.name for arg in op.args if isinstance(arg, Ref)]
+        given = [*op.refs()]
         if op.name in _BOTH or op.name == "mul":
             return any(map(self.has, given))
         if op.name in ("select", "slice") and self._is_part(op):
@@ -202,7 +202,7 @@ class _Zeros:
         op = self._maker(name)
         if op is None:
             return False
-        given = [arg.name for arg in op.args if isinstance(arg, Ref)]
+        given = [*op.refs()]
         if op.name in _BOTH or op.name == "mul":
             return any(self._has_slice(x, dim, index) for x in given if self._shape(x) == self._shape(name))
         before = self._dim_before(op, dim) if given else None

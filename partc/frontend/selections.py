@@ -43,8 +43,8 @@ from partc.ir.program import SELECTED, Graph
 from partc.torch_private import without_modes
 
 NOT_SELECTED = object()
-# A mark of a test whether tensors are zero, in one part of their rows or in all. That of an iteration has the depth of
-# the loop; at the loop's end it tests nothing.
+# A mark of a test whether tensors are zero, in one part of their rows or in all. An iteration of a
+# loop has the depth of the loop in its mark; the mark at the end of a loop has no tensors.
 TESTED = "selection_tested"
 _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{SELECTED}(Tensor mask, int dim) -> Tensor")

@@ -231,7 +231,7 @@ def _cut(dims: Dims, rule: OpRule, choice: Choice) -> Shard:
 def flops(op: Op, rule: OpRule, *, parts: int = 1) -> int:
     """The floating-point operations of the matrix products in the operation; 0 without products.
 
-    Shapes are global, or local to a rank that as many `parts` of keys and values visit.
+    Shapes are global, or local to a rank; `parts` is the number of blocks of keys and values that visit it.
     """
     place, whole = _CAUSAL.get(op.name), rule.flops * parts
     if place is None or len(op.args) <= place:

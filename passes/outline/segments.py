@@ -117,7 +117,7 @@ def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
 
 
 def _rows(main: Region) -> set[str]:
-    """Concatenations of parameters that are only reshaped, and the reshaped ones."""
+    """The results of concatenations whose operands are reshaped parameters, and these operands."""
     stored = {value.name for value in main.params}
     reshaped = {op.result.name for op in main.forward.ops if op.name == "reshape" and stored.issuperset(op.refs())}
     joined = [op for op in main.forward.ops if op.name == "cat" and reshaped.issuperset(op.refs())]

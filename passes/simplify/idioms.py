@@ -40,7 +40,7 @@ def _grouped_heads(match: Match) -> Op | None:
 
 
 def _repeated_heads(match: Match) -> Op | None:
-    """The same for copies that `repeat_interleave` makes of each head."""
+    """Attention takes keys and values before `repeat_interleave` copies them for groups of query heads."""
     if not isinstance(match["n"], int) or any(len(match.shape(name) or ()) != 4 for name in ("k", "v")):
         return None
     return replace(match.root, args=(match["q"], match["k"], match["v"], *match["rest"]))

@@ -203,7 +203,7 @@ class _Unsorting:
         return name
 
     def _maker(self, name: str) -> Op | None:
-        """The operation that made a value, below casts."""
+        """The operation that made a value, or the one whose result casts have turned into it."""
         op = self.makers.get(name)
         while op is not None and op.name == "to":
             op = self.makers.get(next(op.refs()))

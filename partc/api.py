@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from partc.compilation.fitting import Compiled
     from partc.frontend.origin import Origin
     from partc.frontend.results import Purpose
-    from partc.package.verify import VerifyResult
+    from partc.package.comparison import VerifyResult
 
 PhaseObserver = Callable[["Phase"], None]
 OriginKey = tuple[str, int, str]  # precision, parts of the batch of which the model sees one, purpose

@@ -28,6 +28,7 @@ PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch",
 def quick_starts() -> Server:
     """From here on `verify` starts the single-device model and all ranks from such a server."""
     import partc.package.verify
+    import partc.package.verify_results
     from partc.package.launch import local_environment
 
     server = shared()
@@ -39,7 +40,8 @@ def quick_starts() -> Server:
             return server.ranks(int(command[place]), command[place + 1 :], output, environment)
         return server.start(command[1:], output, environment)
 
-    partc.package.verify.started = start
+    for module in (partc.package.verify, partc.package.verify_results):
+        module.started = start
     return server
 
 

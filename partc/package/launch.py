@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,3 +223,15 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
 def local_environment() -> dict[str, str]:
     """The environment of this process, with one thread per rank unless the user set another number."""
     return {"OMP_NUM_THREADS": "1", **os.environ}
+
+
+def searching() -> dict[str, str]:
+    """The environment in which a process finds partc, which packages do without."""
+    root = str(Path(__file__).resolve().parents[2])
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}
+
+
+def started(command: list[str], output: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process of this machine that writes all its output to a file."""
+    with output.open("wb") as file:
+        return subprocess.Popen(command, env={**local_environment(), **variables}, stdout=file, stderr=file)

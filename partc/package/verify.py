@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,66 +16,41 @@ from torch import Tensor, nn
 from partc.errors import PartcError
 from partc.ir.layout import Layout, index_ranges
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
+from partc.package.comparison import (
+    MIXED,
+    TOLERANCES,
+    Difference,
+    VerifyResult,
+    largest,
+    relative_error,
+    root_mean_square,
+)
 from partc.package.launch import (
     RunFailed,
     gpus,
-    local_environment,
     read_package,
     read_plan,
     read_reports,
+    searching,
+    started,
     torchrun_command,
 )
 from partc.package.reference import DATA, ReferenceUpdate, balanced
+from partc.package.verify_results import verify_results
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import Shard
 from partc.runtime.train.job import parse
 
-# Tolerances for rounding. fp64 leaves no room for anything else; fp32 sums in another order. Parameters are measured
-# against torch.optim's update from the package's own gradients, which are measured against the model's. Constants are
-# buffers and parameters without gradients.
-TOLERANCES: Mapping[str, Mapping[str, float]] = {
-    "fp64": {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10, "constant": 1e-10},
-    # Against torch's autocast, which rounds in other places: activations have 8 (bf16) or 11 (fp16) bits.
-    "bf16": {"loss": 2e-2, "gradient": 1e-1, "parameter": 2e-6, "constant": 1e-2},
-    "fp16": {"loss": 5e-3, "gradient": 5e-2, "parameter": 2e-6, "constant": 1e-2},
-    "fp32": {"loss": 1e-5, "gradient": 2e-4, "parameter": 2e-6, "constant": 2e-4},
-    # Gradients that cross nodes with 255 levels for 256 numbers; the next step corrects a step's error.
-    "int8": {"loss": 2e-2, "gradient": 3e-1, "parameter": 2e-6, "constant": 1e-2},
-}
 # How a run updates its parameters: options of train.py that the single-device model follows too.
 RECIPE = (
     "optimizer", "lr", "weight_decay", "no_decay", "group", "clip", "accumulate", "lr_schedule", "warmup", "min_lr",
     "data", "data_dtype", "data_labels", "data_end",
 )  # fmt: skip
 CLIP = 1.0  # where the options have none: clipping is compared as well
-MIXED = ("bf16", "fp16", "int8")
 # Tensors much smaller than the largest of their kind are measured against this part of it: some
 # gradients are zero but for rounding (a key's bias), and have no scale of their own.
 SMALLEST_SCALE: Mapping[str, float] = {"fp64": 1e-3, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1, "int8": 1e-1}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One comparison: a loss, gradient, parameter or constant, on one rank after one step (counted from 1)."""
-
-    kind: str
-    name: str
-    rel_err: float
-    step: int = 1
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyResult:
-    """The document that `partc verify --json` prints."""
-
-    ok: bool
-    losses: tuple[float, ...]
-    reference_losses: tuple[float, ...]
-    worst: Difference
-    tolerance: float  # of the worst difference's kind
-    compared: int  # number of tensors and losses
 
 
 def verify(
@@ -107,8 +79,6 @@ def verify(
             help="verify the package without --expert-capacity",
         )
     if plan.get("results"):
-        from partc.package.verify_results import verify_results
-
         return verify_results(directory.resolve(), batches=steps, virtual=virtual, arguments=arguments)
     recipe = _recipe(directory, ["--steps", str(steps), *arguments])
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
@@ -157,16 +127,6 @@ def _recipe(directory: Path, arguments: Sequence[str]) -> dict[str, Any]:
     return recipe | {"clip": CLIP if job.clip is None else job.clip}
 
 
-def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -> float:
-    """The largest difference divided by `scale`; infinite if either is not a number."""
-    error = (
-        float((torch.as_tensor(mine) - torch.as_tensor(theirs)).abs().amax()) if torch.as_tensor(mine).numel() else 0.0
-    )
-    if not math.isfinite(error):
-        return math.inf
-    return error / scale if scale > 0 else (0.0 if error == 0 else math.inf)
-
-
 def _train_both(directory: Path, folder: Path, reference: Path, virtual: bool, recipe: Mapping[str, Any]) -> None:
     """Run the package, and beside it the single-device model unless its run exists."""
     arguments = list(_options(recipe))
@@ -203,17 +163,6 @@ def _options(recipe: Mapping[str, Any]) -> Iterator[str]:
         for each in value if isinstance(value, list | tuple) else (value,):
             if each is not None:
                 yield from (f"--{name.replace('_', '-')}", str(each))
-
-
-def searching() -> dict[str, str]:
-    """The environment in which a process finds partc, which packages do without."""
-    root = str(Path(__file__).resolve().parents[2])
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}
-
-
-def started(command: list[str], output: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with output.open("wb") as file:
-        return subprocess.Popen(command, env={**local_environment(), **variables}, stdout=file, stderr=file)
 
 
 def _rounding(plan: Mapping[str, Any]) -> str:
@@ -360,12 +309,3 @@ def _apart(mine: Tensor, theirs: Tensor, measure: Callable[[Tensor], float]) -> 
     if not theirs.is_floating_point():
         return 0.0 if torch.equal(mine, theirs) else math.inf
     return measure(mine - theirs)
-
-
-def largest(x: Tensor) -> float:
-    return float(x.abs().amax()) if x.numel() and x.is_floating_point() else 0.0
-
-
-def root_mean_square(x: Tensor) -> float:
-    """The effect of rounding on a tensor as a whole; single elements may fall on the other side of a relu."""
-    return float(x.double().square().mean().sqrt()) if x.numel() and x.is_floating_point() else 0.0

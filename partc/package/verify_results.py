@@ -10,17 +10,8 @@ from pathlib import Path
 from torch import Tensor
 
 from partc.errors import PartcError
-from partc.package.launch import RunFailed, read_plan, torchrun_command
-from partc.package.verify import (
-    MIXED,
-    TOLERANCES,
-    Difference,
-    VerifyResult,
-    largest,
-    root_mean_square,
-    searching,
-    started,
-)
+from partc.package.comparison import MIXED, TOLERANCES, Difference, VerifyResult, largest, root_mean_square
+from partc.package.launch import RunFailed, read_plan, searching, started, torchrun_command
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.errors import UsageError
 from partc.runtime.train.inference import check

@@ -24,7 +24,7 @@ import click
 import torch
 
 from partc.ir.mesh import Mesh
-from partc.package.verify import relative_error
+from partc.package.comparison import relative_error
 from partc.runtime.checkpoint.safetensors import load
 from tests.gpu import bandwidth, training
 from tests.gpu.commands import ROOT, done

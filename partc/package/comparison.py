@@ -1,0 +1,66 @@
+"""The comparison of a package with its single-device model: its result, tolerances and measures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Tolerances for rounding. fp64 leaves no room for anything else; fp32 sums in another order. Parameters are measured
+# against torch.optim's update from the package's own gradients, which are measured against the model's. Constants are
+# buffers and parameters without gradients.
+TOLERANCES: Mapping[str, Mapping[str, float]] = {
+    "fp64": {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10, "constant": 1e-10},
+    # Against torch's autocast, which rounds in other places: activations have 8 (bf16) or 11 (fp16) bits.
+    "bf16": {"loss": 2e-2, "gradient": 1e-1, "parameter": 2e-6, "constant": 1e-2},
+    "fp16": {"loss": 5e-3, "gradient": 5e-2, "parameter": 2e-6, "constant": 1e-2},
+    "fp32": {"loss": 1e-5, "gradient": 2e-4, "parameter": 2e-6, "constant": 2e-4},
+    # Gradients that cross nodes with 255 levels for 256 numbers; the next step corrects a step's error.
+    "int8": {"loss": 2e-2, "gradient": 3e-1, "parameter": 2e-6, "constant": 1e-2},
+}
+MIXED = ("bf16", "fp16", "int8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One comparison: a loss, gradient, parameter or constant, on one rank after one step (counted from 1)."""
+
+    kind: str
+    name: str
+    rel_err: float
+    step: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyResult:
+    """The document that `partc verify --json` prints."""
+
+    ok: bool
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    worst: Difference
+    tolerance: float  # of the worst difference's kind
+    compared: int  # number of tensors and losses
+
+
+def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -> float:
+    """The largest difference divided by `scale`; infinite if either is not a number."""
+    error = (
+        float((torch.as_tensor(mine) - torch.as_tensor(theirs)).abs().amax()) if torch.as_tensor(mine).numel() else 0.0
+    )
+    if not math.isfinite(error):
+        return math.inf
+    return error / scale if scale > 0 else (0.0 if error == 0 else math.inf)
+
+
+def largest(x: Tensor) -> float:
+    return float(x.abs().amax()) if x.numel() and x.is_floating_point() else 0.0
+
+
+def root_mean_square(x: Tensor) -> float:
+    """The effect of rounding on a tensor as a whole; single elements may fall on the other side of a relu."""
+    return float(x.double().square().mean().sqrt()) if x.numel() and x.is_floating_point() else 0.0

@@ -35,7 +35,8 @@ from partc.ir.program import Program
 from partc.passes.batch import check_divisible
 from partc.passes.differentiate import Derivatives
 from partc.passes.fuse import Fusions
-from partc.passes.tables import Cut, table_cut
+from partc.passes.tables import table_cut
+from partc.passes.tables.lookups import Cut
 from partc.runtime.documents import Malformed, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
 from partc.sharding.choices import axis_order

@@ -1,0 +1,109 @@
+"""The bytes that a rank sends in a step for a table: cut in some way, or whole with sums of its gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from partc.ir.layout import Layout
+from partc.ir.program import FLOATING, ITEMSIZE, TensorType
+from partc.passes.tables.lookups import ROWS, Cut, Lookup, Lookups, Slot, cut_type
+from partc.rules import resolve
+from partc.sharding.choices import layouts
+from partc.sharding.reshard import plan
+
+_COPIES = 0.5  # of an exchange by rows: four copies of the vectors, of which a byte costs an eighth of one that is sent
+_START = 1 << 17  # bytes that a link of 25 GB/s carries in the 5 us until a message starts
+_LARGE = 1 << 26  # bytes of a table; smaller ones are gathered with the other parameters of their call
+_NODE = 8  # devices of a node: a ring's bytes leave a node once, those of an exchange once for each of its devices
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes by table and cut, under a ZeRO stage."""
+
+    lookups: Lookups
+    zero: int
+
+    def moved(self, name: str, cut: Cut) -> float:
+        """The bytes that a rank sends in a step to exchange ids and vectors."""
+        pairs = ((slot, lookup) for slot in self.lookups.slots[name] for lookup in self.lookups.of[slot])
+        found = (min(self._gathered(*pair, cut), self._exchanged(*pair, cut)) for pair in pairs)
+        return sum(found) * self.lookups.program.microbatches
+
+    def exchanges(self, slot: Slot, lookup: Lookup, cut: Cut) -> bool:
+        """Whether ids travel to the ranks of their rows, rather than to all ranks."""
+        return self._exchanged(slot, lookup, cut) < self._gathered(slot, lookup, cut)
+
+    def _gathered(self, slot: Slot, lookup: Lookup, cut: Cut) -> int:
+        """The bytes that a rank sends in a microbatch if all ranks look up all ids."""
+        total, types = 0, dict(self.lookups.types[slot[0]])
+        types[slot[1]] = cut_type(types[slot[1]], cut, self.lookups.sizes)
+        ops = self.lookups.recuts(slot, lookup, cut)
+        assert ops is not None
+        for op in ops:
+            found = layouts(op, resolve(op, types), types, self.lookups.sizes)
+            assert found is not None
+            for ref, wanted in zip(op.refs(), found[0], strict=True):
+                if types[ref].dtype not in FLOATING:
+                    total += self._resharded(types[ref].layout, wanted, types[ref], gradient=False)
+            types[op.result.name] = op.result.type
+        before = self.lookups.types[slot[0]][ops[-1].result.name]
+        return total + self._resharded(ops[-1].result.type.layout, before.layout, before, gradient=True)
+
+    def _exchanged(self, slot: Slot, lookup: Lookup, cut: Cut) -> float:
+        """The bytes that a rank sends in a microbatch if each rank looks up the ids of its own rows."""
+        types, op = self.lookups.types[slot[0]], lookup.op
+        ids = types[[*op.refs()][1]]
+        masked = any(each.name == "masked_fill" for each, _ in lookup.after)
+        padded = len(op.args) > 2 and not masked  # the row without a gradient is on one rank
+        ((axis, factor), *others) = cut
+        home = ids.layout.sharded_axes
+        if (
+            padded
+            or others
+            or factor != ROWS
+            or axis not in home
+            or any(sub.axes for sub in types[slot[1]].layout.dims[0])
+        ):
+            return math.inf
+        vectors = (lookup.cast or op).result.type.local_bytes(self.lookups.sizes)
+        ranks = self.lookups.sizes[axis]
+        return (ids.local_bytes(self.lookups.sizes) + 2 * vectors) * (ranks - 1) / ranks
+
+    def _resharded(self, source: Layout, target: Layout, type: TensorType, *, gradient: bool) -> int:
+        if not gradient:
+            source, target = replace(source, varying=()), replace(target, varying=())
+        steps = plan(source, target, sizes=self.lookups.sizes, itemsize=ITEMSIZE[type.dtype], needs_grad=gradient)
+        return sum(step.forward + step.backward for step in steps)
+
+    def spread(self, name: str, cut: Cut) -> float:
+        """The bytes that a rank sends in a step for a table that is cut, and its share of those that it copies."""
+        copied = 0.0
+        for slot in self.lookups.slots[name]:
+            for lookup in self.lookups.of[slot]:
+                if self.exchanges(slot, lookup, cut):
+                    copied += _COPIES * (lookup.cast or lookup.op).result.type.local_bytes(self.lookups.sizes)
+        return self.moved(name, cut) + copied * self.lookups.program.microbatches
+
+    def whole(self, name: str) -> int:
+        """The bytes that a rank sends in a step for a table that is not cut: of its gradient, and of ZeRO's gathers."""
+        times = self.lookups.program.microbatches
+        return self._bytes(name) * {0: 2, 1: 2, 2: 1 + times, 3: 3 * times}[self.zero]
+
+    def is_large(self, name: str) -> bool:
+        return self._bytes(name) >= _LARGE
+
+    def _bytes(self, name: str) -> int:
+        return self.lookups.parameters[name].type.local_bytes(self.lookups.sizes)
+
+    def saves(self, name: str, cut: Cut) -> bool:
+        """Whether a table is large, and exchanging its vectors costs less in a step than summing and gathering it.
+
+        Sums share their messages with those of other gradients; vectors travel in messages of their own.
+        """
+        lookups = sum(len(self.lookups.of[slot]) for slot in self.lookups.slots[name])
+        ranks = math.prod(self.lookups.sizes[axis] for axis, _ in cut)
+        started = 2 * _START * (ranks - 1) * lookups * self.lookups.program.microbatches
+        moved = self.moved(name, cut) * (_NODE if ranks > _NODE else 1)
+        return self.is_large(name) and moved + started < self.whole(name)

@@ -13,11 +13,11 @@
 
 The operation table assigns each operation `low` (16 bits), `high` (fp32) or `any` (the type of its widest operand);
 `casts` overrides it by name. The table follows torch's autocast, except that norms read and write 16 bits and sum in
-fp32 inside. A bias is added in the precision of its product, as if one operation computed both. Activations between
-calls have 16 bits; single numbers do not. A parameter is read in 16 bits if some operation wants it so. The optimizer's
-copy, and gradients summed over microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training, sections
-3.1 and 3.3). Of tables with sparse gradients, the rows that a step looks up are cast, and not the table. Constants, and
-values computed once per step, are unchanged.
+fp32 inside. A bias, also one of each expert, is added in the precision of its product, as if one operation computed
+both. Activations between calls have 16 bits; single numbers do not. A parameter is read in 16 bits if some operation
+wants it so. The optimizer's copy, and gradients summed over microbatches, stay fp32 (Micikevicius et al. 2018, Mixed
+Precision Training, sections 3.1 and 3.3). Of tables with sparse gradients, the rows that a step looks up are cast, and
+not the table. Constants, and values computed once per step, are unchanged.
 """
 
 from __future__ import annotations
@@ -113,16 +113,22 @@ class _Mixed:
 
     def _wanted(self, region: Region) -> Iterator[tuple[Op, Precision]]:
         """All operations of a region with their precision."""
-        vectors = {value.name for value in region.params if len(value.type.shape) == 1}
+        params = {value.name for value in region.params}
+        biases = {value.name for value in region.params if len(value.type.shape) == 1}
+        experts = {[*op.refs()][1] for op in region.forward.ops if op.name == "expert_matmul"}
         products: set[str] = set()
         for op in region.forward.ops:
             wanted = self.casts.get(op.name) or precision_of(op.name)
-            reads = [arg.name for arg in op.args if isinstance(arg, Ref)]
+            reads = [*op.refs()]
             if is_matmul(op) and wanted == "low":
                 products.update(value.name for value in op.results)
-            elif op.name == "add" and op.name not in self.casts and len(reads) == 2:
-                bias = any(a in products and b in vectors for a, b in (reads, reads[::-1]))
-                wanted = "low" if bias else wanted
+            elif op.name in self.casts or len(reads) != 2:
+                pass
+            elif op.name == "index" and reads[0] in params and reads[1] in experts:
+                wanted = "low"
+                biases.add(op.result.name)
+            elif op.name == "add" and any(a in products and b in biases for a, b in (reads, reads[::-1])):
+                wanted = "low"
             yield op, wanted
 
     def _travels(self, type: TensorType) -> bool:

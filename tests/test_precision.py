@@ -17,6 +17,7 @@ from partc.ir.program import RANDOM
 from partc.package.verify import verify
 from partc.passes.precision import precision
 from partc.rules import operations, precision_of
+from partc.runtime.ops.experts import expert_rows_grad
 from tests.zoo import MODELS
 
 PROGRAM = """
@@ -98,6 +99,19 @@ region head phase microbatch:
 """,
     )
     assert print_program(parse(mixed)) == mixed
+
+
+def test_biases_of_experts_are_added_in_16_bits_and_their_gradients_in_32() -> None:
+    """As the bias of a linear layer is: no value of all experts' rows is wide."""
+    compiled = partc.compile(
+        Path(__file__).parent / "models" / "moe.py", mesh="ep=2", precision="bf16", options={"batch": "4"}
+    )
+    layer = next(region for region in compiled.program.regions if "up" in " ".join(v.name for v in region.params))
+    biases = [op for op in layer.forward.ops if op.name == "expert_rows"]
+    assert biases and {op.result.type.dtype for op in biases} == {"bf16"}
+    ones = torch.ones(1024, 3, dtype=torch.bfloat16)  # a sum in 16 bits would stop at 256
+    found = expert_rows_grad(ones, torch.zeros(1024, dtype=torch.int64), 2)
+    assert found.dtype == torch.bfloat16 and found.tolist() == [[1024.0] * 3, [0.0] * 3]
 
 
 def test_an_operation_may_be_told_otherwise() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..comm.comm import Axis, Pending
 from .accumulation import settled
+from .attention import row_dtype
 
 
 def route(
@@ -134,8 +135,9 @@ def expert_matmul_add_grad_weight(into: Tensor, grad: Tensor, experts: Tensor, x
 
 
 def expert_rows_grad(grad: Tensor, experts: Tensor, count: int) -> Tensor:
-    """The sums of the rows of each of `count` experts."""
-    return grad.new_zeros(count, *grad.shape[1:]).index_add_(0, experts, grad)
+    """The sums of the rows of each of `count` experts, which are added up in at least fp32."""
+    wide = row_dtype(grad)
+    return grad.new_zeros(count, *grad.shape[1:], dtype=wide).index_add_(0, experts, grad.to(wide)).to(grad.dtype)
 
 
 def expert_places(experts: Tensor) -> Tensor:

@@ -121,6 +121,17 @@ def test_modules_say_what_they_are() -> None:
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|/root/|/home/\w+/")  # or true of one machine only
 
 
+_WRITES = re.compile(r"""\.write_(?:text|bytes)\(|open\([^)]*["'][wx]b?["']""")
+# Files in folders that get their names when complete, in temporary folders, and one that several ranks write.
+_PARTS = {
+    "checkpoint.py", "inference.py", "log.py", "measurement.py", "output.py", "trace.py", "verify.py", "whole_files.py",
+}  # fmt: skip
+
+
+def test_files_are_written_as_a_whole() -> None:
+    assert {path.name for path in MODULES.values() if _WRITES.search(path.read_text())} <= _PARTS
+
+
 def test_nothing_unfinished_and_no_folders_of_one_machine() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:

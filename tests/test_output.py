@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from partc.errors import PartcError
-from partc.package.output import MANIFEST, check_target, write
+from partc.package.output import MANIFEST, PAGE, check_target, write, write_page
+from partc.runtime.checkpoint.safetensors import save
+from partc.runtime.train.log import StepLog
+from partc.runtime.train.tuning import _write as write_choices
+from partc.runtime.whole_files import write_whole
 
 PLAN = ("plan.json", json.dumps({"partc": 1}))
 
@@ -105,3 +112,62 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert refused(tmp_path / "file" / "build") == "P0602"
+
+
+@contextmanager
+def small_disk(room: int) -> Iterator[None]:
+    """A context in which no file grows beyond `room` bytes."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+LONG = "x" * 100_000
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "a page": lambda path: write_page(PAGE + LONG, path),
+    "a plan": lambda path: write_page(LONG, path, mark=""),
+    "a text": lambda path: write_whole(path, LONG),
+    "tensors": lambda path: save(path, {"x": torch.zeros(100_000)}),
+    "configurations": lambda path: write_choices(path, "cpu", {LONG: {}}, lambda line: None),
+}
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("what", WRITERS)
+def test_a_full_disk_leaves_the_old_file_or_none(what: str, there: bool, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    if there:
+        path.write_text(PAGE)
+    before = snapshot(tmp_path)
+    with small_disk(1 << 12), suppress(PartcError, OSError):
+        WRITERS[what](path)
+    assert snapshot(tmp_path) == before
+    if what != "configurations":  # which keeps no file of another form
+        WRITERS[what](path)
+        assert {*snapshot(tmp_path)} == {"file"} and snapshot(tmp_path) != before
+
+
+def test_a_continued_log_keeps_its_lines_on_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "note": "{LONG[:100]}"}}\n' for step in range(1, 101)))
+    before = snapshot(tmp_path)
+    with small_disk(1 << 12), suppress(Exception):
+        StepLog(path, 200, start=90)
+    assert snapshot(tmp_path) == before
+    StepLog(path, 200, start=90).close()
+    assert len(path.read_text().splitlines()) == 90
+
+
+def test_a_replaced_file_keeps_its_link_and_its_permissions(tmp_path: Path) -> None:
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    write_whole(link, "new")
+    assert link.is_symlink() and path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o640
+    for other in (tmp_path, Path(os.devnull)):
+        with pytest.raises(OSError, match="no regular file"):
+            write_whole(other, "new")

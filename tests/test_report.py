@@ -14,7 +14,7 @@ import pytest
 import partc
 from partc.cost.simulation import simulate, timeline
 from partc.rehearsal.rehearsal import rehearsed
-from partc.reports.html_report import page, write_html
+from partc.reports.html_report import page
 from partc.reports.memory_chart import HEIGHT, MOST_STACKS, stacked
 from partc.schedules import SCHEDULES, compute_order
 
@@ -107,7 +107,7 @@ def test_bubble_is_the_published_one(stages: int, microbatches: int, kind: str) 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 def test_page_works_in_a_browser(program, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    write_html(program, path)
+    path.write_text(page(program))
     probe = """
 <script>
   const chosen = document.getElementById("region"), seen = [];

@@ -11,6 +11,7 @@ from pathlib import Path
 from partc import passes
 from partc.cli.inspection import program_text
 from partc.errors import PartcError
+from partc.runtime.whole_files import write_whole
 
 ALL = "all"
 
@@ -46,7 +47,7 @@ class Dump:
             path = self.folder / f"{number:02d}-{step.name}.txt"
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                path.write_text(program_text(step.program, sources=True))
+                write_whole(path, program_text(step.program, sources=True))
             except OSError as error:
                 cause = f"{path} cannot be written: {error.strerror}"
                 raise PartcError("P0602", cause, help="choose another -o, with room beside it") from error

@@ -63,6 +63,7 @@ def plan_command(
     A plan is a mesh with the order of its axes on the links, microbatches, a pipeline schedule, a ZeRO level and
     recomputation. Lower bounds prove that no other plan of the space is quicker by more than the gap that is printed.
     """
+    from partc.package.output import write_page
     from partc.planner.reasons import binding, document
     from partc.reports.plan_choice import page, variation_table
 
@@ -74,9 +75,8 @@ def plan_command(
     choice = answer.choice
     best = choice.best
     if output is not None:
-        _write(best.plan.text, output)
+        write_page(f"{best.plan.text}\n", output, mark="", option="-o")
     if page_path is not None:
-        from partc.package.output import write_page
         from partc.reports.plan_page import page as pictures
 
         write_page(pictures(answer.planner, choice, top, answer.variations, answer.front), page_path, option="--page")
@@ -230,10 +230,3 @@ def _check_targets(output: Path | None, page: Path | None) -> None:
             read(output)
         except PartcError:
             raise PartcError("P0601", f"{output} exists, and is no plan", help="name another with -o") from None
-
-
-def _write(text: str, path: Path) -> None:
-    try:
-        path.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise PartcError("P0601", f"cannot write {path}: {error.strerror}", help="give another -o") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from partc.errors import PartcError
+from partc.runtime.whole_files import replacing
 
 _SHIPPED = Path(__file__).parents[1] / "examples"
 FILES = ("mlp.py", "gpt.py", "text_gpt.py", "alice29.txt")
@@ -23,7 +24,8 @@ def copy_examples(directory: Path) -> list[Path]:
                 raise PartcError("P0609", f"{path} is there already", help="name another folder: partc examples DIR")
         directory.mkdir(parents=True, exist_ok=True)
         for path, text in zip(copies, texts, strict=True):
-            path.write_bytes(text)
+            with replacing(path) as file:
+                file.write(text)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PartcError("P0602", f"cannot write to {directory}: {reason}", help="name another folder") from error

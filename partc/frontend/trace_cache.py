@@ -39,6 +39,7 @@ from partc.ir.printer import print_program
 from partc.ir.program import Program
 from partc.quoting import shown
 from partc.runtime.documents import contents
+from partc.runtime.whole_files import replacing
 from partc.settings import settings
 
 _MOST = 64  # entries; the oldest is removed first
@@ -190,9 +191,8 @@ def _write(entry: Path, traced: Traced, path: Path, read: Iterable[str]) -> None
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(document).encode()
-        with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
+        with replacing(entry) as file:
             file.write(b"%s\n%s" % (hashlib.sha256(text).hexdigest().encode(), text))
-        Path(file.name).replace(entry)
         entries = sorted(entry.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
         for old in entries[:-_MOST]:
             old.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
 from partc.runtime.train.data import load_model_file
 from partc.runtime.train.init import initialise, state_dtypes
+from partc.runtime.whole_files import replacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +86,10 @@ def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target:
             x = values[name] if name in values else source.whole(first[name])
             yield torch.view_as_complex(x) if described[name][0].is_complex else x
 
-    unfinished = target.with_name(target.name + ".part")
     try:
-        with unfinished.open("wb") as file:
+        with replacing(target) as file:
             write(file, described, tensors(), {"format": "pt"})
-        unfinished.replace(target)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise PartcError(
             "P0602", f"{target} cannot be written: {error.strerror}", help="give a writable place with room"
         ) from error

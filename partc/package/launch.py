@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from partc.frontend.model_file import is_file
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime import plan as plans
 from partc.runtime.documents import Malformed
+from partc.runtime.whole_files import write_whole
 
 Tell = Callable[[str], None]
 
@@ -184,7 +184,7 @@ def _copy_reports(folder: Path, target: Path) -> None:
     try:
         target.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
-            shutil.copy2(path, target)
+            write_whole(target / path.name, path.read_text())
     except OSError as error:
         cause = f"{target}, which --report names, cannot be written: {error.strerror}"
         raise PartcError("P0538", cause, help="name a place with room") from error

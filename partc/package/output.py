@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from partc.errors import PartcError
 from partc.runtime.documents import Malformed, contents, parsed
+from partc.runtime.whole_files import write_whole
 
 MANIFEST = "files.sha256"  # digests of the files that partc wrote, in the format of `sha256sum -c`
 PAGE = '<meta name="generator" content="partc">'  # the mark of a report
@@ -85,13 +86,13 @@ def write(files: Iterable[tuple[str, str | bytes]], directory: Path) -> Path:
 def write_page(text: str, path: Path, *, mark: str = PAGE, option: str = "--html") -> None:
     """Write a report; it replaces at most an older report, which contains `mark`. Raises PartcError P0601 and P0602."""
     try:
-        if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
+        if path.exists() and mark.encode() not in contents(path):
             raise PartcError("P0601", f"{path} is a file that partc did not write", help=f"name another with {option}")
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PartcError(
-            "P0602", f"{path} cannot be written: {error.strerror}", help="give a file in a folder that exists"
-        ) from error
+        write_whole(path, text)
+    except (Malformed, OSError) as error:
+        why = getattr(error, "strerror", None) or f"it {error}"
+        help = f"give a file in a folder that exists, with room, to {option}"
+        raise PartcError("P0602", f"{path} cannot be written: {why}", help=help) from error
 
 
 def _write_all(files: Iterable[tuple[str, str | bytes]], folder: Path) -> None:

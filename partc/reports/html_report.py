@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from partc.cost.accounting import communication
@@ -37,13 +36,8 @@ class Branch:
     calls: list[list[Call]] = field(default_factory=list)  # neighbours of one region and stage together
 
 
-def write_html(program: Program, path: Path) -> None:
-    """Write the page of a compiled program. It needs no other file and no network."""
-    path.write_text(page(program), encoding="utf-8")
-
-
 def page(program: Program, *, optimizer: str = DEFAULT, groups: Sequence[str] = ()) -> str:
-    """The page's text. Names from the model are escaped."""
+    """The page's text, which needs no other file and no network. Names from the model are escaped."""
     step = timeline(program)
     account, kinds = _memory(program, optimizer, groups)
     return (

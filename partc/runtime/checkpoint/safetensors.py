@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Malformed, Natural, decoded, parsed, regular
+from ..whole_files import replacing
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -48,10 +49,8 @@ class Sink(Protocol):
 
 def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors; the file appears only when it is complete."""
-    unfinished = path.with_name(path.name + ".part")
-    with unfinished.open("wb") as file:
+    with replacing(path) as file:
         write(file, {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}, tensors.values(), metadata)
-    unfinished.replace(path)
 
 
 def write(

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from ..documents import Malformed, decoded, parsed
 from ..errors import shown, writing
 from ..optimizer.update import Updated
+from ..whole_files import write_whole
 from .step_times import Split
 
 
@@ -52,8 +53,9 @@ class StepLog:
         if path is not None:
             with writing(path, rank):
                 earlier = _earlier(path, start)
-                self._file = _opened(path)
-                print(earlier, end="", file=self._file, flush=True)
+                if earlier:
+                    write_whole(path, earlier)
+                self._file = _opened(path, os.O_APPEND if earlier else os.O_TRUNC)
         if board is not None:
             with writing(board, rank):
                 self._board = _writer(board, start)
@@ -152,9 +154,9 @@ class _LogLine:
     step: int
 
 
-def _opened(path: Path) -> TextIO:
+def _opened(path: Path, how: int) -> TextIO:
     """A file to write. Raises OSError for a pipe without a reader, for which opening would wait."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | how, 0o666)
     os.set_blocking(descriptor, True)
     return open(descriptor, "w")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from ..clock import Interval, machine
 from ..errors import UsageError, tell, writing
+from ..whole_files import write_whole
 
 FORMAT = 1
 
@@ -81,9 +81,7 @@ class Trace:
             return
         with writing(self._folder, self._rank):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            aside = self._path.with_suffix(f".{os.getpid()}.tmp")
-            aside.write_text(json.dumps(self._head | {"fields": Interval._fields, "steps": self._kept}))
-            aside.replace(self._path)
+            write_whole(self._path, json.dumps(self._head | {"fields": Interval._fields, "steps": self._kept}))
         if self._rank == 0:
             traced = f"{self._kept[0]['step']} to {self._kept[-1]['step']}"
             tell(f"traced steps {traced}: partc trace {self._folder} shows them")

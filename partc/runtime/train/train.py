@@ -47,6 +47,7 @@ from ..processes.rendezvous import meet, world, world_size
 from ..processes.signals import Caught, release
 from ..processes.watchdog import Watchdog, breaking_off
 from ..torch_private import lone_store
+from ..whole_files import write_whole
 from .data import BatchSource, Tokens, load_model_file, source
 from .evaluation import Evaluation
 from .feed import Feed
@@ -526,4 +527,4 @@ def _write_report(job: Job, folder: Path, rank: Rank, device: torch.device, rows
         "logs": rank.logs,
         **({"expert_rows": rows} if rows else {}),
     }
-    (folder / f"rank_{rank.number:03d}.json").write_text(json.dumps(report))
+    write_whole(folder / f"rank_{rank.number:03d}.json", json.dumps(report))

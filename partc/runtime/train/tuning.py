@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from ..checkpoint.restore import Say
 from ..documents import Malformed, contents, decoded, parsed
 from ..errors import UsageError
 from ..processes.agreement import Together
+from ..whole_files import write_whole
 
 FILE = "tuned.json"  # in the package's folder of kernels
 BETTER = 0.98  # of the default configuration's time; a slower candidate is not chosen
@@ -255,10 +255,8 @@ def _write(file: Path, place: str, new: Mapping[str, Configuration], say: Say) -
     table = _read(file, lambda line: None)
     there = table.get(place)
     table[place] = {**(there if isinstance(there, dict) else {}), **new}
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        aside.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        aside.replace(file)
+        write_whole(file, json.dumps(table, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         say(f"{file} cannot be written, and the next run will time kernels again: {error.strerror}")
 

@@ -1,0 +1,41 @@
+"""Files that are whole or absent: a full disk or a kill leaves the old file, or none."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file beside `path` that takes its place once it is written; after an error it is removed.
+
+    A link keeps leading to its file, and an existing file keeps its permissions. Raises OSError, also for folders,
+    pipes and devices.
+    """
+    target = path.resolve()
+    there = target.exists()
+    if there and not target.is_file():
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    if there:
+        target.open("ab").close()  # a read-only file stays
+    aside = target.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        with aside.open("xb") as file:
+            if there:
+                shutil.copymode(target, aside)
+            yield file
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text in UTF-8. Raises OSError."""
+    with replacing(path) as file:
+        file.write(text.encode())

@@ -531,8 +531,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "the ranks cannot meet",
         "Processes find each other by the variables that torchrun sets: RANK, WORLD_SIZE, and MASTER_ADDR and "
         "MASTER_PORT of rank 0, which opens a store there unless the launcher holds it. Each rank is one process, and "
-        "each job has a port of its own. A rank that does not come is named after 20 seconds; the others wait for it "
-        "for --timeout seconds.",
+        "each job has a port of its own. A torchrun that was stopped starts no ranks. A rank that does not come is "
+        "named after 20 seconds; the others wait for it for --timeout seconds.",
     ),
     "P0537": CodeExplanation(
         "not enough memory",

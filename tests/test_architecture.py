@@ -124,7 +124,7 @@ UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|/root/|/home/\w+/")  # or tr
 _WRITES = re.compile(r"""\.write_(?:text|bytes)\(|open\([^)]*["'][wx]b?["']""")
 # Files in folders that get their names when complete, in temporary folders, and one that several ranks write.
 _PARTS = {
-    "checkpoint.py", "inference.py", "log.py", "measurement.py", "output.py", "trace.py", "verify.py", "whole_files.py",
+    "checkpoint.py", "inference.py", "launch.py", "log.py", "measurement.py", "output.py", "trace.py", "whole_files.py",
 }  # fmt: skip
 
 

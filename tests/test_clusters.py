@@ -679,6 +679,22 @@ def test_failures_that_cannot_be_read(text: str) -> None:
     assert failure.value.code == "P0808"
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [({"zero": -1}, "P0404"), ({"mesh": "dp=64"}, "P0803"), ({"model": "no.py"}, "P0201"), ({"zero": []}, "P0804"),
+     ({"step_seconds": "1"}, "P0809"), (None, "P0809")],
+)  # fmt: skip
+def test_a_fit_names_the_line_of_a_wrong_run(
+    line: dict[str, Any] | None, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs.jsonl"
+    run = {"mesh": "dp=4", "model": MODEL, "step_seconds": 1.0, "options": {"layers": 1}}
+    runs.write_text(f"\n{json.dumps(line and run | line)}\n")
+    assert main(["cluster", "fit", str(runs), "--cluster", "8xH100-80GB", "-o", str(tmp_path / "c.toml")]) == 2
+    said = capsys.readouterr().err
+    assert f"{runs}:2" in said and code in said
+
+
 @pytest.mark.slow
 def test_a_fit_finds_the_constants_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs are predictions under other constants, which the fit has to find; those on which no run depends stay."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from partc.cli import main
 from partc.errors import PartcError
 from partc.package import launch
+from partc.runtime.errors import UsageError
+from partc.runtime.train.tokens import check_file
 from tests.durable import build
 
 BAD: dict[str, tuple[str, ...]] = {
@@ -55,6 +58,9 @@ BAD: dict[str, tuple[str, ...]] = {
     "--tuned": ("", "{folder}/none", "/dev/null", "{folder}"),
     "--trace-steps": ("x", "3:1", "0:2", ":", "2:3"),
     "--eval-every": ("-1", "x", "1.5", "2"),
+    "--prefetch": ("-1", "65", "nan"),
+    "--eval-batches": ("0", "x"),
+    "--data-end": ("x",),
     "--bogus": ("1",),
     "--virtual": ("1",),
 }
@@ -69,7 +75,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bad_values(
     option: str, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def started(command: object) -> None:
+    def started(command: object, **_: object) -> None:
         pytest.fail(f"{command} was started")
 
     monkeypatch.setattr(launch, "_watched", started)
@@ -88,9 +94,74 @@ def test_bad_values(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+CONTRADICTIONS = [
+    ("--lr 0.1 --min-lr 1", "P0521"),
+    ("--min-lr 0.0001", "P0521"),
+    ("--data-dtype int32", "P0521"),
+    ("--data-labels next", "P0521"),
+    ("--eval-batches 3", "P0521"),
+    ("--eval-data {folder}/tokens.bin", "P0521"),
+    ("--keep 2", "P0521"),
+    ("--save-every 5", "P0521"),
+    ("--save-slack 2", "P0521"),
+    ("--exit-code 3", "P0521"),
+    ("--no-tuning --tuned {folder}/tuned.json", "P0521"),
+    ("--report {folder}/x --trace {folder}/x", "P0521"),
+    ("--save {folder}/x --record {folder}/x", "P0521"),
+    ("--save {folder}/x --metrics {folder}/x", "P0521"),
+    ("--metrics {folder}/tokens.bin", "P0538"),
+    ("--metrics {package}/plan.json", "P0538"),
+    ("--trace {folder}/x --trace-steps 90:95", "P0521"),
+    ("--optimizer sgd --betas 0.9,0.9", "P0551"),
+    ("--eval-every 3", "P0546"),
+    ("--cuda-graphs --device cpu", "P0533"),
+]
+
+
+@pytest.mark.parametrize(("given", "code"), CONTRADICTIONS)
+def test_options_that_contradict(
+    given: str,
+    code: str,
+    package: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch, "_watched", lambda command, **_: pytest.fail("was started"))
+    (tmp_path / "tokens.bin").write_bytes(bytes(1000))
+    (tmp_path / "tuned.json").write_text("{}")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    words = given.format(folder=tmp_path, package=package).split()
+    assert main(["run", str(package), "--", *words]) == 2
+    assert f"error {code}" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_tokens_are_checked_before_processes_start(tmp_path: Path) -> None:
+    """Too few of them, or tokens that the model does not have."""
+    plan = {"inputs": {name: {"dtype": "i64", "layout": "[4@dp, 16]", "below": 50} for name in ("ids", "labels")}}
+    for tokens, labels, message in (
+        (bytes(30), None, "has 15 tokens, and a row of the batch 16"),
+        (bytes(32), "next", "has 16 tokens, and a row of the batch 17"),
+        (bytes(9000) + b"\x32\0" + bytes(4), None, "has the token 50, and the model 50 of them"),
+    ):
+        (tmp_path / "t.bin").write_bytes(tokens)
+        with pytest.raises(UsageError, match=f"P0545.*{message}"):
+            check_file(tmp_path / "t.bin", "uint16", plan, labels)
+    (tmp_path / "t.bin").write_bytes(bytes(34))
+    check_file(tmp_path / "t.bin", "uint16", plan, "next")
+
+
+def test_a_launcher_that_is_stopped_before_its_ranks_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_LOOK", 0.2)
+    command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
+    with pytest.raises(PartcError, match=r"P0536.*was stopped before it started a rank"):
+        launch._watched(command, launches=True)
+
+
 def test_good_values(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ends of the ranges."""
-    monkeypatch.setattr(launch, "_watched", lambda command: pytest.fail("started as it should"))
+    monkeypatch.setattr(launch, "_watched", lambda command, **_: pytest.fail("started as it should"))
     good = ["--steps", "1", "--lr", "0", "--min-lr", "0", "--seed", str(2**32 - 1), "--timeout", "1", "--keep", "1"]
     good += ["--save-slack", "0", "--exit-code", "255", "--warmup", "0", "--weight-decay", "0", "--no-decay", "*bias"]
     good += ["--metrics", str(tmp_path / "log"), "--save", str(tmp_path / "new" / "save"), "--resume"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from partc.cost.forecast import Forecast
 from partc.cost.rates import ClusterRates
 from partc.errors import PartcError
 from partc.ir.program import Program
-from partc.runtime.documents import Malformed, parsed
+from partc.runtime.documents import Malformed, decoded, parsed
 
 MARK = "fitted by `partc cluster fit`"
 _WARM = 3  # steps at a run's start that do not count, if there are more
@@ -90,38 +91,55 @@ def toml(constants: Calibration) -> str:
 def read_runs(
     files: Sequence[Path], cluster: Cluster, constants: Calibration, program_of: Callable[[Path], Program]
 ) -> Iterator[MeasuredRun]:
-    """The runs of the files; `program_of` compiles a package's model again. Raises PartcError P0809."""
+    """The runs of the files; `program_of` compiles a package's model again.
+
+    Raises PartcError P0809, and that of a program that cannot be compiled; its cause starts with the run's place.
+    """
     simulators: dict[str, Simulator] = {}
     for file in files:
         lines = tuple(_lines(file))
-        if all("mesh" in line for line in lines):
-            for number, line in enumerate(lines, 1):
-                name = f"{file}:{number}"
+        if all("mesh" in line for _, line in lines):
+            for name, line in lines:
                 model, seconds = line.pop("model", None), line.pop("step_seconds", None)
                 if not isinstance(model, str) or not _is_time(seconds):
                     raise _unreadable(f"{name} has no model, or no step_seconds")
                 plan = ParallelPlan.of(line, place=name)
-                simulator = simulators.setdefault(model, Simulator(model, cluster, constants))
-                yield MeasuredRun(name=f"{name} {plan.mesh}", program=simulator.program(plan), seconds=seconds)
+                with _naming(name):
+                    fitted(cluster, plan.compile_options().mesh.size)
+                    simulator = simulators.setdefault(model, Simulator(model, cluster, constants))
+                    program = simulator.program(plan)
+                yield MeasuredRun(name=f"{name} {plan.mesh}", program=program, seconds=seconds)
             continue
-        steps = [line["seconds"] for line in lines if _is_time(line.get("seconds"))]
+        steps = [line["seconds"] for _, line in lines if _is_time(line.get("seconds"))]
         package = file.with_suffix("")
         if not steps or not (package / "plan.json").is_file():
             raise _unreadable(f"{file} has no steps" if not steps else f"{file} has no package {package} beside it")
-        program = program_of(package)
-        fitted(cluster, program.mesh.size)
+        with _naming(str(file)):
+            program = program_of(package)
+            fitted(cluster, program.mesh.size)
         seconds = statistics.median(steps[_WARM:] or steps)
         yield MeasuredRun(name=file.stem, program=program, seconds=seconds)
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
+@contextmanager
+def _naming(run: str) -> Iterator[None]:
     try:
-        found = [parsed(line) for _, line in json_lines(file)]
+        yield
+    except PartcError as error:
+        raise PartcError(error.code, f"{run}: {error.cause}", help=error.help, source=error.source) from error
+
+
+def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file with their places. Raises PartcError P0809."""
+    place = str(file)
+    try:
+        for number, line in json_lines(file):
+            place = f"{file}:{number}"
+            yield place, decoded(dict[str, Any], parsed(line))
     except Malformed as error:
-        raise _unreadable(f"{file} {error}") from None
-    if not found or not all(isinstance(line, dict) for line in found):
+        raise _unreadable(f"{place} {error}") from None
+    if place == str(file):
         raise _unreadable(f"{file} has no objects of JSON, one a line")
-    yield from found
 
 
 def _is_time(value: object) -> bool:

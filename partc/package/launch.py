@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,11 @@ from partc.frontend.model_file import is_file
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime import plan as plans
 from partc.runtime.documents import Malformed
+from partc.runtime.processes.processes import children, condition, place_of
 from partc.runtime.whole_files import write_whole
 
 Tell = Callable[[str], None]
+_LOOK = 15.0  # seconds between looks at a launcher
 
 
 class RunFailed(Exception):
@@ -159,7 +162,7 @@ def run(
     tell(shlex.join(command))
     with tempfile.TemporaryDirectory(prefix="partc-run-") as name:
         folder = Path(name)
-        code, stopped = _watched([*command, "--report", name])
+        code, stopped = _watched([*command, "--report", name], launches=not job.virtual)
         reports = read_reports(folder)
         if job.report is not None:
             _copy_reports(folder, job.report)
@@ -190,8 +193,11 @@ def _copy_reports(folder: Path, target: Path) -> None:
         raise PartcError("P0538", cause, help="name a place with room") from error
 
 
-def _watched(command: Sequence[str]) -> tuple[int, bool]:
-    """Run a command to its end and pass signals on; return its exit code, and whether it was asked to stop."""
+def _watched(command: Sequence[str], *, launches: bool) -> tuple[int, bool]:
+    """Run a command to its end and pass signals on; return its exit code, and whether it was asked to stop.
+
+    Raises PartcError P0536 if it `launches` ranks, and is stopped before it has started any.
+    """
     asked: list[int] = []
     process = subprocess.Popen(command, env=local_environment(), stdout=sys.stderr)
 
@@ -202,7 +208,7 @@ def _watched(command: Sequence[str]) -> tuple[int, bool]:
     main = threading.current_thread() is threading.main_thread()
     old = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP) if main}
     try:
-        code = process.wait()
+        code = _ended(process) if launches else process.wait()
     except KeyboardInterrupt:  # the terminal has told the command, too
         process.wait(timeout=60)
         raise
@@ -212,6 +218,18 @@ def _watched(command: Sequence[str]) -> tuple[int, bool]:
         for number, handler in old.items():
             signal.signal(number, handler)
     return code, bool(asked)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a launcher, once it has ended; a stopped one is given two looks to go on."""
+    stopped = 0
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(timeout=_LOOK)
+        stopped = stopped + 1 if condition(place_of(process.pid) or "") == "stopped" else 0
+        if stopped == 2 and not children(process.pid):
+            cause = f"the launcher (process {process.pid}) was stopped before it started a rank"
+            raise PartcError("P0536", cause, help="start the run again, and leave torchrun running")
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:

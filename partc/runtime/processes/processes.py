@@ -29,7 +29,7 @@ def _machine() -> str:
 
 def here() -> str:
     """This process's place."""
-    return _place(os.getpid()) or "elsewhere"
+    return place_of(os.getpid()) or "elsewhere"
 
 
 def condition(place: str) -> Condition:
@@ -61,25 +61,31 @@ def siblings() -> dict[int, str]:
         mine, launcher = os.environ, os.getppid()
         while _variables(launcher).get("RANK") == mine.get("RANK", ""):  # a script around this rank
             launcher = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
-        tasks = list(Path(f"/proc/{launcher}/task").glob("*/children"))
-        children = [int(word) for task in tasks for word in task.read_text().split()]
+        started = children(launcher)
     except (OSError, ValueError, IndexError):
         return {}
     found: dict[int, str] = {}
-    for child in children:
+    for child in started:
         try:
             variables = _variables(child)
         except OSError:
             continue
         rank = variables.get("RANK", "")
         if rank.isdecimal() and all(variables.get(name) == mine.get(name) for name in _JOB):
-            place = _place(child)
+            place = place_of(child)
             if place is not None:
                 found[int(rank)] = place
     return found
 
 
-def _place(number: int) -> str | None:
+def children(number: int) -> list[int]:
+    """The processes that a process has started. Raises OSError."""
+    tasks = list(Path(f"/proc/{number}/task").glob("*/children"))
+    return [int(word) for task in tasks for word in task.read_text().split()]
+
+
+def place_of(number: int) -> str | None:
+    """The place of a process; None if it has ended, or this system does not tell."""
     try:
         return f"{_machine()}:{number}:{_stat(number)[1]}"
     except (OSError, IndexError):

@@ -21,7 +21,7 @@ from .. import plan as plans
 from ..checkpoint.given_parameters import fitting
 from ..checkpoint.manifest import checkpoints, read, states_in, step_of
 from ..checkpoint.restore import Checkpoint, Say, newest
-from ..documents import Malformed, path_of
+from ..documents import Malformed, decoded, parsed, path_of, regular
 from ..errors import UsageError
 from ..layout import parse_mesh
 from ..ops import attention_kernels
@@ -33,7 +33,7 @@ from ..processes.agreement import Together
 from ..processes.devices import WANTED, Wanted
 from .precision import held_in
 from .tokens import DTYPES as TOKENS
-from .tokens import TokenFile, ordered
+from .tokens import check_file
 from .trace import wanted_steps
 from .tuning import given
 
@@ -173,6 +173,12 @@ _DEFAULTS: dict[str, Any] = {
     "data_dtype": None, "data_labels": None,
 }  # fmt: skip
 _CONTINUED = ("seed", *_DEFAULTS)
+
+# Options that another one gives a meaning, with their defaults.
+_DEPENDENT: dict[str, dict[str, Any]] = {
+    "save": {"save_every": SAVE_EVERY, "save_slack": 0, "keep": KEEP, "exit_code": 0},
+    "eval_every": {"eval_batches": 1, "eval_data": None},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +382,8 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         help = "pip install triton, or compile with --kernels aten"
         raise UsageError("P0531", "the package's kernels need Triton, which is not installed", help, alike=True)
     if arguments["tuned"] is not None:
+        if not arguments["tuning"]:
+            raise _contradicted("--tuned names configurations, and --no-tuning leaves them aside", "--no-tuning")
         given(arguments["tuned"])
     resume = arguments.pop("resume")
     if resume == "" and arguments["save"] is None:
@@ -401,6 +409,10 @@ def parse(argv: Sequence[str], root: Path) -> Job:
         cause = "--eval-every has nothing to run: the model file defines no evaluate(model, batch)"
         help = "define one, or compile with --eval-every, which evaluates the loss"
         raise UsageError("P0546", cause, help, alike=True)
+    for needed, dependents in _DEPENDENT.items():
+        for name, default in dependents.items():
+            if not arguments[needed] and arguments[name] != default:
+                raise _contradicted(f"{_option(name)} says nothing without {_option(needed)}", _option(name))
     for name in ("data", "eval_data"):
         if arguments[name] is not None:
             arguments[name] = str(arguments[name].resolve())
@@ -437,12 +449,19 @@ def told_of_memory(job: Job) -> str:
 def _with_options(job: Job, before: str = "") -> Job:
     """The job with the options of its optimizer checked; `before` is the optimizer of the checkpoint.
 
-    Raises UsageError P0533 and P0551.
+    Raises UsageError P0521, P0533 and P0551.
     """
     text = job.optimizer
     if before and recipes.parsed(before)[0] == recipes.parsed(text)[0]:
         text = recipes.merged(before, recipes.parsed(text)[1])
     job = dataclasses.replace(job, optimizer=recipes.merged(text, job.options), options={})
+    if job.min_lr > job.lr:
+        raise _contradicted(f"--min-lr {job.min_lr:g} is more than --lr {job.lr:g}", "--min-lr")
+    if job.min_lr and "min_lr" in job.given and job.lr_schedule == "constant":
+        raise _contradicted("--min-lr is the end of a schedule that falls, and this one is constant", "--min-lr")
+    for name in ("data_dtype", "data_labels"):
+        if name in job.given and job.data is None and job.eval_data is None:
+            raise _contradicted(f"{_option(name)} says nothing without --data", _option(name))
     shapes = {name: len(entry["shape"]) for name, entry in job.plan["parameters"].items()}
     job.recipe.check(shapes)
     for name, settings in job.recipe.all_settings(job.dims).items():
@@ -455,12 +474,11 @@ def _with_options(job: Job, before: str = "") -> Job:
 def check_places(job: Job) -> None:
     """Check that a run on this machine can read and write the files in its options.
 
-    Raises UsageError P0523, P0526, P0527, P0538 and P0545.
+    Raises UsageError P0521, P0523, P0526, P0527, P0538 and P0545.
     """
     for file in filter(None, (job.data, job.eval_data)):
-        ordered(job.plan)
         try:
-            TokenFile(Path(file), job.data_dtype)
+            check_file(Path(file), job.data_dtype, job.plan, job.data_labels)
         except UsageError as error:
             raise UsageError(error.code, error.cause, error.help, alike=True) from error
     resume = job.resume
@@ -478,7 +496,11 @@ def check_places(job: Job) -> None:
     places = {name: (folder, folder) for name, folder in {**folders, "tensorboard": job.tensorboard}.items() if folder}
     if job.metrics is not None:
         places["metrics"] = job.metrics, job.metrics.parent
+    users: dict[Path, str] = {}
     for name, (path, folder) in places.items():
+        user = users.setdefault(path.absolute(), name)
+        if user != name:
+            raise _contradicted(f"{_option(user)} and {_option(name)} both name {path}", _option(name))
         why = _why_not(name, path, folder)
         if why:
             raise UsageError("P0526" if name == "save" else "P0538", why, _ROOM, alike=True)
@@ -512,11 +534,23 @@ def _why_not(name: str, path: Path, folder: Path) -> str:
             tempfile.TemporaryFile(dir=nearest).close()
         elif path.is_file():
             path.open("ab").close()
+            if not _is_log(path):
+                why = "no run wrote it, and a run replaces it"
         elif not os.access(path, os.W_OK):
             why = "it is read-only"
     except OSError as error:
         why = error.strerror or str(error)
     return f"{path}, which --{name} names, cannot be written: {why}" if why else ""
+
+
+def _is_log(path: Path) -> bool:
+    """Whether a file is empty, or starts as the metrics of a run."""
+    with regular(path) as file:
+        line = file.readline(1 << 20)
+    try:
+        return not line or "step" in decoded(dict[str, Any], parsed(line))
+    except Malformed:
+        return False
 
 
 def _check_graphs(arguments: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -528,8 +562,7 @@ def _check_graphs(arguments: dict[str, Any], plan: dict[str, Any]) -> None:
         ("trace", "asks in the middle of a step what time it is"),
     ):
         if arguments[name]:
-            option = f"--{name.replace('_', '-')}"
-            raise _uncaptured(f"{option} {why}", f"leave out {option}, or add --no-cuda-graphs")
+            raise _uncaptured(f"{_option(name)} {why}", f"leave out {_option(name)}, or add --no-cuda-graphs")
 
 
 def _uncaptured(cause: str, help: str) -> UsageError:
@@ -537,8 +570,15 @@ def _uncaptured(cause: str, help: str) -> UsageError:
 
 
 def _out_of_range(name: str, value: float, allowed: str) -> UsageError:
-    option = f"--{name.replace('_', '-')}"
-    return UsageError("P0521", f"{option} {value} is out of range", f"give {allowed}", alike=True)
+    return UsageError("P0521", f"{_option(name)} {value} is out of range", f"give {allowed}", alike=True)
+
+
+def _contradicted(cause: str, option: str) -> UsageError:
+    return UsageError("P0521", cause, f"leave out {option}, or correct it", alike=True)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def prepared(job: Job, together: Together, say: Say) -> Job:

@@ -26,6 +26,7 @@ DTYPES = {name: getattr(torch, name) for name in ("uint8", "uint16", "uint32", "
 _NPY = {"|u1": "uint8", "<u2": "uint16", "<u4": "uint32", "<i4": "int32", "<i8": "int64"}
 _LABELS = frozenset({"labels", "label", "targets", "target", "y"})
 _ROUNDS = 4
+_STRETCH, _STRETCHES = 1 << 18, 64  # tokens of a file that are read before a run
 
 
 class TokenFile:
@@ -65,6 +66,18 @@ class TokenFile:
             cause = f"has the token {wrong:,}, and the model {f'{below:,} of them' if below else 'no negative ones'}"
             raise self._unusable(cause, "was it made for another vocabulary, or of another --data-dtype?")
         return found
+
+    def need(self, needed: int) -> None:
+        """Raise UsageError P0545 if the file has fewer tokens."""
+        if len(self) < needed:
+            cause = f"has {len(self):,} tokens, and a row of the batch {needed:,}"
+            raise self._unusable(cause, "give a longer file, or compile for shorter rows")
+
+    def sample(self, below: int | None) -> None:
+        """Check stretches over the whole file: all of up to 16 million tokens. Raises UsageError P0545."""
+        step = _STRETCH * -(-len(self) // (_STRETCH * _STRETCHES))
+        for start in range(0, len(self), step):
+            self.rows([start], _STRETCH, below)
 
     def _header(self) -> tuple[str, int, int]:
         """The type, the first byte and the number of elements of a NumPy file."""
@@ -106,15 +119,13 @@ class TokenRows:
         shuffles: bool = True,
     ) -> None:
         self._file, self._form, self._seed, self._again, self._shuffles = file, form, seed, again, shuffles
-        self._shards = {name: Shard(entry["dtype"] + entry["layout"]) for name, entry in plan["inputs"].items()}
+        self._shards = _shards(plan)
         self._below = {name: entry.get("below") for name, entry in plan["inputs"].items()}
         self.names = ordered(plan)
         self.rows, self.length = self._shards[self.names[0]].shape
         self._behind = labels == "next" and len(self.names) == 2
         self.count = (len(file) - self._behind) // self.length  # rows of an epoch
-        if not self.count:
-            cause = f"{file.path} has {len(file):,} tokens, and a row of the batch {self.length + self._behind:,}"
-            raise UsageError("P0545", cause, "give a longer file, or compile for shorter rows")
+        file.need(self.length + self._behind)
 
     def __str__(self) -> str:
         labels = f"{self.names[-1]} are {'the next tokens' if self._behind else 'the same tokens'}, "
@@ -153,9 +164,13 @@ class TokenRows:
         return shuffled(index, self.count, _mixed(_mixed(self._seed) + epoch))
 
 
+def _shards(plan: Mapping[str, Any]) -> dict[str, Shard]:
+    return {name: Shard(entry["dtype"] + entry["layout"]) for name, entry in plan["inputs"].items()}
+
+
 def ordered(plan: Mapping[str, Any]) -> tuple[str, ...]:
     """The entries that tokens fill: tokens, and labels if there are any. Raises UsageError P0545."""
-    shards = {name: Shard(entry["dtype"] + entry["layout"]) for name, entry in plan["inputs"].items()}
+    shards = _shards(plan)
     shapes = {shard.shape for shard in shards.values()}
     fits = len(shards) in (1, 2) and len(shapes) == 1 and all(len(shape) == 2 for shape in shapes)
     if not fits or any(shard.type[0] != "i" for shard in shards.values()):
@@ -163,6 +178,15 @@ def ordered(plan: Mapping[str, Any]) -> tuple[str, ...]:
         cause = f"a token file fills one or two entries of integers, (rows, length), and the batch has {held}"
         raise UsageError("P0545", cause, "make the other entries in the model, or write data(step)", alike=True)
     return tuple(sorted(shards, key=lambda name: re.split(r"\W", name.lower())[-1] in _LABELS))
+
+
+def check_file(path: Path, dtype: str | None, plan: Mapping[str, Any], labels: str | None) -> None:
+    """Check before a run that a file has a row of the batch, and tokens of the model. Raises UsageError P0545."""
+    names = ordered(plan)
+    limits = [entry["below"] for entry in plan["inputs"].values() if "below" in entry]
+    file = TokenFile(path, dtype)
+    file.need(_shards(plan)[names[0]].shape[1] + (labels == "next" and len(names) == 2))
+    file.sample(min(limits, default=None))
 
 
 def shuffled(index: int, count: int, key: int) -> int:

@@ -80,16 +80,15 @@ def test_another_recipe_ends_elsewhere(other: dict[str, Any]) -> None:
     assert max(error for _, error in differences(found, plain)) > 100 * ALLOWED
 
 
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("no_gradient")
+    package = partc.compile(str(MODELS / "no_gradient.py"), mesh="pp=2,dp=2", precision="fp64", microbatches=2, zero=2)
+    return package.write(folder / "build")
+
+
 class TestInOneProcess:
     """What a plain loop does, held against virtual ranks, where real ones would add nothing but time."""
-
-    @pytest.fixture(scope="class")
-    def build(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        folder = tmp_path_factory.mktemp("no_gradient")
-        package = partc.compile(
-            str(MODELS / "no_gradient.py"), mesh="pp=2,dp=2", precision="fp64", microbatches=2, zero=2
-        )
-        return package.write(folder / "build")
 
     def test_only_parameters_with_gradients_are_trained(self, build: Path) -> None:
         from partc.package.launch import read_package

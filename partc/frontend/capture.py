@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -255,7 +256,7 @@ def capture(
                     parts,
                 )
                 trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
-                with rows.absent():
+                with rows.absent(), _without_advice():
                     exported = trace()
                     gained, paths, marked, selections = told[-1]
                     check(exported, watch, trace)
@@ -314,6 +315,14 @@ def stacks_of_losses() -> Iterator[None]:
     finally:
         if original is not None:
             setattr(TracerBase, STACK_FILTER, original)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """A context without torch.export's advice on attributes, which partc checks and reports by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export", UserWarning)
+        yield
 
 
 class _ValuesOfRanges(TorchFunctionMode):

@@ -276,6 +276,21 @@ def test_the_prediction_of_the_best_plan_is_that_of_a_simulation_alone(small: Pl
     assert best.prediction == Simulator(GPT, request.cluster, calibration(request.cluster)).predict(best.plan)
 
 
+def test_a_plan_with_one_microbatch_is_predicted_and_bounded_as_it_is_simulated_alone() -> None:
+    """Its layouts may differ from those of several microbatches, whose derivatives it shares where they do not."""
+    cluster = preset("8xH100-80GB")
+    decided = fixed("pp=2,tp=4,ep=4,microbatches=1|2,schedule=dualpipe-v,recompute=none")
+    request = Request(
+        model=str(ROUTED), cluster=cluster, ranks=8, limit=cluster.device.memory, fixed=decided, global_batch="16"
+    )
+    planner = Planner(request)
+    *_, several, one = sorted(planner.space.plans(), key=lambda plan: -plan.microbatches)
+    planner.bounds.of(several)
+    alone = Simulator(request.model, cluster, calibration(cluster)).predict(one)
+    assert one.microbatches == 1 and planner.predicted(one) == alone
+    assert Played(plan=one, bound=planner.bounds.of(one), prediction=alone).holds
+
+
 def test_a_plan_that_fits_is_looked_for_until_the_time_is_up(small: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.chain([0.0], itertools.repeat(20.0))  # half of the time has passed before the first plan
     monkeypatch.setattr("partc.planner.search.time.perf_counter", lambda: next(clock))

@@ -154,8 +154,8 @@ class Simulator:
     def differentiated(self, plan: ParallelPlan) -> tuple[_Key, Program]:
         """The plan's program before recomputation and stages, and what its regions depend on. Raises PartcError.
 
-        Its regions are those of plans that cut the batch in space and in time, whose axes may have size 1, and its own
-        mesh is one of these.
+        Its regions are those of all plans that cut the batch in space and in time as far as this one does, and its own
+        mesh has dp.
         """
         options = plan.on(self.cluster).compile_options()
         return self._whole(plan, options, separate=False, everywhere=True)
@@ -164,7 +164,7 @@ class Simulator:
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
     ) -> tuple[_Key, Program, Program]:
         """The program with layouts and what it depends on, and the program on the mesh on which it is lowered; with
-        `everywhere`, as if all axes cut the batch.
+        `everywhere`, for every size of the batch's axes.
         """
         parts = options.microbatches if separate else 1
         trace_key = (*plan.definitions.items(), options.precision, parts)
@@ -208,7 +208,7 @@ class Simulator:
     def _whole(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
     ) -> tuple[_Key, Program]:
-        """The program before recomputation and stages; with `everywhere`, as if all axes cut the batch."""
+        """The program before recomputation and stages; with `everywhere`, for every size of the batch's axes."""
         shape, laid, cut = self._placed(plan, options, separate=separate, everywhere=everywhere)
         given = options.for_passes
         mesh = with_batch_axis(options.mesh) if everywhere else options.mesh
@@ -296,13 +296,13 @@ def _holds_alike(axis: str) -> bool:
 
 
 def _everywhere(program: Program, *, experts: bool = False) -> Program:
-    """The program on a mesh that cuts the batch in two, in space if dp cuts it at all, and in time, if it divides
-    so; with `experts`, the ranks of experts are two as well.
+    """The program on a mesh that cuts the batch in two, in space and in time where it is cut at all, if it divides so;
+    with `experts`, the ranks of experts are two as well.
     """
     axes = with_batch_axis(program.mesh).axes
     alike = [name for name, size in axes if (_is_data(name) and size > 1) or (experts and name == EXPERT_AXIS)]
     mesh = Mesh(axes=tuple((name, 2 if name in alike else size) for name, size in axes))
-    found = replace(program, mesh=mesh, microbatches=2)
+    found = replace(program, mesh=mesh, microbatches=min(2, program.microbatches))
     try:
         check_divisible(found)
     except PartcError:

@@ -302,6 +302,23 @@ class Region:
         return found
 
 
+def without_axes(region: Region, axes: Collection[str], sizes: Sizes) -> Region:
+    """The region on a mesh where these axes have size 1. Operations over them, if there are any, stay."""
+    sizes = {**sizes, **dict.fromkeys(axes, 1)}
+
+    def value(item: Value) -> Value:
+        return replace(item, type=replace(item.type, layout=item.type.layout.normalized(sizes)))
+
+    def op(item: Op) -> Op:
+        choices = tuple(choice for choice in item.choices if choice.axis not in axes)
+        return replace(item, choices=choices, results=tuple(map(value, item.results)), body=tuple(map(op, item.body)))
+
+    def graph(item: Graph) -> Graph:
+        return replace(item, inputs=tuple(map(value, item.inputs)), ops=tuple(map(op, item.ops)))
+
+    return replace(region, params=tuple(map(value, region.params))).mapped(graph) if axes else region
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """A region applied: its parameters by full name, program values in, program values out.

@@ -126,9 +126,9 @@ class Bounds:
         several = plan.microbatches > 1
         key = several, *key
         if key not in self._works:
-            whole = replace(plan, microbatches=1, zero=0, schedule="1f1b", virtual_stages=None)
-            alike = not several or self.tables.bodies.shared(plan) is not None
-            calls = self.filled_tiles.calls(whole) if alike else None
+            whole = replace(plan, zero=0, schedule="1f1b", virtual_stages=None)
+            alike = self.tables.bodies.shared(plan) is not None
+            calls = self.filled_tiles.calls_at_once(whole) if alike else None
             looked_up = self.filled_tiles.looked_up(whole) if calls is not None else ()
             self._works[key] = None if calls is None else Work.of(whole, calls, looked_up)
         return self._works[key]

@@ -154,6 +154,11 @@ class Tables:
         """The seconds of calls; None if they are not known to hold for the plan. So it is with the other tables."""
         return self._found(self._calls, plan, (plan.recompute, *_split(plan), *_links(plan)), self._call_table)
 
+    def calls_at_once(self, plan: ParallelPlan) -> CallTable | None:
+        """The seconds of calls that compute a rank's whole batch with the bodies of the plan."""
+        key = "at once", plan.recompute, sizes_of(plan)[PIPELINE_AXIS] > 1, *_links(plan)
+        return self._found(self._calls, plan, key, self._call_table, microbatches=1)
+
     def room(self, plan: ParallelPlan) -> RoomTable | None:
         return self._found(self._rooms, plan, (plan.recompute, *_split(plan)), self._room_table)
 
@@ -185,6 +190,7 @@ class Tables:
         plan: ParallelPlan,
         own: tuple[object, ...],
         make: Callable[[ParallelPlan, RegionBody, Program], _Table],
+        microbatches: int | None = None,
     ) -> _Table | None:
         found = self.bodies.shared(plan)
         if found is None:
@@ -192,7 +198,8 @@ class Tables:
         body, program = found
         key = (*own, body.number)
         if key not in known:
-            sized = replace(program, mesh=with_batch_axis(mesh_of(plan)), microbatches=plan.microbatches)
+            count = microbatches or plan.microbatches
+            sized = replace(program, mesh=with_batch_axis(mesh_of(plan)), microbatches=count)
             known[key] = make(plan, body, sized)
         return known[key]
 

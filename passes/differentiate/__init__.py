@@ -36,15 +36,31 @@ from partc.errors import InternalError, PartcError, first_line
 from partc.ir import operators
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Sizes, SubDim
+from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import unique
-from partc.ir.program import PARTS, SCAN, SPARSE, Arg, DTypeArg, Graph, Op, Program, Ref, Region, Value
+from partc.ir.program import (
+    PARTS,
+    SCAN,
+    SPARSE,
+    Arg,
+    DTypeArg,
+    Graph,
+    Op,
+    Program,
+    Ref,
+    Region,
+    Value,
+    without_axes,
+)
 from partc.passes.differentiate import joint, scans
 from partc.rules.kernels import TABLES
 from partc.rules.rule import integers
 from partc.rules.updates import DEFAULT, dense, updates
+from partc.sharding.choices import batch_axes
 from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
 
-Derivatives = MutableMapping[tuple[object, ...], Region]
+# By regions without sizes and batch axes: the batch axes of some regions, themselves, and their derivatives.
+Derivatives = MutableMapping[tuple[object, ...], list[tuple[frozenset[str], Region, Region]]]
 
 
 def differentiate(
@@ -52,23 +68,38 @@ def differentiate(
 ) -> Program:
     """Give a backward graph to every region that a gradient passes through.
 
-    `derivatives` has regions of other programs, which are taken where they are alike but for local sizes, and gets this
-    program's.
+    `derivatives` has regions of other programs, which are taken where they are alike but for local sizes and for
+    batch axes that cut them besides, and gets this program's.
 
     Raises PartcError P0422 for a dense gradient whose optimizer needs a sparse one.
     """
     needs = gradient_inputs(program)
     trainable = trainable_params(program)
     changed = changed_buffers(program)
-    known = {} if derivatives is None else derivatives
     made = []
     for region in program.regions:
         given = region, needs[region.name], trainable[region.name]
-        key = (*given, None) if derivatives is None else (*_sizeless(region, program.sizes), *given[1:])
-        if key not in known:
-            known[key] = _differentiate_region(*given, program.sizes)
-        made.append(_with_copies(known[key], changed.get(region.name, frozenset())))
+        if derivatives is None:
+            found = _differentiate_region(*given, program.sizes)
+        else:
+            found = _known(*given, program.sizes, derivatives)
+        made.append(_with_copies(found, changed.get(region.name, frozenset())))
     return _with_rows(replace(program, regions=tuple(made)), optimizer, group)
+
+
+def _known(
+    region: Region, inputs: frozenset[str], params: frozenset[str], sizes: Sizes, derivatives: Derivatives
+) -> Region:
+    """The region's derivative, from one with further batch axes if there is any: without them, nothing else changes."""
+    axes = frozenset(batch_axes(sizes))
+    blank, ones = _sizeless(without_axes(region, {TIME_AXIS} - axes, sizes), sizes)
+    known = derivatives.setdefault((without_axes(blank, axes, sizes), ones, inputs, params), [])
+    for over, other, derivative in known:
+        if over >= axes and without_axes(other, over - axes, sizes) == blank:
+            return without_axes(derivative, over - axes, sizes)
+    derivative = _differentiate_region(region, inputs, params, sizes)
+    known.append((axes, blank, derivative))
+    return derivative
 
 
 def _sizeless(region: Region, sizes: Sizes) -> tuple[Region, tuple[object, ...]]:

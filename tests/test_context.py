@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import partc
 from partc.cli import main
 from partc.errors import PartcError
+from partc.cost.saved_tensors import saved_values
 from partc.frontend.model_file import load
 from partc.ir.collectives import cost, inside
 from partc.ir.layout import Shard
@@ -25,6 +26,7 @@ from tests.durable import trained, whole
 from tests.zoo import MODELS, Model
 
 GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
+MEGATRON = Path(__file__).parent / "models" / "gpt.py"
 SEQUENCES = Path(__file__).parent / "models" / "sequences.py"
 PACKED = Path(__file__).parent / "models" / "packed.py"
 COUNTING = """
@@ -43,6 +45,7 @@ def batch():
         ("dp=2,cp=2", {"zero": 3, "microbatches": 2, "recompute": "full"}),
         ("cp=2,tp=2", {"zero": 2, "microbatches": 2}),
         ("tp=2,cp=2", {"recompute": "selective"}),
+        ("cp=2,tp=4", {"options": {"seq": "32"}}),
         ("pp=2,cp=2", {"schedule": "zero-bubble", "microbatches": 4, "zero": 1}),
         ("pp=2,dp=2,cp=2", {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 4, "zero": 3}),
         ("cp=2,pp=2,tp=2", {"microbatches": 2, "loss_chunks": 4}),
@@ -54,6 +57,16 @@ def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_pa
     found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
     assert not [item for item in package.replicated_ops if item.axis == "cp"]
+
+
+def test_tensor_parallelism_cuts_the_parts_of_sequences_that_cp_gives_a_rank() -> None:
+    """Four ranks cut neither of the two halves that cp takes its parts from."""
+    options = {"heads": "4", "hidden": "64", "seq": "256", "batch": "2"}
+    program = partc.compile(MEGATRON, mesh="cp=2,tp=4", options=options).program
+    block = next(region for region in program.regions if region.name.startswith("block"))
+    types = block.types(block.forward)
+    whole = {name for name in saved_values(block, frozenset()) if "tp" not in types[name].layout.sharded_axes}
+    assert not whole and any("2 · 128@cp,tp" in str(types[name].layout) for name in block.saved)
 
 
 RING = ("block.attention_heads=[_, _, @cp, _] ring",)

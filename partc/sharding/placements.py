@@ -123,7 +123,7 @@ class _PlacementProgram:
         types = {name: value.type for name, value in graph.definitions().items()}
         types.update((value.name, value.type) for value in region.params)
         live = reached(graph, self.needs[region.name] | self.trainable[region.name])
-        cuts = propagate_cuts(graph, types, self.halved if holds_weights_whole(self.axis) else ())
+        cuts = propagate_cuts(graph, types, self.halved)
         slots: dict[str, Slot] = {value.name: ("in", region.name, str(i)) for i, value in enumerate(graph.inputs)}
         slots.update((value.name, ("weight", region.name, value.name)) for value in region.params)
         owners = {name: self._cross(slot, types[name], name in live) for name, slot in slots.items()}

@@ -22,7 +22,7 @@ from partc.cluster.files import cluster_of
 from partc.cluster.variation import expected_maximum
 from partc.communication.exchanges import Exchanges, graph_of
 from partc.communication.execution import Execution, Start, Wait
-from partc.compilation.plan import ParallelPlan, spelled
+from partc.compilation.plan import ParallelPlan, decisions, spelled
 from partc.compilation.simulation import Simulator, prediction, predictions, read_plans, states_of
 from partc.cost.accounting import communication
 from partc.cost.action_timeline import Segment, TimelineBuilder
@@ -31,6 +31,7 @@ from partc.cost.collectives import MEETING, Network
 from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
+from partc.cost.pieces import Piece, in_pieces
 from partc.cost.rates import ClusterRates, product_sizes, tile_share
 from partc.cost.roofline import product_flops
 from partc.errors import InternalError, PartcError
@@ -283,6 +284,57 @@ def test_products_in_eight_bits_are_predicted(tmp_path: Path, capsys: pytest.Cap
     assert [each["error"] for each in found] == [None, None] and found[1]["memory_bytes"] == found[0]["memory_bytes"]
     refused = simulated(capsys, "--cluster", "2xA100-80GB", "--plans", file)["plans"][1]["error"]
     assert refused["code"] == "P0404" and "A100" in refused["cause"]
+
+
+@pytest.mark.parametrize(
+    ("gather", "product", "scatter", "seconds"),
+    [
+        (3.0, 8.0, 0.0, 8.0),  # the gather has ended before the product's last quarter
+        (8.0, 2.0, 0.0, 8.5),  # which waits for it
+        (0.0, 8.0, 4.0, 9.0),  # the sum's last quarter follows
+        (3.0, 8.0, 3.0, 8.75),
+        (0.0, 2.0, 8.0, 8.5),
+    ],
+)
+def test_collectives_run_in_pieces_beside_products(
+    gather: float, product: float, scatter: float, seconds: float
+) -> None:
+    def op(name: str, made: str, *read: str) -> Op:
+        return Op(name=name, args=tuple(map(Ref, read)), results=(Value(name=made, type=_matrix(8, 8)),))
+
+    def moved(op: Op, seconds: float) -> list[Piece]:
+        made = op.results[0].name
+        segment = Segment(seconds=seconds, op=op.name, over="tp")
+        return [Piece(op=op, segment=segment, started=made), Piece(op=op, awaited=made)] if seconds else []
+
+    ops = [
+        op("all_gather", "g", "x"),
+        op("linear", "y", "g", "w"),
+        op("permute", "t", "y"),
+        op("reduce_scatter", "s", "t"),
+    ]
+    work = [Piece(op=each, segment=Segment(seconds=took)) for each, took in zip(ops[1:3], (product, 0.0), strict=True)]
+    builder = TimelineBuilder()
+    for piece in in_pieces([*moved(ops[0], gather), *work, *moved(ops[3], scatter)], ops, {"tp": 4}):
+        if piece.awaited:
+            builder.wait(piece.awaited)
+        elif piece.started:
+            builder.start(piece.started, piece.segment)
+        else:
+            builder.work(piece.segment.seconds)
+    found = builder.built()
+    assert found.seconds == pytest.approx(seconds) and found.compute == pytest.approx(product)
+    assert not found.pending and sum(each.seconds for each in found.collectives) == pytest.approx(gather + scatter)
+
+
+def test_plans_may_predict_collectives_in_pieces(simulator: Simulator) -> None:
+    plan = ParallelPlan(mesh="dp=2,tp=4", precision="bf16", options={"batch": 16, "depth": 2})
+    whole, pieces = (simulator.predict(replace(plan, tp_overlap=flag)) for flag in (False, True))
+    assert pieces.exposed < whole.exposed and pieces.memory_bytes == whole.memory_bytes
+    assert ParallelPlan.of(spelled({"mesh": "tp=2", "tp_comm_overlap": True})).tp_overlap
+    for emit in (replace(plan, tp_overlap=True).compile_options, lambda: decisions(replace(plan, tp_overlap=True))):
+        with pytest.raises(PartcError, match="no package has collectives in pieces"):
+            emit()
 
 
 def _matrix(*shape: int) -> TensorType:

@@ -31,6 +31,7 @@ DECIDED = (
 REDUCED = ("bucket", "grad_reduce", "compress_grads")  # the form of gradients' sums, which users decide
 
 FP8 = "fp8"  # a precision of predictions alone
+_NOT_COMPILED = ("options", "tp_overlap")  # fields that are no options of a compile
 
 Scalar = bool | int | float | str
 _LONGEST = 1000  # characters of a decision
@@ -78,6 +79,7 @@ class ParallelPlan:
     grad_reduce: _Text = "fp32"
     compress_grads: _Text = "none"
     optimizer: _Text | None = None
+    tp_overlap: bool = False  # of predictions alone: collectives of tp run in pieces beside pieces of products
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -105,9 +107,10 @@ class ParallelPlan:
         if self.schedule.lower().endswith(".csv"):
             help = "give --schedule to partc compile"
             raise PartcError("P0804", f"the plan names the file {self.schedule}", help=help)
+        self.check_emitted()
         # With one stage on each rank, `interleaved` is `1f1b`.
         several = self.virtual_stages is not None and (self.virtual_stages > 1 or self.schedule == "interleaved")
-        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "options"}
+        given = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _NOT_COMPILED}
         given["virtual_stages"] = self.virtual_stages if several else None
         return Options.checked(**given, seed=0, shard=())
 
@@ -118,10 +121,16 @@ class ParallelPlan:
             return self
         return replace(self, kernels="triton" if cluster.device.kind == "gpu" else "aten")
 
+    def check_emitted(self) -> None:
+        """Check that packages do what the plan says. Raises PartcError P0804."""
+        if self.tp_overlap:
+            help = 'partc simulate predicts such a program; leave "tp_overlap" out to compile'
+            raise PartcError("P0804", "the plan has tp_overlap, and no package has collectives in pieces", help=help)
+
     @property
     def emitted(self) -> ParallelPlan:
-        """The plan of the program that is emitted: in bf16, where products in fp8 are predicted."""
-        return replace(self, precision="bf16") if self.precision == FP8 else self
+        """The plan of the program that is emitted: in bf16, where products in fp8 are predicted; collectives whole."""
+        return replace(self, precision="bf16" if self.precision == FP8 else self.precision, tp_overlap=False)
 
     @property
     def level(self) -> int:
@@ -149,7 +158,7 @@ class ParallelPlan:
         yield from ("--mesh", self.mesh)
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name not in ("mesh", "options") and value != getattr(defaults, item.name):
+            if item.name not in ("mesh", *_NOT_COMPILED) and value != getattr(defaults, item.name):
                 yield from (f"--{item.name.replace('_', '-')}", str(value))
         for name, value in self.options.items():
             yield from ("-D", f"{name}={value}")
@@ -169,6 +178,8 @@ def spelled(document: object) -> object:
         found["options"] = {name: _whole(value) for name, value in options.items()}
     if "mesh" in found:
         found["mesh"] = _mesh(found["mesh"])
+    if "tp_comm_overlap" in found:
+        found["tp_overlap"] = found.pop("tp_comm_overlap")
     if isinstance(found.get("recompute"), bool):
         found["recompute"] = "full" if found["recompute"] else "none"
     if isinstance(found.get("zero"), str):
@@ -226,7 +237,8 @@ def read(path: Path) -> ParallelPlan:
 
 def decisions(plan: ParallelPlan) -> dict[str, Any]:
     """The options of `partc compile` that a plan decides, as click gives them."""
-    names = [item.name for item in fields(ParallelPlan) if item.name != "options"]
+    plan.check_emitted()
+    names = [item.name for item in fields(ParallelPlan) if item.name not in _NOT_COMPILED]
     found = {name: getattr(plan, name) for name in names} | {"zero": str(plan.zero)}
     definitions = tuple(f"{name}={value}" for name, value in plan.definitions.items())
     kept = {name: value for name, value in found.items() if value is not None}

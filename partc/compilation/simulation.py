@@ -121,15 +121,18 @@ class Simulator:
         """The prediction for a plan. Raises PartcError if it cannot be compiled.
 
         With `everywhere`, regions are those of `differentiated`, which more plans share. A plan in fp8 is its program
-        in bf16, with linear products at the device's rate for fp8.
+        in bf16, with linear products at the device's rate for fp8. With `tp_overlap`, collectives of tp run in pieces
+        beside the products next to them.
         """
         device, rates = self.cluster.device, self.rates
         if plan.precision == FP8:
             if not device.fp8:
                 raise PartcError("P0404", f"{device.name} has no products in fp8", help="give bf16")
             rates = replace(rates, fp8=True)
+        if plan.tp_overlap:
+            rates = replace(rates, pieces=True)
         program = self.program(plan.emitted, everywhere=everywhere)
-        costs = LocalCosts() if rates.fp8 else self._costs
+        costs = self._costs if rates == self.rates else LocalCosts()
         return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs)
 
     def program(self, plan: ParallelPlan, *, everywhere: bool = False) -> Program:

@@ -14,6 +14,7 @@ from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
 from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, TimelineBuilder
 from partc.cost.cores import ROUNDS, BusySpan, pace, paces
 from partc.cost.local_costs import LocalCosts
+from partc.cost.pieces import Piece, in_pieces
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Timeline, timeline
 from partc.ir.collectives import inside, parts
@@ -33,6 +34,7 @@ from partc.ir.program import (
     TensorType,
 )  # fmt: skip
 from partc.schedules import Compute
+from partc.sharding.choices import weight_axes
 
 # The operations in whose time the host issues a collective: torch.distributed checks it, and orders streams by events.
 _ISSUES = 3
@@ -305,51 +307,59 @@ class Forecast:
         return self.costs.of("seconds", region, graph, sizes, made)
 
     def _new_graph(self, region: str, graph: Graph) -> Iterator[tuple[str, Segment, str]]:
+        run: Iterable[Piece] = self._pieces(region, graph)
+        if self.rates.pieces:
+            sizes = self.program.sizes
+            run = in_pieces(tuple(run), graph.ops, {axis: sizes[axis] for axis in weight_axes(sizes)})
+        work = 0.0
+        for piece in run:
+            if not piece.started and not piece.awaited:
+                work += piece.segment.seconds
+                continue
+            if work:
+                yield "", Segment(seconds=self.scale.compute * work), ""
+                work = 0.0
+            yield piece.started, piece.segment, piece.awaited
+        if work:
+            yield "", Segment(seconds=self.scale.compute * work), ""
+
+    def _pieces(self, region: str, graph: Graph) -> Iterator[Piece]:
+        """Computation by operation, before it is scaled, and starts and waits of collectives."""
         sizes = self.program.sizes
         types = self.program.region(region).types(graph)
         module = next(call.name for call in self.program.calls if call.region == region)
         awaited = {next(op.refs()) for op in graph.ops if op.name == "wait"}
-        nothing = Segment(seconds=0.0)
 
         def label(op: Op) -> str:
             place = op.source.module if op.source else ""
             return place.removeprefix(module).strip(".") or op.name.removesuffix("_backward")
 
-        work = 0.0
         for op, seconds in zip(graph.ops, self._operations(region, graph)[0], strict=True):
             visits = parts(op, sizes)
             if not _moves(op) and op.name != "wait" and visits == 1:
-                work += seconds
+                yield Piece(op=op, segment=Segment(seconds=seconds))
                 continue
             axis = dict(op.attrs).get("axis")
             if isinstance(axis, str) and sizes[axis] == 1:
                 continue
-            if work:
-                yield "", Segment(seconds=self.scale.compute * work), ""
-                work = 0.0
             if visits > 1:
-                yield from self._around(op, types, self.scale.compute * seconds / visits, visits)
+                yield from self._around(op, types, seconds / visits, visits)
                 continue
             if op.name == "wait":
-                yield "", nothing, next(op.refs())
+                yield Piece(op=op, awaited=next(op.refs()))
                 continue
             made = op.results[0].name
             size = types[next(op.refs())].local_bytes(sizes)
             why = comment(op, graph, types, sizes, label).partition(": ")[2]
-            segment = self._moving(op.name, str(axis), size, why)
-            yield made, segment, ""
+            yield Piece(op=op, segment=self._moving(op.name, str(axis), size, why), started=made)
             if made not in awaited:
-                yield "", nothing, made
-        if work:
-            yield "", Segment(seconds=self.scale.compute * work), ""
+                yield Piece(op=op, awaited=made)
 
-    def _around(
-        self, op: Op, types: Mapping[str, TensorType], seconds: float, visits: int
-    ) -> Iterator[tuple[str, Segment, str]]:
+    def _around(self, op: Op, types: Mapping[str, TensorType], seconds: float, visits: int) -> Iterator[Piece]:
         """Attention around a ring: keys and values travel to the next rank while a round, of `seconds`, computes with
         them; their gradients follow one round behind.
         """
-        name, nothing = op.results[0].name, Segment(seconds=0.0)
+        name = op.results[0].name
         shifts = (
             self._moving(moved, axis, size * ITEMSIZE[dtype], "keys and values go around")
             for moved, axis, size, dtype in inside(op, types, self.program.sizes)
@@ -358,17 +368,17 @@ class Forecast:
         for step in range(visits):
             last = step + 1 == visits
             if not last:
-                yield f"{name} {step}", next(shifts), ""
-            yield "", Segment(seconds=seconds), ""
+                yield Piece(op=op, segment=next(shifts), started=f"{name} {step}")
+            yield Piece(op=op, segment=Segment(seconds=seconds))
             if op.name.endswith("_backward"):
                 if behind:
-                    yield "", nothing, behind
+                    yield Piece(op=op, awaited=behind)
                 behind = f"gradients of {name} {step}"
-                yield behind, next(shifts), ""
+                yield Piece(op=op, segment=next(shifts), started=behind)
             if not last:
-                yield "", nothing, f"{name} {step}"
+                yield Piece(op=op, awaited=f"{name} {step}")
         if behind:
-            yield "", nothing, behind
+            yield Piece(op=op, awaited=behind)
 
     def once(self, place: int) -> ActionTimeline:
         """The calls of phase `step` beside the first gathers, and the starts of the gathers of updated parameters."""

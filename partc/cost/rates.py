@@ -41,6 +41,10 @@ class Rates(Protocol):
     def cores(self) -> int:
         """The cores that all ranks share, or 0 if each has its own."""
 
+    @property
+    def pieces(self) -> bool:
+        """Whether collectives of weights' axes run in pieces beside pieces of the products next to them."""
+
     def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
         """An operation with local shapes. Collectives take no time here, nor do those inside an operation."""
 
@@ -68,6 +72,7 @@ class RooflineRates:
     slowdown: float = 0.0
     host: float = 0.0
     cores: int = 0
+    pieces: bool = False
 
     @property
     def basis(self) -> str:
@@ -124,7 +129,8 @@ _EIGHT_BITS: Mapping[str, int] = {
 
 @dataclass(frozen=True)
 class ClusterRates:
-    """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8.
+    """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8; with
+    `pieces`, of programs that run collectives in pieces beside products.
 
     With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at
     least 1/n of its time on the whole batch. Waves that are partly empty do not guarantee that.
@@ -133,6 +139,7 @@ class ClusterRates:
     cluster: Cluster
     constants: Calibration
     fp8: bool = False
+    pieces: bool = False
     filled: bool = False
 
     @property

@@ -4,8 +4,8 @@ The runs are those of Narayanan et al., SC 2021, Table 1 (A100), of the table of
 (H100), and some of each size and length in the tables of MosaicML's llm-foundry (scripts/train/benchmarking/README.md:
 A100 and H100, sharded parameters). Each is simulated as it was configured, as far as this is published: the A100 runs
 of 2021 with full recomputation and attention spelled out, the others with fused attention, those on H100 with a
-distributed optimizer. partc differs from those programs: it cuts sequences between tensor-parallel products (2021's did
-not), and Megatron's H100 runs have tensor-parallel collectives beside pieces of products.
+distributed optimizer, and Megatron's on H100 with tensor-parallel collectives in pieces beside products. partc differs
+from those of 2021, as it cuts sequences between tensor-parallel products.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Run:
             virtual_stages=virtual,
             zero=self.zero,
             recompute=self.recompute,
+            tp_overlap=self.table == "Megatron-LM" and self.device.startswith("H100"),
             options={**written, **sizes, "vocab": self.vocab, "batch": self.batch},
         )
 

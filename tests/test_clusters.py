@@ -31,7 +31,7 @@ from partc.cost.collectives import MEETING, Network
 from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
-from partc.cost.pieces import Piece, in_pieces
+from partc.cost.pieces import OpPiece, in_pieces
 from partc.cost.rates import ClusterRates, product_sizes, tile_share
 from partc.cost.roofline import product_flops
 from partc.errors import InternalError, PartcError
@@ -302,10 +302,10 @@ def test_collectives_run_in_pieces_beside_products(
     def op(name: str, made: str, *read: str) -> Op:
         return Op(name=name, args=tuple(map(Ref, read)), results=(Value(name=made, type=_matrix(8, 8)),))
 
-    def moved(op: Op, seconds: float) -> list[Piece]:
+    def moved(op: Op, seconds: float) -> list[OpPiece]:
         made = op.results[0].name
         segment = Segment(seconds=seconds, op=op.name, over="tp")
-        return [Piece(op=op, segment=segment, started=made), Piece(op=op, awaited=made)] if seconds else []
+        return [OpPiece(op=op, segment=segment, started=made), OpPiece(op=op, awaited=made)] if seconds else []
 
     ops = [
         op("all_gather", "g", "x"),
@@ -313,7 +313,9 @@ def test_collectives_run_in_pieces_beside_products(
         op("permute", "t", "y"),
         op("reduce_scatter", "s", "t"),
     ]
-    work = [Piece(op=each, segment=Segment(seconds=took)) for each, took in zip(ops[1:3], (product, 0.0), strict=True)]
+    work = [
+        OpPiece(op=each, segment=Segment(seconds=took)) for each, took in zip(ops[1:3], (product, 0.0), strict=True)
+    ]
     builder = TimelineBuilder()
     for piece in in_pieces([*moved(ops[0], gather), *work, *moved(ops[3], scatter)], ops, {"tp": 4}):
         if piece.awaited:

@@ -34,7 +34,7 @@ class Calibration:
 
 
 _A100 = Calibration(products=0.68, attention=0.54, streaming=0.8, inside=0.7, between=0.85, slowdown=0.15)
-_H100 = Calibration(products=0.6, attention=0.36, streaming=0.8, inside=0.75, between=0.85, slowdown=0.2)
+_H100 = Calibration(products=0.62, attention=0.36, streaming=0.8, inside=0.75, between=0.85, slowdown=0.2)
 # By the device's model. A process on a processor reaches the rates that are measured there.
 KNOWN: Mapping[str, Calibration] = {
     "V100": replace(_A100, attention=0.35),

@@ -14,7 +14,7 @@ from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
 from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, TimelineBuilder
 from partc.cost.cores import ROUNDS, BusySpan, pace, paces
 from partc.cost.local_costs import LocalCosts
-from partc.cost.pieces import Piece, in_pieces
+from partc.cost.pieces import OpPiece, in_pieces
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Timeline, timeline
 from partc.ir.collectives import inside, parts
@@ -307,7 +307,7 @@ class Forecast:
         return self.costs.of("seconds", region, graph, sizes, made)
 
     def _new_graph(self, region: str, graph: Graph) -> Iterator[tuple[str, Segment, str]]:
-        run: Iterable[Piece] = self._pieces(region, graph)
+        run: Iterable[OpPiece] = self._pieces(region, graph)
         if self.rates.pieces:
             sizes = self.program.sizes
             run = in_pieces(tuple(run), graph.ops, {axis: sizes[axis] for axis in weight_axes(sizes)})
@@ -323,7 +323,7 @@ class Forecast:
         if work:
             yield "", Segment(seconds=self.scale.compute * work), ""
 
-    def _pieces(self, region: str, graph: Graph) -> Iterator[Piece]:
+    def _pieces(self, region: str, graph: Graph) -> Iterator[OpPiece]:
         """Computation by operation, before it is scaled, and starts and waits of collectives."""
         sizes = self.program.sizes
         types = self.program.region(region).types(graph)
@@ -337,7 +337,7 @@ class Forecast:
         for op, seconds in zip(graph.ops, self._operations(region, graph)[0], strict=True):
             visits = parts(op, sizes)
             if not _moves(op) and op.name != "wait" and visits == 1:
-                yield Piece(op=op, segment=Segment(seconds=seconds))
+                yield OpPiece(op=op, segment=Segment(seconds=seconds))
                 continue
             axis = dict(op.attrs).get("axis")
             if isinstance(axis, str) and sizes[axis] == 1:
@@ -346,16 +346,16 @@ class Forecast:
                 yield from self._around(op, types, seconds / visits, visits)
                 continue
             if op.name == "wait":
-                yield Piece(op=op, awaited=next(op.refs()))
+                yield OpPiece(op=op, awaited=next(op.refs()))
                 continue
             made = op.results[0].name
             size = types[next(op.refs())].local_bytes(sizes)
             why = comment(op, graph, types, sizes, label).partition(": ")[2]
-            yield Piece(op=op, segment=self._moving(op.name, str(axis), size, why), started=made)
+            yield OpPiece(op=op, segment=self._moving(op.name, str(axis), size, why), started=made)
             if made not in awaited:
-                yield Piece(op=op, awaited=made)
+                yield OpPiece(op=op, awaited=made)
 
-    def _around(self, op: Op, types: Mapping[str, TensorType], seconds: float, visits: int) -> Iterator[Piece]:
+    def _around(self, op: Op, types: Mapping[str, TensorType], seconds: float, visits: int) -> Iterator[OpPiece]:
         """Attention around a ring: keys and values travel to the next rank while a round, of `seconds`, computes with
         them; their gradients follow one round behind.
         """
@@ -368,17 +368,17 @@ class Forecast:
         for step in range(visits):
             last = step + 1 == visits
             if not last:
-                yield Piece(op=op, segment=next(shifts), started=f"{name} {step}")
-            yield Piece(op=op, segment=Segment(seconds=seconds))
+                yield OpPiece(op=op, segment=next(shifts), started=f"{name} {step}")
+            yield OpPiece(op=op, segment=Segment(seconds=seconds))
             if op.name.endswith("_backward"):
                 if behind:
-                    yield Piece(op=op, awaited=behind)
+                    yield OpPiece(op=op, awaited=behind)
                 behind = f"gradients of {name} {step}"
-                yield Piece(op=op, segment=next(shifts), started=behind)
+                yield OpPiece(op=op, segment=next(shifts), started=behind)
             if not last:
-                yield Piece(op=op, awaited=f"{name} {step}")
+                yield OpPiece(op=op, awaited=f"{name} {step}")
         if behind:
-            yield Piece(op=op, awaited=behind)
+            yield OpPiece(op=op, awaited=behind)
 
     def once(self, place: int) -> ActionTimeline:
         """The calls of phase `step` beside the first gathers, and the starts of the gathers of updated parameters."""

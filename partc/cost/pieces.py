@@ -22,7 +22,7 @@ _NOTHING = Segment(seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class OpPiece:
     """Computation of an operation, or the start of a collective or, with `awaited`, the wait for one."""
 
     op: Op
@@ -31,13 +31,13 @@ class Piece:
     awaited: str = ""
 
 
-def in_pieces(run: Sequence[Piece], ops: Iterable[Op], ways: Mapping[str, int]) -> Iterator[Piece]:
+def in_pieces(run: Sequence[OpPiece], ops: Iterable[Op], ways: Mapping[str, int]) -> Iterator[OpPiece]:
     """The run of a graph's `ops` with collectives over the axes of `ways` in as many pieces as the axis has ranks."""
     shown = _shown(ops)
     products: dict[str, int] = {}  # results -> positions in the run
-    gathered: dict[str, Piece] = {}  # by value: waits that no operation has needed yet
-    before: dict[int, list[Piece]] = {}  # by position of a product: the waits for what it reads
-    after: dict[int, Piece] = {}  # by position of a product: the sum of its result
+    gathered: dict[str, OpPiece] = {}  # by value: waits that no operation has needed yet
+    before: dict[int, list[OpPiece]] = {}  # by position of a product: the waits for what it reads
+    after: dict[int, OpPiece] = {}  # by position of a product: the sum of its result
     dropped: set[int] = set()
     for index, piece in enumerate(run):
         names = [shown.get(name, name) for name in piece.op.refs()]
@@ -69,7 +69,9 @@ def in_pieces(run: Sequence[Piece], ops: Iterable[Op], ways: Mapping[str, int]) 
     yield from gathered.values()
 
 
-def _product(piece: Piece, waits: Sequence[Piece], sum_after: Piece | None, ways: Mapping[str, int]) -> Iterator[Piece]:
+def _product(
+    piece: OpPiece, waits: Sequence[OpPiece], sum_after: OpPiece | None, ways: Mapping[str, int]
+) -> Iterator[OpPiece]:
     overs = [wait.segment.over for wait in waits] + ([sum_after.segment.over] if sum_after else [])
     share = 1 / max(ways[over] for over in overs)
     first, last = (share if sum_after else 0.0), (share if waits else 0.0)
@@ -82,7 +84,7 @@ def _product(piece: Piece, waits: Sequence[Piece], sum_after: Piece | None, ways
     if last:
         yield replace(piece, segment=_share(piece.segment, last))
     if sum_after is not None:
-        yield Piece(op=sum_after.op, awaited=early)
+        yield OpPiece(op=sum_after.op, awaited=early)
 
 
 def _share(segment: Segment, share: float) -> Segment:

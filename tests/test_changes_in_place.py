@@ -223,10 +223,21 @@ def random_changes(seed: int, m: Any, given: Tensor) -> Tensor:
     ).sum()
 
 
+def operators(m: Any, x: Tensor) -> Tensor:
+    above, count = x > 0, (x > 1).long()
+    seen, last = above, count[:, 2:]
+    above |= x < -1
+    above[1:] &= x[1:] < 2
+    above[:, 0] ^= True
+    last ^= 3
+    last &= 2
+    return (m.up(x)[:, :6] * seen * (count + 1)).square().mean()  # type: ignore[no-any-return]
+
+
 FIXED = (
     *(parts, narrowed, diagonal, other_views, cast_weights, overlapping, in_turns, buffers, cast),
     made_without_gradients,
-    *(by_data, numbered, constant_masks),
+    *(by_data, numbered, constant_masks, operators),
 )
 RANDOM = tuple(partial(random_changes, seed) for seed in range(12))
 

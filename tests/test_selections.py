@@ -239,6 +239,40 @@ class Branches(nn.Module):
                     y[rows] = self.body(x[rows])
             case "filled elsewhere" if flags.any():
                 y = y.masked_fill(other[:, None], 0.0)
+            case "stored":  # one outcome of two tests decides about the rows of the other
+                some = bool(flags.any())
+                if other.any() and some:
+                    y[other] = self.body(x[other])
+            case "remembered":
+                factor = 1
+                if flags.any():
+                    factor = 2
+                if other.any():
+                    y[other] = self.body(x[other]) * factor
+            case "after a change by a view":
+                rows = flags.clone()
+                last = rows[2:]
+                if rows.any():
+                    last |= other[2:]
+                    y[rows] = self.body(x[rows])
+            case "caught":
+                try:
+                    if not flags.any():
+                        raise ValueError("no rows")
+                except ValueError:
+                    y = y * 3
+            case "while":
+                rows = flags
+                while True:
+                    if not rows.any():
+                        break
+                    y[rows] = self.body(x[rows])
+                    rows = rows & (y.mean(1) > 0)
+            case "same twice":
+                if flags.any():
+                    z = self.body(x[flags])
+                if flags.any():
+                    y[flags] = z
         return self.head(y).square().mean()
 
 
@@ -247,8 +281,11 @@ def flagged(flags: Tensor, other: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "style", ["left out", "where", "where not", "computed again", "subset", "elements", "both", "in turn", "checked"]
-)
+    "style", [
+        "left out", "where", "where not", "computed again", "subset", "elements", "both", "in turn", "checked",
+        "same twice",
+    ],
+)  # fmt: skip
 def test_branches_on_empty_masks_change_nothing(style: str) -> None:
     some, none = torch.arange(8) % 3 == 0, torch.zeros(8, dtype=torch.bool)
     batches = [flagged(some, ~some.roll(1)), flagged(none, some), flagged(some, none), flagged(none, none)]
@@ -256,8 +293,12 @@ def test_branches_on_empty_masks_change_nothing(style: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "style", ["other rows", "more rows", "rows of one of two", "not alone", "after a change", "filled elsewhere"]
-)
+    "style",
+    [
+        "other rows", "more rows", "rows of one of two", "not alone", "after a change", "filled elsewhere", "stored",
+        "remembered", "after a change by a view", "caught", "while",
+    ],
+)  # fmt: skip
 def test_branches_that_change_other_rows_than_tested_are_refused(style: str) -> None:
     some = torch.arange(8) % 3 == 0
     with pytest.raises(PartcError) as error:
@@ -339,6 +380,26 @@ class Hits(nn.Module):
                 for e in (one.sum((0, 1)) / 2).int().nonzero().flatten().tolist():
                     rows, _ = torch.where(here[e])
                     out.index_add_(0, rows, self.experts[e](x[rows]))
+            case "numbered":
+                for number, e in enumerate(here.flatten(1).any(1).nonzero().flatten().tolist()):
+                    rows, _ = torch.where(here[e])
+                    out.index_add_(0, rows, self.experts[e](x[rows]) * (number + 1))
+            case "first":
+                for e in here.flatten(1).any(1).nonzero().flatten().tolist():
+                    rows, _ = torch.where(here[e])
+                    out.index_add_(0, rows, self.experts[e](x[rows]))
+                    break
+            case "first two":
+                for _, e in zip(range(2), here.flatten(1).any(1).nonzero().flatten().tolist(), strict=False):
+                    rows, _ = torch.where(here[e])
+                    out.index_add_(0, rows, self.experts[e](x[rows]))
+            case "after the last":
+                before = 0
+                for e in range(4):
+                    rows = torch.where(chosen[:, 0] == e)[0]
+                    if len(rows):
+                        out[rows] += self.experts[e](x[rows]) * (e - before)
+                        before = e
             case "reversed":
                 for e in reversed(other.nonzero().flatten().tolist()):
                     rows, _ = torch.where(here[e])
@@ -376,7 +437,7 @@ def test_loops_over_chosen_experts_leave_out_the_others(style: str) -> None:
     [
         "unrelated", "crowded", "next", "other slot", "other dimension", "changed", "rounded",
         "reversed", "listed", "pairs",
-        "before",
+        "before", "numbered", "first", "first two", "after the last",
     ],
 )  # fmt: skip
 def test_loops_over_places_that_change_rows_of_other_masks_are_refused(style: str) -> None:

@@ -65,6 +65,7 @@ class Captured:
     results: tuple[str, ...] = ()  # paths of the graph's outputs, where it returns more than a loss
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
     tests: tuple[Source, ...] = ()  # of whether a mask selects anything
+    most_tests: int = 0  # different ones of one call
     numbers: tuple[Source, ...] = ()  # of rows that a mask selects, as integers
 
 
@@ -115,7 +116,7 @@ class _TracedStep(nn.Module):
         stores = [module._buffers for module in self.modules()]
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
         repeats = self._repeats()
-        values = ValueWatch(self._outcomes, repeats.refuse_branch)
+        values = ValueWatch(self._outcomes, repeats.refuse_branch, repeats.call)
         try:
             with (
                 computing_in(self._dtype), self._watch.watching(), counting(self._watch.modules), values.watching(),
@@ -280,6 +281,7 @@ def capture(
         results=() if read is None else paths,
         assumed=tuple(assumed),
         tests=tuple(selections.tests),
+        most_tests=selections.most_tests,
         numbers=tuple(selections.numbers),
     )
 

@@ -9,9 +9,10 @@
         count = count + 1                         add(count, 1)                add(count, 1)
 
 A package always runs the body, for it does not know the number of rows. That is right if the body only writes rows of
-the tested mask, or fills elements where it is true (`masked_fill`, `where`). Two traces show it, one in which every
-test finds something and one in which none does: the operations of the second are those of the first without some, and
-these change nothing if the mask that was tested before them is zero.
+the tested mask, or fills elements where it is true (`masked_fill`, `where`). Traces show it, one in which every test
+finds something, and others in which none or some do: the operations of the others are those of the first without some,
+and these change nothing if the mask that was tested before them is zero. Where a counter, a list or a stored outcome
+carries one test's outcome to the code behind another one, a trace in which only one of them finds something differs.
 
 A loop over the places of a mask tests one element in each iteration:
 
@@ -100,7 +101,7 @@ class _Zeros:
     seeds: list[_Zero] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _, first, last, _ = self.test.args
+        _, first, last, *_ = self.test.args
         assert isinstance(first, int) and isinstance(last, int)
         self.seeds.extend(_Zero(name, None if first == -1 else 0, first, last) for name in self.test.refs())
         for seed in self.seeds:
@@ -111,7 +112,7 @@ class _Zeros:
             total = op.name in _TOTALS or _is_test(op)
             if (op.name in _KEPT and not self._rounds(op)) or op.name == "any" or (total and self._positive(given)):
                 dim = None if seed.dim is None else self._dim_before(op, seed.dim)
-                if seed.dim is None or (dim is not None and given not in self.changed):
+                if given not in self.changed and (seed.dim is None or dim is not None):
                     self.seeds.append(replace(seed, name=given, dim=dim))
 
     def _rounds(self, op: Op) -> bool:
@@ -309,13 +310,13 @@ class _Alignment:
             return False
         self.same.update((mine.name, its.name) for mine, its in zip(op.results, wanted.results, strict=True))
         self._active = ()
-        if op.name == TESTED:
+        if op.name == TESTED and not wanted.args[-1]:
             self._meet(op)
         return True
 
     def _meet(self, test: Op) -> None:
         """Follow a test; that of a loop's iteration takes the place of the test before, and none ends the loop."""
-        _, first, _, depth = test.args
+        _, first, _, depth, _ = test.args
         if depth and first != 0:
             before = [place for place, zeros in enumerate(self._active) if zeros.test.args[3] == depth]
             self._active = self._active[: before[-1]] if before else self._active
@@ -393,4 +394,5 @@ def _is_test(op: Op) -> bool:
 
 def _form(op: Op) -> tuple[Any, ...]:
     plain = op.renamed(dict.fromkeys(op.refs(), ""))
-    return op.name, plain.args, plain.attrs, [value.type for value in op.results], op.source
+    args = plain.args[:-1] if op.name == TESTED else plain.args
+    return op.name, args, plain.attrs, [value.type for value in op.results], op.source

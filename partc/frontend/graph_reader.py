@@ -456,11 +456,18 @@ def _nodes(module: nn.Module) -> Iterable[fx.Node]:
     return module.graph.nodes if isinstance(module, fx.GraphModule) else ()
 
 
+# Operators of Python that change their operand, such as `|=`, by the names of other changes.
+_CHANGES = {
+    "__iand__": "bitwise_and_", "__ior__": "bitwise_or_", "__ixor__": "bitwise_xor_",
+    "__ilshift__": "bitwise_left_shift_", "__irshift__": "bitwise_right_shift_",
+}  # fmt: skip
+
+
 def _name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, OpOverload):
         namespace, name = target._schema.name.split("::")
-        return name if namespace in ("aten", "partc") else f"{namespace}::{name}"
+        return _CHANGES.get(name, name) if namespace in ("aten", "partc") else f"{namespace}::{name}"
     return getattr(target, "__name__", str(target))
 
 

@@ -35,8 +35,8 @@ TESTS = frozenset({"__bool__", "is_nonzero"})
 class Outcomes(enum.Enum):
     """The outcomes of a trace's branches: the number is at least the limit (ABOVE), below it, or by turns.
 
-    In a trace of EMPTY, masks select nothing as well; in all others they select something. In those of ONE_ROW and
-    HALF_THE_ROWS, numbers of selected rows are other integers.
+    In a trace of EMPTY, masks select nothing as well, and in those of `PARTLY_EMPTY` some do not; in all others they
+    select something. In those of ONE_ROW and HALF_THE_ROWS, numbers of selected rows are other integers.
     """
 
     ABOVE = (False, False)
@@ -46,9 +46,26 @@ class Outcomes(enum.Enum):
     EMPTY = (False, False, False)
     ONE_ROW = (False, False, 1)
     HALF_THE_ROWS = (False, False, 2)
+    EVEN = (False, False, 1, 0)
+    ODD = (False, False, 1, 1)
+    EVEN_PAIRS = (False, False, 2, 0)
+    ODD_PAIRS = (False, False, 2, 1)
+    EVEN_BITS = (False, False, -1, 0)
+    ODD_BITS = (False, False, -1, 1)
 
     def below(self, branch: int) -> bool:
         return bool(self.value[branch % 2])
+
+    def selects(self, test: int) -> bool:
+        """The outcome of the test of this number whether a mask selects anything."""
+        if self is Outcomes.EMPTY or len(self.value) < 4:
+            return self is not Outcomes.EMPTY
+        *_, bits, kept = self.value
+        return bool((test & bits).bit_count() % 2 == kept)
+
+
+# Of any two tests among eight, in one of these traces the first one selects nothing and the other one something.
+PARTLY_EMPTY = tuple(Outcomes)[-6:]
 
 
 class RandomTests:

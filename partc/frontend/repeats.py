@@ -146,14 +146,18 @@ class Repeats:
         self._met = {group for group, count in Counter(modules.groups.values()).items() if count > 1}
         self._records: dict[int, list[_Record]] = {}
         self._active: list[_Record] = []
-        self._inside: list[int] = []  # the groups of the marked calls that run
+        self._inside: list[int] = []  # the marked calls that run
         self._made: dict[int, tuple[Tensor, _Record, Sequence[Any], nn.Module, int]] = {}
         self._numbers = 0
 
     def refuse_branch(self) -> None:
         """Raise UnequalError inside of a call that others would copy, with the outcome of its branch."""
         if self._inside:
-            raise UnequalError(self._inside[0])
+            raise UnequalError(self.calls[self._inside[0]].group)
+
+    def call(self) -> int:
+        """The number of the innermost marked call that runs, -1 outside of them."""
+        return self._inside[-1] if self._inside else -1
 
     @contextmanager
     def marking(self) -> Iterator[None]:
@@ -276,7 +280,7 @@ class Repeats:
         """A traced call between its two marks."""
         number = self._mark(record, module, group, len(tensors))
         torch.ops.partc.module_call.default(tensors, number)
-        self._inside.append(group)
+        self._inside.append(number)
         try:
             result = run()
         finally:

@@ -9,8 +9,9 @@ elements. The pass `route` checks that rows are computed one by one, and that on
 
 A number of rows is an integer that can be tested against zero, be a size, and be an operand of tensors. Tests whether
 anything is selected (`mask.any()`, `len(rows) == 0`, a loop over `nonzero()`) pass as if it were; `check_empty`
-compares with a trace in which they all fail. `check_numbers` compares with traces in which these integers are other
-ones: a loop, an index, a threshold or a library's function that reads one as a plain integer changes such a trace.
+compares with traces in which all or some of them fail. `check_numbers` compares with traces in which these integers are
+other ones: a loop, an index, a threshold or a library's function that reads one as a plain integer changes such a
+trace.
 
 Counts that a model lists (`counts.tolist()`) divide a tensor into parts of consecutive rows. A part is a selection too:
 
@@ -26,6 +27,7 @@ import math
 import operator
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +45,10 @@ from partc.ir.program import SELECTED, Graph
 from partc.torch_private import without_modes
 
 NOT_SELECTED = object()
-# A mark of a test whether tensors are zero, in one part of their rows or in all. An iteration of a
+# A mark of a test whether tensors are zero, in one part of their rows or in all, and its outcome. An iteration of a
 # loop has the depth of the loop in its mark; the mark at the end of a loop has no tensors.
 TESTED = "selection_tested"
+MOST_TESTS = 32  # in `while` loops, beyond which they have no end
 _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{SELECTED}(Tensor mask, int dim) -> Tensor")
 _library.impl(
@@ -53,8 +56,8 @@ _library.impl(
     lambda mask, dim: torch.empty(mask.numel(), dtype=torch.int64, device=mask.device),
     "CompositeExplicitAutograd",
 )
-_library.define(f"{TESTED}(Tensor[] tested, int first, int last, int loop) -> ()")
-_library.impl(TESTED, lambda tested, first, last, loop: None, "CompositeExplicitAutograd")
+_library.define(f"{TESTED}(Tensor[] tested, int first, int last, int loop, bool outcome) -> ()")
+_library.impl(TESTED, lambda tested, first, last, loop, outcome: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.selection_tested.default)
 _INDICES = frozenset({"where", "nonzero", "argwhere"})
 _ARITHMETIC = frozenset({
@@ -268,13 +271,14 @@ class Selections:
     def __init__(
         self,
         *,
-        empty: bool,
+        selects: Callable[[int], bool],
+        call: Callable[[], int],
         shown: Callable[[int], int],
         value: Callable[[Tensor], Tensor | None],
         know: Callable[[Any, Any], None],
         guard: Callable[[FrameType | None], bool | None],
     ) -> None:
-        """With `empty`, tests answer that nothing is selected. `value` and `know` are of constants.
+        """`value` and `know` are of constants. `selects` gives the outcome of a test from its number in its `call`.
 
         `shown` gives the integer that stands for a number of selected rows, from the number of all rows. `guard` gives
         the outcome of a test in a frame whose other outcome only raises.
@@ -282,7 +286,10 @@ class Selections:
         self.tests: list[Source] = []
         self.numbers: list[Source] = []  # of rows, that the model reads
         self._loops = 0  # over places that have begun and not ended
-        self._empty, self._shown = empty, shown
+        self._selects, self._call, self._shown = selects, call, shown
+        self._outcomes: dict[tuple[int, int, int, int], tuple[weakref.ref[Tensor], bool]] = {}
+        self._numbers: Counter[int] = Counter()  # of tests in each call
+        self._tests_in_while = 0
         self._value, self._know, self._guard = value, know, guard
         self._rows: dict[int, _Rows] = {}
         self._indices: dict[int, tuple[weakref.ref[Tensor], tuple[Tensor, ...]]] = {}  # by the mask
@@ -301,23 +308,43 @@ class Selections:
 
         The graph records the test.
         """
+        self._tests_in_while += any(isinstance(node, ast.While) for node in around(self._frame))
+        if self._tests_in_while > MOST_TESTS:
+            raise _endless_loop(next(self._source(), None))
         self.tests.extend(self._source())
-        torch.ops.partc.selection_tested.default([tested.detach()], first, last, 0)
-        return not self._empty
+        outcome = self._outcome(tested, first, last)
+        torch.ops.partc.selection_tested.default([tested.detach()], first, last, 0, outcome)
+        return outcome
+
+    def _outcome(self, tested: Tensor, first: int, last: int) -> bool:
+        """The outcome of a test, which is the same for the same mask."""
+        key = id(tested), tested._version, first, last
+        held = self._outcomes.get(key)
+        if held is None or held[0]() is not tested:
+            call = self._call()
+            held = weakref.ref(tested), self._selects(self._numbers[call])
+            self._outcomes[key] = held
+            self._numbers[call] += 1
+        return held[1]
+
+    @property
+    def most_tests(self) -> int:
+        """The largest number of different tests of one call."""
+        return max(self._numbers.values(), default=0)
 
     def iterations(self, mask: Tensor, places: Sequence[Any], sources: Sequence[Source]) -> Iterator[Any]:
         """The places of a mask's elements, each with a test of its element."""
         self.tests.extend(sources)
-        if self._empty:
-            return
         self._loops += 1
+        loop = self._loops
         try:
-            loop = self._loops
             for number, place in enumerate(places):
-                torch.ops.partc.selection_tested.default([mask.detach()], number, number + 1, loop)
-                yield place
-            torch.ops.partc.selection_tested.default([], -1, -1, loop)
+                outcome = self._outcome(mask, number, number + 1)
+                torch.ops.partc.selection_tested.default([mask.detach()], number, number + 1, loop, outcome)
+                if outcome:
+                    yield place
         finally:
+            torch.ops.partc.selection_tested.default([], -1, -1, loop, True)
             self._loops -= 1
 
     def _source(self) -> Iterator[Source]:
@@ -843,6 +870,15 @@ def check_numbers(graph: Graph, other: Graph | None, number: Source) -> None:
     for op, its in zip(graph.ops, other.ops, strict=True):
         if op != its:
             raise _unknown_number(op.source or number)
+
+
+def _endless_loop(source: Source | None) -> PartcError:
+    return PartcError(
+        "P0206",
+        "the model does not trace: a loop goes on as long as a mask selects something",
+        help="repeat it a fixed number of times, with torch.where for the rows that are done",
+        source=source,
+    )
 
 
 def _unknown_number(source: Source | None = None) -> PartcError:

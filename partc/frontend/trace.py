@@ -19,7 +19,7 @@ from partc.frontend.graph_reader import GraphReader, tensor_type
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_file import ModelFile, load
 from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
-from partc.frontend.random_branches import Branching, Outcomes, RandomBranch, joined
+from partc.frontend.random_branches import PARTLY_EMPTY, Branching, Outcomes, RandomBranch, joined
 from partc.frontend.repeats import Excluded
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
 from partc.frontend.rows import UnequalError, container_of
@@ -233,20 +233,38 @@ def _of_all_outcomes(
     tests = made[Outcomes.ABOVE][0].tests
     if tests:
         check_empty(found.graph, trace(Outcomes.EMPTY).graph, tests[0])
+        several = (made[Outcomes.ABOVE][0].most_tests - 1).bit_length()
+        for outcomes in PARTLY_EMPTY[: 2 * several]:
+            try:
+                with _unlogged():
+                    partly = trace(outcomes).graph
+            except PartcError as error:
+                if "forward raises" not in error.cause:
+                    raise
+                continue  # eagerly, these outcomes raise as well, if they exist
+            check_empty(found.graph, partly, tests[0])
     numbers = made[Outcomes.ABOVE][0].numbers
     if numbers:
         for outcomes in (Outcomes.ONE_ROW, Outcomes.HALF_THE_ROWS):
-            logging.disable(logging.ERROR)  # torch logs sizes that do not fit, which are expected
             try:
-                other = trace(outcomes).graph
+                with _unlogged():
+                    other = trace(outcomes).graph
             except PartcError:
                 other = None
-            finally:
-                logging.disable(logging.NOTSET)
             check_numbers(found.graph, other, numbers[0])
     graph, longer = joined(found, trace) if found.branches else (found.graph, Outcomes.ABOVE)
     capture, program = made[longer]
     return capture, replace(program, regions=(replace(program.regions[0], forward=without_tests(graph)),))
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """A context without torch's messages on operations that fail, such as on sizes that do not fit."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def program_of(

@@ -7,7 +7,8 @@
     if not torch.isfinite(x).all(): x = x.clamp(…)   numbers are assumed to be finite, which `assumed` lists too
     if x.mean() > 0:                                 everything else: refused by the trace
 
-Packages do not run guards. A guard is a test whose one outcome only raises or warns; asserts are guards.
+Packages do not run guards. A guard is a test whose one outcome only raises or warns, and nothing catches what it
+raises; asserts are guards.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -29,11 +32,12 @@ from partc.errors import Source
 from partc.frontend.alignments import ctc_loss
 from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.selections import NOT_SELECTED, Selections
-from partc.frontend.statements import path_to, span_of, tree_of
-from partc.installed import shortened, user_frame
+from partc.frontend.statements import around, path_to, span_of, tree_of
+from partc.installed import is_machinery, shortened, user_frame
 from partc.torch_private import GuardOnValues, checks, lists, without_modes
 
 LARGEST = 1 << 16  # elements of a constant whose values are computed
+_TRACED_FROM = str(Path(__file__).with_name("capture.py"))  # the file that calls the model
 CALLS = 4  # between a value and the statement that tests it
 _TESTS = frozenset({*TESTS, "equal", "allclose"})
 _READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__", "__format__"})
@@ -67,8 +71,13 @@ _SPOKEN = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "de
 class ValueWatch(TorchFunctionMode):
     """A mode that knows the values of constants while a model is traced, and collects the guards that it passes."""
 
-    def __init__(self, outcomes: Outcomes = Outcomes.ABOVE, branching: Callable[[], None] = lambda: None) -> None:
-        """`branching` is called at each branch on a random number."""
+    def __init__(
+        self,
+        outcomes: Outcomes = Outcomes.ABOVE,
+        branching: Callable[[], None] = lambda: None,
+        call: Callable[[], int] = lambda: -1,
+    ) -> None:
+        """`branching` is called at each branch on a random number. `call` numbers the module calls that are copied."""
         super().__init__()
         self._outcomes = outcomes
         self._branching = branching
@@ -78,7 +87,8 @@ class ValueWatch(TorchFunctionMode):
         self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._finite: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # tests of numbers, and their finite outcome
         self.selections = Selections(
-            empty=outcomes is Outcomes.EMPTY,
+            selects=outcomes.selects,
+            call=call,
             shown=_SHOWN.get(outcomes, lambda rows: rows),
             value=self._value,
             know=self._know,
@@ -465,7 +475,7 @@ def _guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | No
         return None
     inside = [node for node in path[path.index(statement) + 1 :] if isinstance(node, ast.expr)]
     if isinstance(statement, ast.If | ast.Assert) and inside[:1] == [statement.test]:
-        wanted = _quiet_outcome(statement)
+        wanted = None if _is_caught(frame) else _quiet_outcome(statement)
         source = Source(file=shortened(frame.f_code.co_filename), line=statement.lineno)
         found = None if wanted is None else (source, ast.unparse(statement.test), wanted)
         expression: ast.expr | None = statement.test
@@ -505,6 +515,17 @@ def _quiet_outcome(statement: ast.If | ast.Assert) -> bool | None:
     if _speaks(statement.body):
         return False
     return True if statement.orelse and _speaks(statement.orelse) else None
+
+
+def _is_caught(frame: FrameType | None) -> bool:
+    """Whether the model catches exceptions around a statement, in its function or in a caller's."""
+    while frame is not None and frame.f_code.co_filename != _TRACED_FROM:
+        if not is_machinery(frame.f_code.co_filename):
+            for node, inner in pairwise(around(frame)):
+                if isinstance(node, ast.Try) and node.handlers and inner in node.body:
+                    return True
+        frame = frame.f_back
+    return False
 
 
 def _speaks(body: list[ast.stmt]) -> bool:

@@ -300,6 +300,19 @@ def test_a_plan_that_fits_is_looked_for_until_the_time_is_up(small: Planner, mon
     assert found.best is not None and found.best.plan == last
 
 
+def test_the_first_bound_on_memory_has_the_largest_product(small: Planner) -> None:
+    """The logits, which the ranks of a stage hold between them."""
+    (plan,) = (
+        each
+        for each in small.space.plans()
+        if (each.mesh, each.microbatches, each.zero, each.recompute) == ("pp=2,dp=4", 1, 3, "full")
+        and (each.schedule, each.virtual_stages, each.loss_chunks) == ("1f1b", None, 1)
+    )
+    bound, logits = small.bounds.simple(plan), 16 * 2048 * 128256 * 2 // 4
+    assert logits <= bound.bytes <= small.predicted(plan).memory_bytes
+    assert small.bounds.simple(replace(plan, microbatches=2)).bytes < bound.bytes
+
+
 def test_the_bound_of_a_mesh_counts_the_time_in_which_its_pipeline_fills(small: Planner) -> None:
     """A rank waits longer for the first microbatch, the fewer there are."""
     wanted = fixed("pp=4,dp=2,recompute=none,schedule=1f1b|zero-bubble,virtual_stages=1,zero=0")

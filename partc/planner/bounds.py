@@ -1,8 +1,9 @@
 """Lower bounds on the seconds and bytes of a plan.
 
 The first bound follows from the model alone: every floating-point operation runs on some rank, at the device's peak
-at most. The second one adds up the calls of each rank's whole batch, and the pipeline's filling, as if no wave of tiles
-was partly empty: parts of the batch take no less, so that one table serves all numbers of microbatches. The others add
+at most, and the ranks of a stage hold the largest matrix product between them. The second one adds up the calls of each
+rank's whole batch, and the pipeline's filling, as if no wave of tiles was partly empty: parts of the batch take no
+less, so that one table serves all numbers of microbatches. The others add
 up what the simulator takes for each call (`tables`), in closed form, or along the schedule:
 
 - A pipeline rank computes all its microbatches, after its first one has passed the stages before it; after its last
@@ -66,6 +67,7 @@ class Bounds:
     _flops: int = field(init=False)
     _bytes: int = field(init=False)  # of trained parameters besides experts
     _experts: int = field(init=False)
+    _product: int = field(init=False)  # of the largest result of a matrix product
     _flights: dict[tuple[str, int, int, int], tuple[tuple[tuple[tuple[int, int], ...], ...], ...]] = field(
         default_factory=dict
     )
@@ -84,13 +86,14 @@ class Bounds:
         }
         self._experts = sum(size for name, size in sizes.items() if name in experts)
         self._bytes = sum(sizes.values()) - self._experts
+        self._product = max(_products(self.annotated), default=0)
 
     def of(self, plan: ParallelPlan) -> Bound:
         """The tightest bound of a plan."""
         return self.scheduled(plan, self.summed(plan, self.filled(plan, self.wide(plan, self.simple(plan)))))
 
     def simple(self, plan: ParallelPlan) -> Bound:
-        """The bound that follows from flops and parameters alone."""
+        """The bound that follows from flops, parameters and the largest product alone."""
         sizes = sizes_of(plan)
         ranks = math.prod(sizes.values())
         if plan.level == 0:
@@ -98,12 +101,14 @@ class Bounds:
             held = stage // sizes[PIPELINE_AXIS]
         else:  # tables may be cut by rows over dp, so that nothing is said here of whole parameters under ZeRO
             held = (self._bytes + self._experts) // ranks
-        least = self.resident(plan, (2 + self.states) * held)
+        product = self._product * sizes[PIPELINE_AXIS] // (ranks * plan.microbatches * plan.loss_chunks)
+        least = self.resident(plan, max((2 + self.states) * held, product))
         return Bound(seconds=self._flops / (ranks * self.peak), bytes=least)
 
-    def of_family(self, family: Family, known: Bound) -> Bound:
-        """The bound of all plans of a family, or `known`."""
-        return replace(known, seconds=max(known.seconds, min(map(self._wide, family.ways()))))
+    def of_family(self, family: Family, known: Bound, limit: float = math.inf) -> Bound:
+        """The bound of all plans of a family that hold at most `limit` bytes, or `known`."""
+        ways = (way for way in family.ways() if self.simple(replace(way, zero=family.least.zero)).bytes <= limit)
+        return replace(known, seconds=max(known.seconds, min(map(self._wide, ways), default=0.0)))
 
     def wide(self, plan: ParallelPlan, known: Bound) -> Bound:
         """The bound from a batch that is computed at once, and the pipeline's filling, or `known`."""
@@ -252,6 +257,14 @@ def _tables(program: Program) -> Iterator[str]:
         looked_up = {next(op.refs(), "") for op in region.forward.ops if op.name.startswith(LOOKUP)}
         names = zip(region.params, call.params, strict=True)
         yield from (name for value, name in names if value.name in looked_up)
+
+
+def _products(program: Program) -> Iterator[int]:
+    """The bytes of the results of matrix products."""
+    for region in program.regions:
+        if region.phase == "microbatch":
+            products = (op.result.type for op in region.forward.ops if op.name in ("linear", "matmul"))
+            yield from (math.prod(type.shape) * ITEMSIZE[type.dtype] for type in products)
 
 
 def expert_count(program: Program) -> int:

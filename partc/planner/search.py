@@ -219,11 +219,13 @@ def search(
             share += _AGAIN * (len(known) - tried)
         head = heapq.heappop(queue)
         if isinstance(head.plan, Family) and head.tighter:
-            bound = bounds.of_family(head.plan, head.bound)
+            bound = bounds.of_family(head.plan, head.bound, limit)
             heapq.heappush(queue, _Waiting(bound.seconds, head.order, head.plan, bound, ()))
         elif isinstance(head.plan, Family):
             for plan in head.plan.plans():
-                wait(plan, bounds.wide(plan, bounds.simple(plan)), (*hope(plan), 0), tighten)
+                bound = bounds.simple(plan)
+                bound = bounds.wide(plan, bound) if bound.bytes <= limit else bound
+                wait(plan, bound, (*hope(plan), 0), tighten)
         elif head.tighter:
             following, *rest = head.tighter
             wait(head.plan, following(head.plan, head.bound), head.order, tuple(rest))

@@ -157,6 +157,14 @@ def test_broken_programs_are_found(name: str) -> None:
     assert any(expected in fault for fault in faults), faults
     with pytest.raises(InternalError, match="not well formed after breaking"):
         verify_program(program, {"local"}, "breaking")
+    whole = tiny("tp=2")
+    assert list(faults_of(whole, before=whole)) == []
+    assert list(faults_of(program, {"local"}, before=whole)) == faults
+
+
+def test_what_has_been_verified_is_not_verified_again() -> None:
+    broken = ops(tiny(), op("neg", "lost", makes=value("v", 1)))
+    assert list(faults_of(broken)) and list(faults_of(replace(broken, draws=1), before=broken)) == []
 
 
 def test_many_faults_are_cut_short() -> None:

@@ -17,23 +17,59 @@ _SHRINKS = {"reduce_scatter", "shard", "take"}
 _KEEPS = {"all_reduce", "all_to_all", "vary", "settle", "spread", "dispatch", "combine"}
 
 
-def verify_program(program: Program, facts: Collection[str], after: str) -> None:
-    """Raises InternalError with every fault found, naming the pass."""
-    faults = list(faults_of(program, facts))
+def verify_program(program: Program, facts: Collection[str], after: str, before: Program | None = None) -> None:
+    """Raises InternalError with every fault found, naming the pass.
+
+    Parts that the program has in common with `before`, which is well formed, are not verified again. Both programs have
+    local shapes, or none of them has.
+    """
+    faults = list(faults_of(program, facts, before))
     if faults:
         shown = "\n  ".join(faults[:10])
         more = f"\n  and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise InternalError(f"the program is not well formed after {after}:\n  {shown}{more}")
 
 
-def faults_of(program: Program, facts: Collection[str] = ()) -> Iterator[str]:
+def faults_of(program: Program, facts: Collection[str] = (), before: Program | None = None) -> Iterator[str]:
     """The faults of the program, one sentence each. `facts` are those that the passes so far ensure."""
-    yield from _program(program, facts)
-    for region in program.regions:
+    if before is None or _outside(program) != _outside(before):
+        yield from _program(program)
+    for region in changed_regions(program, before):
         yield from _region(region, program, facts)
 
 
-def _program(program: Program, facts: Collection[str]) -> Iterator[str]:
+def changed_regions(program: Program, before: Program | None) -> tuple[Region, ...]:
+    """The regions that `before` does not have."""
+    known = {id(region) for region in before.regions} if before and before.sizes == program.sizes else ()
+    return tuple(region for region in program.regions if id(region) not in known)
+
+
+def _outside(program: Program) -> tuple[object, ...]:
+    """Everything that `_program` reads."""
+    signatures = [
+        (region.name, region.phase, region.kernels, region.params, region.forward.inputs, _made(region))
+        for region in program.regions
+    ]
+    names = program.inputs, program.returned, program.results, program.places
+    return (
+        program.mesh,
+        program.sizes,
+        names,
+        program.values,
+        program.parameters,
+        program.calls,
+        program.transfers,
+        signatures,
+    )
+
+
+def _made(region: Region) -> list[Value]:
+    """The outputs of a region that exist."""
+    known = region.forward.definitions() | {value.name: value for value in region.params}
+    return [known[name] for name in region.forward.outputs if name in known]
+
+
+def _program(program: Program) -> Iterator[str]:
     yield from _twice("region", (region.name for region in program.regions))
     yield from _twice("parameter", (parameter.name for parameter in program.parameters))
     yield from _twice("program value", (value.name for value in program.values))
@@ -75,10 +111,7 @@ def _calls(program: Program) -> Iterator[str]:
     received: dict[str, set[int]] = {}
     for item in program.transfers:
         received.setdefault(item.value, set()).add(item.target)
-    results: dict[str, list[Value]] = {}
-    for each in program.regions:
-        made = each.forward.definitions() | {value.name: value for value in each.params}
-        results[each.name] = [made[name] for name in each.forward.outputs if name in made]
+    results = {region.name: _made(region) for region in program.regions}
     for call in program.calls:
         region = regions.get(call.region)
         if region is None:

@@ -9,7 +9,7 @@ from partc.errors import InternalError
 from partc.ir.layout import Sizes
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import Graph, Op, Program, Region, TensorType, Value
-from partc.ir.verifier import verify_program
+from partc.ir.verifier import changed_regions, verify_program
 from partc.rules.inference import Inferred, inferred
 
 _GRADIENT = "grad_"
@@ -17,25 +17,29 @@ _GRADIENT = "grad_"
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """Verifies the programs of one compilation, pass after pass: an operation that no pass has changed is held once."""
+    """Verifies the programs of one compilation, pass after pass: what no pass has changed is verified once."""
 
     _held: dict[int, tuple[Op, tuple[TensorType, ...], set[str]]] = field(default_factory=dict)
+    _sound: dict[bool, Program] = field(default_factory=dict)  # the last programs without and with local shapes
 
     def __call__(self, program: Program, facts: frozenset[str], after: str) -> None:
         """Raises InternalError with every fault found, naming the pass."""
-        verify_program(program, facts, after)
-        faults = list(self.untrue(program)) if "local" in facts else []
+        local = "local" in facts
+        before = self._sound.get(local)
+        verify_program(program, facts, after, before)
+        faults = list(self.untrue(program, before)) if local else []
         if faults:
             shown = "\n  ".join(faults[:10])
             raise InternalError(f"{len(faults)} layouts are not true after {after}:\n  {shown}")
+        self._sound[local] = program
 
-    def untrue(self, program: Program) -> Iterator[str]:
+    def untrue(self, program: Program, before: Program | None = None) -> Iterator[str]:
         """Values whose layouts do not follow from their operands' layouts, one sentence each.
 
         Layouts of intermediate values can be doubtful: a local shape of one element hides where a cut is. Operations
         on them are passed over, up to the gradients of values of the forward pass whose layouts are not doubtful here.
         """
-        for region in program.regions:
+        for region in changed_regions(program, before):
             sizes = {**program.sizes, TIME_AXIS: 1} if region.phase == "step" else program.sizes
             for graph in region.graphs:
                 yield from self._graph(region, graph, sizes)

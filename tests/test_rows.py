@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import partc
 from partc import passes
+from partc.errors import PartcError
 from partc.frontend import trace
 from partc.ir.mesh import Mesh
 from partc.ir.parser import parse
@@ -224,6 +226,31 @@ def test_what_a_counter_changes_is_traced_each() -> None:
     program, _ = traced(lambda: Stack(Counting, 9))
     factors = [op.args[1] for op in program.regions[0].forward.ops if op.name == "mul"]
     assert not program.repetitions and factors == list(range(1, 10))
+
+
+def part_counted(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    part: Any = blocks[5].norm
+    part.calls = getattr(part, "calls", 0) + 1
+    return passed(blocks, x) * part.calls
+
+
+def test_a_changing_attribute_of_a_part_that_is_left_out_is_refused() -> None:
+    with pytest.raises(PartcError, match=r"self\.calls of Sequential"):
+        traced(lambda: Other(part_counted))
+
+
+def test_exports_pass_over_the_parts_of_modules_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    export = torch.export.export
+
+    def counted(step: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(sum(1 for _ in step.modules()))
+        return export(step, *args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    for depth in (8, 40):
+        traced(lambda depth=depth: Stack(Block, depth))  # type: ignore[misc]
+    assert seen[1] - seen[0] == 32
 
 
 def test_traces_do_not_grow_with_depth() -> None:

@@ -119,8 +119,9 @@ class _TracedStep(nn.Module):
         values = ValueWatch(self._outcomes, repeats.refuse_branch, repeats.call)
         try:
             with (
-                computing_in(self._dtype), self._watch.watching(), counting(self._watch.modules), values.watching(),
-                repeats.marking(), _conversions(), untraceable_modules(), self._with_masks(),
+                computing_in(self._dtype), repeats.rows.with_parts(), self._watch.watching(),
+                counting(self._watch.modules), values.watching(), repeats.marking(), _conversions(),
+                untraceable_modules(), self._with_masks(),
             ):  # fmt: skip
                 found = self._forward(batch)
             self._assumed.update(dict.fromkeys(values.sentences))

@@ -4,8 +4,9 @@
 
 A row is planned where a container has equal modules one after the other, or equal units of up to six modules. While the
 model is traced, those between the third unit and the last one have no weights, and their calls return the results of
-the third unit. `repeats.Repeats` holds each call against that of the third unit, and every read of a weight that is
-left out ends the trace: the model is then traced without the row.
+the third unit. Outside of forward they have no parts either, so that an export passes over them. `repeats.Repeats`
+holds each call against that of the third unit, and every read of a weight that is left out ends the trace: the model is
+then traced without the row.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class ModuleRows:
         found = () if excluded is None else tuple(self._found("", model, excluded))
         self.all: tuple[Repetition, ...] = found
         self.running = False  # whether the model's own code runs
+        self._parts: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
 
     def _found(self, path: str, module: nn.Module, excluded: Collection[int | str]) -> Iterator[Repetition]:
         children = [(name, child) for name, child in module._modules.items() if child is not None]
@@ -105,23 +107,42 @@ class ModuleRows:
 
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """A context in which modules that are left out have no weights."""
+        """A context in which modules that are left out have no weights, and no parts except in `with_parts`."""
         modules = dict(self._model.named_modules())
+        tops = [(modules[path], container_of(row)) for row in self.all for unit in left_out(row) for path in unit]
         kept = [
-            (part, store, vars(part)[store], container_of(row))
-            for row in self.all
-            for unit in left_out(row)
-            for path in unit
-            for part in modules[path].modules()
+            (part, store, vars(part)[store], row)
+            for top, row in tops
+            for part in top.modules()
             for store in ("_parameters", "_buffers")
         ]
+        self._parts = [(top, vars(top)["_modules"]) for top, _ in tops]
         for part, store, weights, row in kept:
             vars(part)[store] = _Absent(weights, row, self)
+        self._hide()
         try:
             yield
         finally:
+            self._show()
             for part, store, weights, _ in kept:
                 vars(part)[store] = weights
+
+    @contextmanager
+    def with_parts(self) -> Iterator[None]:
+        """A context in which modules that are left out have their parts."""
+        self._show()
+        try:
+            yield
+        finally:
+            self._hide()
+
+    def _show(self) -> None:
+        for module, parts in self._parts:
+            vars(module)["_modules"] = parts
+
+    def _hide(self) -> None:
+        for module, _ in self._parts:
+            vars(module)["_modules"] = {}
 
     def with_left_out(self, names: frozenset[str]) -> frozenset[str]:
         """The names of weights, and those of modules that are left out in their places."""

@@ -43,12 +43,11 @@ def touched_rows(program: Program, stages: Collection[int]) -> dict[str, list[in
         region = program.region(call.region)
         names = {f"grad_{value.name}": name for value, name in zip(region.params, call.params, strict=True)}
         for graph in {id(graph): graph for graph in region.graphs}.values():
-            types = region.types(graph)
             for op in graph.ops:
-                if SPARSE in dict(op.attrs):
+                if any(key == SPARSE for key, _ in op.attrs):
                     _, ids, *_ = op.refs()
                     axis = dict(op.attrs).get("axis")
-                    count = types[ids].local_elements(program.sizes)
+                    count = region.types(graph)[ids].local_elements(program.sizes)
                     each = count if axis is None else -(-count // program.sizes[str(axis)])
                     found.setdefault(names[op.result.name], []).extend([each] * program.microbatches)
     return found

@@ -53,6 +53,14 @@ def is_number(part: str) -> bool:
 
 
 @lru_cache(1 << 16)
+def numbered(path: str) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
+    """The parts of a path, None for its indices into lists; and these indices."""
+    parts = path.split(".")
+    kept = tuple(None if is_number(part) else part for part in parts)
+    return kept, tuple(int(part) for part, name in zip(parts, kept, strict=True) if name is None)
+
+
+@lru_cache(1 << 16)
 def starred(path: str) -> str:
     """A path with `*` for its indices into lists."""
     return ".".join("*" if is_number(part) else part for part in path.split("."))

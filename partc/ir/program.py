@@ -121,7 +121,7 @@ class Choice:
     outer: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Op:
     """One operation: `results = name(*args, **attrs)`.
 
@@ -147,12 +147,15 @@ class Op:
 
     def refs(self) -> Iterator[str]:
         """Names of the values read, in order, repeats included."""
-        yield from _refs(self.args)
-        yield from _refs(tuple(value for _, value in self.attrs))
+        return iter(self._refs)
+
+    @cached_property
+    def _refs(self) -> tuple[str, ...]:
+        return tuple(_refs((*self.args, *self.attrs)))
 
     def renamed(self, names: Mapping[str, str]) -> Op:
         """The same operation reading (and defining) values under other names."""
-        results = tuple(replace(value, name=names.get(value.name, value.name)) for value in self.results)
+        results = tuple(Value(name=names.get(value.name, value.name), type=value.type) for value in self.results)
         attrs = tuple((key, _renamed(arg, names)) for key, arg in self.attrs)
         args = tuple(_renamed(arg, names) for arg in self.args)
         body = tuple(op.renamed(names) for op in self.body)

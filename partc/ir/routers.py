@@ -25,10 +25,13 @@ def routers(program: Program) -> Iterator[PlanRouter]:
     """The layers in the order in which stages run them."""
     regions = {region.name: region for region in program.regions}
     first = {call.region: call.name for call in reversed(program.calls)}
+    chosen_in = {region.name: choices(region) for region in program.regions}
     for call in program.calls:
+        if not chosen_in[call.region]:
+            continue
         region = regions[call.region]
         types = region.types(region.forward)
-        for chosen, op in choices(region).items():
+        for chosen, op in chosen_in[call.region].items():
             module = op.source.module if op.source else ""
             inside = module.removeprefix(first[call.region])
             own = f"{call.name}{inside}" if inside != module or module == "" else module

@@ -20,10 +20,10 @@ from typing import Any
 from partc.communication.exchanges import Exchanges
 from partc.communication.execution import Execution, Free, GraphRun, Message, Start, Step, Wait
 from partc.cost.memory import Moment, RankMemory, StepPosition, together
-from partc.ir.naming import is_number
+from partc.ir.naming import numbered
 from partc.ir.program import Action, Program
 from partc.passes.prefetch import gathering_ahead
-from partc.rehearsal.ledger import Block, Entry, Label, Ledger, Surge, label
+from partc.rehearsal.ledger import Block, Entry, Label, Ledger, label
 
 Key = tuple[object, ...]
 _ATTEMPTS = 4  # to find the microbatches that show all circumstances
@@ -50,14 +50,19 @@ class Effect:
         most: dict[int, int] = {}
         found = []
         for index, (sign, what, (call, line, op)) in enumerate(entries):
+            assert what is not None
             number = calls.get(call, -1)
-            found.append((sign, _label(what), number, line, op))
+            here = now + (what.bytes if sign != "-" else -what.bytes)
             if isinstance(what, Block):
-                now += what.bytes if sign == "+" else -what.bytes
-            here = now + (what.bytes if isinstance(what, Surge) else 0)
-            high = max(high, here)
-            if sign in "+^":
-                most[number] = max(here, most.get(number, here))
+                now = here
+                found.append((sign, label(what), number, line, op))
+            else:
+                found.append((sign, what.label, number, line, op))
+            if here > high:
+                high = here
+            if sign != "-":
+                if number not in most or here > most[number]:
+                    most[number] = here
                 if reach is None or here > reach:
                     reach, at = here, index
         return cls(tuple(found), now, high, reach, at, tuple(most.items()))
@@ -71,11 +76,6 @@ class Effect:
         if end is not None and self.entries[end - 1][0] == "^":
             found.update(self.entries[end - 1][1][1:])  # type: ignore[arg-type]
         return found
-
-
-def _label(what: Block | Surge | None) -> Label | Key:
-    assert what is not None
-    return what.label if isinstance(what, Surge) else label(what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +282,7 @@ class _Names:
 
     def path(self, name: str) -> Key:
         """The name of a module or parameter, with its numbers counted from those of the first name like it."""
-        parts = name.split(".")
-        alike = tuple(None if is_number(part) else part for part in parts)
-        numbers = tuple(int(part) for part in parts if is_number(part))
+        alike, numbers = numbered(name)
         first = self._first.setdefault(alike, numbers)
         return alike, *(a - b for a, b in zip(numbers, first, strict=True))
 
@@ -294,7 +292,7 @@ class _Names:
     def signature(self) -> Key:
         """Everything about the rank that its memory follows from, but for its schedule."""
         program = self.program
-        holders, parameters = _holders(program), {each.name: each for each in program.parameters}
+        parameters = {each.name: each for each in program.parameters}
         calls = [
             (
                 self.stages[call.stage],
@@ -314,7 +312,7 @@ class _Names:
                 self.path(name),
                 replace(parameters[name], name="", aliases=(), after=""),
                 self.path(parameters[name].after),
-                len(holders[name]),
+                len({program.place(stage) for stage in program.holders()[name]}),
             )
             for name in read
         ]
@@ -372,14 +370,6 @@ class _Names:
             return key
         name = self.calls[key[1]][key[2]] if isinstance(key[2], str) else ("number", key[2])
         return key[0], self.stages[key[1]], name, *key[3:]
-
-
-def _holders(program: Program) -> Mapping[str, frozenset[int]]:
-    found: dict[str, set[int]] = {}
-    for call in program.calls:
-        for name in call.params:
-            found.setdefault(name, set()).add(program.place(call.stage))
-    return {name: frozenset(places) for name, places in found.items()}
 
 
 Told = Mapping[tuple[int, int], Sequence[int]]

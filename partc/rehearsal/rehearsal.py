@@ -288,6 +288,17 @@ class _Rehearsal:
         mesh = self._program.mesh
         return mesh.size // mesh.axis(PIPELINE_AXIS) <= MOST_COUNTED
 
+    @cached_property
+    def _holders(self) -> Mapping[str, list[int]]:
+        """The pipeline coordinates that hold each parameter, under each of its names."""
+        program = self._program
+        return {
+            each: sorted({program.place(stage) for stage in stages})
+            for item in program.parameters
+            if (stages := program.holders().get(item.name))
+            for each in item.names
+        }
+
     def copied(self, place: int) -> int:
         """The bytes that a rank at a place writes into a checkpoint; on large meshes, equal ranks write as many."""
         key = place if self._few else self._composer.signature(place)
@@ -304,12 +315,6 @@ class _Rehearsal:
         first = program.mesh.rank({PIPELINE_AXIS: place})
         equal = tuple(name for name in sizes if name != PIPELINE_AXIS)
         ranks = program.mesh.group(first, equal) if self._few else (first,)
-        holders = {
-            each: sorted({program.place(stage) for stage in stages})
-            for item in program.parameters
-            if (stages := program.holders().get(item.name))
-            for each in item.names
-        }
         found = []
         for coordinate in map(program.mesh.coordinate, ranks):
             total = 0
@@ -320,7 +325,7 @@ class _Rehearsal:
                     whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if cut else state.size))
                 for tensor, dims, each in whole:
                     apart = cutting(dims) | {*shard.apart}
-                    if not self._few or speaks(tensor, apart, sizes, coordinate, holders[name]):
+                    if not self._few or speaks(tensor, apart, sizes, coordinate, self._holders[name]):
                         shape = (shard.holds or shard.shape) if dims == shard.dims else _whole(dims)
                         total += each * sum(
                             math.prod(piece.whole.sizes) for piece in pieces(dims, shape, sizes, coordinate)

@@ -156,9 +156,10 @@ class _Linker:
         relative = {name: unique(_relative(self.stored[name], segment.key), locals_) for name in params}
         segment, random = _counted(segment)
         signature = self._signature(segment, inputs, params, relative, outputs)
-        if signature not in self.regions:
-            self.regions[signature] = self._region(index, segment, inputs, params, relative, outputs)
-        region = self.regions[signature]
+        region = self.regions.get(signature)
+        if region is None:
+            region = self._region(index, segment, inputs, params, relative, outputs)
+            self.regions[signature] = region
         name = unique(segment.key or region.name, self.call_names)
         for old, local in zip(outputs, region.forward.outputs, strict=True):
             self.values[old] = self._value_name(old, local, name)

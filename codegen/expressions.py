@@ -387,6 +387,7 @@ _TABLE: Mapping[str, Emit] = {
     "expert_matmul_grad_rows": _function("functional.expert_matmul_grad_rows"),
     "expert_matmul_grad_weight": _function("functional.expert_matmul_grad_weight"),
     "expert_places": _function("functional.expert_places"),
+    "selected_places": _function("functional.selected_places"),
     "times_loss_scale": lambda o: f"{o.named('comm')}.times_scale({o.args[0]})",
     "expert_rows": lambda o: f"{o.args[1]}[{o.args[0]}]",
     **{name: _function(f"functional.{name}") for name in ("bag_max", "bag_max_grad", "bag_sum", "bag_sum_grad")},

@@ -137,6 +137,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "expert_matmul": lambda x, experts, w: torch.einsum("si,sio->so", x, w[experts]),
     "expert_rows": lambda experts, w: w[experts],
     "expert_places": lambda experts: (experts[:, :, None] == experts[:, None]).tril(-1).sum(-1),
+    "selected_places": lambda mask, count: (mask.cumsum(1) - 1).clamp_min(0),
     "bag_sum": lambda x, starts, ends: torch.stack([x[i:j].sum(0) for i, j in _bounds(starts, ends)]),
     "bag_max": lambda x, starts, ends: torch.stack(
         [x[i:j].amax(0) if j > i else x[:0].sum(0) for i, j in _bounds(starts, ends)]
@@ -301,6 +302,7 @@ def product_cases() -> list[Case]:
     found += [case("expert_matmul", normal(12, 6), torch.arange(12) % 3, normal(4, 6, 18))]
     found += [case("expert_rows", torch.arange(12) % 3, normal(4, 6))]
     found += [case("expert_places", torch.randint(3, (6, 12))), case("times_loss_scale", torch.randn(4, 6))]
+    found += [case("selected_places", torch.rand(6, 12).argsort(1) < 5, 5)]
     starts, ends = torch.tensor([0, 0, 3, 3, 8, 11]), torch.tensor([0, 3, 3, 8, 11, 12])
     found += [case("bag_sum", normal(13, 6), starts, ends), case("bag_max", normal(13, 6), starts, ends)]
     found += [case("bag_sum_grad", normal(6, 4), starts, ends, 13)]

@@ -173,6 +173,19 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     "a quotient below another number": (
         lambda m, x: quotient(x, x.amax(0, True)), ["amax", "sub", "exp", "sum", "div", "pow"],
     ),
+    "aliases": (
+        lambda m, x: torch.special.expit(torch.multiply(x.clip(-1, 1), 2).absolute()).moveaxis(0, 1).cumsum(0).sum(),
+        ["clamp", "mul", "abs", "sigmoid", "permute", "cumsum"],
+    ),
+    "tile": (lambda m, x: torch.tile(x, (2,)).cumsum(2).sum(), ["repeat", "cumsum"]),
+    "norms": (
+        lambda m, x: (torch.linalg.norm(x, dim=-1) / torch.linalg.norm(m.w)).sum() + torch.linalg.norm(m.w, "nuc"),
+        ["linalg_vector_norm", "linalg_vector_norm", "div", "sum", "linalg_norm", "add"],
+    ),
+    "scattered by elements": (
+        lambda m, x: x.masked_scatter(x > 0, x.exp()[:5]).cumsum(1).sum(),
+        ["gt", "exp", "to", "reshape", "cumsum", "sub", "mul", "reshape", "index_select", "reshape", "where", "cumsum"],
+    ),
     "mean squares": (lambda m, x: F.mse_loss(x, m.v.expand_as(x)), ["expand", "sub", "mul", "sum", "div"]),
 }  # fmt: skip
 

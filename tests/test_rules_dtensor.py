@@ -50,7 +50,7 @@ UNKNOWN = (
     "times_loss_scale",
     *("attention", "attention_backward", "conv1d", "conv2d", "conv3d"),
     *("scatter_reduce", "cdist", "bilinear", "gru", "unfold", "diagonal", "diagonal_scatter", "diag_embed", "rnn_tanh"),
-    *("rnn_relu", "expert_places", "bag_sum", "bag_max", "bag_sum_grad", "bag_max_grad"),
+    *("rnn_relu", "expert_places", "selected_places", "bag_sum", "bag_max", "bag_sum_grad", "bag_max_grad"),
 )
 
 

@@ -17,9 +17,11 @@ from partc.frontend.trace import trace_file, trace_model
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 from partc.package.verify import verify
-from tests.models import counted_rows, experts, masked_rows
+from partc.runtime.ops.functional import selected_places
+from tests.models import counted_rows, experts, masked_rows, placed_rows
 
 FILE = Path(experts.__file__)
+PICTURES = Path(placed_rows.__file__)
 LOOPS = ("places", "skipped", "added", "any_slot", "put", "hits", "biased", "gated", "capacity", "scaled_by_count")
 
 
@@ -496,3 +498,20 @@ def test_rows_are_assigned_in_the_order_of_a_mask() -> None:
     batches = [{"ids": torch.where(order < 2, 7, order).expand(4, 5), "features": torch.randn(4, 2, 4, dtype=torch.float64)}
                for order in places]  # fmt: skip
     equals_eager(PlacedRows, batches)
+
+
+@pytest.mark.parametrize(("mesh", "counts"), [("dp=2,tp=2", "2" * 8), ("dp=2,pp=2", "2" * 8), ("dp=2", "03140314")])
+def test_pictures_take_their_places_in_texts(mesh: str, counts: str, tmp_path: Path) -> None:
+    made = partc.compile(str(PICTURES), mesh=mesh, microbatches=2, precision="fp64", options={"counts": counts})
+    assert not made.warnings
+    assert made.coverage.ops == 1
+    found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok, str(found.worst)
+
+
+def test_examples_with_other_numbers_of_places_are_refused() -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.bool)
+    assert selected_places(mask, 2).tolist() == [[0, 0, 1, 1], [0, 0, 0, 1]]
+    mask[1, 2] = True
+    with pytest.raises(RuntimeError, match="has to select 2 elements"):
+        selected_places(mask, 2)

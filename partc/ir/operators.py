@@ -152,6 +152,11 @@ def _define_experts() -> None:
         lambda g, a, r: [None, _ops.expert_rows_grad(g[0], a[0], a[1].shape[0])],
     )
     _operator("expert_places", "(Tensor experts) -> Tensor", torch.empty_like)
+    _operator(
+        "selected_places",
+        "(Tensor mask, int count) -> Tensor",
+        lambda mask, count: torch.empty_like(mask, dtype=torch.int64),
+    )
     _operator("times_loss_scale", "(Tensor x) -> Tensor", torch.empty_like)
     _operator(
         "expert_matmul_grad_rows",

@@ -198,6 +198,7 @@ rule(
 build("expert_matmul", products.expert_matmul, matmul=True, heavy=True)
 build("expert_rows", products.expert_rows)
 rule("expert_places", "experts[b n] -> [b n]", blocked="n")
+rule("selected_places", "mask[b n] -> [b n]", blocked="n")
 rule("dot", "x[k], y[k] -> []", linear="x|y", work="*")
 rule("outer", "x[i], y[j] -> [i j]", linear="x|y")
 build("matmul mm bmm mv", products.matmul, matmul=True)

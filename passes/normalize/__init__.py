@@ -73,13 +73,20 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     frozen = {parameter.name for parameter in program.parameters if not parameter.trainable}
     call = next(call for call in program.calls if call.region == region.name)
     trained = {value.name for value, name in zip(region.params, call.params, strict=True) if name not in frozen}
-    writer = Writer(types={value.name: value.type for value in values}, trained=trained)
+    given = dict(zip(call.args, region.forward.inputs, strict=True))
+    entries = [given[name] for name in program.batch_entries]
+    writer = Writer(
+        types={value.name: value.type for value in values},
+        batch=entries[0].type.shape[0] if entries else 0,
+        batched={value.name for value in entries},
+        trained=trained,
+    )
     types = {value.name: value.type for value in region.params}
     owned = {value.name: name for value, name in zip(region.params, call.params, strict=True)}
     buffers = {name: type for name, type in types.items() if owned[name] in frozen}
     graph, updated = without_mutation(plain_norms(region.forward, types), buffers)
     for op in with_inner_gradients(graph, types | {value.name: value.type for value in values}).ops:
-        op = op.renamed(writer.same)
+        op = replace(op.renamed(writer.same), name=_ALIASES.get(op.name, op.name))
         _TABLE.get(op.name, _kept)(writer, op)
     outputs = tuple(writer.same.get(name, name) for name in graph.outputs)
     nexts: dict[str, str] = {}
@@ -317,6 +324,19 @@ def _weight_norm(w: Writer, op: Op) -> None:
     w.add(op, "mul", (v, scale))
 
 
+def _norm(w: Writer, op: Op) -> None:
+    """linalg_norm of vectors, and of all elements; other norms of matrices stay."""
+    rank = len(w.shape(op.args[0]))
+    order, dims, keep = argument(op, 1, "ord"), argument(op, 2, "dim"), argument(op, 3, "keepdim", False)
+    given = dims if isinstance(dims, tuple) else range(rank) if dims is None else (dims,)
+    listed = tuple(number(dim) % rank for dim in given)
+    vectors = len(listed) == 1 or (order is None and dims is None)
+    if vectors and not isinstance(order, str) and argument(op, 4, "dtype") is None:
+        w.add(op, "linalg_vector_norm", (op.args[0], 2 if order is None else order, listed, keep))
+    else:
+        w.keep(op)
+
+
 def _fill_diagonal(w: Writer, op: Op) -> None:
     """A matrix with one number on its diagonal."""
     x, number, *wrapped = op.args
@@ -344,6 +364,16 @@ def _each(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
     return dict.fromkeys(names.split(), rewrite)
 
 
+# Other names of torch's for the same operations.
+_ALIASES: Mapping[str, str] = {
+    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
+    "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp", "divide": "div", "fix": "trunc", "ger": "outer",
+    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "moveaxis": "movedim",
+    "multiply": "mul", "negative": "neg", "not_equal": "ne", "special_erf": "erf", "special_exp2": "exp2",
+    "special_expit": "sigmoid", "special_expm1": "expm1", "special_log1p": "log1p",
+    "special_log_softmax": "log_softmax", "special_logsumexp": "logsumexp", "special_round": "round",
+    "special_softmax": "softmax", "subtract": "sub", "swapdims": "transpose", "true_divide": "div",
+}  # fmt: skip
 _TABLE: Mapping[str, Rewrite] = {
     # views
     **_each("view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as reshape_as", views.reshape),
@@ -361,6 +391,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "select_scatter": views.select_scatter,
     **_each("cat concat concatenate", views.cat),
     "stack": views.stack,
+    "tile": views.tile,
     # nothing
     **_each("contiguous alias clone lift_fresh_copy view_of identity", lambda w, op: w.drop(op)),
     **_each("detach detach_", _detach),
@@ -381,9 +412,11 @@ _TABLE: Mapping[str, Rewrite] = {
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
     "_weight_norm": _weight_norm,
+    "linalg_norm": _norm,
     "embedding": lookups.embedding,
     "embedding_bag": lookups.embedding_bag,
     "one_hot": lookups.one_hot,
+    "masked_scatter": lookups.masked_scatter,
     "take_along_dim": lookups.take_along,
     "fill_diagonal": _fill_diagonal,
     "gelu": _gelu,

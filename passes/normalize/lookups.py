@@ -176,6 +176,59 @@ def take_along(w: Writer, op: Op) -> None:
     w.add(op, "gather", (x, place, index))
 
 
+def masked_scatter(w: Writer, op: Op) -> None:
+    """masked_scatter(x, mask, source): the elements of `source`, in order, where a mask selects elements of x.
+
+    picked = gather(rows, 1, selected_places(mask))      # rows[example, the number of selected ones before this one]
+    y      = where(mask, picked, x)
+
+    Every example selects equally many rows if they are made of the batch and their number allows it, so that no example
+    needs another one; `selected_places` checks it. Otherwise the selected rows are counted through the whole batch.
+    A mask that is equal along trailing dimensions selects rows of them.
+    """
+    x, mask, source = op.args
+    name, shape, count = op.result.name, op.result.type.shape, math.prod(w.shape(source))
+
+    def made(word: str, shape: tuple[int, ...], like: Arg) -> Value:
+        return w.value(f"{name}_{word}", shape, w.types[ref(like).name].dtype)
+
+    def viewed(word: str, arg: Arg, shape: tuple[int, ...]) -> Ref:
+        return ref(arg) if w.shape(arg) == shape else w.add(op, "reshape", (arg, shape), made(word, shape, arg))
+
+    def grown(word: str, arg: Arg, shape: tuple[int, ...]) -> Ref:
+        return ref(arg) if w.shape(arg) == shape else w.add(op, "expand", (arg, shape), made(word, shape, arg))
+
+    maker = w.made.get(ref(mask).name)
+    if maker is not None and maker.name == "expand":
+        mask = maker.args[0]
+    equal = (*(1 for _ in shape[len(w.shape(mask)) :]), *w.shape(mask))
+    lead = max((dim + 1 for dim, size in enumerate(equal) if size != 1), default=0)
+    width = math.prod(shape[lead:])
+    if count % width:
+        lead, width = len(shape), 1
+    places, rows = shape[:lead], count // width
+    selected = grown("selected", viewed("mask", mask, equal[:lead]), places)
+    if lead > 1 and shape[0] == w.batch and ref(source).name in w.batched and rows and rows % shape[0] == 0:
+        examples = shape[0]
+        flat = (examples, math.prod(places[1:]))
+        by_example = (examples, rows // examples, width)
+        args = (viewed("flat", selected, flat), by_example[1])
+        index = w.add(op, "selected_places", args, w.value(f"{name}_places", flat, "i64"))
+        wide = grown("index", viewed("column", index, (*flat, 1)), (*flat, width))
+        args = (viewed("rows", source, by_example), 1, wide)
+        picked = w.add(op, "gather", args, made("picked", (*flat, width), source))
+    else:
+        (flat,) = ((math.prod(places),),)
+        number = w.add(op, "to", (viewed("flat", selected, flat), DTypeArg("i64")), w.value(f"{name}_one", flat, "i64"))
+        before = w.add(op, "cumsum", (number, 0), w.value(f"{name}_sum", flat, "i64"))
+        last = w.add(op, "sub", (before, 1), w.value(f"{name}_last", flat, "i64"))
+        index = w.add(op, "mul", (last, number), w.value(f"{name}_places", flat, "i64"))
+        args = (viewed("rows", source, (rows, width)), 0, index)
+        picked = w.add(op, "index_select", args, made("picked", (*flat, width), source))
+    chosen = viewed("chosen", selected, (*places, *(1 for _ in shape[lead:])))
+    w.add(op, "where", (chosen, viewed("values", picked, shape), grown("x", x, shape)))
+
+
 def one_hot(w: Writer, op: Op) -> None:
     """1 at the index, 0 elsewhere."""
     shape = op.result.type.shape

@@ -121,6 +121,13 @@ def stack(w: Writer, op: Op) -> None:
     w.add(op, "cat", (tuple(parts), dim))
 
 
+def tile(w: Writer, op: Op) -> None:
+    """tile(x, times): a repeat, once along the leading dimensions without a number."""
+    times = op.args[1]
+    assert isinstance(times, tuple)
+    w.add(op, "repeat", (op.args[0], (*(1 for _ in w.shape(op.args[0])[len(times) :]), *times)))
+
+
 def slice_scatter(w: Writer, op: Op) -> None:
     """A slice put into a tensor: the part before it, the slice, and the part after it."""
     shape = op.result.type.shape

@@ -20,6 +20,8 @@ class Writer:
     """The graph under construction; `same` maps results of dropped operations to the equal values."""
 
     types: dict[str, TensorType]
+    batch: int = 0  # the number of examples
+    batched: set[str] = field(default_factory=set)  # values that depend on entries with a row for each example
     trained: set[str] = field(default_factory=set)  # values that depend on a parameter
     ops: list[Op] = field(default_factory=list)
     made: dict[str, Op] = field(default_factory=dict)  # the operation of each value written so far
@@ -30,8 +32,9 @@ class Writer:
         self.ops.append(op)
         self.types.update((value.name, value.type) for value in op.results)
         self.made.update((value.name, op) for value in op.results)
-        if not self.trained.isdisjoint(op.refs()):
-            self.trained.update(value.name for value in op.results)
+        for known in (self.trained, self.batched):
+            if not known.isdisjoint(op.refs()):
+                known.update(value.name for value in op.results)
 
     def add(self, op: Op, name: str, args: tuple[Arg, ...], result: Value | None = None, **attrs: Arg) -> Ref:
         """Write an operation in place of `op`; it defines the result of `op` unless another is given."""

@@ -111,6 +111,7 @@ __all__ = [
     "rotary",
     "rotary_backward",
     "route",
+    "selected_places",
     "settled",
     "shard_max",
     "smooth_sum",
@@ -118,6 +119,19 @@ __all__ = [
     "start_dispatch",
     "sum_exp",
 ]
+
+# -- selections --------------------------------------------------------------------------------
+
+
+def selected_places(mask: Tensor, count: int) -> Tensor:
+    """The number of selected elements before each selected one in its row of `mask` [rows, n], as int64 [rows, n].
+
+    Raises RuntimeError unless every row selects `count` elements; on GPUs, the next synchronisation does.
+    """
+    before = mask.cumsum(1)
+    torch._assert_async((before[:, -1] == count).all(), f"each example of a mask has to select {count} elements")
+    return (before - 1).clamp_min_(0)
+
 
 # -- linear ------------------------------------------------------------------------------------
 

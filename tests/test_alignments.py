@@ -62,8 +62,13 @@ def test_a_label_that_fits_no_alignment_is_infinite() -> None:
     assert ctc_loss(*given).isinf() and F.ctc_loss(*given).isinf()
 
 
-def test_a_package_aligns_like_one_device(tmp_path: Path) -> None:
-    (tmp_path / "speech.py").write_text(MODEL)
+@pytest.mark.parametrize("labels", ["padded", "in a row"])
+def test_a_package_aligns_like_one_device(labels: str, tmp_path: Path) -> None:
+    text = MODEL
+    if labels == "in a row":
+        text = MODEL.replace("labels, frames, lengths)\n\n", "labels.masked_select(kept), frames, kept.sum(-1))\n\n")
+        text = text.replace("        scores =", "        kept = labels > 2\n        scores =")
+    (tmp_path / "speech.py").write_text(text)
     package = partc.compile(str(tmp_path / "speech.py"), mesh="dp=2,tp=2", precision="fp64")
     assert sum(op.name == "scan" for region in package.program.regions for op in region.forward.ops) == 1
     assert package.verify(steps=2).ok

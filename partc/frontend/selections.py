@@ -294,6 +294,8 @@ class Selections:
         self._rows: dict[int, _Rows] = {}
         self._indices: dict[int, tuple[weakref.ref[Tensor], tuple[Tensor, ...]]] = {}  # by the mask
         self._counts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # a count of a mask's elements
+        self._row_counts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # the counts of a matrix's rows
+        self._selected: dict[int, tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}  # by masked_select: x, mask
         # A test of a count: its answer if the count is not zero, and the counted mask.
         self._answers: dict[int, tuple[weakref.ref[Tensor], bool, Tensor]] = {}
         self._placed: dict[int, weakref.ref[Tensor]] = {}  # places that nonzero() found, as constants
@@ -409,8 +411,11 @@ class Selections:
         if name in ("cat", "concat", "concatenate") and isinstance(given, tuple | list):
             return self._joined(given, args[1] if len(args) > 1 else kwargs.get("dim", 0))
         if name == "masked_select" and len(args) == 2 and self._value(args[1]) is None:
-            x, mask = torch.broadcast_tensors(given, args[1])
-            return self._read(torch.Tensor.__getitem__, x, mask)
+            same = given.shape == args[1].shape
+            x, mask = (given, args[1]) if same else torch.broadcast_tensors(given, args[1])
+            made = self._read(torch.Tensor.__getitem__, x, mask)
+            self._selected[id(made)] = weakref.ref(made), x, mask
+            return made
         held = self._of(given)
         if name == "__setitem__":
             index, masked = self._with_constants(self._with_parts(given, args[1]))
@@ -432,7 +437,7 @@ class Selections:
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> bool:
         """Follow any other call; whether its result may be computed from the values of constants."""
-        self._counted_by(name, args, made)
+        self._counted_by(name, args, kwargs, made)
         if name in ("unbind", "__getitem__") and args[0].dim() == 1 and args[0].dtype in _INTEGERS:
             self._list(args[0], made, args[1:])
         if not self._rows or name in _WRITES:
@@ -782,11 +787,31 @@ class Selections:
             return tested and (_COMPARISONS.get(type(outer.ops[0]), ""), number.value) in _TESTS_OF_ZERO  # type: ignore[attr-defined]
         return isinstance(outer, ast.If | ast.UnaryOp | ast.BoolOp)
 
-    def _counted_by(self, name: str, args: tuple[Any, ...], made: Any) -> None:
+    def labels(self, targets: Any, lengths: Any) -> Any:
+        """Labels of all examples in a row, labels.masked_select(mask), as a matrix with their examples as rows.
+
+        `lengths` are the counts of the mask's rows; other targets stay.
+        """
+        found, counts = self._selected.get(id(targets)), self._row_counts.get(id(lengths))
+        if found is None or counts is None or found[0]() is not targets or counts[0]() is not lengths:
+            return targets
+        _, x, mask = found
+        if counts[1] is not mask:
+            return targets
+        rows, width = x.shape
+        places = torch.where(mask, mask.cumsum(1) - 1, width)
+        return x.new_zeros(rows, width + 1).scatter(1, places, x)[:, :width]
+
+    def _counted_by(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
         """Follow the result of any other call: counts of masks, and tests of them."""
-        if not isinstance(made, Tensor) or made.dim() or not args or not isinstance(args[0], Tensor):
+        if not isinstance(made, Tensor) or not args or not isinstance(args[0], Tensor):
             return
         x = args[0]
+        along = (*args[1:], kwargs.get("dim"))[0]
+        if name in _COUNTS and x.dtype is torch.bool and x.dim() == 2 and along in (1, -1) and made.dim() == 1:
+            self._row_counts[id(made)] = weakref.ref(made), x
+        if made.dim():
+            return
         if name == "any" and x.dim():
             self._answers[id(made)] = weakref.ref(made), True, x
         elif name in _COUNTS and x.dtype is torch.bool and x.dim():

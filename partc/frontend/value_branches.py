@@ -176,7 +176,9 @@ class ValueWatch(TorchFunctionMode):
         if name == "bincount" and self._value(args[0]) is None and (counts := counted(*args, **kwargs)) is not None:
             return counts
         if name == "ctc_loss":
-            return ctc_loss(*args, **kwargs)
+            words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+            given = {**dict(zip(words, args, strict=False)), **kwargs}
+            return ctc_loss(**{**given, "targets": self.selections.labels(given["targets"], given["target_lengths"])})
         if name == "multilabel_margin_loss":
             return multilabel_margin_loss(*args, **kwargs)
         if (

@@ -450,6 +450,11 @@ class Selections:
     def _made(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
         """A tensor that is made with as many rows as a mask selects: the selected rows of one with all of them."""
         first = 1 if args and isinstance(args[0], Tensor) else 0
+        if "size" in kwargs:
+            args, kwargs = (
+                (*args[:first], kwargs["size"], *args[first:]),
+                {k: x for k, x in kwargs.items() if k != "size"},
+            )
         listed = len(args) > first and isinstance(args[first], tuple | list)
         sizes, rest = (args[first], args[first + 1 :]) if listed else (args[first:], ())
         mask = sizes[0]._mask if sizes and isinstance(sizes[0], RowCount) else None

@@ -472,7 +472,7 @@ class ConstantLengths(nn.Module):
         place = torch.arange(6) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         y = torch.cat([part.softmax(1) for part in x.split(lengths.tolist(), 1)], 1) * (place + document)[:, None]
         found, count = torch.unique(document, return_counts=True)
-        kept = y[:, torch.nonzero(document != 1)[:, 0]].square().mean()
+        kept = y[:, torch.nonzero(document != 1)[:, 0]].square().mean() * torch.tensor([lengths.max(), 1]).sum()
         return kept + y[:, torch.where(document == 1)[0]].sum() * found.sum() + (y[:, :3] * count[:, None]).mean()
 
 

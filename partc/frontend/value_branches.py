@@ -170,6 +170,10 @@ class ValueWatch(TorchFunctionMode):
             made = self._constant(self._computed(func, name, args, kwargs))
             if made is not _UNKNOWN:
                 return made
+        if name == "tensor" and isinstance(args[0], list) and any(isinstance(x, Tensor) for x in args[0]):
+            made = self._constant(self._computed(func, name, args, kwargs))
+            if made is not _UNKNOWN:
+                return made
         found = self.selections.call(func, name, args, kwargs, sys._getframe(1))
         if found is not NOT_SELECTED:
             return found

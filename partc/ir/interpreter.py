@@ -199,6 +199,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "route": _route,
     "dispatch": lambda x, order, grouped, counts, axis: x[order],
     "combine": lambda x, order, grouped, counts, axis: x[order.argsort()],
+    "selected_places": lambda mask, count: (mask.cumsum(1) - 1).clamp_min(0),
     "divide_rows": lambda x, counts, shares: x.split(counts[1].view(-1, len(shares)).sum(0).tolist()),
     "join_rows": lambda parts, counts, shares: torch.cat(parts),
     **{name: getattr(bags, name) for name in ("bag_max", "bag_max_grad", "bag_sum", "bag_sum_grad")},

@@ -57,8 +57,12 @@ def batch(name: str = "llama") -> Batch:
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The library's own loss of `labels`; of other models, the distance of the first result from `target`."""
-    made = model(**{name: x for name, x in batch.items() if name != "target"})
+    """The library's own loss of `labels`; of other models, the distance of the first result from `target`.
+
+    Lists of numbers, such as the sizes of pictures, are constants, which models take as tensors.
+    """
+    given = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in batch.items() if name != "target"}
+    made = model(**given)
     if "target" not in batch:
         return made.loss
     first = made if isinstance(made, Tensor) else next(iter(made.values())) if isinstance(made, dict) else made[0]
@@ -511,8 +515,8 @@ def further_tasks() -> dict[str, Architecture]:
         image = torch.cat([torch.full((BATCH, 1), WORDS - 2), torch.full((BATCH, 4), WORDS - 1)], 1)
         place = torch.arange(LENGTH).expand(BATCH, -1)
         return {"input_ids": torch.cat([image, tokens(LENGTH - 5) - 3], 1), "pixel_values": torch.randn(BATCH * 16, 384),
-                "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH), "labels": tokens(),
-                "mm_token_type_ids": ((place > 0) & (place < 5)).long()}  # fmt: skip
+                "image_grid_thw": [[1, 4, 4]] * BATCH, "labels": tokens(),
+                "mm_token_type_ids": ((place > 0) & (place < 5)).long().tolist()}  # fmt: skip
 
     sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     tiles = {"aspect_ratio_ids": torch.ones(BATCH, 1, dtype=torch.long), "aspect_ratio_mask": torch.ones(BATCH, 1, 1).long(),

@@ -129,7 +129,8 @@ def selected_places(mask: Tensor, count: int) -> Tensor:
     Raises RuntimeError unless every row selects `count` elements; on GPUs, the next synchronisation does.
     """
     before = mask.cumsum(1)
-    torch._assert_async((before[:, -1] == count).all(), f"each example of a mask has to select {count} elements")
+    message = f"each example of a mask has to select {count} elements"
+    torch.ops.aten._assert_async.msg((before[:, -1] == count).all(), message)
     return (before - 1).clamp_min_(0)
 
 

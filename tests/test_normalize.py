@@ -184,7 +184,7 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     ),
     "scattered by elements": (
         lambda m, x: x.masked_scatter(x > 0, x.exp()[:4]).cumsum(1).sum(),
-        ["gt", "exp", "slice", "reshape", "to", "cumsum", "sub", "mul", "reshape", "index_select", "reshape", "where",
+        ["gt", "exp", "slice", "to", "reshape", "cumsum", "sub", "mul", "reshape", "index_select", "reshape", "where",
          "cumsum"],
     ),
     "mean squares": (lambda m, x: F.mse_loss(x, m.v.expand_as(x)), ["expand", "sub", "mul", "sum", "div"]),

@@ -8,19 +8,21 @@
 A gradient is complete when the last microbatch has been through the backward of the last call that uses its
 parameter. Gradients that are summed over the same axes collect in a bucket. Its sum starts right after the call that
 completes it (Li et al. 2020, PyTorch Distributed, section 3.2.3), and is waited for at the step's end. ZeRO 1 scatters
-buckets in the same way; ZeRO 2 and 3 scatter gradients after every microbatch. Gradients of weights that several stages
-share are summed at the step's end.
+buckets in the same way, each when whole gradients fill it; ZeRO 2 and 3 scatter gradients after every microbatch.
+Gradients of weights that several stages share are summed at the step's end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from partc.ir.layout import Sizes
 from partc.ir.program import Call, Graph, Parameter, Program, Value
 
 BUCKET = 25_000_000  # bytes of gradients that are summed together, at least
+_PART = 1_000_000  # bytes of a scattered bucket for each rank; of smaller parts, latency decides the time
 
 
 def bucket(
@@ -68,9 +70,16 @@ def _of_stage(program: Program, stage: int, bucket: int, halves: bool) -> Iterat
             if key and holders[name] == (stage,):
                 waiting.setdefault(key, []).append(name)
         for key, found in list(waiting.items()):
-            if sum(program.parameter(name).type.local_bytes(program.sizes) for name in found) >= bucket:
+            if _is_full([program.parameter(name) for name in found], program.sizes, bucket):
                 yield from ((name, call) for name in waiting.pop(key))
     yield from ((name, call) for names in waiting.values() for name in names)
+
+
+def _is_full(parameters: Sequence[Parameter], sizes: Sizes, bucket: int) -> bool:
+    """Whether gradients of one bucket are enough; those that ranks scatter are counted whole."""
+    ways = math.prod(sizes[axis] for axis in parameters[0].gather)
+    part = sum(parameter.type.local_bytes(sizes) for parameter in parameters)
+    return part >= max(bucket / ways, min(bucket, _PART))
 
 
 def _together(parameter: Parameter, sizes: Sizes) -> tuple[object, ...]:

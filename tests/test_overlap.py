@@ -15,6 +15,7 @@ import partc
 from partc.communication.exchanges import Collective
 from partc.communication.execution import Execution, GraphRun, Start, Wait, events
 from partc.errors import InternalError
+from partc.ir.mesh import Mesh
 from partc.ir.parser import parse
 from partc.ir.printer import print_program, print_region
 from partc.ir.program import MOVING, Action, Program
@@ -24,6 +25,7 @@ from partc.passes.actions import actions
 from partc.passes.bucket import bucket
 from partc.passes.overlap import overlap
 from partc.passes.prefetch import prefetch
+from partc.passes.zero import zero
 from partc.rehearsal.late import late
 from partc.rehearsal.rehearsal import rehearse
 from partc.runtime.comm.virtual import VirtualComm, World
@@ -198,6 +200,15 @@ def test_a_bucket_starts_when_it_is_full(size: int, after: dict[str, str]) -> No
     done = bucket(parse(PROGRAM), bucket=size)
     assert {parameter.name: parameter.after for parameter in done.parameters} == after
     assert print_program(parse(print_program(done))) == print_program(done)
+
+
+def test_scattered_gradients_count_whole_in_a_bucket() -> None:
+    """Each rank keeps 8 MiB of a matrix's 16, which fill a bucket of 16 MB; small parts do not fill one."""
+    parted = zero(parse(PROGRAM), zero=1, zero_axes=("dp",))
+    after = {size: bucket(parted, bucket=size).parameter("second.w").after for size in (16_000_000, 25_000_000)}
+    assert after == {16_000_000: "second", 25_000_000: "first"}
+    many = replace(parted, mesh=Mesh.parse("dp=64,tp=2"))  # 256 KiB of each matrix
+    assert bucket(many, bucket=16_000_000).parameter("second.w").after == "first"
 
 
 def _world(work: Any, size: int = 2) -> None:

@@ -449,6 +449,15 @@ def test_loops_over_places_that_change_rows_of_other_masks_are_refused(style: st
     assert "test_selections.py" in error.value.source.file
 
 
+def test_weights_that_no_example_reaches_are_named() -> None:
+    said = [
+        trace_model(lambda: Hits(style), lambda: choices(0, 1), name="m", mesh=Mesh.parse("1")).assumed  # noqa: B023
+        for style in ("marked", "none")
+    ]
+    assert [len(each) for each in said] == [1, 0]
+    assert "experts.0.weight and 7 more" in said[0][0] and "test_selections.py" in said[0][0]
+
+
 class AdaptiveLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from partc.errors import PartcError
+from partc.errors import PartcError, Source
 from partc.frontend.capture import Captured, Loss, capture
 from partc.frontend.empty_selections import check_empty, without_tests
 from partc.frontend.graph_reader import GraphReader, tensor_type
@@ -254,7 +254,31 @@ def _of_all_outcomes(
             check_numbers(found.graph, other, numbers[0])
     graph, longer = joined(found, trace) if found.branches else (found.graph, Outcomes.ABOVE)
     capture, program = made[longer]
+    source = next(iter(tests), found.branches[0].source if found.branches else None)
+    capture = replace(
+        capture, assumed=(*capture.assumed, *_skipped(program, [one for _, one in made.values()], source))
+    )
     return capture, replace(program, regions=(replace(program.regions[0], forward=without_tests(graph)),))
+
+
+def _skipped(program: Program, others: Sequence[Program], source: Source | None) -> Iterator[str]:
+    """A sentence on the trained parameters that some outcomes of branches do not read."""
+    always = set.intersection(*map(_read_parameters, others))
+    trained = [parameter.name for parameter in program.parameters if parameter.trainable]
+    skipped = [name for name in trained if name in _read_parameters(program) - always]
+    if skipped:
+        more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
+        yield (
+            f"Packages update {skipped[0]}{more} with a gradient of zero in a step in which no example reaches them "
+            f"({source}); eagerly they have none, and the optimizer leaves their moments and weight decay out."
+        )
+
+
+def _read_parameters(program: Program) -> set[str]:
+    """The names of the parameters that operations of the traced region read."""
+    (call,), (region,) = program.calls, program.regions
+    read = {name for op in region.forward.ops for name in op.refs()}
+    return {name for name, value in zip(call.params, region.params, strict=True) if value.name in read}
 
 
 @contextmanager

@@ -47,6 +47,7 @@ def plan(
         "mesh": str(program.mesh),
         "microbatches": program.microbatches,
         "precision": precision,
+        **({"rounds": rounds} if (rounds := _rounding(program, precision)) else {}),
         "seed": seed,
         "draws": program.draws,
         "repeated": program.separate_batches,
@@ -116,6 +117,13 @@ def plan(
         **({} if uncaptured is None else {"uncaptured": uncaptured.cause}),
         **({} if memory is None else {"memory": memory.document()}),
     }
+
+
+def _rounding(program: Program, precision: str) -> str:
+    """The lowest precision in which the model computes, if it is below that of a whole fp32 or fp64 package; or ""."""
+    made = {value.type.dtype for region in program.regions for op in region.forward.ops for value in op.results}
+    own = "bf16" if "bf16" in made else "fp16" if "f16" in made else ""
+    return own if precision in ("fp32", "fp64") else ""
 
 
 def _place(name: str, program: Program) -> int:

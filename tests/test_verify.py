@@ -208,6 +208,25 @@ def test_options_that_verify_does_not_take(package: Path, arguments: list[str]) 
         verify(package, virtual=True, arguments=arguments)
 
 
+class HalfPrecise(nn.Module):
+    """A model that rounds values by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(self.up(x).relu().bfloat16(), self.down.weight.bfloat16())
+        return y.float().square().mean()
+
+
+def test_models_that_round_by_themselves_are_compared_in_their_precision(tmp_path: Path) -> None:
+    compiled = partc.compile(HalfPrecise, {"x": torch.randn(16, 16)}, mesh="dp=2,tp=2")
+    found = verify(compiled.write(tmp_path / "build"), steps=1, virtual=True)
+    assert found.ok and found.rounding == "bf16", str(found.worst)
+    assert abs(found.losses[0] / found.reference_losses[0] - 1) > 1e-5  # more than fp32 may differ
+
+
 def test_a_package_that_crashes_is_no_result(package: Path) -> None:
     replace_in(package / "stages/stage_0.py", 'return {"blocks_0": blocks_0}, saved', "raise KeyError('oops')")
     with pytest.raises(RunFailed) as failure:

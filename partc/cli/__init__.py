@@ -168,7 +168,7 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
             console.echo(f"step {step + 1}   loss {mine:.9g}   single device {theirs:.9g}")
         place = f"{worst.kind} {worst.name}" if worst.kind != worst.name else worst.kind
         where = f"{place}, step {worst.step}, rank {worst.rank}"
-        error = f"relative error {worst.rel_err:.2e} of {result.tolerance:.0e} allowed"
+        error = f"relative error {worst.rel_err:.2e} of {result.tolerance:.0e} allowed in {result.rounding}"
         console.echo(f"worst of {result.compared:,}: {where}: {error}")
         console.echo("equal to the single-device model" if result.ok else "NOT equal to the single-device model")
         if result.ok:

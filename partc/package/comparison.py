@@ -44,6 +44,7 @@ class VerifyResult:
     reference_losses: tuple[float, ...]
     worst: Difference
     tolerance: float  # of the worst difference's kind
+    rounding: str  # the precision that the tolerance belongs to
     compared: int  # number of tensors and losses
 
 

@@ -106,6 +106,7 @@ def verify(
         reference_losses=tuple(reference_losses),
         worst=worst,
         tolerance=tolerances[worst.kind],
+        rounding=_rounding(plan),
         compared=len(differences),
     )
 
@@ -166,10 +167,13 @@ def _options(recipe: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rounding(plan: Mapping[str, Any]) -> str:
-    """The precision that determines the tolerance: gradients may travel in fewer bits than they are computed in."""
+    """The precision that determines the tolerance.
+
+    Gradients may travel in fewer bits than they are computed in, and a model may compute in fewer bits by itself.
+    """
     command = plan.get("command", {})
     fewer = [command[name] for name in ("compress_grads", "grad_reduce") if name in command]
-    return str(fewer[0] if fewer else plan["precision"])
+    return str(fewer[0] if fewer else plan.get("rounds", plan["precision"]))
 
 
 Records = Sequence[Mapping[str, Tensor]]  # of a step, by rank: gradients before clipping, parameters after the update

@@ -28,6 +28,7 @@ def verify_results(directory: Path, *, batches: int, virtual: bool, arguments: S
         check(given, directory)
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from error
+    rounding = str(plan.get("rounds", plan["precision"]))
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
         folder = Path(name)
         mine, plain = folder / "package", folder / "plain"
@@ -48,11 +49,9 @@ def verify_results(directory: Path, *, batches: int, virtual: bool, arguments: S
                     other.terminate()
                 raise RunFailed(what, code, outputs[what].read_text(errors="replace"))
         differences = [
-            difference
-            for number in range(batches)
-            for difference in _compared(mine, plain, number, plan["precision"] in MIXED)
+            difference for number in range(batches) for difference in _compared(mine, plain, number, rounding in MIXED)
         ]
-    tolerance = TOLERANCES[plan["precision"]]["gradient"]
+    tolerance = TOLERANCES[rounding]["gradient"]
     worst = max(differences, key=lambda difference: difference.rel_err)
     return VerifyResult(
         ok=worst.rel_err <= tolerance,
@@ -60,6 +59,7 @@ def verify_results(directory: Path, *, batches: int, virtual: bool, arguments: S
         reference_losses=(),
         worst=worst,
         tolerance=tolerance,
+        rounding=rounding,
         compared=len(differences),
     )
 

@@ -304,7 +304,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "--microbatches 1 the statistics are those of the whole batch. A value that depends on inputs only (a count "
         "of tokens) is computed once per step and is exact. A balancing loss of the whole batch is a product of sums "
         "over all tokens, whose gradient in the first microbatch needs the last one: of losses by token or by "
-        "sequence, microbatches have exact shares.",
+        "sequence, microbatches have exact shares. Integers of the batch that number rows of the whole batch, such as "
+        "the ends of a graph's edges, reach beyond a microbatch: such a model needs --microbatches 1.",
     ),
     "P0403": CodeExplanation(
         "more pipeline stages than calls",

@@ -104,6 +104,33 @@ def test_statistics_of_inputs_are_those_of_the_whole_batch(tmp_path: Path) -> No
     assert result.ok, result.worst
 
 
+class Edges(nn.Module):
+    """Sums over the edges of graphs, whose ends number the nodes of the whole batch, with a norm over all nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        first, last = edges
+        y = torch.zeros_like(x).index_add(0, last % 16, self.up(x)[first])
+        return self.norm(y).square().mean()
+
+
+@pytest.mark.parametrize("numbers", [16, 4])
+def test_numbers_of_rows_of_the_whole_batch_are_refused_in_microbatches(numbers: int) -> None:
+    edges = torch.arange(40).reshape(2, 20) % numbers
+    batch = {"x": torch.randn(16, 4), "edges": edges}
+    assert partc.compile(Edges, batch, mesh="dp=2").warnings == ()
+    if numbers == 4:  # within each microbatch
+        assert len(partc.compile(Edges, batch, mesh="dp=2", microbatches=4).warnings) == 1
+        return
+    with pytest.raises(PartcError) as error:
+        partc.compile(Edges, batch, mesh="dp=2", microbatches=4)
+    assert error.value.code == "P0402" and error.value.source is not None
+    assert "test_coupled.py" in error.value.source.file and "up to 15" in error.value.cause
+
+
 @pytest.mark.slow
 def test_the_warning_says_where_and_what() -> None:
     package = partc.compile(counting, _batch(), mesh="2", microbatches=3)

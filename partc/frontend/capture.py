@@ -66,6 +66,7 @@ class Captured:
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
     tests: tuple[Source, ...] = ()  # of whether a mask selects anything
     most_tests: int = 0  # different ones of one call
+    integers: tuple[Mapping[str, Tensor], ...] = ()  # entries of integers of each part, with values
     numbers: tuple[Source, ...] = ()  # of rows that a mask selects, as integers
 
 
@@ -283,6 +284,7 @@ def capture(
         assumed=tuple(assumed),
         tests=tuple(selections.tests),
         most_tests=selections.most_tests,
+        integers=_integers(make_batch, parts) if parts > 1 else (),
         numbers=tuple(selections.numbers),
     )
 
@@ -465,6 +467,21 @@ def _part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
         name: x[: rows // parts].clone() if parts > 1 and x.dim() and x.shape[0] == rows else x
         for name, x in batch.items()
     }
+
+
+def _integers(make: Callable[[], Any], parts: int) -> tuple[dict[str, Tensor], ...]:
+    """The entries of integers of every part of the batch."""
+    with without_modes():
+        every = {name: x for name, x in entries(make()).items() if isinstance(x, Tensor)}
+        rows = next((x.shape[0] for x in every.values() if x.dim()), 0)
+        return tuple(
+            {
+                name: x.chunk(parts)[part] if x.dim() and x.shape[0] == rows else x
+                for name, x in every.items()
+                if not (x.is_floating_point() or x.is_complex() or _is_fake(x))
+            }
+            for part in range(parts)
+        )
 
 
 def _check_entry(name: str, x: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
+from partc.frontend.batch_indices import check_indices
 from partc.frontend.capture import Captured, Loss, capture
 from partc.frontend.empty_selections import check_empty, without_tests
 from partc.frontend.graph_reader import GraphReader, tensor_type
@@ -297,6 +298,7 @@ def program_of(
     """The program of an exported model: the region `main`, called once. With the branches on random numbers."""
     parameters = _parameters(captured.model, captured.trained)
     owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
+    check_indices(captured.exported, tuple(captured.batch), captured.integers)
     reader = GraphReader(captured, owners)
     graph = reader.read()
     used = {value: name for name, value in reader.states.items()}

@@ -84,3 +84,21 @@ def test_rows_are_added_to_those_of_the_table(
     assert torch.equal(into, again)
     tolerance = 10 * TOLERANCE["f64" if dtype == "f64" else "f32"]
     torch.testing.assert_close(into.cpu().double(), right + 1, rtol=tolerance, atol=tolerance)
+
+
+def test_places_in_a_large_table_take_64_bits(kernels: Kernels) -> None:
+    """Numbers of 32 bits, and a table with more than 2^31 elements, of which only the last row is touched."""
+    rows, width, count = (1 << 27) + 1, 16, 3
+    text = TABLE.format(dtype="bf16", count=count, width=width, padding="").replace("40@tp", f"{2 * rows}@tp")
+    text = text.replace("ids, 20", f"ids, {rows}").replace("ids: i64", "ids: i32")
+    region = fuse(fused_graph(text), kernels="triton").regions[0]
+    assert region.backward is not None
+    (op,) = region.backward.ops
+    types = {name: value.type for name, value in region.backward.definitions().items()}
+    launch = kernels.load(kernel(op, types, {"tp": 2, "mb": 1}))
+    into = torch.empty(rows, width, dtype=torch.bfloat16)  # memory that is not touched is not there
+    into[-1] = 1
+    launch(
+        torch.ones(count, width, dtype=torch.bfloat16), torch.full((count,), rows - 1, dtype=torch.int32), 0, into=into
+    )
+    assert into[-1].tolist() == [4.0] * width

@@ -164,6 +164,14 @@ def test_sums_over_many_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
         check(tmp_path / str(number), normed(name, shape, 1, "f64"), dtype="f64")
 
 
+@pytest.mark.parametrize("columns", [1000, 33_554_432, 1 << 29])
+@pytest.mark.parametrize("summing", [True, False])
+def test_grids_are_those_of_cuda(columns: int, summing: bool) -> None:
+    """At most 65,535 programs along the second dimension, as a sum over the batch of a [s, h] gradient may want."""
+    found = rows.tiling(4, columns, whole=False, summing=summing)
+    assert found.across <= 65_535 and found.wide * found.across >= columns and found.high >= 1
+
+
 @pytest.mark.parametrize(("programs", "keep"), [(264, True), (2, False)])
 def test_a_bias_is_summed_where_its_gradient_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: int, keep: bool

@@ -300,6 +300,15 @@ def test_settings_of_nccl_are_defaults() -> None:
     assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == environment["NCCL_RUNTIME_CONNECT"] == "0"
 
 
+def test_a_gpu_has_a_queue_for_each_stream() -> None:
+    """Otherwise a receive that is posted ahead may hold up the send that its peer waits for."""
+    environment: dict[str, str] = {}
+    for kept in ("32", "8"):
+        own_device("cpu", Together(lone_store(), 0, 1), environment)
+        assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == kept
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
+
+
 def test_a_start_forgets_what_an_ended_one_told_its_monitors() -> None:
     class Caught:
         def wait(self, seconds: float) -> bytes:

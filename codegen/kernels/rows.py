@@ -37,6 +37,7 @@ TILE = 4096  # elements that a program holds at a time, unless a row has more
 PROGRAMS = 264  # that sum down columns: two for each processor of an H100
 NARROW = 128  # columns of a program that sums down many rows, where nothing sums along them
 WIDEST = 1024  # and of one that sums neither way
+MOST_ACROSS = 65_535  # programs along the second dimension of a CUDA grid
 _REDUCED = {  # reductions along rows: the operation, and its neutral element
     "sum": ("tl.sum({}, axis=1, keep_dims=True)", "0.0"),
     "amax": ("functions.largest({})", 'float("-inf")'),
@@ -70,6 +71,11 @@ class Tiling:
         """The elements of all tiles, masked ones included: their positions are computed before they are masked."""
         most = 2 * self.high * self.programs if self.steps > 1 else 0  # rows of a candidate in one step
         return (max(self.rows, self.high * self.programs) + most) * self.wide * self.across
+
+    @property
+    def parts(self) -> int:
+        """The elements of a sum's parts, with the most programs of a candidate."""
+        return 2 * self.programs * self.columns
 
     @property
     def warps(self) -> int:
@@ -208,6 +214,7 @@ class Rows(Kernel):
 def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
     """Tiles of up to TILE elements: whole rows if the kernel sums along them."""
     few = max(NARROW, TILE // _power(rows)) if summing else WIDEST
+    few = max(few, _power(-(-columns // MOST_ACROSS)))
     wide = _power(columns) if whole else min(_power(columns), few)
     high = max(1, min(_power(rows), TILE // wide))
     across = -(-columns // wide)
@@ -336,7 +343,7 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     return Rows(
         **draft.told(),  # type: ignore[arg-type]
         tiling=tiles,
-        long=max([tiles.reach, *(place or 0 for place in places)]) >= WIDE,
+        long=max([tiles.reach, len(sums) * tiles.parts, *(place or 0 for place in places)]) >= WIDE,
         before=tuple(before),
         lines=tuple(body),
         sums=tuple(sums),

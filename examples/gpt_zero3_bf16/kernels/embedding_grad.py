@@ -38,7 +38,7 @@ def _embedding_grad(grad_ptr, ids_ptr, order_ptr, tp_rank, into_ptr, parts_ptr, 
         more = place + 1 < 256
         goes_on = more & (tl.load(ids_ptr + place + 1, mask=more, other=0) == id)
         leaves = place + 1 == start + 32
-        row = id - tp_rank * 128
+        row = id.to(tl.int64) - tp_rank * 128
         wanted = (row >= 0) & (row < 128)
         here = into_ptr + row * 64 + column
         adds = inside & wanted & ((goes_on | begun_before) == 0)
@@ -59,7 +59,7 @@ def _embedding_grad_parts(ids_ptr, tp_rank, into_ptr, parts_ptr, COLUMNS: tl.con
     start = chunk * 32
     end = start + 32
     id = tl.load(ids_ptr + end - 1)
-    row = id - tp_rank * 128
+    row = id.to(tl.int64) - tp_rank * 128
     wanted = (row >= 0) & (row < 128)
     begins = (start == 0) | (tl.load(ids_ptr + start - 1, mask=start > 0, other=0) != id) | (
         tl.load(ids_ptr + start) != id

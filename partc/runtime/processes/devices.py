@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Literal
 
 import torch
@@ -11,13 +11,21 @@ import torch
 from ..errors import UsageError
 from .agreement import Together
 
+# Hardware queues of a process on its GPU; the default is 8. Streams that share a queue wait for each other, and a
+# receive that is posted ahead may wait for a send behind it.
+QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 Wanted = Literal["auto", "cpu", "cuda"]
 WANTED: tuple[Wanted, ...] = ("auto", "cpu", "cuda")
 
 
-def own_device(wanted: Wanted, together: Together, environment: Mapping[str, str] | None = None) -> torch.device:
-    """This process's own GPU if all have one, the CPU if none has. Raises UsageError P0540, on all ranks."""
+def own_device(wanted: Wanted, together: Together, environment: MutableMapping[str, str] | None = None) -> torch.device:
+    """This process's own GPU if all have one, the CPU if none has. Raises UsageError P0540, on all ranks.
+
+    Sets `QUEUES` in the environment, which CUDA reads when it starts.
+    """
     environment = os.environ if environment is None else environment
+    environment.setdefault(*QUEUES)
     count = 0 if wanted == "cpu" else torch.cuda.device_count()
     place = int(environment.get("LOCAL_RANK", "0"))
     index = place if place < count else 0 if count == 1 else None  # launchers may show each process its own alone

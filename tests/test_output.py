@@ -168,6 +168,9 @@ def test_a_replaced_file_keeps_its_link_and_its_permissions(tmp_path: Path) -> N
     link.symlink_to(path)
     write_whole(link, "new")
     assert link.is_symlink() and path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o640
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        write_whole(tmp_path / "loop", "new")
     for other in (tmp_path, Path(os.devnull)):
         with pytest.raises(OSError, match="no regular file"):
             write_whole(other, "new")

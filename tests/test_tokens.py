@@ -110,6 +110,8 @@ def damaged(folder: Path) -> dict[str, tuple[Path, str | None, str]]:
     numpy.save(folder / "big.npy", numpy.zeros(3, ">u2"))
     numpy.save(folder / "good.npy", numpy.zeros(300, "uint16"))
     numpy.save(folder / "objects.npy", numpy.array([{}, []], object), allow_pickle=True)
+    header = f"{{'descr': '{'x' * 60_000}', 'fortran_order': False, 'shape': (3,)}}".encode()
+    (folder / "long.npy").write_bytes(b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header)
     whole = (folder / "good.npy").read_bytes()
     (folder / "cut.npy").write_bytes(whole[:-5])
     (folder / "header.npy").write_bytes(whole[:20])
@@ -122,6 +124,7 @@ def damaged(folder: Path) -> dict[str, tuple[Path, str | None, str]]:
         "fields": (folder / "fields.npy", None, "no row of tokens"),
         "floats": (folder / "float.npy", None, "<f8"),
         "big endian": (folder / "big.npy", None, ">u2"),
+        "a type of many letters": (folder / "long.npy", None, "..."),
         "objects": (folder / "objects.npy", None, "|O"),
         "cut off": (folder / "cut.npy", None, "is damaged"),
         "cut in its header": (folder / "header.npy", None, "no NumPy file"),
@@ -139,6 +142,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         with pytest.raises(UsageError) as refused:
             TokenFile(path, dtype)
         assert refused.value.code == "P0545" and message in refused.value.cause, (what, refused.value.cause)
+        assert len(refused.value.cause) < 500, what
 
 
 def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:

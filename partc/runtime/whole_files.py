@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     A link keeps leading to its file, and an existing file keeps its permissions. Raises OSError, also for folders,
     pipes and devices.
     """
-    target = path.resolve()
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     there = target.exists()
     if there and not target.is_file():
         raise OSError(errno.EINVAL, "no regular file", str(path))

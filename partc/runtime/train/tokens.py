@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import mmap
 import re
+import reprlib
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -93,7 +94,8 @@ class TokenFile:
             raise self._unusable(f"is no NumPy file: {error}", "save it with numpy.save") from None
         if kind not in _NPY or not (isinstance(shape, tuple) and len(shape) == 1 and isinstance(shape[0], int)):
             help = f"save one row of {', '.join(DTYPES)}"
-            raise self._unusable(f"holds {kind} of shape {shape}, no row of tokens", help)
+            held = f"{reprlib.repr(kind)} of shape {reprlib.repr(shape)}"
+            raise self._unusable(f"holds {held}, no row of tokens", help)
         return _NPY[kind], start, shape[0]
 
     def _unusable(self, why: str, help: str) -> UsageError:

@@ -22,6 +22,7 @@ from partc.ir.mesh import Mesh
 from partc.package.launch import RunFailed
 from partc.package.verify import verify
 from partc.passes import experts as experts_pass
+from partc.runtime.ops.experts import _grouped
 from tests.durable import trained, whole
 from tests.models import experts as loops
 from tests.models import moe
@@ -654,3 +655,16 @@ def test_rows_move_the_bytes_of_the_formula() -> None:
             if op.name in ("dispatch", "combine")
         }
         assert moved == {"dispatch": expected, "combine": expected}
+
+
+@pytest.mark.parametrize(("rows", "columns", "shift"), [(16, 24, 0), (12, 24, 0), (16, 12, 0), (16, 24, 4), (16, 1, 0)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_torch_takes_the_matrices_that_go_to_its_kernel(rows: int, columns: int, shift: int, turned: bool) -> None:
+    """torch's kernel for all experts refuses rows that do not start at multiples of 16 bytes."""
+    w = torch.randn(4 * rows * columns + shift).bfloat16()[shift:].view(4, rows, columns)
+    w = w.mT if turned else w
+    x, ends = torch.randn(10, w.shape[1]).bfloat16(), torch.tensor([2, 5, 5, 10], dtype=torch.int32)
+    fits = _grouped(x, w)
+    assert fits == (columns == 24 and shift == 0 and (rows == 16 or turned))
+    if fits:
+        torch.nn.functional.grouped_mm(x, w, offs=ends)

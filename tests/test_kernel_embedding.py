@@ -96,9 +96,9 @@ def test_places_in_a_large_table_take_64_bits(kernels: Kernels) -> None:
     (op,) = region.backward.ops
     types = {name: value.type for name, value in region.backward.definitions().items()}
     launch = kernels.load(kernel(op, types, {"tp": 2, "mb": 1}))
-    into = torch.empty(rows, width, dtype=torch.bfloat16)  # memory that is not touched is not there
+    grad = there(torch.ones(count, width, dtype=torch.bfloat16))
+    ids = there(torch.full((count,), rows - 1, dtype=torch.int32))
+    into = torch.empty(rows, width, dtype=torch.bfloat16, device=grad.device)  # what is not touched is in no memory
     into[-1] = 1
-    launch(
-        torch.ones(count, width, dtype=torch.bfloat16), torch.full((count,), rows - 1, dtype=torch.int32), 0, into=into
-    )
+    launch(grad, ids, 0, into=into)
     assert into[-1].tolist() == [4.0] * width

@@ -182,7 +182,7 @@ def test_a_model_trains_on_a_token_file_as_on_one_device(tmp_path: Path) -> None
     assert read(checkpoints(tmp_path / "twice")[0]).run["data"] == str(tokens)
     ends = [whole(checkpoints(tmp_path / name)[0]) for name in ("once", "twice")]
     assert all(ends[0][name].equal(ends[1][name]) for name in ends[0])
-    trained(package, "--steps", 5, *common, "--metrics", tmp_path / "other")
+    trained(package, "--steps", 5, "--accumulate", 2, "--metrics", tmp_path / "other")
     assert losses(tmp_path / "m") != losses(tmp_path / "other")
     stopped = train(package, "--data", written(tmp_path / "w.bin", [300] * 400))
     assert stopped.returncode == 2 and "has the token 300, and the model 256 of them" in stopped.stderr

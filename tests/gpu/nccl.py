@@ -33,6 +33,8 @@ def main() -> None:
         for operation, right in (("_all_gather", x[None]), ("_reduce_scatter", x[0]), ("_all_to_all", x)):
             assert torch.equal(getattr(axis, operation)(x).wait().view(-1), right.reshape(-1)), operation
         assert torch.equal(axis._all_reduce(x.clone(), "sum").wait(), x)
+        assert torch.equal(axis._exchange_rows(x.view(-1, 2), [6], [6]).wait().view(1, -1), x)
+        assert torch.equal(axis._shift(x).wait(), x)
     rows = [torch.arange(4.0, device=device).view(4, 1) + number for number in range(3)]
     wholes = [torch.empty_like(row) for row in rows]
     axes[0]._all_gather_many(rows, wholes).wait()

@@ -100,7 +100,7 @@ def divide_rows(x: Tensor, counts: Tensor, shares: tuple[int, ...]) -> tuple[Ten
 
 def expert_matmul(x: Tensor, experts: Tensor, w: Tensor) -> Tensor:
     """Each row times the matrix of its expert: [s, o]; zero for rows whose number is that of no expert."""
-    if _grouped(x):
+    if x.is_cuda and _grouped(x, w):
         order, ends = _sorted(experts, w.shape[0])
         out = x.new_empty(x.shape[0], w.shape[2])
         product = torch.nn.functional.grouped_mm(x[order], w, offs=ends)
@@ -167,6 +167,11 @@ def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order, ends.to(torch.int32)
 
 
-def _grouped(x: Tensor) -> bool:
-    """Whether torch has one kernel for all experts."""
-    return x.is_cuda and x.shape[0] > 0 and x.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+def _grouped(x: Tensor, w: Tensor) -> bool:
+    """Whether torch has one kernel for all experts. In its operands, each row (or each column) starts at a multiple of
+    16 bytes.
+    """
+    there = x.dtype == torch.bfloat16 and x.shape[0] > 0 and hasattr(torch.nn.functional, "grouped_mm")
+    step, inner = max(w.stride()[1:]), min(w.stride()[1:])
+    even = x.shape[1] % 8 == 0 and step % 8 == 0 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
+    return there and even and inner == 1 and min(w.shape[1:]) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from partc.runtime.ops import attention, functional
+from partc.runtime.torch_private import TorchDispatchMode
 
 F64 = torch.float64
 
@@ -293,3 +295,27 @@ def test_bags_that_begin_at_offsets(mode: str) -> None:
             found += functional.bag_max_grad(grad[some], *part)
     close(made, expected.detach())
     close(found, rows.grad)
+
+
+class IndexedSums(TorchDispatchMode):
+    """Collects the types in which rows are added up by index: GPUs round each addition to that type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "index_add" in str(func):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_are_added_up_in_fp32() -> None:
+    rows, ids = torch.ones(1000, 2).bfloat16(), torch.zeros(1000, dtype=torch.int64)
+    starts, ends = torch.tensor([0]), torch.tensor([1000])
+    with IndexedSums() as seen:
+        made = functional.bag_sum(rows, starts, ends)
+        functional.embedding_grad(rows, ids, 3)
+        functional.embedding_shard_grad(rows, ids, 3, 0)
+    assert seen.dtypes == {torch.float32} and made.dtype == torch.bfloat16
+    assert made.tolist() == [[1000.0, 1000.0]]

@@ -12,11 +12,14 @@ import math
 import torch
 from torch import Tensor
 
+from .attention import row_dtype
+
 
 def bag_sum(rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """The sum of each bag's rows."""
-    bags = starts.shape[0]
-    return rows.new_zeros(bags + 1, rows.shape[1]).index_add_(0, _bags(rows.shape[0], starts, ends), rows)[:bags]
+    """The sum of each bag's rows, which are added up in at least fp32."""
+    count, wide = starts.shape[0], row_dtype(rows)
+    sums = rows.new_zeros(count + 1, rows.shape[1], dtype=wide)
+    return sums.index_add_(0, _bags(rows.shape[0], starts, ends), rows.to(wide))[:count].to(rows.dtype)
 
 
 def bag_sum_grad(grad: Tensor, starts: Tensor, ends: Tensor, count: int) -> Tensor:

@@ -21,7 +21,7 @@ from partc.errors import PartcError
 from partc.ir.mesh import Mesh
 from partc.planner.planning import Planner, Request
 from partc.planner.search import Failure, Played, search
-from partc.planner.space import Space, divisors, fixed
+from partc.planner.space import Space, divisors, fixed, inside
 from tests.enumeration import Cases, cases, compared
 
 ROUTED = Path(__file__).parent / "models" / "routed.py"
@@ -311,6 +311,16 @@ def test_the_first_bound_on_memory_has_the_largest_product(small: Planner) -> No
     bound, logits = small.bounds.simple(plan), 16 * 2048 * 128256 * 2 // 4
     assert logits <= bound.bytes <= small.predicted(plan).memory_bytes
     assert small.bounds.simple(replace(plan, microbatches=2)).bytes < bound.bytes
+
+
+def test_plans_near_the_best_one_that_have_its_regions_are_tried_first(small: Planner) -> None:
+    plan = next(each for each in small.space.plans() if each.mesh == "pp=2,dp=2,tp=2" and each.microbatches == 4)
+
+    def lowered_anew(each: ParallelPlan) -> bool:
+        return each.recompute != plan.recompute or inside(each) != inside(plan) or each.microbatches == 1
+
+    near = small._near(plan)
+    assert not any(map(lowered_anew, near[:8])) and any(map(lowered_anew, near[8:]))
 
 
 def test_the_bound_of_a_mesh_counts_the_time_in_which_its_pipeline_fills(small: Planner) -> None:

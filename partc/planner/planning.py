@@ -15,6 +15,7 @@ from partc.cost.calibration import Calibration, calibration
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
 from partc.frontend.origin import Functions
+from partc.ir.mesh import BATCH_AXIS
 from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.passes.stages import staged
@@ -23,14 +24,14 @@ from partc.planner.bounds import Bounds, expert_count
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
-from partc.planner.space import NODE, Family, Fixed, Space, fixed, mesh_of, sizes_of
+from partc.planner.space import NODE, Family, Fixed, Space, fixed, inside, mesh_of, sizes_of, stages_of
 from partc.planner.tables import Tables
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 LONG = 16_384  # tokens of a sequence from which cutting it is tried
 _SOME = 4  # numbers of microbatches, and schedules, of a family's plans that are tried first
 _STARTS = 4  # plans that are tried first
-_NEIGHBOURS = 16  # plans near the best one that are tried next
+_NEIGHBOURS = 8  # plans near the best one that are tried next, of those with its regions and of others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +168,9 @@ class Planner:
         )
         base, annotated = _batched(self.simulator, base, request.global_batch)
         rate = max(cluster.device.peak_of(_COMPUTED[request.precision]), cluster.device.peak_of("f32"))
+        self._calls = len(staged(annotated)[0])
         tables = Tables(
-            bodies=RegionBodies(self.simulator, len(staged(annotated)[0])),
+            bodies=RegionBodies(self.simulator, self._calls),
             rates=self.simulator.rates,
             cluster=cluster,
             states=states_of(request.optimizer or DEFAULT),
@@ -220,8 +222,17 @@ class Planner:
         return min(map(self._hope, _some(family).plans()))
 
     def _near(self, plan: ParallelPlan) -> list[ParallelPlan]:
-        """The neighbours of a plan with the least estimated times."""
-        return sorted(dict.fromkeys(self.space.neighbours(plan)), key=self._hope)[:_NEIGHBOURS]
+        """The neighbours of a plan with the least estimated times; first those whose regions are cut as its own are."""
+        alike: list[ParallelPlan] = []
+        others: list[ParallelPlan] = []
+        for each in sorted(dict.fromkeys(self.space.neighbours(plan)), key=self._hope):
+            (alike if self._cut(each) == self._cut(plan) else others).append(each)
+        return [*alike[:_NEIGHBOURS], *others[:_NEIGHBOURS]]
+
+    def _cut(self, plan: ParallelPlan) -> tuple[object, ...]:
+        """The decisions by which a plan's regions are outlined, cut and recomputed: others are lowered anew."""
+        several = plan.microbatches > 1, sizes_of(plan)[BATCH_AXIS] > 1
+        return inside(plan), *several, plan.recompute, plan.loss_chunks, max(stages_of(plan), self._calls)
 
     def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
         """The measure by which plans are tried: those that probably fit, by their estimated seconds."""

@@ -205,9 +205,15 @@ def test_a_configuration_with_a_kernel_from_elsewhere_is_refused() -> None:
     """transformers would fetch and run it."""
     pytest.importorskip("transformers")
     for key in ("attn_implementation", "_attn_implementation"):
-        Path("config.json").write_text(json.dumps({**CONFIG, key: "someone/kernels"}))
-        with pytest.raises(partc.PartcError, match="P0231"):
-            model_source("hf:config.json")
+        for more in (
+            {key: "someone/kernels"},
+            {key: {"": "someone/kernels"}},
+            {"text_config": {key: "someone/kernels"}},
+            {"encoder": {"audio": {key: ["someone/kernels"]}}},
+        ):
+            Path("config.json").write_text(json.dumps({**CONFIG, **more}))
+            with pytest.raises(partc.PartcError, match="P0231"):
+                model_source("hf:config.json")
 
 
 def test_tables_of_hostile_actions(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:

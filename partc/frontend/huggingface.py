@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,7 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     }
     for name, found in sizes.items():
         _expect(path, _is_size(found) or (task == "image" and found == 0), f"{name} is no number")
-    for part in (config, image, text_config):
-        kernel = next((part[name] for name in _IMPLEMENTATIONS if name in part), None)
+    for kernel in _implementations(config):
         _expect(path, kernel is None or kernel in _OWN, f"attn_implementation is none of {', '.join(_OWN)}")
     return (
         environment()
@@ -107,6 +106,15 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             classes=sizes["num_labels"],
         )
     )
+
+
+def _implementations(config: Mapping[str, Any]) -> Iterator[object]:
+    """The implementations of attention that a configuration names, and those of models inside it."""
+    for name, found in config.items():
+        if name in _IMPLEMENTATIONS:
+            yield from found.values() if isinstance(found, dict) else (found,)
+        elif isinstance(found, dict):
+            yield from _implementations(found)
 
 
 def _is_size(found: object) -> bool:

@@ -196,7 +196,7 @@ NEWER_CAUSAL: dict[str, dict[str, Any]] = {
     "deepseek_v4": {}, "doge": {}, "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "exaone_moe": {}, "flex_olmo": {}, "flint": {}, "glm4_moe_lite": {},
     "glm_moe_dsa": {**LATENT, **INDEXED, "mlp_layer_types": ["dense", "sparse"]}, "gpt_neox_japanese": {},
-    "granite_swa": {},
+    "granite_swa": {}, "granitemoe_swa": {}, "gpt-sw3": {}, "iquestcoder": {},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8,
                          "shared_intermediate_size": 64, "layer_types": ["mamba", "attention"]},
     "granitemoeshared": {"shared_intermediate_size": 64}, "hrm_text": {},
@@ -666,6 +666,7 @@ def of_transformers() -> dict[str, Architecture]:
     }
     found |= newer_tasks()
     found |= further_tasks()
+    found |= latest_tasks()
     found |= {name: transformer(name, "AutoModelForSeq2SeqLM", pairs, **given) for name, given in TWO_SIDED.items()}
     found |= {name: transformer(name, "AutoModelForImageClassification", images, **v) for name, v in VISION.items()}
     found |= {
@@ -715,6 +716,59 @@ def of_transformers() -> dict[str, Architecture]:
         ),
     }
     return found
+
+
+def latest_tasks() -> dict[str, Architecture]:
+    """Labels aligned with sounds, codecs, vocoders, and pictures within text."""
+
+    def spoken() -> Batch:
+        return {"input_values": noise(640), "labels": torch.randint(3, 32, (BATCH, 4))}
+
+    def heard() -> Batch:
+        return {"input_features": noise(64, 80), "attention_mask": torch.ones(BATCH, 64, dtype=torch.bool),
+                "labels": torch.randint(3, 32, (BATCH, 4))}  # fmt: skip
+
+    def shown() -> Batch:
+        return {"input_ids": picture_tokens(24), "pixel_values": noise(3, PIXELS, PIXELS), "labels": tokens(24)}
+
+    llama = {"model_type": "llama", **SMALL_TEXT}
+    siglip = {"model_type": "siglip_vision_model", **SMALL_SIGHT}
+    letters = {**SPEECH, "vocab_size": 32}
+    return {
+        "hubert_ctc": transformer("hubert", "HubertForCTC", spoken, **letters),
+        "wav2vec2_ctc": transformer("wav2vec2", "Wav2Vec2ForCTC", spoken, **letters),
+        "lasr_ctc": transformer("lasr_ctc", "LasrForCTC", heard, vocab_size=32,
+                                encoder_config={**SMALL_TEXT, "num_key_value_heads": 4, "num_mel_bins": 80, "subsampling_conv_channels": 8}),
+        "dac": transformer("dac", "DacModel", lambda: {"input_values": noise(1, 640), "target": noise(1)},
+                           encoder_hidden_size=8, downsampling_ratios=[2, 4], decoder_hidden_size=16, n_codebooks=2,
+                           codebook_size=16, codebook_dim=4),
+        "univnet": transformer("univnet", "UnivNetModel",
+                               lambda: {"input_features": noise(8, 100), "noise_sequence": noise(8, 64), "target": noise(2048)},
+                               model_hidden_channels=8),
+        "donut-swin": transformer("donut-swin", "DonutSwinForImageClassification", images, embed_dim=16, depths=[2, 2],
+                                  num_heads=[2, 4], window_size=4, patch_size=4),
+        "metaclip_2": transformer("metaclip_2", "MetaClip2Model", both, **PAIR),
+        "mlcd_vision_model": transformer("mlcd_vision_model", "MLCDVisionModel",
+                                         lambda: {"pixel_values": noise(3, PIXELS, PIXELS), "target": noise(17, 64)}),
+        "vipllava": transformer("vipllava", "VipLlavaForConditionalGeneration", shown, text_config=llama,
+                                vision_config={"model_type": "clip_vision_model", **SMALL_SIGHT},
+                                image_token_index=WORDS - 1, vision_feature_layers=[-1, -2]),
+        "got_ocr2": transformer("got_ocr2", "GotOcr2ForConditionalGeneration", shown, image_token_id=WORDS - 1,
+                                text_config={"model_type": "qwen2", **SMALL_TEXT},
+                                vision_config={"hidden_size": 64, "output_channels": 32, "num_hidden_layers": 2,
+                                               "num_attention_heads": 4, "image_size": PIXELS, "patch_size": 2,
+                                               "mlp_dim": 64, "window_size": 4, "global_attn_indexes": [1]}),
+        "aya_vision": transformer("aya_vision", "AyaVisionForConditionalGeneration", shown, image_token_index=WORDS - 1,
+                                  text_config={"model_type": "cohere2", **SMALL_TEXT},
+                                  vision_config={**siglip, "patch_size": 4}, downsample_factor=2),
+        "deepseek_vl": transformer("deepseek_vl", "DeepseekVLForConditionalGeneration", shown, text_config=llama,
+                                   vision_config=siglip, image_token_id=WORDS - 1),
+        "janus": transformer("janus", "JanusForConditionalGeneration", shown, text_config=llama, image_token_id=WORDS - 1,
+                             vision_config={**SMALL_SIGHT, "projection_dim": 64, "num_image_tokens": 16},
+                             vq_config={"base_channels": 32, "latent_channels": 8, "embed_dim": 8, "num_embeddings": 16,
+                                        "channel_multiplier": [1], "num_res_blocks": 1, "projection_dim": 64,
+                                        "image_token_embed_dim": 64}),
+    }  # fmt: skip
 
 
 def picture_tokens(count: int) -> Tensor:

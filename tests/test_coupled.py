@@ -131,6 +131,18 @@ def test_numbers_of_rows_of_the_whole_batch_are_refused_in_microbatches(numbers:
     assert "test_coupled.py" in error.value.source.file and "up to 15" in error.value.cause
 
 
+class Marked(Edges):
+    def forward(self, x: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[marks] = self.up(x[marks])
+        return self.norm(y).square().mean()
+
+
+def test_places_of_masks_are_no_numbers_of_the_batch() -> None:
+    batch = {"x": torch.randn(16, 4), "marks": torch.arange(16) % 3 == 0}
+    assert len(partc.compile(Marked, batch, mesh="dp=2", microbatches=4).warnings) == 1
+
+
 @pytest.mark.slow
 def test_the_warning_says_where_and_what() -> None:
     package = partc.compile(counting, _batch(), mesh="2", microbatches=3)

@@ -49,15 +49,18 @@ def check_indices(exported: ExportedProgram, names: Sequence[str], parts: Sequen
 def _follow(node: fx.Node, known: dict[fx.Node, Any]) -> None:
     """Compute a node whose operands are known; one that changes its operand makes it unknown."""
     target: Any = node.target
-    if getattr(getattr(target, "_schema", None), "is_mutable", False):
+    schema = getattr(target, "_schema", None)
+    if schema is not None and schema.is_mutable:
         for given in node.all_input_nodes:
             known.pop(given, None)
     elif node.all_input_nodes and all(given in known for given in node.all_input_nodes):
+        if schema is not None and (not schema.name.startswith("aten::") or "empty" in schema.name):
+            return  # partc's own operators have shapes alone, without values
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
         with without_modes():
             try:
                 known[node] = target(*args, **kwargs)
-            except Exception:  # such as of an operator of partc, for which its operand then is unknown
+            except Exception:  # an operand of other sizes than in the trace
                 return
 
 

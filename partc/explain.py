@@ -546,8 +546,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0538": CodeExplanation(
         "a file of the run cannot be written",
         "--metrics, --tensorboard, --trace, --record and --report name files that ranks write. `partc run`, and "
-        "train.py if all ranks are on one machine, check them before they start; a disk that fills up later stops the "
-        "run, and --resume continues it from its last checkpoint.",
+        "train.py if all ranks are on one machine, check them before they start; a file that no run wrote is not "
+        "replaced. A disk that fills up later stops the run, and --resume continues it from its last checkpoint.",
     ),
     "P0539": CodeExplanation(
         "another run saves into the folder",

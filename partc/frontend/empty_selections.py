@@ -48,6 +48,7 @@ _ALIKE = _ORDERED | {"to", "_to_copy", "clone", "contiguous"}  # elements in the
 _POSITIVE = frozenset({"one_hot", "bincount"})
 # Operations of zeros that are zero.
 _ZERO = _KEPT | _VIEWS | _TOTALS | {"index", "index_select", "gather", "cumsum", "repeat", "repeat_interleave"}
+_OF_PARTS = frozenset({"repeat_interleave", "eq", SELECTED})
 _BOTH = frozenset({"logical_and", "bitwise_and", "__and__"})
 _NOT = frozenset({"logical_not", "bitwise_not"})
 _PUTS = frozenset({"index_put", "index_put_"})
@@ -61,15 +62,14 @@ def check_empty(full: Graph, empty: Graph, test: Source) -> None:
     """
     check = _Alignment(full, test)
     check.same.update((mine.name, its.name) for mine, its in zip(full.inputs, empty.inputs, strict=True))
-    rest = iter(full.ops)
+    place = 0
     for wanted in empty.ops:
-        for op in rest:
-            if check.pairs(op, wanted):
-                break
-            check.leave_out(op)
-        else:
-            raise check.refusal(wanted)
-    for op in rest:
+        found = check.place_behind(full.ops, place, wanted)
+        if isinstance(found, int):
+            place = found
+        elif not check.pairs_left_out(wanted):
+            raise found
+    for op in full.ops[place:]:
         check.leave_out(op)
     if [check.there(name) for name in full.outputs] != list(empty.outputs):
         raise check.refusal(full.ops[-1])
@@ -313,6 +313,37 @@ class _Alignment:
         if op.name == TESTED and not wanted.args[-1]:
             self._meet(op)
         return True
+
+    def place_behind(self, ops: Sequence[Op], first: int, wanted: Op) -> int | PartcError:
+        """The place behind the pair of an operation, which is the first one or follows others that are left out.
+
+        The error that tells why there is none. Then nothing is left out.
+        """
+        if first < len(ops) and self.pairs(ops[first], wanted):
+            return first + 1
+        before = dict(self.same), dict(self._decided), [*self._tests], self._active
+        refusal = self.refusal(wanted)
+        try:
+            for place in range(first, len(ops)):
+                if self.pairs(ops[place], wanted):
+                    return place + 1
+                self.leave_out(ops[place])
+        except PartcError as error:
+            refusal = error
+        self.same, self._decided, self._tests, self._active = before
+        return refusal
+
+    def pairs_left_out(self, wanted: Op) -> bool:
+        """Pair one of the operations that make the masks of parts, where they are first read, with one left out."""
+        for name in self._decided if wanted.name in _OF_PARTS else ():
+            op = self._makers[name]
+            constant = self._changed.isdisjoint([*op.refs(), *(value.name for value in op.results)])
+            if constant and _form(op) == _form(wanted) and [*map(self.there, op.refs())] == [*wanted.refs()]:
+                for mine, its in zip(op.results, wanted.results, strict=True):
+                    del self._decided[mine.name]
+                    self.same[mine.name] = its.name
+                return True
+        return False
 
     def _meet(self, test: Op) -> None:
         """Follow a test; that of a loop's iteration takes the place of the test before, and none ends the loop."""

@@ -216,13 +216,13 @@ class PartSize(RowCount):
         return self._selections.nonempty(self.counts, self.first, self.last)
 
     def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
-        """A sum of sizes of neighbouring parts is the size of one larger part."""
+        """A sum of sizes of neighbouring parts is the size of one larger part; empty parts may lie between them."""
         if operate is operator.add and isinstance(other, int):
             if not isinstance(other, RowCount) and other == 0:
                 return self
             if isinstance(other, PartSize) and other.counts is self.counts:
                 left, right = (self, other) if self.first < other.first else (other, self)
-                if left.last == right.first:
+                if left.last <= right.first and not self._selections.parts(self.counts, left.last, right.first):
                     shown = int(left) + int(right)
                     return PartSize.of(self.counts, left.first, right.last, shown, self._selections)
         return super()._computed(operate, other, turned)
@@ -328,6 +328,15 @@ class Selections:
             self._outcomes[key] = held
             self._numbers[call] += 1
         return held[1]
+
+    def parts(self, counts: Tensor, first: int, last: int) -> list[int]:
+        """The parts `first` to `last - 1` without those that tests have found empty."""
+
+        def is_empty(part: int) -> bool:
+            held = self._outcomes.get((id(counts), counts._version, part, part + 1))
+            return held is not None and held[0]() is counts and not held[1]
+
+        return [part for part in range(first, last) if not is_empty(part)]
 
     @property
     def most_tests(self) -> int:
@@ -688,17 +697,17 @@ class Selections:
         dim = next(dim for dim, each in enumerate(ends) if any(each))
         start, stop = items[dim].start, items[dim].stop
         counts = (stop if isinstance(stop, PartSize) else start).counts
-        first = start.last if isinstance(start, PartSize) and start.first == 0 else 0 if start in (None, 0) else None
+        first = start.last if isinstance(start, PartSize) else 0 if start in (None, 0) else None
         last = stop.last if isinstance(stop, PartSize) else len(counts) if stop is None else None
+        parts = [] if first is None or last is None else self.parts(counts, first, last)
         if (
-            first is None
-            or last != first + 1
-            or (isinstance(stop, PartSize) and stop.first)
+            len(parts) != 1
+            or any(self.parts(counts, 0, end.first) for end in (start, stop) if isinstance(end, PartSize))
             or items[dim].step is not None
             or not all(isinstance(item, slice) for item in items[:dim])
         ):
             raise _unknown_number()
-        places = self._places(self._masks(counts, x.shape[dim])[first])
+        places = self._places(self._masks(counts, x.shape[dim])[parts[0]])
         return (*items[:dim], *places, *items[dim + 1 :])
 
     def _joined(self, parts: Sequence[Any], dim: int) -> Any:

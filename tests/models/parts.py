@@ -46,11 +46,13 @@ class Layer(nn.Module):
         elif self.style == "turned":
             found = torch.cat([self.expert(number, part) for number, part in enumerate(rows.split(counts[::-1]))])
         else:
-            found, start = torch.zeros_like(rows), 0
+            found, start, reached = torch.zeros_like(rows), 0, 0
             for number, count in enumerate(counts):
                 if count == 0:
                     continue
-                found[start : start + count] = self.expert(number, rows[start : start + count])
+                reached += 1
+                scale = reached if self.style == "counted" else 1
+                found[start : start + count] = scale * self.expert(number, rows[start : start + count])
                 start += count
         weighed = found * scores.softmax(-1).flatten()[order][:, None]
         if self.style == "ones":

@@ -161,7 +161,7 @@ def test_a_launcher_that_is_killed_is_no_failure_to_write(tmp_path: Path) -> Non
     launcher.kill()
     launcher.wait()
     deadline = time.monotonic() + SECONDS
-    while any(processes.condition(str(processes._place(pid))) == "runs" for pid in ranks):
+    while any(processes.condition(str(processes.place_of(pid))) == "runs" for pid in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     text = (tmp_path / "output").read_text()
@@ -208,7 +208,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def test_conditions_of_processes(sleeper: subprocess.Popen[bytes]) -> None:
-    place = processes._place(sleeper.pid)
+    place = processes.place_of(sleeper.pid)
     assert place is not None and processes.condition(place) == "runs" == processes.condition(processes.here())
     sleeper.send_signal(signal.SIGSTOP)
     until(lambda: processes.condition(place) == "stopped")

@@ -234,6 +234,16 @@ def _of_all_outcomes(
     tests = made[Outcomes.ABOVE][0].tests
     if tests:
         check_empty(found.graph, trace(Outcomes.EMPTY).graph, tests[0])
+    numbers = made[Outcomes.ABOVE][0].numbers
+    if numbers:
+        for outcomes in (Outcomes.ONE_ROW, Outcomes.HALF_THE_ROWS):
+            try:
+                with _unlogged():
+                    other = trace(outcomes).graph
+            except PartcError:
+                other = None
+            check_numbers(found.graph, other, numbers[0])
+    if tests:  # after the checks that most often end in another trace of the whole model
         several = (made[Outcomes.ABOVE][0].most_tests - 1).bit_length()
         for outcomes in PARTLY_EMPTY[: 2 * several]:
             try:
@@ -244,15 +254,6 @@ def _of_all_outcomes(
                     raise
                 continue  # eagerly, these outcomes raise as well, if they exist
             check_empty(found.graph, partly, tests[0])
-    numbers = made[Outcomes.ABOVE][0].numbers
-    if numbers:
-        for outcomes in (Outcomes.ONE_ROW, Outcomes.HALF_THE_ROWS):
-            try:
-                with _unlogged():
-                    other = trace(outcomes).graph
-            except PartcError:
-                other = None
-            check_numbers(found.graph, other, numbers[0])
     graph, longer = joined(found, trace) if found.branches else (found.graph, Outcomes.ABOVE)
     capture, program = made[longer]
     source = next(iter(tests), found.branches[0].source if found.branches else None)

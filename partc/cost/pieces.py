@@ -5,8 +5,8 @@
     work  linear(x)       8 ms  |     wait x
                                 |     work  linear(x)         2 ms
 
-With 4 ranks, a gather has the time of all but the last quarter of the first product that reads it. A sum begins after
-the first quarter of the product that makes its operand, and its last quarter follows the product.
+With 4 ranks, a gather runs beside three quarters of the first product that reads it; the last quarter waits for it. A
+sum starts when the first quarter of its product is done, and the last quarter of the sum follows the product.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def in_pieces(run: Sequence[OpPiece], ops: Iterable[Op], ways: Mapping[str, int]
             before.setdefault(index, []).extend(waits)
             if has_products(piece.op) and piece.op.name not in ATTENTION:
                 products.update((value.name, index) for value in piece.op.results)
-    sums = {id(piece) for piece in after.values()}
+    sums, places = {id(piece) for piece in after.values()}, {*products.values()}
     for index, piece in enumerate(run):
         waits, sum_after = before.get(index, []), after.get(index)
         if index in dropped:
             continue
         if id(piece) in sums:
             yield replace(piece, segment=_share(piece.segment, 1 / ways[piece.segment.over]))
-        elif index in products.values() and (waits or sum_after):
+        elif index in places and (waits or sum_after):
             yield from _product(piece, waits, sum_after, ways)
         else:
             yield from waits

@@ -319,7 +319,7 @@ class Selections:
         return outcome
 
     def _outcome(self, tested: Tensor, first: int, last: int) -> bool:
-        """The outcome of a test, which is the same for the same mask."""
+        """The outcome of a test. Tests of the same elements of one mask have the same outcome."""
         key = id(tested), tested._version, first, last
         held = self._outcomes.get(key)
         if held is None or held[0]() is not tested:

@@ -306,7 +306,7 @@ class Region:
 
 
 def without_axes(region: Region, axes: Collection[str], sizes: Sizes) -> Region:
-    """The region on a mesh where these axes have size 1. Operations over them, if there are any, stay."""
+    """The region as it is on a mesh whose `axes` have size 1. Collectives over these axes are kept."""
     sizes = {**sizes, **dict.fromkeys(axes, 1)}
 
     def value(item: Value) -> Value:

@@ -90,7 +90,11 @@ def differentiate(
 def _known(
     region: Region, inputs: frozenset[str], params: frozenset[str], sizes: Sizes, derivatives: Derivatives
 ) -> Region:
-    """The region's derivative, from one with further batch axes if there is any: without them, nothing else changes."""
+    """The region's derivative.
+
+    A known derivative of the same region on a mesh with more batch axes is used again, without those axes: they change
+    nothing but layouts.
+    """
     axes = frozenset(batch_axes(sizes))
     blank, ones = _sizeless(without_axes(region, {TIME_AXIS} - axes, sizes), sizes)
     known = derivatives.setdefault((without_axes(blank, axes, sizes), ones, inputs, params), [])

@@ -81,6 +81,42 @@ class Checkpointed(nn.Module):
         return checkpoint(self.third, h, use_reentrant=True).square().mean()  # type: ignore[no-any-return]
 
 
+class Pair(torch.autograd.Function):
+    """Two results, of which an unread one has no gradient, in contrast to one of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        ctx.set_materialize_grads(False)
+        return x * w, 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        x, w = ctx.saved_tensors
+        to_x = None if second is None else 2 * second
+        if first is None:
+            return to_x, None
+        return first * w + (0 if to_x is None else to_x), (first * x).sum(0)
+
+
+@pytest.mark.parametrize("read", [(0,), (1,), (0, 1)])
+def test_an_unread_result_has_no_gradient(read: tuple[int, ...]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v, self.w = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            results = Pair.apply(x * self.v, self.w)  # type: ignore[no-untyped-call]
+            return torch.stack([results[i].square().sum() for i in read]).sum()
+
+    model, x = Net(), torch.randn(6, 4)
+    traced = trace_model(Net, lambda: {"x": x}, name="net", mesh=Mesh.parse("1"))
+    model(x).backward()
+    trained = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    assert {p.name for p in traced.program.parameters if p.trainable} == trained
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_reentrant_checkpoint_of_inputs_trains_nothing() -> None:
     model = Checkpointed()

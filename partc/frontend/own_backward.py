@@ -17,7 +17,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -257,25 +257,49 @@ def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: l
     ]
     results = [x.detach() if isinstance(x, Tensor) else x for x in results]
     if any(needs) and carrying:
-        values = [results[place] for place in carrying]
         incoming = [torch.zeros_like(x) if isinstance(x, Tensor) else None for x in results]
         for place in carrying:
             incoming[place] = _incoming(results[place], parts)
-        inside.append(cls)
-        found = (cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp)(context, *incoming)
-        inside.pop()
-        found = found if isinstance(found, tuple) else (found,)
-        pairs = [
-            (arg, _fitted(gradient, arg, parts))
-            for arg, gradient, needed in zip(args, found, needs, strict=False)
-            if needed and gradient is not None
-        ]
-        if pairs:
-            operands, gradients = map(list, zip(*pairs, strict=True))
-            owned = torch.ops.partc.own_gradient(values, operands, gradients)
-            for place, x in zip(carrying, owned, strict=True):
-                results[place] = x
+        for places, found in _backward(cls, context, incoming, carrying, inside):
+            pairs = [
+                (arg, _fitted(gradient, arg, parts))
+                for arg, gradient, needed in zip(args, found, needs, strict=False)
+                if needed and gradient is not None
+            ]
+            if pairs:
+                operands, gradients = map(list, zip(*pairs, strict=True))
+                values = [results[place] for place in places]
+                owned = torch.ops.partc.own_gradient(values, operands, gradients)
+                for place, x in zip(places, owned, strict=True):
+                    results[place] = x
     return tuple(results) if isinstance(made, tuple) else results[0]
+
+
+_Returned = tuple[Tensor | None, ...]
+
+
+def _backward(
+    cls: Any, context: _Context, incoming: Sequence[Tensor | None], carrying: list[int], inside: list[type]
+) -> list[tuple[list[int], _Returned]]:
+    """Sets of results, each with the gradients that the function's backward returns for theirs.
+
+    Without materialized gradients a result that the loss does not read has the gradient None. A trace learns at its end
+    which ones it reads, so backward runs once for each result, with None for the others; their sum is the gradient of
+    all. A backward that fails on None reads them all.
+    """
+
+    def run(given: Sequence[Tensor | None]) -> _Returned:
+        inside.append(cls)
+        try:
+            found = (cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp)(context, *given)
+        finally:
+            inside.pop()
+        return found if isinstance(found, tuple) else (found,)
+
+    if len(carrying) > 1 and not context.materialize_grads:
+        with suppress(TypeError, AttributeError):
+            return [([place], run([x if i == place else None for i, x in enumerate(incoming)])) for place in carrying]
+    return [(carrying, run(incoming))]
 
 
 def _incoming(x: Tensor, parts: int) -> Tensor:

@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import random
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,14 @@ import pytest
 from partc.cli import main
 from partc.cluster.cluster import preset
 from partc.compilation.plan import ParallelPlan, read
-from partc.compilation.simulation import Simulator
+from partc.compilation.simulation import Prediction, Simulator
 from partc.cost.calibration import calibration
 from partc.errors import PartcError
 from partc.ir.mesh import Mesh
+from partc.planner.deadline import TimeUpError, time_limit
 from partc.planner.planning import Planner, Request
 from partc.planner.search import Failure, Played, search
-from partc.planner.space import Space, divisors, fixed, inside
+from partc.planner.space import Space, divisors, fixed, inside, sizes_of
 from tests.enumeration import Cases, cases, compared
 
 ROUTED = Path(__file__).parent / "models" / "routed.py"
@@ -298,6 +301,44 @@ def test_a_plan_that_fits_is_looked_for_until_the_time_is_up(small: Planner, mon
     known = {last: small.predicted(last)} | dict.fromkeys(others, Failure(error="it does not compile"))
     found = search([], known.__getitem__, small.bounds, limit=1 << 60, starts=plans, max_seconds=40.0)
     assert found.best is not None and found.best.plan == last
+
+
+def test_the_time_limit_ends_a_prediction_that_is_under_way(small: Planner) -> None:
+    quick, endless, *_ = small.space.plans()
+    family = next(small.space.families())
+
+    def simulated(plan: ParallelPlan) -> Prediction | Failure:
+        while plan == endless:
+            small.bounds.simple(plan)
+        return small.predicted(plan)
+
+    found = search([family], simulated, small.bounds, limit=1 << 60, starts=[quick, endless], max_seconds=1.0)
+    assert found.best is not None and found.best.plan == quick and not found.complete
+    assert found.seconds < 2.0 and found.bound == pytest.approx(small.bounds.simple(family.least).seconds)
+
+
+def test_the_time_limit_leaves_the_code_of_others_and_their_timers_alone() -> None:
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 60.0)
+    try:
+        with pytest.raises(TimeUpError), time_limit(0.02):
+            end = time.perf_counter() + 0.1
+            while time.perf_counter() < end:  # this module is none of partc's
+                pass
+            while True:
+                fixed("tp=4")
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
+        assert 50 < signal.setitimer(signal.ITIMER_REAL, 0)[0] < 60
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.perf_counter() >= end
+
+
+def test_the_first_plan_is_the_customary_one(small: Planner) -> None:
+    """Nothing binds a small model on one node: no pipeline, and parameters held whole."""
+    first = next(small._starts())
+    assert sizes_of(first)["pp"] == 1 and first.level < 2 and first.schedule == "1f1b"
 
 
 def test_the_first_bound_on_memory_has_the_largest_product(small: Planner) -> None:

@@ -15,7 +15,7 @@ from partc.cost.calibration import Calibration, calibration
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
 from partc.frontend.origin import Functions
-from partc.ir.mesh import BATCH_AXIS
+from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS
 from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.passes.stages import staged
@@ -200,22 +200,34 @@ class Planner:
         self._predictions: dict[ParallelPlan, Prediction | Failure] = {}
 
     def _starts(self) -> Iterator[ParallelPlan]:
-        """For each size of the axes, the plan of the least estimate; then plans that hold little, until one fits."""
+        """The customary plan; for each size of the axes, that of the least estimate; plans that hold little, until one
+        fits.
+        """
+        customary: ParallelPlan | None = None
         found: dict[tuple[object, ...], ParallelPlan] = {}
         thrifty: dict[tuple[object, ...], ParallelPlan] = {}
         by_node = any(NODE in level for level in self.space.fixed.get("zero", ()))
         space = self.space if by_node else replace(self.space, nodes=1)  # one order of the axes is enough
         for plan in (plan for family in space.families() for plan in _some(family).plans()):
             sizes = (*sizes_of(plan).values(), plan.experts)
+            if _is_customary(plan) and (customary is None or self._custom(plan) < self._custom(customary)):
+                customary = plan
             if sizes not in found or self._hope(plan) < self._hope(found[sizes]):
                 found[sizes] = plan
             if sizes not in thrifty or _thrift(plan) > _thrift(thrifty[sizes]):
                 thrifty[sizes] = plan
+        if customary is not None:
+            yield customary
         yield from sorted(found.values(), key=self._hope)[:_STARTS]
         for plan in sorted(thrifty.values(), key=lambda plan: (sizes_of(plan)["pp"], sizes_of(plan)["tp"]))[:_STARTS]:
             fits = any(isinstance(each, Prediction) and self._fits(each) for each in self._predictions.values())
             if not fits:
                 yield plan
+
+    def _custom(self, plan: ParallelPlan) -> tuple[bool, int, float]:
+        """The measure of customary plans: as few pipeline ranks as memory allows, then the estimated seconds."""
+        over, seconds = self._hope(plan)
+        return over, sizes_of(plan)[PIPELINE_AXIS], seconds
 
     def _promise(self, family: Family) -> tuple[bool, float]:
         """The smallest estimate among some plans of a family."""
@@ -291,6 +303,11 @@ def _some(family: Family) -> Family:
     counts = family.microbatches
     spread = {counts[index * (len(counts) - 1) // max(1, _SOME - 1)] for index in range(_SOME)}
     return replace(family, microbatches=tuple(sorted(spread)), schedules=family.schedules[:_SOME])
+
+
+def _is_customary(plan: ParallelPlan) -> bool:
+    """Whether practitioners would try a plan first: 1F1B with one stage on each rank, and parameters held whole."""
+    return plan.schedule == "1f1b" and plan.level < 2
 
 
 def _thrift(plan: ParallelPlan) -> tuple[int, int, int]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from partc.compilation.plan import ParallelPlan
 from partc.planner.bounds import Bound, Bounds
+from partc.planner.deadline import TimeUpError, time_limit
 from partc.planner.space import Family
 
 _STARTING, _CLIMBING = 0.3, 0.5  # shares of the time, at whose ends starts and their neighbours are no longer tried
@@ -189,13 +191,6 @@ def search(
         play(plan, bound)
         return best < before
 
-    for plan in starts:
-        if not late(_STARTING if fitting else 1.0):
-            first(plan)
-    better = bool(fitting)
-    while better and not late(_CLIMBING):
-        middle = min(fitting, key=lambda played: played.seconds).plan
-        better = any(not late(_CLIMBING) and first(plan) for plan in near(middle))
     for number, family in enumerate(families):
         bound = bounds.simple(family.least)
         count += len(family)
@@ -206,39 +201,57 @@ def search(
         too_large += len(family)
         if closest is None or bound.bytes < closest[1].bytes:
             closest = family.least, bound
-    timed_out, share = False, _CLIMBING
-    while queue and best > queue[0].seconds:
-        if late(1.0):
-            timed_out = True
-            break
-        while promising and late(share) and not late(1.0):
-            tried = len(known)
-            tried_next = heapq.heappop(promising).plan
-            assert isinstance(tried_next, ParallelPlan)
-            first(tried_next)
-            share += _AGAIN * (len(known) - tried)
-        head = heapq.heappop(queue)
-        if isinstance(head.plan, Family) and head.tighter:
-            bound = bounds.of_family(head.plan, head.bound, limit)
-            heapq.heappush(queue, _Waiting(bound.seconds, head.order, head.plan, bound, ()))
-        elif isinstance(head.plan, Family):
-            for plan in head.plan.plans():
-                bound = bounds.simple(plan)
-                bound = bounds.wide(plan, bound) if bound.bytes <= limit else bound
-                wait(plan, bound, (*hope(plan), 0), tighten)
-        elif head.tighter:
-            following, *rest = head.tighter
-            wait(head.plan, following(head.plan, head.bound), head.order, tuple(rest))
-        elif head.plan not in known:
-            play(head.plan, head.bound)
+    reached = queue[0].seconds if queue else best  # no plan that is left is quicker
+
+    def run() -> bool:
+        """Search until the best plan is proved; whether it is, and the time is not up before."""
+        nonlocal reached
+        for plan in starts:
+            if not late(_STARTING if fitting else 1.0):
+                first(plan)
+        better = bool(fitting)
+        while better and not late(_CLIMBING):
+            middle = min(fitting, key=lambda played: played.seconds).plan
+            better = any(not late(_CLIMBING) and first(plan) for plan in near(middle))
+        share = _CLIMBING
+        while queue and best > queue[0].seconds:
+            reached = queue[0].seconds
+            if late(1.0):
+                return False
+            while promising and late(share) and not late(1.0):
+                tried = len(known)
+                tried_next = heapq.heappop(promising).plan
+                assert isinstance(tried_next, ParallelPlan)
+                first(tried_next)
+                share += _AGAIN * (len(known) - tried)
+            head = heapq.heappop(queue)
+            if isinstance(head.plan, Family) and head.tighter:
+                bound = bounds.of_family(head.plan, head.bound, limit)
+                heapq.heappush(queue, _Waiting(bound.seconds, head.order, head.plan, bound, ()))
+            elif isinstance(head.plan, Family):
+                for plan in head.plan.plans():
+                    bound = bounds.simple(plan)
+                    bound = bounds.wide(plan, bound) if bound.bytes <= limit else bound
+                    wait(plan, bound, (*hope(plan), 0), tighten)
+            elif head.tighter:
+                following, *rest = head.tighter
+                wait(head.plan, following(head.plan, head.bound), head.order, tuple(rest))
+            elif head.plan not in known:
+                play(head.plan, head.bound)
+        reached = queue[0].seconds if queue else best
+        return True
+
+    complete = False
+    with suppress(TimeUpError), time_limit(None if max_seconds is None else start + max_seconds - time.perf_counter()):
+        complete = run()
     fitting.sort(key=lambda played: (played.seconds, played.bytes))
     return Outcome(
         fitting=tuple(fitting),
         others=tuple(others),
-        bound=min(best, queue[0].seconds) if queue else best,
+        bound=min(best, reached),
         space=count,
         too_large=too_large,
         closest=closest,
-        complete=not timed_out,
+        complete=complete,
         seconds=time.perf_counter() - start,
     )

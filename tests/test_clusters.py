@@ -32,7 +32,7 @@ from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.pieces import OpPiece, in_pieces
-from partc.cost.rates import ClusterRates, product_sizes, tile_share
+from partc.cost.rates import SAVED_IN_EIGHT_BITS, ClusterRates, product_sizes, tile_share
 from partc.cost.roofline import product_flops
 from partc.errors import InternalError, PartcError
 from partc.ir.collectives import parts
@@ -281,9 +281,21 @@ def test_products_in_eight_bits_are_predicted(tmp_path: Path, capsys: pytest.Cap
     lines = [{"mesh": "dp=2", "precision": name, "options": {"batch": 16, "depth": 2}} for name in ("bf16", "fp8")]
     file.write_text("\n".join(map(json.dumps, lines)))
     found = simulated(capsys, "--cluster", "2xH100-80GB", "--plans", file, "--scale", "--failures", "mtbf=1e4")["plans"]
-    assert [each["error"] for each in found] == [None, None] and found[1]["memory_bytes"] == found[0]["memory_bytes"]
+    assert [each["error"] for each in found] == [None, None] and found[1]["memory_bytes"] < found[0]["memory_bytes"]
     refused = simulated(capsys, "--cluster", "2xA100-80GB", "--plans", file)["plans"][1]["error"]
     assert refused["code"] == "P0404" and "A100" in refused["cause"]
+
+
+def test_inputs_of_products_in_eight_bits_are_saved_in_eight_bits() -> None:
+    """A layer by hand: two norms and the MLP's hidden values. Attention's result is saved in 16 bits, too."""
+    options = {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "vocab": 128, "batch": 8}
+    wanted = ParallelPlan(mesh="dp=2,tp=2", precision="bf16", options=options)
+    program = Simulator(PLAIN_GPT, preset("4xH100-80GB"), Calibration()).program(wanted)
+    usual, eight = Footprint(program), Footprint(program, eight_bits=SAVED_IN_EIGHT_BITS)
+    rows, hidden, heads, wide = 4 * 32, 64, 2 * 16, 128
+    less = rows * (2 * hidden + wide - heads)
+    assert usual.saved_by_region["block"] - eight.saved_by_region["block"] == less
+    assert usual.held(0) == eight.held(0)
 
 
 @pytest.mark.parametrize(

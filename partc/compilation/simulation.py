@@ -25,7 +25,7 @@ from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.local_costs import LocalCosts
-from partc.cost.rates import ClusterRates
+from partc.cost.rates import SAVED_IN_EIGHT_BITS, ClusterRates
 from partc.errors import PartcError, first_line
 from partc.frontend.origin import Functions, Origin, trace
 from partc.frontend.trace import Batches
@@ -90,13 +90,13 @@ class Simulator:
         self._derivatives: Derivatives = {}
         self.fusions: Fusions = {}
         self._numbers: dict[_Key, int] = {}
-        self._costs = LocalCosts()
+        self._costs: dict[tuple[bool, bool], LocalCosts] = {}
 
     def on(self, cluster: Cluster, constants: Calibration) -> Simulator:
         """The simulator for another cluster, which shares this one's programs: they depend on plans alone."""
         found = copy(self)
         found.cluster, found.rates = cluster, ClusterRates(cluster, constants)
-        found._costs = LocalCosts()
+        found._costs = {}
         return found
 
     def scale_factor(self, plan: ParallelPlan, step_seconds: float) -> float:
@@ -132,7 +132,7 @@ class Simulator:
         if plan.tp_overlap:
             rates = replace(rates, pieces=True)
         program = self.program(plan.emitted, everywhere=everywhere)
-        costs = self._costs if rates == self.rates else LocalCosts()
+        costs = self._costs.setdefault((rates.fp8, rates.pieces), LocalCosts())
         return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs)
 
     def program(self, plan: ParallelPlan, *, everywhere: bool = False) -> Program:
@@ -342,7 +342,9 @@ def prediction(
     costs = LocalCosts() if costs is None else costs
     forecast = Forecast(program, rates, costs=costs)
     compute, exposed, bubble = forecast.split()
-    memory = resident(Footprint(program, states_of(optimizer), costs).peak, program.mesh, rates.cluster)
+    eight_bits = SAVED_IN_EIGHT_BITS if rates.fp8 else frozenset()
+    footprint = Footprint(program, states_of(optimizer), costs, eight_bits)
+    memory = resident(footprint.peak, program.mesh, rates.cluster)
     return Prediction(
         step_seconds=forecast.seconds,
         memory_bytes=memory,

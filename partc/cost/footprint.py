@@ -14,7 +14,7 @@ from itertools import islice
 
 from partc.communication.exchanges import Exchanges, graph_of
 from partc.cost.local_costs import LocalCosts
-from partc.cost.saved_tensors import flights, held_inputs, saved_bytes
+from partc.cost.saved_tensors import flights, held_inputs, saved_bytes, saved_in_eight_bits
 from partc.ir.collectives import inside, parts
 from partc.ir.gradients import touched_rows
 from partc.ir.layout import Sizes
@@ -41,12 +41,13 @@ _STATES = 2  # of AdamW, in the parameter's type
 @dataclass(frozen=True)
 class Footprint:
     """The estimated peaks of a scheduled program's ranks; `states` are the tensors that the optimizer keeps of a
-    parameter.
+    parameter. `eight_bits` are the products of weights' gradients that run in fp8, which save their operands so.
     """
 
     program: Program
     states: float = _STATES
     costs: LocalCosts = field(default_factory=LocalCosts, compare=False)
+    eight_bits: frozenset[str] = frozenset()
 
     @property
     def peak(self) -> int:
@@ -107,10 +108,14 @@ class Footprint:
     def saved_by_region(self) -> Mapping[str, int]:
         """The bytes that a call of each region saves of one microbatch."""
         held, sizes = held_inputs(self.program), self.program.sizes
+
+        def saved(region: Region) -> int:
+            if self.eight_bits:
+                return saved_in_eight_bits(region, held[region.name], sizes, self.eight_bits)
+            return saved_bytes(region, held[region.name], sizes)
+
         return {
-            region.name: self.costs.of(
-                held[region.name], region, None, sizes, partial(saved_bytes, region, held[region.name], sizes)
-            )
+            region.name: self.costs.of(held[region.name], region, None, sizes, partial(saved, region))
             for region in self.program.regions
         }
 

@@ -125,6 +125,8 @@ _EIGHT_BITS: Mapping[str, int] = {
     "linear": 1, "linear_grad_input": 1, "linear_grad_weight": 0, "expert_matmul": 1, "expert_matmul_grad_rows": 1,
     EXPERTS_GRADIENT: 0,
 }  # fmt: skip
+# Of these, the products that read what forward passes have cast and saved.
+SAVED_IN_EIGHT_BITS = frozenset(name for name, casts in _EIGHT_BITS.items() if not casts)
 
 
 @dataclass(frozen=True)

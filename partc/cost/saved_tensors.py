@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from partc.ir.layout import Sizes
-from partc.ir.program import VIEWS, Action, Graph, Program, Ref, Region
+from partc.ir.program import ITEMSIZE, VIEWS, Action, Graph, Program, Ref, Region
 from partc.schedules import Compute
 
 Flight = tuple[tuple[int, int], ...]  # stages, and how many microbatches of each are in flight at one time
@@ -106,6 +106,32 @@ def saved_bytes(region: Region, held: frozenset[str], sizes: Sizes) -> int:
     """The bytes of the saved values."""
     values = region.forward.definitions()
     return sum(values[name].type.local_bytes(sizes) for name in saved_values(region, held))
+
+
+def saved_in_eight_bits(region: Region, held: frozenset[str], sizes: Sizes, products: Collection[str]) -> int:
+    """The bytes of the saved values where some products, which make gradients of weights, run in fp8.
+
+    Of a 16-bit value that such products read, a copy in 8 bits is saved. The value itself is saved if others read it.
+    """
+    values, inside = region.forward.definitions(), memory_of(region.forward)
+    readers: dict[str, set[bool]] = {}
+    for graph in region.graphs:
+        if graph is region.forward:
+            continue
+        shown = {name: inside.get(name, name) for name in memory_of(graph)}
+        for op in graph.ops:
+            first = op.args[0].name if op.args and isinstance(op.args[0], Ref) else ""
+            if op.name in VIEWS or op.name == "all_gather":
+                shown.update((value.name, shown.get(first, first)) for value in op.results)
+                continue
+            for name in op.refs():
+                readers.setdefault(shown.get(name, name), set()).add(op.name in products)
+    total = 0
+    for name in saved_values(region, held):
+        size, width = values[name].type.local_bytes(sizes), ITEMSIZE[values[name].type.dtype]
+        uses = readers.get(name, set()) if width == 2 else set()
+        total += (size if uses != {True} else 0) + (size // 2 if True in uses else 0)
+    return total
 
 
 def stage_bytes(program: Program) -> tuple[int, ...]:

@@ -1,13 +1,17 @@
 """Processes that begin with torch imported: most of what a short run of a package takes is that.
 
 A server imports it once, and forks for every command: `python FILE ...` or `python -m MODULE ...`, in the environment
-and the folder that are given, as a new interpreter would run it. Of partc and packages it has nothing in memory.
+and the folder that are given, as a new interpreter would run it. Of partc and packages it has no module in memory; the
+files of the runtime, which every package has a copy of, are compiled.
 """
 
 from __future__ import annotations
 
+import _imp
 import contextlib
 import functools
+import gc
+import inspect
 import json
 import os
 import runpy
@@ -19,10 +23,19 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
-PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch", "transformers.modeling_utils")
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "safetensors.torch",
+    "transformers.modeling_utils",
+)
+RUNTIME = Path(__file__).parents[1] / "partc" / "runtime"
 
 
 def quick_starts() -> Server:
@@ -153,6 +166,10 @@ def serve(place: str) -> NoReturn:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             __import__(name)
+    _compile_once()
+    inspect.getmodule(inspect.currentframe())  # it notes the files of all modules, and custom operations ask for theirs
+    gc.collect()
+    gc.freeze()  # children search what they allocate alone
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(place)
@@ -167,6 +184,21 @@ def serve(place: str) -> NoReturn:
             listener.close()
             _keep(connection)
         connection.close()
+
+
+def _compile_once() -> None:
+    """From here on in children, imports take the runtime's code by the text of its files, wherever copies lie."""
+    compiled = {path.read_bytes(): compile(path.read_bytes(), path, "exec") for path in RUNTIME.rglob("*.py")}
+    usual = SourceFileLoader.source_to_code
+
+    def found(loader: SourceFileLoader, data: Any, path: Any, **how: Any) -> Any:
+        code = compiled.pop(data, None)
+        if code is None:
+            return usual(loader, data, path, **how)
+        _imp._fix_co_filename(code, str(path))  # as importlib does with a file of bytecode
+        return code
+
+    SourceFileLoader.source_to_code = found  # type: ignore[method-assign, assignment]
 
 
 def _keep(connection: socket.socket) -> NoReturn:

@@ -11,6 +11,7 @@ from partc.frontend import origin
 from partc.frontend.trace import Batches, trace_file
 from partc.ir.mesh import Mesh
 from tests.conftest import SKIPS, Skips
+from tests.prefork import done
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,3 +51,18 @@ def test_kept_traces_are_those_made_anew() -> None:
         kept = origin.trace_file(ROOT / "examples" / "gpt.py", given, **how)
         assert kept == trace_file(ROOT / "examples" / "gpt.py", given, **how)
     assert origin.trace_file is not trace_file
+
+
+def test_a_copy_of_the_runtime_is_its_own_file_in_a_forked_process(tmp_path: Path) -> None:
+    """Its compiled code comes from the server; a changed copy is compiled anew."""
+    text = (ROOT / "partc" / "runtime" / "documents.py").read_text()
+    (tmp_path / "copied.py").write_text(text)
+    (tmp_path / "changed.py").write_text(text + "\nCHANGED = True\n")
+    (tmp_path / "main.py").write_text(
+        "import changed, copied, sys\n"
+        "for module in (changed, copied):\n"
+        "    assert module.at_least.__code__.co_filename == module.__file__, module.at_least.__code__\n"
+        "sys.exit(7 if changed.CHANGED and not hasattr(copied, 'CHANGED') else 1)\n"
+    )
+    ended = done([tmp_path / "main.py"])
+    assert ended.returncode == 7, ended.stderr

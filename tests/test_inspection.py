@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from partc import passes
 from partc.api import compilation
-from partc.cli import main
+from partc.cli import compile_options, main
 from partc.cli.dump import Dump
 from partc.cli.inspection import program_text, text
 from partc.compilation.options import Options
@@ -160,3 +163,55 @@ def test_text_of_a_compilation_that_stopped_early() -> None:
     changed = text(done, after="outline", region="block", diff=True, sources=False)
     assert all(line[:1] in "+-@" for line in changed.splitlines())
     assert text(done, after="trace", region=None, diff=True, sources=False) == "trace changed nothing"
+
+
+def test_a_package_without_axes_for_zero_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "build"
+    assert main(["compile", MLP, "--mesh", "tp=2", *SMALL, "--zero", "2", "-o", str(folder)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(folder), "--after", "zero"]) == 0
+    assert capsys.readouterr().out.startswith("program model mesh tp=2 ")
+
+
+_MESHES = ("8", "2x4", "pp=2,tp=2", "pp=2,dp=4,cp=2", "dp=2,cp=2,tp=2", "dp=4,ep=2", "ep=4", "tp=4", "dp_out=2,dp_in=4")
+_RECORDED = {
+    "virtual_stages": st.just(2),
+    "zero": st.sampled_from(("1", "2", "3", "3@2", "2@4", "1@dp", "3@cp")),
+    "recompute": st.sampled_from(("full", "18GB", "mm")),
+    "casts": st.just(("softmax=fp32",)),
+    "bucket": st.just("1KiB"),
+    "nodes": st.just(2),
+    "experts": st.sampled_from(("ep=2@dp", "ep=2@cp", "ep=2@tp")),
+    "grad_reduce": st.just("bf16"),
+    "compress_grads": st.just("int8"),
+    "loss_chunks": st.just(2),
+    "expert_capacity": st.just("1.25@sequence"),
+    "expert_rows": st.just(1.5),
+    "optimizer": st.sampled_from(("adamw", "sgd:momentum=0.9")),
+    "group": st.just(("*bias:weight_decay=0",)),
+    "lr": st.just(0.1),
+    "eval_every": st.just(3),
+    "forward_only": st.just(True),
+    "shard": st.just(("*.w=[@tp, _]",)),
+}
+
+
+@settings(max_examples=150)
+@given(
+    mesh=st.sampled_from(_MESHES),
+    schedule=st.sampled_from(("1f1b", "interleaved", "zbv")),
+    precision=st.sampled_from(("fp32", "bf16")),
+    drawn=st.fixed_dictionaries({}, optional=_RECORDED),
+)
+def test_a_package_records_all_options(mesh: str, schedule: str, precision: str, drawn: dict[str, object]) -> None:
+    try:
+        options = Options.checked(
+            **{"mesh": mesh, "microbatches": 4, "schedule": schedule, "precision": precision, "seed": 7, "shard": ()}
+            | drawn
+        )
+    except PartcError:
+        return
+    plan: dict[str, object] = {name: str(getattr(options, name)) for name in ("mesh", "precision")}
+    plan |= {"microbatches": options.microbatches, "seed": options.seed, "options": {}}
+    plan["command"] = json.loads(json.dumps(options.command))
+    assert compile_options.of_record(plan, Path("build"), {})[0] == options

@@ -107,18 +107,23 @@ def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str,
 
 def of_package(directory: Path, changed: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
     """The model file, compile options and model options of a package, with some options changed."""
-    from partc.compilation.options import TABLE
     from partc.package.launch import read_plan
 
-    plan = read_plan(directory)
+    wanted, found = of_record(read_plan(directory), directory, changed)
+    return str(directory / "model.py"), wanted, found
+
+
+def of_record(plan: Mapping[str, Any], directory: Path, changed: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
+    """The compile options and model options that a package's plan.json records, with some options changed."""
+    from partc.compilation.options import TABLE
+
     kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
     command = _DEFAULTS | {name: value for name, value in plan["command"].items() if name in _KEPT}
     if command["schedule"] == TABLE:
         command["schedule"] = str(directory / TABLE)
     definitions = [f"{name}={value}" for name, value in plan["options"].items()]
     unset = {"virtual_stages": None, "batch": None, "seq": None}
-    wanted, found = options({**unset, **kept, **command, **changed, "definitions": definitions})
-    return str(directory / "model.py"), wanted, found
+    return options({**unset, **kept, **command, **changed, "definitions": definitions})
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -229,7 +229,7 @@ class Options:
         if self.casts:
             found["casts"] = list(self.casts)
         if self.zero:
-            found["zero"] = f"{self.zero}@{','.join(self.zero_axes)}"
+            found["zero"] = f"{self.zero}@{','.join(self.zero_axes)}" if self.zero_axes else str(self.zero)
         if self.recompute != "none":
             found["recompute"] = self.recompute
         if self.kernels != "aten":
@@ -254,7 +254,7 @@ class Options:
             found["router_bias_rate"] = self.router_bias_rate
         if self.cuda_graphs:
             found["cuda_graphs"] = True
-        if self.optimizer != DEFAULT:
+        if self.chosen or self.optimizer != DEFAULT:
             found["optimizer"] = self.optimizer
         if self.group:
             found["group"] = list(self.group)

@@ -22,6 +22,8 @@ def example_cases() -> list[Case]:
         case("conv_transpose3d", normal(6, 2, 2, 2, 2), normal(2, 3, 2, 2, 2)),
         case("pixel_shuffle", image, 2),
         case("pixel_unshuffle", normal(6, 2, 4, 4), 2),
+        case("im2col", image, [2, 2], [1, 1], [0, 0], [1, 1]),
+        case("col2im", normal(6, 16, 2), [2, 3], [2, 2], [1, 1], [0, 0], [1, 1]),
         case("prelu", x, normal(4)),
         case("upsample_nearest1d", x, [12]),
         case("upsample_linear1d", x, [12], False),

@@ -249,8 +249,8 @@ def truth(*shape: int) -> Tensor:
 
 
 UNARY = (
-    "abs acosh asinh atan ceil celu cos cosh detach elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish "
-    "hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid logical_not mish nan_to_num reciprocal "
+    "abs acosh asinh atan ceil celu cos cosh detach digamma elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish "
+    "hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not mish nan_to_num reciprocal "
     "relu relu6 round rsqrt selu sigmoid sign silu sin sinh softplus sqrt square tan tanh trunc neg alias clone "
     "contiguous ones_like zeros_like"
 )
@@ -265,7 +265,7 @@ def pointwise_cases() -> list[Case]:
     x = normal(6, 4, 3).abs() + 1.5
     y = normal(4, 1).abs() + 0.5
     found = [case(name, x) for name in UNARY.split()]
-    found += [case(name, x / 9) for name in ("acos", "asin", "atanh")]
+    found += [case(name, x / 9) for name in ("acos", "asin", "atanh", "erfinv")]
     found += [case(name, x, y) for name in BINARY.split()]
     found += [case(name, whole(9, 6, 4), whole(9, 6, 4)) for name in INTEGER.split()]
     found += [case("bitwise_not", truth(6, 4)), case("bitwise_and", truth(6, 4), truth(4))]
@@ -304,6 +304,8 @@ def product_cases() -> list[Case]:
     found += [case("expert_places", torch.randint(3, (6, 12))), case("times_loss_scale", torch.randn(4, 6))]
     found += [case("selected_places", torch.rand(6, 12).argsort(1) < 5, 5)]
     starts, ends = torch.tensor([0, 0, 3, 3, 8, 11]), torch.tensor([0, 3, 3, 8, 11, 12])
+    found += [case("bucketize", normal(6, 4), torch.arange(3.0))]
+    found += [case(f"_{f}_backward_data", x, x, 1, torch.float64) for f in ("softmax", "log_softmax")]
     found += [case("bag_sum", normal(13, 6), starts, ends), case("bag_max", normal(13, 6), starts, ends)]
     found += [case("bag_sum_grad", normal(6, 4), starts, ends, 13)]
     found += [case("bag_max_grad", normal(6, 4), normal(13, 4), starts, ends)]
@@ -314,6 +316,7 @@ def product_cases() -> list[Case]:
         case("outer", normal(6), normal(4)),
     ]
     found += [case("einsum", "bhsd,bhtd->bhst", [normal(2, 3, 4, 6), normal(2, 3, 6, 6)])]
+    found += [case("einsum", "...hqk,...khd->...qhd", [normal(2, 3, 4, 6, 6), normal(3, 6, 4, 2)])]
     found += [
         case("einsum", "bi,oi,o->o", [normal(2, 6), normal(3, 6), normal(3)]),
         case("einsum", "ij->ji", [normal(6, 4)]),

@@ -35,6 +35,7 @@ ITS_LIMITS = {
     "scatter_add": "gathers what is added up",
     "repeat_interleave": "sums parts first",
     "dot": "sums parts first",
+    "einsum": "sums parts first",
     "matmul": "reaches some products by way of views that gather, and sums parts of vectors first",
     "tril": "replicates",
     "triu": "replicates",
@@ -50,7 +51,8 @@ UNKNOWN = (
     "times_loss_scale",
     *("attention", "attention_backward", "conv1d", "conv2d", "conv3d"),
     *("scatter_reduce", "cdist", "bilinear", "gru", "unfold", "diagonal", "diagonal_scatter", "diag_embed", "rnn_tanh"),
-    *("rnn_relu", "expert_places", "selected_places", "bag_sum", "bag_max", "bag_sum_grad", "bag_max_grad"),
+    *("im2col", "col2im", "rnn_relu", "expert_places", "selected_places", "bag_sum", "bag_max", "bag_sum_grad"),
+    "bag_max_grad",
 )
 
 

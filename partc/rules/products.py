@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Sequence
 
 from partc.ir.program import Op, TensorType
@@ -149,13 +150,20 @@ def _batched(shape: Sequence[int]) -> tuple[Sequence[int], Dims, dict[str, int]]
 
 def einsum(op: Op, types: Types) -> OpRule | None:
     equation = argument(op, 0, "equation")
-    if not isinstance(equation, str) or "..." in equation or "->" not in equation:
+    if not isinstance(equation, str) or "->" not in equation:
         return None
     left, right = equation.replace(" ", "").split("->")
     terms = left.split(",")
+    others = [len(t.shape) - len(term) + 3 if "..." in term else 0 for term, t in zip(terms, types, strict=True)]
+    rest = "".join(sorted(set(string.ascii_letters) - set(equation)))[: max(others)]  # the dimensions in `...`
+    terms = [term.replace("...", rest[len(rest) - count :]) for term, count in zip(terms, others, strict=True)]
+    right = right.replace("...", rest)
     if any(len(set(term)) != len(term) for term in (*terms, right)):
         return None
-    sizes = {name: n for term, type in zip(terms, types, strict=True) for name, n in zip(term, type.shape, strict=True)}
+    named = [(name, n) for term, t in zip(terms, types, strict=True) for name, n in zip(term, t.shape, strict=True)]
+    sizes = dict(named)
+    if any(sizes[name] != n for name, n in named):
+        return None  # a dimension of 1 broadcasts
     operands = [(tuple((name,) for name in term), type) for term, type in zip(terms, types, strict=True)]
     groups = [(i,) for i in range(len(types))]
     work = [tuple(sizes)] if len(types) > 1 else []

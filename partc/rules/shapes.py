@@ -108,7 +108,10 @@ def _reduced(op: Op, types: Types, index: int, *, contracted: bool) -> OpRule:
 
 
 def along(index: int, name: str = "dim", *, linear: bool = False, default: Arg = -1) -> Builder:
-    """Operations that need the dimensions in one of their arguments whole: softmax, cumsum, flip, roll, sort."""
+    """Operations that need the dimensions in one of their arguments whole: softmax, cumsum, flip, roll, sort.
+
+    Operands have equal shapes.
+    """
 
     def build(op: Op, types: Types) -> OpRule:
         shape = types[0].shape
@@ -123,7 +126,7 @@ def along(index: int, name: str = "dim", *, linear: bool = False, default: Arg =
                     sizes[f"k{i}"] = n
                     blocked.add(f"k{i}")
             results.append(tuple((f"k{i}" if n != shape[i] else f"d{i}",) for i, n in enumerate(value.type.shape)))
-        return make([(dims, types[0])], results, sizes, blocked=blocked, linear=[(0,)] if linear else [])
+        return make([(dims, type) for type in types], results, sizes, blocked=blocked, linear=[(0,)] if linear else [])
 
     return build
 

@@ -268,6 +268,7 @@ build("bag_sum_grad", products.bag_rows, heavy=True, precision="high")
 rule(
     "bag_max_grad", "g[b d], x[n d], starts[b], ends[b] -> [n d]", blocked="n", linear="g", heavy=True, precision="high"
 )
+rule("bucketize", "x[*d], boundaries[n] -> [*d]", blocked="n", precision="any")
 rule("mask_classes", "logits[*b v] -> [*b v]", sharded={"v": "mask_classes_shard"})
 rule(
     "cross_entropy",
@@ -284,6 +285,7 @@ build("mean prod var std logsumexp", shapes.extremum(), precision="high")
 build("amax amin max min argmax argmin any all", shapes.extremum())
 build("norm linalg_vector_norm", shapes.extremum(2), precision="high")
 build("softmax log_softmax logcumsumexp", along(1), precision="high")
+build("_softmax_backward_data _log_softmax_backward_data", along(2), precision="high")
 build("sort argsort cummax cummin", along(1))
 build("cumsum", along(1, linear=True), precision="high")
 build("cumprod", along(1), precision="high")
@@ -325,7 +327,8 @@ build("index", products.index)
 # Only the batch may be cut
 for _dims in (1, 2, 3):
     build(f"conv_transpose{_dims}d", examples(0, least=2 + _dims), heavy=True, precision="low")
-build("pixel_shuffle pixel_unshuffle", examples(0, least=4))
+build("pixel_shuffle pixel_unshuffle im2col", examples(0, least=4))
+build("col2im", examples(0, least=3))
 build("prelu", examples(0))
 build("upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d", examples(0))
 build(
@@ -379,8 +382,8 @@ build(
     shapes.pointwise,
 )
 build(
-    "acos acosh asin asinh atan atan2 atanh cos cosh erf erfc exp exp2 expm1 log log10 log1p log2 log_sigmoid "
-    "logaddexp pow reciprocal rsqrt sin sinh softplus sqrt square tan xlogy",
+    "acos acosh asin asinh atan atan2 atanh cos cosh digamma erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p "
+    "log2 log_sigmoid logaddexp pow reciprocal rsqrt sin sinh softplus sqrt square tan xlogy",
     shapes.pointwise,
     precision="high",
 )

@@ -80,6 +80,11 @@ def quotient(x: Tensor, most: Tensor) -> Tensor:
 # Each function's operations after normalize and simplify, the sum that makes a number of it left out.
 FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     "view": (lambda m, x: x.view(5, -1, 2).sin().sum(), ["reshape", "sin"]),
+    "meshgrid": (lambda m, x: torch.meshgrid(m.v, m.v.sin())[1].sum(), ["sin", "reshape", "expand"]),
+    "meshgrid xy": (
+        lambda m, x: math.prod(torch.meshgrid(m.v, x.sum((1, 2)), m.v.sin(), indexing="xy")).sum(),
+        ["sum", "sin", *["reshape", "expand"] * 3, "mul", "mul"],
+    ),
     "flatten": (lambda m, x: x.flatten(1).unsqueeze(1).squeeze(1).sin().sum(), ["reshape", "sin"]),
     "same view": (lambda m, x: x.view(5, 3, 6).contiguous().sum(), []),
     "transpose": (lambda m, x: x.transpose(-1, 0).sin().sum(), ["permute", "sin"]),

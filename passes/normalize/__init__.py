@@ -384,6 +384,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "movedim": views.permute(views.moved),
     **_each("expand expand_as", views.expand),
     "broadcast_tensors": views.broadcast,
+    "meshgrid": views.meshgrid,
     **_each("split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk", views.split),
     "select": views.select,
     "slice": views.slice_,

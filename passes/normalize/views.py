@@ -61,6 +61,18 @@ def broadcast(w: Writer, op: Op) -> None:
             w.add(op, "expand", (operand, value.type.shape), value)
 
 
+def meshgrid(w: Writer, op: Op) -> None:
+    """Each result is its own operand along one dimension: no gradient reaches the others."""
+    operands = op.args[0] if isinstance(op.args[0], tuple) else op.args
+    crossed = dict(op.attrs).get("indexing") == "xy" or op.args[-1] == "xy"
+    for index, (operand, value) in enumerate(zip(operands, op.results, strict=False)):
+        shape = value.type.shape
+        dim = 1 - index if crossed and index < 2 <= len(shape) else index
+        column = tuple(size if place == dim else 1 for place, size in enumerate(shape))
+        placed = w.add(op, "reshape", (operand, column), w.value(f"{value.name}_column", column, value.type.dtype))
+        w.add(op, "expand", (placed, shape), value)
+
+
 def split(w: Writer, op: Op) -> None:
     dim = argument(op, 1 if op.name == "unbind" else 2, "dim", 0)
     rank = len(w.shape(op.args[0]))

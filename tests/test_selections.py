@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -307,6 +308,91 @@ def test_branches_that_change_other_rows_than_tested_are_refused(style: str) -> 
         equals_eager(lambda: Branches(style), [flagged(some, ~some)])
     assert error.value.code == "P0206" and error.value.source is not None
     assert "test_selections.py" in error.value.source.file
+
+
+class Passing(nn.Module):
+    """Equal layers, of which each tells the next ones, in a Python value, whether a mask had rows."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style, self.body = style, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor, some: Any) -> tuple[Tensor, Any]:
+        y = x.clone()
+        if mask.any():
+            y[mask] = self.body(x[mask]) * (2.0 if some and self.style != "read behind" else 0.5)
+            if self.style == "listed":
+                some.append(1)
+            else:
+                some = self.style != "alone"
+        return y, some
+
+
+class Layers(nn.Module):
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style, self.layers = style, nn.ModuleList(Passing(style) for _ in range(3))
+
+    def forward(self, x: Tensor, flags: Tensor, other: Tensor) -> Tensor:
+        some: Any = [] if self.style == "listed" else False
+        for layer, mask in zip(self.layers, (flags, other, flags | other), strict=True):
+            x, some = layer(x, mask, some if self.style != "read behind" else False)
+        if self.style == "read behind" and some and other.any():
+            x = x.clone()
+            x[other] = x[other] * 3
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("style", ["returned", "listed", "read behind"])
+def test_outcomes_that_layers_pass_on_are_refused(style: str) -> None:
+    some = torch.arange(8) % 3 == 0
+    with pytest.raises(PartcError) as error:
+        equals_eager(lambda: Layers(style), [flagged(some, ~some)])
+    assert error.value.code == "P0206"
+
+
+def test_layers_that_pass_nothing_on_leave_out_rows() -> None:
+    some, none = torch.arange(8) % 3 == 0, torch.zeros(8, dtype=torch.bool)
+    equals_eager(lambda: Layers("alone"), [flagged(some, ~some), flagged(none, some), flagged(some, none)])
+
+
+class Distant(nn.Module):
+    """Sixteen tests, of which the last one reads the outcome of the fourth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, flags: Tensor, other: Tensor) -> Tensor:
+        outcomes = [
+            bool((flags & (x[:, 0] > 0)).any()),
+            bool((flags & (x[:, 0] > 1)).any()),
+            bool((flags & (x[:, 0] > 2)).any()),
+            bool((flags & (x[:, 0] > 3)).any()),
+            bool((flags & (x[:, 0] > 4)).any()),
+            bool((flags & (x[:, 0] > 5)).any()),
+            bool((flags & (x[:, 0] > 6)).any()),
+            bool((flags & (x[:, 0] > 7)).any()),
+            bool((flags & (x[:, 0] > 8)).any()),
+            bool((flags & (x[:, 0] > 9)).any()),
+            bool((flags & (x[:, 0] > 10)).any()),
+            bool((flags & (x[:, 0] > 11)).any()),
+            bool((flags & (x[:, 0] > 12)).any()),
+            bool((flags & (x[:, 0] > 13)).any()),
+            bool((flags & (x[:, 0] > 14)).any()),
+        ]
+        y = x.clone()
+        if (other & (x[:, 7] > 0)).any():
+            rows = other & (x[:, 7] > 0)
+            y[rows] = self.body(x[rows]) * (2.0 if outcomes[3] else 0.5)
+        return y.square().mean()
+
+
+def test_outcomes_of_distant_tests_are_told_apart() -> None:
+    some = torch.arange(8) % 3 == 0
+    with pytest.raises(PartcError) as error:
+        equals_eager(Distant, [flagged(some, ~some)])
+    assert error.value.code == "P0206"
 
 
 class Hits(nn.Module):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Captured:
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
     tests: tuple[Source, ...] = ()  # of whether a mask selects anything
     most_tests: int = 0  # different ones of one call
+    passed: Mapping[str, Set[Hashable]] = field(default_factory=dict)  # Python values at calls of equal modules
     integers: tuple[Mapping[str, Tensor], ...] = ()  # entries of integers of each part, with values
     numbers: tuple[Source, ...] = ()  # of rows that a mask selects, as integers
 
@@ -284,6 +285,7 @@ def capture(
         assumed=tuple(assumed),
         tests=tuple(selections.tests),
         most_tests=selections.most_tests,
+        passed=marked.passed,
         integers=_integers(make_batch, parts) if parts > 1 else (),
         numbers=tuple(selections.numbers),
     )

@@ -52,6 +52,10 @@ class Outcomes(enum.Enum):
     ODD_PAIRS = (False, False, 2, 1)
     EVEN_BITS = (False, False, -1, 0)
     ODD_BITS = (False, False, -1, 1)
+    EVEN_FOURS = (False, False, 4, 0)
+    ODD_FOURS = (False, False, 4, 1)
+    EVEN_EIGHTS = (False, False, 8, 0)
+    ODD_EIGHTS = (False, False, 8, 1)
 
     def below(self, branch: int) -> bool:
         return bool(self.value[branch % 2])
@@ -64,8 +68,9 @@ class Outcomes(enum.Enum):
         return bool((test & bits).bit_count() % 2 == kept)
 
 
-# Of any two tests among eight, in one of these traces the first one selects nothing and the other one something.
-PARTLY_EMPTY = tuple(Outcomes)[-6:]
+# Of any two tests among the first 2**n, in one of the first 2n traces the first one selects nothing and the other one
+# something.
+PARTLY_EMPTY = tuple(Outcomes)[-10:]
 
 
 class RandomTests:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,6 +134,7 @@ class Repeats:
 
     def __init__(self, modules: ModuleTree, excluded: Excluded | None, rows: ModuleRows) -> None:
         self.calls: dict[int, CallMark] = {}
+        self.passed: dict[str, set[Hashable]] = {}  # by the module: Python values that calls of equal modules pass
         self.rows = rows
         self._rows = {path: (row, place) for row in rows.all for place, path in enumerate(chain(*row.units))}
         self._row_calls: dict[str, list[_RowCall]] = {container_of(row): [] for row in rows.all}
@@ -192,9 +193,13 @@ class Repeats:
         leaves, spec = tree_flatten((args, kwargs))
         given = _given(spec, leaves)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if self._paths[id(vars(seen))] in self._rows:
-            return self._in_row(module, group, given, tensors, run)
-        return self._alone(module, group, given, tensors, run)[0]
+        path = self._paths[id(vars(seen))]
+        if path in self._rows:
+            result = self._in_row(module, group, given, tensors, run)
+        else:
+            result, _ = self._alone(module, group, given, tensors, run)
+        self.passed.setdefault(path, set()).add((_python_values(leaves), _python_values((args, kwargs, result))))
+        return result
 
     def _alone(
         self, module: nn.Module, group: int, given: _Given | None, tensors: list[Tensor], run: Callable[[], Any]
@@ -587,6 +592,12 @@ def _given(spec: TreeSpec, leaves: Iterable[Any]) -> _Given | None:
         torch.get_default_dtype(),
     )
     return _Given(spec, tuple(found), modes)
+
+
+def _python_values(tree: Any) -> Hashable:
+    """The kinds of a tree's leaves, with the values of those that are plain."""
+    leaves, spec = tree_flatten(tree)
+    return str(spec), tuple((type(x), repr(x) if isinstance(x, _PLAIN) else None) for x in leaves)
 
 
 def _result(leaf: Any, inputs: Sequence[Tensor], weights: Mapping[int, str]) -> Any:

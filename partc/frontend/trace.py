@@ -23,7 +23,7 @@ from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
 from partc.frontend.random_branches import PARTLY_EMPTY, Branching, Outcomes, RandomBranch, joined
 from partc.frontend.repeats import Excluded
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
-from partc.frontend.rows import UnequalError, container_of
+from partc.frontend.rows import UnequalError, WholeTrace, container_of
 from partc.frontend.selections import check_numbers
 from partc.ir.mesh import Mesh
 from partc.ir.naming import identifier, unique
@@ -230,10 +230,17 @@ def _of_all_outcomes(
         states = {value.name: value.type for value in program.regions[0].params}
         return Branching(graph=program.regions[0].forward, states=states, branches=branches)
 
+    def without_some(outcomes: Outcomes) -> Graph:
+        graph = trace(outcomes).graph
+        full, partly = made[Outcomes.ABOVE][0].passed, made[outcomes][0].passed
+        if any(not values <= full.get(path, values) for path, values in partly.items()):
+            raise WholeTrace  # in which tests of different calls have different numbers
+        return graph
+
     found = trace(Outcomes.ABOVE)
     tests = made[Outcomes.ABOVE][0].tests
     if tests:
-        check_empty(found.graph, trace(Outcomes.EMPTY).graph, tests[0])
+        check_empty(found.graph, without_some(Outcomes.EMPTY), tests[0])
     numbers = made[Outcomes.ABOVE][0].numbers
     if numbers:
         for outcomes in (Outcomes.ONE_ROW, Outcomes.HALF_THE_ROWS):
@@ -244,11 +251,12 @@ def _of_all_outcomes(
                 other = None
             check_numbers(found.graph, other, numbers[0])
     if tests:  # after the checks that most often end in another trace of the whole model
-        several = (made[Outcomes.ABOVE][0].most_tests - 1).bit_length()
-        for outcomes in PARTLY_EMPTY[: 2 * several]:
+        # Tests at one line, as in a loop over many experts, are told apart if they are neighbours.
+        several = min(made[Outcomes.ABOVE][0].most_tests, max(8, len(set(tests))))
+        for outcomes in PARTLY_EMPTY[: 2 * (several - 1).bit_length()]:
             try:
                 with _unlogged():
-                    partly = trace(outcomes).graph
+                    partly = without_some(outcomes)
             except PartcError as error:
                 if "forward raises" not in error.cause:
                     raise

@@ -93,7 +93,7 @@ def test_experts_over_other_ranks_are_refused(mesh: str, spec: str, cause: str) 
         ("dp=2,tp=2", {"experts": "ep=2@tp", "zero": 1}),
         ("pp=2,tp=4", {"experts": "ep=2@tp", "microbatches": 2, "recompute": "full"}),
         ("dp=2,tp=4", {"experts": "ep=4@dp=2,tp=2", "zero": 3, "microbatches": 2}),
-        pytest.param("cp=4", {"experts": "ep=2@cp", "zero": 2}, marks=pytest.mark.slow),
+        pytest.param("cp=4", {"experts": "ep=2@cp", "zero": 2}, marks=pytest.mark.matrix),
         pytest.param("dp_out=2,dp_in=2", {"experts": "ep=4@dp_out,dp_in"}, marks=pytest.mark.slow),
     ],
 )
@@ -427,7 +427,7 @@ def test_a_training_on_processes_equals_a_plain_loop(mesh: str, how: dict[str, A
         ("dp=2,tp=2", {"expert_capacity": 1, "experts": "ep=4@dp,tp"}, (1,)),
         ("dp=2,ep=2", {"expert_capacity": "0.75@microbatch"}, (12, 64)),
         pytest.param("pp=2,cp=2", {"expert_capacity": 1, "microbatches": 4}, (1,), marks=pytest.mark.slow),
-        pytest.param("1", {"expert_capacity": "0.5"}, (1,), marks=pytest.mark.slow),
+        pytest.param("1", {"expert_capacity": "0.5"}, (1,), marks=pytest.mark.matrix),
     ],
 )
 def test_experts_drop_rows_beyond_their_capacity(

@@ -53,7 +53,7 @@ def test_families_equal_their_single_device_models(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "t5", "gemma"])
+@pytest.mark.parametrize("name", ["mixtral", "t5", pytest.param("gemma", marks=pytest.mark.matrix)])
 def test_regions_do_not_grow_with_depth(name: str, tmp_path: Path) -> None:
     def regions(**more: object) -> list[str]:
         model = MODELS[name]

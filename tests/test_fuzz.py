@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.fuzz import modules
 from tests.fuzz.search import Case, cases, run
-from tests.prefork import Server
+from tests.prefork import shared
 
 
 @pytest.mark.slow
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_programs_equal_their_single_device_models(case: Case) -> None:
     run(case)
@@ -42,9 +40,8 @@ def test_gradients_of_the_first_half_of_backward_are_summed_too() -> None:
 @pytest.mark.slow
 def test_random_modules_end_as_plain_pytorch_leaves_them() -> None:
     """A few seeds of the search over the operator table; `make fuzz` goes on from others."""
-    with contextlib.closing(Server()) as server:
-        ends = [modules.run(modules.draw(seed), server) for seed in range(1000, 1010)]
-    assert ends.count("holds") >= 4
+    ends = [modules.run(modules.draw(seed), shared()) for seed in range(1000, 1006)]
+    assert ends.count("holds") >= 3
 
 
 def test_a_module_of_a_printed_case_is_the_same() -> None:
@@ -67,5 +64,4 @@ def test_weights_whose_gradients_are_constants_on_a_split_schedule() -> None:
         compile={"mesh": "pp=2", "microbatches": 2, "schedule": "zbv"},
         train={"optimizer": "sgd", "lr": 0.01, "weight-decay": 0.0},
     )
-    with contextlib.closing(Server()) as server:
-        assert modules.run(case, server) == "holds"
+    assert modules.run(case, shared()) == "holds"

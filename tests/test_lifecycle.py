@@ -76,7 +76,9 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.matrix if case in ("ep", "cp") else ()) for case in CASES]
+)
 def test_a_training_goes_on_elsewhere_and_infers(tmp_path: Path, case: str) -> None:
     end, evaluations, logits = on_one_device()
     first, second = CASES[case]

@@ -95,10 +95,8 @@ def test_sixty_four_ranks(tmp_path: Path) -> None:
     [
         ("tp=2", 1),
         ("pp=2,tp=3", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("pp=3,dp=2,tp=2", 4), ("4x2", 3), ("pp=6,dp=2", 4))
-        ),
+        ("pp=3,dp=2,tp=2", 4),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("4x2", 3), ("pp=6,dp=2", 4))),
     ],
 )
 def test_everything_awkward(mesh: str, microbatches: int, shared: Path, tmp_path: Path) -> None:

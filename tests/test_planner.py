@@ -31,11 +31,8 @@ ROUTED = Path(__file__).parent / "models" / "routed.py"
 GPT = str(Path(__file__).parents[1] / "examples" / "gpt.py")
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize("seed", [13, 23, *(pytest.param(seed, marks=SLOW) for seed in (15, 25))])
+@pytest.mark.parametrize("seed", [13, 23, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in (15, 25))])
 def test_the_best_plan_is_that_of_enumeration(seed: int) -> None:
     result = compared(next(cases(seed)))
     assert result is not None and len(result.errors) < result.plans

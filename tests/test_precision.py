@@ -141,7 +141,7 @@ def test_sums_and_exponentials_are_wide() -> None:
         ("gpt", "2x2x2", {"zero": 3, "schedule": "zero-bubble"}),
         ("gpt", "tp=2", {"zero": 1, "precision": "fp16"}),
         ("dlrm", "2x2", {}),
-        pytest.param("gpt", "2x2", {"zero": 0}, marks=pytest.mark.slow),
+        pytest.param("gpt", "2x2", {"zero": 0}, marks=pytest.mark.matrix),
         pytest.param("bert", "2x2", {"zero": 2}, marks=pytest.mark.slow),
         pytest.param("gpt2", "2x2x2", {"zero": 1}, marks=pytest.mark.slow),
         pytest.param("mixtral", "2x2", {}, marks=pytest.mark.slow),

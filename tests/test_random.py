@@ -112,8 +112,9 @@ def _verified(name: str, shared: Path, folder: Path, **options: object) -> partc
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "schedule"),
     [
-        ("2", 4, "1f1b"), ("tp=2", 1, "1f1b"), ("pp=2", 4, "gpipe"), ("2x2", 2, "1f1b"), ("2x2x2", 4, "1f1b"),
-        ("1x4x2", 1, "1f1b"), ("pp=2,dp=2", 2, "zbv"), ("pp=2,tp=2", 4, "interleaved"),
+        ("2", 4, "1f1b"), ("pp=2", 4, "gpipe"), ("2x2x2", 4, "1f1b"), ("1x4x2", 1, "1f1b"), ("pp=2,dp=2", 2, "zbv"),
+        ("pp=2,tp=2", 4, "interleaved"),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("tp=2", 1, "1f1b"), ("2x2", 2, "1f1b"))),
     ],
 )  # fmt: skip
 def test_every_mesh_draws_what_one_device_draws(
@@ -162,7 +163,15 @@ def _likelihood(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "microbatches"), [("1", 1), ("2", 4), ("tp=2", 2), ("2x2", 1)])
+@pytest.mark.parametrize(
+    ("mesh", "microbatches"),
+    [
+        pytest.param("1", 1, marks=pytest.mark.matrix),
+        ("2", 4),
+        pytest.param("tp=2", 2, marks=pytest.mark.matrix),
+        ("2x2", 1),
+    ],
+)
 def test_rarer_operations_draw_by_element_too(mesh: str, microbatches: int) -> None:
     batch = {"ids": torch.randint(32, (16, 8)), "labels": torch.randint(32, (16, 8))}
     package = partc.compile(Lottery, batch, loss=_likelihood, mesh=mesh, microbatches=microbatches, precision="fp64")

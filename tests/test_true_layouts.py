@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from partc.ir.operators import DTYPES
 from partc.ir.program import Op, Ref, TensorType, Value
 from partc.rules.inference import inferred, reshaped
 from partc.rules.layout_check import Verifier
+from tests.prefork import done
 from tests.zoo import EXAMPLES, MODELS
 
 SIZES = {"dp": 2, "tp": 4}
@@ -158,8 +157,9 @@ def test_comments_of_emitted_values_are_what_ranks_see(name: str, tmp_path: Path
     folder = package.write(tmp_path / "build")
     mesh: Mesh = package.program.mesh
     comments = {key: found for path in (folder / "regions").glob("*.py") for key, found in noted(path).items()}
-    done = subprocess.run([sys.executable, "-c", RUN, str(folder), "1"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "run.py").write_text(RUN)
+    ended = done([tmp_path / "run.py", folder, 1])
+    assert ended.returncode == 0, ended.stderr[-3000:]
     seen: dict[tuple[str, str, int, int], Tensor] = torch.load(folder / "seen.pt")
     assert len({key[0] for key in seen}) > 20
     once = {region.name for region in package.program.regions if region.phase == "step"}

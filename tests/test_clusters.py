@@ -105,6 +105,18 @@ def test_predictions_do_not_depend_on_earlier_ones(model: str, plans: tuple[Para
     assert len({each.memory_bytes for each in found}) == len(plans)
 
 
+def test_the_order_of_plans_does_not_matter() -> None:
+    """Of plans that share costs or layouts, and that differ in products' precision, pieces or microbatches."""
+    plain = ParallelPlan(mesh="dp=2,tp=4", options=_LONG)
+    others: tuple[dict[str, Any], ...] = ({"precision": "fp8"}, {"tp_overlap": True}, {"microbatches": 4, "zero": 1})
+    plans = [plain, *(replace(plain, **given) for given in others)]
+    cluster = preset("8xH100-80GB")
+    onwards, back = (Simulator(MODEL, cluster, calibration(cluster)) for _ in range(2))
+    found = [onwards.predict(plan) for plan in plans]
+    assert [back.predict(plan) for plan in reversed(plans)] == found[::-1]
+    assert len({each.step_seconds for each in found}) == len(plans)
+
+
 @pytest.mark.parametrize("given", PLANS[:4], ids=lambda given: str(list(given.values())))
 def test_the_footprint_is_close_to_the_account(simulator: Simulator, given: dict[str, Any]) -> None:
     wanted = plan(given)

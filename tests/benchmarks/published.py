@@ -1,4 +1,4 @@
-"""Predicted against published throughput: `python -m tests.benchmarks.published`, in five minutes.
+"""Predicted against published throughput: `python -m tests.benchmarks.published`, in six minutes.
 
 The runs are those of Narayanan et al., SC 2021, Table 1 (A100), of the table of weak scaling in Megatron-LM's README
 (H100), and some of each size and length in the tables of MosaicML's llm-foundry (scripts/train/benchmarking/README.md:
@@ -44,6 +44,7 @@ class Run:
     written: bool = False  # attention is spelled out
     tokens: int = 0  # a second and GPU; 0: `rate` is published
     table: str = "Megatron-LM"
+    precision: str = "bf16"
 
     @property
     def flops(self) -> float:
@@ -80,6 +81,7 @@ class Run:
             virtual_stages=virtual,
             zero=self.zero,
             recompute=self.recompute,
+            precision=self.precision,
             tp_overlap=self.table == "Megatron-LM" and self.device.startswith("H100"),
             options={**written, **sizes, "vocab": self.vocab, "batch": self.batch},
         )
@@ -111,12 +113,13 @@ _SHAPES = {  # of MPT: layers, hidden, heads
 }  # fmt: skip
 
 
-def _mosaic(device: str, name: str, *figures: int, again: bool = False) -> Run:
+def _mosaic(device: str, name: str, *figures: int, again: bool = False, precision: str = "bf16") -> Run:
     """Sequence, GPUs, microbatch, microbatches of a step, tokens a second and GPU; with full recomputation or none."""
+    table = "llm-foundry" if precision == "bf16" else f"llm-foundry {precision}"
     seq, gpus, microbatch, times, tokens = figures
     layers, hidden, heads = _SHAPES[name]
     return Run(
-        name=f"{name} {seq}", device=device, table="llm-foundry", layers=layers, hidden=hidden, heads=heads, tp=1, pp=1,
+        name=f"{name} {seq}", device=device, table=table, precision=precision, layers=layers, hidden=hidden, heads=heads, tp=1, pp=1,
         gpus=gpus, batch=microbatch * times * gpus, microbatch=microbatch, rate=0.0, seq=seq, vocab=50368, zero=3,
         recompute="full" if again else "none", tokens=tokens,
     )  # fmt: skip
@@ -175,6 +178,13 @@ RUNS = (
     _mosaic("H100-80GB", "30b", 8192, 8, 1, 21, 1384, again=True),
     _mosaic("H100-80GB", "70b", 2048, 64, 8, 4, 1039, again=True),
     _mosaic("H100-80GB", "70b", 2048, 32, 2, 16, 882, again=True),
+    _mosaic("H100-80GB", "1b", 512, 8, 56, 4, 70315, precision="fp8"),
+    _mosaic("H100-80GB", "1b", 8192, 8, 2, 4, 32010, precision="fp8"),
+    _mosaic("H100-80GB", "1b", 32768, 8, 1, 4, 12580, precision="fp8"),
+    _mosaic("H100-80GB", "3b", 512, 8, 40, 6, 36527, precision="fp8"),
+    _mosaic("H100-80GB", "3b", 2048, 8, 10, 6, 30586, precision="fp8"),
+    _mosaic("H100-80GB", "3b", 8192, 8, 3, 6, 19146, precision="fp8"),
+    _mosaic("H100-80GB", "3b", 32768, 8, 3, 6, 5856, again=True, precision="fp8"),
 )
 
 

@@ -99,6 +99,12 @@ def test_these_import_no_torch(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_single_device_run_imports_no_tracer() -> None:
+    """Which would take longer than PyTorch itself, in every verification."""
+    script = "import sys, partc.package.reference; sys.exit('torch._functorch.aot_autograd' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
+
+
 PRIVATE = re.compile(r"\btorch\.(?!ops\.)(\w+\.)*_(?!_)\w+|from torch(\.\w+)* import (.*, )?_\w+")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partc.torch_private import TorchDispatchMode
+from partc.runtime.torch_private import TorchDispatchMode
 
 _CHOOSING = (torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops.aten.argmax.default)
 

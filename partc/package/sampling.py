@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from partc.errors import PartcError
 from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
 from partc.runtime.random import Draw, dropout, stream
-from partc.torch_private import TorchDispatchMode
+from partc.runtime.torch_private import TorchDispatchMode
 
 
 class Sampling(TorchDispatchMode):

@@ -150,6 +150,7 @@ SMALL = {"other betas", "another epsilon"}  # in three steps less than what fp32
 )
 def test_updates_that_go_wrong_are_seen(precision: str, tmp_path: Path) -> None:
     """One package, whose runtime gets one fault after the other; as it is, it passes with every fault's options."""
+    torch.manual_seed(0)  # whose first norm is above the default clip
     batch = {"x": torch.randn(8, 6)}
     package = partc.compile(deep, batch, mesh="dp=2,tp=2", precision=precision).write(tmp_path / "build")
     assert verify(package, virtual=True, arguments=TRAINED).ok

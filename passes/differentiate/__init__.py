@@ -13,10 +13,11 @@
                                                grad_head.weight = linear_grad_weight(grad_head, x)
                                                return grad_x, grad_head.weight
 
-The local forward, collectives included, runs once through torch's AOT autograd on fake tensors. Marks around every
-value name it, and its gradient, in the traced graph, so that both graphs keep the model's own names and layouts. Values
-that the backward graph reads and that do not depend on an incoming gradient are saved, unless a view or a constant
-recreates them at no cost. A buffer that the model changes is saved with its old value.
+The local forward, collectives included, and torch's autograd run once on fake tensors, and are traced as they run.
+Where a derivative works in place, they are traced by AOT autograd, which makes it functional and takes twice as long.
+Marks around every value name it, and its gradient, in the traced graph, so that both graphs keep the model's own names
+and layouts. Values that the backward graph reads and that do not depend on an incoming gradient are saved, unless a
+view or a constant recreates them at no cost. A buffer that the model changes is saved with its old value.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from partc.cost.saved_tensors import changed_buffers
 from partc.errors import InternalError, PartcError, first_line
@@ -49,6 +51,7 @@ from partc.ir.program import (
     Program,
     Ref,
     Region,
+    TensorType,
     Value,
     without_axes,
 )
@@ -57,7 +60,7 @@ from partc.rules.kernels import TABLES
 from partc.rules.rule import integers
 from partc.rules.updates import DEFAULT, dense, updates
 from partc.sharding.choices import batch_axes
-from partc.torch_private import FakeTensorMode, aot_export_joint_simple, without_order
+from partc.torch_private import FakeTensorMode, OpOverload, aot_export_joint_simple, without_order
 
 # By regions without sizes and batch axes: the batch axes of some regions, themselves, and their derivatives.
 Derivatives = MutableMapping[tuple[object, ...], list[tuple[frozenset[str], Region, Region]]]
@@ -302,21 +305,39 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
                 _run(op, values, live, sizes)
         return tuple(torch.ops.partc.mark(values[name], name) for name in region.forward.outputs)
 
+    types = region.types(region.forward)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        tensors = [
-            torch.empty(
-                value.type.layout.local_shape(sizes),
-                dtype=operators.DTYPES[value.type.dtype],
-                requires_grad=value.name in roots,
-            )
-            for value in arguments
-        ]
+        tensors = [_empty(value.type, sizes, needs=value.name in roots) for value in arguments]
+        gradients = [_empty(types[name], sizes, needs=False) for name in region.forward.outputs if name in live]
+
+    def both(*tensors: Tensor) -> list[Tensor | None]:
+        operands, incoming = tensors[: len(arguments)], tensors[len(arguments) :]
+        outputs = local_forward(*operands)
+        carrying = [x for x, name in zip(outputs, region.forward.outputs, strict=True) if name in live]
+        wanted = [x for x in operands if x.requires_grad]
+        with torch.autograd.detect_anomaly(check_nan=False):  # which names the operation that fails
+            found = iter(torch.autograd.grad(carrying, wanted, incoming, allow_unused=True))
+        return [*outputs, *(next(found) if x.requires_grad else None for x in operands)]
+
     with warnings.catch_warnings(record=True) as said:
         try:
+            traced = make_fx(both)(*tensors, *gradients)
+            if not any(map(_changes_operands, traced.graph.nodes)):
+                traced.graph.eliminate_dead_code()
+                return traced
             with without_order():
                 return aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)  # type: ignore[return-value]
         except RuntimeError as error:
             raise _refusal(error, [str(warning.message) for warning in said], region.forward) or error from error
+
+
+def _changes_operands(node: fx.Node) -> bool:
+    """Whether an operation works in place, as a few of autograd's own do."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _empty(type: TensorType, sizes: Sizes, *, needs: bool) -> Tensor:
+    return torch.empty(type.layout.local_shape(sizes), dtype=operators.DTYPES[type.dtype], requires_grad=needs)
 
 
 def _refusal(error: RuntimeError, warnings: Sequence[str], graph: Graph) -> PartcError | None:

@@ -8,6 +8,7 @@ import torch
 import torch.utils.checkpoint as checkpoint
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._decomp import core_aten_decompositions
+from torch._dispatch.python import enable_python_dispatcher as python_decompositions
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._library import simple_registry
 from torch._ops import OpOverload
@@ -56,6 +57,7 @@ __all__ = [
     "compiling_unsaid",
     "fake_stored",
     "inside_functorch",
+    "python_decompositions",
     "tree_flatten",
     "tree_unflatten",
     "without_modes",

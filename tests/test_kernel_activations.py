@@ -37,7 +37,7 @@ DERIVATIVES: Mapping[str, tuple[Arguments, ...]] = {
     "leaky_relu_backward": (("y", "x", 0.2, False),), "softplus_backward": (("y", "x", 2.0, 5.0), ("y", "x", 1, 20)),
     "elu_backward": (("y", 1.3, 1.7, 0.5, False, "x"), ("y", 1.3, 1.7, 0.5, True, "x")),
     "hardtanh_backward": (("y", "x", -0.5, 2.0),), "hardsigmoid_backward": (("y", "x"),),
-    "hardswish_backward": (("y", "x"),),
+    "hardswish_backward": (("y", "x"),), "mish_backward": (("y", "x"),),
 }  # fmt: skip
 CONDITIONS = ["isnan", "isinf"]
 NUMBERS = [

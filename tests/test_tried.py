@@ -40,7 +40,7 @@ ALIKE = [
     case("softshrink", normal(8, 4), 0.5),
     case("channel_shuffle", normal(8, 6, 2), 3),
     case("__lshift__", whole(5, 8, 4), 2),
-    case("digamma", normal(8, 4).abs() + 1),
+    case("i0", normal(8, 4)),
 ]
 COUPLED = [
     case("renorm", normal(8, 4), 2, 1, 0.5),  # the norm of a column of all examples

@@ -106,6 +106,12 @@ def mish(x):
 
 
 @triton.jit
+def mish_backward(grad, x):
+    part = tanh(log1p(tl.exp(x)))
+    return grad * (part + x * tl.sigmoid(x) * (1.0 - part * part))
+
+
+@triton.jit
 def hardsigmoid(x):
     above = tl.where(x < -3.0, 0.0, x + 3.0)
     return tl.where(above > 6.0, 6.0, above) / 6.0

@@ -379,6 +379,7 @@ POINTWISE: Mapping[str, Spelling] = {
     "hardtanh_backward": "tl.where(({1} <= {2}) | ({1} >= {3}), 0.0, {0})",
     "hardsigmoid_backward": "functions.hardsigmoid_backward({0}, {1})",
     "hardswish_backward": "functions.hardswish_backward({0}, {1})",
+    "mish_backward": "functions.mish_backward({0}, {1})",
     "dropout_backward": _dropout_backward,
     "drop": _dropout_backward,
 }

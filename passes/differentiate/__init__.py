@@ -60,7 +60,13 @@ from partc.rules.kernels import TABLES
 from partc.rules.rule import integers
 from partc.rules.updates import DEFAULT, dense, updates
 from partc.sharding.choices import batch_axes
-from partc.torch_private import FakeTensorMode, OpOverload, aot_export_joint_simple, without_order
+from partc.torch_private import (
+    FakeTensorMode,
+    OpOverload,
+    aot_export_joint_simple,
+    python_decompositions,
+    without_order,
+)
 
 # By regions without sizes and batch axes: the batch axes of some regions, themselves, and their derivatives.
 Derivatives = MutableMapping[tuple[object, ...], list[tuple[frozenset[str], Region, Region]]]
@@ -321,7 +327,8 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
 
     with warnings.catch_warnings(record=True) as said:
         try:
-            traced = make_fx(both)(*tensors, *gradients)
+            with python_decompositions():  # as AOT autograd has them
+                traced = make_fx(both)(*tensors, *gradients)
             if not any(map(_changes_operands, traced.graph.nodes)):
                 traced.graph.eliminate_dead_code()
                 return traced

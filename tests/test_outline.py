@@ -225,6 +225,83 @@ class Scaled(nn.Module):
         return F.mse_loss(self.out(self.body(x).tanh() * self.scale), y)
 
 
+class Functions(nn.Module):
+    """Layers that are functions of weights in lists, in a dictionary of names, or in attributes."""
+
+    def __init__(self, style: str, depth: int = 4) -> None:
+        super().__init__()
+        self.style = style
+        self.stem, self.head = nn.Linear(3, 6), nn.Linear(6, 1)
+        self.gain = nn.Parameter(torch.rand(6))
+        if style == "lists":
+            self.up = nn.ParameterList(torch.randn(7, 6) for _ in range(depth))
+            self.down = nn.ParameterList(torch.randn(6, 7) for _ in range(depth))
+        for i in range(depth):
+            if style == "attributes":
+                self.register_parameter(f"up{i}", nn.Parameter(torch.randn(7, 6)))
+                self.register_parameter(f"down{i}", nn.Parameter(torch.randn(6, 7)))
+            elif style == "modules":
+                setattr(self, f"block{i}", Block(6))
+        if style == "holders":
+            self.layers = nn.ModuleList(
+                nn.ParameterDict({"up": torch.randn(7, 6), "down": torch.randn(6, 7)}) for _ in range(depth)
+            )
+
+    def layer(self, i: int, x: Tensor) -> Tensor:
+        match self.style:
+            case "modules":
+                return getattr(self, f"block{i}")(x)  # type: ignore[no-any-return]
+            case "lists":
+                up, down = self.up[i], self.down[i]
+            case "attributes":
+                up, down = getattr(self, f"up{i}"), getattr(self, f"down{i}")
+            case "holders":
+                up, down = self.layers[i]["up"], self.layers[i]["down"]
+        normed = x / x.square().mean(-1, keepdim=True).sqrt() * self.gain
+        return x + F.linear(F.linear(normed, up).relu(), down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for i in range(4):
+            x = self.layer(i, x)
+        return self.head(x).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("style", "names", "region", "params"),
+    [
+        ("lists", "block.{}", "block", ["gain", "up", "down"]),
+        ("attributes", "block.{}", "block", ["gain", "up", "down"]),
+        ("holders", "layers.{}", "layer", ["gain", "up", "down"]),
+        ("modules", "block{}", "block", ["up.weight", "up.bias", "down.weight", "down.bias"]),
+    ],
+)
+def test_numbers_in_names_of_weights_tell_bodies(style: str, names: str, region: str, params: list[str]) -> None:
+    program = outlined(lambda: Functions(style), X)
+    assert calls(program) == [("embed", "embed"), *((names.format(i), region) for i in range(4)), ("head", "head")]
+    assert sorted(value.name for value in program.region(region).params) == sorted(params)
+
+
+class Numbered(nn.Module):
+    """Numbered layers of which no three are alike, or whose weights are read again in another order."""
+
+    def __init__(self, widths: list[int], order: list[int]) -> None:
+        super().__init__()
+        for i, (width, after) in enumerate(zip(widths, [*widths[1:], widths[0]], strict=True)):
+            setattr(self, f"fc{i}", nn.Linear(width, after))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            x = getattr(self, f"fc{i}")(x).tanh()
+        return x.sum()
+
+
+@pytest.mark.parametrize(("widths", "order"), [([3, 4, 5, 6], [0, 1, 2, 3]), ([3, 3, 3], [0, 1, 2, 1, 0])])
+def test_numbers_without_repeated_bodies_tell_nothing(widths: list[int], order: list[int]) -> None:
+    assert calls(outlined(lambda: Numbered(widths, order), X)) == [("net", "net")]
+
+
 @pytest.mark.parametrize(
     ("stages", "names"),
     [

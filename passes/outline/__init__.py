@@ -18,11 +18,11 @@
       down_product = linear(gelu, down.weight)
       …
 
-Operations are grouped by the numbered module that ran them; groups that are equal operation by operation share a
-region. If a pipeline has more stages than there are groups, the groups are cut further, at inner modules and finally at
-every weight. Values that depend on no parameter leave the bodies: constants are computed once, in a region of their
-own; a value that depends on inputs only (a mask, a count) has a region of its own. First, the operations of equal
-modules that the trace has left out are put back.
+Operations are grouped by the numbered module that ran them, or else by the number in the name of their weight; groups
+that are equal operation by operation share a region. If a pipeline has more stages than there are groups, the groups
+are cut further, at inner modules and finally at every weight. Values that depend on no parameter leave the bodies:
+constants are computed once, in a region of their own; a value that depends on inputs only (a mask, a count) has a
+region of its own. First, the operations of equal modules that the trace has left out are put back.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from partc.ir.repetitions import restored
 from partc.passes.outline.segments import (
     ModuleSegment,
     by_module,
+    by_number,
     by_weight,
     container,
     lookups_joined,
@@ -55,7 +56,7 @@ def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     weights = {v.name: name for v, name in _stored(program) if program.parameter(name).trainable or name in changing}
     trained = set(weights)
     deepest = max((module_path(op).count(".") + 1 for op in main.forward.ops), default=0)
-    modules = lookups_joined(main, weights, by_module(main.forward.ops))
+    modules = lookups_joined(main, weights, by_number(main, weights, by_module(main.forward.ops)))
     linked = lambda keys: _Linker(program, main, _segments(program, main, trained, keys, len(places) > 1)).run()  # noqa: E731
     found = linked(modules)
     depth = 0
@@ -160,7 +161,8 @@ class _Linker:
         if region is None:
             region = self._region(index, segment, inputs, params, relative, outputs)
             self.regions[signature] = region
-        name = unique(segment.key or region.name, self.call_names)
+        bare = segment.key.startswith(".")
+        name = unique(region.name + segment.key if bare else segment.key or region.name, self.call_names)
         for old, local in zip(outputs, region.forward.outputs, strict=True):
             self.values[old] = self._value_name(old, local, name)
         order = {value.name: position for position, value in enumerate(region.params)}
@@ -248,7 +250,7 @@ class _Linker:
             return "rotary" if all(re.search(r"cos|sin|rot", name) for name in outputs) else "constants"
         if segment.key:
             own = segment.key.rpartition(".")[2]
-            if not is_number(own):
+            if not is_number(own) and any(map(is_number, segment.key.split("."))):
                 return identifier(own)
             word = container(segment.key).rpartition(".")[2]
             return _singular(word) if len(word) > 1 else "block"
@@ -281,6 +283,9 @@ def _counted(segment: ModuleSegment) -> tuple[ModuleSegment, int | None]:
 
 
 def _relative(name: str, key: str) -> str:
+    """A parameter's name in a body: without the body's path, or its number if the body has no path."""
+    if key.startswith("."):
+        return unreserved(re.sub(rf"\.?(?<!\d){key[1:]}(?!\d)", "", name, count=1))
     return unreserved(name.removeprefix(f"{key}.") if key else name)
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 
 from partc.ir.naming import is_number
 from partc.ir.program import RANDOM, VIEWS, Op, Phase, Region
+
+_FEWEST_EQUAL = 3  # bodies that make a repetition of weights that are numbered outside modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +166,8 @@ def _numbered_prefixes(path: str) -> tuple[str, ...]:
 
 
 def container(level: str) -> str:
-    return level.rpartition(".")[0]
+    """The path without the number at its end: layers of layers.0, block of block3."""
+    return level.rstrip("0123456789").rstrip(".")
 
 
 def _shape_of(op: Op) -> Hashable:
@@ -178,6 +184,67 @@ def by_module(ops: Sequence[Op], inside: int = 0) -> dict[int, str]:
         more = module_path(op).removeprefix(key).strip(".").split(".")[:inside]
         keys[id(op)] = ".".join(part for part in (key, *more) if part)
     return keys
+
+
+def by_number(main: Region, weights: Mapping[str, str], keys: Mapping[int, str]) -> dict[int, str]:
+    """Operations outside numbered modules follow numbers in names of modules and of weights, if bodies repeat.
+
+    An operation of the module `block3` has the key `block3`, and so has one that reads `block3.w`. One that reads `w3`
+    or `w.3` has the key `.3`: such are the bodies of models written with functions of their weights. Between the last
+    such operation of a body and the first of the next, the cut is at the first place that the fewest values pass. A
+    weight without a number that bodies share does not end them.
+    """
+    ops = main.forward.ops
+    passing = _passing(main)
+    reads = Counter(name for op in ops if not keys[id(op)] for name in op.refs() if name in weights)
+    owned = {name: key for name, count in reads.items() if (key := _number_key(weights[name])) or count < _FEWEST_EQUAL}
+    numbers = [""] * len(ops)
+    key, first = "", 0  # `first`: the earliest place where the body may end
+    for index, op in enumerate(ops):
+        path = _numbered_name(module_path(op))
+        found = [path] if path else [owned[name] for name in op.refs() if name in owned]
+        if keys[id(op)] or found:
+            now = "" if keys[id(op)] else found[0]
+            if now != key and not keys[id(op)] and first < index:
+                cut = min(range(first, index + 1), key=lambda place: passing[place])
+                numbers[cut:index] = [now] * (index - cut)
+            key, first = now, index + 1
+        numbers[index] = key
+    bodies: dict[str, list[Hashable]] = {}
+    for op, number in zip(ops, numbers, strict=True):
+        if number:
+            bodies.setdefault(number, []).append(_shape_of(op))
+    repeated = Counter((container(key), tuple(body)) for key, body in bodies.items())
+    many = {holder for (holder, _), count in repeated.items() if count >= _FEWEST_EQUAL}
+    return {
+        id(op): number if number and container(number) in many else keys[id(op)]
+        for op, number in zip(ops, numbers, strict=True)
+    }
+
+
+def _passing(main: Region) -> list[int]:
+    """For each place between operations, the values that are made before it and read after it."""
+    ops = main.forward.ops
+    last = {name: index for index, op in enumerate(ops) for name in op.refs()}
+    last |= dict.fromkeys(main.forward.outputs, len(ops))
+    change = [0] * (len(ops) + 2)
+    for index, op in enumerate(ops):
+        for value in op.results:
+            change[index + 1] += 1
+            change[max(last.get(value.name, index), index) + 1] -= 1
+    return list(accumulate(change[: len(ops) + 1]))
+
+
+def _number_key(weight: str) -> str:
+    """The key of the body that a weight belongs to by the first number in its name; "" if it has none."""
+    number = re.search(r"\d+", weight)
+    return _numbered_name(weight.rpartition(".")[0]) or (f".{number[0]}" if number else "")
+
+
+def _numbered_name(path: str) -> str:
+    """The path to the outermost module whose name ends in a number: layers.0, or block3."""
+    found = re.match(r".*?\d(?=\.|$)", path)
+    return found[0] if found else ""
 
 
 def lookups_joined(main: Region, weights: Collection[str], keys: Mapping[int, str]) -> dict[int, str]:

@@ -338,6 +338,16 @@ def test_the_first_plan_is_the_customary_one(small: Planner) -> None:
     assert sizes_of(first)["pp"] == 1 and first.level < 2 and first.schedule == "1f1b"
 
 
+def test_estimates_of_experts_count_all_ranks_of_an_axis() -> None:
+    """Sequences are gathered over all of tp, also where experts take a piece; states of experts are cut by spans."""
+    mixture = Planner(Request(model=str(ROUTED), cluster=preset("2x8xH100-80GB"), ranks=16, limit=80 << 30))
+    whole = ParallelPlan(mesh="dp=4,tp=4", zero=1, precision="bf16", options={})
+    piece = replace(whole, experts="ep=2@tp")
+    assert mixture.estimates._tensor(piece) == pytest.approx(mixture.estimates._tensor(whole))
+    spread, near = (mixture.estimates.bytes(replace(whole, zero=zero)) for zero in ("3", "3@2"))
+    assert spread < near
+
+
 def test_the_first_bound_on_memory_has_the_largest_product(small: Planner) -> None:
     """The logits, which the ranks of a stage hold between them."""
     (plan,) = (

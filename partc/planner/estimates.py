@@ -31,6 +31,7 @@ _KEPT: Mapping[str, float] = {"none": 0.6, "selective": 0.4}  # of the bytes tha
 _BUBBLE: Mapping[str, float] = {"zero-bubble": 1 / 3, "zbv": 1 / 6, "dualpipe-v": 1 / 6}  # of that of 1F1B
 _PASSES = 3  # a backward pass has two products for each of the forward pass
 _TENSOR_MOVES = 8  # collectives over tp in a call: two gathers and two scatters, forward and backward
+_PASSED = 6  # times that a value is moved: written and read forward, read again backward, and its gradient likewise
 _STREAMED = 3  # times an expert's weights: 16 bits forward and backward, gradients read and written in 32
 _HIDDEN = 0.6  # of computation that can run beside the gradients' collectives
 
@@ -78,7 +79,8 @@ class Estimates:
         """Computation with the pipeline's idle time, and the collectives that nothing hides."""
         sizes, times = sizes_of(plan), plan.microbatches
         ranks = sizes[PIPELINE_AXIS]
-        work = self.bounds.simple(plan).seconds * _AGAIN.get(plan.recompute, 1.1)
+        work = self.bounds.simple(plan).seconds + self.rates.update(_PASSED * self.made / math.prod(sizes.values()))
+        work *= _AGAIN.get(plan.recompute, 1.1)
         work = max(work, _PASSES * self.operations / ranks * times * self.launch)
         if self.experts:  # few rows for each expert: its weights and gradients are streamed once for each microbatch
             work += times * self.rates.update(_STREAMED * self.experts / (ranks * expert_parts(plan)))
@@ -100,11 +102,12 @@ class Estimates:
 
     def _tensor(self, plan: ParallelPlan) -> float:
         sizes = sizes_of(plan)
-        axes = [axis for axis in (TENSOR_AXIS, CONTEXT_AXIS) if sizes[axis] > 1]
+        names = mesh_of(plan).names  # experts may have a piece of tp
+        axes = tuple(filter(is_tensor_axis, names)), tuple(axis for axis in names if axis == CONTEXT_AXIS)
         parts = math.prod(size for axis, size in sizes.items() if axis != PIPELINE_AXIS) * plan.microbatches
         size = self.between // (self.calls * parts)
         count = _TENSOR_MOVES * self.calls / sizes[PIPELINE_AXIS] * plan.microbatches
-        return sum(count * self._moved(plan, "all_gather", axis, size) for axis in axes)
+        return sum(count * self._moved(plan, "all_gather", each, size) for each in axes if each)
 
     def _routed(self, plan: ParallelPlan) -> float:
         """Rows travel to their experts and back, forward and backward, over one axis after the other."""
@@ -116,7 +119,7 @@ class Estimates:
             parts *= sizes[TENSOR_AXIS]
         size = self.rows // (self.mixtures * parts)
         count = (6 if plan.recompute == "full" else 4) * self.mixtures / sizes[PIPELINE_AXIS] * plan.microbatches
-        return sum(count * self._moved(plan, "dispatch", axis, size) for axis in axes)
+        return sum(count * self._moved(plan, "dispatch", (axis,), size) for axis in axes)
 
     def _gradients(self, plan: ParallelPlan) -> float:
         sizes = sizes_of(plan)
@@ -144,16 +147,16 @@ class Estimates:
             plan.level, scatter + gather
         )
 
-    def _moved(self, plan: ParallelPlan, op: str, axis: str, size: int) -> float:
-        return self.rates.collective(op, mesh_of(plan), (axis,), (), size)
+    def _moved(self, plan: ParallelPlan, op: str, axes: tuple[str, ...], size: int) -> float:
+        return self.rates.collective(op, mesh_of(plan), axes, (), size)
 
     def bytes(self, plan: ParallelPlan) -> int:
         """Parameters, gradients and states, and the values that the first pipeline rank has saved."""
         sizes, times = sizes_of(plan), plan.microbatches
         ranks = sizes[PIPELINE_AXIS]
         spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS]
-        own, others = expert_parts(plan), spread * sizes[TENSOR_AXIS]
         shares = plan.span * sizes[CONTEXT_AXIS] if plan.span else spread
+        own, others = expert_parts(plan), shares * sizes[TENSOR_AXIS]
         held = self.bounds.kept(plan, self.parameters // (ranks * sizes[TENSOR_AXIS]), shares)
         held += self.bounds.kept(plan, self.experts // (ranks * own), max(1, others // own))
         parts = spread * sizes[TENSOR_AXIS] * times

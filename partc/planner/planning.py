@@ -31,6 +31,7 @@ _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", 
 LONG = 16_384  # tokens of a sequence from which cutting it is tried
 _SOME = 4  # numbers of microbatches, and schedules, of a family's plans that are tried first
 _STARTS = 4  # plans that are tried first
+_NEARLY = 1.05  # times the least estimate
 _NEIGHBOURS = 8  # plans near the best one that are tried next, of those with its regions and of others
 
 
@@ -200,34 +201,31 @@ class Planner:
         self._predictions: dict[ParallelPlan, Prediction | Failure] = {}
 
     def _starts(self) -> Iterator[ParallelPlan]:
-        """The customary plan; for each size of the axes, that of the least estimate; plans that hold little, until one
-        fits.
+        """The customary plan with the fewest pipeline ranks that is about the quickest such plan; for each size of the
+        axes, the plan of the least estimate; plans that hold little, until one fits.
         """
-        customary: ParallelPlan | None = None
+        customary: list[ParallelPlan] = []
         found: dict[tuple[object, ...], ParallelPlan] = {}
         thrifty: dict[tuple[object, ...], ParallelPlan] = {}
         by_node = any(NODE in level for level in self.space.fixed.get("zero", ()))
         space = self.space if by_node else replace(self.space, nodes=1)  # one order of the axes is enough
         for plan in (plan for family in space.families() for plan in _some(family).plans()):
             sizes = (*sizes_of(plan).values(), plan.experts)
-            if _is_customary(plan) and (customary is None or self._custom(plan) < self._custom(customary)):
-                customary = plan
+            if _is_customary(plan):
+                customary.append(plan)
             if sizes not in found or self._hope(plan) < self._hope(found[sizes]):
                 found[sizes] = plan
             if sizes not in thrifty or _thrift(plan) > _thrift(thrifty[sizes]):
                 thrifty[sizes] = plan
-        if customary is not None:
-            yield customary
+        if customary:
+            over, seconds = min(map(self._hope, customary))
+            near = [plan for plan in customary if self._hope(plan) <= (over, _NEARLY * seconds)]
+            yield min(near, key=lambda plan: (sizes_of(plan)[PIPELINE_AXIS], self._hope(plan)))
         yield from sorted(found.values(), key=self._hope)[:_STARTS]
         for plan in sorted(thrifty.values(), key=lambda plan: (sizes_of(plan)["pp"], sizes_of(plan)["tp"]))[:_STARTS]:
             fits = any(isinstance(each, Prediction) and self._fits(each) for each in self._predictions.values())
             if not fits:
                 yield plan
-
-    def _custom(self, plan: ParallelPlan) -> tuple[bool, int, float]:
-        """The measure of customary plans: as few pipeline ranks as memory allows, then the estimated seconds."""
-        over, seconds = self._hope(plan)
-        return over, sizes_of(plan)[PIPELINE_AXIS], seconds
 
     def _promise(self, family: Family) -> tuple[bool, float]:
         """The smallest estimate among some plans of a family."""

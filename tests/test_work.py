@@ -8,9 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import partc
+from partc.cluster.cluster import preset
+from partc.compilation.plan import ParallelPlan
+from partc.compilation.simulation import Simulator
+from partc.cost.calibration import calibration
+from partc.cost.flops import StepFlops, model_work
 from partc.runtime.train.data import load_model_file
 from tests.zoo import MODELS
 
@@ -54,3 +60,38 @@ def test_what_needs_no_gradient_costs_none() -> None:
     batch = {"x": torch.randn(4, 8)}
     package = partc.compile(Frozen, batch, mesh="1")
     assert package.flops == counted(Frozen(), batch, None) == (3 + 2) * 2 * 4 * 8 * 8
+
+
+class Attending(nn.Module):
+    """Products in a row, beside each other, and of activations; the last one's result is an operand of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.gate, self.last = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.wide(x).tanh() * self.gate(x).sigmoid()
+        scores = (h @ h.transpose(1, 2)).softmax(-1)
+        return x + self.last(scores @ h)  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    def __init__(self, *, again: bool = False) -> None:
+        super().__init__()
+        self.again = again
+        self.layers = nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return x.square().mean()
+
+
+def test_full_recomputation_repeats_at_least_what_torch_checkpoints_do() -> None:
+    batch = {"x": torch.randn(4, 5, 8)}
+    leaf = {"x": batch["x"].clone().requires_grad_()}
+    repeated = counted(Stack(again=True), leaf, None) - counted(Stack(), leaf, None)
+    cluster = preset("8xH100-80GB")
+    simulator = Simulator(Stack, cluster, calibration(cluster), batch=batch)
+    work = model_work(simulator.annotated(ParallelPlan(mesh="dp=1", precision="fp32")))
+    assert work == StepFlops(products=counted(Stack(), batch, None), products_again=repeated)

@@ -27,13 +27,14 @@ from functools import cached_property
 from itertools import accumulate
 
 from partc.compilation.plan import ParallelPlan
-from partc.cost.flops import model_flops
+from partc.cost.flops import StepFlops, model_work
 from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
 from partc.ir.mesh import PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, Action, Parameter, Program
-from partc.planner.space import Family, expert_parts, inside, sizes_of
+from partc.passes.stages import staged
+from partc.planner.space import Family, expert_parts, inside, sizes_of, stages_of
 from partc.planner.tables import LOOKUP, Axes, CallTable, RoomTable, ShareTable, Sums, Tables
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from partc.sharding.placements import expert_weights
@@ -54,17 +55,21 @@ class Bound:
 
 @dataclass
 class Bounds:
-    """The bounds of plans of one model; `peak` is in flops a second of a rank, `states` in copies of a parameter."""
+    """The bounds of plans of one model; `peak`, and `attention` of fused attention, are in flops a second of a rank,
+    `states` in copies of a parameter.
+    """
 
     annotated: Program  # with shapes of the whole batch
     peak: float
+    attention: float
     states: int
     tables: Tables
     filled_tiles: (
         Tables  # with rates under which parts of a batch take no less than their share of the whole one's time
     )
     resident: Callable[[ParallelPlan, int], int]  # the memory of a process whose tensors hold so many bytes
-    _flops: int = field(init=False)
+    _flops: StepFlops = field(init=False)
+    _calls: int = field(init=False)
     _bytes: int = field(init=False)  # of trained parameters besides experts
     _experts: int = field(init=False)
     _product: int = field(init=False)  # of the largest result of a matrix product
@@ -77,7 +82,8 @@ class Bounds:
     _least: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._flops = model_flops(self.annotated)
+        self._flops = model_work(self.annotated)
+        self._calls = len(staged(self.annotated)[0])
         tables, experts = set(_tables(self.annotated)), set(expert_parameters(self.annotated))
         sizes = {
             item.name: math.prod(item.type.shape) * _item(item)
@@ -93,7 +99,10 @@ class Bounds:
         return self.scheduled(plan, self.summed(plan, self.filled(plan, self.wide(plan, self.simple(plan)))))
 
     def simple(self, plan: ParallelPlan) -> Bound:
-        """The bound that follows from flops, parameters and the largest product alone."""
+        """The bound that follows from flops, parameters and the largest product alone.
+
+        Of stages that are finer than the calls nothing is said that full recomputation computes again.
+        """
         sizes = sizes_of(plan)
         ranks = math.prod(sizes.values())
         if plan.level == 0:
@@ -103,7 +112,16 @@ class Bounds:
             held = (self._bytes + self._experts) // ranks
         product = self._product * sizes[PIPELINE_AXIS] // (ranks * plan.microbatches * plan.loss_chunks)
         least = self.resident(plan, max((2 + self.states) * held, product))
-        return Bound(seconds=self._flops / (ranks * self.peak), bytes=least)
+        again = plan.recompute == "full" and stages_of(plan) <= self._calls
+        return Bound(seconds=self.computed(again=again) / ranks, bytes=least)
+
+    def computed(self, *, again: bool = False) -> float:
+        """The least seconds of one rank that computes all products of a step, or also those that full recomputation
+        computes again.
+        """
+        work = self._flops
+        seconds = work.products / self.peak + work.attention / self.attention
+        return seconds + again * (work.products_again / self.peak + work.attention_again / self.attention)
 
     def of_family(self, family: Family, known: Bound, limit: float = math.inf) -> Bound:
         """The bound of all plans of a family that hold at most `limit` bytes, or `known`."""

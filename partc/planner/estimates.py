@@ -26,12 +26,12 @@ from partc.planner.bounds import Bounds, expert_parameters
 from partc.planner.space import expert_parts, mesh_of, sharded_over, sizes_of, taken
 from partc.schedules import SCHEDULES
 
-_AGAIN: Mapping[str, float] = {"none": 1.0, "selective": 1.02, "full": 4 / 3}  # work with recomputation
+# Times that a value is moved: written and read forward, read again backward, and its gradient written and read.
+_PASSED: Mapping[str, int] = {"none": 5, "full": 7}
 _KEPT: Mapping[str, float] = {"none": 0.6, "selective": 0.4}  # of the bytes that a call makes, those that it saves
 _BUBBLE: Mapping[str, float] = {"zero-bubble": 1 / 3, "zbv": 1 / 6, "dualpipe-v": 1 / 6}  # of that of 1F1B
 _PASSES = 3  # a backward pass has two products for each of the forward pass
 _TENSOR_MOVES = 8  # collectives over tp in a call: two gathers and two scatters, forward and backward
-_PASSED = 6  # times that a value is moved: written and read forward, read again backward, and its gradient likewise
 _STREAMED = 3  # times an expert's weights: 16 bits forward and backward, gradients read and written in 32
 _HIDDEN = 0.6  # of computation that can run beside the gradients' collectives
 
@@ -79,8 +79,9 @@ class Estimates:
         """Computation with the pipeline's idle time, and the collectives that nothing hides."""
         sizes, times = sizes_of(plan), plan.microbatches
         ranks = sizes[PIPELINE_AXIS]
-        work = self.bounds.simple(plan).seconds + self.rates.update(_PASSED * self.made / math.prod(sizes.values()))
-        work *= _AGAIN.get(plan.recompute, 1.1)
+        devices, passed = math.prod(sizes.values()), _PASSED.get(plan.recompute, 6)
+        work = self.bounds.computed(again=plan.recompute == "full") / devices
+        work += self.rates.update(passed * self.made / devices)
         work = max(work, _PASSES * self.operations / ranks * times * self.launch)
         if self.experts:  # few rows for each expert: its weights and gradients are streamed once for each microbatch
             work += times * self.rates.update(_STREAMED * self.experts / (ranks * expert_parts(plan)))

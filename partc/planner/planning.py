@@ -169,6 +169,7 @@ class Planner:
         )
         base, annotated = _batched(self.simulator, base, request.global_batch)
         rate = max(cluster.device.peak_of(_COMPUTED[request.precision]), cluster.device.peak_of("f32"))
+        rate /= self.simulator.rates.slowest
         self._calls = len(staged(annotated)[0])
         tables = Tables(
             bodies=RegionBodies(self.simulator, self._calls),
@@ -178,7 +179,8 @@ class Planner:
         )
         self.bounds = Bounds(
             annotated=annotated,
-            peak=rate * max(constants.products, constants.attention) / self.simulator.rates.slowest,
+            peak=rate * constants.products,
+            attention=cluster.device.attention or rate * constants.attention,
             states=tables.states,
             tables=tables,
             filled_tiles=tables.on(replace(self.simulator.rates, filled=True)),

@@ -127,6 +127,7 @@ def _square(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         (("--mesh", "auto"), "P0816"),
         (("--mesh", "2", "--cluster", "4xCPU"), "P0816"),
         (("--mesh", "2", "--max-seconds", "3"), "P0816"),
+        (("--mesh", "2", "--ranks", "0"), "P0816"),
         ((*AUTO, "--zero", "1"), "P0815"),
         ((*AUTO, "--microbatches", "1"), "P0815"),
         ((*AUTO, "--ranks", "8"), "P0803"),

@@ -258,7 +258,7 @@ def check_undecided(given: Iterable[str], cluster: object) -> None:
 def check_unplanned(given: Mapping[str, Any]) -> None:
     """Check that no option of the planner is given beside a mesh. Raises PartcError P0816."""
     for name, value in given.items():
-        if value:
+        if value not in (None, "", ()):  # 0 was given
             flag = f"--{name.replace('_', '-')}"
             raise PartcError("P0816", f"{flag} is for --mesh auto", help="give --mesh auto, or leave it out")
 

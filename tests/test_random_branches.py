@@ -166,10 +166,28 @@ def wider(net: Net, x: Tensor) -> Tensor:
     return net.layers[0](x).mean(0, keepdim=True).expand(8, -1)
 
 
+def remembering(net: Net, x: Tensor) -> Tensor:
+    """The first outcome decides about the operations behind the third test, of the same parity."""
+    first = bool(torch.rand(()) < 0.5)
+    if first:
+        x = net.layers[0](x)
+    if torch.rand(()) < 0.5:
+        x = net.layers[1](x)
+    if torch.rand(()) < 0.5:
+        x = x + net.layers[2](x) * (2.0 if first else 0.5)
+    return x
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("body", "cause"),
-    [(changing, "random number"), (nested, "another one"), (counting, "it changes"), (wider, "random number")],
+    [
+        (remembering, "it changes mul"),
+        (changing, "random number"),
+        (nested, "another one"),
+        (counting, "it changes"),
+        (wider, "random number"),
+    ],
 )
 def test_other_changes_by_random_numbers_are_refused(body: Callable[[Net, Tensor], Tensor], cause: str) -> None:
     with pytest.raises(PartcError, match=cause) as caught:

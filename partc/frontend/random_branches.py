@@ -35,8 +35,9 @@ TESTS = frozenset({"__bool__", "is_nonzero"})
 class Outcomes(enum.Enum):
     """The outcomes of a trace's branches: the number is at least the limit (ABOVE), below it, or by turns.
 
-    In a trace of EMPTY, masks select nothing as well, and in those of `PARTLY_EMPTY` some do not; in all others they
-    select something. In those of ONE_ROW and HALF_THE_ROWS, numbers of selected rows are other integers.
+    In those of `PARTLY_BELOW`, some numbers are below. In a trace of EMPTY, masks select nothing as well, and in those
+    of `PARTLY_EMPTY` some do not; in all others they select something. In those of ONE_ROW and HALF_THE_ROWS, numbers
+    of selected rows are other integers.
     """
 
     ABOVE = (False, False)
@@ -56,21 +57,36 @@ class Outcomes(enum.Enum):
     ODD_FOURS = (False, False, 4, 1)
     EVEN_EIGHTS = (False, False, 8, 0)
     ODD_EIGHTS = (False, False, 8, 1)
+    EVEN_PAIRS_BELOW = (True, True, 2, 0)
+    ODD_PAIRS_BELOW = (True, True, 2, 1)
+    EVEN_BITS_BELOW = (True, True, -1, 0)
+    ODD_BITS_BELOW = (True, True, -1, 1)
+    EVEN_FOURS_BELOW = (True, True, 4, 0)
+    ODD_FOURS_BELOW = (True, True, 4, 1)
+    EVEN_EIGHTS_BELOW = (True, True, 8, 0)
+    ODD_EIGHTS_BELOW = (True, True, 8, 1)
 
     def below(self, branch: int) -> bool:
-        return bool(self.value[branch % 2])
+        return self._takes(branch) if self in PARTLY_BELOW else bool(self.value[branch % 2])
 
     def selects(self, test: int) -> bool:
         """The outcome of the test of this number whether a mask selects anything."""
-        if self is Outcomes.EMPTY or len(self.value) < 4:
-            return self is not Outcomes.EMPTY
+        return self._takes(test) if self in PARTLY_EMPTY else self is not Outcomes.EMPTY
+
+    def _takes(self, number: int) -> bool:
         *_, bits, kept = self.value
-        return bool((test & bits).bit_count() % 2 == kept)
+        return bool((number & bits).bit_count() % 2 == kept)
 
 
 # Of any two tests among the first 2**n, in one of the first 2n traces the first one selects nothing and the other one
-# something.
-PARTLY_EMPTY = tuple(Outcomes)[-10:]
+# something. Of any two branches, in one of FIRST_BELOW, SECOND_BELOW and the first 2n - 2 only the first one is below.
+PARTLY_EMPTY = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 4 and not outcomes.value[0])
+PARTLY_BELOW = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 4 and outcomes.value[0])
+
+
+def told_apart(count: int, sources: Iterable[Source | None]) -> int:
+    """The number of bits that tell tests apart; of many at one line, as in a loop over layers, neighbours only."""
+    return (min(count, max(8, len(set(sources)))) - 1).bit_length()
 
 
 class RandomTests:
@@ -146,6 +162,8 @@ def joined(found: Branching, trace: Callable[[Outcomes], Branching]) -> tuple[Gr
         others.append((Outcomes.SECOND_BELOW, trace(Outcomes.SECOND_BELOW)))
     elif longer is Outcomes.BELOW:
         others = [(Outcomes.ABOVE, found)]
+    bits = told_apart(len(found.branches), (branch.source for branch in found.branches))
+    others.extend((outcomes, trace(outcomes)) for outcomes in PARTLY_BELOW[: max(0, 2 * bits - 2)])
     merged = _Join(kept)
     for outcomes, other in others:
         merged.compare(other, [outcomes.below(i) != longer.below(i) for i in range(len(kept.branches))])
@@ -208,7 +226,12 @@ class _Join:
             elif instead != wanted:
                 if wanted not in missing or instead in missing:
                     raise self._refusal(max(branch, 0), f"it changes the order of the operands of {one.name}")
-                if self.replaced[missing[wanted]].setdefault(wanted, instead) != instead:
+                last = wanted  # of the values that this trace leaves out, each in the place of the one before
+                while last in missing and last in self.replaced[missing[last]]:
+                    last = self.replaced[missing[last]][last]
+                if last in missing:
+                    self.replaced[missing[last]][last] = instead
+                elif last != instead:
                     raise self._refusal(missing[wanted], "one value takes the place of several")
         same.update((b.name, a.name) for a, b in zip(one.results, two.results, strict=True))
 

@@ -20,7 +20,7 @@ from partc.frontend.graph_reader import GraphReader, tensor_type
 from partc.frontend.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_file import ModelFile, load
 from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
-from partc.frontend.random_branches import PARTLY_EMPTY, Branching, Outcomes, RandomBranch, joined
+from partc.frontend.random_branches import PARTLY_EMPTY, Branching, Outcomes, RandomBranch, joined, told_apart
 from partc.frontend.repeats import Excluded
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
 from partc.frontend.rows import UnequalError, WholeTrace, container_of
@@ -251,9 +251,7 @@ def _of_all_outcomes(
                 other = None
             check_numbers(found.graph, other, numbers[0])
     if tests:  # after the checks that most often end in another trace of the whole model
-        # Tests at one line, as in a loop over many experts, are told apart if they are neighbours.
-        several = min(made[Outcomes.ABOVE][0].most_tests, max(8, len(set(tests))))
-        for outcomes in PARTLY_EMPTY[: 2 * (several - 1).bit_length()]:
+        for outcomes in PARTLY_EMPTY[: 2 * told_apart(made[Outcomes.ABOVE][0].most_tests, tests)]:
             try:
                 with _unlogged():
                     partly = without_some(outcomes)

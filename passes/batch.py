@@ -56,7 +56,10 @@ def batch(program: Program) -> Program:
                 program, made = _called_apart(program, region, value)
                 walk.demanded |= made
         if walk.demanded <= summed:
-            return result
+            apart, made = _apart(program, result, summed) if program.sizes[TIME_AXIS] > 1 else (program, set())
+            if apart is program:
+                return result
+            program, walk.demanded = apart, made
         summed |= walk.demanded
 
 
@@ -106,6 +109,75 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
     regions = [replace(each, forward=rest) if each.name == name else each for each in program.regions]
     values = (*program.values, *(Value(name=each, type=type) for each in found.values()))
     return replace(program, regions=(made, *regions), calls=tuple(calls), values=values), set(found.values())
+
+
+def _some(program: Program, call: Call, results: tuple[str, ...]) -> tuple[Region, Call]:
+    """A call for some of a call's results, with its region: both under the names that they have."""
+    region = program.region(call.region)
+    outputs = dict(zip(call.results, region.forward.outputs, strict=True))
+    graph = replace(region.forward, outputs=tuple(outputs[name] for name in results)).without_dead()
+    random = next((op for op in region.forward.ops if op.name in RANDOM), None)
+    if random is not None:
+        raise PartcError(
+            "P0402",
+            "random numbers are drawn beside a value that is computed from the whole batch",
+            help="use --microbatches 1",
+            source=random.source,
+        )
+    read = {ref for op in graph.ops for ref in op.refs()}.union(graph.outputs)
+    args = [pair for pair in zip(graph.inputs, call.args, strict=True) if pair[0].name in read]
+    params = [pair for pair in zip(region.params, call.params, strict=True) if pair[0].name in read]
+    graph = replace(graph, inputs=tuple(value for value, _ in args))
+    return (
+        replace(region, params=tuple(value for value, _ in params), forward=graph),
+        replace(call, args=tuple(x for _, x in args), params=tuple(x for _, x in params), results=results),
+    )
+
+
+def _apart(program: Program, walked: Program, summed: frozenset[str]) -> tuple[Program, set[str]]:
+    """The program with calls of their own for values that are made once a step, and the names of new values.
+
+    `walked` has the phases of the calls. Values that are not in `summed` are made in parts, by microbatches. A call
+    that makes both kinds becomes two. A call that runs once a step and reads parts reads NAME_whole, of a further call.
+    """
+    phases = {region.name: region.phase for region in walked.regions}
+    parts = {name for call in walked.calls if phases[call.region] != "setup" for name in call.results} - summed
+    once = {call.name for call in walked.calls if phases[call.region] == "step"}
+    mixed = {call.name for call in program.calls if call.name in once and not parts.isdisjoint(call.results)}
+    read = {name for call in program.calls if call.name in once - mixed for name in call.args if name in parts}
+    if not mixed and not read:
+        return program, set()
+    types, taken = program.value_types(), set(program.value_types())
+    names, regions = {call.name for call in program.calls}, {region.name for region in program.regions}
+    whole = {name: unique(f"{name}_whole", taken) for name in sorted(read)}
+    calls: list[Call] = []
+    made: list[Region] = []
+
+    def add(call: Call, results: tuple[str, ...], renamed: Mapping[str, str]) -> None:
+        region, own = _some(program, call, results)
+        made.append(replace(region, name=unique(f"{region.name}_apart", regions)))
+        calls.append(
+            replace(
+                own,
+                name=unique(f"{call.name}_apart", names),
+                region=made[-1].name,
+                results=tuple(renamed.get(name, name) for name in results),
+            )
+        )
+
+    for call in program.calls:
+        if call.name in mixed:
+            add(call, tuple(name for name in call.results if name in summed), {})
+            add(call, tuple(name for name in call.results if name in parts), {})
+        else:
+            given = whole if call.name in once else {}
+            calls.append(replace(call, args=tuple(given.get(name, name) for name in call.args)))
+        if again := tuple(name for name in call.results if name in whole):
+            add(call, again, whole)
+    values = (*program.values, *(Value(name=whole[name], type=types[name]) for name in whole))
+    called = {call.region for call in calls}
+    kept = tuple(region for region in (*made, *program.regions) if region.name in called)
+    return replace(program, regions=kept, calls=tuple(calls), values=values), set(whole.values())
 
 
 def check_divisible(program: Program) -> None:

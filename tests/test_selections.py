@@ -21,7 +21,7 @@ from partc.ir.mesh import Mesh
 from partc.ir.program import Program
 from partc.package.verify import verify
 from partc.runtime.ops.functional import selected_places
-from tests.models import counted_rows, experts, masked_rows, placed_rows
+from tests.models import counted_rows, experts, masked_rows, padded_pictures, placed_rows
 
 FILE = Path(experts.__file__)
 PICTURES = Path(placed_rows.__file__)
@@ -197,6 +197,40 @@ def equals_eager(build: Callable[[], nn.Module], batches: Sequence[dict[str, Ten
 
 def test_constant_masks_are_places() -> None:
     equals_eager(ConstantMasks, [{"x": torch.randn(8, 6, 8, dtype=torch.float64)}])
+
+
+@pytest.mark.parametrize("style", padded_pictures.STYLES)
+def test_pictures_that_a_mask_selects_are_counted_as_eagerly(style: str) -> None:
+    torch.manual_seed(0)
+    batches = [padded_pictures.batch(*given) for given in (("3333",), ("0132",), ("2000",), ("0132", "3210"))]
+    batches = [{name: x.double() if x.is_floating_point() else x for name, x in each.items()} for each in batches]
+    equals_eager(lambda: padded_pictures.model(style), batches)
+
+
+def test_places_for_more_pictures_than_there_are_show_in_the_loss() -> None:
+    build = lambda: padded_pictures.model("in their order")  # noqa: E731
+    traced = trace_model(build, padded_pictures.batch, name="model", mesh=Mesh.parse("1x1x2"), precision="fp64")
+    program = passes.run(traced.program, {}, until="route")[-1].program
+    for places, finite in (("0131", True), ("0133", False)):
+        batch = padded_pictures.batch("0132", places)
+        assert evaluate_program(program, batch, dict(build().named_parameters())).isfinite() == finite
+
+
+@pytest.mark.parametrize(
+    ("mesh", "style", "places", "microbatches"),
+    [
+        ("dp=2,tp=2", "by example", "0132", 2),
+        ("dp=2,tp=2", "in their order", "3210", 1),
+        ("pp=2,tp=2", "first rows", "0132", 2),
+    ],
+)
+def test_models_with_padded_pictures_train_like_one_device(
+    mesh: str, style: str, places: str, microbatches: int, tmp_path: Path
+) -> None:
+    given: Any = {"options": {"style": style, "places": places}, "microbatches": microbatches}
+    made = partc.compile(padded_pictures.__file__, mesh=mesh, precision="fp64", **given)
+    found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok, str(found.worst)
 
 
 class Branches(nn.Module):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partc.frontend.selections import RowCount
+from partc.frontend.row_counts import RowCount
 
 
 def _length(x: Any, /) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Iterable, Mapping
@@ -436,6 +437,8 @@ class GraphReader:
             return DTypeArg(DTYPE_NAMES[arg])
         if isinstance(arg, list | tuple):
             return tuple(self._arg(item) for item in arg)
+        if isinstance(arg, float) and math.isnan(arg):
+            return math.nan  # one object, so that operations with it are equal
         if arg is None or isinstance(arg, bool | int | float | str):
             return arg
         if isinstance(arg, torch.device | torch.layout | torch.memory_format):

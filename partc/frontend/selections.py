@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import ast
 import math
-import operator
 import sys
 import weakref
 from collections import Counter
@@ -38,10 +37,12 @@ import torch
 from torch import Tensor
 
 from partc.errors import PartcError, Source
+from partc.frontend import row_counts
 from partc.frontend.repeats import MARK
+from partc.frontend.row_counts import TESTS_OF_ZERO, PartSize, RowCount, unknown_number, without_counts
 from partc.frontend.statements import around
 from partc.installed import is_machinery, shortened, user_frame
-from partc.ir.program import SELECTED, Graph
+from partc.ir.program import SELECTED
 from partc.torch_private import without_modes
 
 NOT_SELECTED = object()
@@ -78,10 +79,6 @@ _WRITES = frozenset({
 _COUNTS = frozenset({"sum", "count_nonzero"})
 _NUMBERS = frozenset({"size", "stride", "numel", "nelement", "__len__"})
 _PROPERTIES = (torch.Tensor.shape, torch.Tensor.nbytes)
-# A comparison with an integer that only tells whether a count is zero, and its answer if the count is not.
-_TESTS_OF_ZERO: Mapping[tuple[str, int], bool] = {
-    ("eq", 0): False, ("ne", 0): True, ("gt", 0): True, ("ge", 1): True, ("lt", 1): False, ("le", 0): False,
-}  # fmt: skip
 _COMPARISONS = {
     ast.Eq: "eq", ast.NotEq: "ne", ast.Gt: "gt", ast.GtE: "ge", ast.Lt: "lt", ast.LtE: "le",
 }  # fmt: skip
@@ -90,157 +87,15 @@ _METHODS = (
     torch.Tensor.__format__.__code__.co_filename, torch.overrides.__file__,
     str(Path(__file__).with_name("builtin_numbers.py")),
 )  # fmt: skip
-# Arithmetic of numbers of rows, and that which would lose the fact that a number is not known.
-_COMPUTED = "add sub mul truediv floordiv pow"
-_REFUSED = "mod rmod abs round divmod rdivmod lshift rshift and or xor ceil floor trunc invert"
+_OWN = (__file__, row_counts.__file__)
 # Functions that make a tensor of a number, and those that make one of given sizes.
 _FROM_NUMBERS = frozenset({"tensor", "as_tensor", "scalar_tensor"})
 _SIZED = frozenset({
     "zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "expand", "broadcast_to",
 })  # fmt: skip
 _SHAPES = frozenset({"view", "reshape", "unflatten", "_unsafe_view"})
+_RESHAPED = frozenset({*_SHAPES, "unsqueeze", "to", "long", "contiguous", "clone"})  # of one dimension, all elements
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-class RowCount(int):
-    """The number of rows that a mask selects, or a number computed from it.
-
-    As an integer, `whole` with all rows in place of the selected ones; another number in the other traces.
-    """
-
-    whole: int
-    _selections: Selections
-    _tensor: Callable[[], Tensor]
-    _mask: Tensor | None
-    _tested: Tensor | None
-
-    def __new__(
-        cls,
-        whole: int,
-        shown: int,
-        selections: Selections,
-        tensor: Callable[[], Tensor],
-        mask: Tensor | None = None,
-        tested: Tensor | None = None,
-    ) -> RowCount:
-        """`mask` is None for numbers that were computed from the number of rows; `tested` also has it for multiples."""
-        made = super().__new__(cls, shown)
-        made.whole, made._selections, made._tensor, made._mask, made._tested = whole, selections, tensor, mask, tested
-        return made
-
-    __hash__ = int.__hash__
-    __class__ = property(lambda number: int)
-
-    def tensor(self) -> Tensor:
-        """The number as a tensor."""
-        return self._tensor()
-
-    def _compared(self, name: str, other: Any) -> bool:
-        passed = self._selections.passed()
-        if passed is not None:
-            return passed
-        if isinstance(other, int) and not isinstance(other, RowCount) and self._tested is not None:
-            answer = _TESTS_OF_ZERO.get((name, other))
-            if answer is not None:
-                return answer is self._selections.nonempty(self._tested)
-        same = isinstance(other, RowCount) and self._mask is not None and self._mask is other._mask
-        if same or self._selections.compares_inside_torch():
-            compare: Callable[[int, Any], bool] = getattr(operator, name)
-            return compare(self.whole, other.whole if isinstance(other, RowCount) else other)
-        raise _unknown_number()
-
-    def __bool__(self) -> bool:
-        if self._tested is None:
-            raise _unknown_number()
-        return self._selections.nonempty(self._tested)
-
-    def __eq__(self, other: object) -> bool:
-        return self._compared("eq", other)
-
-    def __ne__(self, other: object) -> bool:
-        return self._compared("ne", other)
-
-    def __gt__(self, other: int) -> bool:
-        return self._compared("gt", other)
-
-    def __ge__(self, other: int) -> bool:
-        return self._compared("ge", other)
-
-    def __lt__(self, other: int) -> bool:
-        return self._compared("lt", other)
-
-    def __le__(self, other: int) -> bool:
-        return self._compared("le", other)
-
-    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
-        """The result of an operation on this number and another one, or on the other one and this number."""
-
-        def run(mine: Any, its: Any) -> Any:
-            return operate(its, mine) if turned else operate(mine, its)
-
-        def tensor() -> Tensor:
-            made: Tensor = run(self.tensor(), other.tensor() if isinstance(other, RowCount) else other)
-            return made
-
-        if isinstance(other, int) and operate not in (operator.truediv, operator.pow):
-            whole = run(self.whole, other.whole if isinstance(other, RowCount) else other)
-            return RowCount(whole, run(int(self), int(other)), self._selections, tensor)
-        return tensor() if isinstance(other, int | float | Tensor) else NotImplemented
-
-    def __neg__(self) -> RowCount:
-        return RowCount(-self.whole, -int(self), self._selections, lambda: -self.tensor())
-
-    def __float__(self) -> float:
-        raise _unknown_number()
-
-
-class PartSize(RowCount):
-    """The number of rows in the parts `first` to `last - 1` of a tensor that is split by `counts`."""
-
-    counts: Tensor
-    first: int
-    last: int
-
-    @classmethod
-    def of(cls, counts: Tensor, first: int, last: int, shown: int, selections: Selections) -> PartSize:
-        made = cls(shown, shown, selections, lambda: counts[first:last].sum())
-        made.counts, made.first, made.last = counts, first, last
-        return made
-
-    def _compared(self, name: str, other: Any) -> bool:
-        if isinstance(other, int) and not isinstance(other, RowCount) and (name, int(other)) in _TESTS_OF_ZERO:
-            return _TESTS_OF_ZERO[name, int(other)] is bool(self)
-        raise _unknown_number()
-
-    def __bool__(self) -> bool:
-        return self._selections.nonempty(self.counts, self.first, self.last)
-
-    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
-        """A sum of sizes of neighbouring parts is the size of one larger part; empty parts may lie between them."""
-        if operate is operator.add and isinstance(other, int):
-            if not isinstance(other, RowCount) and other == 0:
-                return self
-            if isinstance(other, PartSize) and other.counts is self.counts:
-                left, right = (self, other) if self.first < other.first else (other, self)
-                if left.last <= right.first and not self._selections.parts(self.counts, left.last, right.first):
-                    shown = int(left) + int(right)
-                    return PartSize.of(self.counts, left.first, right.last, shown, self._selections)
-        return super()._computed(operate, other, turned)
-
-
-def _arithmetic(operate: Callable[[Any, Any], Any], turned: bool) -> Callable[[RowCount, Any], Any]:
-    return lambda number, other: number._computed(operate, other, turned)
-
-
-def _refused(number: RowCount, *others: Any) -> Any:
-    raise _unknown_number()
-
-
-for _word in _COMPUTED.split():
-    setattr(RowCount, f"__{_word}__", _arithmetic(getattr(operator, _word), turned=False))
-    setattr(RowCount, f"__r{_word}__", _arithmetic(getattr(operator, _word), turned=True))
-for _word in _REFUSED.split():
-    setattr(RowCount, f"__{_word}__", _refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +150,15 @@ class Selections:
         self._indices: dict[int, tuple[weakref.ref[Tensor], tuple[Tensor, ...]]] = {}  # by the mask
         self._counts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # a count of a mask's elements
         self._row_counts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # the counts of a matrix's rows
+        self._views: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # a mask in another shape, and the mask
+        # Rows of one example: all rows, and the number of the example.
+        self._examples: dict[int, tuple[weakref.ref[Tensor], Tensor, int]] = {}
         self._selected: dict[int, tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}  # by masked_select: x, mask
         # A test of a count: its answer if the count is not zero, and the counted mask.
         self._answers: dict[int, tuple[weakref.ref[Tensor], bool, Tensor]] = {}
         self._placed: dict[int, weakref.ref[Tensor]] = {}  # places that nonzero() found, as constants
+        # Numbers of selected rows, arange(count), and the dimension that they run along.
+        self._numbered: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._listed: dict[
             int, tuple[weakref.ref[Tensor], Tensor, int]
         ] = {}  # elements of integers, which may be counts
@@ -393,7 +253,7 @@ class Selections:
         """The arguments of a call with sizes in place of numbers of rows; for arithmetic, with tensors."""
         if (name in _ARITHMETIC or name in _SHAPES) and any(isinstance(x, RowCount) for x in _leaves((args, kwargs))):
             arithmetic = name in _ARITHMETIC
-            return _without_counts(args, arithmetic), _without_counts(kwargs, arithmetic)
+            return without_counts(args, arithmetic), without_counts(kwargs, arithmetic)
         return args, kwargs
 
     def call(
@@ -408,6 +268,8 @@ class Selections:
             return given.tensor().to(kwargs.get("dtype") or torch.int64)
         if name in _SIZED and (made := self._made(func, args, kwargs)) is not None:
             return made
+        if name == "arange" and len(args) == 1 and isinstance(given, RowCount) and given._mask is not None:
+            return self._arange(func, given._mask, kwargs)
         if name in _INDICES and len(args) + len(kwargs.keys() - {"as_tuple"}) == 1 and isinstance(given, Tensor):
             return self._found(given, name == "where" or bool(kwargs.get("as_tuple")))
         if name == "__getitem__":
@@ -432,8 +294,17 @@ class Selections:
                 func(given, self._as_indices(index), args[2])
                 return None
             return self._written(func, *args)
+        if name in ("masked_scatter", "masked_scatter_") and (source := self._packed(args[2])) is not None:
+            return _scattered(name, given, args[1], source)
         if held is None:
             return NOT_SELECTED
+        if name in ("reshape", "view") and not held.dim:
+            shape = tuple(args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:])
+            if (merged := self._merged(given, shape)) is not None:
+                example = self._examples.get(id(given))
+                if example is not None and example[0]() is given:
+                    self._examples[id(merged)] = weakref.ref(merged), *example[1:]
+                return merged
         if name in _REDUCTIONS:
             return self._reduced(func, name, args, kwargs, held)
         if name in _LOSSES:
@@ -451,6 +322,8 @@ class Selections:
             self._list(args[0], made, args[1:])
         if not self._rows or name in _WRITES:
             return True
+        if name in _RESHAPED and args:
+            self._number_like(args[0], made)
         operands = [x for x in _leaves((args, kwargs)) if self._of(x) is not None]
         # A call of a module that is not traced lists its empty results behind its operands.
         self._hold_like(operands, args[0] if name == f"{MARK}.default" else made)
@@ -469,9 +342,65 @@ class Selections:
         mask = sizes[0]._mask if sizes and isinstance(sizes[0], RowCount) else None
         if mask is None:
             return None
+        held = self._of(args[0]) if first else None
+        if held is not None and held.mask is mask and not held.dim:
+            same: Tensor = func(args[0], (mask.numel(), *sizes[1:]), *rest, **kwargs)
+            self._hold(same, mask, 0)
+            return same
         made: Tensor = self._read(
             torch.Tensor.__getitem__, func(*args[:first], (*mask.shape, *sizes[1:]), *rest, **kwargs), mask
         )
+        return made
+
+    def _arange(self, func: Callable[..., Any], mask: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        """The numbers 0, 1, … of the selected rows."""
+        counted = mask.ne(0).flatten().cumsum(0) - 1
+        like = func(1, **kwargs)
+        made: Tensor = self._read(Tensor.__getitem__, counted.reshape(mask.shape).to(like.dtype), mask)
+        self._numbered[id(made)] = weakref.ref(made), 0
+        return made
+
+    def _packed(self, x: Any) -> Tensor | None:
+        """Selected rows, and behind them rows of nan, which show where more are read; None for other tensors."""
+        held = self._of(x)
+        if held is None or held.dim:
+            return None
+        count, chosen = held.mask.numel(), held.mask.flatten().ne(0)
+        order = torch.arange(count) + torch.where(chosen, 0, count)
+        beyond = (torch.arange(count) >= chosen.sum()).reshape(-1, *(1 for _ in x.shape[1:]))
+        packed = self._only(x, held).index_select(0, order.argsort())
+        return torch.where(beyond, math.nan, packed) if x.is_floating_point() else packed
+
+    def _number_like(self, numbers: Any, made: Any) -> None:
+        """Follow a result with the elements of row numbers, in their order."""
+        if self._numbered_dim(numbers) is not None and isinstance(made, Tensor) and made.numel() == numbers.numel():
+            wide = [dim for dim, size in enumerate(made.shape) if size != 1]
+            if len(wide) == 1:
+                self._numbered[id(made)] = weakref.ref(made), wide[0]
+
+    def _numbered_dim(self, x: Any) -> int | None:
+        found = self._numbered.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
+
+    def _of_all_rows(self, x: Tensor, index: tuple[Any, ...]) -> Tensor | None:
+        """rows[numbers, i, …] where the numbers are those of all selected rows, as rows[:, i, …]."""
+        held, own = self._of(x), self._of(index[0])
+        dim, others = self._numbered_dim(index[0]), index[1:]
+        if dim is None or held is None or own is None or held.mask is not own.mask or held.dim:
+            return None
+        if any(not isinstance(item, Tensor) or item.dtype is torch.bool or self._of(item) for item in others):
+            return None
+        shape = torch.broadcast_shapes(*(item.shape for item in others), (1,) * index[0].dim())
+        dim += len(shape) - index[0].dim()
+        if shape[dim] != 1:
+            return None
+        if others:
+            made = x[(slice(None), *(item.expand(shape) for item in others))]
+        else:
+            made = x.reshape(len(x), *shape, *x.shape[1:])
+        self._hold(made, held.mask, 0)
+        made = made.squeeze(1 + dim).movedim(0, dim)
+        self._hold(made, held.mask, dim)
         return made
 
     # -- indices -----------------------------------------------------------------------------------
@@ -567,6 +496,8 @@ class Selections:
 
     def _read(self, func: Callable[..., Any], x: Tensor, index: Any) -> Any:
         items = index if isinstance(index, tuple) else (index,)
+        if (whole := self._of_all_rows(x, items)) is not None:
+            return whole
         given = self._as_indices(index)
         if self._is_place(x) and index == 0 and not isinstance(index, Tensor | bool):
             made = func(x, index)
@@ -585,6 +516,8 @@ class Selections:
                 return NOT_SELECTED
         made = func(x, numbers if isinstance(index, tuple) or len(numbers) > 1 else numbers[0])
         self._hold_like([x, *(item for item in numbers if isinstance(item, Tensor))], made)
+        if not any(isinstance(item, Tensor) for item in items):
+            self._number_like(x, made)
         return made
 
     def _unknown(self, item: Any) -> bool:
@@ -680,10 +613,52 @@ class Selections:
         counts = next(size.counts for size in sizes if isinstance(size, PartSize))
         own = [isinstance(size, PartSize) and size.counts is counts and size.first for size in sizes]
         if own != [*range(len(counts))] or any(size.last != size.first + 1 for size in sizes):
-            raise _unknown_number()
+            raise unknown_number()
+        if not dim % x.dim() and (parts := self._of_examples(x, counts)) is not None:
+            return parts
         before = (slice(None),) * (dim % x.dim())
         masks = self._masks(counts, x.shape[dim])
         return tuple(self._read(Tensor.__getitem__, x, (*before, *self._places(mask))) for mask in masks)
+
+    def _of_examples(self, x: Tensor, counts: Tensor) -> tuple[Tensor, ...] | None:
+        """Selected rows by example, where the mask has a row for each and `counts` are the sums of these."""
+        held, found = self._of(x), self._row_counts.get(id(counts))
+        if held is None or held.dim or found is None or found[0]() is not counts:
+            return None
+        view = self._views.get(id(found[1]))
+        whole = found[1] if view is None or view[0]() is not found[1] else view[1]
+        if held.mask is not whole:
+            return None
+        parts = []
+        rows = zip(self._only(x, held).split(found[1].shape[1]), found[1].unbind(0), strict=True)
+        for number, (some, mask) in enumerate(rows):
+            parts.append(self._read(Tensor.__getitem__, some, mask))
+            self._examples[id(parts[-1])] = weakref.ref(parts[-1]), x, number
+        return tuple(parts)
+
+    def _all_examples(self, parts: Sequence[Any]) -> Tensor | None:
+        """The rows of all examples in their order, each example's as they are or reshaped alike."""
+        found = [self._examples.get(id(part)) for part in parts]
+        x = found[0][1] if found and found[0] is not None else None
+        for number, (part, known) in enumerate(zip(parts, found, strict=True)):
+            if known is None or known[0]() is not part or known[1] is not x or known[2] != number:
+                return None
+        if x is None or sum(part.numel() for part in parts) != x.numel():
+            return None
+        inner = parts[0].shape[1:]
+        if any(part.shape[1:] != inner for part in parts):
+            return None
+        return x if x.shape[1:] == inner else self._merged(x, (-1, *inner))
+
+    def _merged(self, x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+        """Selected rows whose dimension becomes one with those behind it: every row is several ones."""
+        held = self._of(x)
+        made = x.new_empty(0) if held is None or held.dim else self._only(x, held).reshape(shape)
+        if held is None or not len(made) or len(made) == len(x) or len(made) % len(x):
+            return None
+        mask = held.mask.ne(0).flatten()[:, None].expand(-1, len(made) // len(x)).flatten()
+        rows: Tensor = self._read(Tensor.__getitem__, made, mask)
+        return rows
 
     def _with_parts(self, x: Tensor, index: Any) -> Any:
         """An index with the places of a part in place of its slice, x[start : start + count]."""
@@ -706,12 +681,14 @@ class Selections:
             or items[dim].step is not None
             or not all(isinstance(item, slice) for item in items[:dim])
         ):
-            raise _unknown_number()
+            raise unknown_number()
         places = self._places(self._masks(counts, x.shape[dim])[parts[0]])
         return (*items[:dim], *places, *items[dim + 1 :])
 
     def _joined(self, parts: Sequence[Any], dim: int) -> Any:
         """All parts of a tensor's rows, put together in their order."""
+        if not dim and (whole := self._all_examples(parts)) is not None:
+            return whole
         held = [self._of(x) for x in parts]
         masks = [each.mask for each in held if each is not None]
         for _, known in self._parts.values():
@@ -798,7 +775,7 @@ class Selections:
         if isinstance(outer, ast.Compare) and len(outer.ops) == 1:
             number = outer.comparators[0]
             tested = isinstance(number, ast.Constant) and number.value in (0, 1)
-            return tested and (_COMPARISONS.get(type(outer.ops[0]), ""), number.value) in _TESTS_OF_ZERO  # type: ignore[attr-defined]
+            return tested and (_COMPARISONS.get(type(outer.ops[0]), ""), number.value) in TESTS_OF_ZERO  # type: ignore[attr-defined]
         return isinstance(outer, ast.If | ast.UnaryOp | ast.BoolOp)
 
     def labels(self, targets: Any, lengths: Any) -> Any:
@@ -821,6 +798,8 @@ class Selections:
         if not isinstance(made, Tensor) or not args or not isinstance(args[0], Tensor):
             return
         x = args[0]
+        if name in _SHAPES and x.dtype is torch.bool:
+            self._views[id(made)] = weakref.ref(made), x
         along = (*args[1:], kwargs.get("dim"))[0]
         if name in _COUNTS and x.dtype is torch.bool and x.dim() == 2 and along in (1, -1) and made.dim() == 1:
             self._row_counts[id(made)] = weakref.ref(made), x
@@ -831,7 +810,7 @@ class Selections:
         elif name in _COUNTS and x.dtype is torch.bool and x.dim():
             self._counts[id(made)] = weakref.ref(made), x
         elif (mask := self._counted(x)) is not None and len(args) == 2 and isinstance(args[1], int):
-            answer = _TESTS_OF_ZERO.get((name.strip("_"), args[1]))
+            answer = TESTS_OF_ZERO.get((name.strip("_"), args[1]))
             if answer is not None:
                 self._answers[id(made)] = weakref.ref(made), answer, mask
         elif name in ("logical_not", "bitwise_not", "__invert__", "__not__"):
@@ -868,10 +847,21 @@ class Selections:
         return found[0] is self.nonempty(found[1])
 
 
+def _scattered(name: str, x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """x.masked_scatter(mask, source) as one example, for examples may select other numbers of rows."""
+    mask = mask.expand_as(x)
+    while mask.dim() > 1 and not mask.stride(-1):
+        mask = mask[..., 0]
+    rest = x.shape[mask.dim() :]
+    wide = mask.reshape(1, -1, *(1 for _ in rest))
+    made = x.reshape(1, -1, *rest).masked_scatter(wide, source).reshape(x.shape)
+    return x.copy_(made) if name == "masked_scatter_" else made
+
+
 def _outside() -> FrameType | None:
-    """The frame that called into this file."""
+    """The frame that called a method of selections or of numbers of rows."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
+    while frame is not None and frame.f_code.co_filename in _OWN:
         frame = frame.f_back
     return frame
 
@@ -886,45 +876,10 @@ def _leaves(item: Any) -> Iterator[Any]:
         yield item
 
 
-def _without_counts(item: Any, arithmetic: bool) -> Any:
-    """Arguments with sizes in place of numbers of rows; for arithmetic, with the numbers as tensors."""
-    if isinstance(item, RowCount):
-        return item.tensor() if arithmetic else item.whole
-    if isinstance(item, dict):
-        return {key: _without_counts(one, arithmetic) for key, one in item.items()}
-    if isinstance(item, tuple | list):
-        made = [_without_counts(one, arithmetic) for one in item]
-        return torch.Size(made) if isinstance(item, torch.Size) else made if isinstance(item, list) else tuple(made)
-    return item
-
-
-def check_numbers(graph: Graph, other: Graph | None, number: Source) -> None:
-    """Check that no operation depends on the integer which stands for a number of rows.
-
-    `other` is a trace with another integer; None if it failed. `number` is the first place that reads one.
-    Raises PartcError P0206.
-    """
-    if other is None or len(graph.ops) != len(other.ops):
-        raise _unknown_number(number)
-    for op, its in zip(graph.ops, other.ops, strict=True):
-        if op != its:
-            raise _unknown_number(op.source or number)
-
-
 def _endless_loop(source: Source | None) -> PartcError:
     return PartcError(
         "P0206",
         "the model does not trace: a loop goes on as long as a mask selects something",
         help="repeat it a fixed number of times, with torch.where for the rows that are done",
-        source=source,
-    )
-
-
-def _unknown_number(source: Source | None = None) -> PartcError:
-    return PartcError(
-        "P0206",
-        "the model does not trace: forward computes a Python number from the number of rows that a mask selects, or "
-        "from listed counts",
-        help="compute it as a tensor, such as mask.sum(); counts may divide rows, as in x.split(counts.tolist())",
         source=source,
     )

@@ -23,8 +23,8 @@ from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
 from partc.frontend.random_branches import PARTLY_EMPTY, Branching, Outcomes, RandomBranch, joined, told_apart
 from partc.frontend.repeats import Excluded
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
+from partc.frontend.row_counts import check_numbers
 from partc.frontend.rows import UnequalError, WholeTrace, container_of
-from partc.frontend.selections import check_numbers
 from partc.ir.mesh import Mesh
 from partc.ir.naming import identifier, unique
 from partc.ir.program import (

@@ -1,0 +1,222 @@
+"""Numbers of the rows that masks select, while a model is traced: integers that are not known.
+
+    len(x[mask]) == 0      a test, whose outcome the trace chooses
+    torch.zeros(count)     a size: all rows, of which some are selected
+    total / count          a tensor: total / mask.sum()
+    range(count)           an integer: refused, because a trace with another number differs
+
+`selections` makes them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from partc.errors import PartcError, Source
+from partc.ir.program import Graph
+
+# A comparison with an integer that only tells whether a count is zero, and its answer if the count is not.
+TESTS_OF_ZERO: Mapping[tuple[str, int], bool] = {
+    ("eq", 0): False, ("ne", 0): True, ("gt", 0): True, ("ge", 1): True, ("lt", 1): False, ("le", 0): False,
+}  # fmt: skip
+# Arithmetic of numbers of rows, and that which would lose the fact that a number is not known.
+_COMPUTED = "add sub mul truediv floordiv pow"
+_REFUSED = "mod rmod abs round divmod rdivmod lshift rshift and or xor ceil floor trunc invert"
+
+
+class Tests(Protocol):
+    """The tests of a trace whether masks select anything."""
+
+    def nonempty(self, tested: Tensor, first: int = -1, last: int = -1) -> bool:
+        """The answer to a test whether a mask selects anything, or whether its elements `first` to `last - 1` do."""
+
+    def parts(self, counts: Tensor, first: int, last: int) -> list[int]:
+        """The parts `first` to `last - 1` without those that tests have found empty."""
+
+    def compares_inside_torch(self) -> bool:
+        """Whether a function of torch compares two numbers."""
+
+    def passed(self) -> bool | None:
+        """The outcome under which a guard that compares two numbers does not raise; None for other comparisons."""
+
+
+class RowCount(int):
+    """The number of rows that a mask selects, or a number computed from it.
+
+    As an integer, `whole` with all rows in place of the selected ones; another number in the other traces.
+    """
+
+    whole: int
+    _selections: Tests
+    _tensor: Callable[[], Tensor]
+    _mask: Tensor | None
+    _tested: Tensor | None
+
+    def __new__(
+        cls,
+        whole: int,
+        shown: int,
+        selections: Tests,
+        tensor: Callable[[], Tensor],
+        mask: Tensor | None = None,
+        tested: Tensor | None = None,
+    ) -> RowCount:
+        """`mask` is None for numbers that were computed from the number of rows; `tested` also has it for multiples."""
+        made = super().__new__(cls, shown)
+        made.whole, made._selections, made._tensor, made._mask, made._tested = whole, selections, tensor, mask, tested
+        return made
+
+    __hash__ = int.__hash__
+    __class__ = property(lambda number: int)
+
+    def tensor(self) -> Tensor:
+        """The number as a tensor."""
+        return self._tensor()
+
+    def _compared(self, name: str, other: Any) -> bool:
+        passed = self._selections.passed()
+        if passed is not None:
+            return passed
+        if isinstance(other, int) and not isinstance(other, RowCount) and self._tested is not None:
+            answer = TESTS_OF_ZERO.get((name, other))
+            if answer is not None:
+                return answer is self._selections.nonempty(self._tested)
+        same = isinstance(other, RowCount) and self._mask is not None and self._mask is other._mask
+        if same or self._selections.compares_inside_torch():
+            compare: Callable[[int, Any], bool] = getattr(operator, name)
+            return compare(self.whole, other.whole if isinstance(other, RowCount) else other)
+        raise unknown_number()
+
+    def __bool__(self) -> bool:
+        if self._tested is None:
+            raise unknown_number()
+        return self._selections.nonempty(self._tested)
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared("eq", other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compared("ne", other)
+
+    def __gt__(self, other: int) -> bool:
+        return self._compared("gt", other)
+
+    def __ge__(self, other: int) -> bool:
+        return self._compared("ge", other)
+
+    def __lt__(self, other: int) -> bool:
+        return self._compared("lt", other)
+
+    def __le__(self, other: int) -> bool:
+        return self._compared("le", other)
+
+    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
+        """The result of an operation on this number and another one, or on the other one and this number."""
+
+        def run(mine: Any, its: Any) -> Any:
+            return operate(its, mine) if turned else operate(mine, its)
+
+        def tensor() -> Tensor:
+            made: Tensor = run(self.tensor(), other.tensor() if isinstance(other, RowCount) else other)
+            return made
+
+        if isinstance(other, int) and operate not in (operator.truediv, operator.pow):
+            whole = run(self.whole, other.whole if isinstance(other, RowCount) else other)
+            return RowCount(whole, run(int(self), int(other)), self._selections, tensor)
+        return tensor() if isinstance(other, int | float | Tensor) else NotImplemented
+
+    def __neg__(self) -> RowCount:
+        return RowCount(-self.whole, -int(self), self._selections, lambda: -self.tensor())
+
+    def __float__(self) -> float:
+        raise unknown_number()
+
+
+class PartSize(RowCount):
+    """The number of rows in the parts `first` to `last - 1` of a tensor that is split by `counts`."""
+
+    counts: Tensor
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, counts: Tensor, first: int, last: int, shown: int, selections: Tests) -> PartSize:
+        made = cls(shown, shown, selections, lambda: counts[first:last].sum())
+        made.counts, made.first, made.last = counts, first, last
+        return made
+
+    def _compared(self, name: str, other: Any) -> bool:
+        if isinstance(other, int) and not isinstance(other, RowCount) and (name, int(other)) in TESTS_OF_ZERO:
+            return TESTS_OF_ZERO[name, int(other)] is bool(self)
+        raise unknown_number()
+
+    def __bool__(self) -> bool:
+        return self._selections.nonempty(self.counts, self.first, self.last)
+
+    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
+        """A sum of sizes of neighbouring parts is the size of one larger part; empty parts may lie between them."""
+        if operate is operator.add and isinstance(other, int):
+            if not isinstance(other, RowCount) and other == 0:
+                return self
+            if isinstance(other, PartSize) and other.counts is self.counts:
+                left, right = (self, other) if self.first < other.first else (other, self)
+                if left.last <= right.first and not self._selections.parts(self.counts, left.last, right.first):
+                    shown = int(left) + int(right)
+                    return PartSize.of(self.counts, left.first, right.last, shown, self._selections)
+        return super()._computed(operate, other, turned)
+
+
+def _arithmetic(operate: Callable[[Any, Any], Any], turned: bool) -> Callable[[RowCount, Any], Any]:
+    return lambda number, other: number._computed(operate, other, turned)
+
+
+def _refused(number: RowCount, *others: Any) -> Any:
+    raise unknown_number()
+
+
+for _word in _COMPUTED.split():
+    setattr(RowCount, f"__{_word}__", _arithmetic(getattr(operator, _word), turned=False))
+    setattr(RowCount, f"__r{_word}__", _arithmetic(getattr(operator, _word), turned=True))
+for _word in _REFUSED.split():
+    setattr(RowCount, f"__{_word}__", _refused)
+
+
+def without_counts(item: Any, arithmetic: bool) -> Any:
+    """Arguments with sizes in place of numbers of rows; for arithmetic, with the numbers as tensors."""
+    if isinstance(item, RowCount):
+        return item.tensor() if arithmetic else item.whole
+    if isinstance(item, dict):
+        return {key: without_counts(one, arithmetic) for key, one in item.items()}
+    if isinstance(item, tuple | list):
+        made = [without_counts(one, arithmetic) for one in item]
+        return torch.Size(made) if isinstance(item, torch.Size) else made if isinstance(item, list) else tuple(made)
+    return item
+
+
+def check_numbers(graph: Graph, other: Graph | None, number: Source) -> None:
+    """Check that no operation depends on the integer which stands for a number of rows.
+
+    `other` is a trace with another integer; None if it failed. `number` is the first place that reads one.
+    Raises PartcError P0206.
+    """
+    if other is None or len(graph.ops) != len(other.ops):
+        raise unknown_number(number)
+    for op, its in zip(graph.ops, other.ops, strict=True):
+        if op != its:
+            raise unknown_number(op.source or number)
+
+
+def unknown_number(source: Source | None = None) -> PartcError:
+    """The error of code that needs a number of rows as an integer."""
+    return PartcError(
+        "P0206",
+        "the model does not trace: forward computes a Python number from the number of rows that a mask selects, or "
+        "from listed counts",
+        help="compute it as a tensor, such as mask.sum(); counts may divide rows, as in x.split(counts.tolist())",
+        source=source,
+    )

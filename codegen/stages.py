@@ -48,6 +48,7 @@ class StageCode:
     reduce: tuple[Line, ...]
     refresh: tuple[Line, ...]
     buckets: tuple[str, ...]
+    scatters: bool  # whether some buckets are scattered
     shared: tuple[Entry, ...]
     shared_note: str
     imports: frozenset[str]
@@ -145,6 +146,7 @@ class _Builder:
             reduce=tuple(reduce),
             refresh=tuple(refresh),
             buckets=self.weights.buckets(),
+            scatters=self.weights.scatters,
             shared=self.weights.shared(),
             shared_note=self.weights.shared_note(),
             compiled=self.program.kernels == "inductor",

@@ -58,10 +58,15 @@ class Weights:
         """Whether some calls read parameters in another form than ranks hold them."""
         return any(run.region.params and self.exchanges.has_unit(run.calls[0]) for run in self.runs)
 
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients of whole parameters are summed up and scattered after the last microbatch."""
+        return any(bucket.scattered for bucket in self.sums.buckets)
+
     def init(self) -> list[Line]:
         lines = []
         if self.parted:
-            held = ("comm", "self.parameters", "parameters", "gradients")
+            held = ("comm", "self.parameters", "parameters", "gradients", *(["sums"] if self.scatters else []))
             lines.append(Line(code=f"self.parts = Parts({', '.join((*held, *self._travel()))})"))
         for run in self.runs:
             if not run.region.params:

@@ -16,7 +16,7 @@ from partc.ir.operators import DTYPES
 from partc.ir.program import DType
 from partc.package.verify import verify
 from partc.runtime.comm.comm import Comm
-from partc.runtime.execution.executor import gradient_buffers
+from partc.runtime.execution.executor import gradient_memory
 from partc.runtime.execution.parts import Parts
 from partc.runtime.layout import Shard
 from partc.runtime.optimizer.optimizer import Several, TorchOptimizer
@@ -49,7 +49,7 @@ class Trained:
         }
         if wide:
             self.parameters = {name: x.double() for name, x in self.parameters.items()}
-        self.gradients, self.buffers = gradient_buffers(shards, self.parameters)
+        self.gradients, self.buffers, _ = gradient_memory(shards, self.parameters)
         options = {key: how.pop(key) for key in ("weight_decay", "no_decay", "groups") if key in how}
         recipe = Recipe.of(optimizer, **options)
         settings = recipe.all_settings({name: len(shard.shape) for name, shard in shards.items()})

@@ -15,7 +15,7 @@ import partc
 from partc.errors import PartcError
 from partc.runtime.checkpoint.manifest import read
 from partc.runtime.errors import UsageError
-from partc.runtime.execution.executor import gradient_buffers
+from partc.runtime.execution.executor import gradient_memory
 from partc.runtime.layout import Shard
 from partc.runtime.optimizer.kinds import KINDS
 from partc.runtime.optimizer.recipe import Recipe
@@ -97,7 +97,7 @@ class Ranks:
                 return self.layouts[name].local(x, SIZES, coordinate).clone(memory_format=torch.contiguous_format)
 
             mine = {name: cut(name, x) for name, x in self.values.items()}
-            grads, buffers = gradient_buffers(self.layouts, mine)
+            grads, buffers, _ = gradient_memory(self.layouts, mine)
             settings = self.recipe.all_settings(self.dims)
             how = {"shards": self.layouts, "comm": comm, "sizes": SIZES, "lr": RATES[0]}
             optimizer, _ = updating(settings, mine, grads, buffers, None, **how)

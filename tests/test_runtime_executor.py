@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from partc.runtime.comm.comm import Comm
 from partc.runtime.comm.virtual import VirtualComm, World
-from partc.runtime.execution.executor import gradient_buffers, parse_schedule, run_step, told_by
+from partc.runtime.execution.executor import gradient_memory, parse_schedule, run_step, told_by
+from partc.runtime.execution.sums import Bucket
 from partc.runtime.layout import Received, Shard
 from partc.runtime.train.data import global_batch, local_batch
 
@@ -123,7 +125,7 @@ def test_three_stages(schedule: Any, alive: list[int]) -> None:
         links = {(rank, other): other for other in others} | {(other, rank): other for other in others}
         comm = VirtualComm(world=world, rank=rank, coordinate={"pp": rank}, groups={}, links=links)
         kind = (First, Second, Third)[rank]
-        gradients, _ = gradient_buffers(kind.parameters, {"w": weights[rank]})
+        gradients = gradient_memory(kind.parameters, {"w": weights[rank]}).gradients
         stage = stages[rank] = kind(comm, {"w": weights[rank]}, gradients)
         batch, pieces = local_batch({"x": x}, stage.inputs, {"pp": 3}, {"pp": rank}, MICROBATCHES, torch.device("cpu"))
         comm.clock.start(torch.device("cpu"))
@@ -178,7 +180,7 @@ def test_gradients_reduced_alike_lie_together() -> None:
         "buffer": Shard("f32[4]", trainable=False),
     }
     parameters = {name: torch.ones(shard.shape) for name, shard in shards.items()}
-    gradients, buffers = gradient_buffers(shards, parameters)
+    gradients, buffers, _ = gradient_memory(shards, parameters)
     assert list(gradients) == ["a", "b", "c", "tied"]
     assert sorted(buffer.numel() for buffer in buffers.values()) == [4, 4, 8]
     assert list(buffers) == [("a", "c"), ("b",), ("tied",)]
@@ -200,3 +202,31 @@ def test_batches_repeat_and_differ_by_step() -> None:
     assert not torch.equal(make(1)["x"], make(2)["x"])
     assert not torch.equal(make(1)["x"], make(1, 1)["x"])
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_gradients_of_parts_take_over_the_memory_of_their_sums() -> None:
+    table = {
+        "w": Shard("f32[6@dp, 2]", gather=("dp",)),
+        "spare": Shard("f32[5@dp]", gather=("dp",)),
+        "column": Shard("f32[2, 4@dp]", gather=("dp",)),
+        "summed": Shard("f32[4@dp]", gather=("dp",), reduce=("tp",)),
+    }
+    both = {"tied": Shard("f32[4@dp]", gather=("dp",))}
+    bucket = Bucket(over=("dp",), names=("w", "spare", "column", "summed"), scatter=True)
+    again = Bucket(over=("dp",), names=("tied",), scatter=True)
+    stages: list[Any] = [
+        SimpleNamespace(parameters=table | both, buckets=(bucket, again)),
+        SimpleNamespace(parameters=both, buckets=(again,)),
+        SimpleNamespace(parameters={}),
+    ]
+    shards, sizes = table | both, {"dp": 2, "tp": 2}
+    parameters = {name: torch.ones(shard.local_shape(sizes)) for name, shard in shards.items()}
+    gradients, buffers, sums = gradient_memory(shards, parameters, stages, sizes)
+    assert {name: tuple(x.shape) for name, x in sums.items()} == {"w": (6, 2), "spare": (5,), "column": (2, 4)}
+    memory = {x.untyped_storage().data_ptr() for x in (*sums.values(), *(gradients[name] for name in sums))}
+    assert len(memory) == 1
+    assert list(buffers) == [("w", "spare", "column"), ("summed",), ("tied",)]
+    assert buffers["w", "spare", "column"].numel() == 6 + 3 + 4
+    for number, x in enumerate(sums.values()):
+        x.fill_(number)
+    assert [float(x.sum()) for x in sums.values()] == [0.0, 5.0, 16.0]

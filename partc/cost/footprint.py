@@ -85,13 +85,20 @@ class Footprint:
         whole = self._whole_elements(parameter)
         total = float(own)
         if parameter.trainable:
-            total += own * (self.states + (not parameter.sparse))
+            total += own * self.states
             if parameter.zero == 1:
                 total += whole * ITEMSIZE[parameter.type.dtype]  # the gradient is summed up whole
+            if not parameter.sparse and not self._taken_over(parameter):
+                total += own
         parted = parameter.name in self._exchanges.parted
         if parted and parameter.zero < 3:
             total += whole * ITEMSIZE[self._exchanges.read.get(parameter.name, parameter.type.dtype)]
         return total
+
+    def _taken_over(self, parameter: Parameter) -> bool:
+        """Whether the gradient of a part takes over the memory of the whole one (executor.gradient_memory)."""
+        once = len(self._holders[parameter.name]) == 1
+        return parameter.zero == 1 and once and all(self.program.sizes[axis] == 1 for axis in parameter.reduce)
 
     def _saved(self, stage: int) -> int:
         """The bytes that a stage saves of one microbatch. A value that one call hands to the next is saved once."""

@@ -37,8 +37,8 @@ from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm.comm import Axis, Link, Pending, there
 from partc.runtime.comm.distributed import DistributedComm, GlooAxis
 from partc.runtime.execution.executor import (
-    Stage,
-    gradient_buffers,
+    gradient_memory,
+    make_stages,
     parse_schedule,
     run_forward,
     run_step,
@@ -171,17 +171,15 @@ class _Rehearsal:
                         shard.local_shape(program.mesh.sizes), dtype=shard.dtype, device=META
                     )
             with ledger.making("gradients", "gradients"):
-                gradients, _ = gradient_buffers(shards, parameters)
+                memory = gradient_memory(shards, parameters, classes.values(), program.mesh.sizes)
             rows = touched_rows(self._program, self._program.stages_at(place))
+            gradients = memory.gradients
             for name, gradient in gradients.items():
                 if isinstance(gradient, RowGradient):
                     with ledger.making("gradients", name):
                         gradients[name] = _CountedRows(parameters[name], rows[name])
             with ledger.making("copies", "copies"):
-                stages: dict[int, Stage] = {
-                    number: stage(comm, parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
-                    for number, stage in classes.items()
-                }
+                stages = make_stages(classes, comm, parameters, memory)
             own = ModelView(shards, program.mesh.sizes, comm.coordinate)
             updated, trained = own.tensors(parameters), own.tensors(gradients)
             attach_gradients(updated, trained)

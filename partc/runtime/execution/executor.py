@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any, Protocol
+from itertools import accumulate, takewhile
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from ..comm.comm import Axis, Comm, Pending
 from ..layout import Received, Returned, Shard
 from ..ops.accumulation import Gradient, settled
 from ..ops.row_gradients import RowGradient
-from .parts import NOTHING, Unit
+from .parts import NOTHING, Unit, whole_shape, without_spare
+from .sums import Bucket
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|REDUCE_GRAD|F|B|I|W)(\d*)(?:>([\dFBIW,]+))?")
 _AHEAD = re.compile(r"(\d+)([FBIW])")
+_ALIGNMENT = 64  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,12 @@ class Stage(Protocol):
     loss_partial: tuple[str, ...]
     gradients: dict[str, Tensor]
     shared: dict[tuple[int, ...], tuple[str, ...]]  # pipeline ranks -> weights that all of them use
+    buckets: tuple[Bucket, ...]  # if gradients are summed over ranks
 
+    # `sums` if the stage `scatters`: GradientMemory's
+    def __init__(
+        self, comm: Comm, parameters: dict[str, Tensor], gradients: dict[str, Tensor], *sums: dict[str, Tensor]
+    ) -> None: ...
     def setup(self) -> None: ...
     def prepare(self, batch: dict[str, Tensor]) -> None: ...
     def forward(
@@ -356,15 +364,32 @@ def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list
     return {ranks: [found[ranks][name] for name in sorted(found[ranks])] for ranks in sorted(found)}
 
 
-def gradient_buffers(
-    shards: Mapping[str, Shard], parameters: Mapping[str, Tensor], *, compiled: bool = False
-) -> tuple[dict[str, Tensor], dict[tuple[str, ...], Tensor]]:
-    """A zeroed gradient for every trainable parameter, and the buffers behind them by the parameters of each.
+class GradientMemory(NamedTuple):
+    """The gradients of a rank, zeroed."""
+
+    gradients: dict[str, Tensor]  # of every trainable parameter: of the part that the rank holds
+    buffers: dict[tuple[str, ...], Tensor]  # the memory of dense gradients, by their parameters
+    sums: dict[str, Tensor]  # gradients of whole parameters, whose memory those of the parts take over
+
+
+def gradient_memory(
+    shards: Mapping[str, Shard],
+    parameters: Mapping[str, Tensor],
+    stages: Iterable[type[Stage]] = (),
+    sizes: Mapping[str, int] | None = None,
+    *,
+    compiled: bool = False,
+) -> GradientMemory:
+    """The gradients of parameters, of stages on a mesh of these sizes.
 
     Gradients that are reduced over the same axes share a buffer, so that one collective moves them. They are plain
     tensors if torch.compile makes the functions that add to them, so that the first addition is one, too. Sparse
     gradients have no buffer.
+
+    A step's sums of whole gradients are not read once they have been scattered. The gradients of the parts of a bucket
+    then take over the beginning of the bucket's memory, as in Megatron-LM's distributed optimizer.
     """
+    bucket_of = _scattered_once(shards, stages)
     together: dict[tuple[object, ...], list[str]] = {}
     gradients: dict[str, Any] = {}
     for name, shard in shards.items():
@@ -373,14 +398,58 @@ def gradient_buffers(
         elif shard.trainable:
             # A shared weight stands alone: the ranks that share it have different neighbours for it.
             alone = name if shard.shared else None
-            together.setdefault((shard.reduce, parameters[name].dtype, alone), []).append(name)
-    buffers = {}
+            key = (shard.reduce, parameters[name].dtype, alone, bucket_of.get(name))
+            together.setdefault(key, []).append(name)
+    buffers: dict[tuple[str, ...], Tensor] = {}
+    sums: dict[str, Tensor] = {}
     for names in together.values():
-        buffer = parameters[names[0]].new_zeros(sum(parameters[name].numel() for name in names))
-        buffers[tuple(names)] = buffer
+        whole = {name: _whole_shape(shards[name], parameters[name], sizes or {}) for name in names if name in bucket_of}
+        places = list(accumulate((_aligned(math.prod(shape)) for shape in whole.values()), initial=0))
+        length = sum(parameters[name].numel() for name in names)
+        memory = parameters[names[0]].new_zeros(max(length, places[-1]))
+        for (name, shape), place in zip(whole.items(), places, strict=False):
+            piece = memory[place : place + math.prod(shape)].view(shape)
+            sums[name] = without_spare(piece, shards[name].seam(sizes or {}))
+        buffers[tuple(names)] = buffer = memory[:length]
         pieces = pieces_of(buffer, names, parameters)
         gradients |= pieces if compiled else {name: Gradient.of(piece) for name, piece in pieces.items()}
-    return {name: gradients[name] for name in shards if name in gradients}, buffers
+    return GradientMemory({name: gradients[name] for name in shards if name in gradients}, buffers, sums)
+
+
+def _scattered_once(shards: Mapping[str, Shard], stages: Iterable[type[Stage]]) -> dict[str, tuple[str, ...]]:
+    """The buckets of parameters whose gradients are summed up whole, by one stage, and only scattered then."""
+    buckets: dict[str, list[tuple[str, ...]]] = {}
+    for stage in stages:
+        for bucket in stage.buckets if scatters(stage) else ():
+            for name in (names := bucket.among(stage.parameters)) if bucket.scatter else ():
+                buckets.setdefault(name, []).append(names)
+    usual = {name for name, shard in shards.items() if not shard.reduce and not shard.shared}
+    return {name: found[0] for name, found in buckets.items() if len(found) == 1 and name in usual}
+
+
+def scatters(stage: type[Stage]) -> bool:
+    """Whether a stage sums up gradients of whole parameters and scatters them after the last microbatch (ZeRO 1)."""
+    return any(bucket.scatter for bucket in getattr(stage, "buckets", ()))
+
+
+def make_stages(
+    classes: Mapping[int, type[Stage]], comm: Comm, parameters: dict[str, Tensor], memory: GradientMemory
+) -> dict[int, Stage]:
+    """The stages of a rank, by number."""
+    found: dict[int, Stage] = {}
+    for number, stage in classes.items():
+        gradients = {name: memory.gradients[name] for name in stage.parameters if name in memory.gradients}
+        found[number] = stage(comm, parameters, gradients, *([memory.sums] if scatters(stage) else []))
+    return found
+
+
+def _whole_shape(shard: Shard, part: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return whole_shape(part.shape, shard.seam(sizes), math.prod(sizes[axis] for axis in shard.gather))
+
+
+def _aligned(elements: int) -> int:
+    """Elements up to the next address at which matrix products write without splitting vectors."""
+    return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
 def pieces_of(buffer: Tensor, names: Sequence[str], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

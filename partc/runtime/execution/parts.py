@@ -15,7 +15,7 @@ from torch import Tensor
 from ..comm.comm import Axis, Comm, Pending, join
 from ..comm.compression import Codec, Scattered
 from ..comm.hierarchical import Levels
-from ..layout import DTYPES, Shard, cutting, extended
+from ..layout import DTYPES, Seam, Shard, cutting, extended
 from ..ops.accumulation import Gradient, clear, settled
 
 Fields = Any  # the tuple class of a region's parameters, or one of it
@@ -27,6 +27,7 @@ class Parts:
     A unit gathers or scatters its tensors in one collective for each dtype; gradients travel in `wire` if it is given.
     If the ranks on the axes `near` share a node and others do not, an exchange has two levels: inside nodes and between
     them (see levels). Parts may end with spare elements, which are zeros: they travel, but calls do not see them.
+    `sums` are gradients of whole parameters in memory that those of the parts take over (see executor.gradient_memory).
     `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
     """
 
@@ -36,6 +37,7 @@ class Parts:
         shards: Mapping[str, Shard],
         held: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
+        sums: Mapping[str, Tensor] | None = None,
         *,
         near: tuple[str, ...] = (),
         wire: str = "",
@@ -53,6 +55,7 @@ class Parts:
         self._seams = {name: shard.seam(sizes) for name, shard in shards.items() if shard.gather}
         self._kept: dict[str, Tensor] = {}  # whole parameters, up to date once their unit's gather has been waited for
         self._sums: dict[str, Tensor] = {}  # gradients of whole parameters, until `scatter_sums`
+        self._taken_over = sums or {}
         self._left: frozenset[str] = frozenset()
         self._scattering: dict[Unit, Pending[None]] = {}
         self.compressed = dict(self._compressing()) if compress else {}
@@ -129,16 +132,26 @@ class Parts:
 
         Gradients of parameters that ranks hold whole are added at once.
         """
-        going: list[Pending[None]] = []
         for name in gradients:
             if not self._shards[name].gather:
                 self._gradients[name].add_(gradients[name])
+        going = self._scatter(gradients)
+
+        def finish() -> None:
+            while going:
+                self._add(going.pop(0).wait())
+
+        return Pending(finish, lambda: any([each.go_on() for each in going]))
+
+    def _scatter(self, gradients: Mapping[str, Tensor]) -> list[Pending[dict[str, Tensor]]]:
+        """Start to reduce-scatter gradients of whole parameters: the sums of this rank's parts by name."""
+        going: list[Pending[dict[str, Tensor]]] = []
         for levels, together in self._together({name: self._gradients[name].dtype for name in gradients}):
             dtype = self._wire or self._gradients[together[0]].dtype
             wide = {name: self._with_spare(name, gradients[name], levels) for name in together}
             if not self.compressed and (axis := self._direct(levels, together)) is not None:
                 scattered = axis.start_reduce_scatter_many([x.to(dtype) for x in wide.values()])
-                going.append(scattered.then(partial(self._add_each, together)))
+                going.append(scattered.then(partial(_by_name, together)))
                 continue
             rows = [levels.split(x, self._seams[name].dim, self._seams[name].outer) for name, x in wide.items()]
             del wide
@@ -146,13 +159,8 @@ class Parts:
             flat = _joined(rows, dtype)
             del rows
             across = partial(self._across, levels.far, together) if self.compressed else None
-            going.append(levels.start_reduce_scatter(flat, across).then(partial(self._add, together, sizes)))
-
-        def finish() -> None:
-            while going:
-                going.pop(0).wait()
-
-        return Pending(finish, lambda: any([each.go_on() for each in going]))
+            going.append(levels.start_reduce_scatter(flat, across).then(partial(_cut, together, sizes)))
+        return going
 
     def _across(self, nodes: Axis, names: Sequence[str], x: Tensor) -> Pending[Tensor]:
         """Scatter between nodes, compressed."""
@@ -165,13 +173,9 @@ class Parts:
         for unit in list(self._scattering):
             unit.settle()
 
-    def _add(self, names: Sequence[str], sizes: Sequence[int], sums: Tensor) -> None:
-        for name, part in zip(names, sums.split(list(sizes)), strict=True):
+    def _add(self, parts: Mapping[str, Tensor]) -> None:
+        for name, part in parts.items():
             self._gradients[name].add_(part.view(self._gradients[name].shape))
-
-    def _add_each(self, names: Sequence[str], parts: Sequence[Tensor]) -> None:
-        for name, part in zip(names, parts, strict=True):
-            self._gradients[name].add_(part)
 
     def _direct(self, levels: Levels, names: Sequence[str]) -> Axis | None:
         """The axis over which these tensors travel without copies, as ranks hold consecutive rows of each."""
@@ -210,9 +214,21 @@ class Parts:
         return [self._sums.get(name) for name in names]
 
     def scatter_sums(self, *names: str) -> Pending[None]:
-        """After a step's last microbatch: start to scatter these sums; they are cleared when the scatter ends."""
-        going = self.scatter({name: self._summed(name) for name in names})
-        return going.then(lambda _: self._clear(names))
+        """After a step's last microbatch: start to scatter these sums; they are cleared when the scatter ends.
+
+        The sums of parts may then take over the memory.
+        """
+        going = self._scatter({name: self._summed(name) for name in names})
+
+        def finish() -> None:
+            parts = [each.wait() for each in going]
+            going.clear()
+            clear(self._sums[name] for name in names)
+            clear(self._gradients[name] for name in names if name in self._taken_over)
+            while parts:
+                self._add(parts.pop(0))
+
+        return Pending(finish, lambda: any([each.go_on() for each in going]))
 
     def _summed(self, name: str) -> Tensor:
         """An accumulated gradient, with spare rows that its memory has; zeros if no call of this stage gave one."""
@@ -221,26 +237,22 @@ class Parts:
         if not self._shards[name].gather or not self._seams[name].rows:
             return x
         levels = Levels.of(self._comm, self._shards[name].gather, self._near)
-        return _room(x, (levels.size * len(self._held[name]), *x.shape[1:]))
-
-    def _clear(self, names: Sequence[str]) -> None:
-        clear(self._sums[name] for name in names)
+        whole = _room(x, (levels.size * len(self._held[name]), *x.shape[1:]))
+        if name in self._taken_over:
+            whole[len(x) :].zero_()  # spare rows have the last step's gradients of parts
+        return whole
 
     def _whole_gradient(self, name: str) -> Tensor:
         gradient = self._gradients[name]
         if not self._shards[name].gather:
             return gradient
-        whole = self._whole(name, gradient.new_zeros)
+        whole = self._taken_over[name] if name in self._taken_over else self._whole(name, gradient.new_zeros)
         return Gradient.of(whole) if isinstance(gradient, Gradient) else whole
 
     def _whole(self, name: str, make: Callable[[Sequence[int]], Tensor]) -> Tensor:
         """Allocate a whole tensor. Its memory includes the spare rows, which travel too."""
-        dim, outer, length = seam = self._seams[name]
-        shape = list(self._held[name].shape)
-        shape[dim] = outer * length
-        if seam.rows:
-            shape[0] = len(self._held[name]) * Levels.of(self._comm, self._shards[name].gather, self._near).size
-        return make(shape)[:length] if seam.rows else make(shape)
+        ways = Levels.of(self._comm, self._shards[name].gather, self._near).size
+        return without_spare(make(whole_shape(self._held[name].shape, self._seams[name], ways)), self._seams[name])
 
     def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
         """Names of sharded parameters whose tensors can share a collective."""
@@ -340,6 +352,26 @@ class Nothing(Unit):
 
 
 NOTHING = Nothing()
+
+
+def whole_shape(part: Sequence[int], seam: Seam, ways: int) -> tuple[int, ...]:
+    """The shape of a whole parameter that is cut in so many parts, with the spare rows of the parts."""
+    shape = list(part)
+    shape[seam.dim] = ways * part[0] if seam.rows else seam.outer * seam.length
+    return tuple(shape)
+
+
+def without_spare(whole: Tensor, seam: Seam) -> Tensor:
+    """A whole parameter, from memory of its `whole_shape`."""
+    return whole[: seam.length] if seam.rows else whole
+
+
+def _by_name(names: Sequence[str], parts: Sequence[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(names, parts, strict=True))
+
+
+def _cut(names: Sequence[str], sizes: Sequence[int], flat: Tensor) -> dict[str, Tensor]:
+    return _by_name(names, flat.split(list(sizes)))
 
 
 def _room(rows: Tensor, shape: Sequence[int]) -> Tensor:

@@ -1,6 +1,6 @@
 """AdamW and SGD by the package's own kernels: one pass over all parameters of a rank, in flat memory.
 
-Parameters and moments are laid out like the gradients (executor.gradient_buffers): one launch for each buffer.
+Parameters and moments are laid out like the gradients (executor.gradient_memory): one launch for each buffer.
 """
 
 from __future__ import annotations

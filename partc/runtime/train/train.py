@@ -33,7 +33,7 @@ from ..device.garbage_collection import collected
 from ..device.host_memory import keep_freed_memory, peak_bytes
 from ..documents import decoded
 from ..errors import UsageError, enough_memory, tell, writing
-from ..execution.executor import Action, Slot, Stage, gradient_buffers, parse_schedule, told_by
+from ..execution.executor import Action, Slot, gradient_memory, make_stages, parse_schedule, told_by
 from ..layout import DTYPES, ModelView, Shard, tokens_per_step
 from ..ops import attention_kernels
 from ..optimizer.update import LossScale, Rate, Update, updating, write_casts
@@ -368,14 +368,16 @@ def _train(
     clock = comm.clock
     rank.done = job.start
     with torch.no_grad(), recording(job.cuda_graphs, device) as graph, told(), ExitStack() as stack:
-        gradients, buffers = gradient_buffers(rank.shards, rank.parameters, compiled=rank.compiled)
+        memory = gradient_memory(
+            rank.shards, rank.parameters, rank.stage_classes.values(), job.sizes, compiled=rank.compiled
+        )
         own = ModelView(rank.shards, job.sizes, rank.place.coordinate)
-        parameters, trained = own.tensors(rank.parameters), own.tensors(gradients)
+        parameters, trained = own.tensors(rank.parameters), own.tensors(memory.gradients)
         optimizer, scaled = updating(
             job.recipe.all_settings(job.dims),
             parameters,
             trained,
-            {tuple(own.names(names)): buffer for names, buffer in buffers.items()},
+            {tuple(own.names(names)): buffer for names, buffer in memory.buffers.items()},
             rank.kernels,
             shards=own.shards,
             comm=comm,
@@ -384,10 +386,7 @@ def _train(
             graphs=job.cuda_graphs,
         )
         rank.parameters.update(own.joined(parameters, rank.parameters))
-        stages: dict[int, Stage] = {
-            number: stage(comm, rank.parameters, {n: gradients[n] for n in stage.parameters if n in gradients})
-            for number, stage in rank.stage_classes.items()
-        }
+        stages = make_stages(rank.stage_classes, comm, rank.parameters, memory)
         if optimizer is not None:
             write_casts(optimizer, stages.values())
         scale = LossScale() if job.plan["precision"] == "fp16" else None
@@ -447,7 +446,7 @@ def _train(
             told=rank.told,
             inputs=rank.inputs,
             parameters=rank.parameters,
-            gradients=gradients,
+            gradients=memory.gradients,
             scaled=scaled,
             update=update,
             scale=scale,

@@ -413,6 +413,8 @@ def view_cases() -> list[Case]:
         case("cat", [x, x + 1], 2),
         case("cat", [normal(4, 6), normal(4, 12), normal(4, 2)], 1),
         case("cat", [x], 0),
+        case("slice_scatter", normal(4, 6, 8), normal(4, 6, 4), 2, 1, 8, 2),
+        case("slice_scatter", normal(4, 6, 8), normal(4, 2, 8), -2, 0, 6, 3),
     ]
     found += [
         case("slice", x, 2, 0, 6, 1),

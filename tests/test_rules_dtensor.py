@@ -40,6 +40,7 @@ ITS_LIMITS = {
     "tril": "replicates",
     "triu": "replicates",
     "cat": "gathers along the joined dimension",
+    "slice_scatter": "sums parts first",
     "slice": "gathers for steps",
     "repeat": "gathers for strided results",
     "reshape": "gathers where leading parts are shared but dimensions don't nest",

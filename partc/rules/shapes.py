@@ -337,6 +337,15 @@ def cat(op: Op, types: Types) -> OpRule:
     return _along_grain(op, types, dim, [type.shape[dim] for type in types], joined=True)
 
 
+def slice_scatter(op: Op, types: Types) -> OpRule:
+    """slice_scatter(x, part, dim, start, end, step): the part's own dimension is whole, all others are cut alike."""
+    dims, sizes = named_dims(types[0].shape)
+    dim = dim_index(integers(argument(op, 2, "dim", 0))[0], len(dims))
+    sizes["k"] = types[1].shape[dim]
+    operands = [(dims, types[0]), ((*dims[:dim], ("k",), *dims[dim + 1 :]), types[1])]
+    return make(operands, [dims], sizes, blocked={f"d{dim}", "k"}, linear=[range(2)])
+
+
 def _along_grain(op: Op, types: Types, dim: int, pieces: Sequence[int], *, joined: bool) -> OpRule:
     whole_shape = op.results[0].type.shape if joined else types[0].shape
     dims, sizes = named_dims(whole_shape)

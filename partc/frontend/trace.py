@@ -271,9 +271,9 @@ def _of_all_outcomes(
 
 def _skipped(program: Program, others: Sequence[Program], source: Source | None) -> Iterator[str]:
     """A sentence on the trained parameters that some outcomes of branches do not read."""
-    always = set.intersection(*map(_read_parameters, others))
-    trained = [parameter.name for parameter in program.parameters if parameter.trainable]
-    skipped = [name for name in trained if name in _read_parameters(program) - always]
+    always: set[str] = set.intersection(*map(_read_parameters, others))
+    sometimes = _read_parameters(program) - always
+    skipped = [item.name for item in program.parameters if item.trainable and item.name in sometimes]
     if skipped:
         more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
         yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from partc import fuel
@@ -135,36 +135,30 @@ class _Work:
 
     def join(self) -> None:
         """Repeatedly join the two groups that save the most time."""
-        refused: set[frozenset[int]] = set()
+        saved: dict[tuple[int, int], float | None] = {}  # by pairs of groups as they are; None: not to be joined
         while True:
-            best: tuple[float, int, int] | None = None
-            for a, b in self._neighbours():
-                if frozenset((a, b)) in refused:
-                    continue
-                saved = self._saved(a, b)
-                if saved is None:
-                    refused.add(frozenset((a, b)))
-                elif best is None or saved > best[0]:
-                    best = (saved, a, b)
-            if best is None:
+            pairs = self._neighbours()
+            saved |= {pair: self._saved(*pair) for pair in pairs if pair not in saved}
+            gains = {pair: seconds for pair in pairs if (seconds := saved[pair]) is not None}
+            if not gains:
                 return
-            _, a, b = best
+            a, b = max(gains, key=lambda pair: gains[pair])
             if not self._convex(a, b):
-                refused.add(frozenset((a, b)))
+                saved[a, b] = None
                 continue
             self.groups[a] = self._group(self.groups[a].members | self.groups[b].members)
             del self.groups[b]
             self.place.update(dict.fromkeys(self.groups[a].members, a))
-            refused = {pair for pair in refused if a not in pair and b not in pair}
+            saved = {pair: seconds for pair, seconds in saved.items() if a not in pair and b not in pair}
 
-    def _neighbours(self) -> Iterator[tuple[int, int]]:
+    def _neighbours(self) -> list[tuple[int, int]]:
         """Ordered pairs of groups of which one reads the other, or that read a common value."""
         by_value: dict[str, list[int]] = {}
         for key in sorted(self.groups):
             for name in sorted(self.groups[key].reads | self.groups[key].makes):
                 by_value.setdefault(name, []).append(key)
         pairs = {(a, b) for keys in by_value.values() for i, a in enumerate(keys) for b in keys[i + 1 :]}
-        return iter(sorted(pairs))
+        return sorted(pairs)
 
     def _saved(self, a: int, b: int) -> float | None:
         """The seconds that one kernel saves over two; None if one kernel is impossible or slower."""

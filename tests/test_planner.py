@@ -276,6 +276,39 @@ def test_the_prediction_of_the_best_plan_is_that_of_a_simulation_alone(small: Pl
     assert best.prediction == Simulator(GPT, request.cluster, calibration(request.cluster)).predict(best.plan)
 
 
+ROUTES = {"batch": 8, "width": 1024, "hidden": 48, "chosen": 2, "depth": 2, "experts": 6, "seq": 512}
+
+
+def test_predictions_do_not_depend_on_the_plans_before() -> None:
+    """Layouts depend on the sizes of the batch's parts, and on the number of stages."""
+    cluster = preset("8xH100-80GB")
+
+    def simulator() -> Simulator:
+        return Simulator(str(ROUTED), cluster, calibration(cluster))
+
+    shared = simulator()
+    for mesh, experts in (("cp=2,pp=2", None), ("tp=2", "ep=2@tp"), ("tp=2,pp=4", None)):
+        for count in (8, 2):
+            plan = ParallelPlan(mesh=mesh, experts=experts, microbatches=count, kernels="triton", options=ROUTES)
+            assert shared.predict(plan) == simulator().predict(plan)
+
+
+def test_the_best_plan_of_a_large_space_is_predicted_with_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partc.planner.planning._OWN_SIZES", 0)
+    cluster = preset("2xH100-80GB")
+    decided = fixed("tp=2,microbatches=8,ep=2,recompute=none|full")
+    planner = Planner(
+        Request(model=str(ROUTED), cluster=cluster, ranks=2, limit=cluster.device.memory, options=ROUTES, fixed=decided)
+    )
+    outcome = planner.choice().outcome
+    best = outcome.best
+    assert best is not None and best.prediction != planner.predicted(best.plan)
+    assert best.prediction == Simulator(str(ROUTED), cluster, calibration(cluster)).predict(best.plan)
+    assert best.holds and outcome.bound <= best.seconds
+    limit = best.bytes - 1  # a plan that holds too much with its own sizes is not chosen
+    assert all(played.bytes <= limit for played in planner.choice(limit=limit).outcome.fitting)
+
+
 def test_a_plan_with_one_microbatch_is_predicted_and_bounded_as_it_is_simulated_alone() -> None:
     """Its layouts may differ from those of several microbatches, whose derivatives it shares where they do not."""
     cluster = preset("8xH100-80GB")

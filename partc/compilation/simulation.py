@@ -40,6 +40,7 @@ from partc.passes.tables.lookups import Cut
 from partc.runtime.documents import Malformed, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
 from partc.sharding.choices import axis_order
+from partc.sharding.placements import most_repeated
 
 _Key = tuple[object, ...]
 _ROUNDING = 1e-9  # of sums of seconds in different orders
@@ -154,14 +155,14 @@ class Simulator:
         _, found, _ = self._placed(plan, options, separate=False)
         return replace(found, mesh=options.mesh, microbatches=options.microbatches)
 
-    def differentiated(self, plan: ParallelPlan) -> tuple[_Key, Program]:
+    def differentiated(self, plan: ParallelPlan, *, everywhere: bool = True) -> tuple[_Key, Program]:
         """The plan's program before recomputation and stages, and what its regions depend on. Raises PartcError.
 
-        Its regions are those of all plans that cut the batch in space and in time as far as this one does, and its own
-        mesh has dp.
+        With `everywhere`, its regions are those of all plans that cut the batch in space and in time as far as this one
+        does, and its own mesh has dp.
         """
         options = plan.on(self.cluster).compile_options()
-        return self._whole(plan, options, separate=False, everywhere=True)
+        return self._whole(plan, options, separate=False, everywhere=everywhere)
 
     def _placed(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
@@ -199,14 +200,12 @@ class Simulator:
         if len(calls.calls) - len(input_only(calls)) < len(stages):
             calls = self._once(("outline", *widths, len(stages)), lambda: outlined(stages))
             widths = (*widths, len(stages))
-        shape: _Key = (*widths, axis_order(cut.sizes))
+        sized = replace(calls, mesh=placed.mesh, microbatches=placed.microbatches)
+        sizes: _Key = (_local(sized), most_repeated(sized))
 
-        def annotated() -> Program:
-            sized = replace(calls, mesh=placed.mesh, microbatches=placed.microbatches)
-            return _until("annotate", sized, "outline", given)
-
-        laid = self._once(("annotate", *shape), annotated)
-        return (*shape, mesh.axis(EXPERT_AXIS)) if placed.mesh != cut.mesh else shape, laid, cut
+        laid = self._once(("annotate", *widths, *sizes), lambda: _until("annotate", sized, "outline", given))
+        layouts = self._number((laid.regions, laid.calls, laid.values, laid.parameters))
+        return (*trace_key, options.kernels, layouts, _local(cut)), laid, cut
 
     def _whole(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
@@ -231,8 +230,7 @@ class Simulator:
                 names = tuple(op.name for region in tabled.regions for op in region.forward.ops)
                 shape = (*shape, names, *((name, cut) for name, cut in cuts.items() if cut))
             else:
-                number = self._numbers.setdefault((tabled.regions, tabled.parameters), len(self._numbers))
-                shape = (*shape, number)
+                shape = (*shape, self._number((tabled.regions, tabled.parameters)))
 
         def differentiated() -> Program:
             spread = _only(("tables",), apart(laid), given | {"cut_tables": cuts}) if cuts else apart(tabled)
@@ -256,25 +254,19 @@ class Simulator:
         if options.budget is not None:
             kept = (*kept, mesh, options.microbatches, options.schedule, options.virtual_stages)
         cut = _everywhere(ready(whole)) if everywhere else ready(whole)
-        piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, everywhere)
+        piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, everywhere, _local(cut))
         staged = self._once(("stages", *shape, *piped), lambda: _only(("stages",), cut, given))
-        local: _Key = (cut.mesh, cut.microbatches)
-
-        def saving() -> Program:
-            sized = replace(staged, mesh=cut.mesh, microbatches=cut.microbatches)
-            return _only(("recompute",), sized, given)
-
-        recomputed = self._once(("recompute", *kept, *piped, *local), saving)
-        saved = tuple(region.saved for region in recomputed.regions)
-        key: _Key = (*kept, *piped, saved, options.zero >= 2, options.split_backward)
+        recomputed = self._once(("recompute", *kept, *piped), lambda: _only(("recompute",), staged, given))
+        key: _Key = (*kept, *piped, options.zero >= 2, options.split_backward)
         known = given | {"fusions": self.fusions}
-        fused = self._once(("fuse", *key), lambda: _only(("split", "bias", "fuse"), recomputed, known))
-
-        def hidden() -> Program:
-            return _only(("overlap",), replace(fused, mesh=cut.mesh, microbatches=cut.microbatches), given)
-
-        parted = _only(("zero",), ready(self._once(("overlap", *key, *local), hidden)), given)
+        done = ("split", "bias", "fuse", "overlap")
+        overlapped = self._once(("overlap", *key), lambda: _only(done, recomputed, known))
+        parted = _only(("zero",), ready(overlapped), given)
         return _only(("bucket", "schedule", "actions", "prefetch"), parted, given)
+
+    def _number(self, facts: _Key) -> int:
+        """A number for facts, the same for equal ones: numbers are cheaper as parts of keys."""
+        return self._numbers.setdefault(facts, len(self._numbers))
 
     def _once(self, key: _Key, make: Any) -> Any:
         if key not in self._known:
@@ -291,6 +283,11 @@ class Simulator:
             batches=batches,
             precision=options.precision,
         )
+
+
+def _local(program: Program) -> _Key:
+    """The sizes by which local shapes differ from the program's."""
+    return tuple((axis, program.sizes[axis]) for axis in axis_order(program.sizes))
 
 
 def _holds_alike(axis: str) -> bool:

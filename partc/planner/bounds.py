@@ -146,11 +146,11 @@ class Bounds:
 
     def _work(self, plan: ParallelPlan, key: tuple[object, ...]) -> Work | None:
         """The work of a rank's whole local batch as one microbatch, without lookups; None if it is not known."""
-        several = plan.microbatches > 1
-        key = several, *key
+        bodies = self.tables.bodies
+        key = plan.microbatches if not bodies.everywhere else plan.microbatches > 1, *key
         if key not in self._works:
             whole = replace(plan, zero=0, schedule="1f1b", virtual_stages=None)
-            alike = self.tables.bodies.shared(plan) is not None
+            alike = bodies.shared(plan) is not None
             calls = self.filled_tiles.calls_at_once(whole) if alike else None
             looked_up = self.filled_tiles.looked_up(whole) if calls is not None else ()
             self._works[key] = None if calls is None else Work.of(whole, calls, looked_up)

@@ -22,6 +22,7 @@ class RegionBodies:
 
     simulator: Simulator
     calls: int  # that stages share; for more stages, the simulator finds finer ones
+    everywhere: bool = True  # whether regions are lowered once for all sizes of the batch's parts
     _shared: dict[tuple[object, ...], tuple[int, Program] | None] = field(default_factory=dict)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict)  # of bodies, by the simulator's keys
     _lowered: dict[tuple[RegionBody, bool], Program] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class RegionBodies:
 
     def _made(self, plan: ParallelPlan) -> tuple[int, Program] | None:
         try:
-            key, program = self.simulator.differentiated(plan)
+            key, program = self.simulator.differentiated(plan, everywhere=self.everywhere)
         except PartcError as error:
             if error.code in _UNREADABLE:
                 raise

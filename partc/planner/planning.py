@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +22,8 @@ from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.passes.stages import staged
 from partc.planner.batches import batch_size, checked, samples, sequence_length
-from partc.planner.bounds import Bounds, expert_count
+from partc.planner.bounds import Bound, Bounds, expert_count
+from partc.planner.deadline import TimeUpError, time_limit
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
@@ -32,6 +35,8 @@ LONG = 16_384  # tokens of a sequence from which cutting it is tried
 _SOME = 4  # numbers of microbatches, and schedules, of a family's plans that are tried first
 _STARTS = 4  # plans that are tried first
 _NEARLY = 1.05  # times the least estimate
+_OWN_SIZES = 1000  # plans of a space up to which each one's regions are lowered for its own sizes
+_SEARCHING = 0.9  # the share of the time after which the best plan is predicted with its own sizes
 _NEIGHBOURS = 8  # plans near the best one that are tried next, of those with its regions and of others
 
 
@@ -171,8 +176,21 @@ class Planner:
         rate = max(cluster.device.peak_of(_COMPUTED[request.precision]), cluster.device.peak_of("f32"))
         rate /= self.simulator.rates.slowest
         self._calls = len(staged(annotated)[0])
+        self.tokens = sequence_length(annotated)
+        self.space = Space(
+            ranks=request.ranks,
+            batch=batch_size(annotated),
+            calls=len(staged(annotated)[1]),
+            nodes=-(-request.ranks // cluster.near),
+            sequences=(self.tokens or 0) >= LONG,
+            experts=expert_count(annotated),
+            near=cluster.near,
+            fixed=request.fixed,
+            base=base,
+        )
+        self._everywhere = self.space.has_more_than(_OWN_SIZES)
         tables = Tables(
-            bodies=RegionBodies(self.simulator, self._calls),
+            bodies=RegionBodies(self.simulator, self._calls, everywhere=self._everywhere),
             rates=self.simulator.rates,
             cluster=cluster,
             states=states_of(request.optimizer or DEFAULT),
@@ -185,18 +203,6 @@ class Planner:
             tables=tables,
             filled_tiles=tables.on(replace(self.simulator.rates, filled=True)),
             resident=self._resident,
-        )
-        self.tokens = sequence_length(annotated)
-        self.space = Space(
-            ranks=request.ranks,
-            batch=batch_size(annotated),
-            calls=len(staged(annotated)[1]),
-            nodes=-(-request.ranks // cluster.near),
-            sequences=(self.tokens or 0) >= LONG,
-            experts=expert_count(annotated),
-            near=cluster.near,
-            fixed=request.fixed,
-            base=base,
         )
         self.estimates = Estimates.of(annotated, self.bounds, self.simulator.rates, self.simulator.rates.host)
         self._hopes: dict[tuple[object, ...], tuple[bool, float]] = {}
@@ -269,7 +275,7 @@ class Planner:
         """The simulator's prediction for a plan of the space."""
         if plan not in self._predictions:
             try:
-                self._predictions[plan] = self.simulator.predict(plan, everywhere=True)
+                self._predictions[plan] = self.simulator.predict(plan, everywhere=self._everywhere)
             except PartcError as error:
                 self._predictions[plan] = Failure(error=f"{error.code}: {error.cause}")
         return self._predictions[plan]
@@ -283,6 +289,8 @@ class Planner:
     ) -> PlanChoice:
         """The best plan that holds at most `limit` bytes on a rank. Raises PartcError P0812."""
         request = self.request if limit is None else replace(self.request, limit=limit)
+        seconds = request.max_seconds if max_seconds is None else max_seconds
+        start = time.perf_counter()
         outcome = search(
             self.space.families(),
             self.predicted,
@@ -292,10 +300,34 @@ class Planner:
             near=self._near,
             hope=self._hope,
             promise=self._promise,
-            max_seconds=request.max_seconds if max_seconds is None else max_seconds,
+            max_seconds=seconds and _SEARCHING * seconds,
             on_played=on_played,
         )
+        if self._everywhere:
+            with suppress(TimeUpError), time_limit(seconds and start + seconds - time.perf_counter()):
+                outcome = self._settled(outcome, request.limit)
+            outcome = replace(outcome, seconds=time.perf_counter() - start)
         return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens)
+
+    def _settled(self, outcome: Outcome, limit: int) -> Outcome:
+        """The outcome with predictions for their own sizes in place of those of the best plans, until one stays best.
+
+        Raises TimeUpError.
+        """
+        waiting, others = [*outcome.fitting], [*outcome.others]
+        done: list[Played] = []
+        while waiting and (not done or waiting[0].seconds < min(played.seconds for played in done)):
+            played = waiting.pop(0)
+            found = self.simulator.predict(played.plan)
+            known = played.bound
+            bound = Bound(
+                seconds=min(known.seconds, found.step_seconds), bytes=min(known.bytes, found.memory_bytes)
+            )  # it is one of the program with other sizes
+            settled = replace(played, prediction=found, bound=bound)
+            (done if found.memory_bytes <= limit else others).append(settled)
+        fitting = sorted((*done, *waiting), key=lambda played: (played.seconds, played.bytes))
+        best = fitting[0].seconds if fitting else float("inf")
+        return replace(outcome, fitting=tuple(fitting), others=tuple(others), bound=min(outcome.bound, best))
 
 
 def _some(family: Family) -> Family:

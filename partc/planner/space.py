@@ -128,6 +128,10 @@ class Space:
         if not found:
             raise self._empty()
 
+    def has_more_than(self, count: int) -> bool:
+        """Whether the space has more plans than `count`."""
+        return any(total > count for total in itertools.accumulate(map(len, self._families())))
+
     def neighbours(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
         """The plans that differ from one in a single decision, or in the sizes of two axes of the mesh."""
         sizes, kind = sizes_of(plan), SCHEDULES[plan.schedule]

@@ -119,6 +119,10 @@ class CallExchanges:
 class BodySource(Protocol):
     """The source of programs."""
 
+    @property
+    def everywhere(self) -> bool:
+        """Whether regions are lowered once for all sizes of the batch's parts."""
+
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
         """The plan's program before recomputation and stages; None if tables do not hold for the plan."""
 

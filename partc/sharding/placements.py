@@ -66,6 +66,12 @@ def build(program: Program, axis: str, pins: Sequence[Pin], *, expert_axes: tupl
     return _PlacementProgram(program, axis, pins, by_rows=axis in expert_axes, by_matrix=by_matrix).build()
 
 
+def most_repeated(program: Program) -> float:
+    """The bytes of a table from which on it is not small enough to be repeated on every rank."""
+    stored = sum(math.prod(item.type.shape) * ITEMSIZE[item.type.dtype] for item in program.parameters)
+    return min(_LARGE_TABLE * stored / program.mesh.axis(PIPELINE_AXIS), _LARGE_BYTES)
+
+
 class _PlacementProgram:
     def __init__(self, program: Program, axis: str, pins: Sequence[Pin], *, by_rows: bool, by_matrix: bool) -> None:
         self.program = program
@@ -81,8 +87,7 @@ class _PlacementProgram:
         self.pure = {call.region for call in program.calls if call.name in calls}  # cheap: repeated on every rank
         self.needs = gradient_inputs(program)
         self.trainable = trainable_params(program)
-        stored = sum(math.prod(p.type.shape) * ITEMSIZE[p.type.dtype] for p in program.parameters)
-        self.small = min(_LARGE_TABLE * stored / program.mesh.axis(PIPELINE_AXIS), _LARGE_BYTES)
+        self.small = most_repeated(program)
         ordered = (op for region in program.regions for op in region.forward.ops if "zigzag" in dict(op.attrs))
         self.halved = {op.results[0].type.shape[2] for op in ordered}  # sequences with an early and a late half
         self.nodes: list[Node] = []

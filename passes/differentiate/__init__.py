@@ -68,8 +68,9 @@ from partc.torch_private import (
     without_order,
 )
 
-# By regions without sizes and batch axes: the batch axes of some regions, themselves, and their derivatives.
-Derivatives = MutableMapping[tuple[object, ...], list[tuple[frozenset[str], Region, Region]]]
+# By regions without sizes and batch axes: the batch axes of some regions, themselves, their derivatives, and the sizes
+# of all axes.
+Derivatives = MutableMapping[tuple[object, ...], list[tuple[frozenset[str], Region, Region, Sizes]]]
 
 
 def differentiate(
@@ -107,12 +108,31 @@ def _known(
     axes = frozenset(batch_axes(sizes))
     blank, ones = _sizeless(without_axes(region, {TIME_AXIS} - axes, sizes), sizes)
     known = derivatives.setdefault((without_axes(blank, axes, sizes), ones, inputs, params), [])
-    for over, other, derivative in known:
+    for over, other, derivative, before in known:
         if over >= axes and without_axes(other, over - axes, sizes) == blank:
-            return without_axes(derivative, over - axes, sizes)
+            return _resized(without_axes(derivative, over - axes, sizes), sizes, derivative, before)
     derivative = _differentiate_region(region, inputs, params, sizes)
-    known.append((axes, blank, derivative))
+    known.append((axes, blank, derivative, sizes))
     return derivative
+
+
+def _resized(region: Region, sizes: Sizes, other: Region, before: Sizes) -> Region:
+    """The region with its own local shapes in place of those of another one, which is alike, among its literals."""
+
+    def op(new: Op, old: Op) -> Op:
+        types = zip(old.results, new.results, strict=True)
+        shapes: dict[Arg, Arg] = {
+            was.type.layout.local_shape(before): now.type.layout.local_shape(sizes) for was, now in types
+        }
+        return replace(new, args=tuple(shapes.get(arg, arg) if isinstance(arg, tuple) else arg for arg in new.args))
+
+    def graph(new: Graph, old: Graph) -> Graph:
+        return replace(new, ops=tuple(map(op, new.ops, old.ops)))
+
+    backward = region.backward
+    if backward is not None and other.backward is not None:
+        backward = graph(backward, other.backward)
+    return replace(region, forward=graph(region.forward, other.forward), backward=backward)
 
 
 def _sizeless(region: Region, sizes: Sizes) -> tuple[Region, tuple[object, ...]]:

@@ -384,3 +384,19 @@ class RowsOfMask(nn.Module):
 
 def test_rows_of_a_shared_mask_have_their_own_names() -> None:
     _equal(RowsOfMask, _batch(), "dp=2,tp=2")
+
+
+class EqualOdds(nn.Module):
+    """Whole examples are dropped with probability 0.5, which is the default of bernoulli_."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.new_empty(x.shape[0], 1).bernoulli_(0.5)
+        return (x + self.body(x) * kept.div_(0.5)).square().mean()
+
+
+def test_bernoulli_in_place_with_equal_odds() -> None:
+    _equal(EqualOdds, _batch(), "dp=2,tp=2")

@@ -145,7 +145,7 @@ class _Functionalization:
             )
         if root not in (target, *wholes):
             self._check_unread(op, {target, *wholes}, root, index)
-        done = replace(self._renewed(op), name=_functional(op.name), results=op.results)
+        done = replace(_functional(self._renewed(op)), results=op.results)
         if (NO_GRAD, True) in op.attrs:
             written = replace(op.result, name=unique(f"{op.result.name}_written", self._taken))
             self._ops.append(replace(_recorded(done), results=(written,)))
@@ -269,9 +269,11 @@ def _recorded(op: Op) -> Op:
     return replace(op, attrs=tuple(item for item in op.attrs if item[0] != NO_GRAD))
 
 
-def _functional(name: str) -> str:
+def _functional(op: Op) -> Op:
     """The functional form of an in-place operation."""
-    return _FUNCTIONAL.get(name, name.removesuffix("_"))
+    if op.name == "bernoulli_" and len(op.args) < 2 and "p" not in dict(op.attrs):
+        op = replace(op, args=(*op.args, 0.5))  # traces leave out the default; bernoulli(x) draws with probabilities x
+    return replace(op, name=_FUNCTIONAL.get(op.name, op.name.removesuffix("_")))
 
 
 def _last_reads(graph: Graph) -> dict[str, int]:

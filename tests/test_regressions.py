@@ -400,3 +400,21 @@ class EqualOdds(nn.Module):
 
 def test_bernoulli_in_place_with_equal_odds() -> None:
     _equal(EqualOdds, _batch(), "dp=2,tp=2")
+
+
+class SharedQuery(nn.Module):
+    """Attention reads a trained query, expanded along the examples, and keys that differ between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.query = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = torch.stack([x, self.body(x)], 1)[:, None]
+        query = self.query.view(1, 6).expand(x.shape[0], 1, -1, -1)
+        return F.scaled_dot_product_attention(query, keys, keys).square().mean()
+
+
+def test_attention_of_a_query_that_examples_share() -> None:
+    _equal(SharedQuery, _batch(), "dp=2,tp=2")

@@ -205,9 +205,9 @@ def _one_row(region: Region) -> Region:
         elif rows and len(op.results) == 1 and _keeps_rows(op, types, small):
             row(op.renamed(small), _with_one_row(op, small))
         elif rows and (op.name in _POINTWISE or op.name in _ATTENTION):
-            op = replace(op.renamed(small), results=op.results)
-            if _broadcasts(op, types):
-                ops.append(op)
+            narrowed = replace(op.renamed(small), results=op.results)
+            if _broadcasts(narrowed, types):
+                ops.append(narrowed)
                 continue
         ops.append(op)
     return _rebuilt(region, ops, {})

@@ -35,7 +35,7 @@ LONG = 16_384  # tokens of a sequence from which cutting it is tried
 _SOME = 4  # numbers of microbatches, and schedules, of a family's plans that are tried first
 _STARTS = 4  # plans that are tried first
 _NEARLY = 1.05  # times the least estimate
-_OWN_SIZES = 1000  # plans of a space up to which each one's regions are lowered for its own sizes
+_OWN_SIZES = 200  # plans of a space up to which each one's regions are lowered for its own sizes
 _SEARCHING = 0.9  # the share of the time after which the best plan is predicted with its own sizes
 _NEIGHBOURS = 8  # plans near the best one that are tried next, of those with its regions and of others
 

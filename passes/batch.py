@@ -103,12 +103,22 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
     rest = replace(
         rest,
         inputs=(*rest.inputs, Value(name=value, type=type)),
-        ops=tuple(op for op in rest.ops if all(result.name != value for result in op.results)),
+        ops=tuple(part for op in rest.ops for part in _beside(op, value, taken)),
     ).without_dead()
     made = Region(name=own, params=params, forward=replace(graph, inputs=inputs))
     regions = [replace(each, forward=rest) if each.name == name else each for each in program.regions]
     values = (*program.values, *(Value(name=each, type=type) for each in found.values()))
     return replace(program, regions=(made, *regions), calls=tuple(calls), values=values), set(found.values())
+
+
+def _beside(op: Op, value: str, taken: set[str]) -> tuple[Op, ...]:
+    """The operation for its results beside `value`, which is made elsewhere; none if there are no others."""
+    if all(result.name != value for result in op.results):
+        return (op,)
+    if len(op.results) == 1:
+        return ()
+    unread = unique(f"{value}_unread", taken)
+    return (replace(op, results=tuple(replace(r, name=unread) if r.name == value else r for r in op.results)),)
 
 
 def _some(program: Program, call: Call, results: tuple[str, ...]) -> tuple[Region, Call]:

@@ -418,3 +418,20 @@ class SharedQuery(nn.Module):
 
 def test_attention_of_a_query_that_examples_share() -> None:
     _equal(SharedQuery, _batch(), "dp=2,tp=2")
+
+
+class SplitExamples(nn.Module):
+    """The batch is split into its examples, which are read apart: each microbatch needs all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [part.square() for part in torch.split(x, 1)]
+        return self.head(self.body(torch.cat(parts)).tanh()).square().mean()
+
+
+def test_examples_that_are_split_within_microbatches() -> None:
+    _equal(SplitExamples, _batch(), "pp=2,tp=2", microbatches=2)

@@ -5,6 +5,7 @@ Blocks, norms, activations, masks, dropout and losses are the library's own; wid
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def batch(name: str = "llama") -> Batch:
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The library's own loss of `labels`; of other models, the distance of the first result from `target`.
+    """The library's own loss of `labels`; of other models, the distance of the first result of numbers from `target`.
 
     Lists of numbers, such as the sizes of pictures, are constants, which models take as tensors.
     """
@@ -65,7 +66,8 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     made = model(**given)
     if "target" not in batch:
         return made.loss
-    first = made if isinstance(made, Tensor) else next(iter(made.values())) if isinstance(made, dict) else made[0]
+    results = [made] if isinstance(made, Tensor) else made.values() if isinstance(made, dict) else made
+    first = next(x for x in results if isinstance(x, Tensor) and x.is_floating_point())
     target = batch["target"]
     if target.is_floating_point():
         return F.mse_loss(first, target)
@@ -93,6 +95,7 @@ def configured(kind: str, without: str = "", **given: Any) -> Any:
 
     made = CONFIG_MAPPING[kind]
     plain = made()
+    plain.allow_global_per_layer_attribute_access = True
     fixed = {name for name, held in inspect.getmembers(made) if isinstance(held, property) and held.fset is None}
     known = {
         name: value
@@ -220,6 +223,13 @@ NEWER_CAUSAL: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2, "attention_hidden_size": 128, "attention_head_dim": 32,
               "mamba_dt_rank": 4},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}  # fmt: skip
+LATEST_CAUSAL: dict[str, dict[str, Any]] = {
+    "beam": {}, "cpmant": {"dim_head": 16, "dim_ff": 128}, 
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": WORDS,
+                    "num_kv_shared_layers": 0, "global_head_dim": 16},
+    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"]}, "hyperclovax": {}, "inkling_text": {}, "inkling2_text": {},
+    "minimax_m3_vl_text": {}, "qwen4_exp_text": {},
 }  # fmt: skip
 NEWER_MASKED: dict[str, dict[str, Any]] = {
     "data2vec-text": {}, "ernie": {}, "esmc": {"num_key_value_heads": 4}, "eurobert": {}, "flaubert": {"emb_dim": 64},
@@ -664,7 +674,11 @@ def of_transformers() -> dict[str, Architecture]:
         )
         for name, given in NEWER_VISION.items()
     }
+    found |= {name: transformer(name, "AutoModelForCausalLM", text, **given) for name, given in LATEST_CAUSAL.items()}
+    found["mistral4"] = transformer("mistral4", "Mistral4ForCausalLM", text, **{**LATENT, "head_dim": 16})
+    found["emu3_text_model"] = transformer("emu3_text_model", "Emu3ForCausalLM", text)
     found |= newer_tasks()
+    found |= recent_tasks()
     found |= further_tasks()
     found |= latest_tasks()
     found |= {name: transformer(name, "AutoModelForSeq2SeqLM", pairs, **given) for name, given in TWO_SIDED.items()}
@@ -771,6 +785,152 @@ def latest_tasks() -> dict[str, Architecture]:
     }  # fmt: skip
 
 
+def recent_tasks() -> dict[str, Architecture]:
+    """Pictures, grids, sounds and films within text; matting, poses, pixels by example, detection from words."""
+
+    def shown(pixels: int = PIXELS, *frames: int, **more: Any) -> Callable[[], Batch]:
+        return lambda: {
+            "input_ids": picture_tokens(24),
+            "pixel_values": noise(*frames, 3, pixels, pixels),
+            **more,
+            "labels": tokens(24),
+        }
+
+    def picture(*wanted: int, pixels: int = PIXELS, **more: Callable[[], Any]) -> Callable[[], Batch]:
+        return lambda: {
+            "pixel_values": noise(3, pixels, pixels),
+            **{name: made() for name, made in more.items()},
+            "target": noise(*wanted),
+        }
+
+    def heard(places: int, bins: int, frames: int, **more: Callable[[], Any]) -> Callable[[], Batch]:
+        """Texts that begin with the places of a sound."""
+        return lambda: {
+            "input_ids": torch.cat([torch.full((BATCH, places), WORDS - 1), tokens(24 - places) - 3], 1),
+            "input_features": noise(bins, frames),
+            **{name: made() for name, made in more.items()},
+            "labels": tokens(24),
+        }
+
+    def grids(channels: int = 384) -> Callable[[], Batch]:
+        def made() -> Batch:
+            image = torch.cat([torch.full((BATCH, 1), WORDS - 2), torch.full((BATCH, 4), WORDS - 1)], 1)
+            place = torch.arange(LENGTH).expand(BATCH, -1)
+            return {
+                "input_ids": torch.cat([image, tokens(LENGTH - 5) - 3], 1),
+                "pixel_values": torch.randn(BATCH * 16, channels),
+                "image_grid_thw": [[1, 4, 4]] * BATCH,
+                "labels": tokens(),
+                "mm_token_type_ids": ((place > 0) & (place < 5)).long().tolist(),
+            }
+
+        return made
+
+    llama = {"model_type": "llama", **SMALL_TEXT}
+    qwen = {"model_type": "qwen2", **SMALL_TEXT}
+    siglip = {"model_type": "siglip_vision_model", **SMALL_SIGHT}
+    clip = {"model_type": "clip_vision_model", **SMALL_SIGHT}
+    places = {"image_token_id": WORDS - 1, "vision_start_token_id": WORDS - 2, "video_token_id": WORDS - 3}
+    sections = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    sound_encoder = {
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "num_mel_bins": 80,
+        "max_source_positions": 16,
+    }
+    return {
+        "levit": transformer("levit", "LevitForImageClassification", large_images, hidden_sizes=[16, 32, 32], num_attention_heads=[2, 2, 2], depths=[1, 1, 1],
+                             key_dim=[8, 8, 8], without="patch_size", image_size=64),
+        "siglip2": transformer("siglip2", "Siglip2Model",
+                               lambda: {"input_ids": tokens(), "pixel_values": noise(16, 192), "pixel_attention_mask": torch.ones(BATCH, 16, dtype=torch.int32),
+                                        "spatial_shapes": [[4, 4]] * BATCH, "return_loss": True},
+                               text_config=SMALL_TEXT, vision_config={**SMALL_SIGHT, "num_patches": 16}),
+        "pixio": transformer("pixio", "PixioModel", picture(24, 64)),
+        "radio": transformer("radio", "RadioModel", picture(128)),
+        "aimv2_vision_model": transformer("aimv2_vision_model", "Aimv2VisionModel", picture(16, 64)),
+        "aimv2": transformer("aimv2", "Aimv2Model", lambda: {"input_ids": tokens(), "pixel_values": noise(3, PIXELS, PIXELS), "target": noise(BATCH)}, **PAIR),
+        "align": transformer("align", "AlignModel", lambda: {"input_ids": tokens(), "pixel_values": noise(3, 64, 64), "return_loss": True}, text_config=SMALL_TEXT,
+                             vision_config={"image_size": 64, "width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 80}, projection_dim=80),
+        "clap": transformer("clap", "ClapModel", lambda: {"input_ids": tokens(), "input_features": noise(1, 64, 64), "return_loss": True},
+                            text_config=SMALL_TEXT, projection_dim=32,
+                            audio_config={"spec_size": 64, "num_mel_bins": 64, "patch_embeds_hidden_size": 16, "depths": [1, 1], "num_attention_heads": [2, 2],
+                                          "hidden_size": 32, "window_size": 4}),
+        "vitmatte": transformer("vitmatte", "VitMatteForImageMatting", lambda: {"pixel_values": noise(4, 64, 64), "target": noise(1, 64, 64)}, hidden_size=64,
+                                convstream_hidden_sizes=[8, 16], fusion_hidden_sizes=[16, 16, 8], backbone_config={"model_type": "vitdet", **SMALL_SIGHT,
+                                "image_size": 64, "num_channels": 4, "out_features": ["stage2"], "patch_size": 8}),
+        "vitpose": transformer("vitpose", "VitPoseForPoseEstimation", picture(CLASSES, 16, 16), backbone_config={"model_type": "vitpose_backbone", **SMALL_SIGHT,
+                               "image_size": [PIXELS, PIXELS], "patch_size": [8, 8], "out_features": ["stage2"]}),
+        "vitpose_experts": transformer("vitpose", "VitPoseForPoseEstimation", picture(CLASSES, 16, 16, dataset_index=lambda: torch.randint(2, (BATCH,))),
+                                       backbone_config={"model_type": "vitpose_backbone", **SMALL_SIGHT, "image_size": [PIXELS, PIXELS], "patch_size": [8, 8],
+                                                        "out_features": ["stage2"], "num_experts": 2, "part_features": 16}),
+        "seggpt": transformer("seggpt", "SegGptForImageSegmentation",
+                              lambda: {"pixel_values": noise(3, 32, 32), "prompt_pixel_values": noise(3, 32, 32), "prompt_masks": noise(3, 32, 32), "labels": noise(3, 32, 32)},
+                              image_size=[64, 32], patch_size=8, pretrain_image_size=32, mlp_dim=128, decoder_hidden_size=16, merge_index=0,
+                              intermediate_hidden_state_indices=[0, 1]),
+        "encodec": transformer("encodec", "EncodecModel", lambda: {"input_values": noise(1, 320), "target": noise(1, 320)}, num_filters=4, upsampling_ratios=[4, 2],
+                               hidden_size=16, codebook_dim=16, codebook_size=16, num_lstm_layers=1, sampling_rate=1600, target_bandwidths=[1.6]),
+        "mimi": transformer("mimi", "MimiModel", lambda: {"input_values": noise(1, 320), "target": noise(1, 320)}, num_filters=4, upsampling_ratios=[4, 2], codebook_size=16,
+                            codebook_dim=16, num_quantizers=4, vector_quantization_hidden_dimension=16, upsample_groups=8, frame_rate=None, sampling_rate=1600),
+        "dia": transformer("dia", "DiaForConditionalGeneration", lambda: {"input_ids": tokens(), "decoder_input_ids": torch.randint(20, (BATCH, 8, 2)),
+                           "labels": torch.randint(20, (BATCH * 2, 8))}, encoder_config={**SMALL_TEXT, "head_dim": 16, "num_key_value_heads": 4},
+                           decoder_config={**SMALL_TEXT, "vocab_size": 32, "num_channels": 2, "head_dim": 16, "cross_hidden_size": 64, "cross_head_dim": 16,
+                           "cross_num_attention_heads": 4, "cross_num_key_value_heads": 4}, delay_pattern=[0, 1], without="eos_token_id pad_token_id bos_token_id", eos_token_id=24, pad_token_id=25, bos_token_id=26),
+        "udop": transformer("udop", "UdopForConditionalGeneration", lambda: {"input_ids": tokens(), "bbox": torch.rand(BATCH, LENGTH, 4), "labels": tokens()},
+                            num_heads=4, num_decoder_layers=2, max_2d_position_embeddings=64, decoder_start_token_id=0),
+        "instructblip": transformer("instructblip", "InstructBlipForConditionalGeneration", lambda: {**shown()(), "qformer_input_ids": tokens()}, vision_config=SMALL_SIGHT,
+                                    qformer_config={**SMALL_TEXT, "encoder_hidden_size": 64}, num_query_tokens=16, image_token_index=WORDS - 1,
+                                    text_config={"model_type": "opt", **SMALL_TEXT, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+        "llava_next": transformer("llava_next", "LlavaNextForConditionalGeneration", lambda: {"input_ids": torch.cat([torch.full((BATCH, 36), WORDS - 1), tokens(12) - 3], 1),
+                                  "pixel_values": noise(2, 3, PIXELS, PIXELS), "image_sizes": [[32, 32]] * BATCH, "labels": tokens(48)},
+                                  text_config=llama, vision_config=clip, image_token_index=WORDS - 1, image_grid_pinpoints=[[32, 32]]),
+        "mistral3": transformer("mistral3", "Mistral3ForConditionalGeneration", lambda: {"input_ids": torch.cat([torch.full((BATCH, 4), WORDS - 1), tokens(20) - 3], 1),
+                                "pixel_values": noise(3, PIXELS, PIXELS), "image_sizes": [[32, 32]] * BATCH, "labels": tokens(24)}, text_config={"model_type": "mistral", **SMALL_TEXT, "head_dim": 16},
+                                vision_config={"model_type": "pixtral", **SMALL_SIGHT, "head_dim": 16}, image_token_index=WORDS - 1, spatial_merge_size=2),
+        "cohere2_vision": transformer("cohere2_vision", "Cohere2VisionForConditionalGeneration", shown(), text_config={"model_type": "cohere2", **SMALL_TEXT},
+                                      vision_config={**siglip, "patch_size": 4}, image_token_id=WORDS - 1, downsample_factor=2, alignment_intermediate_size=64),
+        "florence2": transformer("florence2", "Florence2ForConditionalGeneration",
+                                 lambda: {"input_ids": torch.cat([torch.full((BATCH, 5), WORDS - 1), tokens(11) - 3], 1), "pixel_values": noise(3, 64, 64),
+                                          "decoder_input_ids": tokens(), "labels": tokens()}, image_token_id=WORDS - 1,
+                                 text_config={"model_type": "bart", "vocab_size": WORDS, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+                                              "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64},
+                                 vision_config={"embed_dim": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2], "num_groups": [2, 2, 2, 2], "window_size": 4, "projection_dim": 64}),
+        "qwen2_5_vl": transformer("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", grids(), text_config={**SMALL_TEXT, "rope_parameters": sections},
+                                  vision_config={"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4, "intermediate_size": 64, "patch_size": 8,
+                                                 "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 16, "fullatt_block_indexes": [1]}, **places),
+        "qwen3_vl": transformer("qwen3_vl", "Qwen3VLForConditionalGeneration", grids(), text_config={**SMALL_TEXT, "head_dim": 16, "rope_parameters": sections},
+                                vision_config={"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4, "intermediate_size": 64, "patch_size": 8,
+                                               "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, **places),
+        "qwen3_vl_moe": transformer("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", grids(), text_config={**SMALL_TEXT, "head_dim": 16, "rope_parameters": sections, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+                                    vision_config={"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4, "intermediate_size": 64, "patch_size": 8,
+                                                   "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, **places),
+        "glm4v": transformer("glm4v", "Glm4vForConditionalGeneration", grids(), text_config={**SMALL_TEXT, "rope_parameters": {**sections, "partial_rotary_factor": 1.0}},
+                             vision_config={"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4, "intermediate_size": 64, "patch_size": 8, "image_size": 32,
+                                            "spatial_merge_size": 2, "temporal_patch_size": 2}, image_token_id=WORDS - 1, image_start_token_id=WORDS - 2, video_token_id=WORDS - 3),
+        "qwen2_audio": transformer("qwen2_audio", "Qwen2AudioForConditionalGeneration", heard(8, 80, 32, feature_attention_mask=lambda: torch.ones(BATCH, 32, dtype=torch.long)),
+                                   audio_config=sound_encoder, text_config=qwen, audio_token_index=WORDS - 1),
+        "voxtral": transformer("voxtral", "VoxtralForConditionalGeneration", heard(4, 80, 32), audio_config={**{k: v for k, v in sound_encoder.items() if "_" not in k or k == "num_mel_bins"}, "hidden_size": 64, "intermediate_size": 256,
+                               "num_hidden_layers": 2, "num_attention_heads": 4, "max_source_positions": 16}, text_config={**llama, "head_dim": 16}, audio_token_id=WORDS - 1),
+        "chameleon": transformer("chameleon", "ChameleonForConditionalGeneration", lambda: {"input_ids": tokens(), "labels": tokens().clamp(min=32)}, vq_config={"base_channels": 32, "embed_dim": 8, "latent_channels": 8, "num_embeddings": 16, "channel_multiplier": [1], "num_res_blocks": 1}, vocabulary_map={"<image>": 4, **{f"IMGIMG{chr(65 + i)}Z": i + 8 for i in range(16)}}),
+        "video_llava": transformer("video_llava", "VideoLlavaForConditionalGeneration", lambda: {"input_ids": picture_tokens(24), "pixel_values_images": noise(3, PIXELS, PIXELS), "labels": tokens(24)}, text_config=llama,
+                                   vision_config=clip, image_token_index=WORDS - 1, video_token_index=WORDS - 2),
+        "moonshine_streaming": transformer("moonshine_streaming", "MoonshineStreamingForConditionalGeneration", lambda: {"input_values": noise(1600), "decoder_input_ids": tokens(8), "labels": tokens(8)},
+                                          encoder_config={**SMALL_TEXT, "num_key_value_heads": 4, "head_dim": 16, "sliding_windows": [[16, 4], [16, 0]]}, num_key_value_heads=4),
+        "rt_detr_v2": transformer("rt_detr_v2", "RTDetrV2ForObjectDetection", picture(6, CLASSES, pixels=64),
+                                  backbone_config={"model_type": "rt_detr_resnet", "embedding_size": 16, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1],
+                                                   "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]},
+                                  encoder_hidden_dim=32, encoder_in_channels=[16, 32, 32], feat_strides=[8, 16, 32], d_model=32, num_queries=6,
+                                  decoder_in_channels=[32, 32, 32], num_denoising=0, encode_proj_layers=[2]),
+        "grounding-dino": transformer("grounding-dino", "GroundingDinoForObjectDetection", lambda: {"pixel_values": noise(3, 64, 64), "input_ids": tokens(), "target": noise(6, LENGTH)},
+                                      backbone_config=SMALL_SWIN, text_config={"model_type": "bert", **SMALL_TEXT}, num_queries=6, max_text_len=LENGTH),
+        "seamless_m4t": transformer("seamless_m4t", "SeamlessM4TForTextToText", pairs, without="layerdrop", encoder_layerdrop=0.0, decoder_layerdrop=0.0),
+        "musicgen_melody_decoder": transformer("musicgen_melody_decoder", "MusicgenMelodyForCausalLM",
+                                               lambda: {"input_ids": torch.randint(WORDS, (BATCH * 2, LENGTH)), "labels": torch.randint(WORDS, (BATCH, LENGTH, 2))}, num_codebooks=2),
+        "colpali": transformer("colpali", "ColPaliForRetrieval", lambda: {"input_ids": tokens(), "target": noise(LENGTH, 16)}, vlm_config={"model_type": "paligemma", "text_config": {"model_type": "gemma", **SMALL_TEXT, "head_dim": 16}, "vision_config": siglip, "image_token_id": WORDS - 1, "projection_dim": 64}, embedding_dim=16),
+    }  # fmt: skip
+
+
 def picture_tokens(count: int) -> Tensor:
     """Token ids of texts, each with 16 placeholder tokens for the patches of an image."""
     words = torch.randint(3, WORDS - 1, (BATCH, count))
@@ -783,6 +943,66 @@ def picture_tokens(count: int) -> Tensor:
 
 def pictures(pixels: int = PIXELS) -> Callable[[], Batch]:
     return lambda: {"x": noise(3, pixels, pixels), "target": classes()}
+
+
+def _dense(kind: str, name: str = "x") -> Architecture:
+    """A class for each pixel."""
+
+    def build() -> nn.Module:
+        from torchvision.models import segmentation
+
+        return getattr(segmentation, kind)(num_classes=CLASSES, weights_backbone=None)
+
+    return Architecture(
+        library="torchvision", build=build, batch=lambda: {name: noise(3, 64, 64), "target": noise(CLASSES, 64, 64)}
+    )
+
+
+def _films(name: str) -> Architecture:
+    def build() -> nn.Module:
+        from torchvision.models import video
+
+        return getattr(video, name)(num_classes=CLASSES)
+
+    return Architecture(
+        library="torchvision", build=build, batch=lambda: {"x": noise(3, 4, PIXELS, PIXELS), "target": classes()}
+    )
+
+
+def _convnext() -> Architecture:
+    def build() -> nn.Module:
+        from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+
+        return ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=CLASSES)
+
+    return Architecture(library="torchvision", build=build, batch=pictures())
+
+
+def _swin_v2_block(*given: Any, **more: Any) -> nn.Module:
+    from torchvision.models.swin_transformer import SwinTransformerBlockV2
+
+    return SwinTransformerBlockV2(*given, **more)
+
+
+def _swin_v2_merging(*given: Any, **more: Any) -> nn.Module:
+    from torchvision.models.swin_transformer import PatchMergingV2
+
+    return PatchMergingV2(*given, **more)
+
+
+def _flow() -> nn.Module:
+    """Optical flow of two pictures, by two steps of its recurrent unit."""
+    from torchvision.models.optical_flow import raft_small
+
+    class Flow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.raft = raft_small()
+
+        def forward(self, image1: Tensor, image2: Tensor) -> Tensor:
+            return self.raft(image1, image2, num_flow_updates=2)[-1]
+
+    return Flow()
 
 
 def of_torchvision() -> dict[str, Architecture]:
@@ -811,6 +1031,18 @@ def of_torchvision() -> dict[str, Architecture]:
 
         return Architecture(library="torchvision", build=build, batch=pictures(pixels))
 
+    found["tv_vgg11"] = seen("vgg11_bn")
+    found["tv_alexnet"] = seen("alexnet", 64)
+    found["tv_efficientnet"] = seen("efficientnet_b0", 64)
+    found["tv_inception_v3"] = seen("inception_v3", 96, {"aux_logits": False, "init_weights": False})
+    found["tv_resnext50"] = seen("resnext50_32x4d")
+    found |= {f"tv_{name}": _dense(name) for name in ("fcn_resnet50", "deeplabv3_mobilenet_v3_large")}
+    found["tv_lraspp"] = _dense("lraspp_mobilenet_v3_large", "input")
+    found |= {f"tv_{name}": _films(name) for name in ("r2plus1d_18", "mc3_18")}
+    found["tv_convnext"] = _convnext()
+    found["tv_swin_v2"] = small("SwinTransformer", patch_size=[4, 4], embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4],
+                                block=_swin_v2_block, downsample_layer=_swin_v2_merging)  # fmt: skip
+    found["tv_raft"] = Architecture(library="torchvision", build=_flow, batch=lambda: {"image1": noise(3, 128, 128)[:2], "image2": noise(3, 128, 128)[:2], "target": noise(2, 128, 128)[:2]})  # fmt: skip
     found["tv_densenet"] = small("DenseNet", growth_rate=8, block_config=(2, 2), num_init_features=16)
     found["tv_vit"] = small(
         "VisionTransformer", image_size=PIXELS, patch_size=8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=128
@@ -830,6 +1062,13 @@ def of_torchvision() -> dict[str, Architecture]:
     return found
 
 
+def _multiscale() -> nn.Module:
+    from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
+
+    sizes = MultiScaleVitCfg(depths=(1, 1, 1, 1), embed_dim=16, num_heads=1)
+    return MultiScaleVit(sizes, img_size=(64, 64), num_classes=CLASSES)
+
+
 def of_timm() -> dict[str, Architecture]:
     def seen(name: str, pixels: int = PIXELS, **given: Any) -> Architecture:
         def build() -> nn.Module:
@@ -838,6 +1077,24 @@ def of_timm() -> dict[str, Architecture]:
             return timm.create_model(name, num_classes=CLASSES, **given)
 
         return Architecture(library="timm", build=build, batch=pictures(pixels))
+
+    def small(kind: str, pixels: int = 64, **given: Any) -> Architecture:
+        """A class of timm, of which the named variants fix the sizes."""
+
+        def build() -> nn.Module:
+            module, name = kind.split(".")
+            return getattr(importlib.import_module(f"timm.models.{module}"), name)(num_classes=CLASSES, **given)
+
+        return Architecture(library="timm", build=build, batch=pictures(pixels))
+
+    def mixer(block: str, **given: Any) -> Architecture:
+        def build() -> nn.Module:
+            from timm.models import mlp_mixer
+
+            sizes: dict[str, Any] = {"img_size": PIXELS, "patch_size": 8, "embed_dim": 64, "num_blocks": 2, **given}
+            return mlp_mixer.MlpMixer(num_classes=CLASSES, block_layer=getattr(mlp_mixer, block), **sizes)
+
+        return Architecture(library="timm", build=build, batch=pictures())
 
     sight = {"img_size": PIXELS, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
     return {
@@ -901,6 +1158,60 @@ def of_timm() -> dict[str, Architecture]:
         "timm_vit_hybrid": seen("vit_tiny_r_s16_p8_224", img_size=64, pixels=64, depth=2, embed_dim=64, num_heads=4),
         "timm_vit_relpos": seen("vit_relpos_small_patch16_224", **sight),
         "timm_vovnet": seen("ese_vovnet19b_slim_dw", pixels=64),
+        "timm_botnet": seen("botnet26t_256", img_size=64, pixels=64),
+        "timm_byobnet": seen("test_byobnet"),
+        "timm_coatnet": seen("test_coatnet", img_size=64, pixels=64),
+        "timm_cpubone": seen("cpubone_b0_bfrobust", pixels=64),
+        "timm_csatv2": seen("csatv2", pixels=64),
+        "timm_cspnext": seen("cspnext_tiny", pixels=64),
+        "timm_dla": seen("dla46_c", pixels=64),
+        "timm_dla_res2net": seen("dla60_res2net", pixels=64),
+        "timm_efficientnet_evos": seen("test_efficientnet_evos"),
+        "timm_efficientnet_ln": seen("test_efficientnet_ln"),
+        "timm_fbnetv3": seen("fbnetv3_b", pixels=64),
+        "timm_gcresnext": seen("gcresnext26ts", pixels=64),
+        "timm_hardcorenas": seen("hardcorenas_a", pixels=64),
+        "timm_hrnet": seen("hrnet_w18_small", pixels=64),
+        "timm_inception_resnet_v2": seen("inception_resnet_v2", pixels=96),
+        "timm_inception_v3": seen("inception_v3", pixels=96),
+        "timm_inception_v4": seen("inception_v4", pixels=96),
+        "timm_lambda": seen("lambda_resnet26t", pixels=64),
+        "timm_lcnet": seen("lcnet_035", pixels=64),
+        "timm_lcnetv2": seen("lcnetv2_small", pixels=64),
+        "timm_lowformer": seen("lowformer_b0", pixels=64),
+        "timm_mobilenetv4": seen("mobilenetv4_hybrid_medium", pixels=64),
+        "timm_naflexvit": seen("naflexvit_base_patch16_gap", img_size=PIXELS, patch_size=8, embed_dim=64, depth=2, num_heads=4),
+        "timm_regnet": seen("regnety_002", pixels=64),
+        "timm_regnetz": seen("regnetz_b16", pixels=64),
+        "timm_repghost": seen("repghostnet_050", pixels=64),
+        "timm_repvgg": seen("repvgg_a0", pixels=64),
+        "timm_res2next": seen("res2next50", layers=(1, 1, 1, 1)),
+        "timm_resnet_aa": seen("resnetaa34d", layers=(1, 1, 1, 1)),
+        "timm_resnet_rs": seen("resnetrs50", layers=(1, 1, 1, 1)),
+        "timm_selecsls": seen("selecsls42", pixels=64),
+        "timm_senet": seen("legacy_seresnet18", pixels=64),
+        "timm_tresnet": seen("tresnet_m", layers=(1, 1, 1, 1), pixels=64),
+        "timm_vgg": seen("vgg11_bn"),
+        "timm_vitamin": seen("vitamin_small_224", img_size=64, pixels=64),
+        "timm_vit_parallel": seen("vit_small_patch16_36x1_224", **sight),
+        "timm_vit_rope": seen("vit_small_patch16_rope_224", **sight),
+        "timm_vit_siglip": seen("vit_base_patch16_siglip_224", **sight),
+        "timm_poolformer": small("metaformer.MetaFormer", depths=(1, 1, 1, 1), dims=(16, 16, 32, 32)),
+        "timm_convmixer": small("convmixer.ConvMixer", pixels=56, dim=32, depth=2),
+        "timm_focalnet": small("focalnet.FocalNet", depths=(1, 1, 1, 1), embed_dim=16),
+        "timm_gcvit": small("gcvit.GlobalContextVit", img_size=64, window_size=(4, 4, 4, 2), depths=(1, 1, 1, 1), embed_dim=16, num_heads=(2, 2, 2, 2)),
+        "timm_mixer": mixer("MixerBlock"),
+        "timm_resmlp": mixer("ResBlock", mlp_ratio=4),
+        "timm_mvitv2": Architecture(library="timm", build=_multiscale, batch=pictures(64)),
+        "timm_nest": small("nest.Nest", img_size=64, embed_dims=(16, 32, 64), depths=(1, 1, 2), num_heads=(2, 2, 4)),
+        "timm_volo": small("volo.VOLO", img_size=64, layers=(1, 1, 1, 1), embed_dims=(32, 64, 64, 64), num_heads=(2, 4, 4, 4), outlook_attention=(True, False, False, False)),
+        "timm_xception": seen("legacy_xception", pixels=96),
+        "timm_xception41": seen("xception41p", pixels=64),
+        "timm_deepseek_vit": seen("deepseek_vit_412m", img_size=PIXELS, patch_size=8, embed_dim=64, depth=2, num_heads=4),
+        "timm_gemma4_vit": seen("gemma4_vit_167m", img_size=48, pixels=48, patch_size=8, embed_dim=64, depth=2, num_heads=4),
+        "timm_qwen3_vit": seen("qwen3_vit_88m", img_size=PIXELS, patch_size=8, embed_dim=64, depth=2, num_heads=4),
+        "timm_mobilenetv5": seen("mobilenetv5_base", pixels=64),
+        "timm_pnasnet": seen("pnasnet5large", pixels=96),
     }  # fmt: skip
 
 
@@ -1006,6 +1317,144 @@ def of_diffusers() -> dict[str, Architecture]:
             num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, text_embed_dim=32,
             time_embed_dim=16, num_layers=2, sample_width=8, sample_height=8, sample_frames=5, patch_size=2,
             temporal_compression_ratio=4, max_text_seq_length=6,
+        ),
+        "unet3d_condition": made(
+            "UNet3DConditionModel",
+            lambda: {"sample": noise(4, 2, 8, 8), "timestep": torch.randint(1000, (BATCH,)), "encoder_hidden_states": noise(6, 32), "target": noise(4, 2, 8, 8)},
+            cross_attention_dim=32, **unet, attention_head_dim=4, down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+            up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        ),
+        "unet_spatio_temporal": made(
+            "UNetSpatioTemporalConditionModel",
+            lambda: {"sample": noise(2, 8, 8, 8), "timestep": torch.randint(1000, (BATCH,)), "encoder_hidden_states": noise(1, 32),
+                     "added_time_ids": torch.randint(9, (BATCH, 3)), "target": noise(2, 4, 8, 8)},
+            block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32, num_attention_heads=(2, 4), sample_size=8,
+            down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"), addition_time_embed_dim=8,
+            up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"), projection_class_embeddings_input_dim=24,
+        ),
+        "autoencoder_dc": made(
+            "AutoencoderDC", lambda: {"sample": noise(3, 16, 16), "target": noise(3, 16, 16)}, latent_channels=4, attention_head_dim=8,
+            encoder_block_out_channels=(16, 32), decoder_block_out_channels=(16, 32), encoder_layers_per_block=(1, 1), decoder_layers_per_block=(1, 1),
+            encoder_block_types=("ResBlock", "EfficientViTBlock"), decoder_block_types=("ResBlock", "EfficientViTBlock"),
+            encoder_qkv_multiscales=((), (5,)), decoder_qkv_multiscales=((), (5,)), decoder_norm_types="rms_norm", decoder_act_fns="silu",
+        ),
+        "autoencoder_tiny": made(
+            "AutoencoderTiny", lambda: {"sample": noise(3, 16, 16), "target": noise(3, 16, 16)}, encoder_block_out_channels=(16, 16),
+            decoder_block_out_channels=(16, 16), num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1),
+        ),
+        "autoencoder_oobleck": made(
+            "AutoencoderOobleck", lambda: {"sample": noise(2, 64), "target": noise(2, 64)}, encoder_hidden_size=16, downsampling_ratios=[2, 4],
+            channel_multiples=[1, 2], decoder_channels=16, decoder_input_channels=8,
+        ),
+        "autoencoder_wan": made(
+            "AutoencoderKLWan", lambda: {"sample": noise(3, 1, 16, 16), "target": noise(3, 1, 16, 16)}, base_dim=8, z_dim=4, dim_mult=[1, 2],
+            num_res_blocks=1, temperal_downsample=[True], latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+        ),
+        "autoencoder_temporal": made(
+            "AutoencoderKLTemporalDecoder", lambda: {"sample": noise(3, 16, 16), "num_frames": 2, "target": noise(3, 16, 16)},
+            block_out_channels=(32, 64), down_block_types=("DownEncoderBlock2D",) * 2, latent_channels=4,
+        ),
+        "hunyuan_video": made(
+            "HunyuanVideoTransformer3DModel",
+            lambda: {"hidden_states": noise(4, 2, 8, 8), "timestep": torch.randint(1000, (BATCH,)), "encoder_hidden_states": noise(6, 32),
+                     "encoder_attention_mask": torch.ones(BATCH, 6, dtype=torch.long), "pooled_projections": noise(16), "guidance": torch.rand(BATCH), "target": noise(4, 2, 8, 8)},
+            in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=16, num_layers=1, num_single_layers=1, num_refiner_layers=1,
+            patch_size=2, patch_size_t=1, text_embed_dim=32, pooled_projection_dim=16, rope_axes_dim=(4, 6, 6),
+        ),
+        "ltx_video": made(
+            "LTXVideoTransformer3DModel",
+            lambda: {"hidden_states": noise(32, 8), "encoder_hidden_states": noise(6, 32), "timestep": torch.randint(1000, (BATCH,)),
+                     "encoder_attention_mask": torch.ones(BATCH, 6), "num_frames": 2, "height": 4, "width": 4, "target": noise(32, 8)},
+            in_channels=8, out_channels=8, num_attention_heads=4, attention_head_dim=16, cross_attention_dim=64, num_layers=2, caption_channels=32,
+        ),
+        "mochi": made(
+            "MochiTransformer3DModel",
+            lambda: {"hidden_states": noise(4, 2, 8, 8), "encoder_hidden_states": noise(6, 32), "timestep": torch.randint(1000, (BATCH,)),
+                     "encoder_attention_mask": torch.ones(BATCH, 6, dtype=torch.bool), "target": noise(4, 2, 8, 8)},
+            patch_size=2, num_attention_heads=4, attention_head_dim=8, num_layers=2, pooled_projection_dim=16, in_channels=4, text_embed_dim=32,
+            time_embed_dim=4, max_sequence_length=6,
+        ),
+        "lumina2": made(
+            "Lumina2Transformer2DModel",
+            lambda: {"hidden_states": noise(4, 8, 8), "timestep": torch.rand(BATCH), "encoder_hidden_states": noise(6, 32),
+                     "encoder_attention_mask": torch.ones(BATCH, 6, dtype=torch.bool), "target": noise(4, 8, 8)},
+            sample_size=8, patch_size=2, in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=1, num_attention_heads=4, num_kv_heads=2,
+            multiple_of=16, axes_dim_rope=(4, 4, 4), axes_lens=(32, 16, 16), cap_feat_dim=32,
+        ),
+        "cogview4": made(
+            "CogView4Transformer2DModel",
+            lambda: {"hidden_states": noise(4, 8, 8), "encoder_hidden_states": noise(6, 32), "timestep": torch.randint(1000, (BATCH,)),
+                     "original_size": noise(2).abs(), "target_size": noise(2).abs(), "crop_coords": noise(2).abs(), "target": noise(4, 8, 8)},
+            patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=4, text_embed_dim=32, time_embed_dim=16,
+            condition_dim=8, sample_size=8, rope_axes_dim=(16, 16),
+        ),
+        "allegro": made(
+            "AllegroTransformer3DModel",
+            lambda: {"hidden_states": noise(4, 2, 8, 8), "encoder_hidden_states": noise(1, 6, 32), "timestep": torch.randint(1000, (BATCH,)),
+                     "attention_mask": torch.ones(BATCH, 2, 8, 8), "encoder_attention_mask": torch.ones(BATCH, 1, 6),
+                     "image_rotary_emb": None, "target": noise(4, 2, 8, 8)},
+            num_attention_heads=4, attention_head_dim=12, num_layers=2, cross_attention_dim=48, sample_height=8, sample_width=8, sample_frames=2,
+            caption_channels=32,
+        ),
+        "latte": made(
+            "LatteTransformer3DModel",
+            lambda: {"hidden_states": noise(4, 2, 8, 8), "timestep": torch.randint(1000, (BATCH,)), "encoder_hidden_states": noise(6, 32), "target": noise(4, 2, 8, 8)},
+            num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=64, sample_size=8, patch_size=2,
+            caption_channels=32, norm_type="ada_norm_single", norm_elementwise_affine=False, video_length=2, attention_bias=True,
+        ),
+        "chroma": made(
+            "ChromaTransformer2DModel",
+            lambda: {"hidden_states": noise(16, 16), "encoder_hidden_states": noise(6, 32), "timestep": torch.rand(BATCH), "img_ids": torch.randint(4, (16, 3)),
+                     "txt_ids": torch.zeros(6, 3, dtype=torch.long), "attention_mask": torch.ones(BATCH, 22, dtype=torch.bool), "target": noise(16, 16)},
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=32, axes_dims_rope=(4, 6, 6),
+            approximator_num_channels=16, approximator_hidden_dim=32, approximator_layers=1,
+        ),
+        "bria": made(
+            "BriaTransformer2DModel",
+            lambda: {"hidden_states": noise(16, 16), "encoder_hidden_states": noise(6, 32), "timestep": torch.rand(BATCH), "img_ids": torch.randint(4, (16, 3)),
+                     "txt_ids": torch.zeros(6, 3, dtype=torch.long), "target": noise(16, 16)},
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=32, axes_dims_rope=[4, 6, 6],
+        ),
+        "prx": made(
+            "PRXTransformer2DModel",
+            lambda: {"hidden_states": noise(4, 8, 8), "timestep": torch.rand(BATCH), "encoder_hidden_states": noise(6, 32), "target": noise(4, 8, 8)},
+            in_channels=4, patch_size=2, context_in_dim=32, hidden_size=64, num_heads=4, depth=2, axes_dim=[8, 8],
+        ),
+        "prior_transformer": made(
+            "PriorTransformer",
+            lambda: {"hidden_states": noise(32), "timestep": torch.randint(1000, (BATCH,)), "proj_embedding": noise(32), "encoder_hidden_states": noise(7, 32), "target": noise(32)},
+            num_attention_heads=4, attention_head_dim=16, num_layers=2, embedding_dim=32, num_embeddings=7,
+        ),
+        "cosmos": made(
+            "CosmosTransformer3DModel",
+            lambda: {"hidden_states": noise(4, 2, 8, 8), "timestep": torch.rand(BATCH), "encoder_hidden_states": noise(6, 32),
+                     "padding_mask": torch.zeros(1, 1, 8, 8), "target": noise(4, 2, 8, 8)},
+            in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=16, num_layers=2, text_embed_dim=32, adaln_lora_dim=4, max_size=(4, 8, 8),
+        ),
+        "flux2": made(
+            "Flux2Transformer2DModel",
+            lambda: {"hidden_states": noise(16, 16), "encoder_hidden_states": noise(6, 32), "timestep": torch.rand(BATCH), "guidance": torch.rand(BATCH),
+                     "img_ids": torch.randint(4, (16, 4)), "txt_ids": torch.zeros(6, 4, dtype=torch.long), "target": noise(16, 16)},
+            in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=32,
+            timestep_guidance_channels=16, axes_dims_rope=(4, 4, 4, 4),
+        ),
+        "stable_audio": made(
+            "StableAudioDiTModel",
+            lambda: {"hidden_states": noise(8, 16), "timestep": torch.rand(BATCH), "encoder_hidden_states": noise(6, 24), "global_hidden_states": noise(1, 32), "target": noise(8, 16)},
+            sample_size=16, in_channels=8, num_layers=2, attention_head_dim=16, num_attention_heads=4, num_key_value_attention_heads=2, out_channels=8,
+            cross_attention_dim=24, time_proj_dim=16, global_states_input_dim=32, cross_attention_input_dim=24,
+        ),
+        "skyreels": made(
+            "SkyReelsV2Transformer3DModel",
+            lambda: {"hidden_states": noise(4, 2, 8, 8), "timestep": torch.randint(1000, (BATCH,)), "encoder_hidden_states": noise(6, 32), "target": noise(4, 2, 8, 8)},
+            num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=32, freq_dim=16, ffn_dim=64, num_layers=2, rope_max_seq_len=32,
+        ),
+        "uvit": made(
+            "UVit2DModel",
+            lambda: {"input_ids": torch.randint(30, (BATCH, 4, 4)), "encoder_hidden_states": noise(6, 32), "pooled_text_emb": noise(32), "micro_conds": torch.rand(BATCH, 5),
+                     "target": noise(32, 4, 4)},
+            hidden_size=64, cond_embed_dim=32, micro_cond_encode_dim=8, micro_cond_embed_dim=40, encoder_hidden_size=32, vocab_size=34, codebook_size=32,
+            in_channels=32, block_out_channels=32, num_res_blocks=1, block_num_heads=4, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, sample_size=4,
         ),
     }  # fmt: skip
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,8 +20,7 @@ from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.passes.stages import staged
 from partc.planner.batches import batch_size, checked, samples, sequence_length
-from partc.planner.bounds import Bound, Bounds, expert_count
-from partc.planner.deadline import TimeUpError, time_limit
+from partc.planner.bounds import Bounds, expert_count
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
@@ -36,7 +33,6 @@ _SOME = 4  # numbers of microbatches, and schedules, of a family's plans that ar
 _STARTS = 4  # plans that are tried first
 _NEARLY = 1.05  # times the least estimate
 _OWN_SIZES = 200  # plans of a space up to which each one's regions are lowered for its own sizes
-_SEARCHING = 0.9  # the share of the time after which the best plan is predicted with its own sizes
 _NEIGHBOURS = 8  # plans near the best one that are tried next, of those with its regions and of others
 
 
@@ -207,6 +203,7 @@ class Planner:
         self.estimates = Estimates.of(annotated, self.bounds, self.simulator.rates, self.simulator.rates.host)
         self._hopes: dict[tuple[object, ...], tuple[bool, float]] = {}
         self._predictions: dict[ParallelPlan, Prediction | Failure] = {}
+        self._own_predictions: dict[ParallelPlan, Prediction | Failure] = {}
 
     def _starts(self) -> Iterator[ParallelPlan]:
         """The customary plan with the fewest pipeline ranks that is about the quickest such plan; for each size of the
@@ -274,11 +271,20 @@ class Planner:
     def predicted(self, plan: ParallelPlan) -> Prediction | Failure:
         """The simulator's prediction for a plan of the space."""
         if plan not in self._predictions:
-            try:
-                self._predictions[plan] = self.simulator.predict(plan, everywhere=self._everywhere)
-            except PartcError as error:
-                self._predictions[plan] = Failure(error=f"{error.code}: {error.cause}")
+            self._predictions[plan] = self._simulated(plan, everywhere=self._everywhere)
         return self._predictions[plan]
+
+    def _settled(self, plan: ParallelPlan) -> Prediction | Failure:
+        """The prediction with regions that are lowered for the plan's own sizes, as a compile lowers them."""
+        if plan not in self._own_predictions:
+            self._own_predictions[plan] = self._simulated(plan, everywhere=False)
+        return self._own_predictions[plan]
+
+    def _simulated(self, plan: ParallelPlan, *, everywhere: bool) -> Prediction | Failure:
+        try:
+            return self.simulator.predict(plan, everywhere=everywhere)
+        except PartcError as error:
+            return Failure(error=f"{error.code}: {error.cause}")
 
     def choice(
         self,
@@ -289,45 +295,20 @@ class Planner:
     ) -> PlanChoice:
         """The best plan that holds at most `limit` bytes on a rank. Raises PartcError P0812."""
         request = self.request if limit is None else replace(self.request, limit=limit)
-        seconds = request.max_seconds if max_seconds is None else max_seconds
-        start = time.perf_counter()
         outcome = search(
             self.space.families(),
             self.predicted,
             self.bounds,
+            settled=self._settled if self._everywhere else None,
             limit=request.limit,
             starts=self._starts(),
             near=self._near,
             hope=self._hope,
             promise=self._promise,
-            max_seconds=seconds and _SEARCHING * seconds,
+            max_seconds=request.max_seconds if max_seconds is None else max_seconds,
             on_played=on_played,
         )
-        if self._everywhere:
-            with suppress(TimeUpError), time_limit(seconds and start + seconds - time.perf_counter()):
-                outcome = self._settled(outcome, request.limit)
-            outcome = replace(outcome, seconds=time.perf_counter() - start)
         return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens)
-
-    def _settled(self, outcome: Outcome, limit: int) -> Outcome:
-        """The outcome with predictions for their own sizes in place of those of the best plans, until one stays best.
-
-        Raises TimeUpError.
-        """
-        waiting, others = [*outcome.fitting], [*outcome.others]
-        done: list[Played] = []
-        while waiting and (not done or waiting[0].seconds < min(played.seconds for played in done)):
-            played = waiting.pop(0)
-            found = self.simulator.predict(played.plan)
-            known = played.bound
-            bound = Bound(
-                seconds=min(known.seconds, found.step_seconds), bytes=min(known.bytes, found.memory_bytes)
-            )  # it is one of the program with other sizes
-            settled = replace(played, prediction=found, bound=bound)
-            (done if found.memory_bytes <= limit else others).append(settled)
-        fitting = sorted((*done, *waiting), key=lambda played: (played.seconds, played.bytes))
-        best = fitting[0].seconds if fitting else float("inf")
-        return replace(outcome, fitting=tuple(fitting), others=tuple(others), bound=min(outcome.bound, best))
 
 
 def _some(family: Family) -> Family:

@@ -75,6 +75,13 @@ class Played:
         return self.error is not None or (near and self.bytes >= self.bound.bytes)
 
 
+def with_prediction(played: Played, found: Predicted | Failure) -> Played:
+    """The plan with a prediction of another program, for which its bound holds no longer."""
+    known = played.bound
+    bound = Bound(seconds=min(known.seconds, found.step_seconds), bytes=min(known.bytes, found.memory_bytes))
+    return Played(plan=played.plan, bound=bound, prediction=found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of a search: the simulated plans that fit, the best first, and the others.
@@ -121,6 +128,7 @@ def search(
     bounds: Bounds,
     *,
     limit: int,
+    settled: Simulated | None = None,
     starts: Iterable[ParallelPlan] = (),
     near: Callable[[ParallelPlan], Iterable[ParallelPlan]] = lambda plan: (),
     hope: Callable[[ParallelPlan], tuple[bool, float]] = lambda plan: (False, 0.0),
@@ -131,6 +139,9 @@ def search(
     """The quickest of the plans of all families that hold at most `limit` bytes.
 
     Plans of a family are bounded when the family's own bound is at the head of the queue.
+
+    `settled` is the last word on a plan that is the best so far by `simulated`, whose program plans of other sizes
+    share. Bounds are those of the shared program.
 
     `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
     takes half of the time at most, or all of it while no plan fits. Of plans with equal bounds, those with the least
@@ -162,12 +173,17 @@ def search(
         if closest is None or bound.bytes < closest[1].bytes:
             closest = plan, bound
 
+    def fits(played: Played) -> bool:
+        return played.error is None and played.bytes <= limit
+
     def play(plan: ParallelPlan, bound: Bound) -> None:
         nonlocal best
         played = Played(plan=plan, bound=bound, prediction=simulated(plan))
+        if settled is not None and fits(played) and played.seconds < best:
+            played = with_prediction(played, settled(plan))
         known.add(plan)
         on_played(played)
-        if played.error is None and played.bytes <= limit:
+        if fits(played):
             fitting.append(played)
             best = min(best, played.seconds)
         else:

@@ -30,6 +30,8 @@ CHEAP = {
     "vae_drawn": (3,),
     "used_twice": (5,),
     "running_mean": (2,),
+    "reversible": (11,),
+    "radiance": (1,),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

@@ -187,6 +187,60 @@ def test_a_reversal_between_regions(tmp_path: Path) -> None:
     assert package.verify(steps=2).ok
 
 
+BESIDE = """
+import torch
+from torch import nn
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x * 2
+    @staticmethod
+    def backward(ctx, grad): return grad
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Linear(6, 6)
+    def forward(self, x, still):
+        y = Halved.apply(self.turn(x) + still)
+        return y, y.detach()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
+    def forward(self, x):
+        y, still = x, x
+        for layer in self.layers:
+            y, still = layer(y, still)
+        return (y * still).mean()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 6)}
+"""
+
+
+def test_a_result_beside_its_own_value_between_regions(tmp_path: Path) -> None:
+    """One of the two has a gradient, although both are the value that the function computes."""
+    file = tmp_path / "beside.py"
+    file.write_text(BESIDE)
+    package = partc.compile(str(file), mesh="pp=2", microbatches=2, schedule="zero-bubble", precision="fp64")
+    assert all(len(set(region.forward.outputs)) == len(region.forward.outputs) for region in package.program.regions)
+    assert package.verify(steps=2).ok
+
+
+def test_a_pipeline_cuts_between_functions(tmp_path: Path) -> None:
+    """A function stays whole although it reads two weights and a stage could begin at either."""
+    file = Path(__file__).parent / "independent" / "models" / "reversible.py"
+    program = partc.compile(
+        str(file), mesh="pp=2", microbatches=4, schedule="interleaved", virtual_stages=2, precision="fp64"
+    ).program
+    for number in range(3):
+        assert [call.params for call in program.calls if f"w.{number}" in call.params] == [
+            (f"w.{number}", f"v.{number}")
+        ]
+
+
 @pytest.mark.parametrize(
     ("gradient", "allowed"),
     [

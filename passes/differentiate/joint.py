@@ -105,13 +105,13 @@ def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: s
     found = tuple(reader.name_of(node) for node in outputs)
     # A value that is returned twice, or an input with a gradient of the model's own, has a second name: its gradients
     # differ.
+    pairs = tuple(zip(region.forward.outputs, found, strict=True))
+    reaching = {name for pair in pairs for name in pair if not live.isdisjoint(pair)}
     again = {
-        was: now
-        for was, now in zip(region.forward.outputs, found, strict=True)
-        if was != now and (now in wanted or (now in live and found.count(now) > 1))
+        was: now for was, now in pairs if was != now and (now in wanted or (now in reaching and found.count(now) > 1))
     }
     ops = (*ops, *(reader.alias(was, now) for was, now in again.items()))
-    returned = tuple(was if was in again else now for was, now in zip(region.forward.outputs, found, strict=True))
+    returned = tuple(was if was in again else now for was, now in pairs)
     forward = needed(ops, returned)
     backward, finals = _backward(ops, forward, wanted, reader, given=frozenset(arguments))
     saved = _saved((*backward, *finals), tuple(f"grad_{name}" for name in wanted), region, incoming)

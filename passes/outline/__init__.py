@@ -41,6 +41,7 @@ from partc.passes.outline.segments import (
     by_number,
     by_weight,
     container,
+    functions_whole,
     lookups_joined,
     module_path,
     segments,
@@ -57,7 +58,11 @@ def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     trained = set(weights)
     deepest = max((module_path(op).count(".") + 1 for op in main.forward.ops), default=0)
     modules = lookups_joined(main, weights, by_number(main, weights, by_module(main.forward.ops)))
-    linked = lambda keys: _Linker(program, main, _segments(program, main, trained, keys, len(places) > 1)).run()  # noqa: E731
+
+    def linked(keys: Mapping[int, str]) -> Program:
+        whole = functions_whole(main, keys)
+        return _Linker(program, main, _segments(program, main, trained, whole, len(places) > 1)).run()
+
     found = linked(modules)
     depth = 0
     while _stageable(found) < len(places) and depth <= deepest:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from typing import cast
 
 from partc.ir.naming import is_number
-from partc.ir.program import RANDOM, VIEWS, Op, Phase, Region
+from partc.ir.program import RANDOM, VIEWS, Op, Phase, Ref, Region
 
 _FEWEST_EQUAL = 3  # bodies that make a repetition of weights that are numbered outside modules
 
@@ -267,6 +268,21 @@ def by_weight(main: Region, weights: Mapping[str, str]) -> dict[int, str]:
         key = next((weights[name] for name in op.refs() if name in weights), key)
         keys[id(op)] = key
     return keys
+
+
+def functions_whole(main: Region, keys: Mapping[int, str]) -> dict[int, str]:
+    """All operations of a function with a backward pass of the user's own belong where the function ends."""
+    found, ops = dict(keys), main.forward.ops
+    made = main.forward.makers()
+    for end, op in enumerate(ops):
+        if op.name == "own_gradient":
+            operands = {arg.name for arg in cast("tuple[Ref, ...]", op.args[1])}
+            inside = {
+                id(each) for each in _slice(list(op.refs()), made, operands) if not operands.isdisjoint(each.refs())
+            }
+            first = next((index for index, each in enumerate(ops) if id(each) in inside), end)
+            found.update((id(each), found[id(op)]) for each in ops[first:end])
+    return found
 
 
 def _joined(body: list[ModuleSegment], params: set[str], trained: set[str]) -> list[ModuleSegment]:

@@ -30,6 +30,7 @@ from partc.passes.simplify.masks import known_masks
 from partc.passes.simplify.routing import unsorted_experts
 from partc.passes.simplify.rows import plain_rows
 from partc.passes.simplify.written_attention import written_attention
+from partc.rules.rule import argument
 
 # Operations that treat examples alike along every dimension that they do not name.
 _POINTWISE = frozenset(
@@ -231,7 +232,7 @@ def _keeps_rows(op: Op, types: Mapping[str, TensorType], small: Mapping[str, str
     if op.name in _POINTWISE:
         return True
     if op.name in _ALONG:
-        dim = op.args[_ALONG[op.name]]
+        dim = argument(op, _ALONG[op.name], "dim")
         return isinstance(dim, int) and dim % len(shape) != 0
     if op.name == "reshape":
         return bool(shape) and shape[0] == types[next(op.refs())].shape[0]

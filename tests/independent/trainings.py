@@ -57,6 +57,16 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(mesh="pp=2,tp=2", options={"microbatches": 4, "schedule": "zero-bubble"}, recipe=Recipe(**_DECAY)),
     Setting(mesh="pp=2,dp=2,tp=2", options={"microbatches": 2, "zero": 2}, recipe=Recipe(**_DECAY, warmup=3)),
     Setting(mesh="dp=4", options={"zero": 3, "recompute": "selective"}, recipe=Recipe(**_DECAY, accumulate=3)),
+    Setting(mesh="cp=2", recipe=Recipe(**_DECAY)),
+    Setting(mesh="dp=4", options={"zero": 1}, recipe=Recipe(**_DECAY)),
+    Setting(
+        mesh="pp=2",
+        options={"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2},
+        recipe=Recipe(**_DECAY),
+    ),
+    Setting(mesh="pp=2,dp=2", options={"microbatches": 4, "schedule": "zbv"}, recipe=Recipe(**_DECAY)),
+    Setting(mesh="dp=2,tp=2", options={"zero": 3, "recompute": "full"}, recipe=Recipe(**_DECAY, accumulate=2)),
+    Setting(mesh="tp=3", recipe=Recipe(**_DECAY)),
 )
 
 

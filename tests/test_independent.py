@@ -32,6 +32,9 @@ CHEAP = {
     "running_mean": (2,),
     "reversible": (11,),
     "radiance": (1,),
+    "attention_over_samples": (0,),
+    "dressed_functions": (1,),
+    "special_functions": (1,),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
@@ -192,7 +193,8 @@ def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tu
     Code that asks whether it is traced does what it does eagerly; if that cannot be traced, it is told of the trace.
     """
     excluded: Excluded = frozenset()
-    with compiling_unsaid():
+    # Where TorchScript optimizes a function, it detaches the operands that it differentiates by itself.
+    with compiling_unsaid(), torch.jit.optimized_execution(False):
         for _ in range(TRIES):
             try:
                 return _of_all_outcomes(captured, excluded, name=name, mesh=mesh, batches=batches)

@@ -237,7 +237,10 @@ def _differentiable(op: Op, operands: Sequence[Tensor], index: int) -> bool:
     """Whether the operator has a derivative with respect to an operand; torch refuses some, such as labels."""
     given = [x.detach().clone().requires_grad_(place == index) for place, x in enumerate(operands)]
     try:
-        return any(x.requires_grad for x in _run(op, given))
+        outputs = [x for x in _run(op, given) if x.requires_grad]
+        if outputs:
+            _gradients(outputs, [given[index]], [torch.ones_like(x) for x in outputs])
+        return bool(outputs)
     except RuntimeError:
         return False
 

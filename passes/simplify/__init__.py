@@ -250,7 +250,7 @@ def _broadcasts(op: Op, types: Mapping[str, TensorType]) -> bool:
     """Whether the operation yields its whole result although some operands have one row."""
     shapes = [types[name].shape for name in op.refs()]
     if op.name in _ATTENTION:
-        return len(shapes) > 3 and shapes[0][0] == op.result.type.shape[0] and shapes[1][0] == shapes[0][0]
+        return len(shapes) > 3 and {shape[0] for shape in shapes[:3]} == {op.result.type.shape[0]}  # a mask has one row
     return tuple(torch.broadcast_shapes(*shapes)) == op.result.type.shape
 
 

@@ -35,6 +35,7 @@ CHEAP = {
     "attention_over_samples": (0,),
     "dressed_functions": (1,),
     "special_functions": (1,),
+    "scripted_modules": (0,),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

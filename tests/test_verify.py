@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import partc
 import partc.frontend.capture
 from partc.errors import PartcError
+from partc.package.comparison import difference, largest, relative_error, root_mean_square
 from partc.package.launch import RunFailed, run
 from partc.package.verify import verify
 
@@ -277,3 +279,26 @@ def test_packages_need_torch_alone(package: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stderr
     assert len(list((tmp_path / "record").iterdir())) == 2 * 8
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("measure", [largest, root_mean_square])
+@pytest.mark.parametrize(
+    ("mine", "theirs", "same"),
+    [
+        ([INF, 1.0], [INF, 1.0], True),
+        ([-INF, 1.0], [INF, 1.0], False),
+        ([INF, 1.0], [2.0, 1.0], False),
+        ([NAN, 1.0], [NAN, 1.0], False),
+        ([INF, 1.0], [INF, 1.5], False),
+    ],
+)
+def test_infinities_are_compared_and_set_no_scale(
+    measure: Callable[[Tensor], float], mine: list[float], theirs: list[float], same: bool
+) -> None:
+    """A mask's infinities are equal to each other; beside them every number is still held to the tolerance."""
+    expected = torch.tensor(theirs)
+    error = relative_error(difference(torch.tensor(mine), expected, measure), 0.0, measure(expected))
+    assert error == 0.0 if same else error > 0.1

@@ -78,7 +78,7 @@ class State:
             where = f"members {path}"
             state._add((where, "parameters"), {n: id(p) for n, p in module._parameters.items()}, type(module))
             state._add((where, "modules"), {n: id(m) for n, m in module._modules.items()}, type(module))
-            state._add((where, "buffers"), sorted(module._buffers), type(module))
+            state._add((where, "buffers"), sorted(module._buffers.keys()), type(module))
             grads = {n: p.requires_grad for n, p in module._parameters.items() if p is not None}
             state._add((where, "requires_grad"), grads, type(module))
             state.kept.extend((*module._parameters.values(), *module._modules.values()))

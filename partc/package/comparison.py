@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +59,23 @@ def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -
 
 
 def largest(x: Tensor) -> float:
-    return float(x.abs().amax()) if x.numel() and x.is_floating_point() else 0.0
+    """The largest magnitude of the numbers; infinities, which masks have, set no scale."""
+    return _over_numbers(x, lambda numbers: numbers.abs().amax())
 
 
 def root_mean_square(x: Tensor) -> float:
     """The effect of rounding on a tensor as a whole; single elements may fall on the other side of a relu."""
-    return float(x.double().square().mean().sqrt()) if x.numel() and x.is_floating_point() else 0.0
+    return _over_numbers(x, lambda numbers: numbers.double().square().mean().sqrt())
+
+
+def difference(mine: Tensor, theirs: Tensor, measure: Callable[[Tensor], float]) -> float:
+    """The measure of a difference; infinite if integers, booleans or infinities differ, or if there is no number."""
+    if not theirs.is_floating_point():
+        return 0.0 if torch.equal(mine, theirs) else math.inf
+    apart = torch.where(mine == theirs, 0, mine - theirs)
+    return measure(apart) if bool(apart.isfinite().all()) else math.inf
+
+
+def _over_numbers(x: Tensor, measure: Callable[[Tensor], Tensor]) -> float:
+    numbers = x[x.isfinite()] if x.is_floating_point() else x[:0]
+    return float(measure(numbers)) if numbers.numel() else 0.0

@@ -21,6 +21,7 @@ from partc.package.comparison import (
     TOLERANCES,
     Difference,
     VerifyResult,
+    difference,
     largest,
     relative_error,
     root_mean_square,
@@ -283,7 +284,7 @@ def _compare_step(
                     error = math.inf
                 else:
                     scale = max(measure(whole), floors[kind], _spread(reference, kind, name, measure))
-                    error = relative_error(_apart(mine, theirs, measure), 0.0, scale)
+                    error = relative_error(difference(mine, theirs, measure), 0.0, scale)
                 told = kind if trained or kind == "gradient" else "constant"
                 yield Difference(kind=told, name=name, rel_err=error, step=step, rank=rank)
 
@@ -306,10 +307,3 @@ def _whole(reference: Mapping[str, Tensor], kind: str, name: str, shard: Shard) 
     if f"{kind}/{name}" not in reference:
         return torch.zeros(shard.shape, dtype=shard.dtype)
     return reference[f"{kind}/{name}"]
-
-
-def _apart(mine: Tensor, theirs: Tensor, measure: Callable[[Tensor], float]) -> float:
-    """The measure of a difference; infinite if integers or booleans differ."""
-    if not theirs.is_floating_point():
-        return 0.0 if torch.equal(mine, theirs) else math.inf
-    return measure(mine - theirs)

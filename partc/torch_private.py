@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnValues
 from torch.fx.proxy import TracerBase
+from torch.jit._fuser import optimized_execution as optimized_execution
 from torch.nn.modules.adaptive import _ASMoutput as AdaptiveLosses
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode

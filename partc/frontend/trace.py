@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
@@ -41,7 +40,7 @@ from partc.ir.program import (
 from partc.ir.repetitions import UnlikeError, check
 from partc.quoting import shown
 from partc.settings import PASSES, tell
-from partc.torch_private import compiling_unsaid
+from partc.torch_private import compiling_unsaid, optimized_execution
 
 MAIN = "main"
 TRIES = 6  # traces, each without one more group or row of modules
@@ -194,7 +193,7 @@ def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tu
     """
     excluded: Excluded = frozenset()
     # Where TorchScript optimizes a function, it detaches the operands that it differentiates by itself.
-    with compiling_unsaid(), torch.jit.optimized_execution(False):
+    with compiling_unsaid(), optimized_execution(False):
         for _ in range(TRIES):
             try:
                 return _of_all_outcomes(captured, excluded, name=name, mesh=mesh, batches=batches)

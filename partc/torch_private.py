@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnValues
 from torch.fx.proxy import TracerBase
-from torch.jit._fuser import optimized_execution as optimized_execution
+from torch.jit._fuser import optimized_execution
 from torch.nn.modules.adaptive import _ASMoutput as AdaptiveLosses
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,6 +58,7 @@ __all__ = [
     "compiling_unsaid",
     "fake_stored",
     "inside_functorch",
+    "optimized_execution",
     "python_decompositions",
     "tree_flatten",
     "tree_unflatten",

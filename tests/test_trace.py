@@ -245,3 +245,33 @@ def batch(): return {"x": torch.randn(8, 6)}
 def test_constructors_that_read_weights(tmp_path: Path) -> None:
     package = partc.compile(str(written(tmp_path, ORTHOGONAL)), mesh="dp=2", precision="fp64")
     assert package.verify(steps=2).ok
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        ("torch.eye(3).to_sparse()", "sparse"),
+        ("torch.eye(4).to_sparse_csr()", "sparse"),
+        ("torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])", "nested"),
+        ("torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)", "quantized"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_dense_are_refused_by_name(tensor: str, kind: str, tmp_path: Path) -> None:
+    source = f"""
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Linear(3, 3)
+        with torch.device("cpu"):
+            self.register_buffer("graph", {tensor})
+    def forward(self, x): return self.turn(x).sum()
+
+def model(): return Net()
+def batch(): return {{"x": torch.randn(4, 3)}}
+"""
+    error = refused("P0205", written(tmp_path, source))
+    assert f"graph of model() is {kind}" in error.cause

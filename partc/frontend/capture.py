@@ -402,6 +402,13 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
                 f"{name} of model() has no shape yet",
                 help="use modules that are told their sizes, not lazy ones",
             )
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
+            raise PartcError(
+                "P0205",
+                f"{name} of model() is {kind}; parameters and buffers are dense",
+                help="store it dense, or its parts in buffers of their own: a sparse matrix has places and values",
+            )
     stores = (store for part in model.modules() for store in (part._modules, part._parameters, part._buffers))
     for name in (name for store in stores for name in store.keys()):  # noqa: SIM118 (those of scripted modules)
         if not encodable(name):

@@ -302,3 +302,9 @@ def test_infinities_are_compared_and_set_no_scale(
     expected = torch.tensor(theirs)
     error = relative_error(difference(torch.tensor(mine), expected, measure), 0.0, measure(expected))
     assert error == 0.0 if same else error > 0.1
+
+
+@pytest.mark.parametrize("measure", [largest, root_mean_square])
+@pytest.mark.parametrize("x", [torch.tensor(3), torch.tensor(True), torch.ones(0), torch.tensor(INF)])
+def test_tensors_without_numbers_set_no_scale(measure: Callable[[Tensor], float], x: Tensor) -> None:
+    assert measure(x) == 0.0 and difference(x, x.clone(), measure) == 0.0

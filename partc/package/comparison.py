@@ -77,5 +77,7 @@ def difference(mine: Tensor, theirs: Tensor, measure: Callable[[Tensor], float])
 
 
 def _over_numbers(x: Tensor, measure: Callable[[Tensor], Tensor]) -> float:
-    numbers = x[x.isfinite()] if x.is_floating_point() else x[:0]
+    if not x.is_floating_point():
+        return 0.0
+    numbers = x[x.isfinite()]
     return float(measure(numbers)) if numbers.numel() else 0.0

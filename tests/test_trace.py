@@ -275,3 +275,36 @@ def batch(): return {{"x": torch.randn(4, 3)}}
 """
     error = refused("P0205", written(tmp_path, source))
     assert f"graph of model() is {kind}" in error.cause
+
+
+CACHED = """
+import functools
+import torch
+from torch import nn
+
+def once(function):
+    kept = functools.lru_cache(function)
+    return lambda *given: kept(*given)
+
+@functools.lru_cache
+def ramp(size): return torch.arange(float(size)).repeat(2, 1).sum(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Linear(64, 64)
+    @once
+    def places(self, size): return torch.full((4, size), 2.0).mean(0)
+    def forward(self, x):
+        h = self.turn(x) + ramp(64) * self.places(64)
+        return (h - h.mean(0)).square().mean()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 64)}
+"""
+
+
+def test_functions_that_keep_their_results_are_traced_again(tmp_path: Path) -> None:
+    """Over microbatches a model is traced twice; a cache would give the second trace the tensors of the first."""
+    package = partc.compile(str(written(tmp_path, CACHED)), mesh="dp=2", microbatches=2, precision="fp64")
+    assert package.program.separate_batches and package.verify(steps=2).ok

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source, first_line
 from partc.frontend.builtin_numbers import counting
+from partc.frontend.caches import caches
 from partc.frontend.constant_buffers import Recipe, Recipes, made
 from partc.frontend.frozen_state import StateWatch, check
 from partc.frontend.model_file import blame
@@ -115,6 +116,8 @@ class _TracedStep(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         batch = rebuilt(self._form, dict(zip(self._names, tensors, strict=True)))
+        for cached in caches(self.model):
+            cached.cache_clear()  # tensors of an earlier trace have no values here
         stores = [module._buffers for module in self.modules()]
         held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
         repeats = self._repeats()

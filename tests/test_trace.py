@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import partc
 from partc import passes
 from partc.errors import PartcError
+from partc.frontend.caches import caches
+from partc.frontend.model_file import load
 from partc.frontend.trace import Traced, trace_file, trace_model
 from partc.ir.mesh import Mesh
 from partc.ir.program import Program
@@ -304,7 +305,13 @@ def batch(): return {"x": torch.randn(8, 64)}
 """
 
 
-def test_functions_that_keep_their_results_are_traced_again(tmp_path: Path) -> None:
-    """Over microbatches a model is traced twice; a cache would give the second trace the tensors of the first."""
-    package = partc.compile(str(written(tmp_path, CACHED)), mesh="dp=2", microbatches=2, precision="fp64")
-    assert package.program.separate_batches and package.verify(steps=2).ok
+def test_the_caches_of_functions_are_found(tmp_path: Path) -> None:
+    """On a method whose decorator hides it, and beside the class: a second trace must not get a first one's tensors."""
+    file = written(tmp_path, CACHED)
+    net = load(file, {}).model()
+    net(torch.ones(8, 64))
+    found = list(caches(net))
+    assert [cache.cache_info().currsize for cache in found] == [1, 1]
+    for cache in found:
+        cache.cache_clear()
+    assert {cache.cache_info().currsize for cache in caches(net)} == {0}

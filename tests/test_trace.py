@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import partc
 from partc import passes
 from partc.errors import PartcError
 from partc.frontend.caches import caches

@@ -316,3 +316,27 @@ def test_the_caches_of_functions_are_found(tmp_path: Path) -> None:
     for cache in found:
         cache.cache_clear()
     assert {cache.cache_info().currsize for cache in caches(net)} == {0}
+
+
+SCRIPTED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+    def forward(self, x):
+        for _ in range(2):
+            x = torch.tanh(self.norm(self.turn(x)))
+        return x.square().mean()
+
+def model(): return torch.jit.script(Net())
+def batch(): return {"x": torch.randn(8, 6)}
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_torchscript_compiled(tmp_path: Path) -> None:
+    assert partc.compile(str(written(tmp_path, SCRIPTED)), mesh="dp=2", precision="fp64").verify(steps=2).ok

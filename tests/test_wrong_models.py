@@ -136,7 +136,6 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "a constant that no module owns": (
         (("class Net", "LARGE = torch.rand(500, 12)\n\nclass Net"), (OUT, "(h @ LARGE.T).sum()")), "P0211", 14
     ),
-    "a scripted module": (((NET, "return torch.jit.script(Net())"),), "P0206", None),
 }  # fmt: skip
 
 NO_VALUES, PLAIN_FIX, PLAIN_RUN = "depends on the values of a tensor", "register_buffer", "in plain PyTorch"

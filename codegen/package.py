@@ -15,11 +15,11 @@ from partc.codegen.places import place_codes
 from partc.codegen.regions import region_codes
 from partc.codegen.source import RegionCode
 from partc.codegen.stages import StageCode, stage_code
-from partc.communication.descriptions import NAMES
-from partc.communication.exchanges import Collective, Exchanges, graph_of
+from partc.communication.descriptions import NAMES, coded
+from partc.communication.exchanges import Collective, Exchanges, Levels, shared_sums
 from partc.cost.memory import Account
 from partc.cost.saved_tensors import most_saved
-from partc.ir.collectives import cost
+from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.printer import readable
 from partc.ir.program import SCAN, GraphKind, Program
 from partc.quoting import environment
@@ -242,34 +242,23 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
         there = "there and its gradient back" if transfer["gradient"] else "there"
         stages = f"stage {transfer['source']} to {transfer['target']}"
         yield _row("each microbatch", f"{transfer['value']}, {there}", stages, transfer["bytes"])
-    reduced: dict[tuple[int, tuple[str, ...]], int] = {}
-    owners = program.owners()
-    for parameter in program.parameters:
-        entry = plan["parameters"][parameter.names[0]]
-        for stage in owners.get(parameter.name, ()) if entry["reduce"] and entry["trainable"] else ():
-            key = (stage, tuple(entry["reduce"]))
-            reduced[key] = reduced.get(key, 0) + parameter.type.local_bytes(program.sizes)
-    yield from _parts(program)
-    for (stage, axes), size in reduced.items():
-        sent = cost("all_reduce", math.prod(program.sizes[axis] for axis in axes), size)
-        yield _row(f"each step, stage {stage}", "all-reduce of gradients", ", ".join(axes), sent)
+    yield from _exchanges(program)
 
 
-def _parts(program: Program) -> Iterator[dict[str, str]]:
-    """ZeRO's exchanges: those around a region's call, and the sum of those that are done once per step."""
-    sizes: dict[tuple[str, str, tuple[str, ...]], int] = {}
+def _exchanges(program: Program) -> Iterator[dict[str, str]]:
+    """Exchanges around a call of each region, and in sum the exchanges of each step."""
+    sizes: dict[tuple[str, str, str], int] = {}
     first: dict[str, str] = {}
-    for call, place, collective in _exchanged(program):
-        key = (place, collective.op, collective.axes)
+    for call, place, what, collective in _exchanged(program):
+        name = f"{NAMES[collective.op]} of {what} {coded(collective)}".rstrip()
+        axes = ", ".join(collective.axes) or f"{PIPELINE_AXIS} {','.join(map(str, collective.places))}"
         if first.setdefault(place, call) == call:
-            sizes[key] = sizes.get(key, 0) + collective.received(program.sizes)
-    for (place, op, axes), size in sizes.items():
-        what = "parameters" if op == "all_gather" else "gradients"
-        yield _row(place, f"{NAMES[op]} of {what}", ", ".join(axes), size)
+            sizes[place, name, axes] = sizes.get((place, name, axes), 0) + collective.received(program.sizes)
+    yield from (_row(*key, size) for key, size in sizes.items())
 
 
-def _exchanged(program: Program) -> Iterator[tuple[str, str, Collective]]:
-    """The call (none for once per step), a label of the place, and a collective."""
+def _exchanged(program: Program) -> Iterator[tuple[str, str, str, Collective]]:
+    """The call (none for once per step), a label of the place, the things that travel, and a collective."""
     exchanges = Exchanges(program)
     ways: tuple[tuple[GraphKind, str], ...] = (("F", "forward"), ("B", "backward"), ("W", "backward"))
     for stage in range(program.stages):
@@ -278,15 +267,21 @@ def _exchanged(program: Program) -> Iterator[tuple[str, str, Collective]]:
             if call.stage != stage or region.phase != "microbatch":
                 continue
             for kind, label in ways:
-                if graph_of(region, kind) is None:
-                    continue
-                gathered = exchanges.gather(call.params) if exchanges.gathers(call, kind) else ()
-                for collective in chain.from_iterable((*gathered, *exchanges.scatter(call, kind))):
-                    yield call.name, f"{region.name}, {label}", collective
-        scattered = [each for each in exchanges.sums(stage).buckets if each.scattered]
-        once = [*map(exchanges.scattered_bucket, scattered), *map(exchanges.gather, exchanges.kept(stage).values())]
-        for collective in chain.from_iterable(chain.from_iterable(once)):
-            yield "", f"each step, stage {stage}", collective
+                place = f"{region.name}, {label}"
+                if exchanges.gathers(call, kind):
+                    yield from ((call.name, place, "parameters", each) for each in _flat(exchanges.gather(call.params)))
+                yield from ((call.name, place, "gradients", each) for each in _flat(exchanges.scatter(call, kind)))
+        place, sums = f"each step, stage {stage}", exchanges.sums(stage)
+        gathered = chain.from_iterable(_flat(exchanges.gather(names)) for names in exchanges.kept(stage).values())
+        yield from (("", place, "parameters", each) for each in gathered)
+        yield from (("", place, "gradients", each) for bucket in sums.buckets for each in _flat(sums.levels(bucket)))
+    for index in range(program.mesh.axis(PIPELINE_AXIS)):
+        for collective in shared_sums(exchanges, index):
+            yield "", f"each step, pipeline rank {index}", "shared gradients", collective
+
+
+def _flat(levels: Levels) -> Iterator[Collective]:
+    return chain.from_iterable(levels)
 
 
 def _row(place: str, what: str, axis: str, size: int) -> dict[str, str]:

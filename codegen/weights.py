@@ -119,19 +119,9 @@ class Weights:
         """`all-reduce 8.0 KiB over dp and reduce-scatter …`: the sums that start after these calls."""
         names = set(after)
         here = [bucket for bucket in self.sums.buckets if bucket.after in names]
-        words = []
-        for scattered, over in dict.fromkeys((bucket.scattered, bucket.over) for bucket in here):
-            alike = [bucket for bucket in here if (bucket.scattered, bucket.over) == (scattered, over)]
-            if scattered:
-                words.append(moved(self._levels(alike), self.program.sizes))
-                continue
-            size = sum(item.type.local_bytes(self.program.sizes) for each in alike for item in each.parameters)
-            words.append(f"all-reduce {readable(size)} over {','.join(over)}")
-        return " and ".join(words)
-
-    def _levels(self, buckets: Iterable[Bucket]) -> Levels:
-        every = [self.exchanges.scattered_bucket(bucket) for bucket in buckets]
-        return tuple(tuple(chain.from_iterable(level)) for level in zip_longest(*every, fillvalue=()))
+        groups = dict.fromkeys((bucket.scattered, bucket.over) for bucket in here)
+        each = ([bucket for bucket in here if (bucket.scattered, bucket.over) == key] for key in groups)
+        return " and ".join(moved(_joined(map(self.sums.levels, alike)), self.program.sizes) for alike in each)
 
     def buckets(self) -> tuple[str, ...]:
         """The lines of the Stage's table of buckets."""
@@ -252,8 +242,7 @@ class Weights:
 
     def refreshed(self) -> str:
         """The gathers of whole parameters as a step begins, as a comment."""
-        every = [self.exchanges.gather(names) for names in self.exchanges.kept(self.index).values()]
-        levels = tuple(tuple(chain.from_iterable(level)) for level in zip_longest(*every, fillvalue=()))
+        levels = _joined(self.exchanges.gather(names) for names in self.exchanges.kept(self.index).values())
         return f"{moved(levels, self.program.sizes)}: each rank has updated a part" if levels else ""
 
     def shared(self) -> tuple[Entry, ...]:
@@ -266,6 +255,11 @@ class Weights:
         """The bytes that the sum of shared weights moves, as a comment."""
         weights = [parameter for parameters in self.sums.shared().values() for parameter in parameters]
         return readable(sum(parameter.type.local_bytes(self.program.sizes) for parameter in weights))
+
+
+def _joined(exchanges: Iterable[Levels]) -> Levels:
+    """Several exchanges as one, level by level."""
+    return tuple(tuple(chain.from_iterable(level)) for level in zip_longest(*exchanges, fillvalue=()))
 
 
 def counted(numbers: tuple[int, ...]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 import partc
 from partc.communication.exchanges import Collective
 from partc.communication.execution import CommunicationPlan, events
+from partc.cost.accounting import communication
+from partc.ir.collectives import cost
+from partc.ir.printer import readable
 from tests import prefork
 from tests.zoo import MODELS
 
@@ -113,3 +118,51 @@ def test_spare_elements_travel_as_was_proved(mesh: str, options: dict[str, Any],
     plan = events(package.program)
     for rank in range(package.program.mesh.size):
         assert found[str(rank)] == planned(plan, rank), rank
+
+
+SAID = re.compile(r"(all-reduce|reduce-scatter|all-gather|all-to-all)? ?([\d.]+ \w+) (?:in (\w+) )?over (\w+(?:,\w+)*)")
+CODES = {"uint8": "int8", "bfloat16": "bf16", "float16": "fp16"}
+ITEM = {"float32": 4, "bfloat16": 2, "uint8": 1}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("nodes", [None, 2])
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+@pytest.mark.parametrize("compress", ["none", "int8"])
+def test_what_users_read_is_what_runs(zero: int, nodes: int | None, wire: str, compress: str, tmp_path: Path) -> None:
+    """The README's rows and the comments of the stage name the bytes of the recorded events, as the account does.
+
+    A batch of a single microbatch on dp alone, so that all collectives are exchanges of a step, but for the counts.
+    """
+    sums = {"nodes": nodes, "grad_reduce": wire, "compress_grads": compress}
+    model = Path(__file__).parent.parent / "examples" / "gpt.py"
+    package = partc.compile(model, mesh="dp=4", zero=zero, **sums)
+    build = package.write(tmp_path / "build")
+    sizes = package.program.sizes
+    rows: Counter[tuple[str, str, str]] = Counter()
+    axes: Counter[str] = Counter()
+    for op, group, dtype, elements in done(build, tmp_path / "done.json")["0"]:
+        received = cost(op, math.prod(sizes[axis] for axis in group.split(",")), elements * ITEM[dtype])
+        if elements > 1:
+            rows[op.replace("_", "-"), CODES.get(dtype, ""), group] += received
+            axes[group] += received
+    found = {(name, code, group): readable(size) for (name, code, group), size in rows.items()}
+    readme = (build / "README.md").read_text()
+    row = r"\| each step, stage 0 \| ([\w-]+) of \w+(?: in (\w+))? \| ([\w, ]+) \| (.+) \|"
+    assert {(op, code, over.replace(", ", ",")): size for op, code, over, size in re.findall(row, readme)} == found
+    assert _said((build / "stages" / "stage_0.py").read_text()) == found
+    counted = {axis: 4 * 2 * (sizes[axis] - 1) // sizes[axis] for axis in sizes if axis.startswith("dp")}
+    accounted = {axis: size for axis, size in communication(package.program).items() if size}
+    assert accounted == {axis: axes[axis] + counted.get(axis, 0) for axis in {*axes, *counted}}
+
+
+def _said(stage: str) -> dict[tuple[str, str, str], str]:
+    """The exchanges in the comments of a stage: operation, code, axes and bytes. `then` repeats the operation before."""
+    found = {}
+    for comment in re.findall(r"(?:^ *# .*\n)+", stage, re.MULTILINE):
+        name = ""
+        for op, size, code, over in SAID.findall(re.sub(r"\s*\n? *# ", " ", comment)):
+            name = op or name
+            found[name, code, over] = size
+    return found

@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 from partc.errors import Source
 from partc.ir.collectives import cost
@@ -265,6 +266,13 @@ class GradientSums:
     def relays(self) -> bool:
         """Whether sums that start while backward goes on have a level inside nodes and one between them."""
         return any(bucket.after and all(bucket.near_and_far) for bucket in self.buckets)
+
+    def levels(self, bucket: Bucket) -> Levels:
+        """The collectives of a bucket, level by level."""
+        if bucket.scattered:
+            return self.exchanges.scattered_bucket(bucket)
+        steps = zip_longest(*self.chains(bucket))
+        return tuple(tuple(each for each in step if each is not None) for step in steps)
 
     def chains(self, bucket: Bucket) -> tuple[tuple[Collective, ...], ...]:
         """For each piece of memory of a bucket's gradients, the collectives of its sum in order."""

@@ -88,7 +88,7 @@ class Stage:
         for p, g in zip(reversed(self.blocks), reversed(self.grad_blocks), strict=True):
             grad_x = block_backward(self.comm, p, g, grad_x, saved.pop())
         embed_backward(self.comm, self.grad_embed, grad_x, saved.pop())
-        # all-reduce 212.0 KiB over dp and all-reduce 1.0 KiB over dp,tp: complete once the last microbatch has been
+        # all-reduce 212.0 KiB over dp and all-reduce 1.5 KiB over dp,tp: complete once the last microbatch has been
         # through
         if last:
             self.sums.start("embed")

@@ -91,7 +91,7 @@ class Stage:
         grad_x = head_backward(self.comm, self.head, self.grad_head, grad_loss, saved.pop())
         for i, p, g in zip(reversed(range(2, 4)), reversed(self.blocks), reversed(self.grad_blocks), strict=True):
             grad_x = block_backward(self.comm, p, g, grad_x, saved.pop())
-            # all-reduce 1.2 KiB over dp,tp and all-reduce 212.0 KiB over dp: complete once the last microbatch has been
+            # all-reduce 1.9 KiB over dp,tp and all-reduce 212.0 KiB over dp: complete once the last microbatch has been
             # through
             if last:
                 self.sums.start(f"blocks.{i}")

@@ -83,14 +83,14 @@ class Stage:
         """One microbatch: the values that later stages (or the loss) read, and the tensors saved for backward."""
         saved: list[Any] = []
         self.embed.wait()
-        # all-gather 22.6 KiB over dp, while this call runs
+        # all-gather 22.6 KiB in bf16 over dp, while this call runs
         self.blocks[0].gather()
         x, kept = embed_forward(self.comm, self.embed.whole, batch["ids"])
         self.embed.free()
         saved.append(kept)
         for unit, following in zip(self.blocks, (*self.blocks[1:], self.head), strict=True):
             unit.wait()
-            # all-gather 22.6 KiB over dp, while this call runs; other calls: all-gather 8.1 KiB over dp
+            # all-gather 22.6 KiB in bf16 over dp, while this call runs; other calls: all-gather 8.1 KiB in bf16 over dp
             following.gather()
             x, kept = block_forward(self.comm, unit.whole, x, self.cos, self.sin)
             unit.free()
@@ -106,7 +106,7 @@ class Stage:
         """From the gradients of sent values to those of received ones."""
         grad_loss = torch.ones((), dtype=torch.float32, device=self.comm.device)
         self.head.wait()
-        # all-gather 22.6 KiB over dp, while this call runs
+        # all-gather 22.6 KiB in bf16 over dp, while this call runs
         self.blocks[3].gather()
         grad_x, g = head_backward(self.comm, self.head.whole, grad_loss, saved.pop())
         self.head.free()
@@ -121,7 +121,7 @@ class Stage:
             strict=True,
         ):
             unit.wait()
-            # all-gather 22.6 KiB over dp, while this call runs
+            # all-gather 22.6 KiB in bf16 over dp, while this call runs
             following.gather()
             grad_x, g = block_backward(self.comm, unit.whole, grad_x, saved.pop())
             unit.free()

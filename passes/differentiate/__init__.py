@@ -13,11 +13,11 @@
                                                grad_head.weight = linear_grad_weight(grad_head, x)
                                                return grad_x, grad_head.weight
 
-The local forward, collectives included, and torch's autograd run once on fake tensors, and are traced as they run.
-Where a derivative works in place, they are traced by AOT autograd, which makes it functional and takes twice as long.
-Marks around every value name it, and its gradient, in the traced graph, so that both graphs keep the model's own names
-and layouts. Values that the backward graph reads and that do not depend on an incoming gradient are saved, unless a
-view or a constant recreates them at no cost. A buffer that the model changes is saved with its old value.
+The local forward, collectives included, and torch's autograd run once on fake tensors, and are recorded as they run.
+Where a derivative works in place, they are traced by AOT autograd, which makes it functional and takes several times as
+long. Every value has its name in the traced graph, and so has its gradient: both graphs keep the model's own names and
+layouts. Values that the backward graph reads and that do not depend on an incoming gradient are saved, unless a view or
+a constant recreates them at no cost. A buffer that the model changes is saved with its old value.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from partc.cost.saved_tensors import changed_buffers
 from partc.errors import InternalError, PartcError, first_line
@@ -56,13 +56,13 @@ from partc.ir.program import (
     without_axes,
 )
 from partc.passes.differentiate import joint, scans
+from partc.passes.differentiate.recorder import Recorder
 from partc.rules.kernels import TABLES
 from partc.rules.rule import integers
 from partc.rules.updates import DEFAULT, dense, updates
 from partc.sharding.choices import batch_axes
 from partc.torch_private import (
     FakeTensorMode,
-    OpOverload,
     aot_export_joint_simple,
     python_decompositions,
     without_order,
@@ -71,6 +71,7 @@ from partc.torch_private import (
 # By regions without sizes and batch axes: the batch axes of some regions, themselves, their derivatives, and the sizes
 # of all axes.
 Derivatives = MutableMapping[tuple[object, ...], list[tuple[frozenset[str], Region, Region, Sizes]]]
+_Named = Callable[[Tensor, str], Tensor]  # gives a tensor and its gradient a name in the traced graph
 
 
 def differentiate(
@@ -306,61 +307,51 @@ def _with_copies(region: Region, changed: frozenset[str]) -> Region:
     )
 
 
-def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> fx.GraphModule:
+def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> fx.Graph:
     """The joint graph: (inputs, params, gradients of outputs) -> (outputs, gradients)."""
     arguments = (*region.forward.inputs, *region.params)
     split = lambda step, roots, live: joint.split(_trace_joint(step, roots, live, sizes), step, roots, live, sizes)  # noqa: E731
     loops = {op.results[0].name: scans.derivative(op, live, split) for op in region.forward.ops if op.name == SCAN}
 
-    def local_forward(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def local_forward(*tensors: Tensor, named: _Named = torch.ops.partc.mark) -> tuple[Tensor, ...]:
         values = dict(zip((value.name for value in arguments), tensors, strict=True))
         for name in values:
             if name in roots:
-                values[name] = torch.ops.partc.mark(values[name], name)
+                values[name] = named(values[name], name)
         later: list[Op] = []  # the operations of backward passes of the model's own
         found: set[str] = set()  # their results
         for op in region.forward.ops:
             if op.name == SCAN:
-                _define(op, scans.run(op, loops[op.results[0].name], values), values, sizes)
+                _define(op, scans.run(op, loops[op.results[0].name], values), values, sizes, named)
             elif op.name == "own_gradient":
-                _run_with_gradients(op, later, values, live, sizes)
+                _run_with_gradients(op, later, values, live, sizes, named)
             elif op.name == "incoming_gradient" or not found.isdisjoint(op.refs()):
                 later.append(op)
                 found.update(value.name for value in op.results)
             else:
-                _run(op, values, live, sizes)
-        return tuple(torch.ops.partc.mark(values[name], name) for name in region.forward.outputs)
+                _run(op, values, live, sizes, named)
+        return tuple(named(values[name], name) for name in region.forward.outputs)
 
     types = region.types(region.forward)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         tensors = [_empty(value.type, sizes, needs=value.name in roots) for value in arguments]
-        gradients = [_empty(types[name], sizes, needs=False) for name in region.forward.outputs if name in live]
-
-    def both(*tensors: Tensor) -> list[Tensor | None]:
-        operands, incoming = tensors[: len(arguments)], tensors[len(arguments) :]
-        outputs = local_forward(*operands)
-        carrying = [x for x, name in zip(outputs, region.forward.outputs, strict=True) if name in live]
-        wanted = [x for x in operands if x.requires_grad]
-        with torch.autograd.detect_anomaly(check_nan=False):  # which names the operation that fails
-            found = iter(torch.autograd.grad(carrying, wanted, incoming, allow_unused=True))
-        return [*outputs, *(next(found) if x.requires_grad else None for x in operands)]
-
-    with warnings.catch_warnings(record=True) as said:
+        incoming = [_empty(types[name], sizes, needs=False) for name in region.forward.outputs if name in live]
+    with warnings.catch_warnings(record=True) as said, closing(Recorder((*tensors, *incoming))) as recorder:
         try:
-            with python_decompositions():  # as AOT autograd has them
-                traced = make_fx(both)(*tensors, *gradients)
-            if not any(map(_changes_operands, traced.graph.nodes)):
-                traced.graph.eliminate_dead_code()
-                return traced
+            with python_decompositions(), mode, recorder:
+                outputs = local_forward(*tensors, named=recorder.named)
+                carrying = [x for x, name in zip(outputs, region.forward.outputs, strict=True) if name in live]
+                wanted = [x for x in tensors if x.requires_grad]
+                with torch.autograd.detect_anomaly(check_nan=False):  # which names the operation that fails
+                    found = iter(torch.autograd.grad(carrying, wanted, incoming, allow_unused=True))
+            if not recorder.changes_operands:
+                return recorder.returns([*outputs, *(next(found) if x.requires_grad else None for x in tensors)])
             with without_order():
-                return aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)  # type: ignore[return-value]
+                traced: Any = aot_export_joint_simple(local_forward, tuple(tensors), trace_joint=True)
+                graph: fx.Graph = traced.graph
+                return graph
         except RuntimeError as error:
             raise _refusal(error, [str(warning.message) for warning in said], region.forward) or error from error
-
-
-def _changes_operands(node: fx.Node) -> bool:
-    """Whether an operation works in place, as a few of autograd's own do."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _empty(type: TensorType, sizes: Sizes, *, needs: bool) -> Tensor:
@@ -385,14 +376,14 @@ def _refusal(error: RuntimeError, warnings: Sequence[str], graph: Graph) -> Part
     return PartcError("P0222", cause, help=help, source=op.source if op is not None else None)
 
 
-def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
+def _run(op: Op, values: dict[str, Any], live: set[str], sizes: Sizes, named: _Named) -> None:
     """Run one IR operation on fake tensors and mark what it defines."""
     args = [_tensor_arg(arg, values) for arg in op.args]
     attrs = {key: _tensor_arg(arg, values) for key, arg in op.attrs}
-    _define(op, call_operator(op, args, attrs, live, sizes), values, sizes)
+    _define(op, call_operator(op, args, attrs, live, sizes), values, sizes, named)
 
 
-def _define(op: Op, results: Any, values: dict[str, Any], sizes: Sizes) -> None:
+def _define(op: Op, results: Any, values: dict[str, Any], sizes: Sizes, named: _Named) -> None:
     """Mark the results of an operation."""
     for value, result in zip(op.results, results if isinstance(results, tuple | list) else (results,), strict=False):
         expected = value.type.layout.local_shape(sizes)
@@ -401,10 +392,12 @@ def _define(op: Op, results: Any, values: dict[str, Any], sizes: Sizes) -> None:
                 f"{op.source}: {value.name} = {op.name}(…) has local shape {tuple(result.shape)},"
                 f" its layout says {expected}"
             )
-        values[value.name] = torch.ops.partc.mark(result, value.name)
+        values[value.name] = named(result, value.name)
 
 
-def _run_with_gradients(op: Op, later: list[Op], values: dict[str, Any], live: set[str], sizes: Sizes) -> None:
+def _run_with_gradients(
+    op: Op, later: list[Op], values: dict[str, Any], live: set[str], sizes: Sizes, named: _Named
+) -> None:
     """Give the operands of a user's function the gradients that the operations in `later` compute."""
     results, operands, gradients = (tuple(ref.name for ref in each) for each in op.args)  # type: ignore[union-attr]
     incoming = {next(each.refs()): each.result for each in later if each.name == "incoming_gradient"}
@@ -413,7 +406,7 @@ def _run_with_gradients(op: Op, later: list[Op], values: dict[str, Any], live: s
     class Given(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-            return tuple(torch.ops.partc.mark(x, value.name) for x, value in zip(tensors, op.results, strict=False))
+            return tuple(named(x, value.name) for x, value in zip(tensors, op.results, strict=False))
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -421,10 +414,10 @@ def _run_with_gradients(op: Op, later: list[Op], values: dict[str, Any], live: s
             for name, grad in zip(results, grads, strict=True):
                 if name in incoming:
                     value = incoming[name]
-                    inside[value.name] = torch.ops.partc.mark(grad.to(operators.DTYPES[value.type.dtype]), value.name)
+                    inside[value.name] = named(grad.to(operators.DTYPES[value.type.dtype]), value.name)
             for each in later:
                 if each.name != "incoming_gradient" and all(name in inside for name in each.refs()):
-                    _run(each, inside, live, sizes)
+                    _run(each, inside, live, sizes, named)
             found = (inside[name].to(known[x].dtype) for x, name in zip(operands, gradients, strict=True))
             return (*(None for _ in results), *found)
 

@@ -75,14 +75,14 @@ _NAMED = ("rows", "ring", "order", "sinks", "limits", "keys", "reads")  # argume
 _TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_classes"})
 
 
-def split(traced: fx.GraphModule, region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> Region:
+def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> Region:
     """The region with `forward`, `saved` and `backward` as `traced` computes them.
 
     `traced` takes the region's inputs, its params and a gradient for each output in `live`. It returns the outputs,
     then the gradients of inputs and params (None where there is none). Raises InternalError if the gradient of one of
     `roots` is lost on the way.
     """
-    nodes = list(traced.graph.nodes)
+    nodes = list(traced.nodes)
     arguments = [value.name for value in (*region.forward.inputs, *region.params)]
     placeholders = [node for node in nodes if node.op == "placeholder"]
     results = list(next(node for node in nodes if node.op == "output").args[0])

@@ -1,0 +1,100 @@
+"""Record the operations that run on tensors without memory, with the names of values, as an fx graph.
+
+torch's own tracers do this for all of Python; a region's operations are known, and need no proxies of tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.hooks import RemovableHandle
+
+from partc.torch_private import OpOverload, TorchDispatchMode
+
+_MARK, _MARK_GRAD = torch.ops.partc.mark.default, torch.ops.partc.mark_grad.default
+_DEVICE = torch.ops.prim.device.default
+
+
+class Recorder(TorchDispatchMode):
+    """The operations that run in its context, on `given` tensors and those made from them."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.changes_operands = False  # whether an operation works in place, as a few of autograd's own do
+        self._nodes: dict[int, fx.Node] = {}
+        self._alive: list[Tensor] = []  # so that no two tensors have one number
+        self._named: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+        for index, tensor in enumerate(given):
+            self._made(self.graph.placeholder(f"given_{index}"), tensor)
+
+    def named(self, x: Tensor, name: str) -> Tensor:
+        """The tensor, dense, as a value with this name; its gradient is named as well."""
+        if not x.is_contiguous():
+            x = x.contiguous()
+        elif id(x) in self._named:  # a value and its alias have gradients of their own
+            x = torch.ops.aten.alias.default(x)
+        self._named.add(id(x))
+        self._mark(_MARK, x, name)
+        if x.requires_grad:
+            self._hooks.append(x.register_hook(lambda gradient: self._gradient(gradient, name)))
+        return x
+
+    def close(self) -> None:
+        """Let go of the tensors, which are in cycles that Python's collector does not see."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _gradient(self, x: Tensor, name: str) -> Tensor:
+        x = x.contiguous()
+        self._mark(_MARK_GRAD, x, name)
+        return x
+
+    def _mark(self, target: OpOverload, x: Tensor, name: str) -> None:
+        self._made(self.graph.call_function(target, (self._nodes[id(x)], name)), x)
+
+    def _made(self, node: fx.Node, result: Tensor) -> None:
+        node.meta["val"] = result
+        self._nodes[id(result)] = node
+        self._alive.append(result)
+
+    def returns(self, results: Iterable[Tensor | None]) -> fx.Graph:
+        """The graph that returns these tensors."""
+        self.graph.output([None if x is None else self._nodes[id(x)] for x in results])
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE:  # three of four questions, which would go through all of torch's dispatch
+            return torch.device("cpu")
+        given = dict(kwargs or {})
+        if func.namespace == "aten":
+            with self:
+                parts = func.decompose(*args, **given)
+            if parts is not NotImplemented:
+                return parts
+        found = func(*args, **given)
+        if isinstance(found, Tensor) or (isinstance(found, list | tuple) and any(isinstance(x, Tensor) for x in found)):
+            self.changes_operands |= func._schema.is_mutable
+            operands = tuple(map(self._operand, args))
+            node = self.graph.call_function(func, operands, {key: self._operand(x) for key, x in given.items()})
+            if isinstance(found, Tensor):
+                self._made(node, found)
+                return found
+            node.meta["val"] = found
+            for index, x in enumerate(found):
+                if isinstance(x, Tensor):
+                    self._made(self.graph.call_function(operator.getitem, (node, index)), x)
+        return found
+
+    def _operand(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self._nodes[id(x)]
+        return [self._operand(each) for each in x] if isinstance(x, list | tuple) else x

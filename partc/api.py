@@ -201,6 +201,7 @@ def compile(
     microbatches: int = 1,
     schedule: str | Path = "1f1b",
     virtual_stages: int | None = None,
+    stage_calls: str | Sequence[int] | None = None,
     precision: str = "fp32",
     seed: int = 0,
     shard: Sequence[str] = (),
@@ -243,10 +244,11 @@ def compile(
 
     `mesh` is a mesh or its text ("2x2x2"); `experts` ("ep=4@dp", "ep=8@dp,cp") cuts experts over some ranks.
     `microbatches` is the number of microbatches of a global batch. `schedule` is a name or the path of a CSV file.
+    `stage_calls` (9, 8, 8, 9) are the numbers of calls of the stages, which are balanced without it.
     `shard` pins layouts ("*.wq.weight=[@tp, _]"). `zero` is the ZeRO stage, 0 to 3; `"3@dp_in"` names the axes.
     `recompute` is none, selective, full, operations by name ("softmax,all_gather"), or the largest number of bytes that
-    a rank may hold ("18GB"). `memory_limit` ("80GB") makes a rank that holds more an error, whose message lists
-    remedies.
+    a rank may hold ("18GB"); "full*2/none*6" differs by stage. `memory_limit` ("80GB") makes a rank that holds more an
+    error, whose message lists remedies.
 
     `precision` is fp32, bf16, fp16 or fp64; `casts` overrides the precision of operations ("softmax=bf16"). `bucket` is
     the size of a gradient bucket in bytes. `nodes` is the number of ranks on a node; gradients are then summed inside
@@ -273,8 +275,8 @@ def compile(
     wanted: dict[str, Any] = {"ranks": ranks, "global_batch": global_batch, "memory": memory, "fix": fix}
     decided: dict[str, Any] = {
         "mesh": mesh, "experts": experts, "microbatches": microbatches, "schedule": schedule,
-        "virtual_stages": virtual_stages, "zero": zero, "recompute": recompute, "loss_chunks": loss_chunks,
-        "kernels": kernels,
+        "virtual_stages": virtual_stages, "stage_calls": stage_calls, "zero": zero, "recompute": recompute,
+        "loss_chunks": loss_chunks, "kernels": kernels,
     }  # fmt: skip
     planned: dict[str, Any] | None = None
     if mesh == AUTO:

@@ -406,6 +406,13 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "they are: its layouts and stages must be the training's. It draws no random numbers, and makes its results on "
         "the ranks that make the loss. infer(model, batch) draws none either.",
     ),
+    "P0421": CodeExplanation(
+        "decisions by stage that do not fit the stages",
+        "--stage-calls 9,8,8,9 are the numbers of calls (embedding, blocks, head) of four stages, in order; 9,8*2,9 is "
+        "the same. They add up to the number of calls, which the message lists. --recompute full*2/none*2 has a way "
+        "for each stage. There are as many stages as pipeline ranks, times --virtual-stages; calls that share a buffer "
+        "which forward changes are on one stage.",
+    ),
     "P0422": CodeExplanation(
         "a sparse gradient that cannot be had",
         "nn.Embedding(sparse=True), nn.EmbeddingBag(sparse=True) and the optimizers sparseadam and rowwise_adagrad "

@@ -248,7 +248,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="calls are assigned to pipeline stages; values that cross stages are sent",
         requires=("local",),
         ensures=("stages",),
-        options=("places", "held_by"),
+        options=("places", "stage_calls", "held_by"),
     ),
     Pass(
         name="differentiate",

@@ -6,7 +6,8 @@
     call head     = head(out_2, …) -> loss      call head     = head(out_2, …) -> loss stage 1
                                                 transfer out 0 -> 1 gradient
 
-Stages are runs of consecutive calls that minimise the largest number of floating-point operations of a stage. Values
+Stages are runs of consecutive calls that minimise the largest number of floating-point operations of a stage, or have
+the numbers of calls that the user gives. Values
 that depend on inputs or constants only are computed in every stage that reads them. A value that a later stage reads is
 sent there directly from the stage that computes it. Calls that read a buffer are in the stage of the call that changes
 it; calls after that one read a copy (partc.passes.outline.updates).
@@ -17,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -28,13 +30,18 @@ from partc.rules import flops, resolve
 
 
 def stages(
-    program: Program, *, places: tuple[int, ...] = (), held_by: Mapping[str, Sequence[int]] | None = None
+    program: Program,
+    *,
+    places: tuple[int, ...] = (),
+    stage_calls: tuple[int, ...] = (),
+    held_by: Mapping[str, Sequence[int]] | None = None,
 ) -> Program:
     """Set every call's stage and the program's transfers.
 
-    `places` holds the pipeline coordinate of every stage, if there are more stages than coordinates. `held_by` has the
-    stages that hold each parameter already: calls go to their parameters. Raises PartcError P0403 (too many stages) and
-    P0420 (a call reads parameters of several stages, or of an earlier one).
+    `places` holds the pipeline coordinate of every stage, if there are more stages than coordinates. `stage_calls` are
+    the user's numbers of calls, in place of balanced ones. `held_by` has the stages that hold each parameter already:
+    calls go to their parameters. Raises PartcError P0403 (too many stages), P0421 (numbers of calls that do not fit)
+    and P0420 (a call reads parameters of several stages, or of an earlier one).
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     own = () if places == tuple(range(count)) else places
@@ -54,7 +61,11 @@ def stages(
             source=program.source_of(dict(program.updates)[buffer]) if buffer else None,
         )
     if held_by is None:
-        cut = cuts(call_work(program, main), runs, count)
+        cut = (
+            _given(program, main, runs, stage_calls, count)
+            if stage_calls
+            else cuts(call_work(program, main), runs, count)
+        )
         stage_of = {call.name: stage for stage, (start, end) in enumerate(cut) for call in main[start:end]}
     else:
         stage_of = _beside(main, held_by)
@@ -77,6 +88,32 @@ def cuts(work: Sequence[float], runs: Sequence[tuple[int, int]], count: int) -> 
     """The first call of each stage, and the one after its last."""
     found = balanced([sum(work[start:end]) for start, end in runs], count)
     return tuple((runs[first][0], runs[last - 1][1]) for first, last in found)
+
+
+def _given(
+    program: Program, calls: Sequence[Call], runs: Sequence[tuple[int, int]], numbers: Sequence[int], count: int
+) -> tuple[tuple[int, int], ...]:
+    """The cuts by given numbers of calls. Raises PartcError P0421."""
+    ends = tuple(accumulate(numbers))
+    text = ",".join(map(str, numbers))
+    if len(numbers) != count or ends[-1] != len(calls):
+        fits = ",".join(str(end - start) for start, end in cuts(call_work(program, calls), runs, count))
+        raise PartcError(
+            "P0421",
+            f"--stage-calls {text} has {len(numbers)} stages and {ends[-1]} calls, and there are {count} stages and "
+            f"{len(calls)} calls",
+            help=f"these are balanced: {fits}; the calls are {', '.join(call.name for call in calls)}",
+        )
+    wrong = next(({start, end} for start, end in runs for cut in ends if start < cut < end), None)
+    if wrong is not None:
+        first, last = calls[min(wrong)].name, calls[max(wrong) - 1].name
+        raise PartcError(
+            "P0421",
+            f"--stage-calls {text} puts {first} and {last} on different stages, and they share a buffer that forward "
+            "changes",
+            help="put them on one stage",
+        )
+    return tuple(zip((0, *ends), ends, strict=False))
 
 
 def _users_of_changing_buffers(program: Program) -> dict[str, frozenset[str]]:

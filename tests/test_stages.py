@@ -12,6 +12,7 @@ import partc
 from partc.errors import PartcError
 from partc.package.verify import verify
 from partc.passes.stages import balanced
+from partc.schedules.per_stage import expanded, shortened
 from tests.independent.models import detached_use, old_values, self_distilled
 from tests.models import cumulative_norms, running_centre, written_views
 from tests.test_trace import line_of
@@ -85,3 +86,55 @@ def test_buffers_that_are_changed_through_views(mesh: str, tmp_path: Path) -> No
     made = partc.compile(written_views.__file__, mesh=mesh, precision="fp64")
     found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
     assert found.ok, str(found.worst)
+
+
+GPT = Path(__file__).parents[1] / "examples" / "gpt.py"
+SMALL = {"batch": 4, "seq": 8}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "calls", "recompute"),
+    [("pp=2,dp=2", "1f1b", "4,2", "full/none"), ("pp=2", "zero-bubble", "1,2*2,1", "selective/none*2/full")],
+)
+def test_stages_with_given_calls_equal_the_single_device(
+    mesh: str, schedule: str, calls: str, recompute: str, tmp_path: Path
+) -> None:
+    numbers = [int(word) for word in expanded(calls, ",")]
+    made = partc.compile(
+        GPT, mesh=mesh, schedule=schedule, virtual_stages=len(numbers) // 2 if len(numbers) > 2 else None, zero=1,
+        microbatches=2, precision="fp64", stage_calls=calls, recompute=recompute, options=SMALL,
+    )  # fmt: skip
+    stages = [call.stage for call in made.program.calls if made.program.region(call.region).phase == "microbatch"]
+    assert [stages.count(stage) for stage in range(len(numbers))] == numbers
+    saved = {call.stage: len(made.program.region(call.region).saved) for call in made.program.calls}
+    kinds = expanded(recompute, "/")
+    assert saved[kinds.index("full")] < saved[kinds.index("none")]
+    found = verify(made.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok, str(found.worst)
+
+
+@pytest.mark.parametrize(
+    ("stage_calls", "recompute", "said"),
+    [
+        ("3,2", "none", "5 calls"),
+        ("2,2,2", "none", "for 3 stages"),
+        ("3,-1", "none", "no numbers"),
+        ("0,6", "none", "no numbers"),
+        (None, "full/none/none", "for 3 stages"),
+    ],
+)
+def test_decisions_by_stage_that_do_not_fit_are_refused(stage_calls: str | None, recompute: str, said: str) -> None:
+    with pytest.raises(PartcError, match=said) as error:
+        partc.compile(GPT, mesh="pp=2", stage_calls=stage_calls, recompute=recompute, options=SMALL)
+    assert error.value.code == "P0421"
+
+
+def test_given_calls_do_not_cut_between_uses_of_a_changing_buffer() -> None:
+    with pytest.raises(PartcError, match="share a buffer") as error:
+        partc.compile(running_centre.__file__, mesh="pp=2", microbatches=2, stage_calls="2,2")
+    assert error.value.code == "P0421"
+
+
+def test_texts_by_stage_are_read_back() -> None:
+    for values in (["9", "8", "8", "9"], ["full"], ["softmax,all_gather", "none", "none"]):
+        assert expanded(shortened(values, "/"), "/") == values

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 _KEPT = (
-    "mesh", "experts", "microbatches", "schedule", "virtual_stages", "precision", "seed", "shard", "zero", "recompute",
-    "casts", "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
+    "mesh", "experts", "microbatches", "schedule", "virtual_stages", "stage_calls", "precision", "seed", "shard",
+    "zero", "recompute", "casts", "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
     "expert_capacity", "expert_rows", "router_bias_rate",
     "cuda_graphs", "optimizer", "group", "lr", "eval_every",
     "forward_only",
@@ -31,8 +31,8 @@ _KEPT = (
 
 # Defaults of options that a package's plan leaves out.
 _DEFAULTS = {
-    "experts": None, "schedule": "1f1b", "shard": (), "zero": "0", "recompute": "none", "casts": (), "kernels": "aten",
-    "bucket": "25MB", "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
+    "experts": None, "schedule": "1f1b", "stage_calls": None, "shard": (), "zero": "0", "recompute": "none",
+    "casts": (), "kernels": "aten", "bucket": "25MB", "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
     "loss_chunks": 1, "expert_capacity": None, "expert_rows": None, "router_bias_rate": 0.0,
     "cuda_graphs": False, "optimizer": None, "group": (), "lr": None, "eval_every": 0,
     "forward_only": False,
@@ -156,6 +156,11 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         click.option(
             "--virtual-stages", type=int, metavar="N", help="stages of each rank, for interleaved [default: 2]"
         ),
+        click.option(
+            "--stage-calls",
+            metavar="N,N,..",
+            help="calls of each stage, as in 9,8*2,9 for four stages [default: stages with about the same work]",
+        ),
         click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True),
         click.option(
             "--cast", "casts", metavar="OP=TYPE", multiple=True, help="with bf16 or fp16: softmax=fp32, add=any"
@@ -176,7 +181,8 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             default="none",
             show_default=True,
             help="recompute in backward: nothing; large and cheap values; all but the inputs of regions; operations by "
-            "name (softmax,all_gather); or as little as keeps every rank within a number of bytes (18GB)",
+            "name (softmax,all_gather); or as little as keeps every rank within a number of bytes (18GB); stages may "
+            "differ: full*2/none*6",
         ),
         click.option(
             "--loss-chunks",

@@ -18,6 +18,7 @@ from partc.ir.mesh import PIPELINE_AXIS, Mesh, holds_weights_whole
 from partc.ir.program import MOVING, PRECISIONS, DType
 from partc.rules import LOWERED, Precision, operations
 from partc.schedules import SCHEDULES, stage_ranks
+from partc.schedules.per_stage import expanded, stage_kinds
 from partc.schedules.table import Table, read
 from partc.sharding.pins import Pin
 
@@ -40,6 +41,7 @@ class Options:
     schedule: str = "1f1b"
     virtual_stages: int | None = None  # on each pipeline rank; None: the schedule's default
     table: Table | None = None  # the contents of the file that `schedule` names
+    stage_calls: tuple[int, ...] = ()  # of each stage; without them, stages have about the same work
     precision: str = "fp32"
     seed: int = 0
     shard: tuple[str, ...] = ()
@@ -77,6 +79,7 @@ class Options:
         seed: int,
         shard: Sequence[str],
         virtual_stages: int | None = None,
+        stage_calls: str | Sequence[int] | None = None,
         zero: str | int = 0,
         recompute: str = "none",
         casts: Sequence[str] = (),
@@ -100,7 +103,7 @@ class Options:
     ) -> Options:
         """Check raw values and build the options.
 
-        Raises PartcError P0004, P0101 to P0106, P0108, P0109, P0301, P0404 to P0414, P0418 and P0551.
+        Raises PartcError P0004, P0101 to P0106, P0108, P0109, P0301, P0404 to P0414, P0418, P0421 and P0551.
         """
         parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
         expert_axes: tuple[str, ...] = ()
@@ -127,8 +130,9 @@ class Options:
         if precision not in PRECISIONS:
             raise _unknown("precision", precision, PRECISIONS)
         known = {*operations(), *LOWERED, *MOVING}
-        if recompute not in RECOMPUTE and parse_bytes(recompute) is None and not known.issuperset(recompute.split(",")):
-            raise _unknown("recomputation", recompute, (*RECOMPUTE, "a budget such as 18GB", "names of operations"))
+        for kind in stage_kinds(recompute) if parse_bytes(recompute) is None else ():
+            if kind not in RECOMPUTE and not known.issuperset(kind.split(",")):
+                raise _unknown("recomputation", kind, (*RECOMPUTE, "a budget such as 18GB", "names of operations"))
         if parse_bytes(bucket) is None:
             raise _unknown("size", bucket, ("25MB", "512KiB", "0B"))
         schedule, table = str(schedule), None
@@ -172,6 +176,7 @@ class Options:
             schedule=schedule,
             virtual_stages=virtual_stages,
             table=table,
+            stage_calls=_stage_calls(stage_calls),
             precision=precision,
             seed=seed,
             shard=tuple(shard),
@@ -198,7 +203,16 @@ class Options:
             forward_only=forward_only,
             chosen=chosen,
         )
-        _ = options.places  # raises if the number of stages is invalid
+        for text, number in (
+            (f"--stage-calls {stage_calls}", len(options.stage_calls)),
+            (f"--recompute {recompute}", len(stage_kinds(recompute))),
+        ):
+            if number > 1 and number != len(options.places):  # which raises if the number of stages is invalid
+                raise PartcError(
+                    "P0421",
+                    f"{text} is for {number} stages, and there are {len(options.places)}",
+                    help="give one for each stage, in the order of the calls; 3*8 stands for eight times 3",
+                )
         return options
 
     @property
@@ -228,6 +242,8 @@ class Options:
         found["shard"] = list(self.shard)
         if self.casts:
             found["casts"] = list(self.casts)
+        if self.stage_calls:
+            found["stage_calls"] = ",".join(map(str, self.stage_calls))
         if self.zero:
             found["zero"] = f"{self.zero}@{','.join(self.zero_axes)}" if self.zero_axes else str(self.zero)
         if self.recompute != "none":
@@ -276,6 +292,7 @@ class Options:
         return {
             "pins": self.pins,
             "places": self.places,
+            "stage_calls": self.stage_calls,
             "low": LOW.get(self.precision),
             "casts": dict(map(_cast, self.casts)),
             "halves": self.split_backward,
@@ -326,6 +343,16 @@ def _settled(kernels: str) -> str:
     import torch
 
     return "triton" if torch.cuda.is_available() else "aten"
+
+
+def _stage_calls(given: str | Sequence[int] | None) -> tuple[int, ...]:
+    """Parse `9,8*2,9`. Raises PartcError P0421."""
+    words = expanded(given, ",") if isinstance(given, str) else [str(number) for number in given or ()]
+    if not all(re.fullmatch("[1-9][0-9]{0,5}", word) for word in words):
+        raise PartcError(
+            "P0421", f"--stage-calls {given} are no numbers of calls", help="for example 9,8,8,9 or 9,8*2,9"
+        )
+    return tuple(map(int, words))
 
 
 def _cast(text: str) -> tuple[str, Precision]:

@@ -26,7 +26,8 @@ LARGEST = 1 << 28  # bytes of a file of plans or runs
 
 AUTO = "auto"  # a mesh that the planner decides
 DECIDED = (
-    "mesh", "experts", "microbatches", "schedule", "virtual_stages", "zero", "recompute", "loss_chunks", "kernels",
+    "mesh", "experts", "microbatches", "schedule", "virtual_stages", "stage_calls", "zero", "recompute", "loss_chunks",
+    "kernels",
 )  # fmt: skip
 REDUCED = ("bucket", "grad_reduce", "compress_grads")  # the form of gradients' sums, which users decide
 
@@ -69,6 +70,7 @@ class ParallelPlan:
     microbatches: Positive = 1
     schedule: _Text = "1f1b"
     virtual_stages: Positive | None = None  # on each pipeline rank; None: the schedule's default
+    stage_calls: _Text | None = None  # of each stage; None: balanced by flops
     zero: int | _Text = 0
     recompute: _Text = "none"
     precision: _Text = "bf16"
@@ -182,6 +184,9 @@ def spelled(document: object) -> object:
         found["tp_overlap"] = found.pop("tp_comm_overlap")
     if isinstance(found.get("recompute"), bool):
         found["recompute"] = "full" if found["recompute"] else "none"
+    numbers = found.get("stage_calls")
+    if isinstance(numbers, list):
+        found["stage_calls"] = ",".join(str(_whole(number)) for number in numbers)
     if isinstance(found.get("zero"), str):
         found["zero"] = re.sub("^(zero|stage)[-_ ]*(?=[0-9])", "", str(found["zero"]))
     schedules = {**{_fold(name): name for name in SCHEDULES}, **_SCHEDULES}

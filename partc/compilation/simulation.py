@@ -192,7 +192,8 @@ class Simulator:
             sized = replace(start, mesh=placed.mesh, microbatches=placed.microbatches)
             return _until("outline", sized, "simplify", given | {"places": places})
 
-        weights = tuple(item for item in placed.mesh.axes if item[0] != PIPELINE_AXIS and not _holds_alike(item[0]))
+        used = (axis for axis in axis_order(placed.mesh.sizes) if not _holds_alike(axis))  # orders on links are alike
+        weights = tuple((axis, placed.mesh.axis(axis)) for axis in used)
         widths: _Key = (*trace_key, weights, options.expert_axes, options.kernels)
 
         calls = self._once(("outline", *widths), lambda: outlined((0,)))
@@ -254,7 +255,7 @@ class Simulator:
         if options.budget is not None:
             kept = (*kept, mesh, options.microbatches, options.schedule, options.virtual_stages)
         cut = _everywhere(ready(whole)) if everywhere else ready(whole)
-        piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, everywhere, _local(cut))
+        piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, options.stage_calls, everywhere, _local(cut))
         staged = self._once(("stages", *shape, *piped), lambda: _only(("stages",), cut, given))
         recomputed = self._once(("recompute", *kept, *piped), lambda: _only(("recompute",), staged, given))
         key: _Key = (*kept, *piped, options.zero >= 2, options.split_backward)

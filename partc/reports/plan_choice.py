@@ -89,6 +89,8 @@ def words(plan: ParallelPlan) -> str:
         parts.append(plan.schedule)
     if plan.virtual_stages is not None:
         parts.append(f"{plan.virtual_stages} virtual stages")
+    if plan.stage_calls is not None:
+        parts.append(f"{plan.stage_calls} calls by stage")
     if plan.level:
         parts.append(f"zero {plan.zero}")
     if plan.recompute != "none":

@@ -94,6 +94,7 @@ class Command:
 
     schedule: Annotated[str, _schedule] = ""
     virtual_stages: Positive | None = None
+    stage_calls: str = ""
     shard: Names = ()
     casts: Names = ()
     zero: str = ""

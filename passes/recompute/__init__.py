@@ -15,8 +15,8 @@ bytes are worth the time on the link: sequences of some megabytes are. `full` sa
 recomputes values that are large and cheap (ibid.): all gathered values that are worth it, norms, activations, dropouts,
 the scores of written-out attention; never a product with a weight, a lookup, fused attention or a sum over ranks. The
 saved values are a minimum cut. Operations given by name, such as `softmax,all_gather`, are recomputed wherever that
-saves bytes, and no others but views. A budget, such as `18GB`, is met on every rank with the least time of
-recomputation: see recompute/budget.py.
+saves bytes, and no others but views. `full*2/none*6` has a way for each of eight stages. A budget, such as `18GB`, is
+met on every rank with the least time of recomputation: see recompute/budget.py.
 
 A recomputed operation stands right before its first reader, so that its results live briefly. Random operations count
 by number and draw the same numbers again. Operations that read a buffer which the forward pass changes are never
@@ -33,10 +33,11 @@ from partc.cost.saved_tensors import Time, changed_buffers, flights, held_inputs
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, is_tensor_axis
 from partc.ir.program import PARTS, VIEWS, Graph, Op, Program, Region
-from partc.passes.recompute.budget import check_reach, deal, varied
+from partc.passes.recompute.budget import check_reach, deal, slots, varied
 from partc.passes.recompute.choice import Point, SavingProblem, frontier, least
 from partc.rules import is_cheap
 from partc.schedules import SCHEDULES, compute_order
+from partc.schedules.per_stage import stage_kinds
 from partc.schedules.table import Table
 
 # A saved byte is worth this many bytes of traffic for recomputation. A norm's one number a row does not justify
@@ -63,11 +64,16 @@ def recompute(
     budget = parse_bytes(recompute)
     held = held_inputs(program)
     if budget is None:
-        done = {
-            region.name: remade(region, _kept(region, recompute, held[region.name], fixed, program.sizes))
-            for region, fixed in _chosen(program)
-        }
-        return replace(program, regions=tuple(done.get(region.name, region) for region in program.regions))
+        fixed = {region.name: names for region, names in _chosen(program)}
+        kinds = stage_kinds(recompute)
+        ways = tuple(dict.fromkeys(kinds))
+
+        def way(region: Region, index: int) -> Region:
+            return remade(region, _kept(region, ways[index], held[region.name], fixed[region.name], program.sizes))
+
+        counts = slots(program, fixed)
+        dealt = {slot: {ways.index(kinds[slot[0] if len(kinds) > 1 else 0]): count} for slot, count in counts.items()}
+        return varied(program, dealt, way)
     points = frontiers_of(program) if frontiers is None else frontiers
     if times is None:
         ranks = program.mesh.axis(PIPELINE_AXIS)

@@ -13,7 +13,7 @@ saved values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,7 +74,7 @@ def deal(
     return found
 
 
-def slots(program: Program, frontiers: Mapping[str, Sequence[Point]]) -> dict[Slot, int]:
+def slots(program: Program, frontiers: Collection[str]) -> dict[Slot, int]:
     """The number of calls of each region in each stage, in order of the first call."""
     counts: dict[Slot, int] = {}
     for call in program.calls:
@@ -317,7 +317,9 @@ def varied(program: Program, dealt: Dealt, make: Callable[[Region, int], Region]
     regions: list[Region] = []
     for region in program.regions:
         names = variants[region.name].names
-        regions.extend(replace(make(region, index), name=name) for index, name in names.items())
+        for index, name in names.items():
+            made = make(region, index)
+            regions.append(made if made.name == name else replace(made, name=name))
         if not names:
             regions.append(region)
     return replace(program, calls=tuple(calls), regions=tuple(regions))

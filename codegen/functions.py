@@ -451,7 +451,7 @@ class _Writer:
 
     def _label(self, op: Op) -> str:
         """The module of an operation, relative to the region; else the operation's name."""
-        module = op.source.module if op.source else ""
+        module = op.module
         module = module.removeprefix(self.prefix).strip(".")
         return module or op.name.removesuffix("_backward")
 

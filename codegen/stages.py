@@ -61,7 +61,7 @@ def stage_code(exchanges: Exchanges, index: int, regions: Mapping[str, RegionCod
 
 
 class _Builder:
-    """Names and places of everything in one stage."""
+    """State that the writers of one stage module share."""
 
     def __init__(self, exchanges: Exchanges, index: int, codes: Mapping[str, RegionCode], prefix: str) -> None:
         program = exchanges.program

@@ -37,7 +37,6 @@ class Pass:
     after: tuple[str, ...] = ()  # passes that run before this one unless they are left out
     options: tuple[str, ...] = ()  # the compile options that it takes
     reads: tuple[str, ...] = ("mesh", "microbatches")  # the facts about the compile that it reads in the program
-    changes_numerics: bool = False  # beyond the order of a sum
     optional: bool = False  # the program still compiles, and trains the same, without it
 
     @property
@@ -96,7 +95,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="pad",
         label="Padded",
-        does="vocabularies are padded to multiples of the tensor axes and of the lines that kernels read",
+        does="vocabularies are padded to multiples of the tensor axes and of cache lines",
         requires=("canonical",),
         ensures=("padded",),
         after=("simplify",),
@@ -139,7 +138,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="dense",
         label="By row",
-        does="products with matrices that tokens choose, and with ep those with all experts, become products by expert",
+        does="products of tokens with the matrices of their experts become expert products",
         requires=("canonical",),
         ensures=("by row",),
         after=("simplify", "pad", "heads", "extend", "zigzag"),
@@ -170,7 +169,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="stack",
         label="Stacked",
-        does="parameters that are only read side by side become rows of one, as experts that are modules",
+        does="parameters that are only read side by side, such as experts in modules, become rows of one",
         requires=("regions",),
         ensures=("stacks",),
         reads=(),
@@ -183,7 +182,6 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("precision",),
         options=("low", "casts"),
         reads=(),
-        changes_numerics=True,
     ),
     Pass(
         name="batch",

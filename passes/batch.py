@@ -366,7 +366,7 @@ class _Walk:
     def _results(self, op: Op, rule: OpRule | None) -> tuple[Placement, ...]:
         if rule is None:
             return tuple(Varying() for _ in op.results)
-        return placements(op, rule, op.choices[0], self.axes[0])[1]
+        return placements(op, rule, op.choices[0])[1]
 
     def _typed(self, type: TensorType, placement: Placement, name: str, op: Op | None) -> TensorType:
         if isinstance(placement, Varying) and type.dtype not in FLOATING:

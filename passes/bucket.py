@@ -52,7 +52,7 @@ def bucket(
 
 
 def _travelling(parameter: Parameter, near: tuple[str, ...], wire: str, compress: str) -> Parameter:
-    """The parameter with the way in which it is gathered, and in which its gradient is summed."""
+    """The parameter with the way in which it and its gradient travel: node by node, element type, compression."""
     axes = (*parameter.reduce, *parameter.gather)
     near = tuple(axis for axis in near if axis in axes)
     summed = parameter.trainable and axes

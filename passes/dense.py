@@ -27,7 +27,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value, needed
 from partc.passes.route.loops import LEAST, Lift, Lifted, NotEqualError
@@ -558,9 +557,7 @@ class _Dense:
             args = (*args[:at], dim - len(leading) + 1, *args[at + 1 :])
         results = []
         for value in op.results:
-            type = TensorType(
-                dtype=value.type.dtype, layout=Layout.replicated((count, *value.type.shape[len(leading) :]))
-            )
+            type = TensorType.replicated(value.type.dtype, (count, *value.type.shape[len(leading) :]))
             results.append(Value(name=unique(f"{value.name}_rows", self.writer.taken), type=type))
             self.rows[value.name] = replace(form, name=results[-1].name)
         self.writer.keep(replace(lifted, args=args, results=tuple(results)))

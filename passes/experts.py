@@ -298,9 +298,7 @@ class _Experts:
                 else "experts are those of a parameter, or of reshapes, permutations and elementwise operations on it",
             )
         rule = self.rules[maker]
-        for ref, asked in zip(
-            self.ops[maker].refs(), placements(self.ops[maker], rule, choice, self.axis)[0], strict=True
-        ):
+        for ref, asked in zip(self.ops[maker].refs(), placements(self.ops[maker], rule, choice)[0], strict=True):
             if isinstance(asked, Shard):
                 self._take(ref, maker, asked)
 

@@ -30,7 +30,6 @@ from typing import NamedTuple
 
 from partc import fuel
 from partc.errors import Source
-from partc.ir.layout import Layout
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import unique
 from partc.ir.program import ATTENTION, RANDOM, Arg, Op, Program, Ref, Region, TensorType, Value
@@ -47,12 +46,12 @@ from partc.passes.sequences import (
     is_causal,
     numbered,
     reads_more,
-    tensors,
 )
 from partc.rules import OpRule, is_users, resolve
 from partc.rules.local import SHAPES
 from partc.rules.rule import Dims
 from partc.rules.shapes import slice_bounds
+from partc.rules.strided_cuts import tensors
 from partc.sharding.choices import weight_axes
 from partc.sharding.pins import Pin
 
@@ -243,7 +242,7 @@ class _LongerRegion:
         for dim in dims:
             _, extent = self.found.places[name, dim]
             shape[dim] = shape[dim] // extent.true * extent.whole
-        return replace(type, layout=Layout.replicated(shape))
+        return type.shaped(shape)
 
     def _made(self, value: Value, dims: frozenset[int]) -> None:
         """Record a value in which the dimensions `dims` are extended, and extend its other sequence dimensions."""
@@ -327,7 +326,7 @@ class _LongerRegion:
                     wanted[index] = self._zeroed(wanted[index], dim, outer, extent)
 
     def _add(self, word: str, op: str, args: tuple[Arg, ...], type: TensorType, shape: Sequence[int]) -> str:
-        value = Value(name=unique(word, self.taken), type=replace(type, layout=Layout.replicated(shape)))
+        value = Value(name=unique(word, self.taken), type=type.shaped(shape))
         self.shapes[value.name] = value.type
         self.ops.append(Op(name=op, args=args, results=(value,), source=self.reader))
         return value.name
@@ -388,9 +387,9 @@ class _LongerRegion:
         type = self._type(name)
         after, rest = type.shape[dim] // (outer * extent.whole), len(type.shape) - dim - 1
         key = (extent, outer, after, rest)
-        bools = TensorType(dtype="bool", layout=Layout.replicated(()))
+        bools = TensorType.replicated("bool", ())
         if key not in self.added:
-            numbers = TensorType(dtype="i64", layout=Layout.replicated(()))
+            numbers = TensorType.replicated("i64", ())
             at = self._add("position", "arange", (extent.whole,), numbers, (extent.whole,))
             here = self._add("added", "ge", (Ref(at), extent.true), bools, (extent.whole,))
             if outer * after > 1:

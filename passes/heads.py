@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import resolve
@@ -123,7 +122,7 @@ class _Heads:
 
     def _wider(self, value: Value) -> TensorType:
         shape = [self.padded.get((value.name, dim), size) for dim, size in enumerate(value.type.shape)]
-        return value.type if tuple(shape) == value.type.shape else replace(value.type, layout=Layout.replicated(shape))
+        return value.type if tuple(shape) == value.type.shape else value.type.shaped(shape)
 
     def _rewritten(self, op: Op, taken: set[str]) -> Iterator[Op]:
         results = tuple(replace(value, type=self._wider(value)) for value in op.results)
@@ -148,13 +147,11 @@ class _Heads:
         shape = list(type.shape)
         shape[_HEADS] *= times
         name = unique(f"{operand.name}_heads", taken)
-        value = Value(name=name, type=replace(type, layout=Layout.replicated(shape)))
+        value = Value(name=name, type=type.shaped(shape))
         yield Op(name="repeat_interleave", args=(operand, times, _HEADS), results=(value,), source=op.source)
         if (op.results[0].name, _HEADS) in self.padded:
             shape[_HEADS], before = whole, shape[_HEADS]
-            padded = Value(
-                name=unique(f"{operand.name}_padded", taken), type=replace(type, layout=Layout.replicated(shape))
-            )
+            padded = Value(name=unique(f"{operand.name}_padded", taken), type=type.shaped(shape))
             pads = (*(0,) * (2 * (len(shape) - 1 - _HEADS)), 0, whole - before)
             yield Op(name="constant_pad_nd", args=(Ref(name), pads, 0), results=(padded,), source=op.source)
 

@@ -17,7 +17,6 @@ import math
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
-from partc.ir.layout import Layout
 from partc.ir.program import Op, Program, Ref, Region, TensorType, Value
 from partc.runtime.ops.chunked_loss import LINE
 from partc.sharding.choices import weight_axes
@@ -48,7 +47,7 @@ def pad(program: Program, *, kernels: str = "aten") -> Program:
 def _wider(type: TensorType, dim: int, size: int) -> TensorType:
     shape = list(type.shape)
     shape[dim] = size
-    return replace(type, layout=Layout.replicated(shape))
+    return type.shaped(shape)
 
 
 def _up(size: int, multiple: int) -> int:

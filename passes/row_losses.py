@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import DType, DTypeArg, Graph, Op, Ref, Region, TensorType, Value
 from partc.rules.kernels import lacks_total
@@ -84,5 +83,5 @@ def _total(op: Op, table: Ref, type: TensorType, taken: set[str]) -> Iterator[Op
         wide = Value(name=unique(f"{table.name}_wide", taken), type=replace(type, dtype=dtype))
         yield Op(name="to", args=(table, DTypeArg(dtype)), results=(wide,), source=op.source)
         table = Ref(wide.name)
-    total = Value(name=unique(f"{table.name}_total", taken), type=TensorType(dtype=dtype, layout=Layout.replicated(())))
+    total = Value(name=unique(f"{table.name}_total", taken), type=TensorType.replicated(dtype, ()))
     yield Op(name="sum", args=(table, (0,), False), results=(total,), source=op.source)

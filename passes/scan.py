@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, SCAN, Arg, Graph, Op, Program, Ref, Region, TensorType, Value, needed
 from partc.ir.scans import Scan, result_shapes, with_time
@@ -302,7 +301,7 @@ class _Loops:
         number, result, dim, _ = key
         value = self.ops[loop.start + number].results[result]
         shape = with_time(value.type.shape, dim, loop.count)
-        return Value(name=loop.made[key], type=_typed(value.type, shape))
+        return Value(name=loop.made[key], type=value.type.shaped(shape))
 
     def _joined(self, op: Op) -> Iterator[Op]:
         """A join of the values of all steps reads the sequence that the scan makes of them."""
@@ -332,7 +331,7 @@ class _Loops:
             if not single:
                 element = self.types[parts[at]]
                 size = (*element.shape[:dim], loop.count * element.shape[dim], *element.shape[dim + 1 :])
-                value = Value(name=unique(f"{name}_flat", self.taken), type=_typed(element, size))
+                value = Value(name=unique(f"{name}_flat", self.taken), type=element.shaped(size))
                 ops.append(Op(name="reshape", args=(Ref(name), size), results=(value,), source=op.source))
                 name = value.name
             found.append(Ref(name))
@@ -433,7 +432,7 @@ class _Loops:
         """One element of a sequence of steps' values."""
         at, type = self.places[name].step, self.types[name]
         at = loop.count - 1 - at if reverse else at
-        row = Value(name=unique(f"{name}_row", self.taken), type=_typed(type, (1, *type.shape)))
+        row = Value(name=unique(f"{name}_row", self.taken), type=type.shaped((1, *type.shape)))
         yield Op(name="slice", args=(Ref(rows), 0, at, at + 1, 1), results=(row,))
         yield Op(name="reshape", args=(Ref(row.name), type.shape), results=(Value(name=name, type=type),))
 
@@ -443,7 +442,7 @@ class _Loops:
         stem, size = sequence.source, loop.count * width
 
         def made(shape: tuple[int, ...]) -> tuple[Value, ...]:
-            return (Value(name=unique(f"{stem}_steps", self.taken), type=_typed(type, shape)),)
+            return (Value(name=unique(f"{stem}_steps", self.taken), type=type.shaped(shape)),)
 
         shape = (*type.shape[:dim], size, *type.shape[dim + 1 :])
         if type.shape != shape:
@@ -470,7 +469,7 @@ class _StepBuilder:
     def result_types(self, scan: Scan) -> Iterator[TensorType]:
         known = scan.step.definitions()
         for name, shape in zip(scan.step.outputs, result_shapes(scan), strict=True):
-            yield _typed(known[name].type, shape)
+            yield known[name].type.shaped(shape)
 
     def scan(self, sequences: Sequence[str], made: Sequence[tuple[int, int, int]]) -> Scan:
         """The scan that reads `sequences` and makes those of the results in `made`: (operation, result, dimension)."""
@@ -541,7 +540,7 @@ class _StepBuilder:
     def _element(self, sequence: _Sequence) -> TensorType:
         type, dim = self.types[sequence.source], sequence.dim
         wide = () if sequence.width == 1 else (sequence.width,)
-        return _typed(type, (*type.shape[:dim], *wide, *type.shape[dim + 1 :]))
+        return type.shaped((*type.shape[:dim], *wide, *type.shape[dim + 1 :]))
 
     @staticmethod
     def _shaped(element: Value, wanted: Value, same: dict[str, str], op: Op) -> Iterator[Op]:
@@ -575,10 +574,6 @@ def _plainly_named(scan: Scan) -> Graph:
     )
 
 
-def _typed(type: TensorType, shape: tuple[int, ...]) -> TensorType:
-    return replace(type, layout=Layout.replicated(shape))
-
-
 def _moved(op: Op) -> tuple[int, int, int] | None:
     """The dimension, first element and width of a slice of consecutive elements."""
     numbers = [arg for arg in op.args[1:] if isinstance(arg, int)]
@@ -591,7 +586,7 @@ def _moved(op: Op) -> tuple[int, int, int] | None:
 def _signature(op: Op) -> object:
     place = (op.source.file, op.source.line) if op.source else None
     args = () if op.name == "slice" else _masked(op)
-    return op.name, args, tuple(value.type for value in op.results), sum(1 for _ in op.refs()), place
+    return op.name, args, op.types, sum(1 for _ in op.refs()), place
 
 
 def _masked(op: Op) -> object:

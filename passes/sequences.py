@@ -10,6 +10,7 @@ from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.program import ATTENTION, Op, TensorType
 from partc.rules import OpRule, flops, resolve
 from partc.rules.rule import Dims, integers
+from partc.rules.strided_cuts import tensors
 from partc.sharding.pins import Pin
 from partc.sharding.placements import prefers_rows
 
@@ -46,12 +47,6 @@ def is_by_rows(op: Op, types: Mapping[str, TensorType], n: int, heads: int, pins
     rule = resolve(op, types)
     work = 0 if rule is None else flops(op, rule)
     return q.shape[1] % heads > 0 or k.shape[1] % heads > 0 or prefers_rows(q, k, v, work, n)
-
-
-def tensors(op: Op, rule: OpRule) -> Iterator[tuple[str, Dims]]:
-    """The operands in the order of `op.refs()`, then the results, each with the factors of its dimensions."""
-    yield from zip(op.refs(), rule.operands, strict=True)
-    yield from ((value.name, dims) for value, dims in zip(op.results, rule.results, strict=True))
 
 
 def factor_at(rule: OpRule, dims: Dims, dim: int, outer: int, size: int) -> tuple[str, int] | None:

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from partc import fuel
-from partc.ir.layout import Layout
 from partc.ir.program import Op, Parameter, Program, Region, TensorType, Value
 from partc.runtime.place import stacked_names
 
@@ -108,9 +107,7 @@ def _stacked(program: Program, region: str, found: _SideBySide, stacks: dict[str
 
     def joined(item: Parameter) -> Parameter:
         shape = (len(stacks[first[item.name]]), *item.type.shape)
-        return replace(
-            item, name=first[item.name], type=replace(item.type, layout=Layout.replicated(shape)), stacked=True
-        )
+        return replace(item, name=first[item.name], type=item.type.shaped(shape), stacked=True)
 
     return replace(
         program,

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
-from partc.ir.layout import Layout
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import unique
 from partc.ir.program import ATTENTION, RANDOM, Arg, Op, Program, Ref, Region, TensorType, Value
@@ -41,9 +40,9 @@ from partc.passes.sequences import (
     is_by_rows,
     numbered,
     reads_more,
-    tensors,
 )
 from partc.rules import OpRule, resolve
+from partc.rules.strided_cuts import tensors
 from partc.sharding.choices import weight_axes
 from partc.sharding.pins import Pin
 
@@ -229,7 +228,7 @@ class _Order:
         half, count = self.size // 2, self.parts // 2
 
         def made(suffix: str, op: str, args: tuple[Arg, ...], shape: Sequence[int]) -> Op:
-            value = Value(name=unique(f"{name}_{suffix}", taken), type=replace(type, layout=Layout.replicated(shape)))
+            value = Value(name=unique(f"{name}_{suffix}", taken), type=type.shaped(shape))
             return Op(name=op, args=args, results=(value,))
 
         shape = list(type.shape)

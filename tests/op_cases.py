@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from partc.ir.layout import Layout
 from partc.ir.parser import parse_graph
 from partc.ir.program import Arg, DType, DTypeArg, Graph, Op, Ref, TensorType, Value
 from partc.runtime.ops.attention import attention_sinks_backward
@@ -44,7 +43,7 @@ class Case:
 
 
 def type_of(tensor: Tensor) -> TensorType:
-    return TensorType(dtype=NAMES[tensor.dtype], layout=Layout.replicated(tensor.shape))
+    return TensorType.replicated(NAMES[tensor.dtype], tensor.shape)
 
 
 def run(op: Op, values: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

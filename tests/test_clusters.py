@@ -36,7 +36,6 @@ from partc.cost.rates import SAVED_IN_EIGHT_BITS, ClusterRates, product_sizes, t
 from partc.cost.roofline import product_flops
 from partc.errors import InternalError, PartcError
 from partc.ir.collectives import parts
-from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
 from partc.ir.program import Action, Op, Program, Ref, TensorType, Value
 from partc.rehearsal.rehearsal import rehearse
@@ -364,7 +363,7 @@ def test_plans_may_predict_collectives_in_pieces(simulator: Simulator) -> None:
 
 
 def _matrix(*shape: int) -> TensorType:
-    return TensorType(dtype="bf16", layout=Layout.replicated(shape))
+    return TensorType.replicated("bf16", shape)
 
 
 def test_bubbles_are_those_of_the_schedules(simulator: Simulator) -> None:
@@ -430,10 +429,10 @@ def test_tiles_and_waves() -> None:
 
 def test_rows_of_experts_are_products_of_their_own() -> None:
     types = {
-        name: TensorType(dtype=dtype, layout=Layout.replicated(shape))
+        name: TensorType.replicated(dtype, shape)
         for name, dtype, shape in (("x", "bf16", (4096, 512)), ("to", "i64", (4096,)), ("w", "bf16", (8, 512, 256)))
     }
-    made = Value(name="y", type=TensorType(dtype="bf16", layout=Layout.replicated((4096, 256))))
+    made = Value(name="y", type=TensorType.replicated("bf16", (4096, 256)))
     op = Op(name="expert_matmul", args=(Ref("x"), Ref("to"), Ref("w")), results=(made,))
     rule = resolve(op, types)
     assert rule is not None and product_sizes(rule) == (512, 256, 512, 8)

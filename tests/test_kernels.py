@@ -16,7 +16,6 @@ from partc.codegen.kernels.pointwise import Pointwise
 from partc.codegen.kernels.rows import Rows
 from partc.codegen.package import kernel_module
 from partc.ir.interpreter import evaluate
-from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
 from partc.ir.operators import DTYPES
 from partc.ir.program import Call, DType, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
@@ -293,8 +292,8 @@ def graphs(draw: st.DrawFn) -> Graph:
         if kind == "unary":
             kind, args, result = draw(st.sampled_from(["sin", "tanh", "neg", "sigmoid"])), (name,), shape
         elif kind == "flag":
-            flag = Value(name=f"{made}_flag", type=TensorType(dtype="bool", layout=Layout.replicated(shape)))
-            positive = Value(name=f"{made}_positive", type=TensorType(dtype="f32", layout=Layout.replicated(shape)))
+            flag = Value(name=f"{made}_flag", type=TensorType.replicated("bool", shape))
+            positive = Value(name=f"{made}_positive", type=TensorType.replicated("f32", shape))
             ops.append(op("relu", name, makes=positive))
             ops.append(op("to", positive.name, DTypeArg("bool"), makes=flag))
             kind, args, result = "to", (flag.name, DTypeArg("f32")), shape
@@ -333,7 +332,7 @@ def graphs(draw: st.DrawFn) -> Graph:
             continue
         shapes[made] = result
         given_args = tuple(Ref(arg) if isinstance(arg, str) else arg for arg in args)
-        type = TensorType(dtype="f32", layout=Layout.replicated(result))
+        type = TensorType.replicated("f32", result)
         ops.append(Op(name=kind, args=given_args, results=(Value(name=made, type=type),)))  # type: ignore[arg-type]
     outputs = draw(st.lists(st.sampled_from(sorted(shapes)), min_size=1, max_size=4, unique=True))
     last = [ops[-1].result.name] if ops else []

@@ -22,7 +22,6 @@ from partc.errors import PartcError
 from partc.frontend.constant_buffers import Recipes
 from partc.ir import operators
 from partc.ir.interpreter import results_of
-from partc.ir.layout import Layout
 from partc.ir.program import Arg, DTypeArg, Op, Ref, TensorType, Value
 from partc.passes.simplify.limits import LimitWriter, limits_of
 from partc.passes.simplify.masks import Constants, Seen, structure
@@ -47,7 +46,7 @@ class Graph:
             return [value(item) for item in arg] if isinstance(arg, tuple) else arg
 
         result = operators.resolve(name)(*map(value, args))
-        type = TensorType(dtype=operators.DTYPE_NAMES[result.dtype], layout=Layout.replicated(result.shape))
+        type = TensorType.replicated(operators.DTYPE_NAMES[result.dtype], result.shape)
         ref = Ref(f"x{len(self.ops)}")
         self.ops[ref.name] = Op(name=name, args=args, results=(Value(name=ref.name, type=type),))
         self.made[ref.name] = result

@@ -70,7 +70,7 @@ def spread_layouts(
     if not fits(rule, [choice for choice in chosen if choice is not None], sizes):
         return None
     for axis, choice in zip(sizes, chosen, strict=True):
-        wants, gives = placements(case.op, rule, choice, axis)
+        wants, gives = placements(case.op, rule, choice)
         for where, placement in zip((*asked, *made), (*wants, *gives), strict=True):
             where[axis] = placement
     layouts = [Layout.build(s, p, sizes) for s, p in zip((*shapes, *made_shapes), (*asked, *made), strict=True)]
@@ -324,7 +324,7 @@ def test_notation_that_does_not_parse(text: str, said: str) -> None:
 
 
 def tensor(*shape: int, dtype: str = "f32") -> TensorType:
-    return TensorType(dtype=dtype, layout=Layout.replicated(shape))  # type: ignore[arg-type]
+    return TensorType.replicated(dtype, shape)  # type: ignore[arg-type]
 
 
 def call(name: str, *args: Arg, results: Sequence[TensorType]) -> Op:
@@ -353,7 +353,7 @@ def test_a_users_rule() -> None:
     assert kinds == {"b0": (4, "parallel"), "b1": (6, "parallel"), "i": (8, "contracted"), "o": (10, "blocked")}
     assert rule.linear == ((0,), (1,))
     assert flops(op, rule) == 2 * 4 * 6 * 8 * 10
-    asked, made = placements(op, rule, Choice(axis="tp", factor="i"), "tp")
+    asked, made = placements(op, rule, Choice(axis="tp", factor="i"))
     assert (asked, made) == ((Shard(2), Shard(1), Varying()), (Partial(), Partial()))
 
 
@@ -408,7 +408,7 @@ def test_a_bias_is_added_once() -> None:
     op = call("linear", Ref("x"), Ref("w"), Ref("b"), results=[tensor(4, 6, 10)])
     rule = resolve(op, types)
     assert rule is not None
-    asked, made = placements(op, rule, Choice(axis="tp", factor="i"), "tp")
+    asked, made = placements(op, rule, Choice(axis="tp", factor="i"))
     assert (asked, made) == ((Shard(2), Shard(1), Partial()), (Partial(),))
 
 
@@ -417,7 +417,7 @@ def test_grouped_query_heads_are_cut_in_groups() -> None:
     op = call("attention", Ref("q"), Ref("k"), Ref("v"), None, True, None, results=[tensor(2, 8, 4, 16)])
     rule = resolve(op, types)
     assert rule is not None
-    found = {(c.factor, c.outer): placements(op, rule, c, "tp") for c in choices(op, rule, "tp", 2)}
+    found = {(c.factor, c.outer): placements(op, rule, c) for c in choices(op, rule, "tp", 2)}
     assert set(found) == {(None, 1), ("b", 1), ("g", 1), ("r", 1), ("s", 1)}
     assert found["g", 1] == ((Shard(1), Shard(1), Shard(1)), (Shard(1),))
     assert found["r", 1] == ((Shard(1, 4), Varying(), Varying()), (Shard(1, 4),))
@@ -434,7 +434,7 @@ def test_a_vocabulary_is_cut_over_one_axis_only() -> None:
     local = localize(op, rule, {"dp": 2, "tp": 2})
     assert (local.name, local.attrs) == ("embedding_shard", (("axis", "tp"),))
     assert localize(op, rule, {"dp": 2, "tp": 1}).name == "embedding"
-    asked, made = placements(op, rule, Choice(axis="tp", factor="v"), "tp")
+    asked, made = placements(op, rule, Choice(axis="tp", factor="v"))
     assert (asked, made) == ((Shard(0), Replicated()), (Partial(),))
 
 

@@ -89,7 +89,7 @@ def test_results_are_placed_alike(case: Case, mesh: DeviceMesh) -> None:
     op = by_position(case.op)
     compared = 0
     for choice in choices(case.op, rule, "a", N, {factor.name: CUTS for factor in rule.factors}):
-        asked, made = placements(case.op, rule, choice, "a")
+        asked, made = placements(case.op, rule, choice)
         strided = any(isinstance(placement, Shard) and placement.outer > 1 for placement in asked)
         free = choice.factor is not None and not any(isinstance(placement, Shard | Partial) for placement in asked)
         if strided or free or choice.factor in rule.combined:

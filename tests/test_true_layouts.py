@@ -52,7 +52,7 @@ def test_results_are_cut_like_the_factors_they_have(
     op: Op, operands: tuple[str, ...], local: tuple[int, ...], expected: str
 ) -> None:
     types = {name: typed(layout) for name, layout in zip("ab", operands, strict=False)}
-    result = Value(name="y", type=TensorType(dtype="f32", layout=Layout.replicated(local)))
+    result = Value(name="y", type=TensorType.replicated("f32", local))
     (found,) = inferred(replace(op, results=(result,)), types, SIZES)
     assert found is not None and found.layout.normalized(SIZES) == Layout.parse(expected)
 

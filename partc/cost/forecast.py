@@ -331,7 +331,7 @@ class Forecast:
         awaited = {next(op.refs()) for op in graph.ops if op.name == "wait"}
 
         def label(op: Op) -> str:
-            place = op.source.module if op.source else ""
+            place = op.module
             return place.removeprefix(module).strip(".") or op.name.removesuffix("_backward")
 
         for op, seconds in zip(graph.ops, self._operations(region, graph)[0], strict=True):

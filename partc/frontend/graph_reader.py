@@ -24,7 +24,6 @@ from partc.frontend.strided_views import windows
 from partc.frontend.value_branches import RANDOM_BRANCH
 from partc.installed import is_machinery, shortened
 from partc.ir.gradients import reached
-from partc.ir.layout import Layout
 from partc.ir.naming import identifier, unique, unreserved
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import (
@@ -74,7 +73,7 @@ def tensor_type(tensor: Tensor, name: str) -> TensorType:
     if dtype not in DTYPE_NAMES:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
         raise PartcError("P0209", f"{name} is of {tensor.dtype}", help=f"the dtypes of tensors are {dtypes}")
-    return TensorType(dtype=DTYPE_NAMES[dtype], layout=Layout.replicated(shape))
+    return TensorType.replicated(DTYPE_NAMES[dtype], shape)
 
 
 class GraphReader:
@@ -234,7 +233,7 @@ class GraphReader:
         made = self._names[given]
         for name, args, shape in steps:
             result = node.name if name == "permute" else unique(f"{node.name}_{name}", self._taken)
-            value = Value(name=result, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
+            value = Value(name=result, type=TensorType.replicated(dtype, shape))
             self._add(name, (Ref(made), *args), (), (value,), source_of(node))
             made = result
         self._names[node] = made

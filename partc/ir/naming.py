@@ -90,7 +90,7 @@ def name_values(ops: Sequence[Op], prefix: str, taken: Iterable[str]) -> dict[st
     for index, (op, at) in enumerate(zip(ops, statements, strict=True)):
         ends = at is not None and _ends(index, statements, owners)
         targets = at.targets if at is not None and ends and len(at.targets) == len(op.results) else ()
-        path = _inside(op.source.module if op.source else "", prefix)
+        path = _inside(op.module, prefix)
         for position, value in enumerate(op.results):
             stem = value.name.removesuffix("_whole")
             if stem in GIVEN:
@@ -135,7 +135,7 @@ def _ends(index: int, statements: Sequence[Statement | None], owners: Sequence[s
 def _owners(ops: Sequence[Op], statements: Sequence[Statement | None]) -> list[str]:
     """The module in whose forward each operation's statement stands; this may be an outer module."""
     modules: dict[Statement | None, set[str]] = {}
-    paths = [op.source.module if op.source else "" for op in ops]
+    paths = [op.module for op in ops]
     for path, at in zip(paths, statements, strict=True):
         modules.setdefault(at, set()).add(path)
     return [

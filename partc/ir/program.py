@@ -27,8 +27,8 @@ ATTENTION = frozenset({"attention", "attention_dropout"})
 RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like", "drawn"})
 # Collectives. If a `wait` reads the result, the operation only starts the collective.
 MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "dispatch", "combine"})
-# Movements of rows to the ranks of their experts and back, of which `route` makes the plan. As many rows as the data
-# sends arrive: the first dimension of the results has the mean.
+# Exchanges of rows with the ranks that hold their experts; `route` plans them. The number of rows depends on the data,
+# so the first dimension of the results has the mean.
 ROUTED = frozenset({"route", "dispatch", "combine"})
 # `divide_rows` gives each of several tables the rows that came for it, in turn; `join_rows` is its transpose.
 BY_TABLE = frozenset({"divide_rows", "join_rows"})
@@ -91,9 +91,18 @@ class TensorType:
         """The number of bytes that one rank holds."""
         return self.local_elements(sizes) * ITEMSIZE[self.dtype]
 
+    @classmethod
+    def replicated(cls, dtype: DType, shape: Iterable[int]) -> TensorType:
+        """The type of a tensor that every rank has whole."""
+        return cls(dtype=dtype, layout=Layout.replicated(tuple(shape)))
+
+    def shaped(self, shape: Iterable[int]) -> TensorType:
+        """The type of another shape, whole on every rank."""
+        return TensorType.replicated(self.dtype, shape)
+
     def local(self, sizes: Sizes) -> TensorType:
         """The type of one rank's shard."""
-        return replace(self, layout=Layout.replicated(self.layout.local_shape(sizes)))
+        return self.shaped(self.layout.local_shape(sizes))
 
     def __str__(self) -> str:
         return f"{self.dtype}{self.layout}"
@@ -144,6 +153,16 @@ class Op:
         if len(self.results) != 1:
             raise InternalError(f"{self.name} has {len(self.results)} results, not one")
         return self.results[0]
+
+    @property
+    def module(self) -> str:
+        """The path of the module whose code the operation comes from; "" if it is unknown."""
+        return self.source.module if self.source else ""
+
+    @property
+    def types(self) -> tuple[TensorType, ...]:
+        """The types of the results."""
+        return tuple(value.type for value in self.results)
 
     def refs(self) -> Iterator[str]:
         """Names of the values read, in order, repeats included."""
@@ -349,7 +368,7 @@ class Parameter:
     reduce: tuple[str, ...] = ()  # mesh axes over which its gradient is summed once per step
     gather: tuple[str, ...] = ()  # mesh axes over which parts of it are gathered for the calls that read it
     zero: int = 0  # held in parts: only the optimizer's state (1), the gradient too (2), the parameter too (3)
-    near: tuple[str, ...] = ()  # of these axes, those inside nodes: exchanges over these and over the others go in turn
+    near: tuple[str, ...] = ()  # the axes inside nodes; an exchange is then one collective inside nodes and one between
     wire: str = ""  # the element type in which its gradient travels; "" for its own
     compress: str = ""  # bf16 or int8, for its gradient between nodes, or everywhere if `near` is empty; "" for none
     after: str = ""  # the call after whose last backward the sum of its gradient starts; else at the step's end
@@ -481,7 +500,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """Equal modules in a row, in units of as many as differ among themselves: the paths of each unit's modules.
+    """A run of groups of layers that equal each other: `units[i]` has the paths of the modules of group i.
 
     Until `outline`, a program has the operations of the first three units and of the last one (`ir.repetitions`).
     """
@@ -491,7 +510,7 @@ class Repetition:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A whole model on a mesh. Facts about it are derived once.
+    """A whole model on a mesh. Derived facts are cached.
 
     `values` types everything that passes between calls, the batch's entries (`inputs`) included;
     `loss` names the program value to minimise, a sum over every axis its layout calls partial. A program that only runs

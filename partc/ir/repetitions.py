@@ -94,13 +94,13 @@ class _Unfolding:
     def _unit(self, paths: tuple[str, ...]) -> _Unit:
         """The operations that these modules run, and constants that only they read."""
         unit = _Unit(paths, {})
-        found = {index: op for index, op in enumerate(self._ops) if unit.relative(_module(op)) is not None}
+        found = {index: op for index, op in enumerate(self._ops) if unit.relative(op.module) is not None}
         inside = {id(op) for op in found.values()}
         for index, op in enumerate(self._ops):
             readers = [reader for value in op.results for reader in self._readers.get(value.name, ())]
-            if not _module(op) and not [*op.refs()] and readers and inside.issuperset(map(id, readers)):
+            if not op.module and not [*op.refs()] and readers and inside.issuperset(map(id, readers)):
                 found[index] = op
-        return _Unit(paths, dict(sorted(found.items(), key=lambda item: (bool(_module(item[1])), item[0]))))
+        return _Unit(paths, dict(sorted(found.items(), key=lambda item: (bool(item[1].module), item[0]))))
 
     def _pairs(self, one: _Unit, other: _Unit, ahead: Mapping[str, str]) -> dict[str, str]:
         """The values of one unit with those of the next one, which reads values of the first where that reads `ahead`.
@@ -112,7 +112,7 @@ class _Unfolding:
         alike = len(one.ops) == len(other.ops)
         for a, b in zip(one.ops.values(), other.ops.values(), strict=False):
             alike = alike and _shape(a, numbered) == _shape(b, numbered)
-            alike = alike and _module(b) == one.moved(_module(a), other.paths)
+            alike = alike and b.module == one.moved(a.module, other.paths)
             for x, y in zip(a.refs(), b.refs(), strict=False):
                 if x in pairs:
                     same = pairs[x] == y
@@ -198,10 +198,6 @@ class _Unfolding:
         )
 
 
-def _module(op: Op) -> str:
-    return op.source.module if op.source else ""
-
-
 def _number(op: Op) -> int | None:
     """The number of a random operation in its program."""
     number = op.args[-1] if op.name in RANDOM and op.args else None
@@ -216,11 +212,7 @@ def _drawn(op: Op, more: int) -> Op:
 def _shape(op: Op, numbered: bool) -> tuple[object, ...]:
     """An operation without the names of its values, and without its number if it is random."""
     args = op.args[:-1] if numbered and _number(op) is not None else op.args
-    return (op.name, _blank(args), tuple((key, _blank((arg,))) for key, arg in op.attrs), _types(op), op.body)
-
-
-def _types(op: Op) -> tuple[object, ...]:
-    return tuple(value.type for value in op.results)
+    return (op.name, _blank(args), tuple((key, _blank((arg,))) for key, arg in op.attrs), op.types, op.body)
 
 
 def _blank(args: tuple[Arg, ...]) -> tuple[object, ...]:

@@ -32,7 +32,7 @@ def routers(program: Program) -> Iterator[PlanRouter]:
         region = regions[call.region]
         types = region.types(region.forward)
         for chosen, op in chosen_in[call.region].items():
-            module = op.source.module if op.source else ""
+            module = op.module
             inside = module.removeprefix(first[call.region])
             own = f"{call.name}{inside}" if inside != module or module == "" else module
             over = tuple(axis for sub in types[chosen].layout.dims[0] for axis in sub.axes)

@@ -263,8 +263,10 @@ def _operation(
     first = next(op.refs(), None)
     if first is None or len(op.results) != 1:
         return
-    count = _local_elements if "local" in facts else _elements
-    before, after = count(types[first], sizes), count(op.result.type, sizes)
+    before, after = (
+        type.local_elements(sizes) if "local" in facts else math.prod(type.shape)
+        for type in (types[first], op.result.type)
+    )
     ways = sizes[axis] if isinstance(axis, str) else 1
     if op.name in _KEEPS or op.name in ("reshape", "permute"):
         wanted = before
@@ -300,14 +302,6 @@ def _layout(what: str, layout: Layout, sizes: Sizes, gathered: Collection[str] =
 def _whole(type: TensorType) -> Layout:
     """A replicated layout in place of an invalid one, so that verification can continue."""
     return Layout.replicated(type.shape)
-
-
-def _elements(type: TensorType, sizes: Sizes) -> int:
-    return math.prod(type.shape)
-
-
-def _local_elements(type: TensorType, sizes: Sizes) -> int:
-    return math.prod(type.layout.local_shape(sizes))
 
 
 def _twice(what: str, names: Iterable[str]) -> Iterator[str]:

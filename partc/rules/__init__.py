@@ -149,14 +149,11 @@ def fits(rule: OpRule, chosen: Sequence[Choice], sizes: Sizes) -> bool:
     return True
 
 
-def placements(
-    op: Op, rule: OpRule, choice: Choice | None, axis: str
-) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
-    """The placements on the axis that the choice requires of operands and implies for results."""
-    del axis  # a choice means the same on every axis
-    asked, made = _placements(op, rule, choice)
-    asked = tuple(_dual(each) if index in rule.gradients else each for index, each in enumerate(asked))
-    return asked, tuple(map(_dual, made)) if rule.makes_gradients else made
+def placements(op: Op, rule: OpRule, choice: Choice | None) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+    """The placements on an axis that the choice requires of operands and implies for results."""
+    required, made = _placements(op, rule, choice)
+    required = tuple(_dual(each) if index in rule.gradients else each for index, each in enumerate(required))
+    return required, tuple(map(_dual, made)) if rule.makes_gradients else made
 
 
 def _dual(placement: Placement) -> Placement:

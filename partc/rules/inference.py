@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.program import BY_TABLE, MOVING, ROUTED, Arg, Op, TensorType
 from partc.rules import resolve_lowered
-from partc.rules.rule import Dims, OpRule, integers
+from partc.rules.rule import Dims, OpRule, integers, number
 
 Pieces = tuple[SubDim, ...]
 _SAME = frozenset({"wait", "alias", "clone", "detach", "contiguous", "to", "vary", "settle"})
@@ -187,7 +187,7 @@ def _along(op: Op, operands: Sequence[TensorType], shape: tuple[int, ...]) -> In
     say: the result is local.
     """
     layout = operands[0].layout
-    dims, place = list(layout.dims), _number(op.args[_ALONG[op.name]]) if len(op.args) > _ALONG[op.name] else 0
+    dims, place = list(layout.dims), number(op.args[_ALONG[op.name]]) if len(op.args) > _ALONG[op.name] else 0
     here = place % max(len(dims), len(shape))
     whole = [(SubDim(shape[here]),)] if len(shape) >= len(dims) else []
     cut = _axes(dims[here]) if len(shape) == len(dims) else ()
@@ -413,13 +413,13 @@ def _moved(op: Op, layout: Layout, sizes: Sizes) -> Inferred | None:
         case "put":
             return Inferred(replace(_gathered(layout, axis, sizes), partial=(*layout.partial, axis)))
         case "reduce_scatter" | "take" | "shard":
-            where = _number(attrs["dim"]), _number(attrs.get("outer", 1))
+            where = number(attrs["dim"]), number(attrs.get("outer", 1))
             return _cut(replace(layout, partial=partial), *where, axis, sizes)
         case "all_to_all":
-            dim, outer = _number(attrs["split_dim"]), _number(attrs.get("split_outer", 1))
-            whole = outer == 1 and _number(attrs.get("concat_outer", 1)) == 1
+            dim, outer = number(attrs["split_dim"]), number(attrs.get("split_outer", 1))
+            whole = outer == 1 and number(attrs.get("concat_outer", 1)) == 1
             # Within one dimension, pieces may change places either way.
-            if not whole or dim == _number(attrs["concat_dim"]):
+            if not whole or dim == number(attrs["concat_dim"]):
                 return None
             return _cut(_gathered(layout, axis, sizes), dim, outer, axis, sizes)
     return Inferred(layout)
@@ -469,8 +469,3 @@ def _axes(cut: Sequence[SubDim]) -> tuple[str, ...]:
 
 def _order(op: Op) -> tuple[int, ...]:
     return integers(op.args[1])
-
-
-def _number(arg: Arg) -> int:
-    assert isinstance(arg, int)
-    return arg

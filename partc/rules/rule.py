@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from partc.errors import InternalError
 from partc.ir.program import FLOATING, Arg, Op, Ref, TensorType
 
 Kind = Literal["parallel", "contracted", "blocked"]
@@ -43,9 +44,9 @@ class OpRule:
     combined: tuple[str, ...] = ()
     sharded: tuple[tuple[str, str], ...] = ()  # factor -> the operation to run where it is cut
     integral: tuple[int, ...] = ()
-    gradients: tuple[int, ...] = ()  # operands that are gradients: a varying tensor's is partial, a partial one's equal
-    makes_gradients: bool = False  # so are the results
-    unread: tuple[int, ...] = ()  # operands of which only the gradient counts: partial, where they lack the cut factor
+    gradients: tuple[int, ...] = ()  # operands that are gradients; their placements are the duals of the tensors'
+    makes_gradients: bool = False  # the results are gradients as well
+    unread: tuple[int, ...] = ()  # operands whose values are not read; partial where they lack the cut factor
     ring: tuple[str, ...] = ()  # factors that are cut together, where the operation moves its operands between ranks
     work: tuple[tuple[str, ...], ...] = ()  # one product of factors per matrix product in the operation
 
@@ -120,6 +121,13 @@ def integers(arg: Arg) -> tuple[int, ...]:
     """One size or several, as a tuple."""
     items = arg if isinstance(arg, tuple) else (arg,)
     return tuple(item for item in items if isinstance(item, int))
+
+
+def number(arg: Arg) -> int:
+    """An argument that is an integer."""
+    if not isinstance(arg, int):
+        raise InternalError(f"{arg!r} is no integer")
+    return arg
 
 
 def is_ref(arg: Arg) -> bool:

@@ -23,8 +23,8 @@ def propagate_cuts(
     weight's dimension. Dimensions of the sizes `halved` may be cut in each half. Iterates forward and backward over the
     graph until nothing changes.
     """
-    tensors = [(op, resolve(op, types)) for op in graph.ops]
-    known = [(list(_tensors(op, rule)), rule) for op, rule in tensors if rule is not None]
+    resolved = [(op, resolve(op, types)) for op in graph.ops]
+    known = [(list(tensors(op, rule)), rule) for op, rule in resolved if rule is not None]
     every = {**types} | {value.name: value.type for op in graph.ops for value in op.results}
     cuts: dict[str, list[set[int]]] = {
         name: [{1, 2} if size in halved else {1} for size in type.shape] for name, type in every.items()
@@ -40,13 +40,14 @@ def propagate_cuts(
 def factor_cuts(op: Op, rule: OpRule, cuts: Cuts) -> dict[str, frozenset[int]]:
     """The cuts of an operation's factors that follow from the cuts of its operands and results."""
     found: dict[str, set[int]] = {}
-    for name, dim, before, factor, size in _places(_tensors(op, rule), rule):
+    for name, dim, before, factor, size in _places(tensors(op, rule), rule):
         inside = found.setdefault(factor, {1})
         inside.update(_inside(cuts[name][dim], before, size))
     return {factor: frozenset(inside) for factor, inside in found.items()}
 
 
-def _tensors(op: Op, rule: OpRule) -> Iterator[tuple[str, Dims]]:
+def tensors(op: Op, rule: OpRule) -> Iterator[tuple[str, Dims]]:
+    """The operands in the order of `op.refs()`, then the results, each with the factors of its dimensions."""
     yield from zip(op.refs(), rule.operands, strict=True)
     yield from ((value.name, dims) for value, dims in zip(op.results, rule.results, strict=True))
 

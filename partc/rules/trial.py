@@ -19,7 +19,7 @@ from torch import Tensor
 
 from partc.errors import PartcError
 from partc.ir.interpreter import results_of
-from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Varying
+from partc.ir.layout import Partial, Placement, Replicated, Shard, Varying
 from partc.ir.operators import DTYPES
 from partc.ir.program import Arg, Choice, Op, Program, Ref, TensorType
 from partc.rules import OpRule, choices, is_users, placements, resolve
@@ -119,16 +119,16 @@ class _Trial:
         if sum(map(math.prod, shapes)) > MOST:
             return None
         for dtype in (torch.float64, torch.float32):
-            draws = tuple(_draws(op, [_retyped(t, s) for t, s in zip(known, shapes, strict=True)], dtype))
+            draws = tuple(_draws(op, [t.shaped(s) for t, s in zip(known, shapes, strict=True)], dtype))
             if not draws:
                 continue
             made = draws[0].whole
             results = tuple(
-                replace(value, type=_retyped(value.type, tuple(x.shape)))
+                replace(value, type=value.type.shaped(tuple(x.shape)))
                 for value, x in zip(op.results, made, strict=True)
             )
             fitted = replace(op, results=results, choices=())
-            given = {name: _retyped(type, shape) for name, type, shape in zip(op.refs(), known, shapes, strict=True)}
+            given = {name: type.shaped(shape) for name, type, shape in zip(op.refs(), known, shapes, strict=True)}
             try:
                 rule = build(fitted, given)
             except (PartcError, NotationError):
@@ -152,7 +152,7 @@ class _Trial:
                     yield choice, n
 
     def _wrong(self, choice: Choice, n: int, draw: _Draw) -> str:
-        asked, made = placements(self.op, self.rule, choice, AXIS)
+        asked, made = placements(self.op, self.rule, choice)
         held = [_placed(x, placement, n) for x, placement in zip(draw.operands, asked, strict=True)]
         leaves = [
             [x.detach().clone().requires_grad_(index in draw.roots) for x in each] for index, each in enumerate(held)
@@ -277,10 +277,6 @@ def _run(op: Op, operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     attrs = tuple((name, numbered(arg)) for name, arg in op.attrs)
     made = results_of(replace(op, args=args, attrs=attrs), {str(i): x for i, x in enumerate(operands)})
     return tuple(made[value.name] for value in op.results)
-
-
-def _retyped(type: TensorType, shape: tuple[int, ...]) -> TensorType:
-    return replace(type, layout=Layout.replicated(shape))
 
 
 def _placed(x: Tensor, placement: Placement, n: int) -> list[Tensor]:

@@ -13,7 +13,6 @@ from functools import lru_cache
 import torch
 
 from partc.errors import PartcError
-from partc.ir.layout import Layout
 from partc.ir.program import MOVING, RANDOM, Arg, DType, Op, Ref, TensorType
 from partc.rules import resolve
 from partc.rules.notation import NotationError
@@ -46,7 +45,7 @@ def tried(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
 @lru_cache(maxsize=1024)
 def _tried(op: Op, operands: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> tuple[int, ...] | None:
     """All operands whose first dimension is the results', or the first operand alone, whichever passes."""
-    types = {name: TensorType(dtype=dtype, layout=Layout.replicated(shape)) for name, dtype, shape in operands}
+    types = {name: TensorType.replicated(dtype, shape) for name, dtype, shape in operands}
     shapes = [types[name].shape for name in op.refs()]
     if any(not isinstance(arg, Ref) and _reads(arg) for arg in op.args) or not shapes[0]:
         return None

@@ -62,7 +62,7 @@ def layouts(
             still: Placement = Replicated() if choice is None else Varying()
             asked, given = (still,) * len(operands), (still,) * len(results)
         else:
-            asked, given = placements(op, rule, choice, axis)
+            asked, given = placements(op, rule, choice)
         for where, type, placement in zip((*wanted, *made), (*operands, *results), (*asked, *given), strict=True):
             where[axis] = _without_gradient(placement) if type.dtype not in FLOATING else placement
     built = [

@@ -12,7 +12,7 @@ from torch import fx
 
 from partc.errors import InternalError, Source
 from partc.ir.gradients import reached
-from partc.ir.layout import Layout, Sizes
+from partc.ir.layout import Sizes
 from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
 from partc.ir.parser import parse_graph
 from partc.ir.program import (
@@ -369,7 +369,7 @@ class _Reader:
         shape, dtype = tuple(tensor.shape), DTYPE_NAMES[tensor.dtype]
         known = self._gradient_type(name)
         if known is None:
-            return Value(name=name, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
+            return Value(name=name, type=TensorType.replicated(dtype, shape))
         if known.layout.local_shape(self._sizes) != shape:
             raise InternalError(f"{name} has local shape {shape}, its layout {known} says otherwise")
         self._known.add(name)

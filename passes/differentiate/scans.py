@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from partc.ir.gradients import reached
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.printer import print_graph
 from partc.ir.program import DTypeArg, Graph, Op, Ref, Region, Value, needed
@@ -154,7 +153,7 @@ class _DerivativeBuilder:
         return Value(name=name, type=self.scan.step.definitions()[name].type)
 
     def _value(self, name: str, like: Value) -> Value:
-        return Value(name=unique(name, self.taken), type=replace(like.type, layout=Layout.replicated(like.type.shape)))
+        return Value(name=unique(name, self.taken), type=like.type.shaped(like.type.shape))
 
     def _total(self, names: Sequence[str], result: Value) -> str:
         """The name of the sum of some values; `result` is made for it unless it is one of these."""

@@ -34,8 +34,9 @@ from partc.passes.normalize.own_gradients import with_dims
 from partc.passes.normalize.random import RANDOM, refuse_unknown
 from partc.passes.normalize.recurrent import recurrent
 from partc.passes.normalize.solves import with_solves
-from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref, with_dtypes
+from partc.passes.normalize.writer import Rewrite, Writer, ref, with_dtypes
 from partc.passes.normalize.writes import with_joins
+from partc.rules.rule import argument, number
 
 
 def normalize(program: Program) -> Program:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from partc.ir.program import Arg, Op, Ref
-from partc.passes.normalize.writer import Writer, argument
+from partc.passes.normalize.writer import Writer
+from partc.rules.rule import argument
 
 
 def attention(w: Writer, op: Op) -> None:

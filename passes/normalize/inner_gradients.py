@@ -28,7 +28,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from partc.errors import PartcError
 from partc.ir import operators
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, TensorType, Value
 from partc.torch_private import FakeTensorMode, OpOverload, backward_decompositions
@@ -157,7 +156,7 @@ class _Expansion:
         return [(name, names[node]) for node, name in zip(ends, present, strict=True)]  # type: ignore[arg-type]
 
     def _constant(self, x: Tensor, call: Op) -> str:
-        type = TensorType(dtype=operators.DTYPE_NAMES[x.dtype], layout=Layout.replicated(tuple(x.shape)))
+        type = TensorType.replicated(operators.DTYPE_NAMES[x.dtype], tuple(x.shape))
         value = self._value("d_constant", type)
         args = (tuple(x.flatten().tolist()), type.shape)
         attrs = (("dtype", DTypeArg(type.dtype)),)
@@ -199,7 +198,7 @@ def _names(arg: Arg) -> Iterable[str]:
 
 
 def _type(x: Tensor) -> TensorType:
-    return TensorType(dtype=operators.DTYPE_NAMES[x.dtype], layout=Layout.replicated(tuple(x.shape)))
+    return TensorType.replicated(operators.DTYPE_NAMES[x.dtype], tuple(x.shape))
 
 
 def _spelled(node: fx.Node) -> tuple[str, tuple[Any, ...]]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from partc.errors import PartcError
 from partc.ir.program import Arg, Call, DType, DTypeArg, Op, Parameter, Ref, Region, Value
-from partc.passes.normalize.writer import Writer, argument, number, ref
+from partc.passes.normalize.writer import Writer, ref
+from partc.rules.rule import argument, number
 
 _MEAN, _MAX = 1, 2  # modes of bags; 0 is the sum
 

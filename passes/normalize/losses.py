@@ -10,8 +10,8 @@ import torch
 
 from partc.ir.operators import DTYPES
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, Value
-from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref
-from partc.rules.rule import integers
+from partc.passes.normalize.writer import Rewrite, Writer, ref
+from partc.rules.rule import argument, integers, number
 
 
 def cross_entropy(w: Writer, op: Op) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from partc.ir.layout import Layout
 from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value
 
 
@@ -86,9 +85,7 @@ class _Norm:
 
     def add(self, name: str, args: tuple[Arg, ...], stem: str, shape: tuple[int, ...]) -> Ref:
         dtype = self.op.result.type.dtype
-        value = Value(
-            name=f"{self.op.result.name}_{stem}", type=TensorType(dtype=dtype, layout=Layout.replicated(shape))
-        )
+        value = Value(name=f"{self.op.result.name}_{stem}", type=TensorType.replicated(dtype, shape))
         self.types[value.name] = value.type
         self.ops.append(Op(name=name, args=args, results=(value,), source=self.op.source))
         return Ref(value.name)

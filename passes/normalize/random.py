@@ -9,7 +9,8 @@ import torch
 
 from partc.errors import PartcError
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, Value
-from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref
+from partc.passes.normalize.writer import Rewrite, Writer, ref
+from partc.rules.rule import argument, number
 
 _FRESH = frozenset({"empty", "new_empty", "full", "zeros"})
 _SELU_FLOOR = -1.7580993408473766  # the limit of selu: -scale * alpha (Klambauer et al. 2017)

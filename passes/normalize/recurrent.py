@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from partc.ir.program import Arg, Op, Ref, Value
 from partc.passes.normalize.random import dropped, refuse_unknown
-from partc.passes.normalize.writer import Writer, argument, number, ref
+from partc.passes.normalize.writer import Writer, ref
+from partc.rules.rule import argument, number
 
 _TIME_FIRST = (1, 0, 2)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from partc.ir.program import Arg, Op, Ref
-from partc.passes.normalize.writer import Rewrite, Writer, argument, number, ref
+from partc.passes.normalize.writer import Rewrite, Writer, ref
+from partc.rules.rule import argument, number
 
 
 def reshape(w: Writer, op: Op) -> None:

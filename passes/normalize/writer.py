@@ -9,7 +9,6 @@ from functools import cache
 import torch
 
 from partc.errors import PartcError
-from partc.ir.layout import Layout
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
 
 Rewrite = Callable[["Writer", Op], None]
@@ -59,7 +58,7 @@ class Writer:
         while name in self.types:
             count += 1
             name = f"{stem}_{count}"
-        return Value(name=name, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
+        return Value(name=name, type=TensorType.replicated(dtype, shape))
 
     def shape(self, arg: Arg) -> tuple[int, ...]:
         return self.types[ref(arg).name].shape
@@ -67,17 +66,8 @@ class Writer:
 
 def ref(arg: Arg) -> Ref:
     if not isinstance(arg, Ref):
-        raise PartcError("P0213", f"a tensor was expected where {arg!r} stands", help="report this model's operation")
+        raise PartcError("P0213", f"expected a tensor argument, got {arg!r}", help="report this model's operation")
     return arg
-
-
-def number(arg: Arg) -> int:
-    assert isinstance(arg, int)
-    return arg
-
-
-def argument(op: Op, index: int, name: str, default: Arg = None) -> Arg:
-    return op.args[index] if index < len(op.args) else dict(op.attrs).get(name, default)
 
 
 def with_dtypes(w: Writer, op: Op) -> Op:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Graph, Op, Ref, Value
 from partc.rules.rule import integers
@@ -68,7 +67,7 @@ def _joined(chain: tuple[Op, ...], taken: set[str]) -> Iterator[Op]:
     for (first, end), part in (*written, ((shape[dim], shape[dim]), None)):
         if first > done:
             kept = (*shape[:dim], first - done, *shape[dim + 1 :])
-            type = replace(last.result.type, layout=Layout.replicated(kept))
+            type = last.result.type.shaped(kept)
             value = Value(name=unique(f"{last.result.name}_kept", taken), type=type)
             yield Op(name="slice", args=(whole, dim, done, first, 1), results=(value,), source=last.source)
             parts.append(Ref(value.name))

@@ -43,7 +43,6 @@ from partc.passes.outline.segments import (
     container,
     functions_whole,
     lookups_joined,
-    module_path,
     segments,
 )
 from partc.passes.outline.updates import early, with_old_values
@@ -56,7 +55,7 @@ def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     changing = {buffer for buffer, _ in program.updates}
     weights = {v.name: name for v, name in _stored(program) if program.parameter(name).trainable or name in changing}
     trained = set(weights)
-    deepest = max((module_path(op).count(".") + 1 for op in main.forward.ops), default=0)
+    deepest = max((op.module.count(".") + 1 for op in main.forward.ops), default=0)
     modules = lookups_joined(main, weights, by_number(main, weights, by_module(main.forward.ops)))
 
     def linked(keys: Mapping[int, str]) -> Program:
@@ -202,7 +201,7 @@ class _Linker:
         ops = []
         for op in segment.ops:
             canonical = (_canonical(op.args, names), tuple((key, _canonical((arg,), names)) for key, arg in op.attrs))
-            ops.append((op.name, canonical, tuple(value.type for value in op.results)))
+            ops.append((op.name, canonical, op.types))
             for value in op.results:
                 names[value.name] = len(names)
         types = tuple((names[name], self.types[name]) for name in (*inputs, *params))

@@ -151,13 +151,9 @@ def _container_depths(ops: Sequence[Op]) -> dict[str, int]:
     return depths
 
 
-def module_path(op: Op) -> str:
-    return op.source.module if op.source else ""
-
-
 def _levels(op: Op) -> tuple[str, ...]:
     """Prefixes of the module path that end in a number: layers.0, then layers.0.blocks.1."""
-    return _numbered_prefixes(module_path(op))
+    return _numbered_prefixes(op.module)
 
 
 @lru_cache(1 << 16)
@@ -182,7 +178,7 @@ def by_module(ops: Sequence[Op], inside: int = 0) -> dict[int, str]:
     for op in ops:
         levels = _levels(op)
         key = levels[min(depth[container(levels[0])], len(levels)) - 1] if levels else ""
-        more = module_path(op).removeprefix(key).strip(".").split(".")[:inside]
+        more = op.module.removeprefix(key).strip(".").split(".")[:inside]
         keys[id(op)] = ".".join(part for part in (key, *more) if part)
     return keys
 
@@ -202,7 +198,7 @@ def by_number(main: Region, weights: Mapping[str, str], keys: Mapping[int, str])
     numbers = [""] * len(ops)
     key, first = "", 0  # `first`: the earliest place where the body may end
     for index, op in enumerate(ops):
-        path = _numbered_name(module_path(op))
+        path = _numbered_name(op.module)
         found = [path] if path else [owned[name] for name in op.refs() if name in owned]
         if keys[id(op)] or found:
             now = "" if keys[id(op)] else found[0]

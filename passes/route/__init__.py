@@ -230,7 +230,7 @@ def _once(graph: Graph) -> Graph:
             same[op.result.name] = next(op.refs())
             continue
         if op.name not in RANDOM and op.results and not any(value.type.differentiable for value in op.results):
-            found = known.setdefault((op.name, op.args, op.attrs, tuple(value.type for value in op.results)), op)
+            found = known.setdefault((op.name, op.args, op.attrs, op.types), op)
             if found is not op:
                 same.update((new.name, old.name) for new, old in zip(op.results, found.results, strict=True))
                 continue

@@ -21,9 +21,21 @@ from itertools import pairwise
 
 from partc import fuel
 from partc.errors import Source
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, SELECTED, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
+from partc.ir.program import (
+    RANDOM,
+    SELECTED,
+    Arg,
+    DTypeArg,
+    Graph,
+    Op,
+    Ref,
+    Region,
+    TensorType,
+    Value,
+    makers,
+    needed,
+)
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
 from partc.rules import kernels
 
@@ -320,7 +332,7 @@ class Lift:
 
     def _bound(self, name: str) -> int | None:
         """An upper bound of the experts' numbers, which are not negative; None if there is none."""
-        while (op := self.makers.get(name) or makers_of(self.writer.ops).get(name)) is not None:
+        while (op := self.makers.get(name) or makers(self.writer.ops).get(name)) is not None:
             if op.name == "topk" and op.results[1].name == name:
                 dim = dict(op.attrs).get("dim", op.args[2] if len(op.args) > 2 else -1)
                 assert isinstance(dim, int)
@@ -357,7 +369,7 @@ class Lift:
         if len(set(map(self.place, names))) > 1 or len({op.name for op in ops}) > 1:
             raise NotEqualError
         operands = [self.lifted(reads) for reads in zip(*(tuple(op.refs()) for op in ops), strict=True)]
-        if len({(plain_form(op), tuple(value.type for value in op.results)) for op in ops}) > 1:
+        if len({(plain_form(op), op.types) for op in ops}) > 1:
             return self._numbered(ops, operands)
         result = first.results[self.place(names[0])]
         if first.name == SELECTED:
@@ -447,7 +459,7 @@ class Lift:
 
     def _one_hot(self, x: str, dim: int) -> tuple[str, bool] | None:
         """Numbers, one for each element of x without `dim`, in order: x is set only where they count along `dim`."""
-        w, op = self.writer, self.makers.get(x) or makers_of(self.writer.ops).get(x)
+        w, op = self.writer, self.makers.get(x) or makers(self.writer.ops).get(x)
         if op is None:
             return None
         shape = w.shape(x)
@@ -673,7 +685,7 @@ class Lift:
         """A result for all rows; a token may have a row for each of its slots."""
         shape = tuple(count if place == dim else size for place, size in enumerate(value.type.shape))
         name = unique(f"{value.name}_of_experts", self.writer.taken)
-        return Value(name=name, type=TensorType(dtype=value.type.dtype, layout=Layout.replicated(shape)))
+        return Value(name=name, type=TensorType.replicated(value.type.dtype, shape))
 
     def _own_weights(self, stacked: str, dim: int, rank: int) -> str:
         """For every row, the values of its own expert, such as a bias, in the shape of an operand of rank `rank`."""
@@ -704,10 +716,6 @@ class Lift:
         args = (Ref(flat), Ref(self.experts), Ref(matrix))
         made = w.add("expert_matmul", args, (rows, width), result.type.dtype, f"{result.name}_of_experts")
         return Lifted("rows", w.reshape(made, (*shape[:-1], width), f"{made}_placed"), x.dim)
-
-
-def makers_of(ops: Sequence[Op]) -> dict[str, Op]:
-    return {value.name: op for op in ops for value in op.results}
 
 
 def plain_form(op: Op) -> tuple[object, ...]:

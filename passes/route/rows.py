@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from partc.errors import InternalError, Source
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Arg, DType, Op, Ref, TensorType, Value
 from partc.rules import resolve
@@ -73,7 +72,7 @@ class RowWriter:
         self, name: str, args: tuple[Arg, ...], shape: Sequence[int], dtype: DType, made: str, /, **attrs: Arg
     ) -> None:
         """Write an operation whose result has the name `made`."""
-        type = TensorType(dtype=dtype, layout=Layout.replicated(tuple(shape)))
+        type = TensorType.replicated(dtype, tuple(shape))
         value = Value(name=made, type=type)
         self.keep(Op(name=name, args=args, attrs=tuple(attrs.items()), results=(value,), source=self.source))
 

@@ -21,7 +21,6 @@ from dataclasses import replace
 import torch
 
 from partc import fuel
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.simplify.idioms import IDIOMS
@@ -179,7 +178,7 @@ def _as_gather(op: Op, types: Mapping[str, TensorType], counting: Mapping[str, i
 
 
 def _whole(name: str, like: TensorType, shape: tuple[int, ...]) -> Value:
-    return Value(name=name, type=TensorType(dtype=like.dtype, layout=Layout.replicated(shape)))
+    return Value(name=name, type=TensorType.replicated(like.dtype, shape))
 
 
 def _one_row(region: Region) -> Region:
@@ -191,7 +190,7 @@ def _one_row(region: Region) -> Region:
 
     def row(op: Op, args: tuple[Arg, ...]) -> None:
         shape = (1, *op.result.type.shape[1:])
-        type = TensorType(dtype=op.result.type.dtype, layout=Layout.replicated(shape))
+        type = TensorType.replicated(op.result.type.dtype, shape)
         value = Value(name=unique(f"{op.result.name}_row", taken), type=type)
         types[value.name] = type
         small[op.result.name] = value.name
@@ -292,12 +291,12 @@ def _once(region: Region) -> Region:
     ops = []
     for op in region.forward.ops:
         op = replace(op.renamed(same), results=op.results)
-        module = op.source.module if op.source else ""
+        module = op.module
         unfed, plain = fed.isdisjoint(op.refs()), op.name not in RANDOM and not op.body
         if (unfed or plain) and outputs.isdisjoint(value.name for value in op.results):
             shared = unfed or weighted.isdisjoint(op.refs())
             key = (None if shared else module, op.name, op.args, op.attrs)
-            alike = key in known and _key_types(known[key]) == _key_types(op)
+            alike = key in known and known[key].types == op.types
             if alike and fuel.allowed("constant made once", op.source):
                 same.update((new.name, old.name) for new, old in zip(op.results, known[key].results, strict=True))
                 continue
@@ -309,7 +308,3 @@ def _once(region: Region) -> Region:
             weighted.update(made)
         ops.append(op)
     return _rebuilt(region, ops, same)
-
-
-def _key_types(op: Op) -> tuple[TensorType, ...]:
-    return tuple(value.type for value in op.results)

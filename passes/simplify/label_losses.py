@@ -13,7 +13,6 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import Arg, DType, Op, Ref, Region, TensorType, Value
 
@@ -87,7 +86,7 @@ class _LabelLosses:
     def _do(
         self, op: Op, name: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: DType
     ) -> Generator[Op, None, Ref]:
-        type = TensorType(dtype=dtype, layout=Layout.replicated(shape))
+        type = TensorType.replicated(dtype, shape)
         value = Value(name=unique(f"{op.result.name}_{name}", self.taken), type=type)
         yield Op(name=name, args=args, results=(value,), source=op.source)
         return Ref(value.name)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from partc.errors import Source
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
 from partc.passes.simplify.matrices import Runs
@@ -41,7 +40,7 @@ class LimitWriter:
     def add(self, name: str, shape: Sequence[int], *args: Arg, dtype: DType = "i64", filled: bool = False) -> Ref:
         value = Value(
             name=unique(f"limits_{name}", self.taken),
-            type=TensorType(dtype=dtype, layout=Layout.replicated(tuple(shape))),
+            type=TensorType.replicated(dtype, tuple(shape)),
         )
         attrs = (("dtype", DTypeArg(dtype)),) if filled else ()
         self.ops.append(Op(name=name, args=args, attrs=attrs, results=(value,), source=self.source))

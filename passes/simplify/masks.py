@@ -22,7 +22,6 @@ from torch import Tensor
 
 from partc import fuel
 from partc.ir import operators
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import RANDOM, Arg, DTypeArg, Op, Ref, Region, TensorType, Value
 from partc.passes.simplify.limits import (
@@ -111,14 +110,14 @@ def _in_chunks(op: Op, size: int, types: Mapping[str, TensorType], taken: set[st
             ("permute", (0, 2, 1, 3, 4), (b, s // size, h, size, d)),
             ("reshape", (b * s // size, h, size, d), (b * s // size, h, size, d)),
         ):
-            value = Value(name=unique(f"{arg.name}_chunks", taken), type=replace(type, layout=Layout.replicated(shape)))
+            value = Value(name=unique(f"{arg.name}_chunks", taken), type=type.shaped(shape))
             yield Op(name=view, args=(Ref(name), to), results=(value,), source=op.source)
             name = value.name
         operands.append(Ref(name))
     result = op.result
     b, h, s, e = result.type.shape
     made = [
-        Value(name=unique(f"{result.name}_chunks", taken), type=replace(result.type, layout=Layout.replicated(shape)))
+        Value(name=unique(f"{result.name}_chunks", taken), type=result.type.shaped(shape))
         for shape in ((b * s // size, h, size, e), (b, s // size, h, size, e), (b, h, s // size, size, e))
     ]
     yield Op(name="attention", args=(*operands, None, True, op.args[5]), results=(made[0],), source=op.source)
@@ -169,7 +168,7 @@ def _split(
         a, b, *others = rest
         shape = tuple(torch.broadcast_shapes(a.type.shape, b.type.shape))
         both = writing.add("__and__", shape, Ref(a.name), Ref(b.name), dtype="bool")
-        rest = [Value(name=both.name, type=TensorType(dtype="bool", layout=Layout.replicated(shape))), *others]
+        rest = [Value(name=both.name, type=TensorType.replicated("bool", shape)), *others]
     return MaskStructure(found, rest[0].name if rest else None, attrs)
 
 

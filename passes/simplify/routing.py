@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
-from partc.ir.layout import Layout
 from partc.ir.program import Arg, Graph, Op, Ref, Region, TensorType, Value
 from partc.passes.route.rows import dims_of_rows
 
@@ -274,7 +273,7 @@ class _Unsorting:
                 ("sum", ((1,), False), type.shape),
             ):
                 made = f"{op.result.name}_{name}"
-                value = Value(name=made, type=TensorType(dtype=type.dtype, layout=Layout.replicated(shape)))
+                value = Value(name=made, type=TensorType.replicated(type.dtype, shape))
                 self.ops.append(Op(name=name, args=(Ref(found), *args), results=(value,), source=op.source))
                 found = made
         else:
@@ -339,7 +338,7 @@ class _Unsorting:
             ("reshape", made, (count * times, *rest)),
         )
         for name, result, shape in steps:
-            value = Value(name=result, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
+            value = Value(name=result, type=TensorType.replicated(dtype, shape))
             self.ops.append(Op(name=name, args=(Ref(source), shape), results=(value,), source=op.source))
             source = result
         return made

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc import fuel
-from partc.ir.layout import Layout
 from partc.ir.program import Arg, Op, Ref, Region, TensorType, Value
 
 _ELEMENTWISE_NAMES = (
@@ -89,7 +88,7 @@ def _unflattened(
     """Write the operation on the original dimensions; return the reshape that restores its flat result."""
     sources = {name: whole[name] for name in op.refs() if name in whole}
     shape = (*lead, *op.result.type.shape[1:])
-    type = TensorType(dtype=op.result.type.dtype, layout=Layout.replicated(shape))
+    type = TensorType.replicated(op.result.type.dtype, shape)
     result = Value(name=f"{op.result.name}_whole", type=type)
     types[result.name] = type
     ops.append(replace(op.renamed(sources), results=(result,)))

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from partc import fuel
-from partc.ir.layout import Layout
 from partc.ir.naming import unique
 from partc.ir.program import Arg, DTypeArg, Op, Ref, Region, TensorType, Value
 from partc.passes.simplify.limits import LimitWriter
@@ -161,7 +160,7 @@ class _Reading:
         if place is None or self.types[parts[place]].shape[3] != 1:
             return None, []
         heads, name = op.result.type.shape[1], parts[place]
-        type = replace(self.types[name], layout=Layout.replicated((heads,)))
+        type = self.types[name].shaped((heads,))
         value = Value(name=unique(f"{name}_sinks", taken), type=type)
         constant = self.constants.value(name)
         if isinstance(constant, torch.Tensor) and bool((constant == constant.flatten()[0]).all()):
@@ -238,7 +237,7 @@ class _Writing:
     ops: list[Op] = field(default_factory=list)
 
     def add(self, name: str, args: tuple[Arg, ...], shape: tuple[int, ...], stem: str) -> Ref:
-        type = TensorType(dtype=self.op.result.type.dtype, layout=Layout.replicated(shape))
+        type = TensorType.replicated(self.op.result.type.dtype, shape)
         value = Value(name=unique(stem, self.taken), type=type)
         attrs = (("dtype", DTypeArg(type.dtype)),) if name == "full" else ()
         self.ops.append(Op(name=name, args=args, attrs=attrs, results=(value,), source=self.op.source))
@@ -288,7 +287,7 @@ class _Writing:
         shape = op.result.type.shape
         if len(shape) == 4:
             return [op]
-        type = replace(op.result.type, layout=Layout.replicated((*self.heads, *shape[1:])))
+        type = op.result.type.shaped((*self.heads, *shape[1:]))
         value = Value(name=unique(f"{op.result.name}_heads", self.taken), type=type)
         return [
             replace(op, results=(value,)),

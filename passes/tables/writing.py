@@ -54,8 +54,7 @@ class Writing:
         keep: Ref | None = None,
     ) -> Sequence[Ref]:
         values = tuple(
-            Value(name=each, type=TensorType(dtype=dtype, layout=Layout.replicated(shape)))
-            for each, shape in zip(made, shapes, strict=True)
+            Value(name=each, type=TensorType.replicated(dtype, shape)) for each, shape in zip(made, shapes, strict=True)
         )
         op = Op(name=name, args=args, attrs=attrs, results=values)
         rule = resolve(op, self.types)

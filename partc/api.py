@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc import passes
+from partc.compilation.given_options import BUCKET, DEFAULTS
 from partc.compilation.lowering import UNPROVED, PassRuns
-from partc.compilation.options import BUCKET, TABLE, Options, refused
+from partc.compilation.options import TABLE, Options, refused
 from partc.compilation.phase_notes import counted, coupled, made_dense, note, padding, sentence, size
-from partc.compilation.plan import AUTO, check_undecided, check_unplanned
+from partc.compilation.plan import AUTO, GIVEN_TO_SEARCH, check_undecided, check_unplanned
 from partc.cost.accounting import ReplicatedOp, communication, replicated_ops
 from partc.cost.flops import model_flops
 from partc.cost.memory import Account
@@ -205,7 +205,7 @@ def compile(
     precision: str = "fp32",
     seed: int = 0,
     shard: Sequence[str] = (),
-    zero: str | int = 0,
+    zero: str | int = "0",
     recompute: str = "none",
     bucket: str = BUCKET,
     nodes: int | None = None,
@@ -271,20 +271,15 @@ def compile(
 
     Raises PartcError for invalid arguments.
     """
+    given = {name: value for name, value in locals().items() if name in ("mesh", *DEFAULTS)}
     functions = {"loss": loss, "evaluate": evaluate, "infer": infer}
     wanted: dict[str, Any] = {"ranks": ranks, "global_batch": global_batch, "memory": memory, "fix": fix}
-    decided: dict[str, Any] = {
-        "mesh": mesh, "experts": experts, "microbatches": microbatches, "schedule": schedule,
-        "virtual_stages": virtual_stages, "stage_calls": stage_calls, "zero": zero, "recompute": recompute,
-        "loss_chunks": loss_chunks, "kernels": kernels,
-    }  # fmt: skip
     planned: dict[str, Any] | None = None
     if mesh == AUTO:
         from partc.planner.automatic import chosen, decisions, record
         from partc.planner.planning import Request
 
-        defaults = {name: each.default for name, each in inspect.signature(compile).parameters.items()}
-        check_undecided((name for name, value in decided.items() if value != defaults[name]), cluster)
+        check_undecided((name for name, value in given.items() if value != DEFAULTS.get(name)), cluster)
         assert cluster is not None
         start = time.perf_counter()
         request = Request.checked(
@@ -293,41 +288,17 @@ def compile(
             batch=batch,
             functions=functions,
             options=options or {},
-            precision=precision,
-            kernels=kernels,
-            optimizer=optimizer,
-            bucket=bucket,
-            grad_reduce=grad_reduce,
-            compress_grads=compress_grads,
             max_seconds=max_seconds,
+            **{name: given[name] for name in GIVEN_TO_SEARCH},
             **wanted,
         )
         choice = chosen(request)
-        decided, options, planned = decisions(choice.best.plan), choice.best.plan.options, record(choice)
+        options, planned = choice.best.plan.options, record(choice)
+        given |= decisions(choice.best.plan)
         on_phase(Phase(label="Planned", seconds=time.perf_counter() - start, note=choice.best.plan.flags))
     else:
         check_unplanned({"cluster": cluster, **wanted})
-    checked = Options.checked(
-        **decided,
-        precision=precision,
-        seed=seed,
-        shard=shard,
-        bucket=bucket,
-        nodes=nodes,
-        grad_reduce=grad_reduce,
-        compress_grads=compress_grads,
-        expert_capacity=expert_capacity,
-        expert_rows=expert_rows,
-        router_bias_rate=router_bias_rate,
-        cuda_graphs=cuda_graphs,
-        optimizer=optimizer,
-        group=group,
-        lr=lr,
-        eval_every=eval_every,
-        forward_only=forward_only,
-        casts=casts,
-        memory_limit=memory_limit,
-    )
+    checked = Options.checked(**given)
     done = compilation(model, batch, checked, functions=functions, model_options=options or {}, on_phase=on_phase)
     return package(done, planned=planned, on_phase=on_phase)
 

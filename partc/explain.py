@@ -46,7 +46,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0004": CodeExplanation(
         "an option's value is out of range",
-        "--seed is from 0 to 4294967295; --batch and --seq are 1 or more.",
+        "The message names the option and the values that it takes. Sizes are numbers with a unit, such as 80GB or "
+        "64GiB; counts are whole numbers, 1 or more; seeds are from 0 to 4294967295.",
     ),
     "P0101": CodeExplanation(
         "the mesh does not parse",

@@ -86,8 +86,8 @@ def _interpreted_where_they_are() -> None:
 
 
 def metered(train: Any, meter: Meter) -> None:
-    """Have a package's `_train` run under the meter. The batch is the model file's doing: only it itself counts."""
-    plain = train._train
+    """Have a package's `train` run under the meter. The batch is the model file's doing: only it itself counts."""
+    plain = train.train
     if os.environ.get("TRITON_INTERPRET") == "1":
         _interpreted_where_they_are()
 
@@ -107,7 +107,7 @@ def metered(train: Any, meter: Meter) -> None:
             plain(job, rank, comm, data, *rest)
         meter.next_step()
 
-    train._train = run
+    train.train = run
 
 
 def later(peaks: Sequence[int], arguments: Sequence[str]) -> int:

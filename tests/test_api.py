@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import partc
+from partc.compilation.given_options import DEFAULTS
 from partc.errors import PartcError
 from partc.ir.mesh import Mesh
 from partc.rules.table import TABLE
@@ -143,3 +145,8 @@ def test_the_front_door() -> None:
     assert partc.Mesh is Mesh
     with pytest.raises(AttributeError, match="no attribute 'optimize'"):
         partc.optimize  # noqa: B018
+
+
+def test_the_defaults_are_those_of_the_command_line() -> None:
+    parameters = inspect.signature(partc.compile).parameters
+    assert {name: parameters[name].default for name in DEFAULTS} == DEFAULTS

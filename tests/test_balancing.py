@@ -244,7 +244,7 @@ LOADS = "g.bias.add_(torch.ops.aten.histc("
 BIASED = {
     "recomputation counts rows twice": ("regions/layer.py", LOADS, "g.bias.add_(2 * torch.ops.aten.histc("),
     "padding is counted": ("regions/layer.py", LOADS, "g.bias.add_(torch.eye(4)[0] + torch.ops.aten.histc("),
-    "loads are part of the norm": ("runtime/train/train.py", "if name not in job.balance", ""),
+    "loads are part of the norm": ("runtime/train/training.py", "if name not in job.balance", ""),
     "the bias moves towards full experts": ("runtime/optimizer/balance.py", "load.mean() - load", "load - load.mean()"),
 }
 

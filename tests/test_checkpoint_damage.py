@@ -16,7 +16,8 @@ from partc.runtime.errors import UsageError
 from partc.runtime.processes import ownership
 from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
-from partc.runtime.train.job import parse, prepared
+from partc.runtime.train.command_line import parse
+from partc.runtime.train.job import prepared
 from tests.durable import build, train, trained
 
 

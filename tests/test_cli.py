@@ -83,8 +83,8 @@ def test_compile_prints_phases_and_what_is_next(tmp_path: Path, capsys: pytest.C
     lines = capsys.readouterr().out.splitlines()
     phases = [line for line in lines if " s" in line[:28] and line[:1].isupper()]
     labels = [line.split()[0] for line in phases]
-    assert labels[:2] == ["Loaded", "Traced"] and labels[-3:] == ["Emitted", "Rehearsed", "Written"]
-    assert {"Sharded", "Partitioned", "Scheduled"} <= set(labels)
+    assert labels[:2] == ["Loaded", "Traced"] and labels[-4:] == ["Emitted", "Rehearsed", "Written", "Others"]
+    assert {"Partitioned", "Scheduled"} <= set(labels)
     assert len({line.index(" s ") if " s " in line else len(line) - 2 for line in phases}) == 1
     assert lines[-1] == f"next: partc verify {folder}"
     assert (folder / "plan.json").exists() and (folder / "ranks" / "pp_0.py").exists()

@@ -249,7 +249,7 @@ def test_packages_read_what_it_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Parts, "leave", leave)
     trained(package, "--steps", 3, "--metrics", tmp_path / "mine")
     assert len(left) > 8
-    monkeypatch.setattr("partc.runtime.train.train.write_casts", lambda optimizer, stages: None)
+    monkeypatch.setattr("partc.runtime.train.training.write_casts", lambda optimizer, stages: None)
     trained(package, "--steps", 3, "--metrics", tmp_path / "theirs")
     assert losses(tmp_path / "mine") == losses(tmp_path / "theirs")
     assert len(set(losses(tmp_path / "mine"))) == 3

@@ -36,12 +36,12 @@ def alone(package: Path, *arguments: str) -> int:
 
     with imported_from(package):
         train: Any = importlib.import_module("runtime.train.train")
-        meter, plain = Meter(), train._train
+        meter, plain = Meter(), train.train
         metered(train, meter)
         try:
             assert train.main(["--steps", "5", *arguments], package) == 0
         finally:
-            train._train = plain
+            train.train = plain
     return later(meter.peaks, arguments)
 
 

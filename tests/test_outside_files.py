@@ -32,7 +32,7 @@ from partc.runtime.checkpoint.given_parameters import INDEX, fitting
 from partc.runtime.checkpoint.safetensors import save
 from partc.runtime.clock import Interval
 from partc.runtime.errors import UsageError
-from partc.runtime.train.job import parse
+from partc.runtime.train.command_line import parse
 from partc.runtime.train.tuning import given
 from tests.durable import build
 from tests.models import tied

@@ -18,7 +18,7 @@ from torch import nn
 import partc
 from partc.cli import main
 from partc.cluster.cluster import preset
-from partc.compilation.options import BUCKET
+from partc.compilation.given_options import BUCKET
 from partc.compilation.plan import ParallelPlan
 from partc.errors import PartcError
 from partc.planner.planning import PlanChoice, Planner, Request

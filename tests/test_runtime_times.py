@@ -19,7 +19,7 @@ from partc.runtime.errors import UsageError
 from partc.runtime.layout import tokens_per_step
 from partc.runtime.optimizer.update import Updated
 from partc.runtime.train import step_times as module
-from partc.runtime.train.job import parse
+from partc.runtime.train.command_line import parse
 from partc.runtime.train.log import StepLog
 from partc.runtime.train.step_times import Split, Times
 from partc.runtime.train.steps import Steps

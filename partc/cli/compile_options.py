@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from partc.compilation.given_options import COMPRESSIONS, DEFAULTS, KERNELS, RECORDED, SUMS, GivenOptions
 from partc.errors import PartcError
 from partc.ir.program import PRECISIONS
 from partc.schedules import SCHEDULES
@@ -20,32 +22,12 @@ if TYPE_CHECKING:
     from partc.ir.mesh import Mesh
 
 
-_KEPT = (
-    "mesh", "experts", "microbatches", "schedule", "virtual_stages", "stage_calls", "precision", "seed", "shard",
-    "zero", "recompute", "casts", "kernels", "bucket", "nodes", "grad_reduce", "compress_grads", "loss_chunks",
-    "expert_capacity", "expert_rows", "router_bias_rate",
-    "cuda_graphs", "optimizer", "group", "lr", "eval_every",
-    "forward_only",
-)  # fmt: skip
-
-
-# Defaults of options that a package's plan leaves out.
-_DEFAULTS = {
-    "experts": None, "schedule": "1f1b", "stage_calls": None, "shard": (), "zero": "0", "recompute": "none",
-    "casts": (), "kernels": "aten", "bucket": "25MB", "nodes": None, "grad_reduce": "fp32", "compress_grads": "none",
-    "loss_chunks": 1, "expert_capacity": None, "expert_rows": None, "router_bias_rate": 0.0,
-    "cuda_graphs": False, "optimizer": None, "group": (), "lr": None, "eval_every": 0,
-    "forward_only": False,
-}  # fmt: skip
-
-
 def options(given: Mapping[str, Any]) -> tuple[Options, dict[str, str]]:
     """The checked options of a compile, and the options of the model file."""
     from partc.compilation.options import Options
 
-    found = definitions(given)
-    limit = given.get("memory_limit")
-    return Options.checked(memory_limit=limit, **{name: given[name] for name in _KEPT}), found
+    names = [item.name for item in fields(GivenOptions) if item.name in given]
+    return Options.checked(**{name: given[name] for name in names}), definitions(given)
 
 
 def definitions(given: Mapping[str, Any]) -> dict[str, str]:
@@ -118,15 +100,26 @@ def of_record(plan: Mapping[str, Any], directory: Path, changed: Mapping[str, An
     from partc.compilation.options import TABLE
 
     kept = {name: plan[name] for name in ("mesh", "microbatches", "precision", "seed")}
-    command = _DEFAULTS | {name: value for name, value in plan["command"].items() if name in _KEPT}
+    command = {**RECORDED, **{name: value for name, value in plan["command"].items() if name in RECORDED}}
     if command["schedule"] == TABLE:
         command["schedule"] = str(directory / TABLE)
     definitions = [f"{name}={value}" for name, value in plan["options"].items()]
-    unset = {"virtual_stages": None, "batch": None, "seq": None}
-    return options({**unset, **kept, **command, **changed, "definitions": definitions})
+    return options({"batch": None, "seq": None, **kept, **command, **changed, "definitions": definitions})
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _option(name: str, help: str, *, flag: str = "", **how: Any) -> Callable[[Command], Command]:
+    """The click option of a field of GivenOptions, with its default."""
+    default = DEFAULTS[name]
+    if isinstance(default, tuple):
+        how["multiple"] = True
+    elif isinstance(default, bool):
+        how["is_flag"] = True
+    elif default is not None:
+        how |= {"default": default, "show_default": True}
+    return click.option(flag or f"--{name.replace('_', '-')}", name, help=help, **how)
 
 
 def compile_options(required: bool) -> Callable[[Command], Command]:
@@ -135,152 +128,105 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
         click.option(
             "--mesh", metavar="SPEC", required=required, help="sizes of the axes: 8, 4x8, 2x4x8 or pp=2,dp=4,tp=8"
         ),
-        click.option(
-            "--experts",
+        _option(
+            "experts",
+            "experts are cut over N neighbours along dp, cp or tp: ep=4@dp, ep=8@dp,cp, ep=4@dp=2,tp=2",
             metavar="ep=N@AXES",
-            help="experts are cut over N neighbours along dp, cp or tp: ep=4@dp, ep=8@dp,cp, ep=4@dp=2,tp=2",
         ),
         click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file"),
         click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),
         click.option("--seq", type=int, help="the same as -D seq=..., for hf: models"),
-        click.option(
-            "--microbatches", type=int, default=1, show_default=True, help="number of microbatches of the global batch"
-        ),
-        click.option(
-            "--schedule",
-            metavar="NAME|FILE.csv",
-            default="1f1b",
-            show_default=True,
-            help=f"{', '.join(SCHEDULES)}, or a table of actions",
-        ),
-        click.option(
-            "--virtual-stages", type=int, metavar="N", help="stages of each rank, for interleaved [default: 2]"
-        ),
-        click.option(
-            "--stage-calls",
+        _option("microbatches", "number of microbatches of the global batch", type=int),
+        _option("schedule", f"{', '.join(SCHEDULES)}, or a table of actions", metavar="NAME|FILE.csv"),
+        _option("virtual_stages", "stages of each rank, for interleaved [default: 2]", type=int, metavar="N"),
+        _option(
+            "stage_calls",
+            "calls of each stage, as in 9,8*2,9 for four stages [default: stages with about the same work]",
             metavar="N,N,..",
-            help="calls of each stage, as in 9,8*2,9 for four stages [default: stages with about the same work]",
         ),
-        click.option("--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True),
-        click.option(
-            "--cast", "casts", metavar="OP=TYPE", multiple=True, help="with bf16 or fp16: softmax=fp32, add=any"
-        ),
-        click.option(
-            "--seed", type=int, default=0, show_default=True, help="seed of the initial parameters and the data"
-        ),
-        click.option(
-            "--zero",
+        _option("precision", "element type of products and of what they read", type=click.Choice(PRECISIONS)),
+        _option("casts", "with bf16 or fp16: softmax=fp32, add=any", flag="--cast", metavar="OP=TYPE"),
+        _option("seed", "seed of the initial parameters and the data", type=int),
+        _option(
+            "zero",
+            "ZeRO: shard optimizer state (1), also gradients (2), also parameters (3) over dp (3@8: 8 of dp)",
             metavar="0|1|2|3[@AXES|@RANKS]",
-            default="0",
-            show_default=True,
-            help="ZeRO: shard optimizer state (1), also gradients (2), also parameters (3) over dp (3@8: 8 of dp)",
         ),
-        click.option(
-            "--recompute",
-            metavar="none|selective|full|OPS|BYTES",
-            default="none",
-            show_default=True,
-            help="recompute in backward: nothing; large and cheap values; all but the inputs of regions; operations by "
+        _option(
+            "recompute",
+            "recompute in backward: nothing; large and cheap values; all but the inputs of regions; operations by "
             "name (softmax,all_gather); or as little as keeps every rank within a number of bytes (18GB); stages may "
             "differ: full*2/none*6",
+            metavar="none|selective|full|OPS|BYTES",
         ),
-        click.option(
-            "--loss-chunks",
+        _option(
+            "loss_chunks",
+            "compute logits in N chunks, one in memory at a time; backward computes them again",
             type=int,
-            default=1,
-            show_default=True,
             metavar="N",
-            help="compute logits in N chunks, one in memory at a time; backward computes them again",
         ),
-        click.option(
-            "--expert-capacity",
+        _option(
+            "expert_capacity",
+            "an expert takes F times its even share of the rows of a sequence (or @microbatch); rows beyond it "
+            "contribute 0",
             metavar="F[@SCOPE]",
-            help="an expert takes F times its even share of the rows of a sequence (or @microbatch); later rows add 0",
         ),
-        click.option(
-            "--expert-rows",
+        _option(
+            "expert_rows",
+            "budget memory for F times the mean number of rows of a rank's experts; warn when a step has more",
             type=float,
             metavar="F",
-            help="account memory for F times the mean of rows that come for a rank's experts, and tell when more come",
         ),
-        click.option(
-            "--router-bias-rate",
+        _option(
+            "router_bias_rate",
+            "after each step, move the routers' biases by R towards experts with fewer tokens (DeepSeek-V3's)",
             type=float,
-            default=0.0,
             metavar="R",
-            help="after each step, move the routers' biases by R towards experts with fewer tokens (DeepSeek-V3's)",
         ),
-        click.option(
-            "--kernels",
-            type=click.Choice(("auto", "triton", "aten", "inductor")),
-            default="auto",
-            show_default=True,
-            help="fused Triton kernels, PyTorch's own kernels (aten), or torch.compile's (inductor); auto is triton if "
+        _option(
+            "kernels",
+            "fused Triton kernels, PyTorch's own kernels (aten), or torch.compile's (inductor); auto is triton if "
             "this machine has a GPU, else aten",
+            type=click.Choice(KERNELS),
         ),
-        click.option(
-            "--bucket",
-            metavar="BYTES",
-            default="25MB",
-            show_default=True,
-            help="size of the gradient buckets that are summed during backward",
+        _option("bucket", "size of the gradient buckets that are summed during backward", metavar="BYTES"),
+        _option(
+            "nodes", "ranks of a node: gradients are summed inside nodes first, then across", type=int, metavar="N"
         ),
-        click.option(
-            "--nodes",
-            type=int,
-            metavar="N",
-            help="ranks of a node: gradients are summed inside nodes first, then across",
+        _option("grad_reduce", "precision of gradient sums over ranks", type=click.Choice(SUMS)),
+        _option(
+            "compress_grads",
+            "format of gradients that cross nodes (without --nodes: ranks), with error feedback",
+            type=click.Choice(COMPRESSIONS),
         ),
-        click.option(
-            "--grad-reduce",
-            type=click.Choice(("fp32", "bf16")),
-            default="fp32",
-            show_default=True,
-            help="precision of gradient sums over ranks",
-        ),
-        click.option(
-            "--compress-grads",
-            type=click.Choice(("none", "bf16", "int8")),
-            default="none",
-            show_default=True,
-            help="format of gradients that cross nodes (without --nodes: ranks), with error feedback",
-        ),
-        click.option(
-            "--cuda-graphs",
-            is_flag=True,
-            help="make train.py record a step as CUDA graphs and replay it; an error if impossible",
-        ),
-        click.option(
-            "--optimizer",
+        _option("cuda_graphs", "make train.py record a step as CUDA graphs and replay it; an error if impossible"),
+        _option(
+            "optimizer",
+            "train.py's default optimizer, which the memory account assumes: sgd:momentum=0.9, muon, ... "
+            "[default: the model file's optimizer(), or adamw]",
             metavar="NAME[:OPTION=VALUE,..]",
-            help="train.py's default, which the memory account is for: sgd:momentum=0.9, muon, ...; the model file's "
-            "optimizer(), or adamw",
         ),
-        click.option(
-            "--group",
+        _option(
+            "group",
+            "options of the optimizer for some parameters: 'embed*:optimizer=adamw,lr_scale=0.1'",
             metavar="GLOB,..:OPTION=VALUE,..",
-            multiple=True,
-            help="options of the optimizer for some parameters: 'embed*:optimizer=adamw,lr_scale=0.1'",
         ),
-        click.option("--lr", type=float, help="train.py's default; the model file's optimizer(), or 1e-3"),
-        click.option(
-            "--eval-every",
+        _option(
+            "lr",
+            "train.py's default learning rate [default: that of the model file's optimizer(), or 1e-3]",
+            type=float,
+        ),
+        _option(
+            "eval_every",
+            "train.py's default number of steps between evaluations, of the loss if the model file has no evaluate()",
             type=int,
-            default=0,
             metavar="N",
-            help="train.py's default: steps between evaluations, of the loss if the model file has no evaluate()",
         ),
-        click.option(
-            "--forward-only",
-            is_flag=True,
-            help="a package for inference: infer.py writes what infer(model, batch), or else the model, returns",
+        _option(
+            "forward_only",
+            "a package for inference: infer.py writes what infer(model, batch), or else the model, returns",
         ),
-        click.option(
-            "--shard",
-            metavar="GLOB=LAYOUT",
-            multiple=True,
-            help="pin a layout: '*.wq.weight=[@tp, _]', 't.weight=whole'",
-        ),
+        _option("shard", "pin a layout: '*.wq.weight=[@tp, _]', 't.weight=whole'", metavar="GLOB=LAYOUT"),
     ]
 
     def decorate(command: Command) -> Command:

@@ -113,12 +113,19 @@ def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
+_BRIEF = 0.05  # seconds below which a phase without a note has no line of its own
+
+
 class Phases:
-    """One aligned line for each finished phase, and a spinner on a terminal for the current one."""
+    """One aligned line for each finished phase, and a spinner on a terminal for the current one.
+
+    Brief phases without a note share the last line.
+    """
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
         self.seconds: dict[str, float] = {}
+        self.brief: list[float] = []
         self.spinner: Any = None
 
     def __enter__(self) -> Phases:
@@ -126,17 +133,27 @@ class Phases:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.brief and error is None:
+            passes = "1 brief pass" if len(self.brief) == 1 else f"{len(self.brief)} brief passes"
+            self._line("Others", sum(self.brief), f"{passes}; PARTC_DEBUG=1 lists them")
         if self.spinner is not None:
             self.spinner.stop()
 
     def ended(self, phase: Phase) -> None:
         self.seconds[phase.label] = round(phase.seconds, 6)
-        if not self.quiet:
-            text = f"{phase.label:<15} {phase.seconds:7.2f} s   {phase.note}".rstrip()
-            if self.spinner is not None:
-                self.spinner.console.print(shown_lines(text), highlight=False, markup=False, soft_wrap=True)
-            else:
-                echo(text)
+        if self.quiet:
+            return
+        if phase.seconds < _BRIEF and not phase.note:
+            self.brief.append(phase.seconds)
+        else:
+            self._line(phase.label, phase.seconds, phase.note)
+
+    def _line(self, label: str, seconds: float, note: str) -> None:
+        text = f"{label:<15} {seconds:7.2f} s   {note}".rstrip()
+        if self.spinner is not None:
+            self.spinner.console.print(shown_lines(text), highlight=False, markup=False, soft_wrap=True)
+        else:
+            echo(text)
 
 
 @contextmanager

@@ -159,11 +159,11 @@ class Answer(NamedTuple):
 def answered(model: str, given: Mapping[str, Any], *, what_if: bool = False, pictured: bool = False) -> Answer:
     """The answer to a command's options; the searches beside the first one take half of the time."""
     check_cluster(given["cluster"])
-    from partc.compilation.plan import REDUCED
+    from partc.compilation.plan import GIVEN_TO_SEARCH
     from partc.planner.planning import Planner, Request
     from partc.planner.variations import front, settled, variations
 
-    kept = {name: given[name] for name in ("precision", "kernels", "optimizer", *REDUCED) if name in given}
+    kept = {name: given[name] for name in GIVEN_TO_SEARCH if name in given}
     wanted = searched(given)
     seconds = wanted["max_seconds"] / 2 if what_if else wanted["max_seconds"]
     options = compile_options.definitions(given)

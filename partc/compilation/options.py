@@ -7,10 +7,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from partc.compilation.given_options import COMPRESSIONS, KERNELS, RECOMPUTE, RECORDED, SUMS, GivenOptions
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
 from partc.ir.capacity import Capacity
@@ -22,198 +23,117 @@ from partc.schedules.per_stage import expanded, stage_kinds
 from partc.schedules.table import Table, read
 from partc.sharding.pins import Pin
 
-KERNELS = ("auto", "triton", "aten", "inductor")
-RECOMPUTE = ("none", "selective", "full")
 LOW: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16"}
-SUMS = ("fp32", "bf16")
-COMPRESSIONS = ("none", "bf16", "int8")
-BUCKET = "25MB"  # of gradients that are summed together
 DEFAULT = "adamw"  # train.py's own optimizer; importing it from there would import torch
 TABLE = "schedule.csv"  # the file of a package that has the user's table
+
+_CHOICES: Mapping[str, tuple[str, Sequence[str]]] = {
+    "precision": ("precision", PRECISIONS),
+    "kernels": ("kind of kernels", KERNELS),
+    "grad_reduce": ("type for sums of gradients", SUMS),
+    "compress_grads": ("compression", COMPRESSIONS),
+}
+# The error's code, the least value, the value that all are below, and the error's help.
+_RANGES: Mapping[str, tuple[str, float, float, str]] = {
+    "microbatches": ("P0405", 1, math.inf, "give 1 or more"),
+    "loss_chunks": ("P0418", 1, math.inf, "give 1 or more"),
+    "router_bias_rate": ("P0004", 0, math.inf, "give 0 or more, such as 1e-3"),
+    "seed": ("P0004", 0, 2**32, "give one from 0 to 4294967295"),
+    "lr": ("P0004", 0, math.inf, "give a number of 0 or more"),
+    "eval_every": ("P0004", 0, math.inf, "give a number of 0 or more"),
+    "expert_rows": ("P0004", 1, math.inf, "give a number of 1 or more"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The mesh and the decisions about its use."""
+    """The mesh and the decisions about its use, checked."""
 
     mesh: Mesh
-    microbatches: int = 1
-    schedule: str = "1f1b"
-    virtual_stages: int | None = None  # on each pipeline rank; None: the schedule's default
-    table: Table | None = None  # the contents of the file that `schedule` names
-    stage_calls: tuple[int, ...] = ()  # of each stage; without them, stages have about the same work
-    precision: str = "fp32"
-    seed: int = 0
-    shard: tuple[str, ...] = ()
-    zero: int = 0
-    zero_axes: tuple[str, ...] = ()
-    recompute: str = "none"
-    casts: tuple[str, ...] = ()
-    kernels: str = "aten"  # settled: never auto
-    bucket: str = BUCKET
-    memory_limit: int | None = None  # bytes that a rank may hold
-    nodes: int | None = None
-    expert_axes: tuple[str, ...] = ()
-    grad_reduce: str = "fp32"
-    compress_grads: str = "none"
-    loss_chunks: int = 1
-    expert_capacity: Capacity | None = None
-    expert_rows: float | None = None  # times the mean, that come for a rank's experts in the memory account
-    router_bias_rate: float = 0.0  # the size of the update of routers' biases; 0 for none
-    cuda_graphs: bool = False
-    optimizer: str = DEFAULT  # with options, as in `sgd:momentum=0.9`: train.py's default
-    group: tuple[str, ...] = ()  # options of the optimizer for some parameters
-    lr: float | None = None  # train.py's default
-    eval_every: int = 0  # train.py's default
-    forward_only: bool = False
-    chosen: bool = False  # whether optimizer and group are given: else a model file's optimizer() decides
+    microbatches: int
+    schedule: str
+    virtual_stages: int | None
+    table: Table | None  # the contents of the file that `schedule` names
+    stage_calls: tuple[int, ...]  # of each stage; without them, stages have about the same work
+    precision: str
+    seed: int
+    shard: tuple[str, ...]
+    zero: int
+    zero_axes: tuple[str, ...]
+    recompute: str
+    casts: tuple[str, ...]
+    kernels: str  # never auto
+    bucket: str
+    memory_limit: int | None  # bytes that a rank may hold
+    nodes: int | None
+    expert_axes: tuple[str, ...]
+    grad_reduce: str
+    compress_grads: str
+    loss_chunks: int
+    expert_capacity: Capacity | None
+    expert_rows: float | None
+    router_bias_rate: float
+    cuda_graphs: bool
+    optimizer: str
+    group: tuple[str, ...]
+    lr: float | None
+    eval_every: int
+    forward_only: bool
+    chosen: bool  # whether optimizer and group are given: else a model file's optimizer() decides
 
     @classmethod
-    def checked(
-        cls,
-        *,
-        mesh: str | Mesh,
-        microbatches: int,
-        schedule: str | Path,
-        precision: str,
-        seed: int,
-        shard: Sequence[str],
-        virtual_stages: int | None = None,
-        stage_calls: str | Sequence[int] | None = None,
-        zero: str | int = 0,
-        recompute: str = "none",
-        casts: Sequence[str] = (),
-        kernels: str = "auto",
-        bucket: str = BUCKET,
-        memory_limit: str | None = None,
-        nodes: int | None = None,
-        experts: str | None = None,
-        grad_reduce: str = "fp32",
-        compress_grads: str = "none",
-        loss_chunks: int = 1,
-        expert_capacity: str | float | None = None,
-        expert_rows: float | None = None,
-        router_bias_rate: float = 0.0,
-        cuda_graphs: bool = False,
-        optimizer: str | None = None,
-        group: Sequence[str] = (),
-        lr: float | None = None,
-        eval_every: int = 0,
-        forward_only: bool = False,
-    ) -> Options:
-        """Check raw values and build the options.
+    def checked(cls, **fields_given: Any) -> Options:
+        """Check the fields of GivenOptions and build the options.
 
         Raises PartcError P0004, P0101 to P0106, P0108, P0109, P0301, P0404 to P0414, P0418, P0421 and P0551.
         """
-        parsed = mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)
+        given = GivenOptions(**fields_given)
+        mesh = given.mesh if isinstance(given.mesh, Mesh) else Mesh.parse(given.mesh)
         expert_axes: tuple[str, ...] = ()
-        if experts is not None:
-            parsed, expert_axes = parsed.with_experts(experts)
-        if nodes is not None:
-            parsed = parsed.cut_at(nodes)
-        if microbatches < 1:
-            raise PartcError("P0405", f"there cannot be {microbatches} microbatches", help="give 1 or more")
-        if loss_chunks < 1:
-            raise PartcError("P0418", f"a loss cannot be made in {loss_chunks} chunks", help="give 1 or more")
-        if not 0 <= router_bias_rate < math.inf:
-            raise PartcError(
-                "P0004", f"--router-bias-rate {router_bias_rate} is out of range", help="give 0 or more, such as 1e-3"
-            )
-        if router_bias_rate and (grad_reduce, compress_grads) != ("fp32", "none"):
-            raise PartcError(
-                "P0108",
-                "--router-bias-rate counts rows with the gradients, and numbers of 16 or 8 bits would round the counts",
-                help="leave out --grad-reduce and --compress-grads, or --router-bias-rate",
-            )
-        if not 0 <= seed < 2**32:
-            raise PartcError("P0004", f"--seed {seed} is out of range", help="give one from 0 to 4294967295")
-        if precision not in PRECISIONS:
-            raise _unknown("precision", precision, PRECISIONS)
-        known = {*operations(), *LOWERED, *MOVING}
-        for kind in stage_kinds(recompute) if parse_bytes(recompute) is None else ():
-            if kind not in RECOMPUTE and not known.issuperset(kind.split(",")):
-                raise _unknown("recomputation", kind, (*RECOMPUTE, "a budget such as 18GB", "names of operations"))
-        if parse_bytes(bucket) is None:
-            raise _unknown("size", bucket, ("25MB", "512KiB", "0B"))
-        schedule, table = str(schedule), None
-        if schedule.lower().endswith(".csv"):
-            table = read(Path(schedule), ranks=parsed.axis(PIPELINE_AXIS), microbatches=microbatches)
-            if virtual_stages is not None:
-                raise PartcError(
-                    "P0406", f"{schedule} says itself which stages a rank has", help="leave out --virtual-stages"
-                )
-        elif schedule not in SCHEDULES:
-            raise _unknown("schedule", schedule, (*SCHEDULES, "FILE.csv"))
-        for text in shard:
-            Pin.parse(text)
-        for text in casts:
-            _cast(text)
-        if casts and precision not in LOW:
-            raise PartcError("P0414", f"--cast has no use with --precision {precision}", help="add --precision bf16")
-        if memory_limit is not None and parse_bytes(memory_limit) is None:
-            raise PartcError("P0004", f"--memory-limit {memory_limit} is no size", help="for example 80GB or 64GiB")
-        if kernels not in KERNELS:
-            raise _unknown("kind of kernels", kernels, KERNELS)
-        if grad_reduce not in SUMS:
-            raise _unknown("type for sums of gradients", grad_reduce, SUMS)
-        if compress_grads not in COMPRESSIONS:
-            raise _unknown("compression", compress_grads, COMPRESSIONS)
-        chosen = optimizer is not None or bool(group)
-        if chosen:
-            optimizer = _optimizer(optimizer or DEFAULT, group)
-        if lr is not None and not 0 <= lr < math.inf:
-            raise PartcError("P0004", f"--lr {lr} is out of range", help="give a number of 0 or more")
-        if eval_every < 0:
-            raise PartcError("P0004", f"--eval-every {eval_every} is out of range", help="give a number of 0 or more")
-        if expert_rows is not None and not 1 <= expert_rows < math.inf:
-            raise PartcError(
-                "P0004", f"--expert-rows {expert_rows:g} is out of range", help="give a number of 1 or more"
-            )
-        parsed, level, axes = _zero(str(zero), parsed)
-        options = cls(
-            mesh=parsed,
-            microbatches=microbatches,
-            schedule=schedule,
-            virtual_stages=virtual_stages,
-            table=table,
-            stage_calls=_stage_calls(stage_calls),
-            precision=precision,
-            seed=seed,
-            shard=tuple(shard),
-            zero=level,
-            zero_axes=axes,
-            recompute=recompute,
-            casts=tuple(casts),
-            kernels=_settled(kernels),
-            bucket=bucket,
-            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-            nodes=nodes,
-            expert_axes=expert_axes or parsed.expert_axes,
-            grad_reduce=grad_reduce,
-            compress_grads=compress_grads,
-            loss_chunks=loss_chunks,
-            expert_capacity=None if expert_capacity is None else Capacity.parse(str(expert_capacity)),
-            expert_rows=expert_rows,
-            router_bias_rate=router_bias_rate,
-            cuda_graphs=cuda_graphs,
-            optimizer=optimizer or DEFAULT,
-            group=tuple(group),
-            lr=lr,
-            eval_every=eval_every,
-            forward_only=forward_only,
-            chosen=chosen,
-        )
+        if given.experts is not None:
+            mesh, expert_axes = mesh.with_experts(given.experts)
+        if given.nodes is not None:
+            mesh = mesh.cut_at(given.nodes)
+        _check(given)
+        table = _table(given, mesh)
+        chosen = given.optimizer is not None or bool(given.group)
+        optimizer = given.optimizer or DEFAULT
+        mesh, level, axes = _zero(str(given.zero), mesh)
+        same = {item.name: getattr(given, item.name) for item in fields(cls) if hasattr(given, item.name)}
+        decided = {
+            "mesh": mesh,
+            "schedule": str(given.schedule),
+            "table": table,
+            "stage_calls": _stage_calls(given.stage_calls),
+            "shard": tuple(given.shard),
+            "zero": level,
+            "zero_axes": axes,
+            "casts": tuple(given.casts),
+            "kernels": _settled(given.kernels),
+            "memory_limit": None if given.memory_limit is None else parse_bytes(given.memory_limit),
+            "expert_axes": expert_axes or mesh.expert_axes,
+            "expert_capacity": None if given.expert_capacity is None else Capacity.parse(str(given.expert_capacity)),
+            "optimizer": _optimizer(optimizer, given.group) if chosen else optimizer,
+            "group": tuple(given.group),
+            "chosen": chosen,
+        }
+        options = cls(**{**same, **decided})
+        options._check_stages(given)
+        return options
+
+    def _check_stages(self, given: GivenOptions) -> None:
+        """Check the number of stages against options by stage. Raises PartcError P0406 and P0421."""
+        stages = len(self.places)
         for text, number in (
-            (f"--stage-calls {stage_calls}", len(options.stage_calls)),
-            (f"--recompute {recompute}", len(stage_kinds(recompute))),
+            (f"--stage-calls {given.stage_calls}", len(self.stage_calls)),
+            (f"--recompute {given.recompute}", len(stage_kinds(given.recompute))),
         ):
-            if number > 1 and number != len(options.places):  # which raises if the number of stages is invalid
+            if number > 1 and number != stages:
                 raise PartcError(
                     "P0421",
-                    f"{text} is for {number} stages, and there are {len(options.places)}",
+                    f"{text} is for {number} stages, and there are {stages}",
                     help="give one for each stage, in the order of the calls; 3*8 stands for eight times 3",
                 )
-        return options
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -238,49 +158,17 @@ class Options:
     @property
     def command(self) -> dict[str, Any]:
         """The options that the plan records, so that the compile can be repeated."""
-        found: dict[str, Any] = {"schedule": self.schedule if self.table is None else TABLE}
-        found["shard"] = list(self.shard)
-        if self.casts:
-            found["casts"] = list(self.casts)
-        if self.stage_calls:
-            found["stage_calls"] = ",".join(map(str, self.stage_calls))
-        if self.zero:
-            found["zero"] = f"{self.zero}@{','.join(self.zero_axes)}" if self.zero_axes else str(self.zero)
-        if self.recompute != "none":
-            found["recompute"] = self.recompute
-        if self.kernels != "aten":
-            found["kernels"] = self.kernels
-        if self.bucket != BUCKET:
-            found["bucket"] = self.bucket
-        if self.nodes is not None:
-            found["nodes"] = self.nodes
-        if self.expert_axes != self.mesh.expert_axes:
-            found["experts"] = ",".join(self.expert_axes)
-        if self.grad_reduce != "fp32":
-            found["grad_reduce"] = self.grad_reduce
-        if self.compress_grads != "none":
-            found["compress_grads"] = self.compress_grads
-        if self.loss_chunks != 1:
-            found["loss_chunks"] = self.loss_chunks
-        if self.expert_capacity is not None:
-            found["expert_capacity"] = str(self.expert_capacity)
-        if self.expert_rows is not None:
-            found["expert_rows"] = self.expert_rows
-        if self.router_bias_rate:
-            found["router_bias_rate"] = self.router_bias_rate
-        if self.cuda_graphs:
-            found["cuda_graphs"] = True
-        if self.chosen or self.optimizer != DEFAULT:
-            found["optimizer"] = self.optimizer
-        if self.group:
-            found["group"] = list(self.group)
-        if self.lr is not None:
-            found["lr"] = self.lr
-        if self.eval_every:
-            found["eval_every"] = self.eval_every
-        if self.forward_only:
-            found["forward_only"] = True
-        return found if self.virtual_stages is None else found | {"virtual_stages": self.virtual_stages}
+        spelled: Mapping[str, object] = {
+            "schedule": self.schedule if self.table is None else TABLE,
+            "stage_calls": ",".join(map(str, self.stage_calls)) or None,
+            "zero": f"{self.zero}@{','.join(self.zero_axes)}" if self.zero_axes and self.zero else str(self.zero),
+            "experts": ",".join(self.expert_axes) if self.expert_axes != self.mesh.expert_axes else None,
+            "expert_capacity": None if self.expert_capacity is None else str(self.expert_capacity),
+            "optimizer": self.optimizer if self.chosen or self.optimizer != DEFAULT else None,
+        }
+        known = {name: spelled[name] if name in spelled else getattr(self, name) for name in RECORDED}
+        told = {name: known[name] for name in known if name in ("schedule", "shard") or known[name] != RECORDED[name]}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in told.items()}
 
     @property
     def pins(self) -> tuple[Pin, ...]:
@@ -328,6 +216,52 @@ def refused() -> Iterator[None]:
         raise PartcError(error.code, error.cause, help=error.help) from None
 
 
+def _check(given: GivenOptions) -> None:
+    """Check the options that need no mesh. Raises PartcError P0004, P0108, P0404, P0405, P0414 and P0418."""
+    for name, (word, known) in _CHOICES.items():
+        if getattr(given, name) not in known:
+            raise _unknown(word, getattr(given, name), known)
+    for name, (code, least, below, help) in _RANGES.items():
+        value = getattr(given, name)
+        if value is not None and not least <= value < below:
+            raise PartcError(code, f"--{name.replace('_', '-')} {value} is out of range", help=help)
+    if given.router_bias_rate and (given.grad_reduce, given.compress_grads) != ("fp32", "none"):
+        raise PartcError(
+            "P0108",
+            "--router-bias-rate counts rows with the gradients, and numbers of 16 or 8 bits would round the counts",
+            help="leave out --grad-reduce and --compress-grads, or --router-bias-rate",
+        )
+    if parse_bytes(given.bucket) is None:
+        raise _unknown("size", given.bucket, ("25MB", "512KiB", "0B"))
+    if given.memory_limit is not None and parse_bytes(given.memory_limit) is None:
+        raise PartcError(
+            "P0004", f"--memory-limit {given.memory_limit} is not a size", help="for example 80GB or 64GiB"
+        )
+    known = {*operations(), *LOWERED, *MOVING}
+    for kind in stage_kinds(given.recompute) if parse_bytes(given.recompute) is None else ():
+        if kind not in RECOMPUTE and not known.issuperset(kind.split(",")):
+            raise _unknown("recomputation", kind, (*RECOMPUTE, "a budget such as 18GB", "names of operations"))
+    for text in given.shard:
+        Pin.parse(text)
+    for text in given.casts:
+        _cast(text)
+    if given.casts and given.precision not in LOW:
+        raise PartcError("P0414", f"--cast has no use with --precision {given.precision}", help="add --precision bf16")
+
+
+def _table(given: GivenOptions, mesh: Mesh) -> Table | None:
+    """The user's own table of actions. Raises PartcError P0404, P0406 and those of the table."""
+    schedule = str(given.schedule)
+    if not schedule.lower().endswith(".csv"):
+        if schedule not in SCHEDULES:
+            raise _unknown("schedule", schedule, (*SCHEDULES, "FILE.csv"))
+        return None
+    table = read(Path(schedule), ranks=mesh.axis(PIPELINE_AXIS), microbatches=given.microbatches)
+    if given.virtual_stages is not None:
+        raise PartcError("P0406", f"{schedule} already assigns stages to ranks", help="leave out --virtual-stages")
+    return table
+
+
 def _optimizer(text: str, group: Sequence[str]) -> str:
     """The optimizer's text with all options checked."""
     from partc.runtime.optimizer.recipe import Recipe
@@ -349,9 +283,8 @@ def _stage_calls(given: str | Sequence[int] | None) -> tuple[int, ...]:
     """Parse `9,8*2,9`. Raises PartcError P0421."""
     words = expanded(given, ",") if isinstance(given, str) else [str(number) for number in given or ()]
     if not all(re.fullmatch("[1-9][0-9]{0,5}", word) for word in words):
-        raise PartcError(
-            "P0421", f"--stage-calls {given} are no numbers of calls", help="for example 9,8,8,9 or 9,8*2,9"
-        )
+        cause = f"--stage-calls {given} are not numbers of calls"
+        raise PartcError("P0421", cause, help="for example 9,8,8,9 or 9,8*2,9")
     return tuple(map(int, words))
 
 

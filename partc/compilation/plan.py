@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from partc.cluster.cluster import Cluster, fitted
-from partc.compilation.options import BUCKET, Options
+from partc.compilation.given_options import BUCKET
+from partc.compilation.options import Options
 from partc.errors import PartcError
 from partc.runtime.documents import Malformed, Positive, contents, decoded, parsed
 from partc.schedules import SCHEDULES
@@ -30,6 +31,7 @@ DECIDED = (
     "kernels",
 )  # fmt: skip
 REDUCED = ("bucket", "grad_reduce", "compress_grads")  # the form of gradients' sums, which users decide
+GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options that all plans of a search share
 
 FP8 = "fp8"  # a precision of predictions alone
 _NOT_COMPILED = ("options", "tp_overlap")  # fields that are no options of a compile

@@ -135,7 +135,8 @@ def run(
     """
     from partc.runtime.device.cuda_graphs import need_gpus
     from partc.runtime.errors import UsageError
-    from partc.runtime.train.job import check_places, parse
+    from partc.runtime.train.command_line import parse
+    from partc.runtime.train.job import check_places
 
     plan = read_package(directory)
     given = ["--steps", str(steps), *arguments]

@@ -41,7 +41,7 @@ from partc.package.verify_results import verify_results
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import Shard
-from partc.runtime.train.job import parse
+from partc.runtime.train.command_line import parse
 
 # How a run updates its parameters: options of train.py that the single-device model follows too.
 RECIPE = (

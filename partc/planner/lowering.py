@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from partc import passes
-from partc.compilation.options import RECOMPUTE
+from partc.compilation.given_options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.errors import PartcError

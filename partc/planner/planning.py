@@ -8,7 +8,8 @@ from typing import Any
 
 from partc.cluster.cluster import Cluster, fitted
 from partc.cluster.files import cluster_of
-from partc.compilation.options import BUCKET, DEFAULT, RECOMPUTE
+from partc.compilation.given_options import BUCKET, RECOMPUTE
+from partc.compilation.options import DEFAULT
 from partc.compilation.plan import REDUCED, ParallelPlan, Scalar
 from partc.compilation.simulation import Prediction, Simulator, resident, states_of
 from partc.cost.calibration import Calibration, calibration
@@ -80,7 +81,7 @@ class Request:
             raise PartcError("P0004", f"--ranks {wanted} is out of range", help="give 1 or more")
         limit = found.device.memory if memory is None else parse_bytes(memory)
         if not limit:
-            raise PartcError("P0004", f"--memory {memory} is no size", help="for example 80GB or 64GiB")
+            raise PartcError("P0004", f"--memory {memory} is not a size", help="for example 80GB or 64GiB")
         if max_seconds is not None and not max_seconds > 0:
             raise PartcError("P0004", f"--max-seconds {max_seconds} is out of range", help="give more than 0")
         return cls(

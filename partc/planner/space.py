@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from partc.compilation.options import RECOMPUTE
+from partc.compilation.given_options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError

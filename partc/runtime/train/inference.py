@@ -23,12 +23,14 @@ from ..errors import UsageError, shown, tell, writing
 from ..execution.executor import ForwardStage, run_forward
 from ..layout import Shard
 from ..processes.agreement import Together
+from .command_line import Parser, a_path, parse
 from .data import BatchSource, InOrder, Say
 from .data import in_microbatches as cut
 from .examples import ExampleRows
-from .job import Job, Parser, a_path, parse
+from .job import Job
+from .rank import Rank
 from .tokens import TokenRows
-from .train import Rank, Task, run
+from .train import Task, run
 
 _ALONE = "result"  # the name of a lone tensor
 _PASSED_ON = ("--init", "--data", "--data-dtype", "--data-labels", "--seed", "--device", "--attention", "--timeout")

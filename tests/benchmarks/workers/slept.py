@@ -46,14 +46,15 @@ def package(task: Task) -> int:
         stage.forward, stage.backward = forward, backward
         stage.backward_input, stage.backward_weight = inputs, weights
     train: Any = importlib.import_module("runtime.train.train")
-    run = train.Steps.run
+    steps: Any = importlib.import_module("runtime.train.steps").Steps
+    run = steps.run
 
     def run_when_told(self: Any, step: int) -> Any:
         wait_for_round(task, step)
         done = run(self, step)
         return replace(done, seconds=done.seconds - done.data)
 
-    train.Steps.run = run_when_told
+    steps.run = run_when_told
     status: int = train.main(["--steps", str(task.total), "--report", str(task.report)], task.package)
     return status
 

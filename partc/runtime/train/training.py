@@ -105,7 +105,7 @@ def _saver(job: Job, rank: Rank, store: Store) -> Saver | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
-    """What a rank trains: its stages, parameters, gradients and optimizer, by the model's own names."""
+    """The stages of a rank, and its parameters, gradients and optimizer by the model's own names."""
 
     job: Job
     rank: Rank

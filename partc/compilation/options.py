@@ -237,9 +237,9 @@ def _check(given: GivenOptions) -> None:
         raise PartcError(
             "P0004", f"--memory-limit {given.memory_limit} is not a size", help="for example 80GB or 64GiB"
         )
-    known = {*operations(), *LOWERED, *MOVING}
+    named = {*operations(), *LOWERED, *MOVING}
     for kind in stage_kinds(given.recompute) if parse_bytes(given.recompute) is None else ():
-        if kind not in RECOMPUTE and not known.issuperset(kind.split(",")):
+        if kind not in RECOMPUTE and not named.issuperset(kind.split(",")):
             raise _unknown("recomputation", kind, (*RECOMPUTE, "a budget such as 18GB", "names of operations"))
     for text in given.shard:
         Pin.parse(text)

@@ -138,7 +138,11 @@ def infer_options() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_commands_parse(page: Path, train_options: set[str]) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    settings = (ROOT / "partc" / "settings.py").read_text()
     for words in _commands(page):
+        while variable := re.match("([A-Z_]+)=", words[0]):
+            assert f'"{variable[1]}"' in settings, words
+            words = words[1:]
         if words[0] == "partc":
             command = cli.commands[words[1]]
             with click.Context(command, info_name=words[1]) as context:

@@ -118,8 +118,8 @@ def test_stages_with_given_calls_equal_the_single_device(
     [
         ("3,2", "none", "5 calls"),
         ("2,2,2", "none", "for 3 stages"),
-        ("3,-1", "none", "no numbers"),
-        ("0,6", "none", "no numbers"),
+        ("3,-1", "none", "not numbers"),
+        ("0,6", "none", "not numbers"),
         (None, "full/none/none", "for 3 stages"),
     ],
 )

@@ -1,6 +1,6 @@
 """The independent harness: plain loops with torch.optim against packages in real processes, state dicts in fp64.
 
-`make independent` runs all models on all settings and prints a table; here are a few, and the rest under `matrix`.
+`make independent` runs all models on all settings and prints a table; here are a few.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from partc.errors import PartcError
 from partc.package.export import export
 from tests.durable import trained
 from tests.independent.plain import Recipe, train
-from tests.independent.trainings import ALLOWED, MODELS, SETTINGS, Setting, compared, differences, model_files
+from tests.independent.trainings import ALLOWED, MODELS, SETTINGS, Setting, compared, differences
 from tests.prefork import shared
 
 CHEAP = {
@@ -41,11 +41,6 @@ PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))
     for name, chosen in CHEAP.items()
     for index in chosen
-] + [
-    pytest.param(path.stem, setting, marks=pytest.mark.matrix)
-    for path in model_files()
-    for index, setting in enumerate(SETTINGS)
-    if index not in CHEAP.get(path.stem, ())
 ]
 
 
@@ -70,10 +65,6 @@ def test_torchrun_ends_there_too(tmp_path: Path) -> None:
 def test_batches_that_do_not_divide_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(PartcError, match="P0401"):
         partc.compile(str(MODELS / "siamese.py"), **options)
-
-
-def test_there_are_enough() -> None:
-    assert len(model_files()) >= 40 and len({setting.mesh for setting in SETTINGS}) >= 6
 
 
 @pytest.mark.parametrize(

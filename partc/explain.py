@@ -701,11 +701,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0804": CodeExplanation(
         "a plan cannot be read",
-        "A plan is a JSON object: mesh, and optionally microbatches, schedule, virtual_stages, zero, recompute, "
-        "precision, kernels, experts, loss_chunks, bucket, nodes, grad_reduce, compress_grads, optimizer, and options, "
-        "which are those of the model file. Other fields are refused. `partc plan -o FILE` writes one, `partc compile "
-        "--plan FILE` reads one, and `partc simulate --plans FILE` reads one a line; a line that cannot be read has "
-        "this error in its place of the results.",
+        "A plan is a JSON object: mesh, and optionally microbatches, schedule, virtual_stages, stage_calls, zero, "
+        "recompute, precision, kernels, experts, loss_chunks, bucket, nodes, grad_reduce, compress_grads, optimizer, "
+        "and options, which are those of the model file. Other fields are refused. `partc plan -o FILE` writes one, "
+        "`partc compile --plan FILE` reads one, and `partc simulate --plans FILE` reads one a line; a line that cannot "
+        "be read has this error in its place of the results.",
     ),
     "P0805": CodeExplanation(
         "constants of the cost model cannot be read",
@@ -737,8 +737,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0811": CodeExplanation(
         "--fix names no decision, or a value that it cannot have",
         "--fix 'tp=4|8,zero=1' restricts what `partc plan` tries. The decisions are the sizes of pp, dp, cp and tp, "
-        "order (of axes, slowest first: pp-dp-tp), microbatches, schedule, virtual_stages, zero, recompute and "
-        "loss_chunks. Several values stand between bars.",
+        "order (of axes, slowest first: pp-dp-tp), microbatches, schedule, virtual_stages, zero, recompute, "
+        "loss_chunks and stage_calls (balanced, fitted or 9-8-8-9). Several values stand between bars.",
     ),
     "P0812": CodeExplanation(
         "no plan suits the ranks, the batch and the fixed decisions",

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from partc.cluster.cluster import Cluster, preset
+from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.errors import PartcError
 from partc.planner.planning import Planner, Request
 from partc.planner.search import Played
-from partc.planner.space import divisors
+from partc.planner.space import Family, divisors
 
 _ROOT = Path(__file__).parents[1]
 _MODELS = {"gpt": "examples/gpt.py", "mlp": "examples/mlp.py", "routed": "tests/models/routed.py"}
@@ -92,6 +93,8 @@ def _fixed(model: str, batch: int, chance: random.Random) -> dict[str, tuple[str
         fixed["zero"] = tuple(chance.sample(("0", "1", "2", "3", "3@2", "1@node", "3@node"), 3))
     if chance.random() < 0.4:
         fixed["schedule"] = tuple(chance.sample(_SCHEDULES, 2))
+    if chance.random() < 0.2:
+        fixed["recompute"] = ("full/none", "none", "full")
     if model == "gpt" and chance.random() < 0.3:
         fixed["cp"] = ("1", "2")
     if model == "routed":
@@ -109,6 +112,7 @@ def narrowed(planner: Planner, chance: random.Random, most: int) -> Planner | No
         "schedule": _SCHEDULES,
         "order": ("pp-dp-cp-tp", "dp-pp-tp-cp", "tp-dp-cp-pp", "cp-tp-pp-dp"),
         "experts": ("dp", "tp", "dp-tp"),
+        "stage_calls": ("balanced", "fitted"),
     }
     left = [*choices]
     while True:
@@ -150,34 +154,47 @@ def compared(given: Cases, simulator: Simulator | None = None, most: int = _MOST
     families = list(planner.space.families())
     plans = [plan for family in families for plan in family.plans()]
     chance.shuffle(plans)  # tables serve many plans, whichever was the first
-    every = {
-        plan: Played(plan=plan, bound=planner.bounds.of(plan), prediction=planner.predicted(plan)) for plan in plans
-    }
-    known = [played for played in every.values() if played.error is None]
-    if not known:
+    every: dict[ParallelPlan, Played] = {}
+
+    def played(plan: ParallelPlan) -> Played:
+        if plan not in every:
+            every[plan] = Played(plan=plan, bound=planner.bounds.of(plan), prediction=planner.predicted(plan))
+        return every[plan]
+
+    def suited(limit: int) -> Iterator[tuple[Played, Family]]:
+        """All plans, with the stages that suit the memory."""
+        for plan in plans:
+            found = planner.bounds.fitted(plan, limit)
+            if found is not None:
+                yield played(found), of[plan]
+
+    of = {plan: family for family in families for plan in family.plans()}
+    bounds = {id(each): planner.bounds.of_family(each, planner.bounds.simple(each.least)) for each in families}
+    sizes = sorted(each.bytes for each, _ in suited(2**60) if each.error is None)
+    if not sizes:
         return None
-    faults = [f"{played.plan.flags}: bound {played.bound}, {played.prediction}" for played in known if not played.holds]
-    for family in families:
-        bound = planner.bounds.of_family(family, planner.bounds.simple(family.least))
-        for played in (replace(every[plan], bound=bound) for plan in family.plans()):
-            if not played.holds:
-                faults.append(f"{played.plan.flags}: bound {bound} of its family, {played.prediction}")
-    sizes = sorted(played.bytes for played in known)
+    faults: list[str] = []
     simulated = 0
     for share in given.shares:
         limit = int(sizes[0] + share * (sizes[-1] - sizes[0]))
         outcome = planner.choice(limit=limit).outcome
         simulated += len(outcome.fitting) + len(outcome.others)
         best = math.inf if outcome.best is None else outcome.best.seconds
-        least = min(played.seconds for played in known if played.bytes <= limit)
+        least = math.inf
+        for each, family in suited(limit):
+            if each.error is None and each.bytes <= limit:
+                least = min(least, each.seconds)
+            for whose, bound in (("", each.bound), (" of its family", bounds[id(family)])):
+                if not replace(each, bound=bound).holds:
+                    faults.append(f"{each.plan.flags}: bound {bound}{whose}, {each.prediction}")
         if not math.isclose(best, least, rel_tol=_ROUNDING):
             faults.append(f"memory {share}: the planner's best takes {best}, the best of all {least}")
         if outcome.best is not None and (outcome.gap > _ROUNDING or outcome.best.bytes > limit):
             faults.append(f"memory {share}: gap {outcome.gap}, {outcome.best.bytes} of {limit} bytes")
     return Result(
         cases=len(given.shares),
-        plans=len(plans),
-        errors=tuple(played.error for played in every.values() if played.error is not None),
+        plans=len(every),
+        errors=tuple(each.error for each in every.values() if each.error is not None),
         simulated=simulated,
         request=planner.request,
         faults=tuple(faults),

@@ -276,7 +276,7 @@ def test_a_variation_is_the_best_plan_of_its_own_request(planner: Planner, choic
 
 
 def test_the_front_has_the_plans_that_no_other_beats(planner: Planner, choice: PlanChoice) -> None:
-    every = [planner.predicted(plan) for plan in planner.space.plans()]
+    every = [planner.predicted(plan) for plan in planner.plans()]
     found = front(planner, choice, None)
     assert len(found) > 1
     for played in found:
@@ -285,7 +285,7 @@ def test_the_front_has_the_plans_that_no_other_beats(planner: Planner, choice: P
 
 
 def test_the_parts_of_a_step_make_up_its_delay(planner: Planner, choice: PlanChoice) -> None:
-    for plan in planner.space.plans():
+    for plan in planner.plans():
         each = Played(plan=plan, bound=choice.best.bound, prediction=planner.predicted(plan))
         assert sum(parts(each).values()) == pytest.approx(each.seconds, rel=1e-6)
         assert sum(differences(choice.best, each).values()) == pytest.approx(
@@ -296,7 +296,7 @@ def test_the_parts_of_a_step_make_up_its_delay(planner: Planner, choice: PlanCho
 @pytest.mark.slow
 def test_what_would_make_it_fit_does(planner: Planner, choice: PlanChoice) -> None:
     """Without recomputation nothing fits; each plan that the message names does, in its own request."""
-    limit = int(1.02 * min(planner.predicted(plan).memory_bytes for plan in planner.space.plans())) >> 20
+    limit = int(1.02 * min(planner.predicted(plan).memory_bytes for plan in planner.plans())) >> 20
     with pytest.raises(PartcError) as caught:
         fix = "zero=0,schedule=1f1b,recompute=none,pp=1,tp=1"
         settled(Planner(request(memory=f"{limit}MiB", fix=fix, max_seconds=12), planner.simulator))
@@ -305,7 +305,7 @@ def test_what_would_make_it_fit_does(planner: Planner, choice: PlanChoice) -> No
     flags = re.search(r"without --fix: ([^;]*)", error.help)
     assert flags is not None
     found = planner.predicted(
-        next(plan for plan in Planner(request(fix=""), planner.simulator).space.plans() if plan.flags == flags[1])
+        next(plan for plan in Planner(request(fix=""), planner.simulator).plans() if plan.flags == flags[1])
     )
     assert found.memory_bytes <= limit << 20
 

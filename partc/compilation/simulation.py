@@ -219,8 +219,9 @@ class Simulator:
         def apart(program: Program) -> Program:
             return replace(program, mesh=cut.mesh, microbatches=cut.microbatches)
 
+        level = max(1, options.zero)  # tables do not tell 0 from 1
         tabled = self._once(
-            ("tables", *shape, mesh, options.microbatches, options.zero, plan.optimizer),
+            ("tables", *shape, mesh, options.microbatches, level, plan.optimizer),
             lambda: _only(("tables",), replace(laid, mesh=mesh, microbatches=options.microbatches), given),
         )
         cuts: dict[str, Cut] = {}

@@ -14,32 +14,39 @@ up what the simulator takes for each call (`tables`), in closed form, or along t
 - A rank holds its parameters, gradients and optimizer states, and the values that its microbatches in flight saved,
   besides those inside the largest call.
 
-Communication that these leave out only delays a step, and no memory that they leave out is negative.
+Plans whose stages are still to be fitted have the first two bounds, with the quickest stages and ways of recomputing.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
 
 from partc.compilation.plan import ParallelPlan
 from partc.cost.flops import StepFlops, model_work
 from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
-from partc.ir.mesh import PIPELINE_AXIS, TENSOR_AXIS
+from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, Action, Parameter, Program
 from partc.passes.stages import staged
-from partc.planner.space import Family, expert_parts, inside, sizes_of, stages_of
+from partc.planner.space import FITTED, Family, expert_parts, inside, sizes_of, stages_of
+from partc.planner.stage_fitting import StageNeeds, between, cuttable, fit, largest, only, slowest
 from partc.planner.tables import LOOKUP, Axes, CallTable, RoomTable, ShareTable, Sums, Tables
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
+from partc.schedules.per_stage import expanded, shortened, stage_kinds
 from partc.sharding.placements import expert_weights
 
 Cuts = Sequence[tuple[int, int]]
+_Table = TypeVar("_Table")
 
 _LEAST = 1 - 1e-6  # of seconds whose parts are of rounded numbers of bytes
 _MOST_FLIGHT = 4  # rounds of a pipeline after which no more microbatches are in flight than before
@@ -109,7 +116,8 @@ class Bounds:
             stage = self._bytes // sizes[TENSOR_AXIS] + self._experts // expert_parts(plan)
             held = stage // sizes[PIPELINE_AXIS]
         else:  # tables may be cut by rows over dp, so that nothing is said here of whole parameters under ZeRO
-            held = (self._bytes + self._experts) // ranks
+            copies = sizes[BATCH_AXIS] // plan.span if plan.span else 1
+            held = (self._bytes + self._experts) * copies // ranks
         product = self._product * sizes[PIPELINE_AXIS] // (ranks * plan.microbatches * plan.loss_chunks)
         least = self.resident(plan, max((2 + self.states) * held, product))
         again = plan.recompute == "full" and stages_of(plan) <= self._calls
@@ -122,6 +130,50 @@ class Bounds:
         work = self._flops
         seconds = work.products / self.peak + work.attention / self.attention
         return seconds + again * (work.products_again / self.peak + work.attention_again / self.attention)
+
+    def fitted(self, plan: ParallelPlan, limit: int) -> ParallelPlan | None:
+        """The plan with stages that suit it, on ranks that hold at most `limit` bytes; None if none do, or if they are
+        balanced and recompute alike: that is another plan.
+        """
+        if plan.stage_calls != FITTED:
+            return plan
+        ways = plan.recompute.split("|")
+        even = [_alike(plan, way) for way in ways]
+        shares, rooms = self.tables.shares(even[0]), [*map(self.tables.room, even)]
+        if shares is None or None in rooms:
+            return None
+        stages = self._stages(even[0])
+        needs = StageNeeds(
+            held=between(shares.held),
+            saved=np.stack([between(each.saved) for each in rooms if each is not None]),
+            inside=np.stack([largest(stages.inside_calls(each, shares)) for each in rooms if each is not None]),
+        )
+        room = bisect_right(range(limit + 1), limit, key=lambda tensors: self.resident(plan, tensors)) - 1
+        rows = self._in_flight(plan.schedule, stages.ranks, len(stages.places), plan.microbatches)
+        allowed, places = needs.allowed(stages.cuts, stages.at, rows, room), self.tables.places(even[0])
+        if len(stages.places) > stages.ranks:
+            allowed = [only(each, cut) for each, cut in zip(allowed, stages.cuts, strict=True)]
+        if fit(cuttable(np.zeros(needs.saved.shape), places), allowed) is None:
+            return None
+        calls = [*map(self.tables.calls, even)]
+        seconds = [self._step(stages, each, shares) for each in calls if each is not None]
+        found = fit(cuttable(np.stack(seconds), places), allowed) if None not in calls else None
+        if found is None:
+            return None
+        ends, chosen = [end for end, _ in found], [ways[way] for _, way in found]
+        balanced, alike = ends == [end for _, end in stages.cuts], len(set(chosen)) == 1
+        if balanced and alike:
+            return None
+        numbers = shortened((end - start for start, end in pairwise((0, *ends))), ",")
+        kinds = chosen[0] if alike else shortened(chosen, "/")
+        return replace(plan, stage_calls=None if balanced else numbers, recompute=kinds)
+
+    def _step(self, stages: Stages, calls: CallTable, shares: ShareTable) -> Any:
+        """The seconds of a step of the calls from each start to each end, without waits."""
+        backward = np.add(calls.inputs, calls.weights) if stages.halved else calls.backward
+        update = self.tables.rates.update(UPDATE * shares.updated[-1]) / (shares.updated[-1] or 1)
+        each = stages.plan.microbatches * np.add(calls.forward, backward) + update * np.array(shares.updated)
+        return between(each.tolist())
 
     def of_family(self, family: Family, known: Bound, limit: float = math.inf) -> Bound:
         """The bound of all plans of a family that hold at most `limit` bytes, or `known`."""
@@ -137,45 +189,66 @@ class Bounds:
         last one, gradients return through these stages. 0 if they are not known.
         """
         key = plan.mesh, plan.experts, plan.recompute, plan.loss_chunks
-        way = *key, plan.schedule, plan.virtual_stages, plan.microbatches
+        way = *key, plan.stage_calls, plan.schedule, plan.virtual_stages, plan.microbatches
         if way not in self._least:
-            work = self._work(plan, key)
-            stages = None if work is None else self._stages(work.plan, plan)
-            self._least[way] = _LEAST * work.seconds(stages, plan.microbatches) if work and stages else 0.0
+            self._least[way] = _LEAST * self._slowest(plan, key)
         return self._least[way]
 
+    def _slowest(self, plan: ParallelPlan, key: tuple[object, ...]) -> float:
+        if plan.stage_calls not in (None, FITTED):
+            return 0.0
+        work = self._work(plan, key)
+        if work is None:
+            return 0.0
+        stages = self._stages(_alike(plan))
+        if plan.stage_calls is None or len(stages.places) > stages.ranks:
+            return work.seconds(stages, plan.microbatches)
+        alone = cuttable(work.alone(plan.microbatches, halved=stages.halved), self.tables.places(_alike(plan)))
+        return slowest([alone] * stages.ranks)
+
     def _work(self, plan: ParallelPlan, key: tuple[object, ...]) -> Work | None:
-        """The work of a rank's whole local batch as one microbatch, without lookups; None if it is not known."""
+        """The work of a rank's whole local batch as one microbatch, without lookups; None if it is not known.
+
+        Of several ways of recomputing, each call has the quickest; full recomputation makes again all that others make.
+        """
         bodies = self.tables.bodies
         key = plan.microbatches if not bodies.everywhere else plan.microbatches > 1, *key
         if key not in self._works:
-            whole = replace(plan, zero=0, schedule="1f1b", virtual_stages=None)
-            alike = bodies.shared(plan) is not None
-            calls = self.filled_tiles.calls_at_once(whole) if alike else None
-            looked_up = self.filled_tiles.looked_up(whole) if calls is not None else ()
-            self._works[key] = None if calls is None else Work.of(whole, calls, looked_up)
+            ways = plan.recompute.split("|")
+            quick = [_alike(plan, way) for way in ways if way != "full" or len(ways) == 1]
+            whole = [replace(each, zero=0, schedule="1f1b", virtual_stages=None) for each in quick]
+            alike = all(bodies.shared(each) is not None for each in quick)
+            calls = [found for each in whole if alike and (found := self.filled_tiles.calls_at_once(each)) is not None]
+            known = len(calls) == len(whole)
+            self._works[key] = Work.of(calls, self.filled_tiles.looked_up(whole[0])) if known else None
         return self._works[key]
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
         """The bound with the bytes of tables, where these are known to hold for the plan, or `known`."""
         names = plan.recompute, plan.zero, plan.schedule, plan.virtual_stages, plan.microbatches, plan.loss_chunks
-        key: tuple[object, ...] = (*names, *sizes_of(plan).values(), plan.experts, inside(plan))  # not the links
+        key: tuple[object, ...] = (
+            *names,
+            plan.stage_calls,
+            *sizes_of(plan).values(),
+            plan.experts,
+            inside(plan),
+        )  # not the links
         if key not in self._bytes_of:
             self._bytes_of[key] = self._filled(plan)
         return replace(known, bytes=max(known.bytes, self._bytes_of[key]))
 
     def _filled(self, plan: ParallelPlan) -> int:
-        room, shares = self.tables.room(plan), self.tables.shares(plan)
-        if room is None or shares is None:
+        rooms, shares = self._by_stage(plan, self.tables.room), self.tables.shares(_alike(plan))
+        if rooms is None or shares is None:
             return 0
-        stages = self._stages(plan, plan)
+        stages = self._stages(plan)
         rows = self._in_flight(plan.schedule, stages.ranks, len(stages.places), plan.microbatches)
-        saved = [room.saved[end] - room.saved[start] for start, end in stages.cuts]
+        saved = [room.saved[end] - room.saved[start] for room, (start, end) in zip(rooms, stages.cuts, strict=True)]
         least = 0
         for place in range(stages.ranks):
             flight = max((sum(count * saved[stage] for stage, count in mix) for mix in rows[place]), default=0)
             held = int(stages.of_place(shares.held, place))
-            least = max(least, held + int(flight) + stages.inside(place, room, shares))
+            least = max(least, held + int(flight) + stages.inside(place, rooms, shares))
         return self.resident(plan, least)
 
     def summed(self, plan: ParallelPlan, known: Bound) -> Bound:
@@ -194,17 +267,25 @@ class Bounds:
         return replace(known, seconds=max(known.seconds, timed.scheduled()))
 
     def _timed(self, plan: ParallelPlan) -> TimedStages | None:
-        calls, shares = self.tables.calls(plan), self.tables.shares(plan)
+        calls, shares = self._by_stage(plan, self.tables.calls), self.tables.shares(_alike(plan))
         if calls is None or shares is None:
             return None
-        return TimedStages(stages=self._stages(plan, plan), calls=calls, shares=shares, tables=self.tables)
+        return TimedStages(stages=self._stages(plan), calls=calls, shares=shares, tables=self.tables)
 
-    def _stages(self, body: ParallelPlan, plan: ParallelPlan) -> Stages:
-        """The stages of a plan, which cut the calls of a `body`."""
+    def _stages(self, plan: ParallelPlan) -> Stages:
         kind, ranks = SCHEDULES[plan.schedule], sizes_of(plan)[PIPELINE_AXIS]
-        each = plan.virtual_stages or kind.stages_per_rank if ranks > 1 else 1
-        places = stage_ranks(kind, ranks, ranks * each)
-        return Stages(plan=plan, ranks=ranks, places=places, cuts=self.tables.cuts(body, len(places)))
+        places = stage_ranks(kind, ranks, stages_of(plan))
+        if plan.stage_calls is None:
+            cuts: Cuts = self.tables.cuts(_alike(plan), len(places))
+        else:
+            cuts = tuple(pairwise(accumulate(map(int, expanded(plan.stage_calls, ",")), initial=0)))
+        return Stages(plan=plan, ranks=ranks, places=places, cuts=cuts)
+
+    def _by_stage(self, plan: ParallelPlan, table: Callable[[ParallelPlan], _Table | None]) -> Sequence[_Table] | None:
+        """The table of each stage, for its way of recomputing; None if one is not known."""
+        kinds = stage_kinds(plan.recompute)
+        found = [each for each in (table(_alike(plan, kind)) for kind in kinds) if each is not None]
+        return None if len(found) < len(kinds) else found * stages_of(plan) if len(found) == 1 else found
 
     def kept(self, plan: ParallelPlan, size: int, spread: int) -> int:
         """The bytes of parameters, gradients and states, if parameters that `spread` ranks share have `size` bytes."""
@@ -234,38 +315,49 @@ class Bounds:
 class Work:
     """The least seconds of the calls of a whole batch, as sums over the calls before each."""
 
-    plan: ParallelPlan
     forward: Sums
-    sent: Sums  # backward passes until their gradients are sent
-    inputs: Sums  # first halves of backward passes
     backward: Sums  # whole backward passes
+    first: Mapping[bool, Sums]  # their parts until gradients are sent; True: in halves
+    left: Mapping[bool, Sums]  # at most, after these parts
 
     @classmethod
-    def of(cls, plan: ParallelPlan, calls: CallTable, without: Collection[int]) -> Work:
-        rows = []
-        for index in range(len(calls.forward) - 1):
-            columns = calls.forward, calls.backward, calls.inputs, calls.weights, calls.sent, calls.rest
-            forward, backward, inputs, weights, sent, rest = (each[index + 1] - each[index] for each in columns)
-            least = min(backward, inputs + weights, sent + rest)
-            row = forward, min(sent, least), min(inputs, least), least
-            rows.append((0.0,) * len(row) if index in without else row)
-        sums = [tuple(accumulate(column, initial=0.0)) for column in zip(*rows, strict=True)]
-        return cls(plan=plan, forward=sums[0], sent=sums[1], inputs=sums[2], backward=sums[3])
+    def of(cls, tables: Sequence[CallTable], without: Collection[int]) -> Work:
+        """The work of calls, each with the quickest of several tables."""
+        each = [np.array([cls._rows(table, index) for index in range(len(table.forward) - 1)]) for table in tables]
+        rows = np.stack(each)
+        least, most = rows.min(axis=0), (rows[..., 1:2] - rows[..., 2:]).max(axis=0)
+        found = np.concatenate([least, most], axis=1)
+        found[[*without]] = 0.0
+        forward, backward, sent, inputs, rest, weights = (
+            tuple(accumulate(column, initial=0.0)) for column in found.T.tolist()
+        )
+        return cls(
+            forward=forward, backward=backward, first={False: sent, True: inputs}, left={False: rest, True: weights}
+        )
+
+    @staticmethod
+    def _rows(table: CallTable, index: int) -> tuple[float, ...]:
+        columns = table.forward, table.backward, table.inputs, table.weights, table.sent, table.rest
+        forward, backward, inputs, weights, sent, rest = (each[index + 1] - each[index] for each in columns)
+        least = min(backward, inputs + weights, sent + rest)
+        return forward, least, min(sent, least), min(inputs, least)
 
     def seconds(self, stages: Stages, microbatches: int) -> float:
         """The least seconds of a step; a part of the batch takes no less than its share."""
-        least, first_pass = 0.0, self.inputs if stages.halved else self.sent
+        least, first, left = 0.0, self.first[stages.halved], self.left[stages.halved]
         for place, here in enumerate(stages.at):
-            forward, first, backward = (
-                stages.of_place(sums, place) for sums in (self.forward, first_pass, self.backward)
-            )
+            work = stages.of_place(self.forward, place) + stages.of_place(self.backward, place)
             start, end = stages.cuts[here[0]]
-            fill, drain = self.forward[start] / microbatches, first_pass[start] / microbatches
-            left = backward - first  # that may run beside the drain
-            if not stages.halved:
-                left = (self.backward[end] - self.backward[start] - first_pass[end] + first_pass[start]) / microbatches
-            least = max(least, fill + forward + backward + max(0.0, drain - left))
+            fill, drain = self.forward[start] / microbatches, first[start] / microbatches
+            beside = stages.of_place(left, place) if stages.halved else (left[end] - left[start]) / microbatches
+            least = max(least, fill + work + max(0.0, drain - beside))
         return least
+
+    def alone(self, microbatches: int, *, halved: bool) -> Any:
+        """The same of a rank with one stage, from each start to each end."""
+        fill, drain = (np.array(sums)[:, np.newaxis] / microbatches for sums in (self.forward, self.first[halved]))
+        beside = between(self.left[halved]) / (1 if halved else microbatches)
+        return fill + between(self.forward) + between(self.backward) + np.maximum(0.0, drain - beside)
 
 
 def _tables(program: Program) -> Iterator[str]:
@@ -304,6 +396,12 @@ def expert_parameters(program: Program) -> Iterator[str]:
         yield from (name for value, name in zip(region.params, call.params, strict=True) if value.name in weights)
 
 
+def _alike(plan: ParallelPlan, way: str = "") -> ParallelPlan:
+    """The plan with balanced stages, all of which recompute in one way, by default that of the first."""
+    way = way or stage_kinds(plan.recompute.partition("|")[0])[0]
+    return plan if (plan.stage_calls, plan.recompute) == (None, way) else replace(plan, stage_calls=None, recompute=way)
+
+
 def _item(parameter: Parameter) -> int:
     return ITEMSIZE[parameter.type.dtype] if parameter.type.dtype in FLOATING else 0
 
@@ -337,18 +435,25 @@ class Stages:
     def of_place(self, sums: Sums, place: int) -> float:
         return sum(sums[end] - sums[start] for start, end in (self.cuts[stage] for stage in self.at[place]))
 
-    def inside(self, place: int, room: RoomTable, shares: ShareTable) -> int:
+    def inside(self, place: int, rooms: Sequence[RoomTable], shares: ShareTable) -> int:
         """The most bytes inside a call of a rank, besides saved values."""
         most = 0
         for stage in self.at[place]:
             start, end = self.cuts[stage]
-            last = {room.names[index]: index for index in range(start, end)}
+            last = {rooms[stage].names[index]: index for index in range(start, end)}
             for index in last.values():
-                forward, whole, halves = room.alive[index]
+                forward, whole, halves = rooms[stage].alive[index]
                 gathered, scattered = shares.around[index]
                 backward = halves if self.halved else min(whole, halves) if self.sends(stage) else whole
                 most = max(most, 2 * gathered + max(forward, backward + scattered))
         return most
+
+    def inside_calls(self, room: RoomTable, shares: ShareTable) -> Sequence[int]:
+        """The bytes inside each call, on a stage that does not send its gradients before the rest."""
+        found = []
+        for (forward, whole, halves), (gathered, scattered) in zip(room.alive, shares.around, strict=True):
+            found.append(2 * gathered + max(forward, (halves if self.halved else whole) + scattered))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,16 +461,15 @@ class TimedStages:
     """The seconds of a plan's stages."""
 
     stages: Stages
-    calls: CallTable
+    calls: Sequence[CallTable]  # by stage
     shares: ShareTable
     tables: Tables
 
     @cached_property
     def durations(self) -> Sequence[Durations]:
         """The durations of each stage's actions; I and W are the parts before and after gradients are sent."""
-        calls = self.calls
         found = []
-        for stage, (start, end) in enumerate(self.stages.cuts):
+        for stage, (calls, (start, end)) in enumerate(zip(self.calls, self.stages.cuts, strict=True)):
             whole = calls.backward[end] - calls.backward[start]
             inputs, weights = whole, 0.0
             if self.stages.halved:
@@ -389,7 +493,7 @@ class TimedStages:
             return math.inf
         if self.stages.places[stage] == self.stages.places[stage - 1]:
             return 0.0
-        size = self.calls.crossing[self.stages.cuts[stage][0]]
+        size = self.calls[stage].crossing[self.stages.cuts[stage][0]]
         return self.tables.transfer(self.stages.plan, self.stages.places[stage - 1], self.stages.places[stage], size)
 
     def sums(self, stages: Iterable[int]) -> float:
@@ -422,14 +526,14 @@ class TimedStages:
         It waits for the stage's updated parameters, which are gathered in order. A call that communicates over the same
         axes waits for all of the rank.
         """
-        found, forward = dict.fromkeys(self.stages.at[place], 0.0), self.calls.forward
+        found = dict.fromkeys(self.stages.at[place], 0.0)
         for axes, sums in self.shares.refreshed.items():
             every, done = self.stages.of_place(sums, place), 0.0
             for stage in found:
-                start, end = self.stages.cuts[stage]
+                (start, end), forward = self.stages.cuts[stage], self.calls[stage].forward
                 done += sums[end] - sums[start]
                 last = next((index for index in reversed(range(start, end)) if sums[index + 1] > sums[index]), None)
-                meets = next((index for index in range(start, end) if axes in self.calls.meeting[index]), None)
+                meets = next((index for index in range(start, end) if axes in self.calls[stage].meeting[index]), None)
                 if last is not None:
                     found[stage] = max(found[stage], done + forward[end] - forward[last])
                 if meets is not None:
@@ -451,7 +555,8 @@ class TimedStages:
         drain = hops + sum(each.inputs for each in before)
         ahead = times * sum(each.forward + each.inputs for each in own)
         work = times * sum(each.forward + each.backward for each in own)
-        free = times * self.stages.of_place(self.calls.moving, place) + fill + drain
+        ends = ((self.calls[stage].moving, *self.stages.cuts[stage]) for stage in here)
+        free = times * sum(moving[end] - moving[start] for moving, start, end in ends) + fill + drain
         moved = times * self.moved(place)
         summed = self.sums(here)
         slowed = self.tables.rates.slowdown * max(0.0, min(max(moved, summed), work) - free)

@@ -34,7 +34,8 @@ class RegionBodies:
         if plan.recompute not in RECOMPUTE:
             return None
         sizes, stages = sizes_of(plan), stages_of(plan)
-        options = plan.microbatches, plan.zero, plan.loss_chunks, max(stages, self.calls)
+        level = max(1, plan.level)  # tables do not tell 0 from 1
+        options = plan.microbatches, level, plan.loss_chunks, max(stages, self.calls)
         key: tuple[object, ...] = (*sizes.values(), inside(plan), plan.experts, *options)
         if key not in self._shared:
             self._shared[key] = self._made(plan)

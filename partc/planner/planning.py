@@ -25,8 +25,9 @@ from partc.planner.bounds import Bounds, expert_count
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
-from partc.planner.space import NODE, Family, Fixed, Space, fixed, inside, mesh_of, sizes_of, stages_of
+from partc.planner.space import FITTED, NODE, Family, Fixed, Space, fixed, inside, mesh_of, sizes_of, stages_of
 from partc.planner.tables import Tables
+from partc.schedules.per_stage import stage_kinds
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 LONG = 16_384  # tokens of a sequence from which cutting it is tried
@@ -252,6 +253,9 @@ class Planner:
 
     def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
         """The measure by which plans are tried: those that probably fit, by their estimated seconds."""
+        if plan.stage_calls is not None:  # stages recompute as little as fits
+            ways = plan.recompute.split("|") if plan.stage_calls == FITTED else stage_kinds(plan.recompute)
+            return min(self._hope(replace(plan, stage_calls=None, recompute=way)) for way in ways)
         decided = plan.microbatches, plan.schedule, plan.virtual_stages, plan.zero, plan.recompute, plan.loss_chunks
         key: tuple[object, ...] = (
             *sizes_of(plan).values(),
@@ -287,6 +291,13 @@ class Planner:
         except PartcError as error:
             return Failure(error=f"{error.code}: {error.cause}")
 
+    def plans(self, limit: int | None = None) -> Iterator[ParallelPlan]:
+        """The plans of the space, with the stages that suit ranks of at most `limit` bytes."""
+        for plan in self.space.plans():
+            found = self.bounds.fitted(plan, self.request.limit if limit is None else limit)
+            if found is not None:
+                yield found
+
     def choice(
         self,
         *,
@@ -301,6 +312,7 @@ class Planner:
             self.predicted,
             self.bounds,
             settled=self._settled if self._everywhere else None,
+            fitted=lambda plan: self.bounds.fitted(plan, request.limit),
             limit=request.limit,
             starts=self._starts(),
             near=self._near,

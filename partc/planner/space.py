@@ -28,12 +28,15 @@ from partc.ir.mesh import (
     is_tensor_axis,
 )
 from partc.schedules import SCHEDULES
+from partc.schedules.per_stage import expanded, stage_kinds
 
 AXES = (PIPELINE_AXIS, BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 DECISIONS = (
     *AXES, EXPERT_AXIS, "experts", "order", "microbatches", "schedule", "virtual_stages", "zero", "recompute",
-    "loss_chunks",
+    "loss_chunks", "stage_calls",
 )  # fmt: skip
+BALANCED = "balanced"  # stages of equal work in floating-point operations
+FITTED = "fitted"  # stages of equal predicted seconds, which recompute as memory demands; chosen when they are compared
 NODE = "node"  # as a span of ZeRO: the neighbours in dp that share a node
 MOST_VIRTUAL = 8  # stages on each pipeline rank
 # GPipe takes as long as 1F1B and holds more, so that it is only tried where it is asked for.
@@ -44,7 +47,7 @@ Fixed = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The plans of a mesh with its experts, a way of recomputing and a number of loss chunks."""
+    """The plans of a mesh with its experts, a way of recomputing and of cutting stages, and a number of loss chunks."""
 
     base: ParallelPlan
     microbatches: tuple[int, ...]
@@ -64,6 +67,7 @@ class Family:
                     microbatches=count,
                     schedule=schedule,
                     virtual_stages=virtual,
+                    stage_calls=base.stage_calls,
                     zero=int(level) if level.isdecimal() else level,
                     recompute=base.recompute,
                     loss_chunks=base.loss_chunks,
@@ -144,23 +148,36 @@ class Space:
             "zero": (self._level(plan),),
             "recompute": (plan.recompute,),
             "loss_chunks": (str(plan.loss_chunks),),
+            "stage_calls": (self._stage_calls(plan),),
         }
+        if self._stage_calls(plan) == FITTED:
+            del chosen["recompute"]
         if kind.placement == "loop" and sizes[PIPELINE_AXIS] > 1:
             chosen["virtual_stages"] = (str(each),)
         if plan.experts is not None:
             chosen["experts"] = ("-".join(experts_of(plan)[1]),)
         axes = (*itertools.combinations(AXES, 2), (BATCH_AXIS, PIPELINE_AXIS, "microbatches"))
-        single = (("zero",), ("recompute",), ("microbatches",), ("schedule", "virtual_stages"), ("loss_chunks",))
+        single = (
+            *(("zero",), ("recompute", "stage_calls"), ("microbatches",), ("schedule", "virtual_stages")),
+            ("loss_chunks",),
+        )
         ranks = ((EXPERT_AXIS, "experts"), ("order",), *((*names, "order", "experts") for names in axes))
         for free in (*single, *ranks):
             kept = {name: values for name, values in chosen.items() if name not in free and self._has(name, values[0])}
             allowed = {name: values for name, values in self.fixed.items() if name not in kept}
             yield from replace(self, fixed=kept | allowed)._plans()
 
+    def _stage_calls(self, plan: ParallelPlan) -> str:
+        """The value of the decision that gives the plan's stages."""
+        given = (plan.stage_calls or BALANCED).replace(",", "-")
+        return given if given == BALANCED or given in self.fixed.get("stage_calls", ()) else FITTED
+
     def _level(self, plan: ParallelPlan) -> str:
-        """The value of ZeRO that gives the plan's."""
-        by_node = f"{plan.level}@{NODE}"
-        return by_node if plan.span and by_node in self._allowed("zero", self._zero) else str(plan.zero)
+        """The value of ZeRO that gives the plan's; a span is a node's wherever it can be."""
+        sizes, order = sizes_of(plan), Mesh.parse(plan.mesh).names
+        of_node = plan.span and plan.span == self._in_node(sizes, order)
+        text = f"{plan.level}@{NODE}" if of_node else str(plan.zero)
+        return text if text in self.fixed.get("zero", (text,)) else str(plan.zero)
 
     def _has(self, name: str, value: str) -> bool:
         """Whether the space has a plan's value also where the mesh leaves a choice, as one rank of an axis does not."""
@@ -173,19 +190,25 @@ class Space:
     def _families(self) -> Iterator[Family]:
         for sizes in self._factors():
             counts, schedules = tuple(self._microbatches(sizes)), tuple(self._schedules(sizes[PIPELINE_AXIS]))
-            uses = [*itertools.product(self._allowed("recompute", RECOMPUTE), self._allowed("loss_chunks", ("1",)))]
-            if not counts or not schedules:
+            stages = tuple(self._stages(sizes[PIPELINE_AXIS], schedules))
+            uses = [*itertools.product(stages, self._allowed("loss_chunks", ("1",)))]
+            if not counts or not stages:
                 continue
             for order in self._orders(sizes):
                 mesh = ",".join(f"{name}={sizes[name]}" for name in order)
                 for experts in self._experts(sizes, order):
                     if not (levels := self._levels(sizes, order, experts)):
                         continue
-                    for recompute, chunks in uses:
+                    for (recompute, cut, suited), chunks in uses:
                         base = replace(
-                            self.base, mesh=mesh, experts=experts, recompute=recompute, loss_chunks=int(chunks)
+                            self.base,
+                            mesh=mesh,
+                            experts=experts,
+                            recompute=recompute,
+                            stage_calls=cut,
+                            loss_chunks=int(chunks),
                         )
-                        yield Family(base=base, microbatches=counts, schedules=schedules, levels=levels)
+                        yield Family(base=base, microbatches=counts, schedules=suited, levels=levels)
 
     def _levels(self, sizes: Mapping[str, int], order: Sequence[str], experts: str | None) -> tuple[str, ...]:
         """ZeRO's levels over all ranks that hold weights whole, and over some neighbours in dp (`3@8`)."""
@@ -193,7 +216,8 @@ class Space:
         if dp * sizes[CONTEXT_AXIS] == 1:
             return ("0",)
         found = []
-        for text in self._allowed("zero", self._zero):
+        spans = (f"{level}@{ranks}" for level in range(1, 4) for ranks in divisors(dp)[1:-1])
+        for text in self._allowed("zero", (*map(str, range(4)), *spans)):
             level, _, span = text.partition("@")
             ranks = self._in_node(sizes, order) if span == NODE else int(span or dp)
             if ranks == dp and span != NODE:
@@ -201,12 +225,6 @@ class Space:
             elif experts is None and ranks and dp % ranks == 0:
                 found.append(f"{level}@{ranks}")
         return tuple(dict.fromkeys(found))
-
-    @property
-    def _zero(self) -> tuple[str, ...]:
-        """ZeRO's levels, and those whose parts are spread over a node alone, where there are several."""
-        levels = tuple(map(str, range(4)))
-        return (*levels, *(f"{level}@{NODE}" for level in levels[1:])) if self.nodes > 1 else levels
 
     def _in_node(self, sizes: Mapping[str, int], order: Sequence[str]) -> int:
         """The neighbours in dp that share a node; 0 if dp has no further ones, or a rank has none."""
@@ -293,6 +311,24 @@ class Space:
                 if each * ranks <= self.calls and self._is_allowed("virtual_stages", each):
                     yield name, None if each == kind.stages_per_rank else each
 
+    def _stages(
+        self, ranks: int, schedules: Sequence[tuple[str, int | None]]
+    ) -> Iterator[tuple[str, str | None, tuple[tuple[str, int | None], ...]]]:
+        """The ways of recomputing with those of cutting stages, and the schedules with as many stages."""
+        kinds = self._allowed("recompute", RECOMPUTE)
+        for given in self._allowed("stage_calls", (BALANCED, FITTED)) if ranks > 1 else (BALANCED,):
+            if given == FITTED:
+                ways = [kind for kind in kinds if kind in RECOMPUTE]
+                if ways and schedules:
+                    yield "|".join(ways), FITTED, tuple(schedules)
+                continue
+            cut = None if given == BALANCED else given.replace("-", ",")
+            for kind in kinds:
+                numbers = {len(expanded(cut, ",")) if cut else 1, len(stage_kinds(kind))} - {1}
+                suited = tuple(each for each in schedules if numbers <= {_stage_count(ranks, *each)})
+                if suited:
+                    yield kind, cut, suited
+
     def _allowed(self, name: str, values: Sequence[str]) -> tuple[str, ...]:
         """The values of a decision: those that are fixed, which may be others than those tried by default."""
         given = self.fixed.get(name)
@@ -344,7 +380,9 @@ def _suits(name: str, value: str) -> bool:
     if name == "schedule":
         return value in SCHEDULES
     if name == "recompute":
-        return value in RECOMPUTE or parse_bytes(value) is not None
+        return parse_bytes(value) is not None or set(stage_kinds(value)) <= {*RECOMPUTE}
+    if name == "stage_calls":
+        return value in (BALANCED, FITTED) or re.fullmatch("[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})+", value) is not None
     if name == "zero":
         return re.fullmatch(f"[0-3]|[1-3]@({NODE}|[2-9]|[1-9][0-9]{{1,6}})", value) is not None
     if name in ("order", "experts"):
@@ -372,8 +410,11 @@ def expert_parts(plan: ParallelPlan) -> int:
 
 def stages_of(plan: ParallelPlan) -> int:
     """The number of pipeline stages of a plan."""
-    ranks = sizes_of(plan)[PIPELINE_AXIS]
-    return ranks * (plan.virtual_stages or SCHEDULES[plan.schedule].stages_per_rank) if ranks > 1 else 1
+    return _stage_count(sizes_of(plan)[PIPELINE_AXIS], plan.schedule, plan.virtual_stages)
+
+
+def _stage_count(ranks: int, schedule: str, virtual: int | None) -> int:
+    return ranks * (virtual or SCHEDULES[schedule].stages_per_rank) if ranks > 1 else 1
 
 
 def mesh_of(plan: ParallelPlan) -> Mesh:

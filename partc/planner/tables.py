@@ -180,6 +180,12 @@ class Tables:
         assert found is not None
         return self._facts_of(*found).cuts(count)
 
+    def places(self, plan: ParallelPlan) -> tuple[int, ...]:
+        """The places between calls where stages may begin and end."""
+        found = self.bodies.shared(plan)
+        assert found is not None
+        return (0, *(end for _, end in self._facts_of(*found).runs))
+
     def looked_up(self, plan: ParallelPlan) -> Collection[int]:
         """The positions of calls that look up embeddings. Their exchanges depend on the size of the local batch."""
         found = self.bodies.shared(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from partc.ir.layout import Layout
 from partc.ir.program import FLOATING, ITEMSIZE, TensorType
@@ -24,6 +24,7 @@ class Costs:
 
     lookups: Lookups
     zero: int
+    _known: dict[tuple[Slot, str, Cut], int] = field(default_factory=dict)
 
     def moved(self, name: str, cut: Cut) -> float:
         """The bytes that a rank sends in a step to exchange ids and vectors."""
@@ -37,6 +38,12 @@ class Costs:
 
     def _gathered(self, slot: Slot, lookup: Lookup, cut: Cut) -> int:
         """The bytes that a rank sends in a microbatch if all ranks look up all ids."""
+        key = slot, lookup.op.result.name, cut
+        if key not in self._known:
+            self._known[key] = self._to_all(slot, lookup, cut)
+        return self._known[key]
+
+    def _to_all(self, slot: Slot, lookup: Lookup, cut: Cut) -> int:
         total, types = 0, dict(self.lookups.types[slot[0]])
         types[slot[1]] = cut_type(types[slot[1]], cut, self.lookups.sizes)
         ops = self.lookups.recuts(slot, lookup, cut)

@@ -225,7 +225,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "A package repeats in every step the operations that were traced once. Attributes and globals that forward "
         "changes, clocks, and numbers of Python's or NumPy's random modules would keep their first values; "
         "parameters, buffers or requires_grad that forward changes would not change. Changes that do not affect the "
-        "computation are allowed, such as a counter for a log, or a table that is filled once. Keep state in a "
+        "computation are allowed, such as a counter for a log, or a table of constants that is filled once. A buffer "
+        "may get another tensor of its shape, but not the memory of a weight or of another buffer. Keep state in a "
         "registered buffer, update it by tensor operations, and draw with torch.rand or dropout.",
     ),
     "P0231": CodeExplanation(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import partc
 from partc.errors import PartcError
 from partc.frontend.trace import trace_model
 from partc.ir.interpreter import evaluate_program
@@ -259,6 +260,28 @@ def test_changes_equal_eager_ones(run: Forward) -> None:
     for name, value in model.named_parameters():
         mine, theirs = (torch.zeros_like(value) if x.grad is None else x.grad for x in (weights[name], value))
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+class Swapping(nn.Module):
+    """Buffers in whose places forward puts each other, and what another one was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 3)
+        for name, value in (("one", 1.0), ("other", 2.0), ("older", 3.0)):
+            self.register_buffer(name, torch.full((3,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x) + self.one - self.older
+        self.older = self.other
+        self.one, self.other = self.other + 1, self.one
+        self.other.mul_(0.5)
+        return h.square().mean()
+
+
+def test_buffers_change_places() -> None:
+    torch.manual_seed(0)
+    assert partc.compile(Swapping(), {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64").verify(steps=3).ok
 
 
 def past_the_gradient(m: Any, x: Tensor) -> Tensor:

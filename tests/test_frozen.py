@@ -41,6 +41,12 @@ class Inner(nn.Module):
         self.drop = nn.Dropout(0.1)
         self.n, self.items, self.known, self.last, self.cache, self.first = 0, [], {}, None, None, True
         self.other = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("age", torch.zeros((), dtype=torch.long))
+        self.register_buffer("late", None)
+        self.register_buffer("hidden", None, persistent=False)
+        self.register_buffer("again", self.mean)
+        self.register_buffer("hollow", torch.zeros(6))
 
     def forward(self, x):
 """
@@ -78,6 +84,16 @@ WRONG = {
     "training": "y = self.drop(self.up(x))\nself.eval()\nreturn y",
     "manual_seed": "torch.manual_seed(3)\nreturn self.drop(self.up(x))",
     "parameter": "self.more = nn.Parameter(torch.ones(6))\nreturn self.up(x) * self.more",
+    "first value": "x = self.up(x)\nself.last = x.detach().mean(0) if self.last is None else self.last\nreturn x - self.last",
+    "first buffer": "x = self.up(x)\nself.hidden = x.detach() if self.hidden is None else self.hidden\nreturn x - self.hidden",
+    "more than a cache": "if self.cache is None:\n    self.cache = torch.arange(6.0)\n    x = x * 2\nreturn self.up(x) * self.cache",
+    "counter of a buffer": "self.n += 1\nx = self.up(x)\nself.age.mul_(self.n)\nreturn x",
+    "buffer at last": "self.late = torch.ones(6)\nreturn self.up(x)",
+    "no buffer": "y = self.up(x) * self.mean\nself.mean = None\nreturn y",
+    "dtype of a buffer": "self.age = self.age + 0.5\nreturn self.up(x)",
+    "one of two names": "self.mean = self.up(x).detach().mean(0)\nreturn self.up(x)",
+    "memory of a buffer": "self.hollow = self.mean\nself.mean.add_(x.mean())\nreturn self.up(x)",
+    "memory of a weight": "self.mean = self.again = self.up.bias.data\nreturn self.up(x)",
     "module": "self.extra = nn.Tanh()\nreturn self.extra(self.up(x))",
 }
 RIGHT = {
@@ -86,6 +102,10 @@ RIGHT = {
     "global log": "LOG.append(1)\nreturn self.up(x)",
     "clock for a log": "start = time.time()\ny = self.up(x)\nself.n = time.time() - start\nreturn y",
     "lru_cache": "return self.up(x) * slopes(4)[2]",
+    "cache": "if self.cache is None:\n    self.cache = torch.arange(9.0)\nreturn self.up(x) * self.cache[:6].sin()",
+    "cache in a buffer": "if self.hidden is None:\n    self.hidden = torch.ones(6)\nreturn self.up(x) * self.hidden",
+    "cache by size": "if len(x) not in self.known:\n    self.known[len(x)] = torch.ones(6)\nreturn self.up(x) * self.known[len(x)]",
+    "both names": "self.mean = self.again = self.up(x).detach().mean(0)\nreturn self.up(x)",
     "dictionary of sizes": "if len(x) not in TABLE:\n    TABLE[len(x)] = 0.5\nreturn self.up(x) * TABLE[len(x)]",
     "idle random": "if random.random() < 0.0:\n    return x\nreturn self.up(x)",
     "eval and back": "self.eval()\ny = self.up(x)\nself.train()\nreturn self.drop(y)",

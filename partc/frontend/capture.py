@@ -24,6 +24,7 @@ from partc.frontend.model_file import blame
 from partc.frontend.own_backward import Hook, followed, module_hooks, own_hooks
 from partc.frontend.random_branches import Outcomes
 from partc.frontend.repeats import CallMark, Excluded, ModuleTree, Repeats
+from partc.frontend.replaced_buffers import Buffers
 from partc.frontend.results import Read
 from partc.frontend.rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.selections import Selections
@@ -118,8 +119,7 @@ class _TracedStep(nn.Module):
         batch = rebuilt(self._form, dict(zip(self._names, tensors, strict=True)))
         for cached in caches(self.model):
             cached.cache_clear()  # tensors of an earlier trace have no values here
-        stores = [module._buffers for module in self.modules()]
-        held = [(store, name, buffer) for store in stores for name, buffer in store.items()]
+        buffers = Buffers.of(self.model)
         repeats = self._repeats()
         values = ValueWatch(self._outcomes, repeats.refuse_branch, repeats.call)
         try:
@@ -136,20 +136,7 @@ class _TracedStep(nn.Module):
             raise explained(error, self.model, self._path, self._parts, values.selections.any) from error
         first = next(iter(found.values()))
         self._told(_with_gradient(self.model, first, repeats), tuple(found), repeats, values.selections)
-        for store, name, buffer in held:
-            now = store[name]
-            if buffer is not None and now is not None and now is not buffer:
-                if now.shape != buffer.shape:
-                    raise PartcError(
-                        "P0225",
-                        f"forward replaces the buffer {name} of shape {tuple(buffer.shape)} by one of "
-                        f"{tuple(now.shape)}",
-                        help="give it its shape in the constructor",
-                    )
-                # Another tensor under a buffer's name is the buffer's next value, which an export would drop.
-                with torch.no_grad():
-                    buffer.copy_(now)
-                store[name] = buffer
+        buffers.keep(self._watch.line_of)
         return first if self._read is None else tuple(found.values())
 
     @contextmanager

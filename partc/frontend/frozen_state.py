@@ -19,7 +19,7 @@ import textwrap
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +78,12 @@ class State:
             where = f"members {path}"
             state._add((where, "parameters"), {n: id(p) for n, p in module._parameters.items()}, type(module))
             state._add((where, "modules"), {n: id(m) for n, m in module._modules.items()}, type(module))
-            state._add((where, "buffers"), sorted(module._buffers.keys()), type(module))
+            hidden = module._non_persistent_buffers_set
+            kept = {n: b is not None or n in hidden for n, b in module._buffers.items()}
+            state._add((where, "buffers"), kept, type(module))
+            for name in hidden:  # those that wait for values are like attributes
+                filled = module._buffers.get(name) is not None
+                state._add((f"self of {path}" if path else "self", name), filled, type(module))
             grads = {n: p.requires_grad for n, p in module._parameters.items() if p is not None}
             state._add((where, "requires_grad"), grads, type(module))
             state.kept.extend((*module._parameters.values(), *module._modules.values()))
@@ -217,14 +222,13 @@ class StateWatch:
     model: nn.Module
     loss: Any
     changes: dict[tuple[str, str], Change] = field(default_factory=dict)
-    ends: list[tuple[nn.Module, str, Any]] = field(default_factory=list)  # attributes as they were left
+    ends: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # attributes as they were left
     state: State | None = None
     modules: tuple[types.ModuleType, ...] = ()  # the user's own
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         before = State.of(self.model, self.loss)
-        held = {path: dict(vars(module)) for path, module in self.model.named_modules()}
         self.modules = before.modules
         yield
         self.state = State.of(self.model, self.loss)
@@ -234,13 +238,19 @@ class StateWatch:
         for where, name in self.changes:
             if where.split(" ")[0] == "self" and name != "training":
                 module = modules[where.removeprefix("self").removeprefix(" of ")]
-                if name in vars(module) or name in held:
-                    self.ends.append((module, name, _renewed(vars(module).get(name))))
+                store: Any = module._buffers if name in module._buffers else vars(module)
+                if name in store:
+                    self.ends.append((store, name, _renewed(store[name])))
+
+    def line_of(self, name: str) -> Source | None:
+        """The user's line that assigns to an attribute."""
+        change = Change(key=("members", "buffers"), what="", owner=None, name=name, tensors=True)
+        return None if self.state is None else where(change, self.state)
 
     def go_on(self) -> None:
         """Restore the attributes that forward left, with fake tensors in place of its new ones."""
-        for module, name, value in self.ends:
-            vars(module)[name] = value
+        for store, name, value in self.ends:
+            store[name] = value
         self.ends.clear()
         self.changes.clear()
 
@@ -271,23 +281,23 @@ def check(
             raise refusal(change, state)
     if not first and not fickle(state):
         return
-    plain = signature(exported)
+    plain, known = signature(exported), {*exported.graph_signature.inputs_to_buffers.values()}
     drawn = {key[0] for key in first} & {"random", "numpy.random"}
     for attempt in range(1, 1 + (TRIES if drawn else 1)):
-        before = [(module, dict(vars(module))) for module in watch.model.modules()]
+        stores = (store for module in watch.model.modules() for store in (vars(module), module._buffers))
+        before = [(store, dict(store)) for store in stores]
         watch.go_on()
         try:
             with other_times(state, attempt):
-                other = signature(again())
+                other = signature(again(), known)
         except PartcError:
-            other = None
+            other = ()
         finally:
-            for module, held in before:
-                vars(module).clear()
-                vars(module).update(held)
+            for store, held in before:
+                store.clear()
+                store.update(held)
         settled = not any(key in watch.changes for key in first)
-        caches = settled and any(change.tensors for change in first.values())
-        if other != plain and not caches:
+        if not alike(plain, other, filled=settled):
             still = [change for key, change in first.items() if key in watch.changes] or list(first.values())
             raise refusal(next(iter(still), None), state)
 
@@ -301,22 +311,67 @@ def draws(exported: torch.export.ExportedProgram) -> bool:
 # -- comparing traces --------------------------------------------------------------------------
 
 
-def signature(exported: torch.export.ExportedProgram) -> tuple[Any, ...]:
-    """The computation of the loss, node by node: equal for equal traces."""
+_FILLED = "filled"  # stands for the values of a tensor that the first trace kept
+
+
+def signature(exported: torch.export.ExportedProgram, known: Set[str] | None = None) -> tuple[Any, ...]:
+    """The computation of the loss and the changes in place, node by node, each with the constants that it reads.
+
+    Buffers that are not `known` are tensors that the first trace kept.
+    """
     module = exported.graph_module
+    lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
+    constants: dict[fx.Node, Any] = {}
+    if known is not None:
+        buffers = exported.graph_signature.inputs_to_buffers
+        filled = {name for name, buffer in buffers.items() if buffer not in known}
+        constants = {node: _FILLED for node in module.graph.nodes if node.op == "placeholder" and node.name in filled}
+    for node in module.graph.nodes:
+        operands = node.all_input_nodes
+        if node.op == "placeholder" and node.name in lifted:
+            constants[node] = _content_of(exported.constants[lifted[node.name]])
+        elif node.op == "call_function" and not _has_effects(node) and all(x in constants for x in operands):
+            args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: str(constants[x]))
+            kept = any(constants[x] == _FILLED for x in operands)
+            constants[node] = _FILLED if kept else hash((str(node.target), repr(args), _type(node)))
     output = next(node for node in module.graph.nodes if node.op == "output").args[0][0]
+    return tuple(_nodes(module, constants, output))
+
+
+def alike(plain: tuple[Any, ...], other: tuple[Any, ...], *, filled: bool) -> bool:
+    """Whether two traces compute the same; with `filled`, the second may read constants that the first has made."""
+    if len(plain) != len(other):
+        return False
+    return all(
+        one[:-1] == two[:-1] and all(x == y or (filled and y == _FILLED) for x, y in zip(one[-1], two[-1], strict=True))
+        for one, two in zip(plain, other, strict=True)
+    )
+
+
+def _content_of(constant: Any) -> Any:
+    if not isinstance(constant, Tensor) or hasattr(constant, "fake_mode"):
+        return _FILLED
     with without_modes():
-        constants = {
-            name: value.flatten().tolist()
-            for name, value in exported.constants.items()
-            if isinstance(value, Tensor) and value.numel() <= ITEMS and not hasattr(value, "fake_mode")
-        }
-    return (*_nodes(module, output), repr(sorted(constants.values(), key=repr)))
+        return hash((str(constant.dtype), tuple(constant.shape), repr(constant.flatten().tolist())))
 
 
-def _nodes(module: fx.GraphModule, *outputs: Any) -> Iterator[Any]:
+def _has_effects(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    tags = getattr(node.target, "tags", ())
+    return schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in tags
+
+
+def _type(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    return (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else ()
+
+
+def _nodes(module: fx.GraphModule, constants: Mapping[fx.Node, Any], *outputs: Any) -> Iterator[Any]:
     needed: set[fx.Node] = set()
     waiting = [node for node in outputs if isinstance(node, fx.Node)]
+    waiting += [
+        node for node in module.graph.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    ]
     while waiting:
         node = waiting.pop()
         if node not in needed:
@@ -325,16 +380,16 @@ def _nodes(module: fx.GraphModule, *outputs: Any) -> Iterator[Any]:
     numbers: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
         mutates = node.op == "output" and not outputs
-        if outputs and node not in needed and not mutates:
+        if node in constants or (outputs and node not in needed and not mutates):
             continue
         numbers[node] = f"%{len(numbers)}"
         if node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
-            yield tuple(_nodes(getattr(module, str(node.target))))
+            yield (*_nodes(getattr(module, str(node.target)), {}), ())
             continue
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: numbers.get(x, "%"))
-        value = node.meta.get("val")
-        shape = (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else ()
-        yield (node.op, "" if node.op in ("placeholder", "get_attr", "output") else str(node.target), repr(args), shape)
+        read = [constants[x] for x in node.all_input_nodes if x in constants]
+        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: numbers.get(x, str(_type(x))))
+        kind = "" if node.op in ("placeholder", "get_attr", "output") else str(node.target)
+        yield node.op, kind, repr(args), _type(node), read
 
 
 def fickle(state: State) -> bool:
@@ -439,7 +494,7 @@ def where(change: Change, state: State) -> Source | None:
     def changes(node: ast.AST) -> bool:
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            return any(_word(_base(target)) == name for target in targets)
+            return any(_word(_base(each)) == name for target in targets for each in _targets(target))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("train", "eval"):
                 return name == "training"
@@ -449,6 +504,14 @@ def where(change: Change, state: State) -> Source | None:
         return False
 
     return next(_lines(state, changes), None)
+
+
+def _targets(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.Tuple | ast.List):
+        for each in node.elts:
+            yield from _targets(each)
+    else:
+        yield node
 
 
 def _base(node: ast.AST) -> ast.AST:

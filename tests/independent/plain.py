@@ -5,9 +5,10 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,7 +77,7 @@ def train(path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0) -
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for number in range(step * recipe.accumulate, (step + 1) * recipe.accumulate):
-            batch = {name: double(x) for name, x in module.data(number).items()}
+            batch = over_tensors(double, module.data(number))
             parts = _parts(batch, microbatches)
             with doubles(), _drawing(module, seed, number):
                 for part in parts:
@@ -111,10 +112,29 @@ def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     return kind([group for group in groups if group["params"]], lr=recipe.lr)
 
 
-def _parts(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    rows = next(x.shape[0] for x in batch.values() if x.dim())
-    cut = {name: x.chunk(count) if x.dim() and x.shape[0] == rows else [x] * count for name, x in batch.items()}
-    return [{name: pieces[index] for name, pieces in cut.items()} for index in range(count)]
+def over_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """A batch with each of its tensors changed, in the containers that it nests."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, dict):
+        return {name: over_tensors(change, x) for name, x in batch.items()}
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{x.name: over_tensors(change, getattr(batch, x.name)) for x in fields(batch)})
+    if isinstance(batch, list | tuple):
+        inside = [over_tensors(change, x) for x in batch]
+        return type(batch)(*inside) if hasattr(batch, "_fields") else type(batch)(inside)
+    return batch
+
+
+def _parts(batch: Any, count: int) -> list[Any]:
+    found: list[Tensor] = []
+    over_tensors(lambda x: found.append(x) or x, batch)
+    rows = next(x.shape[0] for x in found if x.dim())
+
+    def part(index: int, x: Tensor) -> Tensor:
+        return x.chunk(count)[index] if x.dim() and x.shape[0] == rows else x
+
+    return [over_tensors(partial(part, index), batch) for index in range(count)]
 
 
 def _drawing(module: ModuleType, seed: int, number: int) -> Any:

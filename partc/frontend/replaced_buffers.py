@@ -1,0 +1,98 @@
+"""Buffers in whose places forward puts other tensors.
+
+self.old, self.new = self.new, x.mean(0)      the buffers' next values, which an export would drop
+self.mean = self.weight                       refused: from now on, both names have one memory
+self.table = self.make() if self.table is None else self.table       left to frozen_state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import PartcError, Source
+from partc.runtime.torch_private import storage_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Name:
+    """A name of a buffer, with the tensor and the number of its changes before forward."""
+
+    store: dict[str, Tensor | None]
+    name: str
+    buffer: Tensor | None
+    version: int
+
+    @property
+    def now(self) -> Tensor | None:
+        return self.store.get(self.name)
+
+    @property
+    def changed(self) -> bool:
+        return self.buffer is not None and self.buffer._version != self.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers:
+    """The buffers of a model before forward."""
+
+    model: nn.Module
+    places: tuple[_Name, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Buffers:
+        stores = [module._buffers for module in model.modules()]
+        items = [(store, name, buffer) for store in stores for name, buffer in store.items()]
+        places = (
+            _Name(store=store, name=name, buffer=buffer, version=0 if buffer is None else buffer._version)
+            for store, name, buffer in items
+        )
+        return cls(model=model, places=tuple(places))
+
+    def keep(self, line: Callable[[str], Source | None]) -> None:
+        """Copy each new tensor into the buffer in whose place it is, and put all buffers back.
+
+        `line` finds the user's line that assigns to a name. Raises PartcError P0225 where the next step would differ
+        from an eager one.
+        """
+        replaced = [each for each in self.places if each.now is not each.buffer]
+        weights = {storage_key(x): name for name, x in self.model.named_parameters()} if replaced else {}
+        for each in replaced:
+            for wrong, help in self._wrong(each, weights):
+                cause = f"forward replaces the buffer {each.name} {wrong}"
+                raise PartcError("P0225", cause, help=help, source=line(each.name))
+        memory = {storage_key(each.buffer) for each in replaced if each.buffer is not None}
+        with torch.no_grad():
+            found = [
+                (each.buffer, each.now.clone() if storage_key(each.now) in memory else each.now)
+                for each in replaced
+                if each.buffer is not None and each.now is not None
+            ]
+            for buffer, now in found:
+                buffer.copy_(now)
+        for each in self.places:
+            each.store[each.name] = each.buffer
+
+    def _wrong(self, each: _Name, weights: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+        """The reasons why the next step of a package would differ from an eager one, each with the help."""
+        buffer, now = each.buffer, each.now
+        if buffer is None or now is None:
+            return
+        if now.shape != buffer.shape:
+            yield f"of shape {tuple(buffer.shape)} by one of {tuple(now.shape)}", "give it its shape in the constructor"
+        if now.dtype != buffer.dtype and not (now.is_floating_point() and buffer.is_floating_point()):
+            yield f"of {buffer.dtype} by one of {now.dtype}", "give it its dtype in the constructor"
+        shared = "put a copy there: .clone()"
+        if storage_key(now) in weights:
+            yield f"by the memory of the parameter {weights[storage_key(now)]}, which training changes", shared
+        for other in self.places:
+            if other.buffer is buffer:
+                if other.now is not now:
+                    yield "of which another module has the same", "change it in place, or replace it in both"
+            elif (
+                other.now is not None and storage_key(other.now) == storage_key(now) and (each.changed or other.changed)
+            ):
+                yield f"by the memory of the buffer {other.name}, which changes in place", shared

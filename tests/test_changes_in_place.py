@@ -279,9 +279,23 @@ class Swapping(nn.Module):
         return h.square().mean()
 
 
-def test_buffers_change_places() -> None:
+class Counting(nn.Module):
+    """A counter beyond the integers of fp32, which no part of a sum over ranks may be divided from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.tensor(2**24 + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += (x > 0).sum()
+        return self.up(x).square().mean() * (1 + self.seen % 3)
+
+
+@pytest.mark.parametrize("model", [Swapping, Counting])
+def test_next_values_of_buffers(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    assert partc.compile(Swapping(), {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64").verify(steps=3).ok
+    assert partc.compile(model(), {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64").verify(steps=3).ok
 
 
 def past_the_gradient(m: Any, x: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class Inner(nn.Module):
         self.register_buffer("late", None)
         self.register_buffer("hidden", None, persistent=False)
         self.register_buffer("again", self.mean)
+        self.generator = torch.Generator()
         self.register_buffer("hollow", torch.zeros(6))
 
     def forward(self, x):
@@ -94,6 +95,8 @@ WRONG = {
     "one of two names": "self.mean = self.up(x).detach().mean(0)\nreturn self.up(x)",
     "memory of a buffer": "self.hollow = self.mean\nself.mean.add_(x.mean())\nreturn self.up(x)",
     "memory of a weight": "self.mean = self.again = self.up.bias.data\nreturn self.up(x)",
+    "generator": "return self.up(x) * torch.rand(6, generator=self.generator)",
+    "generator and values": "g = torch.Generator()\nreturn self.up(x) * torch.bernoulli(x.sigmoid(), generator=g)",
     "module": "self.extra = nn.Tanh()\nreturn self.extra(self.up(x))",
 }
 RIGHT = {
@@ -102,6 +105,7 @@ RIGHT = {
     "global log": "LOG.append(1)\nreturn self.up(x)",
     "clock for a log": "start = time.time()\ny = self.up(x)\nself.n = time.time() - start\nreturn y",
     "lru_cache": "return self.up(x) * slopes(4)[2]",
+    "seeded generator": "g = torch.Generator().manual_seed(1)\nreturn self.up(x) * torch.rand(6, generator=g)",
     "cache": "if self.cache is None:\n    self.cache = torch.arange(9.0)\nreturn self.up(x) * self.cache[:6].sin()",
     "cache in a buffer": "if self.hidden is None:\n    self.hidden = torch.ones(6)\nreturn self.up(x) * self.hidden",
     "cache by size": "if len(x) not in self.known:\n    self.known[len(x)] = torch.ones(6)\nreturn self.up(x) * self.known[len(x)]",

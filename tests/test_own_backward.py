@@ -229,6 +229,19 @@ def test_a_result_beside_its_own_value_between_regions(tmp_path: Path) -> None:
     assert package.verify(steps=2).ok
 
 
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_weights_are_refused_at_their_line(hook: str, tmp_path: Path) -> None:
+    file = tmp_path / "watching.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\ndef watch(x): pass\n\ndef model():\n    made = nn.Linear(6, 1)\n"
+        f"    made.weight.{hook}(watch)\n    return made\n\ndef batch(): return {{'input': torch.randn(8, 6)}}\n\n"
+        "def loss(model, batch): return model(**batch).mean()\n"
+    )
+    with pytest.raises(PartcError, match="P0216") as caught:
+        partc.compile(str(file), mesh="1")
+    assert caught.value.source is not None and caught.value.source.line == 4
+
+
 def test_a_pipeline_cuts_between_functions(tmp_path: Path) -> None:
     """A function stays whole although it reads two weights and a stage could begin at either."""
     file = Path(__file__).parent / "independent" / "models" / "reversible.py"

@@ -155,6 +155,22 @@ def test_constants_have_values_while_a_model_is_traced(step: Step) -> None:
     assert any(op.name == "linear" for op in found.program.regions[0].forward.ops)
 
 
+def sized_by_constants(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = net.layer(x).repeat_interleave(torch.tensor([0, 3, 1, 0, 1, 1, 1, 2]), dim=1)
+    left, right = x.tensor_split(torch.tensor([3]), dim=1)
+    pairs = torch.combinations(torch.arange(4), 2)
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randperm(3, generator=generator)
+    assert (left.shape[1], right.shape[1], len(pairs)) == (3, 6, 6) and sorted(places.tolist()) == [0, 1, 2]
+    return (left[:, places] * torch.empty(3).normal_(generator=generator)).sum() + right[:, pairs[:, 1]].sum()
+
+
+def test_sizes_and_numbers_of_constants() -> None:
+    torch.manual_seed(0)
+    package = partc.compile(Net(sized_by_constants), batch(), mesh="dp=2", precision="fp64")
+    assert package.verify(steps=2).ok and not package.replicated_ops
+
+
 def test_values_of_large_constants_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask of all pairs of positions would take time and memory by the square of the length."""
     computed = ValueWatch._computed

@@ -156,6 +156,9 @@ def frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> An
     if isinstance(value, Tensor):
         kept.append(value)
         return ("tensor", id(value))
+    if isinstance(value, torch.Generator):
+        with without_modes():
+            return ("generator", tuple(value.get_state().tolist()))
     if depth and isinstance(value, Mapping) and len(value) <= ITEMS:
         items = ((repr(key)[:200], frozen(item, kept, depth - 1, known)) for key, item in value.items())
         return ("mapping", tuple(items))
@@ -495,6 +498,8 @@ def where(change: Change, state: State) -> Source | None:
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             return any(_word(_base(each)) == name for target in targets for each in _targets(target))
+        if isinstance(node, ast.Call) and any(_word(given.value) == name for given in node.keywords):
+            return True  # a generator
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("train", "eval"):
                 return name == "training"

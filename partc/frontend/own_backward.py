@@ -50,7 +50,8 @@ def own_hooks(model: nn.Module) -> Mapping[str, tuple[Hook, ...]]:
     found: dict[str, tuple[Hook, ...]] = {}
     for name, weight in model.named_parameters():
         if getattr(weight, later, None):
-            raise _refused(f"{name} has a hook that waits for its gradient's sum")
+            hook = next(iter(getattr(weight, later).values()))
+            raise _refused(f"{name} has a hook that waits for its gradient's sum", hook)
         if held := getattr(weight, hooks, None):
             found[name] = tuple(held.values())
     return found
@@ -83,10 +84,10 @@ def module_hooks(model: nn.Module, parts: int = 1) -> Iterator[None]:
                 setattr(module, kind, OrderedDict())
             for hook in held.get(after, {}).values():
                 changed = lambda grads, hook=hook, module=module: hook(module, grads, _GradientOfResult())  # noqa: E731
-                handles.append(module.register_forward_pre_hook(_around(changed, parts, results=False)))
+                handles.append(module.register_forward_pre_hook(_around(changed, hook, parts, results=False)))
             for hook in held.get(before, {}).values():
                 changed = lambda grads, hook=hook, module=module: hook(module, grads)  # noqa: E731
-                handles.append(module.register_forward_hook(_around(changed, parts, results=True)))
+                handles.append(module.register_forward_hook(_around(changed, hook, parts, results=True)))
         yield
     finally:
         for handle in handles:
@@ -96,7 +97,7 @@ def module_hooks(model: nn.Module, parts: int = 1) -> Iterator[None]:
                 setattr(module, kind, hooks)
 
 
-def _around(hook: Callable[..., Any], parts: int, *, results: bool) -> Callable[..., Any]:
+def _around(changed: Callable[..., Any], hook: Any, parts: int, *, results: bool) -> Callable[..., Any]:
     """A forward hook that gives a module's operands, or its results, the gradients that a hook returns."""
 
     class Hooked(torch.autograd.Function):
@@ -106,9 +107,9 @@ def _around(hook: Callable[..., Any], parts: int, *, results: bool) -> Callable[
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            found = hook(grads)
+            found = changed(grads)
             if found is None:
-                raise _refused("a hook reads a gradient without changing it")
+                raise _refused("a hook reads a gradient without changing it", hook)
             return found if isinstance(found, tuple) else (found,)
 
     def run(module: nn.Module, args: tuple[Any, ...], *made: Any) -> Any:
@@ -119,8 +120,8 @@ def _around(hook: Callable[..., Any], parts: int, *, results: bool) -> Callable[
         if not torch.is_grad_enabled():
             return None
         if not any(isinstance(x, Tensor) and x.requires_grad for x in listed):
-            if not results and hook(tuple(None for _ in listed)) is None:
-                raise _refused("a hook reads a gradient without changing it")
+            if not results and changed(tuple(None for _ in listed)) is None:
+                raise _refused("a hook reads a gradient without changing it", hook)
             return None
         found = _followed(Hooked, listed, {}, [], parts)
         return found if isinstance(given, tuple) else found[0]
@@ -226,7 +227,7 @@ def register_hook(x: Tensor, hook: Hook, parts: int = 1) -> RemovableHandle:
     value = x.detach()
     changed = hook(_incoming(value, parts))
     if changed is None:
-        raise _refused("a hook reads a gradient without changing it")
+        raise _refused("a hook reads a gradient without changing it", hook)
     torch.ops.partc.hook_gradient(value, x, _fitted(changed, x, parts))
     return RemovableHandle(OrderedDict())
 
@@ -316,5 +317,11 @@ def _fitted(gradient: Tensor, x: Tensor, parts: int) -> Tensor:
     return gradient.to(x.dtype).detach()
 
 
-def _refused(what: str) -> PartcError:
-    return PartcError("P0216", f"{what}, which partc cannot follow", help="use operations that torch differentiates")
+def _refused(what: str, hook: Any = None) -> PartcError:
+    code = getattr(hook, "__code__", None)
+    return PartcError(
+        "P0216",
+        f"{what}, which partc cannot follow",
+        help="use operations that torch differentiates",
+        source=None if code is None else Source(file=code.co_filename, line=code.co_firstlineno),
+    )

@@ -59,7 +59,9 @@ class Buffers:
         from an eager one.
         """
         replaced = [each for each in self.places if each.now is not each.buffer]
-        weights = {storage_key(x): name for name, x in self.model.named_parameters()} if replaced else {}
+        if not replaced:  # a switch of gradients would be a graph of its own
+            return
+        weights = {storage_key(x): name for name, x in self.model.named_parameters()}
         for each in replaced:
             for wrong, help in self._wrong(each, weights):
                 cause = f"forward replaces the buffer {each.name} {wrong}"

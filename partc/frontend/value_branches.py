@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from partc.errors import Source
+from partc.errors import PartcError, Source
 from partc.frontend.alignments import ctc_loss
 from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.selections import NOT_SELECTED, Selections
@@ -52,7 +52,9 @@ _SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_o
 # Operations whose result has as many rows as the values say.
 _SIZED_BY_VALUES = frozenset({
     "repeat_interleave", "nonzero", "argwhere", "where", "unique", "unique_consecutive", "masked_select", "bincount",
+    "combinations",
 })  # fmt: skip
+_COUNTED = frozenset({"repeat_interleave", "tensor_split"})  # results whose sizes are numbers in the second operand
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}  # if all are finite
 _UNKNOWN = object()
 RANDOM_BRANCH = "random_branch"
@@ -166,6 +168,14 @@ class ValueWatch(TorchFunctionMode):
             func, args = _without_data(func, *args)
         name = getattr(func, "__name__", "")
         args, kwargs = self.selections.sized(name, args, kwargs)
+        if (generator := kwargs.get("generator")) is not None:
+            if generator is not torch.default_generator:
+                return self._drawn_by_own(func, name, args, kwargs)
+            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        if name in _COUNTED and len(args) > 1 and isinstance(args[1], Tensor):
+            numbers = self._value(args[1])
+            if numbers is not None and numbers.dim():
+                return self._counted(name, args[0], numbers, *args[2:], **kwargs)
         if name in _SIZED_BY_VALUES and (name != "where" or len(args) == 1):
             made = self._constant(self._computed(func, name, args, kwargs))
             if made is not _UNKNOWN:
@@ -258,6 +268,45 @@ class ValueWatch(TorchFunctionMode):
         made = torch.tensor(values, dtype=real.dtype).reshape(real.shape)
         self._know(made, real)
         return made
+
+    def _counted(self, name: str, x: Tensor, numbers: Tensor, dim: int | None = None, **_: Any) -> Any:
+        """The pieces of x that end at known places, or x with each row repeated as often as the known numbers say."""
+        with without_modes():
+            places = numbers.tolist()
+        if name == "tensor_split":
+            return x.tensor_split(places, dim or 0)
+        x, dim = (x.flatten(), 0) if dim is None else (x, dim)
+        rows = places if len(places) > 1 else places * x.shape[dim]
+        return x.index_select(dim, torch.tensor([row for row, count in enumerate(rows) for _ in range(count)]))
+
+    def _drawn_by_own(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        """A constant: numbers of a generator of the model's own, which `frozen_state` refuses if it goes on.
+
+        Raises PartcError P0225 if their number or distribution depends on other values.
+        """
+        filled = name.endswith(("_", "_like"))
+        try:
+            given = self._real((args[filled:], dict(kwargs)), shaped=False)
+            large = filled and args[0].numel() > LARGEST
+        except _UnknownError:
+            large = True
+        real: Tensor | None = None
+        with without_modes():
+            first = (torch.empty(tuple(args[0].shape), dtype=args[0].dtype),) if filled and not large else ()
+            real = None if large else func(*first, *given[0], **given[1])
+        if real is None or real.numel() > LARGEST:
+            raise PartcError(
+                "P0225",
+                f"forward draws by {name} from a generator of its own",
+                help="draw without a generator, so that each step draws anew, or draw in the constructor into a buffer",
+            )
+        with without_modes():
+            values = real.flatten().tolist()
+        made = torch.tensor(values, dtype=real.dtype).reshape(real.shape)
+        self._know(made, real)
+        return args[0].copy_(made) if name.endswith("_") else made
 
     def _follow(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any

@@ -48,6 +48,8 @@ class Sampling(TorchDispatchMode):
         rule = _RANDOM.get(func._schema.name.removeprefix("aten::"))
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
+        if given.get("generator") not in (None, torch.default_generator):  # one of the model's own
+            return func(*args, **(kwargs or {}))
         if rule is not None:
             return rule(self, func, given)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(names, given) and _makes_tensors(func):

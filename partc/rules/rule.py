@@ -91,7 +91,12 @@ def make(
             return "parallel"
         return "blocked" if any(times) else "contracted"
 
-    groups = [tuple(sorted(group)) for group in linear if all(operands[i][1].dtype != "bool" for i in group)]
+    def splits(group: Collection[int]) -> bool:
+        """Whether operands that are no sums can be parts of one beside sums: integers have no parts."""
+        dtypes = {operands[i][1].dtype for i in group}
+        return dtypes <= FLOATING or (len(group) == 1 and "bool" not in dtypes)
+
+    groups = [tuple(sorted(group)) for group in linear if splits(group)]
     return OpRule(
         factors=tuple(Factor(name, sizes[name], kind(name)) for name in names),
         operands=tuple(_trimmed(dims, names) for dims in dims_of),

@@ -30,7 +30,7 @@ from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Varyi
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import unique
 from partc.ir.program import FLOATING, RANDOM, Call, Choice, Op, Program, Region, TensorType, Value
-from partc.rules import OpRule, placements
+from partc.rules import Factor, OpRule, placements
 from partc.rules.tried import rule_of
 from partc.sharding.choices import batch_axes
 
@@ -66,9 +66,11 @@ def batch(program: Program) -> Program:
 def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set[str]]:
     """The program with calls that compute a value of a region from inputs and constants, and the names of its results.
 
-    The program itself, and no names, if the value depends on anything else.
+    The program itself, and no names, if the value depends on anything else, or if calls made before made it dead.
     """
     region = program.region(name)
+    if value not in region.forward.definitions():
+        return program, set()
     pure = input_only(program)
     known = set(program.inputs).union(*(call.results for call in program.calls if call.name in pure))
     changing = {buffer for buffer, _ in program.updates}
@@ -324,8 +326,8 @@ class _Walk:
         names = list(op.refs())
         if rule is not None and cut:
             found = {_factor_at(rule, index, placement) for index, placement in cut}
-            kinds = {factor.name: factor.kind for factor in rule.factors}
-            if len(found) == 1 and (only := found.pop()) and kinds[only[0]] != "blocked":
+            factors = {factor.name: factor for factor in rule.factors}
+            if len(found) == 1 and (only := found.pop()) and self._divides(factors[only[0]], only[1]):
                 self.demanded.update(arguments[names[index]] for index in partial if names[index] in arguments)
                 whole = tuple(names[index] for index in partial)
                 return tuple(Choice(axis=axis, factor=only[0], outer=only[1]) for axis in self.axes), whole
@@ -338,6 +340,11 @@ class _Walk:
                 self.demanded.add(arguments[names[index]])
         results = tuple(value.name for value in op.results) if cut or partial else ()
         return tuple(Choice(axis=axis, factor=None) for axis in self.axes), results
+
+    def _divides(self, factor: Factor, outer: int) -> bool:
+        """Whether all axes of the batch can cut a factor: a view as 2 x 12 has no 4 parts, the batch of 24 has."""
+        ways = math.prod(self.program.sizes[axis] for axis in self.axes)
+        return factor.kind != "blocked" and factor.size // outer % ways == 0
 
     def _check_bags(self, op: Op, given: list[Placement]) -> None:
         """Raise PartcError P0402 if the batch is taken for one of ids, where bags are its examples."""

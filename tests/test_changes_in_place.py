@@ -235,7 +235,30 @@ def operators(m: Any, x: Tensor) -> Tensor:
     return (m.up(x)[:, :6] * seen * (count + 1)).square().mean()  # type: ignore[no-any-return]
 
 
+def lists(m: Any, x: Tensor) -> Tensor:
+    """Operations on lists, as torch.optim and moving averages use them."""
+    h = m.up(x)
+    parts = [each.clone() for each in h.split(4, 1)]
+    torch._foreach_mul_(parts, 0.5)
+    torch._foreach_addcmul_(parts, [x.clone() for x in parts[::-1]], [h[:, :4], h[:, 4:8], h[:, 8:]], [1.0, 2.0, 3.0])
+    parts = torch._foreach_lerp(parts, torch._foreach_add(parts, parts[1:] + parts[:1], alpha=2.0), 0.3)
+    with torch.no_grad():
+        torch._foreach_copy_([m.kept], [torch.ones(2, 3)])
+    return sum(part.sin().mean() for part in parts) + m.kept.sum() + torch._foreach_norm(parts)[1]  # type: ignore[no-any-return]
+
+
+def inferred(m: Any, x: Tensor) -> Tensor:
+    """Inference mode, as a block and a decorator, and gradients again inside it."""
+    with torch.inference_mode():
+        still = m.up(x).tanh()
+        with torch.inference_mode(False):
+            alive = m.up(x).sin()
+    again = torch.inference_mode()(lambda: m.up(x).exp())()
+    return (m.up(x) * still.clone() * again.clone()).mean() + alive.mean()  # type: ignore[no-any-return]
+
+
 FIXED = (
+    *(lists, inferred),
     *(parts, narrowed, diagonal, other_views, cast_weights, overlapping, in_turns, buffers, cast),
     made_without_gradients,
     *(by_data, numbered, constant_masks, operators),

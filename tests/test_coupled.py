@@ -144,6 +144,25 @@ def test_places_of_masks_are_no_numbers_of_the_batch() -> None:
 
 
 @pytest.mark.slow
+class Halves(nn.Module):
+    """The batch as two halves, and one by one: neither view can be cut into all parts of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        halves = self.up(x).view(2, -1, 6)
+        y = torch.cat([halves[0] * halves[1].flip(0), halves[1]])
+        return torch.stack([row.roll(1) * one for row, one in zip(y, weight, strict=True)]).square().mean()
+
+
+@pytest.mark.parametrize(("mesh", "microbatches"), [("dp=4", 1), ("pp=1", 4)])
+def test_views_that_a_batch_cannot_be_cut_along(mesh: str, microbatches: int) -> None:
+    data = {"x": torch.randn(16, 6), "weight": torch.rand(16)}
+    assert partc.compile(Halves(), data, mesh=mesh, microbatches=microbatches, precision="fp64").verify(steps=2).ok
+
+
 def test_the_warning_says_where_and_what() -> None:
     package = partc.compile(counting, _batch(), mesh="2", microbatches=3)
     [warning] = package.warnings

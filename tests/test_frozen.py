@@ -87,6 +87,7 @@ WRONG = {
     "parameter": "self.more = nn.Parameter(torch.ones(6))\nreturn self.up(x) * self.more",
     "first value": "x = self.up(x)\nself.last = x.detach().mean(0) if self.last is None else self.last\nreturn x - self.last",
     "first buffer": "x = self.up(x)\nself.hidden = x.detach() if self.hidden is None else self.hidden\nreturn x - self.hidden",
+    "sum in an attribute": "if self.cache is None:\n    self.cache = torch.zeros(6)\nself.cache.add_(x.mean())\nreturn self.up(x) * self.cache",
     "more than a cache": "if self.cache is None:\n    self.cache = torch.arange(6.0)\n    x = x * 2\nreturn self.up(x) * self.cache",
     "counter of a buffer": "self.n += 1\nx = self.up(x)\nself.age.mul_(self.n)\nreturn x",
     "buffer at last": "self.late = torch.ones(6)\nreturn self.up(x)",

@@ -18,6 +18,7 @@ from partc import passes
 from partc.errors import PartcError
 from partc.frontend.caches import caches
 from partc.frontend.model_file import load
+from partc.frontend.shared_memory import shared_with
 from partc.frontend.trace import Traced, trace_file, trace_model
 from partc.ir.mesh import Mesh
 from partc.ir.program import Program
@@ -277,6 +278,16 @@ def batch(): return {{"x": torch.randn(4, 3)}}
 """
     error = refused("P0205", written(tmp_path, source))
     assert f"graph of model() is {kind}" in error.cause
+
+
+def test_weights_side_by_side_in_one_memory_are_no_ties() -> None:
+    net = torch.nn.Module()
+    whole = torch.randn(6, 8)
+    net.left, net.right = (torch.nn.Parameter(x) for x in whole.split([3, 5], dim=1))
+    net.register_buffer("mean", torch.zeros(4)), net.register_buffer("again", net.mean[:2])
+    assert shared_with(net) is None
+    net.corner = torch.nn.Parameter(whole[:2, 2:4])
+    assert shared_with(net) == ("left", "corner")
 
 
 CACHED = """

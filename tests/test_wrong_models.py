@@ -64,6 +64,11 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "a quantized module": (
         ((NET, "return torch.ao.quantization.quantize_dynamic(Net(), {nn.Linear})"),), "P0205", None
     ),
+    "two weights in one memory": (
+        ((NET, "n = Net(); n.twin = nn.Linear(8, 12); n.twin.weight.data = n.up.weight.data; return n"),), "P0205", None
+    ),
+    "weights that overlap": (((NET, "n = Net(); n.part = nn.Parameter(n.up.weight.data[3:]); return n"),), "P0205", None),
+    "a buffer in a weight": (((NET, "n = Net(); n.register_buffer('seen', n.up.bias.data[:2]); return n"),), "P0205", None),
     "random weights kept in the constructor": (((NET, "n = Net(); n.most = n.up.weight.max().item(); return n"),), "P0205", None),
     "complex weights": ((("nn.Linear(8, 12)", "nn.Linear(8, 12, dtype=torch.complex64)"),), "P0206", 11),
     "an operation on complex numbers": (((OUT, "torch.fft.rfft(h).tan().abs().sum()"),), "P0209", 12),

@@ -28,6 +28,7 @@ from partc.frontend.replaced_buffers import Buffers
 from partc.frontend.results import Read
 from partc.frontend.rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.selections import Selections
+from partc.frontend.shared_memory import shared_with
 from partc.frontend.trace_errors import explained
 from partc.frontend.transforms import transformed
 from partc.frontend.untraceable_modules import untraceable_modules
@@ -126,7 +127,7 @@ class _TracedStep(nn.Module):
             with (
                 computing_in(self._dtype), repeats.rows.with_parts(), self._watch.watching(),
                 counting(self._watch.modules), values.watching(), repeats.marking(), _conversions(),
-                untraceable_modules(), self._with_masks(),
+                _inference(), untraceable_modules(), self._with_masks(),
             ):  # fmt: skip
                 found = self._forward(batch)
             self._assumed.update(dict.fromkeys(values.sentences))
@@ -349,6 +350,25 @@ def _conversions() -> Iterator[None]:
         nn.Module._apply = convert  # type: ignore[method-assign]
 
 
+@contextmanager
+def _inference() -> Iterator[None]:
+    """A context in which inference mode switches gradients off, as no_grad does; a trace would not record it."""
+    mode = torch.inference_mode
+    enter, leave = mode.__enter__, mode.__exit__
+    inside: list[torch.set_grad_enabled] = []
+
+    def entered(each: Any) -> None:
+        inside.append(torch.set_grad_enabled(not each.mode))
+        inside[-1].__enter__()
+
+    mode.__enter__ = entered  # type: ignore[method-assign]
+    mode.__exit__ = lambda each, *error: inside.pop().__exit__(*error)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
 def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
     try:
         with torch.device("meta"):
@@ -399,6 +419,12 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
                 f"{name} of model() is {kind}; parameters and buffers are dense",
                 help="store it dense, or its parts in buffers of their own: a sparse matrix has places and values",
             )
+    if (shared := shared_with(model)) is not None:
+        raise PartcError(
+            "P0205",
+            f"{shared[0]} and {shared[1]} of model() are different tensors in one memory, which training changes twice",
+            help=f"tie them by one tensor under both names ({shared[1]} = {shared[0]}), or copy: .clone()",
+        )
     stores = (store for part in model.modules() for store in (part._modules, part._parameters, part._buffers))
     for name in (name for store in stores for name in store.keys()):  # noqa: SIM118 (those of scripted modules)
         if not encodable(name):

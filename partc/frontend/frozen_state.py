@@ -81,9 +81,9 @@ class State:
             hidden = module._non_persistent_buffers_set
             kept = {n: b is not None or n in hidden for n, b in module._buffers.items()}
             state._add((where, "buffers"), kept, type(module))
-            for name in hidden:  # those that wait for values are like attributes
-                filled = module._buffers.get(name) is not None
-                state._add((f"self of {path}" if path else "self", name), filled, type(module))
+            for name, buffer in module._buffers.items():
+                if name in hidden:  # one that waits for values is like an attribute
+                    state._add((f"self of {path}" if path else "self", name), buffer is not None, type(module))
             grads = {n: p.requires_grad for n, p in module._parameters.items() if p is not None}
             state._add((where, "requires_grad"), grads, type(module))
             state.kept.extend((*module._parameters.values(), *module._modules.values()))
@@ -243,7 +243,7 @@ class StateWatch:
                 module = modules[where.removeprefix("self").removeprefix(" of ")]
                 store: Any = module._buffers if name in module._buffers else vars(module)
                 if name in store:
-                    self.ends.append((store, name, _renewed(store[name])))
+                    self.ends.append((store, name, store[name]))
 
     def line_of(self, name: str) -> Source | None:
         """The user's line that assigns to an attribute."""
@@ -253,7 +253,7 @@ class StateWatch:
     def go_on(self) -> None:
         """Restore the attributes that forward left, with fake tensors in place of its new ones."""
         for store, name, value in self.ends:
-            store[name] = value
+            store[name] = _renewed(value)
         self.ends.clear()
         self.changes.clear()
 
@@ -288,12 +288,12 @@ def check(
     drawn = {key[0] for key in first} & {"random", "numpy.random"}
     for attempt in range(1, 1 + (TRIES if drawn else 1)):
         stores = (store for module in watch.model.modules() for store in (vars(module), module._buffers))
-        before = [(store, dict(store)) for store in stores]
+        before = [(store, dict(store)) for store in stores if isinstance(store, dict)]
         watch.go_on()
         try:
             with other_times(state, attempt):
                 other = signature(again(), known)
-        except PartcError:
+        except (PartcError, AssertionError):  # of an export that meets a kept tensor in its own memory
             other = ()
         finally:
             for store, held in before:
@@ -325,12 +325,15 @@ def signature(exported: torch.export.ExportedProgram, known: Set[str] | None = N
     module = exported.graph_module
     lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
     constants: dict[fx.Node, Any] = {}
+    changing = {*_changed(module.graph)}
     if known is not None:
         buffers = exported.graph_signature.inputs_to_buffers
         filled = {name for name, buffer in buffers.items() if buffer not in known}
-        constants = {node: _FILLED for node in module.graph.nodes if node.op == "placeholder" and node.name in filled}
+        constants = {node: _FILLED for node in module.graph.nodes if node.name in filled and node not in changing}
     for node in module.graph.nodes:
         operands = node.all_input_nodes
+        if node in changing:
+            continue
         if node.op == "placeholder" and node.name in lifted:
             constants[node] = _content_of(exported.constants[lifted[node.name]])
         elif node.op == "call_function" and not _has_effects(node) and all(x in constants for x in operands):
@@ -360,8 +363,21 @@ def _content_of(constant: Any) -> Any:
 
 def _has_effects(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    tags = getattr(node.target, "tags", ())
-    return schema is None or schema.is_mutable or torch.Tag.nondeterministic_seeded in tags
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if schema is None or random or "::empty" in schema.name:  # a value that is left out
+        return True
+    return bool(schema.is_mutable and schema.name != "aten::detach_")
+
+
+def _changed(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The tensors that operations change in place, and those of which these may be views."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and schema.name != "aten::detach_":
+            written: Any = node.args[0]
+            while isinstance(written, fx.Node):
+                yield written
+                written = next(iter(written.all_input_nodes), None)
 
 
 def _type(node: fx.Node) -> tuple[Any, ...]:
@@ -393,6 +409,7 @@ def _nodes(module: fx.GraphModule, constants: Mapping[fx.Node, Any], *outputs: A
         args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: numbers.get(x, str(_type(x))))
         kind = "" if node.op in ("placeholder", "get_attr", "output") else str(node.target)
         yield node.op, kind, repr(args), _type(node), read
+    yield "constants", "", "", (), [constants[x] for x in outputs if x in constants]
 
 
 def fickle(state: State) -> bool:

@@ -28,7 +28,7 @@ class _Name:
 
     @property
     def now(self) -> Tensor | None:
-        return self.store.get(self.name)
+        return self.store[self.name] if self.name in self.store else None  # noqa: SIM401 (scripted modules have no get)
 
     @property
     def changed(self) -> bool:
@@ -75,7 +75,7 @@ class Buffers:
             ]
             for buffer, now in found:
                 buffer.copy_(now)
-        for each in self.places:
+        for each in replaced:
             each.store[each.name] = each.buffer
 
     def _wrong(self, each: _Name, weights: Mapping[int, str]) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ import ast
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +54,7 @@ _SIZED_BY_VALUES = frozenset({
     "repeat_interleave", "nonzero", "argwhere", "where", "unique", "unique_consecutive", "masked_select", "bincount",
     "combinations",
 })  # fmt: skip
+_FOREACH = "_foreach_"  # operations on lists, as of updates of a teacher
 _COUNTED = frozenset({"repeat_interleave", "tensor_split"})  # results whose sizes are numbers in the second operand
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}  # if all are finite
 _UNKNOWN = object()
@@ -167,6 +168,9 @@ class ValueWatch(TorchFunctionMode):
         if getattr(func, "__self__", None) is Tensor.data:
             func, args = _without_data(func, *args)
         name = getattr(func, "__name__", "")
+        if name.startswith(_FOREACH):
+            with self:
+                return for_each(name.removeprefix(_FOREACH), *args, **kwargs)
         args, kwargs = self.selections.sized(name, args, kwargs)
         if (generator := kwargs.get("generator")) is not None:
             if generator is not torch.default_generator:
@@ -440,6 +444,22 @@ def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Ten
         return counted(x, torch.ones_like(x, dtype=torch.float64), minlength).to(torch.int64)  # type: ignore[union-attr]
     dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
     return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
+
+
+def for_each(name: str, tensors: Sequence[Tensor], *operands: Any, **named: Any) -> list[Tensor] | None:
+    """An operation on each tensor of a list, with operands of its own or of all."""
+    if name in ("norm", "addcmul", "addcmul_", "addcdiv", "addcdiv_"):  # whose numbers have names
+        lists, word = (0, "ord") if name == "norm" else (2, "value")
+        named = {word if key == "scalars" else key: x for key, x in named.items()}
+        named.update(zip([word], operands[lists:], strict=False))
+        operands = operands[:lists]
+    run = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, name)
+    part = lambda x, index: x[index] if isinstance(x, list | tuple) else x  # noqa: E731
+    found = [
+        run(x, *(part(each, i) for each in operands), **{key: part(each, i) for key, each in named.items()})
+        for i, x in enumerate(tensors)
+    ]
+    return None if name.endswith("_") else found
 
 
 def fake_quantized(x: Tensor, scale: float, zero: int, low: int, high: int) -> Tensor:

@@ -66,9 +66,9 @@ def train(path: Path, recipe: Recipe, *, microbatches: int = 1, seed: int = 0) -
     """Train a model file's model in fp64. `microbatches` is more than 1 where each is a batch of its own."""
     module = load(path)
     torch.manual_seed(seed)
-    model: nn.Module = module.model().double()
+    model: nn.Module = module.model()
     for x in (*model.parameters(), *model.buffers()):
-        x.data = double(x.data)  # complex ones, which `double` leaves as they are
+        x.data = double(x.data)  # buffers of two names stay one, which model.double() would part
     optimizer = _optimizer(model, recipe)
     losses = []
     for step in range(recipe.steps):

@@ -738,8 +738,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0811": CodeExplanation(
         "--fix names no decision, or a value that it cannot have",
         "--fix 'tp=4|8,zero=1' restricts what `partc plan` tries. The decisions are the sizes of pp, dp, cp and tp, "
-        "order (of axes, slowest first: pp-dp-tp), microbatches, schedule, virtual_stages, zero, recompute, "
-        "loss_chunks and stage_calls (balanced, fitted or 9-8-8-9). Several values stand between bars.",
+        "order (of axes, slowest first: pp-dp-tp), microbatches, schedule, virtual_stages, zero, recompute, nodes "
+        "(none, 8), bucket, loss_chunks and stage_calls (balanced, fitted or 9-8-8-9). Several values stand between "
+        "bars.",
     ),
     "P0812": CodeExplanation(
         "no plan suits the ranks, the batch and the fixed decisions",

@@ -60,7 +60,7 @@ def cases(seed: int) -> Iterator[Cases]:
     options: dict[str, bool | int | float | str] = {"batch": batch}
     if model == "gpt":
         options |= {"size": chance.choice(("tiny", "1b", "8b")), "depth": chance.choice((1, 2, 3, 5))}
-        options |= {"seq": chance.choice((32, 256, 2048))}
+        options |= {"seq": chance.choice((32, 256, 2048, 16384))}
     elif model == "mlp":
         options |= {"width": chance.choice((32, 96, 4096)), "hidden": 8192, "depth": chance.choice((1, 2, 4, 6))}
     else:
@@ -93,6 +93,8 @@ def _fixed(model: str, batch: int, chance: random.Random) -> dict[str, tuple[str
         fixed["zero"] = tuple(chance.sample(("0", "1", "2", "3", "3@2", "1@node", "3@node"), 3))
     if chance.random() < 0.4:
         fixed["schedule"] = tuple(chance.sample(_SCHEDULES, 2))
+    if chance.random() < 0.2:
+        fixed["bucket"] = ("1MB", "25MB")
     if chance.random() < 0.2:
         fixed["recompute"] = ("full/none", "none", "full")
     if model == "gpt" and chance.random() < 0.3:
@@ -164,7 +166,7 @@ def compared(given: Cases, simulator: Simulator | None = None, most: int = _MOST
     def suited(limit: int) -> Iterator[tuple[Played, Family]]:
         """All plans, with the stages that suit the memory."""
         for plan in plans:
-            found = planner.bounds.fitted(plan, limit)
+            found = planner.suited(plan, limit)
             if found is not None:
                 yield played(found), of[plan]
 

@@ -28,7 +28,7 @@ LARGEST = 1 << 28  # bytes of a file of plans or runs
 AUTO = "auto"  # a mesh that the planner decides
 DECIDED = (
     "mesh", "experts", "microbatches", "schedule", "virtual_stages", "stage_calls", "zero", "recompute", "loss_chunks",
-    "kernels",
+    "nodes", "kernels",
 )  # fmt: skip
 REDUCED = ("bucket", "grad_reduce", "compress_grads")  # the form of gradients' sums, which users decide
 GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options that all plans of a search share

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -36,7 +36,7 @@ from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
 from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS
-from partc.ir.program import FLOATING, ITEMSIZE, Action, Parameter, Program
+from partc.ir.program import FLOATING, ITEMSIZE, Action, Parameter, Program, Region
 from partc.passes.stages import staged
 from partc.planner.space import FITTED, Family, expert_parts, inside, sizes_of, stages_of
 from partc.planner.stage_fitting import StageNeeds, between, cuttable, fit, largest, only, slowest
@@ -49,6 +49,7 @@ Cuts = Sequence[tuple[int, int]]
 _Table = TypeVar("_Table")
 
 _LEAST = 1 - 1e-6  # of seconds whose parts are of rounded numbers of bytes
+_MUCH = 1e9  # seconds
 _MOST_FLIGHT = 4  # rounds of a pipeline after which no more microbatches are in flight than before
 
 
@@ -80,6 +81,7 @@ class Bounds:
     _bytes: int = field(init=False)  # of trained parameters besides experts
     _experts: int = field(init=False)
     _product: int = field(init=False)  # of the largest result of a matrix product
+    _losses: dict[int, int] = field(init=False)  # the calls with it, which are computed in chunks -> its flops
     _flights: dict[tuple[str, int, int, int], tuple[tuple[tuple[tuple[int, int], ...], ...], ...]] = field(
         default_factory=dict
     )
@@ -90,7 +92,8 @@ class Bounds:
 
     def __post_init__(self) -> None:
         self._flops = model_work(self.annotated)
-        self._calls = len(staged(self.annotated)[0])
+        calls = staged(self.annotated)[0]
+        self._calls = len(calls)
         tables, experts = set(_tables(self.annotated)), set(expert_parameters(self.annotated))
         sizes = {
             item.name: math.prod(item.type.shape) * _item(item)
@@ -99,7 +102,14 @@ class Bounds:
         }
         self._experts = sum(size for name, size in sizes.items() if name in experts)
         self._bytes = sum(sizes.values()) - self._experts
-        self._product = max(_products(self.annotated), default=0)
+        self._product = largest_product(self.annotated)
+        largest = {
+            region.name: flops
+            for region in self.annotated.regions
+            for size, flops in _products(region)
+            if size == self._product
+        }
+        self._losses = {index: largest[call.region] for index, call in enumerate(calls) if call.region in largest}
 
     def of(self, plan: ParallelPlan) -> Bound:
         """The tightest bound of a plan."""
@@ -130,6 +140,10 @@ class Bounds:
         work = self._flops
         seconds = work.products / self.peak + work.attention / self.attention
         return seconds + again * (work.products_again / self.peak + work.attention_again / self.attention)
+
+    def known(self, plan: ParallelPlan) -> bool:
+        """Whether a plan's tables are known."""
+        return self.tables.room(_alike(plan)) is not None
 
     def fitted(self, plan: ParallelPlan, limit: int) -> ParallelPlan | None:
         """The plan with stages that suit it, on ranks that hold at most `limit` bytes; None if none do, or if they are
@@ -210,17 +224,24 @@ class Bounds:
         """The work of a rank's whole local batch as one microbatch, without lookups; None if it is not known.
 
         Of several ways of recomputing, each call has the quickest; full recomputation makes again all that others make.
+        Losses in chunks compute logits again, of which nothing else is said.
         """
         bodies = self.tables.bodies
         key = plan.microbatches if not bodies.everywhere else plan.microbatches > 1, *key
         if key not in self._works:
             ways = plan.recompute.split("|")
             quick = [_alike(plan, way) for way in ways if way != "full" or len(ways) == 1]
-            whole = [replace(each, zero=0, schedule="1f1b", virtual_stages=None) for each in quick]
+            quick = [replace(each, zero=each.level, nodes=None, loss_chunks=1) for each in quick]
             alike = all(bodies.shared(each) is not None for each in quick)
+            whole = [replace(each, zero=0, schedule="1f1b", virtual_stages=None) for each in quick]
             calls = [found for each in whole if alike and (found := self.filled_tiles.calls_at_once(each)) is not None]
             known = len(calls) == len(whole)
-            self._works[key] = Work.of(calls, self.filled_tiles.looked_up(whole[0])) if known else None
+            instead = dict.fromkeys(self.filled_tiles.looked_up(whole[0]) if known else (), 0.0)
+            if plan.loss_chunks > 1:
+                sizes = sizes_of(plan)
+                share = sizes[PIPELINE_AXIS] / math.prod(sizes.values())
+                instead |= {index: share * flops / self.peak for index, flops in self._losses.items()}
+            self._works[key] = Work.of(calls, instead) if known else None
         return self._works[key]
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
@@ -229,6 +250,7 @@ class Bounds:
         key: tuple[object, ...] = (
             *names,
             plan.stage_calls,
+            plan.nodes,
             *sizes_of(plan).values(),
             plan.experts,
             inside(plan),
@@ -321,13 +343,16 @@ class Work:
     left: Mapping[bool, Sums]  # at most, after these parts
 
     @classmethod
-    def of(cls, tables: Sequence[CallTable], without: Collection[int]) -> Work:
-        """The work of calls, each with the quickest of several tables."""
+    def of(cls, tables: Sequence[CallTable], instead: Mapping[int, float]) -> Work:
+        """The work of calls, each with the quickest of several tables, or with the seconds of a product in `instead`,
+        that is computed twice and has two gradients.
+        """
         each = [np.array([cls._rows(table, index) for index in range(len(table.forward) - 1)]) for table in tables]
         rows = np.stack(each)
         least, most = rows.min(axis=0), (rows[..., 1:2] - rows[..., 2:]).max(axis=0)
         found = np.concatenate([least, most], axis=1)
-        found[[*without]] = 0.0
+        for index, product in instead.items():
+            found[index] = (product, 3 * product, product, product, _MUCH, _MUCH)
         forward, backward, sent, inputs, rest, weights = (
             tuple(accumulate(column, initial=0.0)) for column in found.T.tolist()
         )
@@ -369,12 +394,18 @@ def _tables(program: Program) -> Iterator[str]:
         yield from (name for value, name in names if value.name in looked_up)
 
 
-def _products(program: Program) -> Iterator[int]:
-    """The bytes of the results of matrix products."""
-    for region in program.regions:
-        if region.phase == "microbatch":
-            products = (op.result.type for op in region.forward.ops if op.name in ("linear", "matmul"))
-            yield from (math.prod(type.shape) * ITEMSIZE[type.dtype] for type in products)
+def largest_product(program: Program) -> int:
+    """The bytes of the largest result of a matrix product."""
+    return max((size for region in program.regions for size, _ in _products(region)), default=0)
+
+
+def _products(region: Region) -> Iterator[tuple[int, int]]:
+    """The bytes of the results of matrix products, and their flops."""
+    types = region.types(region.forward)
+    for op in region.forward.ops if region.phase == "microbatch" else ():
+        if op.name in ("linear", "matmul"):
+            count = math.prod(op.result.type.shape)
+            yield count * ITEMSIZE[op.result.type.dtype], 2 * count * types[next(op.refs())].shape[-1]
 
 
 def expert_count(program: Program) -> int:

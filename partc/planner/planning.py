@@ -21,7 +21,7 @@ from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.passes.stages import staged
 from partc.planner.batches import batch_size, checked, samples, sequence_length
-from partc.planner.bounds import Bounds, expert_count
+from partc.planner.bounds import Bounds, expert_count, largest_product
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
@@ -31,6 +31,7 @@ from partc.schedules.per_stage import stage_kinds
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 LONG = 16_384  # tokens of a sequence from which cutting it is tried
+LARGE = 0.05  # of a rank's memory: a sample's logits from which computing them in chunks is tried
 _SOME = 4  # numbers of microbatches, and schedules, of a family's plans that are tried first
 _STARTS = 4  # plans that are tried first
 _NEARLY = 1.05  # times the least estimate
@@ -181,6 +182,7 @@ class Planner:
             calls=len(staged(annotated)[1]),
             nodes=-(-request.ranks // cluster.near),
             sequences=(self.tokens or 0) >= LONG,
+            logits=largest_product(annotated) >= LARGE * request.limit * batch_size(annotated),
             experts=expert_count(annotated),
             near=cluster.near,
             fixed=request.fixed,
@@ -292,11 +294,23 @@ class Planner:
             return Failure(error=f"{error.code}: {error.cause}")
 
     def plans(self, limit: int | None = None) -> Iterator[ParallelPlan]:
-        """The plans of the space, with the stages that suit ranks of at most `limit` bytes."""
+        """The plans of the space that are compared for ranks of at most `limit` bytes."""
         for plan in self.space.plans():
-            found = self.bounds.fitted(plan, self.request.limit if limit is None else limit)
+            found = self.suited(plan, self.request.limit if limit is None else limit)
             if found is not None:
                 yield found
+
+    def suited(self, plan: ParallelPlan, limit: int) -> ParallelPlan | None:
+        """A plan of the space with stages that suit ranks of at most `limit` bytes; None if none do.
+
+        Losses are not computed in chunks where the plan fits without, unless the user asks for them.
+        """
+        if plan.loss_chunks > 1 and "loss_chunks" not in self.space.fixed:
+            whole = self.bounds.fitted(replace(plan, loss_chunks=1), limit)
+            fits = whole is not None and self.bounds.filled(whole, self.bounds.simple(whole)).bytes <= limit
+            if fits or not self.bounds.known(plan):
+                return None
+        return self.bounds.fitted(plan, limit)
 
     def choice(
         self,
@@ -312,7 +326,7 @@ class Planner:
             self.predicted,
             self.bounds,
             settled=self._settled if self._everywhere else None,
-            fitted=lambda plan: self.bounds.fitted(plan, request.limit),
+            suited=lambda plan: self.suited(plan, request.limit),
             limit=request.limit,
             starts=self._starts(),
             near=self._near,
@@ -336,9 +350,10 @@ def _is_customary(plan: ParallelPlan) -> bool:
     return plan.schedule == "1f1b" and plan.level < 2
 
 
-def _thrift(plan: ParallelPlan) -> tuple[int, int, int]:
+def _thrift(plan: ParallelPlan) -> tuple[int, ...]:
     """A measure by which plans of a mesh are compared: the largest probably holds least."""
-    return plan.microbatches, plan.level, RECOMPUTE.index(plan.recompute) if plan.recompute in RECOMPUTE else 0
+    kind = RECOMPUTE.index(plan.recompute) if plan.recompute in RECOMPUTE else 0
+    return plan.microbatches, plan.level, kind, plan.loss_chunks
 
 
 def _batched(simulator: Simulator, base: ParallelPlan, wanted: str | None) -> tuple[ParallelPlan, Program]:

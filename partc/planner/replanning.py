@@ -78,8 +78,8 @@ def nodes_of(directory: Path, plan: ParallelPlan, cluster: Cluster) -> int | Non
 
     None if one node has all ranks, or if an axis of the plan fills no whole nodes. Raises PartcError P0503.
     """
-    if read_package(directory)["command"].get("nodes") is None:
-        return None
+    if plan.nodes is not None or read_package(directory)["command"].get("nodes") is None:
+        return plan.nodes
     try:
         options = replace(plan, nodes=cluster.devices).compile_options()
     except PartcError:

@@ -129,7 +129,7 @@ def search(
     *,
     limit: int,
     settled: Simulated | None = None,
-    fitted: Callable[[ParallelPlan], ParallelPlan | None] = lambda plan: plan,
+    suited: Callable[[ParallelPlan], ParallelPlan | None] = lambda plan: plan,
     starts: Iterable[ParallelPlan] = (),
     near: Callable[[ParallelPlan], Iterable[ParallelPlan]] = lambda plan: (),
     hope: Callable[[ParallelPlan], tuple[bool, float]] = lambda plan: (False, 0.0),
@@ -142,8 +142,8 @@ def search(
     Plans of a family are bounded when the family's own bound is at the head of the queue.
 
     `settled` is the last word on a plan that is the best so far by `simulated`, whose program plans of other sizes
-    share. Bounds are those of the shared program. `fitted` gives a plan its stages, once its bound is at the head, if
-    these are still to be fitted; None if none suit it.
+    share. Bounds are those of the shared program. `suited` gives a plan its stages, once its bound is at the head, if
+    these are still to be fitted; None if it is not compared with others.
 
     `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
     takes half of the time at most, or all of it while no plan fits. Of plans with equal bounds, those with the least
@@ -199,7 +199,7 @@ def search(
 
     def first(plan: ParallelPlan) -> bool:
         """Simulate a plan unless its bounds show that it is not the best; whether it is the best so far."""
-        found = fitted(plan)
+        found = suited(plan)
         if found is None or found in known:
             return False
         plan = found
@@ -253,7 +253,7 @@ def search(
                     bound = bounds.simple(plan)
                     bound = bounds.wide(plan, bound) if bound.bytes <= limit else bound
                     wait(plan, bound, (*hope(plan), 0), tighten)
-            elif (found := fitted(head.plan)) is not head.plan:
+            elif (found := suited(head.plan)) is not head.plan:
                 if found is not None:
                     wait(found, head.bound, head.order, head.tighter)
             elif head.tighter:

@@ -33,12 +33,14 @@ from partc.schedules.per_stage import expanded, stage_kinds
 AXES = (PIPELINE_AXIS, BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 DECISIONS = (
     *AXES, EXPERT_AXIS, "experts", "order", "microbatches", "schedule", "virtual_stages", "zero", "recompute",
-    "loss_chunks", "stage_calls",
+    "nodes", "bucket", "loss_chunks", "stage_calls",
 )  # fmt: skip
 BALANCED = "balanced"  # stages of equal work in floating-point operations
 FITTED = "fitted"  # stages of equal predicted seconds, which recompute as memory demands; chosen when they are compared
 NODE = "node"  # as a span of ZeRO: the neighbours in dp that share a node
+FLAT = "none"  # as `nodes`: gradients are summed over all ranks at one time
 MOST_VIRTUAL = 8  # stages on each pipeline rank
+CHUNKS = "8"  # of the loss, where logits are large and the smallest microbatches do not fit without
 # GPipe takes as long as 1F1B and holds more, so that it is only tried where it is asked for.
 _TRIED = tuple(name for name in SCHEDULES if name != "gpipe")
 
@@ -52,7 +54,7 @@ class Family:
     base: ParallelPlan
     microbatches: tuple[int, ...]
     schedules: tuple[tuple[str, int | None], ...]  # with virtual stages
-    levels: tuple[str, ...]  # of ZeRO
+    levels: tuple[tuple[str, int | None], ...]  # of ZeRO, with the ranks of nodes in which gradients are summed first
 
     def __len__(self) -> int:
         return len(self.microbatches) * len(self.schedules) * len(self.levels)
@@ -60,7 +62,7 @@ class Family:
     def plans(self) -> Iterator[ParallelPlan]:
         base = self.base
         for count, (schedule, virtual) in itertools.product(self.microbatches, self.schedules):
-            for level in self.levels:
+            for level, nodes in self.levels:
                 yield ParallelPlan(
                     mesh=base.mesh,
                     experts=base.experts,
@@ -74,6 +76,7 @@ class Family:
                     precision=base.precision,
                     kernels=base.kernels,
                     bucket=base.bucket,
+                    nodes=nodes,
                     grad_reduce=base.grad_reduce,
                     compress_grads=base.compress_grads,
                     optimizer=base.optimizer,
@@ -94,7 +97,7 @@ class Family:
             microbatches=self.microbatches[-1],
             schedule=schedule,
             virtual_stages=virtual,
-            zero=max(int(level[0]) for level in self.levels),
+            zero=max(int(level[0]) for level, _ in self.levels),
         )
 
 
@@ -102,10 +105,11 @@ class Family:
 class Space:
     """The plans of a model on some ranks with one global batch.
 
-    `calls` is the largest number of pipeline stages, `nodes` the number of groups of ranks that share faster links, and
-    `sequences` tells whether sequences are long enough for cp. `experts` divides the number of the experts of
-    each layer; 0 without any. `fixed` restricts decisions to the given values, and allows some that are not tried by
-    default: cp for short sequences, tp over slower links, GPipe, other numbers of virtual stages than powers of two.
+    `calls` is the largest number of pipeline stages, `nodes` the number of groups of ranks that share faster links.
+    `sequences` tells whether sequences are long enough for cp, `logits` whether those of a sample are large. `experts`
+    divides the number of the experts of each layer; 0 without any. `fixed` restricts decisions to the given values, and
+    allows some that are not tried by default: cp for short sequences, tp over slower links, GPipe, other numbers of
+    virtual stages than powers of two.
     """
 
     ranks: int
@@ -114,6 +118,7 @@ class Space:
     nodes: int = 1
     near: int = 0  # ranks that share faster links; 0: all
     sequences: bool = False
+    logits: bool = False
     experts: int = 0
     fixed: Fixed = field(default_factory=dict)
     base: ParallelPlan = field(default_factory=lambda: ParallelPlan(mesh=""))
@@ -146,7 +151,9 @@ class Space:
             "microbatches": (str(plan.microbatches),),
             "schedule": (plan.schedule,),
             "zero": (self._level(plan),),
+            "nodes": (str(plan.nodes or FLAT),),
             "recompute": (plan.recompute,),
+            "bucket": (plan.bucket,),
             "loss_chunks": (str(plan.loss_chunks),),
             "stage_calls": (self._stage_calls(plan),),
         }
@@ -158,8 +165,8 @@ class Space:
             chosen["experts"] = ("-".join(experts_of(plan)[1]),)
         axes = (*itertools.combinations(AXES, 2), (BATCH_AXIS, PIPELINE_AXIS, "microbatches"))
         single = (
-            *(("zero",), ("recompute", "stage_calls"), ("microbatches",), ("schedule", "virtual_stages")),
-            ("loss_chunks",),
+            *(("zero", "nodes"), ("recompute", "stage_calls"), ("microbatches",), ("schedule", "virtual_stages")),
+            *(("loss_chunks",), ("bucket",)),
         )
         ranks = ((EXPERT_AXIS, "experts"), ("order",), *((*names, "order", "experts") for names in axes))
         for free in (*single, *ranks):
@@ -191,7 +198,8 @@ class Space:
         for sizes in self._factors():
             counts, schedules = tuple(self._microbatches(sizes)), tuple(self._schedules(sizes[PIPELINE_AXIS]))
             stages = tuple(self._stages(sizes[PIPELINE_AXIS], schedules))
-            uses = [*itertools.product(stages, self._allowed("loss_chunks", ("1",)))]
+            chunks = self._allowed("loss_chunks", ("1", CHUNKS) if self.logits else ("1",))
+            uses = [*itertools.product(stages, chunks, self._allowed("bucket", (self.base.bucket,)))]
             if not counts or not stages:
                 continue
             for order in self._orders(sizes):
@@ -199,22 +207,30 @@ class Space:
                 for experts in self._experts(sizes, order):
                     if not (levels := self._levels(sizes, order, experts)):
                         continue
-                    for (recompute, cut, suited), chunks in uses:
+                    for (recompute, cut, suited), count, bucket in uses:
                         base = replace(
                             self.base,
                             mesh=mesh,
                             experts=experts,
                             recompute=recompute,
                             stage_calls=cut,
-                            loss_chunks=int(chunks),
+                            loss_chunks=int(count),
+                            bucket=bucket,
                         )
-                        yield Family(base=base, microbatches=counts, schedules=suited, levels=levels)
+                        few = int(count) > 1 and "loss_chunks" not in self.fixed
+                        some = counts[-1:] if few else counts
+                        yield Family(base=base, microbatches=some, schedules=suited, levels=levels)
 
-    def _levels(self, sizes: Mapping[str, int], order: Sequence[str], experts: str | None) -> tuple[str, ...]:
-        """ZeRO's levels over all ranks that hold weights whole, and over some neighbours in dp (`3@8`)."""
+    def _levels(
+        self, sizes: Mapping[str, int], order: Sequence[str], experts: str | None
+    ) -> tuple[tuple[str, int | None], ...]:
+        """ZeRO's levels over all ranks that hold weights whole, and over some neighbours in dp (`3@8`).
+
+        The former also with sums inside nodes first, where dp has further ranks.
+        """
         dp = sizes[BATCH_AXIS]
         if dp * sizes[CONTEXT_AXIS] == 1:
-            return ("0",)
+            return (("0", None),)
         found = []
         spans = (f"{level}@{ranks}" for level in range(1, 4) for ranks in divisors(dp)[1:-1])
         for text in self._allowed("zero", (*map(str, range(4)), *spans)):
@@ -224,13 +240,20 @@ class Space:
                 found.append(level)
             elif experts is None and ranks and dp % ranks == 0:
                 found.append(f"{level}@{ranks}")
-        return tuple(dict.fromkeys(found))
+        nodes = []
+        for text in self._allowed(
+            "nodes", (FLAT, str(self.near)) if self.nodes > 1 and self.near and experts is None else (FLAT,)
+        ):
+            if text == FLAT or (self.ranks % int(text) == 0 and self._in_node(sizes, order, int(text))):
+                nodes.append(None if text == FLAT else int(text))
+        pairs = itertools.product(dict.fromkeys(found), nodes)
+        return tuple((level, count) for level, count in pairs if count is None or "@" not in level)
 
-    def _in_node(self, sizes: Mapping[str, int], order: Sequence[str]) -> int:
-        """The neighbours in dp that share a node; 0 if dp has no further ones, or a rank has none."""
-        dp = sizes[BATCH_AXIS]
+    def _in_node(self, sizes: Mapping[str, int], order: Sequence[str], near: int = 0) -> int:
+        """The neighbours in dp that share a node of `near` ranks; 0 if dp has no further ones, or a rank has none."""
+        dp, near = sizes[BATCH_AXIS], near or self.near
         inner = math.prod(sizes[name] for name in order[order.index(BATCH_AXIS) + 1 :]) if dp > 1 else 1
-        here = self.near // inner if self.nodes > 1 and self.near % inner == 0 else 0
+        here = near // inner if self.nodes > 1 and near % inner == 0 else 0
         return here if 1 < here < dp and dp % here == 0 else 0
 
     def _factors(self) -> Iterator[dict[str, int]]:
@@ -381,6 +404,10 @@ def _suits(name: str, value: str) -> bool:
         return value in SCHEDULES
     if name == "recompute":
         return parse_bytes(value) is not None or set(stage_kinds(value)) <= {*RECOMPUTE}
+    if name == "nodes" and value == FLAT:
+        return True
+    if name == "bucket":
+        return parse_bytes(value) is not None
     if name == "stage_calls":
         return value in (BALANCED, FITTED) or re.fullmatch("[1-9][0-9]{0,5}(-[1-9][0-9]{0,5})+", value) is not None
     if name == "zero":
@@ -419,7 +446,7 @@ def _stage_count(ranks: int, schedule: str, virtual: int | None) -> int:
 
 def mesh_of(plan: ParallelPlan) -> Mesh:
     """The mesh of a plan, with axes for the experts' ranks and for those over which ZeRO shards."""
-    return _mesh_of(plan.mesh, plan.experts, plan.span)[0]
+    return _mesh_of(plan.mesh, plan.experts, plan.span, plan.nodes)[0]
 
 
 def inside(plan: ParallelPlan) -> tuple[tuple[str, int], ...]:
@@ -429,17 +456,21 @@ def inside(plan: ParallelPlan) -> tuple[tuple[str, int], ...]:
 
 def taken(plan: ParallelPlan) -> tuple[str, ...]:
     """The axes of the mesh over which experts are cut."""
-    return _mesh_of(plan.mesh, plan.experts, plan.span)[1]
+    return _mesh_of(plan.mesh, plan.experts, plan.span, plan.nodes)[1]
 
 
 def sharded_over(plan: ParallelPlan) -> tuple[str, ...]:
     """The axes of the mesh over which ZeRO shards weights."""
-    return _mesh_of(plan.mesh, plan.experts, plan.span)[2]
+    return _mesh_of(plan.mesh, plan.experts, plan.span, plan.nodes)[2]
 
 
 @lru_cache(maxsize=4096)
-def _mesh_of(text: str, experts: str | None, span: int) -> tuple[Mesh, tuple[str, ...], tuple[str, ...]]:
+def _mesh_of(
+    text: str, experts: str | None, span: int, nodes: int | None
+) -> tuple[Mesh, tuple[str, ...], tuple[str, ...]]:
     mesh, over = (Mesh.parse(text), ()) if experts is None else Mesh.parse(text).with_experts(experts)
+    if nodes is not None:
+        mesh = mesh.cut_at(nodes)
     if span:
         mesh, inner = mesh.with_span(span)
         return mesh, over, inner

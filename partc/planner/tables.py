@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 from partc import passes
 from partc.cluster.cluster import Cluster, span
-from partc.communication.exchanges import Bucket, Exchanges, Levels
+from partc.communication.exchanges import Bucket, Exchanges, Levels, near_and_far
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import with_batch_axis
 from partc.cost.footprint import Footprint
@@ -172,7 +172,8 @@ class Tables:
             names = sorted(name for name in mesh.names if name != PIPELINE_AXIS)
             over = (axes for count in range(1, len(names) + 1) for axes in combinations(names, count))
             self._groups[_links(plan)] = (*names, *(span(mesh, axes, self.cluster) for axes in over))
-        return self._found(self._shares, plan, (plan.zero, *self._groups[_links(plan)]), self._share_table)
+        own = plan.zero, plan.nodes, *self._groups[_links(plan)]
+        return self._found(self._shares, plan, own, self._share_table)
 
     def cuts(self, plan: ParallelPlan, count: int) -> tuple[tuple[int, int], ...]:
         """The first call of each stage, and the one after its last."""
@@ -306,7 +307,7 @@ class Tables:
 
     def _share_table(self, plan: ParallelPlan, body: RegionBody, program: Program) -> ShareTable:
         sizes = sizes_of(plan)
-        key = body.number, plan.zero, sizes[BATCH_AXIS], sizes[CONTEXT_AXIS]
+        key = body.number, plan.zero, plan.nodes, sizes[BATCH_AXIS], sizes[CONTEXT_AXIS]
         if key not in self._exchanged:
             self._exchanged[key] = self._call_exchanges(plan, body, program)
         found = self._exchanged[key]
@@ -335,7 +336,9 @@ class Tables:
         )
 
     def _call_exchanges(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Sequence[CallExchanges]:
-        program = passes.alone("zero", program, plan.compile_options().for_passes)
+        options = plan.compile_options().for_passes
+        program = passes.alone("zero", program, options)
+        program = replace(program, parameters=tuple(replace(item, near=options["near"]) for item in program.parameters))
         footprint, exchanges = Footprint(program, self.states), Exchanges(program)
         usual = (plan.grad_reduce, plan.compress_grads) == ("fp32", "none")  # nothing is said of other forms of sums
         items = {item.name: item for item in program.parameters}
@@ -383,8 +386,14 @@ class Tables:
                 for each in (each for level in exchanges.scattered_bucket(bucket) for each in level):
                     found[each.op, each.axes] = found.get((each.op, each.axes), 0) + each.bytes
             over = tuple(axis for axis in item.reduce if sizes[axis] > 1)
-            if over:
-                found["all_reduce", over] = found.get(("all_reduce", over), 0) + item.type.local_bytes(sizes)
+            size, (near, far) = item.type.local_bytes(sizes), near_and_far(over, item)
+            if near and far:
+                part = size // exchanges.ways(near)
+                moved = {("reduce_scatter", near): size, ("all_reduce", far): part, ("all_gather", near): part}
+            else:
+                moved = {("all_reduce", over): size} if over else {}
+            for kind, bytes in moved.items():
+                found[kind] = found.get(kind, 0) + bytes
         return found
 
 
@@ -450,9 +459,9 @@ def _split(plan: ParallelPlan) -> tuple[object, ...]:
     return sizes[BATCH_AXIS], plan.microbatches, sizes[PIPELINE_AXIS] > 1
 
 
-def _links(plan: ParallelPlan) -> tuple[str, str | None, int]:
+def _links(plan: ParallelPlan) -> tuple[str, str | None, int, int | None]:
     """The plan's part that places ranks on links."""
-    return plan.mesh, plan.experts, plan.span
+    return plan.mesh, plan.experts, plan.span, plan.nodes
 
 
 def _axes(graph: Graph) -> Iterator[str]:

@@ -93,6 +93,8 @@ def words(plan: ParallelPlan) -> str:
         parts.append(f"{plan.stage_calls} calls by stage")
     if plan.level:
         parts.append(f"zero {plan.zero}")
+    if plan.nodes is not None:
+        parts.append(f"sums in nodes of {plan.nodes}")
     if plan.recompute != "none":
         parts.append(f"recompute {plan.recompute}")
     if plan.loss_chunks > 1:

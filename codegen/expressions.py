@@ -11,6 +11,7 @@ import torch
 from partc.codegen import losses
 from partc.codegen.operands import Emit, Operands, arguments
 from partc.ir.layout import Layout, SubDim
+from partc.ir.operations import effects
 from partc.ir.program import SPARSE, Op, Ref, TensorType, Value
 from partc.rules import kernels
 from partc.rules.rule import integers
@@ -55,7 +56,7 @@ def unsummed(operands: Operands) -> str:
 
 def returns_more(name: str) -> bool:
     """Whether the function also returns values for its backward; regions without a gradient do not read them."""
-    return name in _RETURN_MORE
+    return bool(effects(name).extra)
 
 
 def emitted_type(op: Op, value: Value) -> TensorType:
@@ -304,7 +305,6 @@ def _draw(number: str, o: Operands, dims: tuple[tuple[SubDim, ...], ...], what: 
     return f'{o.named("comm")}.{what}(number{f" + {number}" if number != "0" else ""}, "{layout}")'
 
 
-_RETURN_MORE = frozenset({"rms_norm", "layer_norm", "attention", "attention_dropout", "dropout", "cross_entropy"})
 _VIEWS = frozenset({"reshape", "permute", "expand", "slice", "to"})
 
 _TABLE: Mapping[str, Emit] = {

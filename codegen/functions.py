@@ -16,7 +16,7 @@ from partc.codegen.expressions import (
     unsummed,
     with_accumulation,
 )
-from partc.codegen.lifetimes import deletions, overwritten, shares_memory
+from partc.codegen.lifetimes import deletions, overwritten
 from partc.codegen.names import Names, RegionNames, identifier
 from partc.codegen.operands import Operands, modules, written
 from partc.codegen.partial_gradients import added, parted
@@ -25,6 +25,7 @@ from partc.codegen.source import Argument, Function, Line, Record, RegionCode
 from partc.codegen.views import without_idle_views
 from partc.communication import descriptions as collectives
 from partc.ir.layout import Sizes
+from partc.ir.operations import shares_memory
 from partc.ir.program import SCAN, Graph, Op, Ref, Region, Value
 from partc.ir.ragged import ragged_rows
 from partc.ir.routers import choices
@@ -327,7 +328,7 @@ class _Writer:
             value.name
             for op in order
             for value in op.results
-            if not shares_memory(op) and uses.get(value.name) == 1 and value.name not in graph.outputs
+            if not shares_memory(op, types) and uses.get(value.name) == 1 and value.name not in graph.outputs
         }
         freed = deletions(
             replace(graph, ops=order), keep={*graph.outputs, *(v.name for v in borrowed)}, sizes=self.sizes

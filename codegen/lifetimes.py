@@ -8,13 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from partc.ir.layout import Sizes
-from partc.ir.program import VIEWS, Graph, Op, Ref
+from partc.ir.operations import VIEWS
+from partc.ir.program import Graph, Op, Ref
 
-# Operations of ATen and of partc whose results may alias their first operand.
-_SIGHTS = frozenset({
-    "to", "take", "detach", "contiguous", "diagonal", "unfold", "select", "narrow", "squeeze", "unsqueeze", "t",
-    "transpose", "view", "view_as", "movedim", "as_strided", "unbind", "chunk", "real", "imag", "flatten",
-})  # fmt: skip
 # A peak this close to the lowest one is not worth another line.
 _CLOSE = 1.1
 
@@ -27,11 +23,6 @@ class _Storage:
     size: int
     made: int
     last: int
-
-
-def shares_memory(op: Op) -> bool:
-    """Whether an operation's result may alias its first operand."""
-    return op.name in VIEWS or op.name in _SIGHTS
 
 
 def overwritten(op: Op) -> dict[int, int]:

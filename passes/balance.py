@@ -20,12 +20,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from partc.errors import PartcError
+from partc.ir.operations import KEEPING
 from partc.ir.program import FLOATING, DTypeArg, Graph, Program, Ref, Region
 from partc.ir.repetitions import KEPT
 from partc.passes.route.rows import RowWriter
 
 _PRODUCTS = frozenset({"linear", "matmul", "bmm"})
-_VIEWS = frozenset({"reshape", "expand", "to", "detach", "permute"})
 
 
 def balance(program: Program, *, router_bias_rate: float = 0.0) -> Program:
@@ -129,7 +129,7 @@ class _Counting:
         return None
 
     def _unviewed(self, name: str) -> str:
-        while (op := self._makers.get(name)) is not None and op.name in _VIEWS:
+        while (op := self._makers.get(name)) is not None and op.name in KEEPING:
             name = next(op.refs())
         return name
 

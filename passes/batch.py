@@ -29,7 +29,8 @@ from partc.ir.gradients import input_only
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Varying
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import unique
-from partc.ir.program import FLOATING, RANDOM, Call, Choice, Op, Program, Region, TensorType, Value
+from partc.ir.operations import RANDOM
+from partc.ir.program import FLOATING, Call, Choice, Op, Program, Region, TensorType, Value
 from partc.rules import Factor, OpRule, placements
 from partc.rules.tried import rule_of
 from partc.sharding.choices import batch_axes

@@ -28,14 +28,14 @@ from dataclasses import dataclass, field, replace
 
 from partc import fuel
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value, needed
+from partc.ir.operations import KEEPING, RANDOM
+from partc.ir.program import DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value, needed
 from partc.passes.route.loops import LEAST, Lift, Lifted, NotEqualError
 from partc.passes.route.rows import RowWriter
-from partc.rules import kernels
+from partc.rules import is_elementwise
 from partc.rules.rule import argument, integers
 
-_VIEWS = frozenset({"reshape", "permute", "to", "detach"})
-_PARTS = _VIEWS | {"slice", "split", "expand"}
+_PARTS = KEEPING | {"slice", "split"}
 _PLACES = frozenset({"topk", "sort", "argsort", "argmax", "max"})  # their last results are places
 _COPIES = frozenset({"expand", "repeat"})
 
@@ -498,7 +498,7 @@ class _Dense:
                 before = self.writer.shape(x)
                 return experts > 1 and size == experts * math.prod(before) and before[-1:] == op.result.type.shape[-1:]
             wide = [each for each in op.refs() if math.prod(self.writer.shape(each)) == size]
-            if len(wide) != 1 or (op.name not in _VIEWS and kernels.kind(op) != "pointwise"):
+            if len(wide) != 1 or (op.name not in KEEPING and not is_elementwise(op.name)):
                 return False
             name = wide[0]
         return False
@@ -541,7 +541,7 @@ class _Dense:
         leading, count = form.leading, math.prod(form.leading)
         at = {"slice": 1, "split": 2}.get(op.name)
         dim = op.args[at] if at is not None else len(leading)
-        known = at is not None or op.name in ("reshape", "to", "detach") or kernels.kind(op) == "pointwise"
+        known = at is not None or op.name in ("reshape", "to", "detach") or is_elementwise(op.name)
         if not known or not isinstance(dim, int) or dim < len(leading):
             return False
         if any(value.type.shape[: len(leading)] != leading for value in op.results):

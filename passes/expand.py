@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from partc.ir.collectives import COLLECTIVES
 from partc.ir.layout import Sizes
 from partc.ir.program import Arg, Graph, Op, Program, Ref, TensorType, Value
 
@@ -97,7 +98,6 @@ _REWRITES: Mapping[str, Callable[[Op, Mapping[str, TensorType], Sizes], tuple[Op
     "cross_entropy": _cross_entropy,
     "cross_entropy_shard": _cross_entropy,
     "mask_classes_shard": _same_movement("mask_classes"),
-    "shard": _same_movement("take"),
-    "unshard": _same_movement("all_gather"),
+    **{name: _same_movement(row.runs_as) for name, row in COLLECTIVES.items() if row.runs_as},
     "spread": _spread,
 }

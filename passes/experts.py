@@ -24,7 +24,8 @@ from partc.errors import PartcError
 from partc.ir.capacity import Capacity
 from partc.ir.layout import Layout, Shard, Sizes, SubDim
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.ir.operations import RANDOM
+from partc.ir.program import Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
 from partc.rules import OpRule, placements, resolve
 from partc.rules.rule import argument, integers
 from partc.sharding.choices import axis_order, choice_on, layouts, weight_axes

@@ -32,7 +32,8 @@ from partc import fuel
 from partc.errors import Source
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import unique
-from partc.ir.program import ATTENTION, RANDOM, Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.operations import RANDOM
+from partc.ir.program import ATTENTION, Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.sequences import (
     ORDERED,
     ROWS,

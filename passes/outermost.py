@@ -29,7 +29,7 @@ from partc import fuel
 from partc.ir.layout import Sizes
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
-from partc.rules import kernels
+from partc.rules import is_elementwise
 from partc.rules.rule import integers
 
 _TURN = {0: 1, 1: 0}  # where the two first dimensions go
@@ -104,7 +104,7 @@ class _Permutations:
             case "reshape":
                 before, after = self._shape(next(op.refs())), self._shape(op.result.name)
                 return results | {*op.refs()} if before[:2] == after[:2] else None
-        if kernels.kind(op) == "pointwise":
+        if is_elementwise(op.name):
             return self._elementwise(op, results)
         return None
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 
 from partc import fuel
 from partc.cost.roofline import seconds
+from partc.ir.collectives import MOVING
 from partc.ir.layout import Sizes
 from partc.ir.naming import unique
-from partc.ir.program import MOVING, Graph, Op, Program, Ref, Region, TensorType
+from partc.ir.program import Graph, Op, Program, Ref, Region, TensorType
 
 
 def overlap(program: Program) -> Program:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from partc import fuel
 from partc.ir.program import Op, Program, Ref, Region, TensorType, Value
+from partc.rules import is_elementwise
 from partc.runtime.ops.chunked_loss import LINE
 from partc.sharding.choices import weight_axes
 
@@ -25,7 +26,6 @@ _LEAST = 4  # rows on each rank, below which a cut is not worth a mask
 _PIECE = 8  # 16-bit numbers of a memory line
 _SPARE = 16  # the largest share of rows added to fill lines is one of this many
 Sizes = tuple[int, int]  # classes, and with them the rows that are none
-_ELEMENTWISE = frozenset({"to", "mul", "div", "tanh", "neg", "sigmoid", "clamp"})
 
 
 def pad(program: Program, *, kernels: str = "aten") -> Program:
@@ -123,7 +123,7 @@ class _Padding:
         if names == [name]:
             if op.name == "reshape":
                 return shape[-1:] == (size,)
-            return op.name in _ELEMENTWISE or (op.name == "slice" and op.args[1] not in (-1, rank - 1))
+            return is_elementwise(op.name) or (op.name == "slice" and op.args[1] not in (-1, rank - 1))
         bias = next((other for other in names if other != name), "")
         own = any(value.name == bias for value in self.main.params) and self.types[bias].shape == (size,)
         if op.name == "add" and len(names) == 2 and own and len(self.readers[bias]) == 1 and shape[-1:] == (size,):

@@ -23,10 +23,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import InternalError, PartcError
+from partc.ir.collectives import BY_TABLE, ROUTED
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import TIME_AXIS
-from partc.ir.program import BY_TABLE, ITEMSIZE, ROUTED, Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import ITEMSIZE, Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import localize
 from partc.rules.tried import rule_of
 from partc.sharding.choices import layouts

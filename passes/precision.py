@@ -27,12 +27,13 @@ from dataclasses import replace
 
 from partc.errors import PartcError, Source
 from partc.ir.naming import unique
-from partc.ir.program import FLOATING, SCAN, VIEWS, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.operations import VIEWS
+from partc.ir.program import FLOATING, SCAN, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
 from partc.ir.scans import scan_of
 from partc.rules import Precision, is_matmul, precision_of
 
 _WIDE: DType = "f32"
-_VIEWS = VIEWS | {"cat", "repeat", "detach"}
+_VIEWS = VIEWS | {"cat", "repeat"}
 
 
 def precision(program: Program, *, low: DType | None = None, casts: Mapping[str, Precision] | None = None) -> Program:

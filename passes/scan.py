@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, SCAN, Arg, Graph, Op, Program, Ref, Region, TensorType, Value, needed
+from partc.ir.operations import RANDOM
+from partc.ir.program import SCAN, Arg, Graph, Op, Program, Ref, Region, TensorType, Value, needed
 from partc.ir.scans import Scan, result_shapes, with_time
 from partc.rules.rule import integers
 

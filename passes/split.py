@@ -33,9 +33,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from partc.errors import InternalError
+from partc.ir.collectives import COLLECTIVES
 from partc.ir.layout import Sizes
 from partc.ir.naming import unique
-from partc.ir.printer import COLLECTIVES
 from partc.ir.program import Graph, Program, Region, needed
 
 

@@ -27,7 +27,8 @@ from dataclasses import dataclass, field, replace
 from partc import fuel
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import unique
-from partc.ir.program import ATTENTION, RANDOM, Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.operations import RANDOM
+from partc.ir.program import ATTENTION, Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.sequences import (
     ORDERED,
     ROWS,

@@ -15,10 +15,11 @@ import partc
 from partc.communication.exchanges import Collective
 from partc.communication.execution import Execution, GraphRun, Start, Wait, events
 from partc.errors import InternalError
+from partc.ir.collectives import MOVING
 from partc.ir.mesh import Mesh
 from partc.ir.parser import parse
 from partc.ir.printer import print_program, print_region
-from partc.ir.program import MOVING, Action, Program
+from partc.ir.program import Action, Program
 from partc.ir.verifier import verify_program
 from partc.package.verify import verify
 from partc.passes.actions import actions

@@ -11,9 +11,9 @@ from torch import nn
 
 import partc
 from partc.errors import PartcError
+from partc.ir.operations import RANDOM
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
-from partc.ir.program import RANDOM
 from partc.package.verify import verify
 from partc.passes.precision import precision
 from partc.rules import operations, precision_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from partc.errors import InternalError
-from partc.ir.collectives import TRANSPOSES, backward_cost, cost
+from partc.ir.collectives import COLLECTIVES, backward_cost, cost
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, SubDim, Varying
 from partc.sharding import reshard
 from partc.sharding.reshard import plan, transition
@@ -88,7 +88,7 @@ def test_backward_is_the_transpose(seed: int) -> None:
                 "concat_dim": attrs["split_dim"],
                 "concat_outer": attrs["split_outer"],
             }
-        back = run(TRANSPOSES[step.op], given, step.axis, attrs, SIZES)
+        back = run(COLLECTIVES[step.op].transpose, given, step.axis, attrs, SIZES)
         sent = next(iter(shard(whole, layout, SIZES).values())).numel() * 4
         assert step.backward == backward_cost(step.op, SIZES[step.axis], sent)
         assert torch.allclose(assemble(back, layout.dual(), SIZES), gradient, rtol=1e-12)

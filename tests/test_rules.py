@@ -20,7 +20,8 @@ from torch import Tensor
 
 from partc.errors import PartcError
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
-from partc.ir.program import RANDOM, Arg, Choice, Graph, Op, Ref, TensorType, Value
+from partc.ir.operations import RANDOM
+from partc.ir.program import Arg, Choice, Graph, Op, Ref, TensorType, Value
 from partc.rules import (
     OpRule,
     choices,

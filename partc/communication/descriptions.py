@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from partc.communication.exchanges import Collective, Levels
-from partc.ir.collectives import cost
+from partc.ir.collectives import COLLECTIVES, cost
 from partc.ir.layout import Partial, Sizes
+from partc.ir.operations import VIEWS
 from partc.ir.printer import readable
-from partc.ir.program import VIEWS, Graph, Op, TensorType
+from partc.ir.program import Graph, Op, TensorType
 
-NAMES: Mapping[str, str] = {
-    "all_reduce": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "dispatch": "dispatch",
-    "combine": "combine",
-}
+NAMES: Mapping[str, str] = {name: row.title for name, row in COLLECTIVES.items() if row.title}
 _CODES = {"u8": "int8", "bf16": "bf16", "f16": "fp16"}  # the types of exchanges that comments name
 # Operations that are transparent in the search for a value's readers and makers.
 _VIEWS = VIEWS | {"to"}

@@ -15,12 +15,10 @@ from typing import Literal
 
 from partc.communication.exchanges import Collective, Exchanges, Levels, graph_of, loss_sums, shared_sums
 from partc.errors import InternalError
-from partc.ir.collectives import inside
+from partc.ir.collectives import MOVING, ROUTED, inside
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.program import (
     ITEMSIZE,
-    MOVING,
-    ROUTED,
     Action,
     ActionStatement,
     BodyKind,

@@ -15,8 +15,9 @@ from partc.compilation.given_options import COMPRESSIONS, KERNELS, RECOMPUTE, RE
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
 from partc.ir.capacity import Capacity
+from partc.ir.collectives import MOVING
 from partc.ir.mesh import PIPELINE_AXIS, Mesh, holds_weights_whole
-from partc.ir.program import MOVING, PRECISIONS, DType
+from partc.ir.program import PRECISIONS, DType
 from partc.rules import LOWERED, Precision, operations
 from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.per_stage import expanded, stage_kinds

@@ -19,20 +19,8 @@ from partc.ir.collectives import inside, parts
 from partc.ir.gradients import touched_rows
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import (
-    ITEMSIZE,
-    SPARSE,
-    VIEWS,
-    Call,
-    Graph,
-    GraphKind,
-    Op,
-    Parameter,
-    Program,
-    Ref,
-    Region,
-    TensorType,
-)
+from partc.ir.operations import VIEWS
+from partc.ir.program import ITEMSIZE, SPARSE, Call, Graph, GraphKind, Op, Parameter, Program, Ref, Region, TensorType
 
 _KINDS: tuple[GraphKind, ...] = ("F", "B", "I", "W")
 _STATES = 2  # of AdamW, in the parameter's type

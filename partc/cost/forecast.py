@@ -17,13 +17,12 @@ from partc.cost.local_costs import LocalCosts
 from partc.cost.pieces import OpPiece, in_pieces
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Timeline, timeline
-from partc.ir.collectives import inside, parts
+from partc.ir.collectives import MOVING, inside, parts
 from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.operations import VIEWS
 from partc.ir.program import (
     ITEMSIZE,
-    MOVING,
-    VIEWS,
     Action,
     Call,
     Graph,

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.cost.action_timeline import Segment
-from partc.ir.program import ATTENTION, VIEWS, Op
+from partc.ir.operations import VIEWS
+from partc.ir.program import ATTENTION, Op
 from partc.rules import has_products
 
 _NOTHING = Segment(seconds=0.0)

@@ -14,10 +14,11 @@ from partc.cluster.variation import expected_maximum
 from partc.cost.calibration import Calibration
 from partc.cost.collectives import Network
 from partc.cost.roofline import EXPERTS_GRADIENT, H100, Machine, product_flops, seconds, traffic
-from partc.ir.collectives import cost, parts
+from partc.ir.collectives import MOVING, cost, parts
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
-from partc.ir.program import ITEMSIZE, MOVING, SCAN, VIEWS, Op, TensorType
+from partc.ir.operations import VIEWS
+from partc.ir.program import ITEMSIZE, SCAN, Op, TensorType
 from partc.ir.scans import scan_of
 from partc.rules import OpRule
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from partc.ir.collectives import cost, parts
+from partc.ir.collectives import MOVING, cost, parts
 from partc.ir.layout import Sizes
-from partc.ir.program import ITEMSIZE, MOVING, SPARSE, VIEWS, DType, Op, TensorType
+from partc.ir.operations import VIEWS
+from partc.ir.program import ITEMSIZE, SPARSE, DType, Op, TensorType
 from partc.rules import OpRule, flops, has_products, resolve_lowered
 
 

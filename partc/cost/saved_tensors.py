@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from partc.ir.layout import Sizes
-from partc.ir.program import ITEMSIZE, VIEWS, Action, Graph, Program, Ref, Region
+from partc.ir.operations import VIEWS
+from partc.ir.program import ITEMSIZE, Action, Graph, Program, Ref, Region
 from partc.schedules import Compute
 
 Flight = tuple[tuple[int, int], ...]  # stages, and how many microbatches of each are in flight at one time

@@ -31,23 +31,15 @@ from typing import Any
 
 from partc.errors import PartcError, Source
 from partc.frontend.selections import TESTED
+from partc.ir.operations import KEEPING, VIEWS, spelling
 from partc.ir.program import SELECTED, Graph, Op, Ref, Value, is_change
 
 LONGEST = 16  # operations between two masks and the values that both are computed from
-_ORDERED = frozenset({
-    "view", "_unsafe_view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "alias", "detach",
-})  # fmt: skip
-_VIEWS = _ORDERED | {
-    "permute", "t", "transpose", "expand", "expand_as", "split", "split_with_sizes", "chunk", "unbind", "select",
-    "slice", "diagonal", "narrow",
-}  # fmt: skip
-# Operations of one tensor that keep every element, and those that are zero only if all elements are.
-_KEPT = _ORDERED | {"permute", "t", "transpose", "expand", "expand_as", "to", "_to_copy", "clone", "contiguous"}
-_TOTALS = frozenset({"any", "sum", "count_nonzero", "max", "amax"})
-_ALIKE = _ORDERED | {"to", "_to_copy", "clone", "contiguous"}  # elements in their order
+_ALIKE = KEEPING - spelling("permute") - spelling("expand")  # elements in their order
+_TOTALS = frozenset({"any", "sum", "count_nonzero", "max", "amax"})  # zero only if all elements are
 _POSITIVE = frozenset({"one_hot", "bincount"})
 # Operations of zeros that are zero.
-_ZERO = _KEPT | _VIEWS | _TOTALS | {"index", "index_select", "gather", "cumsum", "repeat", "repeat_interleave"}
+_ZERO = KEEPING | VIEWS | _TOTALS | {"index", "index_select", "gather", "cumsum", "repeat", "repeat_interleave"}
 _OF_PARTS = frozenset({"repeat_interleave", "eq", SELECTED})
 _BOTH = frozenset({"logical_and", "bitwise_and", "__and__"})
 _NOT = frozenset({"logical_not", "bitwise_not"})
@@ -110,7 +102,7 @@ class _Zeros:
                 continue
             given = op.args[0].name
             total = op.name in _TOTALS or _is_test(op)
-            if (op.name in _KEPT and not self._rounds(op)) or op.name == "any" or (total and self._positive(given)):
+            if (op.name in KEEPING and not self._rounds(op)) or op.name == "any" or (total and self._positive(given)):
                 dim = None if seed.dim is None else self._dim_before(op, seed.dim)
                 if given not in self.changed and (seed.dim is None or dim is not None):
                     self.seeds.append(replace(seed, name=given, dim=dim))
@@ -239,7 +231,7 @@ class _Zeros:
 
     def _kept(self, name: str) -> str:
         """The value from which one was made by operations that keep every element."""
-        while (op := self._maker(name)) is not None and op.name in _KEPT:
+        while (op := self._maker(name)) is not None and op.name in KEEPING:
             name = next(op.refs())
         return name
 
@@ -248,7 +240,7 @@ class _Zeros:
         numbers = self._kept(numbers)
         while not self._equal(name, numbers):
             op = self._maker(name)
-            if op is None or op.name not in _KEPT | _VIEWS:
+            if op is None or op.name not in KEEPING | VIEWS:
                 return False
             name = next(op.refs())
         return numbers not in self.changed
@@ -292,7 +284,7 @@ class _Alignment:
             while name:
                 found.add(name)
                 maker = self._makers.get(name)
-                viewed = maker is not None and (maker.name in _VIEWS or is_change(maker))
+                viewed = maker is not None and (maker.name in VIEWS or is_change(maker))
                 name = next(maker.refs()) if maker is not None and viewed else ""
         return found
 
@@ -365,7 +357,7 @@ class _Alignment:
         if not is_change(op) or not isinstance(target, Ref) or self._unchanged(op, self._active):
             return
         name = target.name
-        while name in self._decided and self._makers[name].name in _VIEWS:
+        while name in self._decided and self._makers[name].name in VIEWS:
             name = next(self._makers[name].refs())
         if name not in self._decided:
             raise self.refusal(op)
@@ -373,7 +365,7 @@ class _Alignment:
     def _unchanged(self, op: Op, active: Sequence[_Zeros]) -> str:
         """The operand that an operation gives back if the tested masks are zero; "" for other operations."""
         operands = [arg.name if isinstance(arg, Ref) else "" for arg in op.args]
-        if op.name in _ORDERED:
+        if op.name in _ALIKE & VIEWS:
             return operands[0]
         if op.name in _WRITES:
             places = op.args[1] if op.name in _PUTS else op.args[2:3]

@@ -25,19 +25,9 @@ from partc.frontend.value_branches import RANDOM_BRANCH
 from partc.installed import is_machinery, shortened
 from partc.ir.gradients import reached
 from partc.ir.naming import identifier, unique, unreserved
+from partc.ir.operations import shares_memory
 from partc.ir.operators import DTYPE_NAMES
-from partc.ir.program import (
-    MAY_SHARE,
-    NO_GRAD,
-    Arg,
-    DTypeArg,
-    Graph,
-    Op,
-    Ref,
-    TensorType,
-    Value,
-    is_change,
-)
+from partc.ir.program import NO_GRAD, Arg, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
 from partc.torch_private import OpOverload
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
@@ -368,11 +358,8 @@ class GraphReader:
         for place in changes:
             op = self._ops[place]
             target = next(op.refs())
-            while (made := inside.get(target)) is not None and (made.name in MAY_SHARE or is_change(made)):
-                shown = next(made.refs())
-                if types[shown].dtype != types[target].dtype:
-                    break  # a cast copies
-                target = shown
+            while (made := inside.get(target)) is not None and (shares_memory(made, types) or is_change(made)):
+                target = next(made.refs())
             if target in outside and target not in parameters:
                 raise PartcError(
                     "P0212",

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from partc.errors import PartcError, Source
 from partc.ir.naming import unique
-from partc.ir.program import MAY_SHARE, Arg, Graph, Op, Ref, TensorType, Value, is_change
+from partc.ir.operations import effects
+from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value, is_change
 
 _UNIFORM = frozenset({"rand", "rand_like"})
 _SAME = frozenset({"reshape", "view", "squeeze", "to", "float", "double", "__getitem__"})
@@ -252,7 +253,7 @@ class _Join:
                 changed = op.args[3:5]
             for each in changed:
                 name = each.name if isinstance(each, Ref) else ""
-                while name in own and (own[name].name in MAY_SHARE or is_change(own[name])):
+                while name in own and (effects(own[name].name).memory != "own" or is_change(own[name])):
                     name = next(own[name].refs())
                 if name and name not in own:
                     yield name

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from partc.ir.operations import KEEPING, spelling
 from partc.ir.program import Op, Program, Ref
 
-# Operations whose result has the elements of their first operand.
-_SAME = frozenset({
-    "alias", "clone", "contiguous", "detach", "expand", "flatten", "permute", "reshape", "select", "slice", "squeeze",
-    "to", "transpose", "unflatten", "unsqueeze", "view", "_to_copy",
-})  # fmt: skip
+_SAME = KEEPING | spelling("slice")  # the result has elements of the first operand
 _LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 
 

@@ -1,30 +1,81 @@
-"""Collectives as operations: the transpose of each, and the bytes that each rank sends."""
+"""The table of collectives, and of the reshards that need none: one line each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from partc.ir.layout import Sizes
 from partc.ir.program import DType, Op, TensorType
 
-TRANSPOSES: Mapping[str, str] = {
-    "vary": "all_reduce",
-    "settle": "div",
-    "spread": "alias",
-    "all_reduce": "alias",
-    "all_gather": "reduce_scatter",
-    "unshard": "take",
-    "shard": "all_gather",
-    "take": "put",
-    "reduce_scatter": "all_gather",
-    "put": "take",
-    "all_to_all": "all_to_all",
-    "dispatch": "combine",
-    "combine": "dispatch",
+_CUT = ("dim", "outer", "axis")
+_TWO_CUTS = ("split_dim", "split_outer", "concat_dim", "concat_outer", "axis")
+Bytes = Callable[[int, int], int]  # of the number of ranks, and the bytes of a rank's operand
+
+
+def _none(n: int, bytes: int) -> int:
+    return 0
+
+
+def _gathered(n: int, bytes: int) -> int:
+    return bytes * (n - 1)
+
+
+def _exchanged(n: int, bytes: int) -> int:
+    return bytes * (n - 1) // n
+
+
+def _reduced(n: int, bytes: int) -> int:
+    return 2 * bytes * (n - 1) // n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRow:
+    """An operation between the layouts of a value.
+
+    `transpose` is the operation of its gradient. Its result has n times (`grows`) or a part (`shrinks`) of its
+    operand's elements. `sends` gives the bytes that a rank sends, by ring algorithms. `attrs` names its attributes in
+    the order of its torch operator. `runs_as` is the operation that runs, where this one says more about gradients.
+    """
+
+    transpose: str
+    size: Literal["same", "grows", "shrinks"] = "same"
+    sends: Bytes = _none
+    attrs: tuple[str, ...] = ("axis",)
+    runs_as: str = ""
+    title: str = ""  # in comments
+
+
+COLLECTIVES: Mapping[str, CollectiveRow] = {
+    "vary": CollectiveRow(transpose="all_reduce"),
+    "settle": CollectiveRow(transpose="div"),
+    "spread": CollectiveRow(transpose="alias"),
+    "all_reduce": CollectiveRow(transpose="alias", sends=_reduced, title="all-reduce"),
+    "all_gather": CollectiveRow(
+        transpose="reduce_scatter", size="grows", sends=_gathered, attrs=_CUT, title="all-gather"
+    ),
+    "unshard": CollectiveRow(transpose="take", size="grows", sends=_gathered, attrs=_CUT, runs_as="all_gather"),
+    "shard": CollectiveRow(transpose="all_gather", size="shrinks", attrs=_CUT, runs_as="take"),
+    "take": CollectiveRow(transpose="put", size="shrinks", attrs=_CUT),
+    "reduce_scatter": CollectiveRow(
+        transpose="all_gather", size="shrinks", sends=_exchanged, attrs=_CUT, title="reduce-scatter"
+    ),
+    "put": CollectiveRow(transpose="take", size="grows", attrs=_CUT),
+    "all_to_all": CollectiveRow(transpose="all_to_all", sends=_exchanged, attrs=_TWO_CUTS, title="all-to-all"),
+    "dispatch": CollectiveRow(transpose="combine", sends=_exchanged, title="dispatch"),
+    "combine": CollectiveRow(transpose="dispatch", sends=_exchanged, title="combine"),
 }
-_GROWING = frozenset({"all_gather", "unshard", "put"})
-_SHRINKING = frozenset({"shard", "take", "reduce_scatter"})
+# Those that compiled graphs have. If a `wait` reads the result, the operation only starts the collective.
+MOVING = frozenset(name for name, row in COLLECTIVES.items() if row.title)
+# Exchanges of rows with the ranks that hold their experts, and their plan, `route`. The number of rows depends on the
+# data, so the first dimension of the results has the mean.
+ROUTED = frozenset({"route", "dispatch", "combine"})
+# `divide_rows` gives each of several tables the rows that came for it, in turn; `join_rows` is its transpose.
+BY_TABLE = frozenset({"divide_rows", "join_rows"})
+# Messages that are parts of operations: rows of experts, and keys and values around a ring.
+_MESSAGES: Mapping[str, Bytes] = {"exchange": _exchanged, "shift": lambda n, bytes: bytes}
 
 
 def parts(op: Op, sizes: Sizes) -> int:
@@ -53,20 +104,12 @@ def inside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[tu
 
 def cost(op: str, n: int, bytes: int) -> int:
     """Bytes each of `n` ranks sends, by ring algorithms, for an operand of `bytes` per rank."""
-    match op:
-        case "all_gather" | "unshard":
-            return bytes * (n - 1)
-        case "reduce_scatter" | "all_to_all" | "dispatch" | "combine" | "exchange":
-            return bytes * (n - 1) // n
-        case "shift":
-            return bytes
-        case "all_reduce":
-            return 2 * bytes * (n - 1) // n
-        case _:
-            return 0
+    row = COLLECTIVES.get(op)
+    return _MESSAGES.get(op, _none)(n, bytes) if row is None else row.sends(n, bytes)
 
 
 def backward_cost(op: str, n: int, bytes: int) -> int:
     """Bytes each rank sends in the transpose of `op`, whose forward operand had `bytes` per rank."""
-    result = bytes * n if op in _GROWING else bytes // n if op in _SHRINKING else bytes
-    return cost(TRANSPOSES[op], n, result)
+    row = COLLECTIVES[op]
+    result = {"same": bytes, "grows": bytes * n, "shrinks": bytes // n}[row.size]
+    return cost(row.transpose, n, result)

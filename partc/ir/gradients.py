@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from partc.ir.operations import effects
 from partc.ir.program import SPARSE, Graph, Program
 
 
@@ -24,7 +25,7 @@ def trains(program: Program) -> bool:
     region, live = program.regions[0], {*trainable_params(program)[program.regions[0].name]}
     first = {value.name: next(op.refs(), "") for op in region.forward.ops for value in op.results}
     for op in region.forward.ops:
-        if op.name in _FLAT or live.isdisjoint(op.refs()):
+        if not effects(op.name).differentiable or live.isdisjoint(op.refs()):
             continue
         live.update(value.name for value in op.results if value.type.differentiable)
         name = next(op.refs()) if op.name.endswith("_") else ""
@@ -98,19 +99,11 @@ def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
     return frozenset(found)
 
 
-# Operations whose results have no gradient. As in autograd, a gradient that is zero everywhere counts as one.
-_FLAT_NAMES = (
-    "detach incoming_gradient zeros_like ones_like full_like empty_like rand_like randn_like"
-    " new_zeros new_ones new_full new_empty"
-)
-_FLAT = frozenset(_FLAT_NAMES.split())
-
-
 def reached(graph: Graph, roots: Iterable[str]) -> set[str]:
-    """The floating-point values whose gradient reaches the roots, the roots included."""
+    """The floating-point values whose gradient reaches the roots, the roots included. As in autograd, zeros count."""
     live = set(roots)
     for op in graph.ops:
-        if op.name not in _FLAT and any(name in live for name in op.refs()):
+        if effects(op.name).differentiable and any(name in live for name in op.refs()):
             live.update(value.name for value in op.results if value.type.differentiable)
     return live
 

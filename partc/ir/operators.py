@@ -498,17 +498,6 @@ _define_composites()
 _define_own_gradients()
 _define_scan()
 
-# Names of results beyond the first, of operators that return values for their backward.
-EXTRA_RESULTS: dict[str, tuple[str, ...]] = {
-    "rms_norm": ("rstd",),
-    "layer_norm": ("mean", "rstd"),
-    "attention": ("lse",),
-    "cross_entropy": ("lse",),
-    "dropout": ("kept",),
-    "attention_dropout": ("lse",),
-}
-
-
 DTYPES: dict[DType, torch.dtype] = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "bool": torch.bool,
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from partc.errors import Source
-from partc.ir.collectives import cost
+from partc.ir.collectives import COLLECTIVES, cost
 from partc.ir.folding import Item, Repeat, folded, folded_row, ranges
 from partc.ir.layout import Sizes
+from partc.ir.operations import VIEWS
 from partc.ir.program import (
     ITEMSIZE,
-    VIEWS,
     Action,
     ActionStatement,
     Arg,
@@ -46,10 +46,6 @@ CALL = "call"  # begins a line that has a name and an equals sign, as an operati
 _PLACE = re.compile(r"[^`|]*")
 NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf)(?![\w.])|nan(?![\w.])")
 WORDS: Mapping[str, Arg] = {"None": None, "True": True, "False": False}
-COLLECTIVES = (
-    "all_reduce", "all_gather", "unshard", "shard", "take", "put", "reduce_scatter", "all_to_all", "dispatch",
-    "combine",
-)  # fmt: skip
 
 
 def print_program(program: Program, *, sources: bool = False) -> str:
@@ -163,7 +159,7 @@ def _notes(op: Op, types: Mapping[str, TensorType], sources: bool, sizes: Sizes 
     parts = [" ; ".join(str(value.type) for value in op.results)]
     if op.choices:
         parts.append(f"{{{' '.join(map(_choice, op.choices))}}}")
-    if sizes is not None and op.name in COLLECTIVES:
+    if sizes is not None:
         parts.append(collective_bytes(op, types, sizes))
     if sizes is not None and op.body:
         together, apart = fused_bytes(op, types, sizes)
@@ -175,8 +171,8 @@ def _notes(op: Op, types: Mapping[str, TensorType], sources: bool, sizes: Sizes 
 
 def collective_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> str:
     """The bytes that a rank sends in a collective, and the axis; empty for other operations."""
-    operand, axis = types.get(next(op.refs())), dict(op.attrs).get("axis")
-    if operand is None or not isinstance(axis, str) or axis not in sizes:
+    operand, axis = types.get(next(op.refs(), "")), dict(op.attrs).get("axis")
+    if op.name not in COLLECTIVES or operand is None or not isinstance(axis, str) or axis not in sizes:
         return ""
     size = math.prod(operand.layout.local_shape(sizes)) * ITEMSIZE[operand.dtype]
     sent = cost(op.name, sizes[axis], size)

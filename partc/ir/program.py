@@ -23,26 +23,6 @@ ITEMSIZE: Mapping[str, int] = {
 }  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # the types of computation
 ATTENTION = frozenset({"attention", "attention_dropout"})
-# Operations that draw random numbers; the last argument is the operation's number within its call.
-RANDOM = frozenset({"dropout", "attention_dropout", "rand", "randn", "rand_like", "randn_like", "drawn"})
-# Collectives. If a `wait` reads the result, the operation only starts the collective.
-MOVING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "dispatch", "combine"})
-# Exchanges of rows with the ranks that hold their experts; `route` plans them. The number of rows depends on the data,
-# so the first dimension of the results has the mean.
-ROUTED = frozenset({"route", "dispatch", "combine"})
-# `divide_rows` gives each of several tables the rows that came for it, in turn; `join_rows` is its transpose.
-BY_TABLE = frozenset({"divide_rows", "join_rows"})
-# Operations whose results may alias their first operand.
-VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "alias", "wait"})
-# Operations of a compiled graph whose results may be parts of their first operand's memory.
-PARTS = VIEWS | {"take", "detach", "contiguous", "diagonal", "unfold", "real", "imag"}
-# Operations of a traced graph whose results may share memory with their first operand.
-_SHARING_NAMES = (
-    "view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as permute t T transpose swapaxes numpy_T mT"
-    " movedim expand expand_as split split_with_sizes chunk unbind tensor_split select slice contiguous alias detach to"
-    " type_as dropout diagonal unfold as_strided broadcast_tensors narrow real imag"
-)
-MAY_SHARE = frozenset(_SHARING_NAMES.split())
 NO_GRAD = "no_grad"  # the attribute of a traced change in place from whose new values no gradient passes
 SPARSE = "sparse"  # the attribute of a table's gradient that is kept as rows
 SCAN = "scan"  # a loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`

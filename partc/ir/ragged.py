@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from partc.ir.program import ROUTED, Op, Region
+from partc.ir.collectives import ROUTED
+from partc.ir.program import Op, Region
 
 _SUMS = frozenset({"expert_matmul_grad_weight", "expert_rows_grad"})
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, Arg, Op, Program, Ref, Repetition
+from partc.ir.operations import RANDOM
+from partc.ir.program import Arg, Op, Program, Ref, Repetition
 
 _UPDATING = frozenset({"batch_norm", "instance_norm"})  # of running statistics
 KEPT = 3  # units at the beginning whose operations a trace has; the last unit is the fourth

@@ -7,14 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from partc.errors import InternalError
+from partc.ir.collectives import COLLECTIVES
 from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import FLOATING, Graph, Op, Program, Region, TensorType, Value
-
-# Collectives and their local relatives: elements of the result per element of the operand, for n ranks.
-_GROWS = {"all_gather", "unshard", "put"}
-_SHRINKS = {"reduce_scatter", "shard", "take"}
-_KEEPS = {"all_reduce", "all_to_all", "vary", "settle", "spread", "dispatch", "combine"}
 
 
 def verify_program(program: Program, facts: Collection[str], after: str, before: Program | None = None) -> None:
@@ -268,14 +264,11 @@ def _operation(
         for type in (types[first], op.result.type)
     )
     ways = sizes[axis] if isinstance(axis, str) else 1
-    if op.name in _KEEPS or op.name in ("reshape", "permute"):
-        wanted = before
-    elif op.name in _GROWS:
-        wanted = before * ways
-    elif op.name in _SHRINKS:
-        wanted = before // ways
-    else:
+    row = COLLECTIVES.get(op.name)
+    if row is None and op.name not in ("reshape", "permute"):
         return
+    size = "same" if row is None else row.size
+    wanted = {"same": before, "grows": before * ways, "shrinks": before // ways}[size]
     if after != wanted:
         yield f"{where} makes {after} elements of {before}, not {wanted}"
     if op.result.type.dtype != types[first].dtype:

@@ -20,7 +20,8 @@ from partc.ir.mesh import (
     holds_weights_whole,
     is_tensor_axis,
 )
-from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Program, Region, TensorType
+from partc.ir.operations import VIEWS
+from partc.ir.program import FLOATING, ITEMSIZE, Program, Region, TensorType
 from partc.passes.stages import staged
 from partc.planner.bounds import Bounds, expert_parameters
 from partc.planner.space import expert_parts, mesh_of, sharded_over, sizes_of, taken

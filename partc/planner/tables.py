@@ -25,8 +25,9 @@ from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.local_costs import LocalCosts
 from partc.cost.rates import Rates
+from partc.ir.collectives import MOVING
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
-from partc.ir.program import MOVING, Call, Graph, GraphKind, Parameter, Program
+from partc.ir.program import Call, Graph, GraphKind, Parameter, Program
 from partc.passes.split import worthwhile
 from partc.passes.stages import call_work, cuts, staged
 from partc.planner.space import mesh_of, sizes_of

@@ -8,7 +8,7 @@ from typing import Literal
 
 from partc.cost.simulation import Timeline
 from partc.ir.layout import Sizes
-from partc.ir.printer import COLLECTIVES, collective_bytes, print_operation
+from partc.ir.printer import collective_bytes, print_operation
 from partc.ir.program import Graph, Op, Region, TensorType
 
 WIDE, HIGH, GAP_X, GAP_Y = 214, 34, 26, 50
@@ -122,7 +122,7 @@ def _box(
         kind: Literal["input", "output"] = "input" if is_input else "output"
         name = title.removeprefix("return ")
         return NodeBox(x=x, y=y, kind=kind, title=title, note=str(types[name]), hover=f"{name}: {types[name]}")
-    moved = collective_bytes(op, types, sizes) if op.name in COLLECTIVES else ""
+    moved = collective_bytes(op, types, sizes)
     source = f"\n{op.source}" if op.source and op.source.line else ""
     return NodeBox(
         x=x,

@@ -32,6 +32,7 @@ __all__ = [
     "flops",
     "has_products",
     "is_cheap",
+    "is_elementwise",
     "is_matmul",
     "is_users",
     "localize",
@@ -252,6 +253,12 @@ def has_products(op: Op) -> bool:
     """Whether an operation, which compiling may have introduced, has matrix products."""
     entry = TABLE.get(op.name) or TABLE.get(LOWERED.get(op.name, ""))
     return entry is not None and (entry.matmul or op.name == SCAN)
+
+
+def is_elementwise(name: str) -> bool:
+    """Whether each element of the result comes from the elements at its place in the operands."""
+    entry = TABLE.get(name)
+    return entry is not None and entry.elementwise
 
 
 def is_users(name: str) -> bool:

@@ -12,14 +12,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from partc.ir.collectives import BY_TABLE, COLLECTIVES, ROUTED
 from partc.ir.layout import Layout, Sizes, SubDim
-from partc.ir.program import BY_TABLE, MOVING, ROUTED, Arg, Op, TensorType
+from partc.ir.operations import KEEPING, spelling
+from partc.ir.program import Arg, Op, TensorType
 from partc.rules import resolve_lowered
 from partc.rules.rule import Dims, OpRule, integers, number
 
 Pieces = tuple[SubDim, ...]
-_SAME = frozenset({"wait", "alias", "clone", "detach", "contiguous", "to", "vary", "settle"})
-_MOVING = MOVING | {"take", "put", "shard", "unshard", "spread"}
+_SAME = KEEPING - spelling("reshape") - spelling("permute") - spelling("expand")
 # Of logits whose classes are cut: each rank has its part of a maximum or of a sum over them.
 _OF_CLASSES = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})
 _LOSSES = frozenset({"cross_entropy", "cross_entropy_shard"})
@@ -102,7 +103,7 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
         return _routed(op, operands)
     if op.name in BY_TABLE:
         return _by_table(op, operands)
-    if op.name in _MOVING or op.name in _SAME:
+    if op.name in COLLECTIVES or op.name in _SAME:
         return (_moved(op, operands[0].layout, sizes),)
     if op.body:
         return _of_body(op, types, sizes)

@@ -24,7 +24,7 @@ CONTIGUOUS = frozenset(
         "bmm", "embedding", "embedding_shard", "fused", "outer", "linear_grad_bias",
     }
 )  # fmt: skip
-VIEWS = frozenset({"reshape", "permute", "expand", "slice", "split", "cat", "slice_backward", "alias"})
+_INDEXED = frozenset({"reshape", "permute", "expand", "slice", "split", "cat", "slice_backward", "alias"})
 CONSTANTS = frozenset({"full", "zeros", "ones", "scalar_tensor"})
 CONDITIONS: Mapping[str, int] = {"where": 0, "masked_fill": 1}  # an operand that is a bool
 LOGICAL = frozenset(  # of bools where they make one, whatever they are given
@@ -66,7 +66,7 @@ def kind(op: Op) -> Kind | None:
     """The role of the operation in a kernel; None if no kernel computes it."""
     if op.name == "cat":
         return "view" if len(joined(op)[0]) <= MOST_JOINED else None
-    if op.name in VIEWS:
+    if op.name in _INDEXED:
         stepped = op.name == "slice_backward" and op.args[5] != 1
         return None if stepped or op.attrs else "view"
     if op.name == "drawn":

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from partc.ir.program import MOVING, Graph, Op, Program, Ref, Region
+from partc.ir.collectives import MOVING
+from partc.ir.program import Graph, Op, Program, Ref, Region
 from partc.rules import kernels
 
 # Elementwise operations; PyTorch lays out their results like the first operand of that shape.

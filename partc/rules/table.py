@@ -28,6 +28,7 @@ class OperationRow:
     user: bool = False
     heavy: bool = False  # takes too long to be done a second time only to save less, whatever it reads
     precision: Precision = "any"
+    elementwise: bool = False  # each element of the result comes from the elements at its place in the operands
 
 
 TABLE: dict[str, OperationRow] = {}
@@ -126,11 +127,28 @@ def rule(
 
 
 def build(
-    names: str, builder: Builder, *, matmul: bool = False, heavy: bool = False, precision: Precision = "any"
+    names: str,
+    builder: Builder,
+    *,
+    matmul: bool = False,
+    heavy: bool = False,
+    precision: Precision = "any",
+    elementwise: bool = False,
 ) -> None:
     """Declare operations whose rule a builder derives from their shapes."""
     for name in names.split():
-        TABLE[name] = OperationRow(build=builder, matmul=matmul, heavy=heavy, precision="low" if matmul else precision)
+        TABLE[name] = OperationRow(
+            build=builder,
+            matmul=matmul,
+            heavy=heavy,
+            precision="low" if matmul else precision,
+            elementwise=elementwise,
+        )
+
+
+def elementwise(names: str, builder: Builder, precision: Precision = "any") -> None:
+    """Declare operations whose results' elements come from the elements at their places in the operands."""
+    build(names, builder, precision=precision, elementwise=True)
 
 
 def dense(names: str, *positions: int) -> None:
@@ -367,27 +385,28 @@ build("full zeros ones empty new_full new_zeros new_ones new_empty scalar_tensor
 build("arange eye linspace", shapes.uncut)
 
 # Elementwise
-build("add sub rsub", shapes.additive)
-build("mul", shapes.product)
-build("div", shapes.quotient)
-build("neg alias clone contiguous detach wait", shapes.unary_linear)
-build("to", shapes.cast)
-build("where", shapes.where)
-build("masked_fill", shapes.masked_fill)
-build(
+elementwise("add sub rsub", shapes.additive)
+elementwise("mul", shapes.product)
+elementwise("div", shapes.quotient)
+elementwise("neg", shapes.unary_linear)
+elementwise("to", shapes.cast)
+elementwise("where", shapes.where)
+elementwise("masked_fill", shapes.masked_fill)
+elementwise(
     "__and__ __or__ __xor__ abs addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp "
-    "clamp_max clamp_min copysign elu empty_like eq floor floor_divide fmod full_like ge gelu gt hardsigmoid hardswish "
-    "hardtanh isfinite isinf isnan le leaky_relu lerp logical_and logical_not logical_or logical_xor lt maximum "
-    "minimum mish nan_to_num ne ones_like relu relu6 remainder round selu sigmoid sign silu tanh threshold trunc "
-    "zeros_like",
+    "clamp_max clamp_min copysign elu eq floor floor_divide fmod ge gelu gt hardsigmoid hardswish hardtanh isfinite "
+    "isinf isnan le leaky_relu lerp logical_and logical_not logical_or logical_xor lt maximum minimum mish nan_to_num "
+    "ne relu relu6 remainder round selu sigmoid sign silu tanh threshold trunc",
     shapes.pointwise,
 )
-build(
+elementwise(
     "acos acosh asin asinh atan atan2 atanh cos cosh digamma erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p "
     "log2 log_sigmoid logaddexp pow reciprocal rsqrt sin sinh softplus sqrt square tan xlogy",
     shapes.pointwise,
     precision="high",
 )
+build("alias clone contiguous detach wait", shapes.unary_linear)
+build("empty_like full_like ones_like zeros_like", shapes.pointwise)
 
 # Memory formats that kernels require of their operands
 dense("native_group_norm", 0, 1, 2)

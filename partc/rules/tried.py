@@ -13,7 +13,9 @@ from functools import lru_cache
 import torch
 
 from partc.errors import PartcError
-from partc.ir.program import MOVING, RANDOM, Arg, DType, Op, Ref, TensorType
+from partc.ir.collectives import MOVING
+from partc.ir.operations import RANDOM
+from partc.ir.program import Arg, DType, Op, Ref, TensorType
 from partc.rules import resolve
 from partc.rules.notation import NotationError
 from partc.rules.per_example import examples

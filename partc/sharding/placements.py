@@ -10,7 +10,8 @@ from partc.errors import PartcError
 from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_params
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, holds_weights_whole, is_batch_axis
-from partc.ir.program import FLOATING, ITEMSIZE, VIEWS, Choice, Graph, Op, Program, Region, TensorType
+from partc.ir.operations import VIEWS
+from partc.ir.program import FLOATING, ITEMSIZE, Choice, Graph, Op, Program, Region, TensorType
 from partc.rules import RING, Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts
 from partc.rules.rule import argument
 from partc.rules.tried import rule_of

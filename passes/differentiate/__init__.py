@@ -40,8 +40,8 @@ from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Sizes, SubDim
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import unique
+from partc.ir.operations import shares_memory
 from partc.ir.program import (
-    PARTS,
     SCAN,
     SPARSE,
     Arg,
@@ -279,10 +279,10 @@ def _with_copies(region: Region, changed: frozenset[str]) -> Region:
     if not changed:
         return region
     backward = region.backward
-    memory = {name: name for name in changed}
+    memory, types = {name: name for name in changed}, region.types(region.forward)
     for op in region.forward.ops:
         first = next(op.refs(), "")
-        if first in memory and op.name in PARTS:
+        if first in memory and shares_memory(op, types):
             memory.update((value.name, memory[first]) for value in op.results)
     kept = {memory[name] for name in (*region.saved, *region.forward.outputs) if name in memory}
     again = {name for op in backward.ops for name in op.refs()} if backward is not None else set()

@@ -11,29 +11,18 @@ import torch
 from torch import fx
 
 from partc.errors import InternalError, Source
+from partc.ir.collectives import COLLECTIVES, ROUTED
 from partc.ir.gradients import reached
 from partc.ir.layout import Sizes
-from partc.ir.operators import DTYPE_NAMES, EXTRA_RESULTS
+from partc.ir.operations import RANDOM, effects, spelling
+from partc.ir.operators import DTYPE_NAMES
 from partc.ir.parser import parse_graph
-from partc.ir.program import (
-    RANDOM,
-    ROUTED,
-    SCAN,
-    Arg,
-    DTypeArg,
-    Graph,
-    Op,
-    Ref,
-    Region,
-    TensorType,
-    Value,
-    needed,
-)
+from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
 from partc.passes.differentiate.products import with_one_product
 from partc.rules.inference import Inferred, inferred, local
 from partc.torch_private import OpOverload
 
-_RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as"})
+_RESHAPES = spelling("reshape")
 # Operations that return their operand; among reshards, those of which only the transposes move data.
 _NOTHING = frozenset(
     {"detach", "alias", "clone", "contiguous", "lift_fresh_copy", "mark", "mark_grad", "vary", "settle"}
@@ -65,12 +54,6 @@ _LINEAR = frozenset(
     }
 )
 _IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
-_CUT = ("dim", "outer", "axis")
-_COLLECTIVE_ATTRS: Mapping[str, tuple[str, ...]] = {
-    "all_reduce": ("axis",), "all_gather": _CUT, "reduce_scatter": _CUT, "unshard": _CUT, "shard": _CUT,
-    "take": _CUT, "put": _CUT, "all_to_all": ("split_dim", "split_outer", "concat_dim", "concat_outer", "axis"),
-}  # fmt: skip
-_SAME_MOVEMENT = {"unshard": "all_gather", "shard": "take"}
 _NAMED = ("rows", "ring", "order", "sinks", "limits", "keys", "reads")  # arguments that are attributes in the IR
 _TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_classes"})
 
@@ -292,7 +275,7 @@ class _Reader:
         if node.target is operator.getitem:
             call, index = _item(node)
             first = next((user for user in call.users if user.target is operator.getitem and user.args[1] == 0), None)
-            extras = EXTRA_RESULTS.get(_packet(call), ())
+            extras = effects(_packet(call)).extra
             if first in self._names and 0 < index <= len(extras):
                 return f"{self._names[first]}_{extras[index - 1]}"
         return self._labels[node]
@@ -318,7 +301,7 @@ class _Reader:
     def _operation(self, node: fx.Node) -> Op:
         name, args, attrs = _canonical(node, self._arg)
         results = self._laid_out(Op(name=name, args=args, attrs=attrs, results=self._results(node)), self._labels[node])
-        if name in EXTRA_RESULTS or len(results) > 1:
+        if effects(name).extra or len(results) > 1:
             source = next((self._sources[value.name] for value in results if value.name in self._sources), None)
         else:
             source = self._source(results[0].name, node)
@@ -444,12 +427,13 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
             return "full", (tuple(val.shape), number), (("dtype", DTypeArg(DTYPE_NAMES[val.dtype])),)
     if name in ("t", "transpose", "permute"):
         return "permute", (args[0], _permutation(node)), ()
-    if name in _COLLECTIVE_ATTRS:
-        return _SAME_MOVEMENT.get(name, name), args[:1], tuple(zip(_COLLECTIVE_ATTRS[name], args[1:-1], strict=True))
-    if name in ROUTED:
-        return name, args[:-2], (("axis", args[-2]),)
     if name == "spread":
         return "div", (args[0], args[2]), ()
+    if name in ROUTED:
+        return name, args[:-2], (("axis", args[-2]),)
+    if name in COLLECTIVES:
+        row = COLLECTIVES[name]
+        return row.runs_as or name, args[:1], tuple(zip(row.attrs, args[1:-1], strict=True))
     if name == "embedding_shard":
         return name, args[:2], (("axis", args[-1]),)  # padding matters to its gradient alone
     if name == "embedding_shard_backward":

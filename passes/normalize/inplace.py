@@ -21,16 +21,13 @@ from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
 from partc.ir.naming import unique
-from partc.ir.program import MAY_SHARE, NO_GRAD, Arg, Graph, Op, Ref, TensorType, Value, is_change
+from partc.ir.operations import effects, shares_memory, spelling
+from partc.ir.program import NO_GRAD, Arg, Graph, Op, Ref, TensorType, Value, is_change
 
-# Of the operations that may share memory, those that may copy, or that read memory by strides.
-_DOUBTFUL = frozenset(
-    {"reshape", "flatten", "contiguous", "to", "type_as", "dropout", "as_strided", "broadcast_tensors"}
-)
 _FUNCTIONAL = {"normal_": "normal_functional"}  # normal makes a tensor of means and deviations
-_RESHAPES = frozenset({"view", "_unsafe_view", "squeeze", "unsqueeze", "unflatten", "view_as"})
-_TRANSPOSES = frozenset({"transpose", "swapaxes", "t", "T", "numpy_T", "mT"})  # each is its own inverse
-_SPANS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split"})
+_RESHAPES = spelling("reshape")
+_TRANSPOSES = spelling("permute") - {"permute", "movedim"}  # each is its own inverse
+_SPANS = spelling("split") - {"unbind"}
 # Operations in place that change the shape of a view, and no memory.
 _RESTRIDES = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"})
 
@@ -84,7 +81,7 @@ class _Functionalization:
                 self._change(op, first, index)
                 continue
             self._ops.append(replace(self._renewed(op), results=op.results))
-            if op.name in MAY_SHARE and first is not None:
+            if first is not None and shares_memory(op, self._types):
                 own = replace(op, name="alias") if self._is_same(op, first) else op
                 for number, value in enumerate(op.results):
                     self._shows(value.name, _View(first, own, number))
@@ -113,7 +110,7 @@ class _Functionalization:
         if self._seen.get(name, 0) == len(changes):
             return self._current.get(name, name)
         view = self._views[name]
-        if view.op.name in _DOUBTFUL:
+        if effects(view.op.name).memory == "some":
             raise _refusal(changes[-1])
         base = Ref(self._latest(view.base))
         made = Value(name=unique(f"{name}_after", self._taken), type=self._types[name])

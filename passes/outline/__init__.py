@@ -33,7 +33,8 @@ from dataclasses import replace
 
 from partc.ir.gradients import input_only
 from partc.ir.naming import identifier, is_number, name_values, unique, unreserved
-from partc.ir.program import RANDOM, Arg, Call, Graph, Program, Ref, Region, Value
+from partc.ir.operations import RANDOM
+from partc.ir.program import Arg, Call, Graph, Program, Ref, Region, Value
 from partc.ir.repetitions import restored
 from partc.passes.outline.segments import (
     ModuleSegment,

@@ -12,7 +12,8 @@ from math import prod
 from typing import cast
 
 from partc.ir.naming import is_number
-from partc.ir.program import RANDOM, VIEWS, Op, Phase, Ref, Region
+from partc.ir.operations import RANDOM, VIEWS
+from partc.ir.program import Op, Phase, Ref, Region
 
 _FEWEST_EQUAL = 3  # bodies that make a repetition of weights that are numbered outside modules
 

@@ -32,7 +32,8 @@ from partc.cost.roofline import H100, seconds
 from partc.cost.saved_tensors import Time, changed_buffers, flights, held_inputs, memory_of, parse_bytes
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, is_tensor_axis
-from partc.ir.program import PARTS, VIEWS, Graph, Op, Program, Region
+from partc.ir.operations import VIEWS, shares_memory
+from partc.ir.program import Graph, Op, Program, Region
 from partc.passes.recompute.budget import check_reach, deal, slots, varied
 from partc.passes.recompute.choice import Point, SavingProblem, frontier, least
 from partc.rules import is_cheap
@@ -252,8 +253,8 @@ def dependents(ops: Iterable[Op], roots: Iterable[str]) -> set[str]:
 
 def _fixed(region: Region, changed: frozenset[str]) -> frozenset[str]:
     """The results of operations that read a changing buffer, directly or through views."""
-    stale, found = set(changed), set[str]()
+    stale, found, types = set(changed), set[str](), region.types(region.forward)
     for op in region.forward.ops:
         if stale.intersection(op.refs()):
-            (stale if op.name in PARTS else found).update(value.name for value in op.results)
+            (stale if shares_memory(op, types) else found).update(value.name for value in op.results)
     return frozenset(found)

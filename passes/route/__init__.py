@@ -18,7 +18,8 @@ import math
 from dataclasses import dataclass, field, replace
 
 from partc.errors import PartcError
-from partc.ir.program import RANDOM, SELECTED, DTypeArg, Graph, Op, Program, Ref, Region
+from partc.ir.operations import RANDOM
+from partc.ir.program import SELECTED, DTypeArg, Graph, Op, Program, Ref, Region
 from partc.passes.route.loops import without_loops
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
 

@@ -22,31 +22,12 @@ from itertools import pairwise
 from partc import fuel
 from partc.errors import Source
 from partc.ir.naming import unique
-from partc.ir.program import (
-    RANDOM,
-    SELECTED,
-    Arg,
-    DTypeArg,
-    Graph,
-    Op,
-    Ref,
-    Region,
-    TensorType,
-    Value,
-    makers,
-    needed,
-)
+from partc.ir.operations import KEEPING, RANDOM
+from partc.ir.program import SELECTED, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, makers, needed
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
-from partc.rules import kernels
+from partc.rules import is_elementwise
 
 LEAST = 2  # experts
-_ELEMENTWISE = frozenset(
-    {
-    "add", "sub", "mul", "div", "neg", "to", "eq", "ne", "gt", "ge", "lt", "le", "logical_not", "logical_and",
-    "bitwise_and", "__and__", "where", "masked_fill", "clamp", "clamp_min", "clamp_max", "pow", "exp", "sigmoid",
-    "silu",
-})  # fmt: skip
-_SAME = frozenset({"to", "reshape", "permute", "expand", "detach"})  # the same elements in another form
 _TRUE = frozenset({"ne", "gt"})  # of 0: where a mask of numbers is set
 _BOTH = frozenset({"mul", "logical_and", "bitwise_and", "__and__"})
 
@@ -342,7 +323,7 @@ class Lift:
                 return self.writer.shape(next(op.refs()))[dim] if isinstance(dim, int) else None
             if op.name == "repeat_interleave":  # the part of each row, of as many parts as there are counts
                 return self.writer.shape(next(op.refs()))[0] if len(op.args) == 1 else None
-            if op.name not in _SAME and op.name not in ("slice", "split"):
+            if op.name not in KEEPING and op.name not in ("slice", "split"):
                 return None
             name = next(op.refs())
         return None
@@ -538,7 +519,7 @@ class Lift:
             args = (Ref(source.name), dim + 1, *numbers)
         elif op.name in ("any", "sum") and len(op.args) > 1:
             return self._any(op, result, source)
-        elif op.name in _ELEMENTWISE or op.name == "detach" or kernels.kind(op) == "pointwise":
+        elif is_elementwise(op.name) or op.name == "detach":
             rank = len(result.type.shape)
             names = [
                 w.reshape(each.name, (self.count, *(1 for _ in range(rank + 1 - len(w.shape(each.name)))),
@@ -660,7 +641,7 @@ class Lift:
             if each.kind == "selected":
                 raise NotEqualError
             if each.kind == "stacked":
-                if op.name not in _ELEMENTWISE:
+                if not is_elementwise(op.name):
                     raise NotEqualError
                 names[place] = self._own_weights(each.name, dim, len(result.type.shape))
                 held[place] = dim

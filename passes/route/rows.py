@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from partc.errors import InternalError, Source
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, Arg, DType, Op, Ref, TensorType, Value
+from partc.ir.operations import RANDOM
+from partc.ir.program import Arg, DType, Op, Ref, TensorType, Value
 from partc.rules import resolve
 
 

@@ -22,52 +22,17 @@ import torch
 
 from partc import fuel
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.operations import RANDOM
+from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.simplify.idioms import IDIOMS
 from partc.passes.simplify.label_losses import label_losses
 from partc.passes.simplify.masks import known_masks
 from partc.passes.simplify.routing import unsorted_experts
 from partc.passes.simplify.rows import plain_rows
 from partc.passes.simplify.written_attention import written_attention
+from partc.rules import is_elementwise
 from partc.rules.rule import argument
 
-# Operations that treat examples alike along every dimension that they do not name.
-_POINTWISE = frozenset(
-    [
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "__and__",
-        "__or__",
-        "__xor__",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "where",
-        "to",
-        "neg",
-        "cos",
-        "sin",
-        "exp",
-        "remainder",
-        "floor_divide",
-        "masked_fill",
-        "maximum",
-        "minimum",
-        "clamp",
-        "abs",
-    ]
-)
 _ATTENTION = ("attention", "attention_dropout")
 _ALONG = {"slice": 1, "cumsum": 1, "diff": 2, "softmax": 1, "gather": 1}  # position of the dimension they work along
 
@@ -204,7 +169,7 @@ def _one_row(region: Region) -> Region:
             row(op, (op.args[0], narrow))
         elif rows and len(op.results) == 1 and _keeps_rows(op, types, small):
             row(op.renamed(small), _with_one_row(op, small))
-        elif rows and (op.name in _POINTWISE or op.name in _ATTENTION):
+        elif rows and (is_elementwise(op.name) or op.name in _ATTENTION):
             narrowed = replace(op.renamed(small), results=op.results)
             if _broadcasts(narrowed, types):
                 ops.append(narrowed)
@@ -228,7 +193,7 @@ def _keeps_rows(op: Op, types: Mapping[str, TensorType], small: Mapping[str, str
         operand = types[name].shape
         if name not in small and len(operand) == len(shape) and operand and operand[0] != 1:
             return False
-    if op.name in _POINTWISE:
+    if is_elementwise(op.name):
         return True
     if op.name in _ALONG:
         dim = argument(op, _ALONG[op.name], "dim")

@@ -23,7 +23,8 @@ from torch import Tensor
 from partc import fuel
 from partc.ir import operators
 from partc.ir.naming import unique
-from partc.ir.program import RANDOM, Arg, DTypeArg, Op, Ref, Region, TensorType, Value
+from partc.ir.operations import RANDOM
+from partc.ir.program import Arg, DTypeArg, Op, Ref, Region, TensorType, Value
 from partc.passes.simplify.limits import (
     Attrs,
     LimitWriter,

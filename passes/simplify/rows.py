@@ -18,12 +18,8 @@ from dataclasses import replace
 
 from partc import fuel
 from partc.ir.program import Arg, Op, Ref, Region, TensorType, Value
+from partc.rules import is_elementwise
 
-_ELEMENTWISE_NAMES = (
-    "add sub mul div pow neg exp tanh sigmoid relu silu gelu rsqrt sqrt square abs erf to ne eq lt le gt ge where"
-    " masked_fill clamp maximum minimum logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not"
-)
-_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 _PRODUCTS = frozenset({"matmul", "linear"})
 _NORMS = frozenset({"layer_norm", "rms_norm"})
 
@@ -75,7 +71,7 @@ def _lead(op: Op, types: Mapping[str, TensorType], whole: Mapping[str, str]) -> 
         fits = names[0] in whole and names[1] in whole
     else:
         ranks = {len(types[name].shape) for name in names if name in whole}
-        fits = op.name in _ELEMENTWISE and ranks == {len(op.result.type.shape)}
+        fits = is_elementwise(op.name) and ranks == {len(op.result.type.shape)}
         # An operand that is added to every row broadcasts from the right in the same way.
         fits = fits and all(math.prod(shape) == 1 or (len(shape) == 1 and ranks == {2}) for shape in others)
         fits = fits and all(len(shape) <= 1 for shape in others)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 import partc
-from partc.ir.program import VIEWS, Graph, Op, Region
+from partc.ir.operations import VIEWS
+from partc.ir.program import Graph, Op, Region
 
 TOKENS = {"batch": 1, "seq": 256}
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from partc.cost.formulas.size_names import Named, SizeNames, evaluated, symbol
 from partc.cost.formulas.symbols import Dimensions
 from partc.cost.saved_tensors import flights, held_inputs, memory_of, saved_values
+from partc.ir.collectives import MOVING
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import ITEMSIZE, MOVING, Graph, Op, Parameter, Program, Region
+from partc.ir.program import ITEMSIZE, Graph, Op, Parameter, Program, Region
 
 if TYPE_CHECKING:
     from sympy import Expr

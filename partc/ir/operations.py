@@ -1,0 +1,104 @@
+"""The effects of operations beside new elements: shared memory, random numbers, gradients. One line for each kind.
+
+An operation without a line computes new elements from those of its operands. Names of traced programs have lines as
+well as those that passes leave. Collectives have a table of their own (`partc.ir.collectives`), rules for cuts another
+(`partc.rules.table`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from partc.ir.program import Op, TensorType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """`memory` says whether the results share the first operand's memory: as a view that the arguments determine
+    (`view`), or for some operands only (`some`); `own` results never do.
+    """
+
+    memory: Literal["own", "view", "some"] = "own"
+    free: bool = False  # runs no kernel
+    keeps: bool = False  # the result has all elements of the first operand, in any order and element type
+    spells: str = ""  # the operation that it is another name of
+    reads: bool = True  # the elements of its operands, and not only their shape and element type
+    differentiable: bool = True
+    draws: bool = False  # random numbers; the last argument is the operation's number within its call
+    extra: tuple[str, ...] = ()  # results beyond the first, which its derivative reads
+
+
+_NONE = Effects()
+TABLE: dict[str, Effects] = {}
+
+
+def _declare(names: str, effects: Effects) -> None:
+    for name in names.split():
+        TABLE[name] = effects
+
+
+# Views
+_declare("reshape", Effects(memory="some", free=True, keeps=True))
+_declare("permute expand alias wait", Effects(memory="view", free=True, keeps=True))
+_declare("slice split diagonal unfold real imag", Effects(memory="view", free=True))
+_declare("detach", Effects(memory="view", free=True, keeps=True, differentiable=False))
+_declare("as_strided", Effects(memory="some", free=True))
+_declare(
+    "view _unsafe_view view_as unflatten squeeze unsqueeze",
+    Effects(memory="view", free=True, keeps=True, spells="reshape"),
+)
+_declare("flatten reshape_as", Effects(memory="some", free=True, keeps=True, spells="reshape"))
+_declare("t T transpose swapaxes numpy_T mT movedim", Effects(memory="view", free=True, keeps=True, spells="permute"))
+_declare("expand_as", Effects(memory="view", free=True, keeps=True, spells="expand"))
+_declare("broadcast_tensors", Effects(memory="some", free=True, spells="expand"))
+_declare("split_with_sizes chunk unbind tensor_split", Effects(memory="view", free=True, spells="split"))
+_declare("select narrow", Effects(memory="view", free=True, spells="slice"))
+# Copies, where the operand is not in the wanted form already
+_declare("contiguous to type_as", Effects(memory="some", keeps=True))
+_declare("take", Effects(memory="some"))
+_declare("clone _to_copy lift_fresh_copy", Effects(keeps=True))
+# Random numbers
+_declare("dropout", Effects(memory="some", draws=True, extra=("kept",)))  # its operand, if it drops nothing
+_declare("attention_dropout", Effects(draws=True, extra=("lse",)))
+_declare("rand randn drawn", Effects(draws=True))
+_declare("rand_like randn_like", Effects(draws=True, reads=False, differentiable=False))
+# Constants in the form of a tensor
+_declare(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty fill",
+    Effects(reads=False, differentiable=False),
+)
+# Functions that also return values for their derivative
+_declare("rms_norm", Effects(extra=("rstd",)))
+_declare("layer_norm", Effects(extra=("mean", "rstd")))
+_declare("attention cross_entropy", Effects(extra=("lse",)))
+_declare("incoming_gradient", Effects(differentiable=False))
+
+
+def effects(name: str) -> Effects:
+    """The effects of an operation."""
+    return TABLE.get(name, _NONE)
+
+
+def _having(fact: Callable[[Effects], bool]) -> frozenset[str]:
+    return frozenset(name for name, each in TABLE.items() if fact(each))
+
+
+VIEWS = _having(lambda each: each.free)
+KEEPING = _having(lambda each: each.keeps)
+RANDOM = _having(lambda each: each.draws)
+
+
+def shares_memory(op: Op, types: Mapping[str, TensorType]) -> bool:
+    """Whether the results may share memory with the first operand; a cast to another type copies."""
+    memory = effects(op.name).memory
+    if memory != "some":
+        return memory == "view"
+    first = next(op.refs(), None)
+    return first is not None and any(value.type.dtype == types[first].dtype for value in op.results)
+
+
+def spelling(name: str) -> frozenset[str]:
+    """An operation and its other names."""
+    return _having(lambda each: each.spells == name) | {name}

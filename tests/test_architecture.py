@@ -7,11 +7,16 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from partc.frontend.example_files import FILES
+from partc.ir.collectives import COLLECTIVES
+from partc.ir.operations import TABLE as EFFECTS
+from partc.rules.table import LOWERED
+from partc.rules.table import TABLE as RULES
 from tests.tree import (
     LAYERS,
     MODULES,
@@ -106,6 +111,40 @@ def test_a_single_device_run_imports_no_tracer() -> None:
 
 
 PRIVATE = re.compile(r"\btorch\.(?!ops\.)(\w+\.)*_(?!_)\w+|from torch(\.\w+)* import (.*, )?_\w+")
+
+
+# Files that are tables over operations, and the lists of at least six operations that other files have: what a pass
+# can follow, which no other pass asks for.
+_TABLES = (
+    "partc/rules/",
+    "partc/frontend/",
+    "partc/ir/operations.py",
+    "partc/ir/collectives.py",
+    "codegen/expressions.py",
+)
+_LISTS = {
+    "partc/cost/rates.py": 1,
+    "partc/ir/naming.py": 1,
+    "passes/differentiate/joint.py": 3,
+    "passes/normalize/__init__.py": 1,
+    "passes/sequences.py": 2,
+    "passes/simplify/masks.py": 4,
+}
+
+
+def test_facts_about_operations_stand_in_tables() -> None:
+    """No file lists the operations of a kind: the tables of `ir.operations`, `ir.collectives` and `rules` have facts."""
+    names = {*COLLECTIVES, *EFFECTS, *RULES, *LOWERED}
+    found = Counter[str]()
+    for path in MODULES.values():
+        where = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            words = [each.value for each in getattr(node, "elts", ()) if isinstance(each, ast.Constant)]
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+                words = [*node.value.split()]
+            if sum(word in names for word in words) >= max(6, 0.7 * len(words)) and not where.startswith(_TABLES):
+                found[where] += 1
+    assert found == Counter(_LISTS)
 
 
 def test_private_torch_names_stand_in_one_file() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from partc.ir.program import Op, TensorType
 
@@ -24,7 +24,6 @@ class Effects:
     free: bool = False  # runs no kernel
     keeps: bool = False  # the result has all elements of the first operand, in any order and element type
     spells: str = ""  # the operation that it is another name of
-    reads: bool = True  # the elements of its operands, and not only their shape and element type
     differentiable: bool = True
     draws: bool = False  # random numbers; the last argument is the operation's number within its call
     extra: tuple[str, ...] = ()  # results beyond the first, which its derivative reads
@@ -34,46 +33,50 @@ _NONE = Effects()
 TABLE: dict[str, Effects] = {}
 
 
-def _declare(names: str, effects: Effects) -> None:
-    for name in names.split():
-        TABLE[name] = effects
+def _declare(names: str, **facts: Any) -> None:
+    TABLE.update(dict.fromkeys(names.split(), Effects(**facts)))
 
 
 # Views
-_declare("reshape", Effects(memory="some", free=True, keeps=True))
-_declare("permute expand alias wait", Effects(memory="view", free=True, keeps=True))
-_declare("slice split diagonal unfold real imag", Effects(memory="view", free=True))
-_declare("detach", Effects(memory="view", free=True, keeps=True, differentiable=False))
-_declare("as_strided", Effects(memory="some", free=True))
+_declare("reshape", memory="some", free=True, keeps=True)
+_declare("permute expand alias wait", memory="view", free=True, keeps=True)
+_declare("slice split diagonal unfold real imag", memory="view", free=True)
+_declare("detach", memory="view", free=True, keeps=True, differentiable=False)
+_declare("as_strided", memory="some", free=True)
 _declare(
     "view _unsafe_view view_as unflatten squeeze unsqueeze",
-    Effects(memory="view", free=True, keeps=True, spells="reshape"),
+    memory="view",
+    free=True,
+    keeps=True,
+    spells="reshape",
 )
-_declare("flatten reshape_as", Effects(memory="some", free=True, keeps=True, spells="reshape"))
-_declare("t T transpose swapaxes numpy_T mT movedim", Effects(memory="view", free=True, keeps=True, spells="permute"))
-_declare("expand_as", Effects(memory="view", free=True, keeps=True, spells="expand"))
-_declare("broadcast_tensors", Effects(memory="some", free=True, spells="expand"))
-_declare("split_with_sizes chunk unbind tensor_split", Effects(memory="view", free=True, spells="split"))
-_declare("select narrow", Effects(memory="view", free=True, spells="slice"))
-# Copies, where the operand is not in the wanted form already
-_declare("contiguous to type_as", Effects(memory="some", keeps=True))
-_declare("take", Effects(memory="some"))
-_declare("clone _to_copy lift_fresh_copy", Effects(keeps=True))
-# Random numbers
-_declare("dropout", Effects(memory="some", draws=True, extra=("kept",)))  # its operand, if it drops nothing
-_declare("attention_dropout", Effects(draws=True, extra=("lse",)))
-_declare("rand randn drawn", Effects(draws=True))
-_declare("rand_like randn_like", Effects(draws=True, reads=False, differentiable=False))
-# Constants in the form of a tensor
+_declare("flatten reshape_as", memory="some", free=True, keeps=True, spells="reshape")
+_declare("t T transpose swapaxes numpy_T mT movedim", memory="view", free=True, keeps=True, spells="permute")
+_declare("expand_as", memory="view", free=True, keeps=True, spells="expand")
+_declare("broadcast_tensors", memory="some", free=True, spells="expand")
 _declare(
-    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty fill",
-    Effects(reads=False, differentiable=False),
+    "split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk",
+    memory="view",
+    free=True,
+    spells="split",
 )
+_declare("select narrow", memory="view", free=True, spells="slice")
+# Copies, where the operand is not in the wanted form already
+_declare("contiguous to type_as", memory="some", keeps=True)
+_declare("take", memory="some")
+_declare("clone _to_copy lift_fresh_copy", keeps=True)
+# Random numbers
+_declare("dropout", memory="some", draws=True, extra=("kept",))  # its operand, if it drops nothing
+_declare("attention_dropout", draws=True, extra=("lse",))
+_declare("rand randn drawn", draws=True)
+_declare("rand_like randn_like", draws=True, differentiable=False)
+# Constants in the form of a tensor
+_declare("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty", differentiable=False)
 # Functions that also return values for their derivative
-_declare("rms_norm", Effects(extra=("rstd",)))
-_declare("layer_norm", Effects(extra=("mean", "rstd")))
-_declare("attention cross_entropy", Effects(extra=("lse",)))
-_declare("incoming_gradient", Effects(differentiable=False))
+_declare("rms_norm", extra=("rstd",))
+_declare("layer_norm", extra=("mean", "rstd"))
+_declare("attention cross_entropy", extra=("lse",))
+_declare("incoming_gradient", differentiable=False)
 
 
 def effects(name: str) -> Effects:

@@ -24,6 +24,7 @@ from dataclasses import replace
 
 from partc.errors import PartcError
 from partc.ir.naming import identifier, unique
+from partc.ir.operations import spelling
 from partc.ir.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
 from partc.passes.normalize import lookups, losses, views
 from partc.passes.normalize.attention import attention
@@ -377,7 +378,7 @@ _ALIASES: Mapping[str, str] = {
 }  # fmt: skip
 _TABLE: Mapping[str, Rewrite] = {
     # views
-    **_each("view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as reshape_as", views.reshape),
+    **dict.fromkeys(spelling("reshape"), views.reshape),
     "permute": views.permute(lambda op, rank: tuple(number(d) % rank for d in op.args[1])),  # type: ignore[union-attr]
     **_each("transpose swapaxes t numpy_T", views.permute(views.swapped)),
     "vdot": lambda w, op: w.keep(replace(op, name="dot")),
@@ -386,7 +387,7 @@ _TABLE: Mapping[str, Rewrite] = {
     **_each("expand expand_as", views.expand),
     "broadcast_tensors": views.broadcast,
     "meshgrid": views.meshgrid,
-    **_each("split split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk", views.split),
+    **dict.fromkeys(spelling("split"), views.split),
     "select": views.select,
     "slice": views.slice_,
     "slice_scatter": views.slice_scatter,

@@ -10,11 +10,14 @@ import torch
 
 from partc.codegen import losses
 from partc.codegen.operands import Emit, Operands, arguments
+from partc.ir.attention import ROWS, Attention
 from partc.ir.layout import Layout, SubDim
 from partc.ir.operations import effects
 from partc.ir.program import SPARSE, Op, Ref, TensorType, Value
+from partc.quoting import literal
 from partc.rules import kernels
 from partc.rules.rule import integers
+from partc.runtime.positions import Order, Orders, Positions
 
 
 def expression(operands: Operands) -> str:
@@ -25,7 +28,7 @@ def expression(operands: Operands) -> str:
 def accumulation(gradient: str, operands: Operands) -> str:
     """A statement that adds an operation's result to a gradient buffer, in one pass if possible."""
     emit = _ACCUMULATE.get(operands.op.name)
-    flat = operands.op.name != "matmul_grad_right" or operands.args[2] == "True"
+    flat = operands.op.name != "matmul_grad_right" or operands.op.args[2] is True
     if emit is None or not flat or SPARSE in operands.attrs:
         return f"{operands.named(gradient)}.add_({expression(operands)})"
     return emit(operands.named(gradient), operands)
@@ -51,7 +54,7 @@ def summed_by_programs(op: Op) -> frozenset[str]:
 
 def unsummed(operands: Operands) -> str:
     """The expression of a fused operation that returns the partial sums of its kernel's programs."""
-    return f"{_fused(operands)[:-1]}, summed=False)"
+    return _fused(operands, "summed=False")
 
 
 def returns_more(name: str) -> bool:
@@ -96,7 +99,7 @@ def _index(o: Operands) -> str:
     """torch's indexing; where two vectors of indices choose elements of neighbouring dimensions, a faster form."""
     indices = o.op.args[1]
     added = o.op.name == "index_put"
-    if not isinstance(indices, tuple) or (added and (len(o.args) < 4 or o.args[3] != "True")):
+    if not isinstance(indices, tuple) or (added and o.op.args[3:4] != (True,)):
         return _aten(o)
     dim = len(indices) - 2
     pair = [o.types[index.name] for index in indices if isinstance(index, Ref)]
@@ -107,8 +110,7 @@ def _index(o: Operands) -> str:
         values, x = o.whole(2), o.whole(0)
         if values != (*x[:dim], *pair[0].shape, *x[dim + 2 :]):
             return _aten(o)
-    first, second = o.args[1][1:-1].split(", ")[-2:]
-    args = (o.args[0], str(dim), first, second, *(o.args[2:3] if added else ()))
+    args = (o.args[0], str(dim), *o.items[1][-2:], *(o.args[2:3] if added else ()))
     name = "functional.index_pairs_add" if added else "functional.index_pairs"
     return f"{o.named(name)}({', '.join(args)})"
 
@@ -121,10 +123,8 @@ def _method(name: str, *names: str, spread: bool = False) -> Emit:
     """`x.name(…)`; with `spread`, its one tuple argument is written without parentheses."""
 
     def emit(o: Operands) -> str:
-        if spread:
-            given = o.op.args[1]
-            text = o.args[1][1:-1].removesuffix(",") if isinstance(given, tuple) and given else given
-            return f"{o.args[0]}.{name}({text})"
+        if spread and o.items[1]:
+            return f"{o.args[0]}.{name}({', '.join(o.items[1])})"
         return f"{o.args[0]}.{name}({arguments(o.args[1:], names, o.attrs)})"
 
     return emit
@@ -155,7 +155,7 @@ def _collective(name: str) -> Emit:
 
 
 def _all_reduce(o: Operands) -> str:
-    op = (o.attrs["op"],) if o.attrs.get("op", '"sum"') != '"sum"' else ()
+    op = (o.attrs["op"],) if o.value("op") not in ("", "sum") else ()
     name = f"{'start_' * o.started}all_reduce{'_' * o.exclusive}"
     return f"{o.named('comm')}.{o.axis}.{name}({', '.join((*o.args, *op))})"
 
@@ -177,10 +177,10 @@ def _takes_device(op: Op) -> bool:
 
 
 def _slice(o: Operands) -> str:
-    dim, start, end, step = (*map(int, (arg if arg != "None" else "0" for arg in o.args[1:])), 1)[:4]
-    size = o.shape(0)[dim]
-    first = "" if start == 0 else str(start)
-    last = "" if end >= size or o.args[3] == "None" else str(end)
+    dim, start, end, step = (*(arg if isinstance(arg, int) else None for arg in o.op.args[1:]), 1)[:4]
+    assert dim is not None
+    first = str(start) if start else ""
+    last = "" if end is None or end >= o.shape(0)[dim] else str(end)
     return f"{o.args[0]}[{':, ' * dim}{first}:{last}{'' if step == 1 else f':{step}'}]"
 
 
@@ -209,16 +209,15 @@ def _routed(o: Operands) -> str:
 
 def _route(o: Operands) -> str:
     """The call of `route`. Options that have their default values are left out."""
-    experts, count, stay, most = o.args
-    how = f"{', stay=True' * (stay == 'True')}{f', most={most}' * (most != '0.0')}"
-    return f"{o.named('functional.route')}({experts}, {count}, {o.named('comm')}.{o.axis}{how})"
+    axis = f"{o.named('comm')}.{o.axis}"
+    given = arguments((*o.args[:2], axis, *o.args[2:]), ("", "", "", "stay=False", "most=0.0"), {})
+    return f"{o.named('functional.route')}({given})"
 
 
-def _fused(o: Operands) -> str:
+def _fused(o: Operands, *options: str) -> str:
     """One kernel for several operations."""
-    name = o.attrs["kernel"].strip('"')
     told = (_told(op, o) for op in kernels.told(o.op.body).values())
-    return f"{o.named('kernels')}.{name}({', '.join((*o.args, *told))})"
+    return f"{o.named('kernels')}.{o.value('kernel')}({', '.join((*o.args, *told, *options))})"
 
 
 def _told(op: Op, o: Operands) -> str:
@@ -239,32 +238,32 @@ _SCORES = ("is_causal=False", "scale=None", "window=0", "p=0.0", "draw=None")
 
 def _attention(o: Operands) -> str:
     """Attention, or its derivative; with the runs of positions of this rank's queries if they matter."""
-    backward, drops = o.op.name.endswith("_backward"), "dropout" in o.op.name
-    rows, learned = "rows" in o.attrs, "_bias_" in o.op.name
+    attention = Attention.of(o.op)
+    assert attention is not None
+    backward, learned, rows = attention.backward, attention.learned, attention.rows
     args, first = list(o.args), 1 if backward else 0
-    if drops:
-        q, k = (o.types[arg.name].layout for arg in o.op.args[first : first + 2] if isinstance(arg, Ref))
-        args[-1] = _draw(args[-1], o, (*q.dims[:3], (SubDim(k.shape[2]),)))
+    if attention.drops:
+        q, k = (o.types[name].layout for name in (attention.q, attention.k))
+        args[-1] = _draw(args[-1], o, (*q.dims[:3], (SubDim(k.shape[ROWS]),)))
     more = [f"{name}={o.attrs[name]}" for name in ("sinks", "limits", "keys") if name in o.attrs]
-    if not rows and drops:
+    if rows is None and attention.drops:
         return f"{o.named('functional')}.{o.op.name}({', '.join((*args, *more))})"
     names = ["mask=", "out=", "lse=", *_SCORES] if backward else ["mask=None", *_SCORES]
     operands, rest = args[: first + 3], args[first + 3 :]
-    if learned and not rows:
+    if learned and rows is None:
         operands, rest, names = args[: first + 4], args[first + 4 :], names[1:]
     given = arguments((*operands, *rest), ("",) * len(operands) + tuple(names), {})
-    if not rows:
+    if rows is None:
         return f"{o.named('functional')}.{o.op.name}({', '.join((given, *more))})"
-    comm, ring = o.named("comm"), o.attrs.get("ring", "")
-    form = "ring_attention" if ring else "attention_rows"
-    if ring:
-        axis = ring.strip('"')
-        around = f"ring={comm}.{axis}, rows={comm}.positions_along({ring}, {o.attrs['rows']})"
+    comm, here = o.named("comm"), literal(str(rows))
+    form = "ring_attention" if attention.ring else "attention_rows"
+    if attention.ring:
+        around = f"ring={comm}.{attention.ring}, rows={comm}.positions_along({literal(attention.ring)}, {here})"
     else:
-        around = f"rows={comm}.positions({o.attrs['rows']})"
-        _, turned, parts = o.attrs["rows"].strip('"').partition(" zigzag ")
-        if turned:  # so are the keys
-            around += f', columns={comm}.positions("{o.whole(2 if backward else 1)[2]} zigzag {parts}")'
+        around = f"rows={comm}.positions({here})"
+        if rows.order.parts:  # so are the keys
+            columns = Positions(str(o.types[attention.k].shape[ROWS]), rows.order)
+            around += f", columns={comm}.positions({literal(str(columns))})"
     more += [around, "learned=True"] if learned else [around]
     return f"{o.named('functional')}.{form}{'_backward' * backward}({', '.join((given, *more))})"
 
@@ -296,13 +295,11 @@ def _random(kind: str) -> Emit:
 def _draw(number: str, o: Operands, dims: tuple[tuple[SubDim, ...], ...], what: str = "draw") -> str:
     """The random numbers of a tensor: the number of the operation in its call, and the part that this rank holds."""
     small = [axis for axis, size in o.sizes.items() if size == 1]
-    places = str(Layout(dims).without(*small))[1:-1].split(", ")
-    for each in o.attrs["order"].strip('"').split(", ") if "order" in o.attrs else ():
-        dim, _, order = each.partition(" ")
-        places[int(dim)] += f" {order}"
-    layout = ", ".join(places)
+    orders = dict(Orders.parse(str(dict(o.op.attrs).get("order", ""))).dims)
+    cuts = [" · ".join(map(str, dim)) for dim in Layout(dims).without(*small).dims]
+    places = (str(Positions(cut, orders.get(dim, Order()))) for dim, cut in enumerate(cuts))
     o.used.add("number")
-    return f'{o.named("comm")}.{what}(number{f" + {number}" if number != "0" else ""}, "{layout}")'
+    return f"{o.named('comm')}.{what}(number{f' + {number}' if number != '0' else ''}, {literal(', '.join(places))})"
 
 
 _VIEWS = frozenset({"reshape", "permute", "expand", "slice", "to"})
@@ -381,7 +378,7 @@ _TABLE: Mapping[str, Emit] = {
     "linear_grad_bias": _function("functional.linear_grad_bias"),
     "matmul_grad_left": lambda o: f"{o.args[0]} @ {o.args[1]}.mT",
     "matmul_grad_right": lambda o: (
-        f"{o.flat(1)}.mT @ {o.flat(0)}" if o.args[2] == "True" else f"{o.args[1]}.mT @ {o.args[0]}"
+        f"{o.flat(1)}.mT @ {o.flat(0)}" if o.op.args[2] is True else f"{o.args[1]}.mT @ {o.args[0]}"
     ),
     "expert_matmul": _function("functional.expert_matmul"),
     "expert_matmul_grad_rows": _function("functional.expert_matmul_grad_rows"),
@@ -476,7 +473,7 @@ _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
     ),
     "matmul_grad_right": lambda g, o: f"{o.named('functional.add_product')}({g}, {o.flat(1)}.mT, {o.flat(0)})",
     "fused": lambda g, o: (
-        f"{_fused(o)[:-1]}, into={o.named('functional.settled')}({g}))"
+        _fused(o, f"into={o.named('functional.settled')}({g})")
         if o.op.body[0].name in kernels.TABLES
         else f"{o.named('functional.add_sum')}({g}, {unsummed(o)})"
         if summed_by_programs(o.op)

@@ -18,7 +18,7 @@ from partc.codegen.expressions import (
 )
 from partc.codegen.lifetimes import deletions, overwritten
 from partc.codegen.names import Names, RegionNames, identifier
-from partc.codegen.operands import Operands, modules, written
+from partc.codegen.operands import Operands, joined, modules, written
 from partc.codegen.partial_gradients import added, parted
 from partc.codegen.recompute_comments import remarks
 from partc.codegen.source import Argument, Function, Line, Record, RegionCode
@@ -346,12 +346,19 @@ class _Writer:
         for index, op in enumerate(order):
             write = lambda name: inlined[name].code if name in inlined else names[name]  # noqa: E731
             given = _with_rows(op, ragged, names)
+            items = tuple(
+                given.get(index) or tuple(written(item, self._memory(op, index, write)) for item in arg)
+                if isinstance(arg, tuple)
+                else ()
+                for index, arg in enumerate(op.args)
+            )
             operands = Operands(
                 op=op,
                 args=tuple(
-                    given.get(index) or written(arg, self._memory(op, index, write))
-                    for index, arg in enumerate(op.args)
+                    joined(each) if isinstance(arg, tuple) else written(arg, self._memory(op, index, write))
+                    for index, (arg, each) in enumerate(zip(op.args, items, strict=True))
                 ),
+                items=items,
                 attrs={key: written(value, self._memory(op, -1, write)) for key, value in op.attrs if key != "step"},
                 types=types,
                 sizes=self.sizes,
@@ -368,7 +375,7 @@ class _Writer:
                 lines.append(Line(code=f"comm.loads.count({write(chosen)})", uses=frozenset({"comm"})))
             statement = self._statement(op, operands, order, index, uses, graph, names, buffers, inlined, notes)
             lines.extend(statement)
-            if any(" = " in line.code for line in statement):
+            if any(line.binds for line in statement):
                 bound.update(value.name for value in op.results)
             gone.extend(freed.get(index, ()))
             if statement and gone:
@@ -424,7 +431,8 @@ class _Writer:
         parts, sums = added(op, apart, buffers, names)
         layout = str(emitted_type(op, made[0])) if made else ""
         read = frozenset(operands.used)
-        lines = [Line(code=f"{', '.join((*targets, *parts))} = {code}", layout=layout, notes=notes, uses=read)]
+        assignment = f"{', '.join((*targets, *parts))} = {code}"
+        lines = [Line(code=assignment, layout=layout, notes=notes, uses=read, binds=True)]
         for value in made:
             lines += [
                 Line(code=f"{buffer}.add_({names[value.name]})", uses=frozenset({"g"}))
@@ -457,7 +465,7 @@ class _Writer:
         return module or op.name.removesuffix("_backward")
 
 
-def _with_rows(op: Op, ragged: frozenset[str], names: Names) -> dict[int, str]:
+def _with_rows(op: Op, ragged: frozenset[str], names: Names) -> dict[int, tuple[str, ...]]:
     """Shapes among the arguments of an operation on as many rows as the data brings, as source by position."""
     if ragged.isdisjoint(value.name for value in op.results):
         return {}
@@ -465,7 +473,7 @@ def _with_rows(op: Op, ragged: frozenset[str], names: Names) -> dict[int, str]:
     if not isinstance(shape, tuple) or not shape:
         return {}
     rows = "-1" if _SHAPED[op.name] else f"{names[next(name for name in op.refs() if name in ragged)]}.shape[0]"
-    return {1: f"({', '.join((rows, *map(str, shape[1:])))}{',' * (len(shape) == 1)})"}
+    return {1: (rows, *map(str, shape[1:]))}
 
 
 def _record(name: str, fields: Names, values: Sequence[str], results: Sequence[str]) -> str:

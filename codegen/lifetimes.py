@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from partc.ir.layout import Sizes
-from partc.ir.operations import VIEWS
+from partc.ir.operations import SHOWING
 from partc.ir.program import Graph, Op, Ref
 
 # A peak this close to the lowest one is not worth another line.
@@ -101,7 +101,7 @@ def _storages(graph: Graph) -> list[_Storage]:
             if name in owner:
                 owner[name].last = index
         for value in op.results:
-            shown = op.args[0].name if op.name in VIEWS and isinstance(op.args[0], Ref) else ""
+            shown = op.args[0].name if op.name in SHOWING and isinstance(op.args[0], Ref) else ""
             if shown in owner:
                 owner[shown].names.append(value.name)
                 owner[shown].last = index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from partc.ir import operators
@@ -20,6 +20,7 @@ class Operands:
 
     op: Op
     args: tuple[str, ...]
+    items: tuple[tuple[str, ...], ...]  # of arguments that are tuples
     attrs: Mapping[str, str]
     types: Mapping[str, TensorType]  # of the values in scope
     sizes: Sizes
@@ -46,10 +47,14 @@ class Operands:
         arg = self.op.args[index]
         return self.types[arg.name].shape if isinstance(arg, Ref) else ()
 
+    def value(self, name: str) -> str:
+        """The value of an attribute that is text; "" where there is none."""
+        return str(dict(self.op.attrs).get(name, ""))
+
     @property
     def axis(self) -> str:
         """The axis of a collective."""
-        return self.attrs["axis"].strip('"')
+        return self.value("axis")
 
     @property
     def rank(self) -> str:
@@ -88,12 +93,17 @@ def written(arg: Arg, name: Callable[[str], str]) -> str:
         case DTypeArg():
             return DTYPES[arg.name]
         case tuple():
-            return f"({', '.join(written(item, name) for item in arg)}{',' if len(arg) == 1 else ''})"
+            return joined([written(item, name) for item in arg])
         case float() if not math.isfinite(arg):
             return "math.nan" if math.isnan(arg) else "math.inf" if arg > 0 else "-math.inf"
         case str():
             return literal(arg)
     return repr(arg)
+
+
+def joined(items: Sequence[str]) -> str:
+    """A tuple of these items as Python source."""
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
 def arguments(args: tuple[str, ...], names: tuple[str, ...], attrs: Mapping[str, str]) -> str:

@@ -17,6 +17,7 @@ class Line:
     notes: tuple[str, ...] = ()
     uses: frozenset[str] = frozenset()  # modules that it reads, and those of comm, p, g and number
     indent: str = ""
+    binds: bool = False  # whether it assigns results of an operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

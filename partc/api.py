@@ -497,7 +497,7 @@ def package(
         warnings=(
             *done.warnings,
             *left_whole(done.after("expand"), loss_chunks=done.options.loss_chunks),
-            *kept_order(done.after("extend"), pins=done.options.pins),
+            *kept_order(done.after("extend")),
             *made_dense(done.after("normalize"), done.program, rules),
             *without_kernel(done.program),
         ),

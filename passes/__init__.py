@@ -131,7 +131,6 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("canonical",),
         ensures=("order",),
         after=("simplify", "pad", "heads", "extend"),
-        options=("pins",),
         reads=("mesh",),
         optional=True,
     ),

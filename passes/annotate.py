@@ -33,6 +33,7 @@ from difflib import get_close_matches
 from functools import partial
 
 from partc.errors import InternalError, PartcError
+from partc.ir.attention import Attention
 from partc.ir.layout import Layout, Placement, Replicated, Shard, Varying
 from partc.ir.mesh import holds_weights_whole
 from partc.ir.program import Choice, Program, Region, TensorType
@@ -196,7 +197,7 @@ def _attention(program: Program, node: Hashable) -> bool:
     """Whether a node of the integer program is an attention."""
     match node:
         case ("op", str(region), int(index)):
-            return program.region(region).forward.ops[index].name.startswith("attention")
+            return Attention.of(program.region(region).forward.ops[index]) is not None
     return False
 
 

@@ -30,23 +30,22 @@ from typing import NamedTuple
 
 from partc import fuel
 from partc.errors import Source
+from partc.ir.attention import FORWARD, ROWS, Attention
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
-from partc.ir.program import ATTENTION, Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.sequences import (
     ORDERED,
-    ROWS,
     SUMS,
     Place,
     carriers,
     drawn_dims,
     draws_by_position,
     factor_at,
-    is_by_rows,
     is_causal,
     numbered,
-    reads_more,
+    with_form,
 )
 from partc.rules import OpRule, is_users, resolve
 from partc.rules.local import SHAPES
@@ -77,12 +76,14 @@ def extend(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
     ways = math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
     types = main.types(main.forward)
     steps: dict[int, int] = {}
-    found = [op for op in main.forward.ops if op.name in ATTENTION and len(op.results[0].type.shape) == 4]
-    for op in found:
-        halves = 2 if reads_more(op, types) and is_by_rows(op, types, n, n * ways, pins) else 1
-        for name in list(op.refs())[:2]:
+    ops = tuple(with_form(op, types, n, n * ways, pins) for op in main.forward.ops)
+    main = replace(main, forward=replace(main.forward, ops=ops))
+    program = replace(program, regions=(main,))
+    found = [(op, attention) for op in ops if (attention := Attention.of(op)) and len(op.results[0].type.shape) == 4]
+    for _, attention in found:
+        for name in (attention.q, attention.k):
             size = types[name].shape[ROWS]
-            steps[size] = max(steps.get(size, 1), halves * n)
+            steps[size] = max(steps.get(size, 1), 2 * n if attention.by_rows else n)
     extents = {size: Extent(size, _whole(size, step, ways)) for size, step in steps.items()}
     sequences = _LongerSequences(main, extents, max(steps.values(), default=1) * ways)
     try:
@@ -125,17 +126,16 @@ class _LongerSequences:
         """Whether a sequence has added positions."""
         return any(extent.true != extent.whole for _, extent in self.places.values())
 
-    def follow(self, attentions: Sequence[Op]) -> None:
+    def follow(self, attentions: Sequence[tuple[Op, Attention]]) -> None:
         """Find every place that has a longer sequence. Raises _UnclearError where two of them meet."""
         graph = self.main.forward
         makers, readers = graph.makers(), graph.readers()
         queue: list[tuple[Place, Extent]] = []
-        for op in attentions:
-            q, k, v = list(op.refs())[:3]
-            rows, columns = (self.extents[self.types[name].shape[ROWS]] for name in (q, k))
-            queue += [((name, ROWS, 1), rows) for name in (q, op.results[0].name)]
-            if self._reads_added(op, columns):
-                queue += [((name, ROWS, 1), columns) for name in (k, v)]
+        for op, attention in attentions:
+            rows, columns = (self.extents[self.types[name].shape[ROWS]] for name in (attention.q, attention.k))
+            queue += [((name, ROWS, 1), rows) for name in (attention.q, op.results[0].name)]
+            if self._reads_added(attention, columns):
+                queue += [((name, ROWS, 1), columns) for name in (attention.k, attention.v)]
         while queue:
             (name, dim, outer), extent = queue.pop()
             known = self.places.get((name, dim))
@@ -159,9 +159,9 @@ class _LongerSequences:
                         if longer is not None and longer.whole == extent.whole:
                             queue.append(((source, at, 1), longer))
 
-    def _reads_added(self, op: Op, columns: Extent) -> bool:
+    def _reads_added(self, attention: Attention, columns: Extent) -> bool:
         """Whether keys and values may have added positions: no true row reads them."""
-        return columns.true == columns.whole or is_causal(op, self.types) or "limits" in dict(op.attrs)
+        return columns.true == columns.whole or is_causal(attention, self.types) or bool(attention.limits)
 
     def prefix(self, op: Op) -> tuple[int, int] | None:
         """The dimension and the size of a slice of the first positions."""
@@ -176,7 +176,7 @@ class _LongerSequences:
         name, dim, outer = place
         if rule is None or op.name in ORDERED or is_users(op.name):
             return
-        if op.name in RANDOM - ATTENTION and not draws_by_position(op, dim, outer, extent.true):
+        if op.name in RANDOM - FORWARD and not draws_by_position(op, dim, outer, extent.true):
             return
         for each, dims in tensors(op, rule):
             spot = factor_at(rule, dims, dim, outer, extent.true) if each == name else None
@@ -185,11 +185,11 @@ class _LongerSequences:
 
     def _alike(self, op: Op, rule: OpRule, name: str, extent: Extent) -> bool:
         """Whether an operation treats the positions of a factor alike, or adds them up."""
-        if op.name in ATTENTION and name in rule.ring:
+        attention = Attention.of(op)
+        if attention is not None and name in rule.ring:
             if name != rule.ring[0]:
-                return self._reads_added(op, extent)
-            window = op.args[6] if len(op.args) > 6 else 0
-            near = not op.args[4] and isinstance(window, int) and 0 < window <= extent.whole - extent.true
+                return self._reads_added(attention, extent)
+            near = not attention.causal and 0 < attention.window <= extent.whole - extent.true
             return not near  # else added rows read nothing
         factor = rule.factor(name)
         if dict(rule.sharded).get(name) or factor.kind == "blocked":
@@ -300,9 +300,9 @@ class _LongerRegion:
         """The operation, whose random numbers are those of true positions."""
         for dim in drawn_dims(op, dims):
             new = numbered(new, (dim,), self.found.places[op.results[0].name, dim][1].true)
-        key = list(op.refs())[1] if op.name in ATTENTION else ""
-        if key and ROWS in self._passing(op, rule, key, rule.operands[1]):
-            new = numbered(new, (ROWS + 1,), self.found.places[key, ROWS][1].true)
+        attention = Attention.of(op)
+        if attention is not None and ROWS in self._passing(op, rule, attention.k, rule.operands[1]):
+            new = numbered(new, (ROWS + 1,), self.found.places[attention.k, ROWS][1].true)
         return new
 
     def _passing(self, op: Op, rule: OpRule, name: str, dims: Dims) -> frozenset[int]:

@@ -24,13 +24,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
+from partc.ir.attention import FORWARD, HEADS, Attention
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.rules import resolve
+from partc.rules.strided_cuts import tensors
 from partc.sharding.choices import placed_axes, weight_axes
 
 _MOST = 2  # heads after padding, as a multiple of the heads before
-_HEADS = 1  # their dimension in attention
 Place = tuple[str, int]  # a value and one of its dimensions
 # Operations that keep heads apart and zeros zero; their literal sizes are in the argument at this position.
 _PARALLEL: Mapping[str, int | None] = {
@@ -46,7 +47,7 @@ def heads(program: Program) -> Program:
     ways = math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
     rows = math.prod(program.sizes[axis] for axis in placed_axes(program.sizes)) // ways
     (main,), (call,) = program.regions, program.calls
-    if ways * rows == 1 or not any(op.name in ("attention", "attention_dropout") for op in main.forward.ops):
+    if ways * rows == 1 or not any(op.name in FORWARD for op in main.forward.ops):
         return program
     found = _Heads(main, ways, rows)
     region = found.region()
@@ -83,8 +84,9 @@ class _Heads:
 
     def region(self) -> Region:
         for op in self.main.forward.ops:
-            if op.name in ("attention", "attention_dropout") and len(op.results[0].type.shape) == 4:
-                self._attention(op)
+            attention = Attention.of(op)
+            if attention is not None and len(op.results[0].type.shape) == 4:
+                self._attention(op, attention)
         if not self.padded and not self.repeats:
             return self.main
         taken = {*self.types}
@@ -92,10 +94,9 @@ class _Heads:
         params = tuple(replace(value, type=self._wider(value)) for value in self.main.params)
         return replace(self.main, params=params, forward=replace(self.main.forward, ops=tuple(ops)))
 
-    def _attention(self, op: Op) -> None:
+    def _attention(self, op: Op, attention: Attention) -> None:
         """Decide on one attention."""
-        q, k = (self.types[name].shape for name in list(op.refs())[:2])
-        count, groups = q[_HEADS], k[_HEADS]
+        count, groups = (self.types[name].shape[HEADS] for name in (attention.q, attention.k))
         every = self.ways * self.rows
         whole = math.lcm(groups, every)  # queries, keys, values and results move, instead of keys and values alone
         if count % every == 0 and groups % every and count + whole < groups * self.rows:
@@ -109,10 +110,10 @@ class _Heads:
                 self.repeats[op.results[0].name] = math.lcm(groups, self.ways) // groups
             return
         whole = -(-count // self.ways) * self.ways
-        if whole > _MOST * count or op.name == "attention_dropout":  # its random numbers count heads
+        if whole > _MOST * count or attention.drops:  # its random numbers count heads
             return
         try:
-            found = _HeadPadding(self, op, whole).run()
+            found = _HeadPadding(self, op, attention, whole).run()
         except _UnpaddableError:
             return
         if fuel.allowed("padded heads", op.source):
@@ -133,7 +134,7 @@ class _Heads:
         if times is not None:
             args: list[Arg] = list(op.args)
             for index in (1, 2):
-                made = list(self._repeated(op, index, times, results[0].type.shape[_HEADS], taken))
+                made = list(self._repeated(op, index, times, results[0].type.shape[HEADS], taken))
                 yield from made
                 args[index] = Ref(made[-1].result.name)
             op = replace(op, args=tuple(args))
@@ -145,14 +146,14 @@ class _Heads:
         assert isinstance(operand, Ref)
         type = self.types[operand.name]
         shape = list(type.shape)
-        shape[_HEADS] *= times
+        shape[HEADS] *= times
         name = unique(f"{operand.name}_heads", taken)
         value = Value(name=name, type=type.shaped(shape))
-        yield Op(name="repeat_interleave", args=(operand, times, _HEADS), results=(value,), source=op.source)
-        if (op.results[0].name, _HEADS) in self.padded:
-            shape[_HEADS], before = whole, shape[_HEADS]
+        yield Op(name="repeat_interleave", args=(operand, times, HEADS), results=(value,), source=op.source)
+        if (op.results[0].name, HEADS) in self.padded:
+            shape[HEADS], before = whole, shape[HEADS]
             padded = Value(name=unique(f"{operand.name}_padded", taken), type=type.shaped(shape))
-            pads = (*(0,) * (2 * (len(shape) - 1 - _HEADS)), 0, whole - before)
+            pads = (*(0,) * (2 * (len(shape) - 1 - HEADS)), 0, whole - before)
             yield Op(name="constant_pad_nd", args=(Ref(name), pads, 0), results=(padded,), source=op.source)
 
 
@@ -161,24 +162,25 @@ class _HeadPadding:
     """The padding of one attention's heads, followed through all makers and readers to the weights."""
 
     heads: _Heads
-    attention: Op
+    op: Op
+    attention: Attention
     whole: int
     found: dict[Place, int] = field(default_factory=dict)
 
     def run(self) -> dict[Place, int]:
         """The new sizes. Raises _UnpaddableError if a maker or reader does not keep heads apart."""
-        q, k, v, *_ = self.attention.refs()
+        q, k, v = self.attention.q, self.attention.k, self.attention.v
         types = self.heads.types
-        mask, sinks = self.attention.args[3], dict(self.attention.attrs).get("sinks")
-        if isinstance(mask, Ref) and len(types[mask.name].shape) > 2 and types[mask.name].shape[-3] != 1:
+        mask = types[self.attention.mask].shape if self.attention.mask else ()
+        if len(mask) > 2 and mask[-3] != 1:
             raise _UnpaddableError
-        if isinstance(sinks, Ref):
-            self._follow((sinks.name, 0), self.whole, frozenset())
-        equal = types[q].shape[_HEADS] == types[k].shape[_HEADS]
+        if self.attention.sinks:
+            self._follow((self.attention.sinks, 0), self.whole, frozenset())
+        equal = types[q].shape[HEADS] == types[k].shape[HEADS]
         for name in (q, k) if equal else (q,):
-            self._follow((name, _HEADS), self.whole, _OF_SCORES)
-        for name in (v, self.attention.results[0].name) if equal else (self.attention.results[0].name,):
-            self._follow((name, _HEADS), self.whole, frozenset())
+            self._follow((name, HEADS), self.whole, _OF_SCORES)
+        for name in (v, self.op.results[0].name) if equal else (self.op.results[0].name,):
+            self._follow((name, HEADS), self.whole, frozenset())
         return self.found
 
     def _follow(self, place: Place, size: int, more: frozenset[str]) -> None:
@@ -197,7 +199,7 @@ class _HeadPadding:
         self.found[place] = size
         maker = heads.makers.get(name)
         for op in (*([maker] if maker is not None else []), *heads.readers.get(name, ())):
-            if op is not self.attention:
+            if op is not self.op:
                 self._through(op, place, size, more)
 
     def _through(self, op: Op, place: Place, size: int, more: frozenset[str]) -> None:
@@ -207,12 +209,9 @@ class _HeadPadding:
         if rule is None:
             raise _UnpaddableError
         name, dim = place
-        tensors = [
-            *zip(op.refs(), rule.operands, strict=True),
-            *((value.name, dims) for value, dims in zip(op.results, rule.results, strict=True)),
-        ]
+        every = list(tensors(op, rule))
         old = types[name].shape[dim]
-        names = {dims[dim][0] for each, dims in tensors if each == name and dims[dim]}
+        names = {dims[dim][0] for each, dims in every if each == name and dims[dim]}
         if len(names) != 1 or (op.name == "linear" and op.args[0] == op.args[1]):
             raise _UnpaddableError
         factor = rule.factor(names.pop())
@@ -223,7 +222,7 @@ class _HeadPadding:
         ):
             raise _UnpaddableError
         carried = 0
-        for each, dims in tensors:
+        for each, dims in every:
             for index, parts in enumerate(dims):
                 if factor.name not in parts:
                     continue
@@ -231,5 +230,5 @@ class _HeadPadding:
                     raise _UnpaddableError
                 carried += 1
                 self._follow((each, index), types[each].shape[index] * size // old, more)
-        if op.name in _SUMS and carried < len(tensors):
+        if op.name in _SUMS and carried < len(every):
             raise _UnpaddableError

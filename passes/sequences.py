@@ -6,15 +6,16 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from partc.ir.attention import HEADS, ROWS, Attention
 from partc.ir.mesh import CONTEXT_AXIS
-from partc.ir.program import ATTENTION, Op, TensorType
+from partc.ir.program import Op, TensorType
 from partc.rules import OpRule, flops, resolve
-from partc.rules.rule import Dims, integers
+from partc.rules.rule import Dims
 from partc.rules.strided_cuts import tensors
+from partc.runtime.positions import Order, Orders
 from partc.sharding.pins import Pin
 from partc.sharding.placements import prefers_rows
 
-ROWS = 2  # their dimension in attention
 Place = tuple[str, int, int]  # a value, one of its dimensions, and the elements of that before the sequence
 _UNEQUAL = 1.1  # scores of the second half of the rows, per score of the first
 # Operations whose sums do not depend on the order of what they add.
@@ -22,31 +23,33 @@ SUMS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "sum", "mean", "ama
 ORDERED = frozenset({"argmax", "argmin", "sort", "argsort", "topk", "scan", "arange", "index_put"})
 
 
-def is_causal(op: Op, types: Mapping[str, TensorType]) -> bool:
+def is_causal(attention: Attention, types: Mapping[str, TensorType]) -> bool:
     """Whether an attention's rows read no later positions."""
-    if op.name not in ATTENTION or op.args[4] is not True:
-        return False
-    q, k = (types[name].shape for name in list(op.refs())[:2])
-    return q[ROWS] == k[ROWS]
+    return attention.causal and types[attention.q].shape[ROWS] == types[attention.k].shape[ROWS]
 
 
-def reads_more(op: Op, types: Mapping[str, TensorType]) -> bool:
+def reads_more(attention: Attention, types: Mapping[str, TensorType]) -> bool:
     """Whether later rows of an attention read more than earlier ones."""
-    if op.name in ATTENTION and (reads := integers(dict(op.attrs).get("reads", ()))):
-        q, k = (types[name].shape for name in list(op.refs())[:2])
-        return q[ROWS] == k[ROWS] and reads[1] > _UNEQUAL * reads[0]
-    return is_causal(op, types) and not (len(op.args) > 6 and op.args[6])
+    if reads := attention.reads:
+        return types[attention.q].shape[ROWS] == types[attention.k].shape[ROWS] and reads[1] > _UNEQUAL * reads[0]
+    return is_causal(attention, types) and not attention.window
 
 
-def is_by_rows(op: Op, types: Mapping[str, TensorType], n: int, heads: int, pins: Sequence[Pin]) -> bool:
-    """Whether a pin cuts an attention's rows of scores over `n` ranks, or without a pin their price."""
+def with_form(op: Op, types: Mapping[str, TensorType], n: int, heads: int, pins: Sequence[Pin]) -> Op:
+    """An operation that, if it is attention whose rows are unequal work, says whether cp cuts them: `by_rows=True`.
+
+    A pin decides or, without one, the price over `n` ranks; heads are cut `heads` times.
+    """
+    attention, rule = Attention.of(op), resolve(op, types)
+    if attention is None or rule is None or not reads_more(attention, types):
+        return op
     pinned = [pin for pin in pins if pin.decides(CONTEXT_AXIS)]
-    if pinned:
-        return any(pin.form for pin in pinned)
-    q, k, v = (types[name] for name in list(op.refs())[:3])
-    rule = resolve(op, types)
-    work = 0 if rule is None else flops(op, rule)
-    return q.shape[1] % heads > 0 or k.shape[1] % heads > 0 or prefers_rows(q, k, v, work, n)
+    by_rows = any(pin.form for pin in pinned)
+    if not pinned:
+        q, k, v = (types[name] for name in (attention.q, attention.k, attention.v))
+        apart = q.shape[HEADS] % heads == 0 and k.shape[HEADS] % heads == 0
+        by_rows = not apart or prefers_rows(q, k, v, flops(op, rule), n)
+    return replace(op, attrs=(*op.attrs, ("by_rows", True))) if by_rows else op
 
 
 def factor_at(rule: OpRule, dims: Dims, dim: int, outer: int, size: int) -> tuple[str, int] | None:
@@ -79,11 +82,9 @@ def numbered(op: Op, dims: Iterable[int], size: int, parts: int = 0) -> Op:
 
     `order="1 zigzag 4 of 31"`: dimension 1 is in that order, and its first 31 positions are the model's.
     """
-    known = dict(each.split(" ", 1) for each in str(dict(op.attrs).get("order", "")).split(", ") if each)
-    for dim in dims:
-        true = known[str(dim)].removeprefix("of ") if str(dim) in known else str(size)
-        known[str(dim)] = f"zigzag {parts} of {true}" if parts else f"of {true}"
-    order = ", ".join(f"{dim} {known[dim]}" for dim in sorted(known))
+    known = dict(Orders.parse(str(dict(op.attrs).get("order", ""))).dims)
+    known |= {dim: Order(parts, known[dim].true if dim in known else size) for dim in dims}
+    order = str(Orders(tuple(sorted(known.items()))))
     return replace(op, attrs=(*(item for item in op.attrs if item[0] != "order"), ("order", order)))
 
 

@@ -20,38 +20,33 @@ convolution, a random number, a result of the model) keeps the order as it is in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from partc import fuel
+from partc.ir.attention import FORWARD, ROWS, Attention
 from partc.ir.mesh import CONTEXT_AXIS
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
-from partc.ir.program import ATTENTION, Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.ir.program import Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.sequences import (
     ORDERED,
-    ROWS,
     SUMS,
     Place,
     carriers,
     drawn_dims,
     draws_by_position,
     factor_at,
-    is_by_rows,
     numbered,
-    reads_more,
 )
 from partc.rules import OpRule, resolve
 from partc.rules.strided_cuts import tensors
-from partc.sharding.choices import weight_axes
-from partc.sharding.pins import Pin
 
 
-def zigzag(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
-    """Order the sequences of causal attention, if its rows are cut over cp, and everything between allows it."""
+def zigzag(program: Program) -> Program:
+    """Order the sequences of attention by rows over cp, as `extend` decided it, if everything between allows it."""
     try:
-        order = _order(program, pins)
+        order = _order(program)
     except _OrderedError:
         return program
     if order is None or not fuel.allowed("zigzag"):
@@ -59,10 +54,10 @@ def zigzag(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
     return replace(program, regions=(order.region(),))
 
 
-def kept_order(program: Program, *, pins: Sequence[Pin] = ()) -> tuple[str, ...]:
+def kept_order(program: Program) -> tuple[str, ...]:
     """A note for the user if sequences have to keep their order, so that later ranks of cp have more work."""
     try:
-        _order(program, pins)
+        _order(program)
     except _OrderedError as error:
         op, readers = error.op, program.regions[0].forward.readers()
         while op.source is None and op.results and readers.get(op.results[0].name):  # of a pass
@@ -75,7 +70,7 @@ def kept_order(program: Program, *, pins: Sequence[Pin] = ()) -> tuple[str, ...]
     return ()
 
 
-def _order(program: Program, pins: Sequence[Pin]) -> _Order | None:
+def _order(program: Program) -> _Order | None:
     """The order, with every value that takes it over; None without causal attention by rows over cp.
 
     Raises _OrderedError.
@@ -85,9 +80,8 @@ def _order(program: Program, pins: Sequence[Pin]) -> _Order | None:
     if n == 1:
         return None
     types = main.types(main.forward)
-    heads = n * math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
-    found = [op for op in main.forward.ops if reads_more(op, types) and is_by_rows(op, types, n, heads, pins)]
-    length = {types[next(op.refs())].shape[ROWS] for op in found}
+    found = [(op, attention) for op in main.forward.ops if (attention := Attention.of(op)) and attention.by_rows]
+    length = {types[attention.q].shape[ROWS] for _, attention in found}
     if len(length) != 1 or (size := length.pop()) % (2 * n):
         return None
     order = _Order(main, size, 2 * n)
@@ -116,14 +110,15 @@ class _Order:
     def __post_init__(self) -> None:
         self.types = self.main.types(self.main.forward)
 
-    def follow(self, attentions: Sequence[Op]) -> None:
+    def follow(self, attentions: Sequence[tuple[Op, Attention]]) -> None:
         """Find every place that takes over the order. Raises _OrderedError if something cannot."""
         graph = self.main.forward
         makers, readers = graph.makers(), graph.readers()
         queue: list[Place] = []
-        for op in attentions:
-            self.attentions.add(op.results[0].name)
-            queue += [(name, ROWS, 1) for name in (*list(op.refs())[:3], op.results[0].name)]
+        for op, attention in attentions:
+            made = op.results[0].name
+            self.attentions.add(made)
+            queue += [(name, ROWS, 1) for name in (attention.q, attention.k, attention.v, made)]
         rules = {id(op): resolve(op, self.types) for op in graph.ops}
         while queue:
             place = queue.pop()
@@ -152,8 +147,9 @@ class _Order:
         """The places of an operation that have the order if one of them has; None if it depends on the order."""
         if rule is None or op.name in ORDERED:
             return None
-        if op.name in RANDOM - ATTENTION and not draws_by_position(op, place[1], place[2], self.size):
+        if op.name in RANDOM - FORWARD and not draws_by_position(op, place[1], place[2], self.size):
             return None
+        attention = Attention.of(op)
         found: dict[tuple[str, int], None] = {}
         for name, dims in tensors(op, rule):
             if name == place[0]:
@@ -164,7 +160,7 @@ class _Order:
         reached: list[Place] = []
         for factor_name, inside in found:
             factor = rule.factor(factor_name)
-            rows = op.name in ATTENTION and factor_name in rule.ring
+            rows = attention is not None and factor_name in rule.ring
             if not rows and (
                 factor.kind == "blocked"
                 or (factor.kind == "contracted" and op.name not in SUMS)
@@ -172,8 +168,7 @@ class _Order:
             ):
                 return None
             reached += carriers(op, rule, rule.ring if rows else (factor_name,), inside)
-        placed = op.args[4:5] == (True,) or any(op.args[6:7]) or "limits" in dict(op.attrs)
-        if op.name in ATTENTION and placed:
+        if attention is not None and (attention.causal or attention.window or attention.limits):
             self.attentions.add(op.results[0].name)
         return reached
 
@@ -219,8 +214,8 @@ class _Order:
         """The operation, whose random numbers are those of positions in the model's order."""
         name = op.results[0].name
         turned = [place[1] for place in self.found if place[0] == name and place not in self.made]
-        columns = op.name in ATTENTION and (list(op.refs())[1], ROWS, 1) in self.found
-        more = [ROWS + 1] if columns else []
+        attention = Attention.of(op)
+        more = [ROWS + 1] if attention is not None and (attention.k, ROWS, 1) in self.found else []
         return numbered(op, [*drawn_dims(op, turned), *more], self.size, self.parts) if turned else op
 
     def _ordered(self, name: str, dim: int, taken: set[str]) -> Iterator[Op]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from partc.runtime.ops import attention as runtime_attention
 from partc.runtime.ops.attention import attention, attention_backward, attention_sinks_backward, within
 from partc.runtime.ops.attention_rows import attention_rows, attention_rows_backward
-from partc.runtime.positions import positions
+from partc.runtime.positions import Positions
 
 LENGTH = 24
 CASES = [(True, 0), (False, 0), (True, 5), (False, 4), (True, 9), (True, LENGTH)]
@@ -56,7 +56,7 @@ def test_rows_of_three_ranks_are_those_of_the_whole(dim: str, causal: bool, wind
         q, k, v = (x.detach() for x in leaves)
         sums = [torch.zeros_like(x) for x in (q, k, v)]
         for rank in range(3):
-            rows = positions(dim, {"cp": (rank, 3)})
+            rows = Positions.parse(dim).held({"cp": (rank, 3)})
             where = torch.cat([torch.arange(*run[:2]) for run in rows])
             own = mask if mask is None or mask.shape[-2] == 1 else mask[..., where, :]
             part = grad[:, :, where]
@@ -99,8 +99,8 @@ def test_limits_are_the_mask_that_they_stand_for(small: int, causal: bool, monke
             if bool(read.all()):
                 torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
             for rank in range(3):
-                rows = positions("2 · 12@cp zigzag 6", {"cp": (rank, 3)})
-                turned = positions("2 · 12 zigzag 6", {})
+                rows = Positions.parse("2 · 12@cp zigzag 6").held({"cp": (rank, 3)})
+                turned = Positions.parse("2 · 12 zigzag 6").held({})
                 where, order = (torch.cat([torch.arange(*run[:2]) for run in runs]) for runs in (rows, turned))
                 own = given if given is None or given.shape[-2] == 1 else given[..., where, :]
                 own = None if own is None else own[..., order]
@@ -130,7 +130,7 @@ def test_sinks_count_once_whatever_the_tiles() -> None:
         whole, lse = attention(q, k, v, mask, True, None, window, sinks)
         sums = torch.zeros_like(sinks)
         for rank in range(3):
-            rows = positions("2 · 12@cp", {"cp": (rank, 3)})
+            rows = Positions.parse("2 · 12@cp").held({"cp": (rank, 3)})
             where = torch.cat([torch.arange(*run[:2]) for run in rows])
             own = mask if mask is None or mask.shape[-2] == 1 else mask[..., where, :]
             out, norms = attention_rows(q[:, :, where], k, v, own, True, None, window, sinks=sinks, rows=rows)
@@ -140,7 +140,7 @@ def test_sinks_count_once_whatever_the_tiles() -> None:
 
 
 def test_positions_of_a_rank() -> None:
-    assert positions("24@cp", {"cp": (1, 3)}) == ((8, 16, 8),)
-    assert positions("2 · 12@cp", {"cp": (2, 3)}) == ((8, 12, 8), (20, 24, 20))
-    assert positions("24@cp,tp", {"cp": (1, 2), "tp": (0, 3)}) == ((12, 16, 12),)
-    assert positions("4@cp · 6", {"cp": (1, 2)}) == ((12, 24, 12),)
+    assert Positions.parse("24@cp").held({"cp": (1, 3)}) == ((8, 16, 8),)
+    assert Positions.parse("2 · 12@cp").held({"cp": (2, 3)}) == ((8, 12, 8), (20, 24, 20))
+    assert Positions.parse("24@cp,tp").held({"cp": (1, 2), "tp": (0, 3)}) == ((12, 16, 12),)
+    assert Positions.parse("4@cp · 6").held({"cp": (1, 2)}) == ((12, 24, 12),)

@@ -20,7 +20,7 @@ from partc.ir.layout import Shard
 from partc.ir.mesh import Mesh
 from partc.ir.program import ITEMSIZE, Op, Program
 from partc.package.verify import verify
-from partc.runtime.positions import Stretch, Stretches, positions
+from partc.runtime.positions import Positions, Stretch, Stretches
 from tests.durable import trained, whole
 from tests.zoo import MODELS, Model
 
@@ -221,14 +221,14 @@ def test_under_a_causal_mask_every_rank_has_equal_work(n: int) -> None:
         read = torch.cat([torch.arange(each.start, each.stop) for each in columns])
         return int((own[:, None] >= read).sum())
 
-    turned = [positions(f"2 · {size // 2}@cp zigzag {2 * n}", {"cp": (rank, n)}) for rank in range(n)]
-    everything = positions(f"{size} zigzag {2 * n}", {})
+    turned = [Positions.parse(f"2 · {size // 2}@cp zigzag {2 * n}").held({"cp": (rank, n)}) for rank in range(n)]
+    everything = Positions.parse(f"{size} zigzag {2 * n}").held({})
     work = [scores(rows, everything) for rows in turned]
     assert max(work) <= 1.02 * min(work) and sum(work) == size * (size + 1) // 2
     for step in range(1, n):
         steps = [scores(turned[rank], turned[(rank - step) % n]) for rank in range(n)]
         assert max(steps) <= 1.02 * min(steps)
-    last = scores(positions(f"{size}@cp", {"cp": (n - 1, n)}), ((Stretch(0, size, 0)),))
+    last = scores(Positions.parse(f"{size}@cp").held({"cp": (n - 1, n)}), ((Stretch(0, size, 0)),))
     assert last > (2 - 1 / n) * 0.98 * sum(work) / n
 
 

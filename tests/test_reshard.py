@@ -16,7 +16,7 @@ from partc.errors import InternalError
 from partc.ir.collectives import COLLECTIVES, backward_cost, cost
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, SubDim, Varying
 from partc.sharding import reshard
-from partc.sharding.reshard import plan, transition
+from partc.sharding.reshard import plan, price, transition
 from tests.virtual_ops import Coordinate, assemble, coordinates, cut, named, run, shard
 
 SIZES = {"a": 2, "b": 3, "c": 2}
@@ -255,21 +255,6 @@ def test_no_short_chain_is_cheaper(seed: int) -> None:
     assert least is None or found <= least
 
 
-def transition_cost(
-    source: Placement, target: Placement, *, n: int, elements: int, itemsize: int, needs_grad: bool
-) -> tuple[int, int]:
-    """The bytes that each rank sends, forward and backward, to change a placement on one axis.
-
-    `elements` is the number of elements that a rank holds before this axis cuts the value.
-    """
-    bytes = elements * itemsize // (n if isinstance(source, Shard) else 1)
-    forward = backward = 0
-    for op in transition(source, target):
-        forward += cost(op, n, bytes)
-        backward += backward_cost(op, n, bytes) if needs_grad else 0
-    return forward, backward
-
-
 PLACEMENTS = (Replicated(), Varying(), Partial(), Shard(0), Shard(1))
 
 
@@ -279,7 +264,7 @@ def test_transition_on_one_axis_agrees_with_plans(source: Placement, target: Pla
     src, dst = (Layout.build((8, 12), {"a": placement}, sizes) for placement in (source, target))
     assert src is not None and dst is not None
     steps = plan(src, dst, sizes=sizes, itemsize=2)
-    priced = transition_cost(source, target, n=4, elements=96, itemsize=2, needs_grad=True)
+    priced = tuple(round(96 * 2 * sent) for sent in price(source, target, 4))
     assert sum(priced) >= sum(step.forward + step.backward for step in steps)
     assert len(steps) <= len(transition(source, target)) or sum(priced) > 0
     if len(transition(source, target)) == len(steps):

@@ -39,7 +39,7 @@ from partc.rules.notation import NotationError, parse
 from partc.rules.rule import Dims
 from partc.rules.shapes import common_factors
 from partc.rules.table import TABLE
-from partc.runtime.positions import Stretches, positions
+from partc.runtime.positions import Positions, Stretches
 from tests import op_cases
 from tests.example_cases import example_cases
 from tests.op_cases import Case
@@ -96,7 +96,7 @@ def execute(op: Op, operands: Sequence[Shards], sizes: Sizes) -> list[Shards]:
             made = (_embedding_shard(values["0"], values["1"], place_on(op, coordinate, sizes)),)
         elif "rows" in dict(op.attrs):
             places = {axis: (index, sizes[axis]) for axis, index in named(coordinate, sizes).items()}
-            made = (_attention_rows(op, values, positions(str(dict(op.attrs)["rows"]), places)),)
+            made = (_attention_rows(op, values, Positions.parse(str(dict(op.attrs)["rows"])).held(places)),)
         elif op.name == "mask_classes_shard":
             logits, classes = op.args
             assert isinstance(classes, int)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from partc.ir.attention import FORWARD
 from partc.ir.program import Call, Graph, Op, Program, Region
 from partc.rules import OpRule, flops, resolve
 
-_ATTENTION = ("attention", "attention_dropout")
 _OWN = frozenset({"own_gradient", "incoming_gradient"})  # of functions with a backward pass of the user's own
 
 
@@ -92,7 +92,7 @@ def _of_region(region: Region, call: Call, trained: set[str], *, again: bool) ->
 
 
 def _of_kind(op: Op, work: int) -> StepFlops:
-    return StepFlops(attention=work) if op.name in _ATTENTION else StepFlops(products=work)
+    return StepFlops(attention=work) if op.name in FORWARD else StepFlops(products=work)
 
 
 def _needed(op: Op, rule: OpRule, learning: set[str]) -> set[str]:
@@ -108,7 +108,7 @@ def _needed(op: Op, rule: OpRule, learning: set[str]) -> set[str]:
 
 def _of_op(op: Op, rule: OpRule, forward: int, learning: set[str]) -> int:
     learns = [name in learning for name in op.refs()]
-    if op.name in _ATTENTION:
+    if op.name in FORWARD:
         q, k, v = learns[:3]
         return forward + forward * ((q or k) + q + k + v) // 2  # two products: scores by queries and keys, values
     added = {*rule.added, *rule.integral}

@@ -19,7 +19,7 @@ from partc.ir.collectives import inside, parts
 from partc.ir.gradients import touched_rows
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.operations import VIEWS
+from partc.ir.operations import SHOWING
 from partc.ir.program import ITEMSIZE, SPARSE, Call, Graph, GraphKind, Op, Parameter, Program, Ref, Region, TensorType
 
 _KINDS: tuple[GraphKind, ...] = ("F", "B", "I", "W")
@@ -202,7 +202,7 @@ def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> 
     added = {f"grad_{value.name}" for value in region.params}
     last: dict[str, int] = {}
     for index, op in enumerate(graph.ops):
-        if op.name in VIEWS and op.args and isinstance(op.args[0], Ref):
+        if op.name in SHOWING and op.args and isinstance(op.args[0], Ref):
             owner.update((value.name, op.args[0].name) for value in op.results)
         for name in op.refs():
             last[root(name)] = index

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.cost.action_timeline import Segment
+from partc.ir.attention import Attention
 from partc.ir.operations import VIEWS
-from partc.ir.program import ATTENTION, Op
+from partc.ir.program import Op
 from partc.rules import has_products
 
 _NOTHING = Segment(seconds=0.0)
@@ -53,7 +54,7 @@ def in_pieces(run: Sequence[OpPiece], ops: Iterable[Op], ways: Mapping[str, int]
         elif not piece.segment.op and not piece.awaited and piece.op.name not in VIEWS:
             waits = [gathered.pop(name) for name in names if name in gathered]
             before.setdefault(index, []).extend(waits)
-            if has_products(piece.op) and piece.op.name not in ATTENTION:
+            if has_products(piece.op) and Attention.of(piece.op) is None:
                 products.update((value.name, index) for value in piece.op.results)
     sums, places = {id(piece) for piece in after.values()}, {*products.values()}
     for index, piece in enumerate(run):

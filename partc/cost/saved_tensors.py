@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from partc.ir.layout import Sizes
-from partc.ir.operations import VIEWS
+from partc.ir.operations import SHOWING, VIEWS
 from partc.ir.program import ITEMSIZE, Action, Graph, Program, Ref, Region
 from partc.schedules import Compute
 
@@ -87,7 +87,7 @@ def memory_of(graph: Graph) -> dict[str, str]:
     """Every value by name, with the value that it may alias; parameters stand for themselves."""
     found = {value.name: value.name for value in graph.inputs}
     for op in graph.ops:
-        shown = op.args[0].name if op.name in VIEWS and isinstance(op.args[0], Ref) else ""
+        shown = op.args[0].name if op.name in SHOWING and isinstance(op.args[0], Ref) else ""
         found.update((value.name, found.get(shown, shown) or value.name) for value in op.results)
     return found
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from partc.errors import PartcError, Source
 from partc.frontend.selections import TESTED
-from partc.ir.operations import KEEPING, VIEWS, spelling
+from partc.ir.operations import KEEPING, SHOWING, spelling
 from partc.ir.program import SELECTED, Graph, Op, Ref, Value, is_change
 
 LONGEST = 16  # operations between two masks and the values that both are computed from
@@ -39,7 +39,7 @@ _ALIKE = KEEPING - spelling("permute") - spelling("expand")  # elements in their
 _TOTALS = frozenset({"any", "sum", "count_nonzero", "max", "amax"})  # zero only if all elements are
 _POSITIVE = frozenset({"one_hot", "bincount"})
 # Operations of zeros that are zero.
-_ZERO = KEEPING | VIEWS | _TOTALS | {"index", "index_select", "gather", "cumsum", "repeat", "repeat_interleave"}
+_ZERO = KEEPING | SHOWING | _TOTALS | {"index", "index_select", "gather", "cumsum", "repeat", "repeat_interleave"}
 _OF_PARTS = frozenset({"repeat_interleave", "eq", SELECTED})
 _BOTH = frozenset({"logical_and", "bitwise_and", "__and__"})
 _NOT = frozenset({"logical_not", "bitwise_not"})
@@ -240,7 +240,7 @@ class _Zeros:
         numbers = self._kept(numbers)
         while not self._equal(name, numbers):
             op = self._maker(name)
-            if op is None or op.name not in KEEPING | VIEWS:
+            if op is None or op.name not in KEEPING | SHOWING:
                 return False
             name = next(op.refs())
         return numbers not in self.changed
@@ -284,7 +284,7 @@ class _Alignment:
             while name:
                 found.add(name)
                 maker = self._makers.get(name)
-                viewed = maker is not None and (maker.name in VIEWS or is_change(maker))
+                viewed = maker is not None and (maker.name in SHOWING or is_change(maker))
                 name = next(maker.refs()) if maker is not None and viewed else ""
         return found
 
@@ -357,7 +357,7 @@ class _Alignment:
         if not is_change(op) or not isinstance(target, Ref) or self._unchanged(op, self._active):
             return
         name = target.name
-        while name in self._decided and self._makers[name].name in VIEWS:
+        while name in self._decided and self._makers[name].name in SHOWING:
             name = next(self._makers[name].refs())
         if name not in self._decided:
             raise self.refusal(op)
@@ -365,7 +365,7 @@ class _Alignment:
     def _unchanged(self, op: Op, active: Sequence[_Zeros]) -> str:
         """The operand that an operation gives back if the tested masks are zero; "" for other operations."""
         operands = [arg.name if isinstance(arg, Ref) else "" for arg in op.args]
-        if op.name in _ALIKE & VIEWS:
+        if op.name in _ALIKE & SHOWING:
             return operands[0]
         if op.name in _WRITES:
             places = op.args[1] if op.name in _PUTS else op.args[2:3]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from partc.ir.attention import Attention
 from partc.ir.layout import Sizes
 from partc.ir.program import DType, Op, TensorType
 
@@ -80,8 +81,8 @@ _MESSAGES: Mapping[str, Bytes] = {"exchange": _exchanged, "shift": lambda n, byt
 
 def parts(op: Op, sizes: Sizes) -> int:
     """The number of blocks of keys and values that an operation reads: the ranks of its ring, or 1."""
-    ring = dict(op.attrs).get("ring")
-    return sizes[ring] if isinstance(ring, str) else 1
+    attention = Attention.of(op)
+    return sizes[attention.ring] if attention is not None and attention.ring else 1
 
 
 def inside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[tuple[str, str, int, DType]]:
@@ -89,17 +90,16 @@ def inside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[tu
 
     Attention over a ring: keys and values visit every rank, and in backward their gradients travel home behind them.
     """
-    ring = dict(op.attrs).get("ring")
-    if not isinstance(ring, str):
+    attention = Attention.of(op)
+    if attention is None or not attention.ring:
         return
-    backward = op.name.endswith("_backward")
-    keys, values = [types[name] for name in op.refs()][1 + backward : 3 + backward]
-    size = sum(math.prod(type.layout.local_shape(sizes)) for type in (keys, values))
+    ring, dtype = attention.ring, types[attention.k].dtype
+    size = sum(math.prod(types[name].layout.local_shape(sizes)) for name in (attention.k, attention.v))
     for step in range(sizes[ring]):
         if step + 1 < sizes[ring]:
-            yield "shift", ring, size, keys.dtype
-        if backward:
-            yield "shift", ring, size, "f64" if keys.dtype == "f64" else "f32"
+            yield "shift", ring, size, dtype
+        if attention.backward:
+            yield "shift", ring, size, "f64" if dtype == "f64" else "f32"
 
 
 def cost(op: str, n: int, bytes: int) -> int:
@@ -110,6 +110,9 @@ def cost(op: str, n: int, bytes: int) -> int:
 
 def backward_cost(op: str, n: int, bytes: int) -> int:
     """Bytes each rank sends in the transpose of `op`, whose forward operand had `bytes` per rank."""
-    row = COLLECTIVES[op]
-    result = {"same": bytes, "grows": bytes * n, "shrinks": bytes // n}[row.size]
-    return cost(row.transpose, n, result)
+    return cost(COLLECTIVES[op].transpose, n, resized(op, n, bytes))
+
+
+def resized(op: str, n: int, size: int) -> int:
+    """The size of a collective's result on a rank, from that of its operand."""
+    return {"same": size, "grows": size * n, "shrinks": size // n}[COLLECTIVES[op].size]

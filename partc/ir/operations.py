@@ -40,27 +40,17 @@ def _declare(names: str, **facts: Any) -> None:
 # Views
 _declare("reshape", memory="some", free=True, keeps=True)
 _declare("permute expand alias wait", memory="view", free=True, keeps=True)
-_declare("slice split diagonal unfold real imag", memory="view", free=True)
-_declare("detach", memory="view", free=True, keeps=True, differentiable=False)
-_declare("as_strided", memory="some", free=True)
-_declare(
-    "view _unsafe_view view_as unflatten squeeze unsqueeze",
-    memory="view",
-    free=True,
-    keeps=True,
-    spells="reshape",
-)
+_declare("slice split", memory="view", free=True)
+_declare("detach", memory="view", keeps=True, differentiable=False)
+_declare("diagonal unfold real imag", memory="view")
+_declare("as_strided", memory="some")
+_declare("view _unsafe_view view_as unflatten squeeze unsqueeze", memory="view", keeps=True, spells="reshape")
 _declare("flatten reshape_as", memory="some", free=True, keeps=True, spells="reshape")
-_declare("t T transpose swapaxes numpy_T mT movedim", memory="view", free=True, keeps=True, spells="permute")
-_declare("expand_as", memory="view", free=True, keeps=True, spells="expand")
-_declare("broadcast_tensors", memory="some", free=True, spells="expand")
-_declare(
-    "split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk",
-    memory="view",
-    free=True,
-    spells="split",
-)
-_declare("select narrow", memory="view", free=True, spells="slice")
+_declare("t T transpose swapaxes numpy_T mT movedim", memory="view", keeps=True, spells="permute")
+_declare("expand_as", memory="view", keeps=True, spells="expand")
+_declare("broadcast_tensors", memory="some", spells="expand")
+_declare("split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk", memory="view", spells="split")
+_declare("select narrow", memory="view", spells="slice")
 # Copies, where the operand is not in the wanted form already
 _declare("contiguous to type_as", memory="some", keeps=True)
 _declare("take", memory="some")
@@ -89,6 +79,7 @@ def _having(fact: Callable[[Effects], bool]) -> frozenset[str]:
 
 
 VIEWS = _having(lambda each: each.free)
+SHOWING = VIEWS | _having(lambda each: each.memory == "view")  # the first operand's memory, where nothing copies it
 KEEPING = _having(lambda each: each.keeps)
 RANDOM = _having(lambda each: each.draws)
 
@@ -98,8 +89,8 @@ def shares_memory(op: Op, types: Mapping[str, TensorType]) -> bool:
     memory = effects(op.name).memory
     if memory != "some":
         return memory == "view"
-    first = next(op.refs(), None)
-    return first is not None and any(value.type.dtype == types[first].dtype for value in op.results)
+    given = types.get(next(op.refs(), ""))
+    return given is None or any(value.type.dtype == given.dtype for value in op.results)
 
 
 def spelling(name: str) -> frozenset[str]:

@@ -22,7 +22,6 @@ ITEMSIZE: Mapping[str, int] = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
 }  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # the types of computation
-ATTENTION = frozenset({"attention", "attention_dropout"})
 NO_GRAD = "no_grad"  # the attribute of a traced change in place from whose new values no gradient passes
 SPARSE = "sparse"  # the attribute of a table's gradient that is kept as rows
 SCAN = "scan"  # a loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`

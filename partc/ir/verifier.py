@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from partc.errors import InternalError
-from partc.ir.collectives import COLLECTIVES
+from partc.ir.collectives import COLLECTIVES, resized
 from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import FLOATING, Graph, Op, Program, Region, TensorType, Value
@@ -264,11 +264,9 @@ def _operation(
         for type in (types[first], op.result.type)
     )
     ways = sizes[axis] if isinstance(axis, str) else 1
-    row = COLLECTIVES.get(op.name)
-    if row is None and op.name not in ("reshape", "permute"):
+    if op.name not in COLLECTIVES and op.name not in ("reshape", "permute"):
         return
-    size = "same" if row is None else row.size
-    wanted = {"same": before, "grows": before * ways, "shrinks": before // ways}[size]
+    wanted = resized(op.name, ways, before) if op.name in COLLECTIVES else before
     if after != wanted:
         yield f"{where} makes {after} elements of {before}, not {wanted}"
     if op.result.type.dtype != types[first].dtype:

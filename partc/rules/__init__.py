@@ -8,13 +8,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from partc.errors import InternalError, PartcError
+from partc.ir.attention import Attention
 from partc.ir.layout import Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.mesh import holds_weights_whole
 from partc.ir.program import FLOATING, SCAN, Choice, Graph, Op, TensorType
 from partc.rules import local, scans
 from partc.rules import strided_cuts as _cuts
 from partc.rules.notation import NotationError
-from partc.rules.rule import RING, Dims, Factor, OpRule, integers
+from partc.rules.rule import RING, Dims, Factor, OpRule
 from partc.rules.strided_cuts import Cuts, factor_cuts
 from partc.rules.table import DENSE, LOWERED, TABLE, OperationRow, Precision, register
 
@@ -45,11 +46,6 @@ __all__ = [
     "resolve_lowered",
 ]
 
-# The position of the argument `is_causal`.
-_CAUSAL = {
-    "attention": 4, "attention_dropout": 4, "attention_backward": 7, "attention_dropout_backward": 7,
-    "attention_bias_backward": 7, "attention_dropout_bias_backward": 7,
-}  # fmt: skip
 PARTIAL = "partial"  # Choice.factor "partial0": a Partial value passes through the first linear group
 
 
@@ -231,17 +227,16 @@ def flops(op: Op, rule: OpRule, *, parts: int = 1) -> int:
 
     Shapes are global, or local to a rank; `parts` is the number of blocks of keys and values that visit it.
     """
-    place, whole = _CAUSAL.get(op.name), rule.flops * parts
-    if place is None or len(op.args) <= place:
+    attention, whole = Attention.of(op), rule.flops * parts
+    if attention is None:
         return whole
-    if reads := integers(dict(op.attrs).get("reads", ())):
+    if reads := attention.reads:
         return whole * (reads[0] + reads[1]) // reads[2]
-    causal, window = op.args[place] is True, op.args[place + 2] if len(op.args) > place + 2 else 0
-    if isinstance(window, int) and window:
+    if window := attention.window:
         t = rule.factor("t").size * parts
         ahead = window * t - window * (window - 1) // 2  # scores of a row's own position and of those before
-        return whole * (ahead if causal else 2 * ahead - t) // (t * t)
-    return whole // 2 if causal else whole
+        return whole * (ahead if attention.causal else 2 * ahead - t) // (t * t)
+    return whole // 2 if attention.causal else whole
 
 
 def is_matmul(op: Op) -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from partc.errors import InternalError
+from partc.ir.attention import ROWS, Attention
 from partc.ir.layout import Sizes
 from partc.ir.program import Arg, Op
 from partc.rules.rule import RING, OpRule, argument, integers
+from partc.runtime.positions import Order, Positions
 
 
 def localize(op: Op, rule: OpRule | None, sizes: Sizes) -> Op:
@@ -91,17 +93,18 @@ def _repeat_interleave(op: Op, sizes: Sizes) -> Op:
 
 def _attention(op: Op, sizes: Sizes) -> Op:
     """Name the positions of this rank's queries, if the scores that they read depend on these, and the ring."""
+    attention = Attention.of(op)
+    assert attention is not None
     ring = next((choice.axis for choice in op.choices if choice.factor == RING and sizes[choice.axis] > 1), None)
     whole = [axis for axis, size in sizes.items() if size == 1]
-    rows = op.result.type.layout.without(*whole).dims[2]
-    placed = argument(op, 4, "is_causal") or argument(op, 6, "window")
-    parts = dict(op.attrs).get("zigzag")
-    if ring is None and parts is None and (not placed or not any(sub.axes for sub in rows)):
-        return op
+    rows = op.result.type.layout.without(*whole).dims[ROWS]
+    kept = tuple(item for item in op.attrs if item[0] not in ("by_rows", "zigzag"))
+    cut = (attention.causal or attention.window) and any(sub.axes for sub in rows)
+    if ring is None and not attention.zigzag and not cut:
+        return replace(op, attrs=kept)
     around = () if ring is None else (("ring", ring),)
-    order = "" if parts is None else f" zigzag {parts}"
-    kept = tuple(item for item in op.attrs if item[0] in ("order", "sinks", "limits", "keys", "reads"))
-    return replace(op, attrs=(("rows", f"{' · '.join(map(str, rows))}{order}"), *around, *kept))
+    positions = Positions(" · ".join(map(str, rows)), Order(attention.zigzag))
+    return replace(op, attrs=(("rows", str(positions)), *around, *kept))
 
 
 # The position of the argument that is the shape of the result.

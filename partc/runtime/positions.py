@@ -1,4 +1,4 @@
-"""Positions along a dimension of which a rank holds parts."""
+"""Positions along a dimension of which a rank holds parts, and their text: `2 · 16@cp zigzag 4 of 31`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,61 @@ class Stretch(NamedTuple):
 Stretches = tuple[Stretch, ...]
 
 
-def positions(dim: str, places: Mapping[str, tuple[int, int]]) -> Stretches:
-    """The positions that a rank holds of a dimension `2 · 16@cp`; `places` has its place on each axis, and the size.
-
-    `2 · 16@cp zigzag 4` says that of four equal parts those of the second half are held in reverse order.
+class Order(NamedTuple):
+    """`zigzag 4 of 31`: of four equal parts those of the second half are held in reverse order, and the first 31
+    positions are the model's. By default none is reversed, and all are the model's (0).
     """
-    dim, _, parts = dim.partition(" zigzag ")
-    found = _positions(dim, tuple(sorted(places.items())))
-    return _turned(found, math.prod(size for size, _ in parse_dims(f"[{dim}]")[0]), int(parts)) if parts else found
+
+    parts: int = 0
+    true: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Order:
+        parts, _, true = text.partition("of ")
+        return cls(int(parts.removeprefix("zigzag ") or 0), int(true or 0))
+
+    def __str__(self) -> str:
+        return " ".join(f"{word} {number}" for word, number in (("zigzag", self.parts), ("of", self.true)) if number)
+
+
+class Orders(NamedTuple):
+    """`1 zigzag 4 of 31, 2 of 31`: the orders of some dimensions."""
+
+    dims: tuple[tuple[int, Order], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Orders:
+        found = (each.partition(" ") for each in text.split(", ") if each)
+        return cls(tuple((int(dim), Order.parse(order)) for dim, _, order in found))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{dim} {order}" for dim, order in self.dims)
+
+
+class Positions(NamedTuple):
+    """The cut of a dimension, as a layout has it, and the order of its positions."""
+
+    cut: str
+    order: Order = Order()
+
+    @classmethod
+    def parse(cls, text: str) -> Positions:
+        words = text.split(" ")
+        at = next((place for place, word in enumerate(words) if word in ("zigzag", "of")), len(words))
+        return cls(" ".join(words[:at]), Order.parse(" ".join(words[at:])))
+
+    def __str__(self) -> str:
+        return f"{self.cut} {self.order}".rstrip()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(name for _, names in parse_dims(f"[{self.cut}]")[0] for name in names)
+
+    def held(self, places: Mapping[str, tuple[int, int]]) -> Stretches:
+        """The positions that a rank holds; `places` has its place on each axis, and the size."""
+        found = _positions(self.cut, tuple(sorted(places.items())))
+        size = math.prod(size for size, _ in parse_dims(f"[{self.cut}]")[0])
+        return _turned(found, size, self.order.parts) if self.order.parts else found
 
 
 def _turned(found: Stretches, size: int, parts: int) -> Stretches:

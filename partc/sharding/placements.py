@@ -7,14 +7,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
+from partc.ir.attention import ROWS, Attention
 from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_params
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, holds_weights_whole, is_batch_axis
 from partc.ir.operations import VIEWS
 from partc.ir.program import FLOATING, ITEMSIZE, Choice, Graph, Op, Program, Region, TensorType
 from partc.rules import RING, Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts
-from partc.rules.rule import argument
 from partc.rules.tried import rule_of
+from partc.sharding import reshard
 from partc.sharding.assignment import Alternative, Node, Price, Problem, Solution, Wire
 from partc.sharding.choices import axis_order, layouts
 from partc.sharding.pins import Pin
@@ -89,8 +90,8 @@ class _PlacementProgram:
         self.needs = gradient_inputs(program)
         self.trainable = trainable_params(program)
         self.small = most_repeated(program)
-        ordered = (op for region in program.regions for op in region.forward.ops if "zigzag" in dict(op.attrs))
-        self.halved = {op.results[0].type.shape[2] for op in ordered}  # sequences with an early and a late half
+        ops = [op for region in program.regions for op in region.forward.ops if _is_ordered(op)]
+        self.halved = {op.results[0].type.shape[ROWS] for op in ops}  # sequences with an early and a late half
         self.nodes: list[Node] = []
         self.wires: list[Wire] = []
         self.writers: dict[Hashable, int] = {}  # number of regions that make each value that crosses calls
@@ -212,6 +213,8 @@ class _PlacementProgram:
         kept = list(alternatives.values())
         for position, value in enumerate(op.results):
             kept = self._pinned(f"{region.name}.{value.name}", value.type, kept, _result(position))
+        if rule is not None and holds_weights_whole(self.axis) and _is_ordered(op):
+            kept = [each for each in kept if _factor(each) in (RING, *rule.ring)] or kept
         return Node(name=("op", region.name, index), alternatives=tuple(kept))
 
     def _alternative(
@@ -279,12 +282,13 @@ class _PlacementProgram:
         made = op.results[0].type
         share = math.prod(made.layout.local_shape(self.sizes)) / math.prod(made.shape)
         hiding = _hiding(flops(op, rule) * share / self.n)
-        causal, window = argument(op, 4, "is_causal"), argument(op, 6, "window")
-        even = not causal or window or ("zigzag" in dict(op.attrs) and choice.outer == 2)
+        attention = Attention.of(op)
+        assert attention is not None
+        even = not attention.causal or attention.window or (attention.zigzag and choice.outer == 2)
         uneven = 0.0 if even else hiding * (1 - 1 / self.n)
         if choice.factor != RING:
             return uneven
-        sent = [self._bytes(type) * _per_ring(type, self.n) for type in [types[name] for name in list(op.refs())[1:3]]]
+        sent = [self._bytes(types[name]) * _per_ring(types[name], self.n) for name in (attention.k, attention.v)]
         return uneven + max(sum(sent) - hiding, _SEEN * sum(sent))
 
     def _bytes(self, type: TensorType) -> float:
@@ -301,10 +305,9 @@ class _PlacementProgram:
         size = self._bytes(type) * times
 
         def price(source: Hashable, target: Hashable) -> Price | None:
-            moved = transition(source, target, self.n, type.dtype in FLOATING)  # type: ignore[arg-type]
-            if moved is None:
+            if source != target and isinstance(target, Partial) and type.dtype not in FLOATING:
                 return None
-            forward, backward = moved
+            forward, backward = reshard.price(source, target, self.n)
             once = weight and isinstance(source, Replicated) and isinstance(target, Varying)
             back = backward / self.program.microbatches if once else backward
             sent = {"communication": size * (forward + (back if live else 0.0))}
@@ -448,42 +451,22 @@ def prefers_rows(q: TensorType, k: TensorType, v: TensorType, flops: float, n: i
 
 def _has_form(choice: Alternative, form: str) -> bool:
     """Whether attention takes this form; empty: any."""
-    goes_around = isinstance(choice.label, tuple) and choice.label[0] == RING
-    return not form or goes_around == (form == "ring")
+    return not form or (_factor(choice) == RING) == (form == "ring")
+
+
+def _factor(choice: Alternative) -> Hashable:
+    """The factor that an alternative of an operation cuts."""
+    return choice.label[0] if isinstance(choice.label, tuple) else None
+
+
+def _is_ordered(op: Op) -> bool:
+    """Whether the operation is attention whose rows have an order in which parts over cp are equal work."""
+    attention = Attention.of(op)
+    return attention is not None and attention.zigzag > 0
 
 
 def _result(position: int) -> Callable[[Alternative], Hashable]:
     return lambda choice: choice.makes[position]
-
-
-def transition(source: Placement, target: Placement, n: int, floating: bool) -> tuple[float, float] | None:
-    """The bytes sent per rank, forward and backward, per byte of the uncut value; None if the change is impossible.
-
-    Ring algorithms: all-gather and reduce-scatter send (n-1)/n, all-reduce twice that, all-to-all (n-1)/n of a shard
-    (Thakur et al. 2005, sections 4.1 to 4.4).
-    """
-    spare = (n - 1) / n
-    match source, target:
-        case _ if source == target:
-            return 0.0, 0.0
-        case (Shard(), Shard()):
-            return spare / n, spare / n
-        case (Partial(), Shard()) | (Shard(), Varying()):
-            return spare, spare
-        case (Shard(), Replicated()):
-            return spare, 0.0
-        case (Replicated(), Shard()):
-            return 0.0, spare
-        case (Partial(), Replicated()):
-            return 2 * spare, 0.0
-        case (Partial(), Varying()):
-            return 2 * spare, 2 * spare
-        case (Replicated(), Varying()):
-            return 0.0, 2 * spare
-        case (_, Partial()) if not floating:
-            return None
-        case _:
-            return 0.0, 0.0
 
 
 def spelled(type: TensorType, placement: Hashable, axis: str) -> str:

@@ -20,11 +20,11 @@ import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import count, permutations
 
 from partc.errors import InternalError
-from partc.ir.collectives import backward_cost, cost
+from partc.ir.collectives import backward_cost, cost, resized
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, SubDim, Varying
 from partc.ir.mesh import TIME_AXIS
 
@@ -51,6 +51,18 @@ def transition(source: Placement, target: Placement) -> tuple[str, ...]:
     if isinstance(source, Shard) and isinstance(target, Shard):
         return ("all_to_all",)
     return _TRANSITIONS[type(source), type(target)]
+
+
+@cache
+def price(source: Placement, target: Placement, n: int) -> tuple[float, float]:
+    """The bytes that a rank sends, forward and backward, per byte of the value before the axis cuts it."""
+    whole = n * n
+    local, forward, backward = whole // n if isinstance(source, Shard) else whole, 0, 0
+    for op in transition(source, target):
+        forward += cost(op, n, local)
+        backward += backward_cost(op, n, local)
+        local = resized(op, n, local)
+    return forward / whole, backward / whole
 
 
 _TRANSITIONS: Mapping[tuple[type, type], tuple[str, ...]] = {

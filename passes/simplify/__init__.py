@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 
 from partc import fuel
+from partc.ir.attention import FORWARD
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
@@ -33,7 +34,6 @@ from partc.passes.simplify.written_attention import written_attention
 from partc.rules import is_elementwise
 from partc.rules.rule import argument
 
-_ATTENTION = ("attention", "attention_dropout")
 _ALONG = {"slice": 1, "cumsum": 1, "diff": 2, "softmax": 1, "gather": 1}  # position of the dimension they work along
 
 
@@ -169,7 +169,7 @@ def _one_row(region: Region) -> Region:
             row(op, (op.args[0], narrow))
         elif rows and len(op.results) == 1 and _keeps_rows(op, types, small):
             row(op.renamed(small), _with_one_row(op, small))
-        elif rows and (is_elementwise(op.name) or op.name in _ATTENTION):
+        elif rows and (is_elementwise(op.name) or op.name in FORWARD):
             narrowed = replace(op.renamed(small), results=op.results)
             if _broadcasts(narrowed, types):
                 ops.append(narrowed)
@@ -213,7 +213,7 @@ def _with_one_row(op: Op, small: Mapping[str, str]) -> tuple[Arg, ...]:
 def _broadcasts(op: Op, types: Mapping[str, TensorType]) -> bool:
     """Whether the operation yields its whole result although some operands have one row."""
     shapes = [types[name].shape for name in op.refs()]
-    if op.name in _ATTENTION:
+    if op.name in FORWARD:
         return len(shapes) > 3 and {shape[0] for shape in shapes[:3]} == {op.result.type.shape[0]}  # a mask has one row
     return tuple(torch.broadcast_shapes(*shapes)) == op.result.type.shape
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from partc import fuel
 from partc.ir import operators
+from partc.ir.attention import Attention
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import Arg, DTypeArg, Op, Ref, Region, TensorType, Value
@@ -74,12 +75,13 @@ def known_masks(region: Region) -> Region:
     taken = {*types}
     ops: list[Op] = []
     for op in graph.ops:
-        if op.name in ("attention", "attention_dropout") and isinstance(op.args[3], Ref) and not op.args[4]:
-            mask = op.args[3].name
+        attention = Attention.of(op)
+        if attention is not None and attention.mask and not attention.causal:
+            mask = attention.mask
             if mask not in known:
                 maker = constants.made.get(mask)
                 writing = LimitWriter(taken, maker.source if maker is not None else op.source)
-                known[mask] = _split(mask, constants, types, writing, in_chunks=op.name == "attention")
+                known[mask] = _split(mask, constants, types, writing, in_chunks=not attention.drops)
                 ops += writing.ops
             found = known[mask]
             if found is not None and fuel.allowed("known mask", op.source):

@@ -14,7 +14,7 @@ from ..clock import Clock, Kind
 from ..device.random_offsets import Words
 from ..layout import parse_dims
 from ..loads import Loads
-from ..positions import Stretches, positions
+from ..positions import Positions, Stretches
 from ..random import Draw
 from ..torch_private import storage_key
 
@@ -335,10 +335,10 @@ class Comm:
         """
         places = []
         for text in layout.split(", ") if layout else ():
-            held, _, true = text.partition(" of ")
-            if true:
-                runs = [torch.arange(run.start, run.stop, device=self.device) for run in self.positions(held)]
-                places.append((torch.cat(runs), int(true)))
+            order = Positions.parse(text).order
+            if order.true:
+                runs = [torch.arange(run.start, run.stop, device=self.device) for run in self.positions(text)]
+                places.append((torch.cat(runs), order.true))
                 continue
             (dim,) = parse_dims(f"[{text}]")
             index = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -357,16 +357,17 @@ class Comm:
 
     def positions(self, dim: str) -> Stretches:
         """The positions that this rank holds of a dimension `2 · 16@cp`."""
-        return positions(dim, self._places(dim))
+        found = Positions.parse(dim)
+        return found.held(self._places(found))
 
     def positions_along(self, axis: str, dim: str) -> tuple[Stretches, ...]:
         """The positions that each rank of an axis holds."""
-        places, size = self._places(dim), self.group((axis,)).size
-        return tuple(positions(dim, {**places, axis: (rank, size)}) for rank in range(size))
+        found, size = Positions.parse(dim), self.group((axis,)).size
+        places = self._places(found)
+        return tuple(found.held({**places, axis: (rank, size)}) for rank in range(size))
 
-    def _places(self, dim: str) -> dict[str, tuple[int, int]]:
-        parts = parse_dims(f"[{dim.partition(' zigzag ')[0]}]")[0]
-        axes = {name: self.group((name,)) for _, names in parts for name in names}
+    def _places(self, dim: Positions) -> dict[str, tuple[int, int]]:
+        axes = {name: self.group((name,)) for name in dim.axes}
         return {name: (axis.rank, axis.size) for name, axis in axes.items()}
 
     def counter(self, number: int, layout: str) -> Tensor:

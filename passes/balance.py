@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from partc.errors import PartcError
+from partc.ir.expert_products import ExpertMatmul
 from partc.ir.operations import KEEPING
 from partc.ir.program import FLOATING, DTypeArg, Graph, Program, Ref, Region
 from partc.ir.repetitions import KEPT
@@ -92,11 +93,10 @@ class _Counting:
             w.source = op.source
             for bias in self.biases.intersection(op.refs()) - same.keys():  # other readers give no gradient
                 same[bias] = w.add("detach", (Ref(bias),), w.shape(bias), w.types[bias].dtype, bias)
-            if op.name == "expert_matmul":
-                rows, choice, _ = op.refs()
-                if choice in routed:
-                    bias, count = routed.pop(choice)
-                    same[rows] = self._with_load(same.get(rows, rows), bias, choice, count)
+            if (product := ExpertMatmul.of(op)) and product.chosen in routed:
+                bias, count = routed.pop(product.chosen)
+                rows = same.get(product.rows, product.rows)
+                same[product.rows] = self._with_load(rows, bias, product.chosen, count)
             w.keep(replace(op.renamed(same), results=op.results))
         outputs = tuple(same.get(name, name) for name in self._graph.outputs)
         return replace(self._graph, ops=tuple(w.ops), outputs=outputs)
@@ -105,12 +105,11 @@ class _Counting:
         """Choices of experts with their bias, and the number of experts."""
         found: dict[str, tuple[str, int]] = {}
         for op in self._graph.ops:
-            if op.name == "expert_matmul":
-                _, choice, matrices = op.refs()
-                count = self._writer.shape(matrices)[0]
-                bias = self._bias(choice, count) if choice not in found else None
+            if product := ExpertMatmul.of(op):
+                count = self._writer.shape(product.weights)[0]
+                bias = self._bias(product.chosen, count) if product.chosen not in found else None
                 if bias is not None:
-                    found[choice] = bias, count
+                    found[product.chosen] = bias, count
         return found
 
     def _bias(self, chosen: str, count: int) -> str | None:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from partc import fuel
 from partc.errors import PartcError
 from partc.ir.capacity import SCOPES, Capacity
+from partc.ir.expert_products import ExpertMatmul
 from partc.ir.naming import unique
 from partc.ir.program import Op, Program, Ref, Region
 from partc.passes.route.rows import RowWriter
@@ -57,20 +58,20 @@ def capacity(
 def _bounded(region: Region, found: Capacity, batch: int, *, travel: bool) -> Region:
     """Bound the rows of a region's experts. If rows `travel`, lookups by expert leave out dropped rows too."""
     graph, types = region.forward, dict(region.types(region.forward))
-    last = {[*op.refs()][-2]: op for op in graph.ops if op.name == "expert_matmul"}
+    last = {product.chosen: op for op in graph.ops if (product := ExpertMatmul.of(op))}
     ends = {_with_bias(op, graph.ops, chosen): chosen for chosen, op in last.items()}
     w = RowWriter(types=types, taken=set(types))
     kept: dict[str, str] = {}  # by choice of experts, the rows that are not dropped
     taken: dict[str, str] = {}  # the choice with the number of no expert for other rows
     for op in graph.ops:
-        chosen = [*op.refs()][-2] if op.name == "expert_matmul" else ""
-        if chosen and chosen not in kept and fuel.allowed("capacity", op.source):
-            w.source = op.source
-            kept[chosen] = _kept(w, found, batch, chosen, op)
-            none = w.add("full", ((), w.shape([*op.refs()][-1])[0]), (), w.types[chosen].dtype, "none")
+        product = ExpertMatmul.of(op)
+        if product and product.chosen not in kept and fuel.allowed("capacity", op.source):
+            w.source, chosen, experts = op.source, product.chosen, w.shape(product.weights)[0]
+            kept[chosen] = _kept(w, found, batch, chosen, experts)
+            none = w.add("full", ((), experts), (), w.types[chosen].dtype, "none")
             args = (Ref(kept[chosen]), Ref(chosen), Ref(none))
             taken[chosen] = w.add("where", args, w.shape(chosen), w.types[chosen].dtype, f"{chosen}_taken")
-        if op.name == "expert_matmul" or (travel and op.name == "index"):
+        if product or (travel and op.name == "index"):
             op = replace(op.renamed(taken), results=op.results)
         bounded = ends.get(op.result.name) if len(op.results) == 1 else None
         if bounded not in kept:
@@ -86,7 +87,7 @@ def _bounded(region: Region, found: Capacity, batch: int, *, travel: bool) -> Re
     return replace(region, forward=replace(graph, ops=tuple(w.ops)))
 
 
-def _kept(w: RowWriter, found: Capacity, batch: int, chosen: str, product: Op) -> str:
+def _kept(w: RowWriter, found: Capacity, batch: int, chosen: str, experts: int) -> str:
     """The rows within the capacity of their expert, bool[rows]. Raises PartcError P0109."""
     (count,) = w.shape(chosen)
     scopes = batch if found.scope == SCOPES[0] else 1
@@ -95,9 +96,8 @@ def _kept(w: RowWriter, found: Capacity, batch: int, chosen: str, product: Op) -
             "P0109",
             f"--expert-capacity {found}: {count} rows of experts are not those of {scopes} sequences",
             help="leave the option out",
-            source=product.source,
+            source=w.source,
         )
-    experts = w.shape([*product.refs()][-1])[0]
     most = math.ceil(found.factor * (count // scopes) / experts)
     apart = w.reshape(chosen, (scopes, count // scopes), "chosen")
     places = w.add("expert_places", (Ref(apart),), w.shape(apart), "i64", "places")

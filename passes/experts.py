@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
 from partc.ir.capacity import Capacity
+from partc.ir.expert_products import ExpertMatmul, ExpertRows
 from partc.ir.layout import Layout, Shard, Sizes, SubDim
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
@@ -31,7 +32,6 @@ from partc.rules.rule import argument, integers
 from partc.sharding.choices import axis_order, choice_on, layouts, weight_axes
 from partc.sharding.pins import Pin
 
-_PRODUCT, _LOOKUP = "expert_matmul", "expert_rows"
 _GROUPS, _ROWS = "g", "s"  # factors of its rule
 
 
@@ -108,25 +108,20 @@ def _held(type: TensorType, axis: str, place: Shard, sizes: Sizes) -> Layout | N
     return Layout.build(type.shape, {**type.layout.placements(axis_order(sizes)), axis: place}, sizes)
 
 
-def _weight(op: Op) -> str:
-    """The matrices of a product, or the rows of a lookup."""
-    return [*op.refs()][-1]
-
-
-def _chosen(op: Op) -> str:
-    """The experts of a product or a lookup."""
-    return [*op.refs()][-2]
+def _read(op: Op) -> ExpertMatmul | ExpertRows | None:
+    return ExpertMatmul.of(op) or ExpertRows.of(op)
 
 
 def _with_lookups(region: Region, types: Mapping[str, TensorType]) -> Iterator[Op]:
     """The operations, with `index` by the experts of products as a lookup in their weights."""
-    products = {_chosen(op): op for op in region.forward.ops if op.name == _PRODUCT}
-    count = {chosen: types[_weight(op)].shape[0] for chosen, op in products.items()}
+    found = [(product, op) for op in region.forward.ops if (product := ExpertMatmul.of(op))]
+    products = {product.chosen: op for product, op in found}
+    count = {product.chosen: types[product.weights].shape[0] for product, _ in found}
 
     def lookup(op: Op) -> Op:
         match op.name, op.args:
             case "index", (Ref(name=table), (Ref(name=experts),)) if types[table].shape[0] == count.get(experts):
-                found = replace(op, name=_LOOKUP, args=(Ref(experts), Ref(table)), attrs=())
+                found = replace(op, name="expert_rows", args=(Ref(experts), Ref(table)), attrs=())
                 old, new = resolve(op, types), resolve(found, types)
                 if old is None or new is None:
                     return op
@@ -178,8 +173,8 @@ class _Experts:
                 self.readers.setdefault(name, []).append(index)
         chosen: dict[str, list[int]] = {}
         for index, op in enumerate(self.ops):
-            if op.name in (_PRODUCT, _LOOKUP):
-                chosen.setdefault(_chosen(op), []).append(index)
+            if product := _read(op):
+                chosen.setdefault(product.chosen, []).append(index)
         self.chains = tuple(chain for name, products in chosen.items() for chain in self._chains(name, products))
         self._check_readers()
 
@@ -237,10 +232,12 @@ class _Experts:
                 raise self._refused(self.ops[index], f"{self.ops[index].name} does not compute each row by itself")
         self._align(between, products)
         for index in products:
-            count = self._own(_weight(self.ops[index]))
+            product = _read(self.ops[index])
+            assert product is not None
+            count = self._own(product.weights)
             if count % self.ways:
                 raise self._refused(self.ops[index], f"{count} experts do not divide over {self.axis}={self.ways}")
-            self._take(_weight(self.ops[index]), index, Shard(0))
+            self._take(product.weights, index, Shard(0))
         return _Chain(chosen, tuple(sorted(between)), products)
 
     def _align(self, between: Sequence[int], products: Sequence[int]) -> None:
@@ -248,7 +245,7 @@ class _Experts:
 
         Rows that have travelled stay where they are until they return: their numbers differ from rank to rank.
         """
-        first = next((index for index in products if self.ops[index].name == _PRODUCT), products[0])
+        first = next((index for index in products if ExpertMatmul.of(self.ops[index])), products[0])
         cut = {each.axis for each in self.ops[first].choices if each.factor in (_GROUPS, _ROWS)}
         for index in between:
             op = self.ops[index]
@@ -274,7 +271,7 @@ class _Experts:
         if rule is None or len(firsts) != 1:
             return None
         ((names, *_),) = firsts or {((),)}
-        alone = len(names) == 1 or (op.name in (_PRODUCT, _LOOKUP) and names == (_GROUPS, _ROWS))
+        alone = len(names) == 1 or (_read(op) is not None and names == (_GROUPS, _ROWS))
         if not alone or rule.factor(names[-1]).kind != "parallel":
             return None
         carried = [dims for dims in rule.operands if any(names[-1] in dim for dim in dims)]
@@ -387,7 +384,7 @@ class _Experts:
         rule: OpRule | None = self.rules[index]
         row = self._row(rule, op)
         cut = [each for each in op.choices if each.factor == row and self.sizes.get(each.axis, 1) > 1]
-        product = op.name in (_PRODUCT, _LOOKUP)
+        product = _read(op) is not None
         home = self._wanted(op, rule)
         op = replace(op, choices=tuple(self._led(each, cut, product=product) for each in op.choices))
         if product:
@@ -451,7 +448,9 @@ class _Experts:
         self, op: Op, chosen: str, home: Layout, rows: Layout, plans: dict[str, tuple[str, ...]], taken: set[str]
     ) -> Op:
         """The plan of movements between the layouts of the choice of experts at home and with the experts."""
-        count = self._own(_weight(op)) * self.ways
+        product = _read(op)
+        assert product is not None
+        count = self._own(product.weights) * self.ways
         axes = tuple(axis for sub in home.dims[0] for axis in sub.axes)
         every = math.prod(self.sizes[axis] for axis in axes)
         counts = Layout(((SubDim(2 * every, axes),), (SubDim(count),)))

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError, Source
+from partc.ir.expert_products import ExpertMatmul
 from partc.ir.naming import unique
 from partc.ir.operations import VIEWS
 from partc.ir.program import FLOATING, SCAN, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
@@ -116,7 +117,7 @@ class _Mixed:
         """All operations of a region with their precision."""
         params = {value.name for value in region.params}
         biases = {value.name for value in region.params if len(value.type.shape) == 1}
-        experts = {[*op.refs()][1] for op in region.forward.ops if op.name == "expert_matmul"}
+        experts = {product.chosen for op in region.forward.ops if (product := ExpertMatmul.of(op))}
         products: set[str] = set()
         for op in region.forward.ops:
             wanted = self.casts.get(op.name) or precision_of(op.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from partc.ir.expert_products import ExpertMatmul
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import Op, Program, Region
 from partc.runtime.plan import PlanRouter
@@ -16,8 +17,8 @@ def choices(region: Region) -> Mapping[str, Op]:
     for op in region.forward.ops:
         if op.name == "route":
             found.setdefault(next(op.refs()), op)
-        elif op.name == "expert_matmul":
-            found.setdefault([*op.refs()][-2], op)
+        elif (product := ExpertMatmul.of(op)) is not None:
+            found.setdefault(product.chosen, op)
     return {name: op for name, op in found.items() if name not in brought}
 
 
@@ -32,13 +33,13 @@ def routers(program: Program) -> Iterator[PlanRouter]:
         region = regions[call.region]
         types = region.types(region.forward)
         for chosen, op in chosen_in[call.region].items():
-            module = op.module
+            product, module = ExpertMatmul.of(op), op.module
             inside = module.removeprefix(first[call.region])
             own = f"{call.name}{inside}" if inside != module or module == "" else module
             over = tuple(axis for sub in types[chosen].layout.dims[0] for axis in sub.axes)
             yield PlanRouter(
                 name=own,
-                experts=int(str(op.args[1])) if op.name == "route" else types[[*op.refs()][-1]].shape[0],
+                experts=int(str(op.args[1])) if product is None else types[product.weights].shape[0],
                 over=tuple(axis for axis in over if axis != TIME_AXIS and program.sizes.get(axis, 1) > 1),
                 stage=call.stage,
             )

@@ -35,6 +35,7 @@ from partc.cost.flops import StepFlops, model_work
 from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
+from partc.ir.expert_products import ExpertMatmul
 from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, Action, Parameter, Program, Region
 from partc.passes.stages import staged
@@ -414,8 +415,8 @@ def expert_count(program: Program) -> int:
     for region in program.regions:
         types = region.types(region.forward)
         for op in region.forward.ops:
-            if op.name == "expert_matmul":
-                found = math.gcd(found, types[[*op.refs()][-1]].shape[0])
+            if product := ExpertMatmul.of(op):
+                found = math.gcd(found, types[product.weights].shape[0])
     return found
 
 

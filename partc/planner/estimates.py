@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from partc.compilation.plan import ParallelPlan
 from partc.cost.rates import Rates
+from partc.ir.expert_products import ExpertMatmul
 from partc.ir.mesh import (
     BATCH_AXIS,
     CONTEXT_AXIS,
@@ -171,8 +172,8 @@ class Estimates:
 def _rows(region: Region) -> int:
     """The bytes of the rows that a call's experts get, for the whole batch."""
     types = region.types(region.forward)
-    products = [[*op.refs()] for op in region.forward.ops if op.name == "expert_matmul"]
-    first = {chosen: rows for rows, *_, chosen, _ in reversed(products)}  # the first product by each choice of experts
+    products = [product for op in region.forward.ops if (product := ExpertMatmul.of(op))]
+    first = {product.chosen: product.rows for product in reversed(products)}  # by each choice of experts
     return sum(_bytes(types[rows]) for rows in first.values())
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
 from partc.ir.attention import ROWS, Attention
+from partc.ir.expert_products import ExpertMatmul
 from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_params
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, holds_weights_whole, is_batch_axis
@@ -410,15 +411,15 @@ class _PlacementProgram:
 
 def expert_weights(graph: Graph, types: Mapping[str, TensorType]) -> frozenset[str]:
     """The weights of products and lookups by expert, and the values that they are views of."""
-    products = [op for op in graph.ops if op.name == "expert_matmul"]
-    chosen = {[*op.refs()][-2]: types[[*op.refs()][-1]].shape[0] for op in products}
+    products = [product for op in graph.ops if (product := ExpertMatmul.of(op))]
+    chosen = {product.chosen: types[product.weights].shape[0] for product in products}
     lookups = [
         op
         for op in graph.ops
         if op.name == "index" and (refs := [*op.refs()])[1:] and types[refs[0]].shape[0] == chosen.get(refs[1])
     ]
     makers = graph.makers()
-    wanted = [*([*op.refs()][-1] for op in products), *(next(op.refs()) for op in lookups)]
+    wanted = [*(product.weights for product in products), *(next(op.refs()) for op in lookups)]
     found: set[str] = set()
     while wanted:
         name = wanted.pop()

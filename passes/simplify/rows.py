@@ -45,7 +45,7 @@ def _flattens(shape: tuple[int, ...], flat: tuple[int, ...]) -> bool:
     """[4, 8, n] to [32, n], or [4, 8] to [32]: the leading dimensions become one, and at most one more is kept."""
     for tail in (0, 1):
         lead = shape[: len(shape) - tail]
-        if math.prod(lead) > max(lead, default=0) and flat == (math.prod(lead), *shape[len(lead) :]):
+        if len(lead) > 1 and flat == (math.prod(lead), *shape[len(lead) :]):
             return True
     return False
 

@@ -61,7 +61,7 @@ class Costs:
     def _exchanged(self, slot: Slot, lookup: Lookup, cut: Cut) -> float:
         """The bytes that a rank sends in a microbatch if each rank looks up the ids of its own rows."""
         types, op = self.lookups.types[slot[0]], lookup.op
-        ids = types[[*op.refs()][1]]
+        ids = types[lookup.ids]
         masked = any(each.name == "masked_fill" for each, _ in lookup.after)
         padded = len(op.args) > 2 and not masked  # the row without a gradient is on one rank
         ((axis, factor), *others) = cut

@@ -48,6 +48,12 @@ class Lookup:
     def last(self) -> Op:
         return self.after[-1][0] if self.after else self.op
 
+    @property
+    def ids(self) -> str:
+        """The numbers of the rows that it looks up."""
+        _, ids = self.op.refs()
+        return ids
+
 
 @dataclass(frozen=True)
 class Lookups:

@@ -142,7 +142,7 @@ class Stacks:
             ):
                 continue
             over, types = self.lookups.axes[slots[0]], self.lookups.types[region]
-            first, *inner = types[[*lookup.op.refs()][1]].layout.normalized(self.lookups.sizes).dims[0]
+            first, *inner = types[lookup.ids].layout.normalized(self.lookups.sizes).dims[0]
             made = reader(value, lookup.op, lookup.after, types)
             if made is None or not over or inner or first.axes[: len(over)] != over:
                 continue
@@ -161,7 +161,7 @@ class Stacks:
         """The bytes that a rank sends in a step for a slot of the table's kind: one of each other rank."""
         _, found = self._readers[name]
         types = self.lookups.types[self.lookups.slots[name][0][0]]
-        ids, vectors = types[[*found.op.refs()][1]], found.last.result.type
+        ids, vectors = types[found.ids], found.last.result.type
         each = ids.local_bytes(self.lookups.sizes) + 2 * vectors.local_bytes(self.lookups.sizes)
         return float(each * (self.lookups.ways(name) - 1) * self.lookups.program.microbatches)
 

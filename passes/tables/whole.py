@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from partc.ir.layout import Layout, Shard, Sizes, SubDim
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Op, Ref, TensorType, Value
+from partc.passes.tables.lookups import Lookup
 from partc.passes.tables.writing import Writing
 from partc.sharding.choices import axis_order
 
@@ -31,16 +32,10 @@ _MOVED = frozenset({"to", "mul", "masked_fill"}) | _REDUCING  # operations on ve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
-    """The lookup of a table, and the operations that reduce its bags, each with the position of the vectors."""
+class Reader(Lookup):
+    """The lookup of a table in a region."""
 
-    table: str  # in the region
-    op: Op
-    after: tuple[tuple[Op, int], ...]
-
-    @property
-    def last(self) -> Op:
-        return self.after[-1][0] if self.after else self.op
+    table: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +56,7 @@ class TableStack:
 
 def kind(reader: Reader, types: Mapping[str, TensorType]) -> Hashable:
     """Lookups of one kind have equal shapes and equal operations that reduce their bags."""
-    table, ids = types[reader.table], types[[*reader.op.refs()][1]]
+    table, ids = types[reader.table], types[reader.ids]
     steps = [
         (op.name, position, op.attrs, op.result.type.dtype, *(_form(arg, types) for arg in op.args))
         for op, position in reader.after
@@ -123,7 +118,7 @@ class Exchange(Writing):
         for tables in stack.ranks:
             for slot in range(stack.slots):
                 reader, first = tables[slot] if slot < len(tables) else (stack.one, rows - 1)
-                ids = Ref([*reader.op.refs()][1])
+                ids = Ref(reader.ids)
                 type, name = self.types[ids.name], reader.op.result.name
                 shape = (self._batch, each)
                 flat = (
@@ -168,7 +163,7 @@ class Exchange(Writing):
         """The vectors of a stack, reduced if they are bags: [ranks, batch, slots · columns]."""
         one, types = stack.one, self.types
         ways, batch, _ = types[ids.name].shape
-        tail, name = types[[*one.op.refs()][1]].shape[1:], stack.param.name
+        tail, name = types[one.ids].shape[1:], stack.param.name
         count, width = math.prod(types[ids.name].shape), stack.param.type.shape[1]
         wanted = self.plain("reshape", (ids, (count,)), f"{name}_wanted", (count,), types[ids.name].dtype)
         dtype = one.op.result.type.dtype
@@ -290,7 +285,7 @@ def stacked_type(table: TensorType, rows: int, over: tuple[str, ...], sizes: Siz
 
 def reader(table: str, op: Op, after: Sequence[tuple[Op, int]], types: Mapping[str, TensorType]) -> Reader | None:
     """The lookup with the operations on its vectors that can run where the table is; None if ids cannot travel."""
-    ids = types[[*op.refs()][1]].layout
+    ids = types[Lookup(op).ids].layout
     if any(sub.axes for dim in ids.dims[1:] for sub in dim) or any(sub.axes for sub in types[table].layout.dims[0]):
         return None
     if len(op.args) > 2 and not any(each.name == "masked_fill" for each, _ in after):

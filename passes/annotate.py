@@ -61,7 +61,7 @@ def annotate(program: Program, *, pins: Sequence[Pin] = (), expert_axes: tuple[s
     check_rules(program)
     for axis in placed_axes(program.sizes):
         places = build(program, axis, pins, expert_axes=expert_axes)
-        solution = solve(places.problem, OBJECTIVES)
+        solution = solve(places.problem, OBJECTIVES, forbid=places.forbid)
         if solution is None:
             raise InternalError(f"no placement on {axis} satisfies every operation")
         program = _written(program, axis, places, solution)
@@ -172,7 +172,7 @@ def explain(
         deciders = places.deciders(owners.get(name, name))
         assert deciders is not None
         node, seen, type = deciders
-        best = solve(places.problem, OBJECTIVES)
+        best = solve(places.problem, OBJECTIVES, forbid=places.forbid)
         if best is None:
             raise InternalError(f"no placement on {axis} satisfies every operation")
         kind = partial(_kind, seen, _attention(program, node) and holds_weights_whole(axis))

@@ -15,6 +15,7 @@ import partc
 from partc.cli import main
 from partc.errors import PartcError
 from partc.frontend.model_file import load
+from partc.ir.attention import Attention
 from partc.ir.collectives import cost, inside
 from partc.ir.layout import Shard
 from partc.ir.mesh import Mesh
@@ -390,6 +391,19 @@ def test_memory_falls_as_the_number_of_ranks_grows() -> None:
         return max(rank.peak for rank in package.memory.ranks)
 
     assert 4 * peak("cp=4", f"{ZIGZAG} ring".replace("@tp", "_")) < 1.2 * peak("cp=1")
+
+
+def test_the_form_of_attention_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that have an order for attention by rows are not then attended by heads, whatever these cost."""
+
+    def orders() -> set[int]:
+        program = partc.compile(SEQUENCES, mesh="cp=2", options={"heads": 2, "groups": 2, "depth": 1}).program
+        found = [Attention.of(op) for op in _attentions(program)]
+        return {each.rows.order.parts if each.rows else 0 for each in found if each}
+
+    assert orders() == {0}
+    monkeypatch.setattr("partc.passes.sequences.prefers_rows", lambda *_: True)
+    assert orders() == {4}
 
 
 def test_explanations_name_the_forms_of_attention_as_pins_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ class Places:
 
     problem: Problem
     owners: Mapping[Slot, Hashable]
-
+    forbid: frozenset[tuple[Hashable, Hashable]]  # alternatives of attention by heads, where its rows have an order
     inside: Mapping[str, tuple[Hashable, int, TensorType]]  # "region.value" -> node, result, type
     types: Mapping[str, TensorType]  # of program values and parameters
 
@@ -93,6 +93,7 @@ class _PlacementProgram:
         self.small = most_repeated(program)
         ops = [op for region in program.regions for op in region.forward.ops if _is_ordered(op)]
         self.halved = {op.results[0].type.shape[ROWS] for op in ops}  # sequences with an early and a late half
+        self.forbid: set[tuple[Hashable, Hashable]] = set()
         self.nodes: list[Node] = []
         self.wires: list[Wire] = []
         self.writers: dict[Hashable, int] = {}  # number of regions that make each value that crosses calls
@@ -122,7 +123,7 @@ class _PlacementProgram:
             for output, value in enumerate(op.results)
         }
         problem = Problem(nodes=tuple(self.nodes), wires=tuple(self.wires))
-        return Places(problem=problem, owners=self.owners, inside=inside, types=types)
+        return Places(problem=problem, owners=self.owners, forbid=frozenset(self.forbid), inside=inside, types=types)
 
     # Regions: one node per operation, one wire per value made inside.
 
@@ -214,9 +215,11 @@ class _PlacementProgram:
         kept = list(alternatives.values())
         for position, value in enumerate(op.results):
             kept = self._pinned(f"{region.name}.{value.name}", value.type, kept, _result(position))
+        node = Node(name=("op", region.name, index), alternatives=tuple(kept))
         if rule is not None and holds_weights_whole(self.axis) and _is_ordered(op):
-            kept = [each for each in kept if _factor(each) in (RING, *rule.ring)] or kept
-        return Node(name=("op", region.name, index), alternatives=tuple(kept))
+            others = [each for each in kept if _factor(each) not in (RING, *rule.ring)]
+            self.forbid |= {(node.name, each.label) for each in others if len(others) < len(kept)}
+        return node
 
     def _alternative(
         self,

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from partc.ir.attention import SIGNATURES
+from partc.ir.operators import resolve
+from partc.passes.differentiate.joint import NAMED
 from partc.runtime.ops import attention as runtime_attention
 from partc.runtime.ops.attention import attention, attention_backward, attention_sinks_backward, within
 from partc.runtime.ops.attention_rows import attention_rows, attention_rows_backward
-from partc.runtime.positions import Positions
+from partc.runtime.positions import Order, Orders, Positions
 
 LENGTH = 24
 CASES = [(True, 0), (False, 0), (True, 5), (False, 4), (True, 9), (True, LENGTH)]
@@ -137,6 +140,22 @@ def test_sinks_count_once_whatever_the_tiles() -> None:
             torch.testing.assert_close((out, norms), (whole[:, :, where], lse[..., where]), rtol=1e-12, atol=1e-12)
             sums += attention_sinks_backward(grad[:, :, where], out, norms, sinks)
         torch.testing.assert_close(sums, attention_sinks_backward(grad, whole, lse, sinks), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("text", ["24", "24@cp", "2 · 12@cp,tp zigzag 6", "24@cp of 21", "2 · 12@cp zigzag 4 of 23"])
+def test_positions_are_printed_as_they_are_read(text: str) -> None:
+    assert str(Positions.parse(text)) == text
+    orders = Orders(((0, Positions.parse(text).order), (2, Order(true=31))))
+    assert Orders.parse(str(orders)) == orders and str(orders).endswith(", 2 of 31")
+
+
+@pytest.mark.parametrize("name", sorted(SIGNATURES))
+def test_attention_is_read_as_its_operator_declares_it(name: str) -> None:
+    """The operands in the order of the torch operator, without those that are attributes in the IR."""
+    words = {"g": "gradient", "out": "result", "is_causal": "causal", "p": "dropout", "number": "draw"}
+    schema = resolve(name).default._schema.arguments  # type: ignore[attr-defined]
+    names = tuple(words.get(each.name, each.name) for each in schema if each.name not in NAMED)
+    assert names == SIGNATURES[name][: len(names)] and len(names) >= 7
 
 
 def test_positions_of_a_rank() -> None:

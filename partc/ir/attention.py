@@ -12,7 +12,7 @@ FORWARD = frozenset({"attention", "attention_dropout"})
 _BACKWARD = frozenset(f"{name}{bias}_backward" for name in FORWARD for bias in ("", "_bias"))
 _OPERANDS = ("q", "k", "v", "mask")
 _OPTIONS = ("causal", "scale", "window", "dropout", "draw")
-_SIGNATURES: Mapping[str, tuple[str, ...]] = {
+SIGNATURES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(FORWARD, (*_OPERANDS, *_OPTIONS)),
     **dict.fromkeys(_BACKWARD, ("gradient", *_OPERANDS, "result", "lse", *_OPTIONS)),
 }
@@ -45,7 +45,7 @@ class Attention:
     @classmethod
     def of(cls, op: Op) -> Attention | None:
         """The reading of an operation; None if it is no attention."""
-        signature = _SIGNATURES.get(op.name)
+        signature = SIGNATURES.get(op.name)
         if signature is None:
             return None
         given: dict[str, Arg] = dict(zip(signature, op.args, strict=False)) | dict(op.attrs)

@@ -54,7 +54,7 @@ _LINEAR = frozenset(
     }
 )
 _IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
-_NAMED = ("rows", "ring", "order", "sinks", "limits", "keys", "reads")  # arguments that are attributes in the IR
+NAMED = ("rows", "ring", "order", "sinks", "limits", "keys", "reads")  # arguments that are attributes in the IR
 _TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_classes"})
 
 
@@ -443,7 +443,7 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
     if name in RANDOM or name.startswith("attention"):
         assert isinstance(node.target, OpOverload)
         given = dict(zip((argument.name for argument in node.target._schema.arguments), args, strict=False))
-        named = tuple((word, given.pop(word)) for word in _NAMED if word in given)
+        named = tuple((word, given.pop(word)) for word in NAMED if word in given)
         return name, tuple(given.values()), (*((word, arg) for word, arg in named if arg not in (None, "", ())), *attrs)
     if name == "_to_copy":
         return "to", (args[0], dict(attrs)["dtype"]), ()

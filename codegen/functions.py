@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from partc.codegen.expressions import (
     accumulates,
@@ -18,7 +19,7 @@ from partc.codegen.expressions import (
 )
 from partc.codegen.lifetimes import deletions, overwritten
 from partc.codegen.names import Names, RegionNames, identifier
-from partc.codegen.operands import Operands, joined, modules, written
+from partc.codegen.operands import Operands, modules, written
 from partc.codegen.partial_gradients import added, parted
 from partc.codegen.recompute_comments import remarks
 from partc.codegen.source import Argument, Function, Line, Record, RegionCode
@@ -278,7 +279,7 @@ class _Writer:
         values = (names[given[value.name]] if value.name in given else "None" for value in self.region.params)
         return Line(code=f"g = {self.called.params}({', '.join(values)})", uses=self._uses(given.values()))
 
-    def _memory(self, op: Op, position: int, write: Callable[[str], str]) -> Callable[[str], str]:
+    def _memory(self, op: Op, write: Callable[[str], str], position: int) -> Callable[[str], str]:
         """The source of values as arguments: a copy if the kernel requires dense memory."""
         if not demands_dense(op, position):
             return write
@@ -345,23 +346,12 @@ class _Writer:
         ]
         for index, op in enumerate(order):
             write = lambda name: inlined[name].code if name in inlined else names[name]  # noqa: E731
-            given = _with_rows(op, ragged, names)
-            items = tuple(
-                given.get(index) or tuple(written(item, self._memory(op, index, write)) for item in arg)
-                if isinstance(arg, tuple)
-                else ()
-                for index, arg in enumerate(op.args)
-            )
-            operands = Operands(
-                op=op,
-                args=tuple(
-                    joined(each) if isinstance(arg, tuple) else written(arg, self._memory(op, index, write))
-                    for index, (arg, each) in enumerate(zip(op.args, items, strict=True))
-                ),
-                items=items,
-                attrs={key: written(value, self._memory(op, -1, write)) for key, value in op.attrs if key != "step"},
-                types=types,
-                sizes=self.sizes,
+            operands = Operands.of(
+                op,
+                partial(self._memory, op, write),
+                types,
+                self.sizes,
+                shapes=_with_rows(op, ragged, names),
                 started=any(value.name in started for value in op.results),
                 exclusive=bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].name in fresh,
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from partc.ir import operators
 from partc.ir.layout import Sizes
-from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType
+from partc.ir.program import Arg, DType, DTypeArg, Graph, Op, Ref, TensorType
 from partc.quoting import literal
 
 DTYPES: Mapping[DType, str] = {name: str(dtype) for name, dtype in operators.DTYPES.items()}  # "torch.float64"
@@ -27,6 +27,42 @@ class Operands:
     exclusive: bool = False  # nothing else reads its first operand, which may be overwritten
     started: bool = False  # a collective that is waited for apart
     used: set[str] = field(default_factory=set)  # modules, and arguments that all functions share, that its line reads
+
+    @classmethod
+    def of(
+        cls,
+        op: Op,
+        writer: Callable[[int], Callable[[str], str]],
+        types: Mapping[str, TensorType],
+        sizes: Sizes,
+        *,
+        shapes: Mapping[int, tuple[str, ...]] | None = None,
+        exclusive: bool = False,
+        started: bool = False,
+    ) -> Operands:
+        """The arguments as source. `writer` gives the writer of values at a position (-1 for attributes); `shapes`
+        replaces the items of arguments that are tuples.
+        """
+        written_shapes = shapes or {}
+        items = tuple(
+            written_shapes.get(index) or tuple(written(item, writer(index)) for item in arg)
+            if isinstance(arg, tuple)
+            else ()
+            for index, arg in enumerate(op.args)
+        )
+        return cls(
+            op=op,
+            args=tuple(
+                joined(each) if isinstance(arg, tuple) else written(arg, writer(index))
+                for index, (arg, each) in enumerate(zip(op.args, items, strict=True))
+            ),
+            items=items,
+            attrs={key: written(value, writer(-1)) for key, value in op.attrs if not isinstance(value, Graph)},
+            types=types,
+            sizes=sizes,
+            exclusive=exclusive,
+            started=started,
+        )
 
     def named(self, path: str) -> str:
         """A dotted name that the line reads: of a module, or of comm, p or g."""

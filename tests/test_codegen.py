@@ -483,16 +483,8 @@ SIZES = {"dp": 2, "tp": 2, "mb": 2}
     ],
 )  # fmt: skip
 def test_operations_are_written_as_a_person_would(written: str, operation: Op) -> None:
-    from partc.codegen.operands import written as argument
-
-    operands = Operands(
-        op=operation,
-        args=tuple(argument(arg, str) for arg in operation.args),
-        attrs={key: argument(arg, str) for key, arg in operation.attrs},
-        types={"x": tensor("f32[4, 6]"), "m": tensor("bool[4, 6]")},
-        sizes=SIZES,
-    )
-    assert expression(operands) == written
+    types = {"x": tensor("f32[4, 6]"), "m": tensor("bool[4, 6]")}
+    assert expression(Operands.of(operation, lambda position: str, types, SIZES)) == written
 
 
 def test_views_that_cancel_are_gone() -> None:

@@ -9,12 +9,13 @@ size. Equal recipes give one tensor.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from partc.frontend.by_tensor import ByTensor
 
 _MADE = frozenset({"ones", "zeros", "full", "arange"})
 _CHANGED = frozenset({
@@ -38,7 +39,7 @@ class Recipes(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Recipe]] = {}  # with the version that it describes
+        self._known: ByTensor[tuple[int, Recipe]] = ByTensor()  # with the version that it describes
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -50,19 +51,18 @@ class Recipes(TorchFunctionMode):
         elif name in _SAME or (name == "copy_" and _alike(*args[:2])):
             same = self._of(args[1 if name == "copy_" else 0])
             if same is not None:
-                self._known[id(made)] = weakref.ref(made), made._version, same
+                self._known[made] = made._version, same
         elif isinstance(made, Tensor) and (name in _MADE or (name in _CHANGED and self._of(args[0]) is not None)):
             given = tuple(_Inner(self._of(arg)) if isinstance(arg, Tensor) else _frozen(arg) for arg in args)
             named = tuple((key, _frozen(arg)) for key, arg in (kwargs or {}).items() if key not in _IGNORED)
             plain = all(arg.recipe is not None for arg in given if isinstance(arg, _Inner))
             if plain and not any(isinstance(arg, Tensor) for _, arg in named):
-                self._known[id(made)] = weakref.ref(made), made._version, (func, given, named)
+                self._known[made] = made._version, (func, given, named)
         return made
 
     def _of(self, x: Any) -> Recipe | None:
-        found = self._known.get(id(x))
-        held = found is not None and found[0]() is x and isinstance(x, Tensor) and found[1] == x._version
-        return found[2] if found is not None and held else None
+        found = self._known.get(x)
+        return found[1] if found is not None and found[0] == x._version else None
 
     def masks(self, model: nn.Module) -> dict[str, Recipe]:
         """The buffers that hold masks, by name, with their recipes."""

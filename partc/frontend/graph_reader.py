@@ -19,7 +19,7 @@ from partc.frontend.complex_numbers import is_complex, rewritten
 from partc.frontend.random_branches import RandomBranch
 from partc.frontend.repeated_ops import RepeatedOps
 from partc.frontend.repeats import MARK
-from partc.frontend.selections import TESTED
+from partc.frontend.selection_tests import TESTED
 from partc.frontend.strided_views import windows
 from partc.frontend.value_branches import RANDOM_BRANCH
 from partc.installed import is_machinery, shortened

@@ -13,7 +13,6 @@ changes gets its value of before back where the branch is left out.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -22,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from partc.errors import PartcError, Source
+from partc.frontend.by_tensor import ByTensor
 from partc.ir.naming import unique
 from partc.ir.operations import effects
 from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value, is_change
@@ -94,34 +94,32 @@ class RandomTests:
     """The tensors that compare uniform random numbers with limits, in a run of Python code on tensors."""
 
     def __init__(self) -> None:
-        self._uniform: dict[int, weakref.ref[Tensor]] = {}
-        self._tests: dict[int, tuple[weakref.ref[Tensor], float, bool]] = {}
+        self._uniform: ByTensor[bool] = ByTensor()
+        self._tests: ByTensor[tuple[float, bool]] = ByTensor()
 
     def follow(self, name: str, args: Sequence[Any], made: Any) -> None:
         """Follow a call of the function `name`."""
         if not isinstance(made, Tensor):
             return
         if name.endswith("_") and not name.endswith("__"):
-            self._uniform.pop(id(made), None)
+            self._uniform.pop(made)
         elif name in _UNIFORM or (name in _SAME and args and self.is_uniform(args[0])):
-            self._uniform[id(made)] = weakref.ref(made)
+            self._uniform[made] = True
         elif name in _BELOW | _ABOVE and self.is_uniform(args[0]) and isinstance(args[1], int | float):
-            self._tests[id(made)] = weakref.ref(made), args[1], name in _BELOW
+            self._tests[made] = args[1], name in _BELOW
 
     def is_uniform(self, x: Any) -> bool:
-        drawn = self._uniform.get(id(x))
-        return drawn is not None and drawn() is x
+        return x in self._uniform
 
     def number(self, x: Tensor) -> Tensor:
         """A random number in place of its item(), which a trace has not: comparisons of it are tests as well."""
         made = x.reshape(())
-        self._uniform[id(made)] = weakref.ref(made)
+        self._uniform[made] = True
         return made
 
     def of(self, x: Any) -> tuple[float, bool] | None:
         """The limit of a test, and whether numbers below it pass; None for other values."""
-        found = self._tests.get(id(x))
-        return found[1:] if found is not None and found[0]() is x else None
+        return self._tests.get(x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

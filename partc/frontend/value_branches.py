@@ -16,7 +16,6 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
@@ -30,8 +29,10 @@ from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source
 from partc.frontend.alignments import ctc_loss
+from partc.frontend.by_tensor import ByTensor
 from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
-from partc.frontend.selections import NOT_SELECTED, Selections
+from partc.frontend.selected_rows import NOT_SELECTED
+from partc.frontend.selections import Selections
 from partc.frontend.statements import around, path_to, span_of, tree_of
 from partc.installed import is_machinery, shortened, user_frame
 from partc.torch_private import GuardOnValues, checks, lists, without_modes
@@ -87,13 +88,13 @@ class ValueWatch(TorchFunctionMode):
         self._branches = 0
         self._drawn = RandomTests()
         self.assumed: dict[Source, str] = {}  # the text of each guard
-        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self._finite: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # tests of numbers, and their finite outcome
+        self._known: ByTensor[Tensor] = ByTensor()
+        self._finite: ByTensor[bool] = ByTensor()  # tests of numbers, and their finite outcome
         self.selections = Selections(
             selects=outcomes.selects,
             call=call,
             shown=_SHOWN.get(outcomes, lambda rows: rows),
-            value=self._value,
+            value=self._known.get,
             know=self._know,
             guard=self._passed,
         )
@@ -120,7 +121,7 @@ class ValueWatch(TorchFunctionMode):
         def checked(check: Callable[..., None]) -> Callable[..., None]:
             def run(error: Any, condition: Any, message: Any = None) -> None:
                 if isinstance(condition, Tensor):
-                    condition = self._value(condition)
+                    condition = self._known.get(condition)
                     if condition is None:
                         self._assume(sys._getframe(1))
                         return
@@ -153,7 +154,7 @@ class ValueWatch(TorchFunctionMode):
         if tools is None or fake is None:
             yield
             return
-        tools.is_fake_tensor = lambda x: fake(x) and self._value(x) is None  # type: ignore[attr-defined]
+        tools.is_fake_tensor = lambda x: fake(x) and self._known.get(x) is None  # type: ignore[attr-defined]
         try:
             yield
         finally:
@@ -177,7 +178,7 @@ class ValueWatch(TorchFunctionMode):
                 return self._drawn_by_own(func, name, args, kwargs)
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         if name in _COUNTED and len(args) > 1 and isinstance(args[1], Tensor):
-            numbers = self._value(args[1])
+            numbers = self._known.get(args[1])
             if numbers is not None and numbers.dim():
                 return self._counted(name, args[0], numbers, *args[2:], **kwargs)
         if name in _SIZED_BY_VALUES and (name != "where" or len(args) == 1):
@@ -191,7 +192,7 @@ class ValueWatch(TorchFunctionMode):
         found = self.selections.call(func, name, args, kwargs, sys._getframe(1))
         if found is not NOT_SELECTED:
             return found
-        if name == "bincount" and self._value(args[0]) is None and (counts := counted(*args, **kwargs)) is not None:
+        if name == "bincount" and self._known.get(args[0]) is None and (counts := counted(*args, **kwargs)) is not None:
             return counts
         if name == "ctc_loss":
             words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
@@ -237,7 +238,7 @@ class ValueWatch(TorchFunctionMode):
 
         @functools.wraps(truth)
         def true(x: Tensor) -> bool:
-            passed = self._passed(_outside()) if self._value(x) is None else None
+            passed = self._passed(_outside()) if self._known.get(x) is None else None
             return truth(x) if passed is None else passed
 
         Tensor.__bool__ = true  # type: ignore[method-assign, assignment]
@@ -248,14 +249,10 @@ class ValueWatch(TorchFunctionMode):
 
     # -- known values --------------------------------------------------------------------------
 
-    def _value(self, x: Tensor) -> Tensor | None:
-        held = self._known.get(id(x))
-        return held[1] if held is not None and held[0]() is x else None
-
     def _know(self, x: Any, real: Any) -> None:
         if isinstance(x, Tensor) and isinstance(real, Tensor):
             if x.shape == real.shape and x.dtype == real.dtype and real.device.type == "cpu":
-                self._known[id(x)] = weakref.ref(x), real
+                self._known[x] = real
         elif isinstance(x, tuple | list) and isinstance(real, tuple | list):
             for one, other in zip(x, real, strict=False):
                 self._know(one, other)
@@ -343,11 +340,11 @@ class ValueWatch(TorchFunctionMode):
 
     def _forget(self, written: Tensor) -> None:
         """Forget a tensor that gets unknown values, and all views of its memory."""
-        held = self._value(written)
+        held = self._known.get(written)
         if held is None:
             return
         memory = held.untyped_storage().data_ptr()
-        self._known = {key: own for key, own in self._known.items() if own[1].untyped_storage().data_ptr() != memory}
+        self._known.drop(lambda own: own.untyped_storage().data_ptr() == memory)
 
     def _computed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result on known values; _UNKNOWN if an operand's values are, or if the result is random."""
@@ -365,7 +362,7 @@ class ValueWatch(TorchFunctionMode):
 
     def _real(self, item: Any, *, shaped: bool) -> Any:
         if isinstance(item, Tensor):
-            found = self._value(item)
+            found = self._known.get(item)
             if found is None and shaped and not isinstance(item, torch.nn.Parameter):
                 with without_modes():
                     found = torch.empty((), dtype=item.dtype).expand(tuple(map(int, item.shape)))
@@ -415,22 +412,21 @@ class ValueWatch(TorchFunctionMode):
         """Remember a test for finite numbers, reduced over its elements or negated."""
         outcome = _FINITE.get(name)
         if outcome is None and args and name in ("all", "any", "logical_not", "__invert__", "bitwise_not"):
-            held = self._finite.get(id(args[0]))
-            if held is not None and held[0]() is args[0]:
-                outcome = held[1] ^ (name not in ("all", "any"))
+            held = self._finite.get(args[0])
+            outcome = None if held is None else held ^ (name not in ("all", "any"))
         if outcome is not None and isinstance(made, Tensor):
-            self._finite[id(made)] = weakref.ref(made), outcome
+            self._finite[made] = outcome
 
     def _assumed_finite(self, test: Any, frame: FrameType | None) -> bool | None:
         """The outcome of a test for finite numbers, which is listed; None for other tests."""
-        held = self._finite.get(id(test))
-        if held is None or held[0]() is not test or frame is None:
+        outcome = self._finite.get(test)
+        if outcome is None or frame is None:
             return None
         span, tree = span_of(frame), tree_of(frame.f_code.co_filename)
         path = path_to(tree, span) if span is not None and tree is not None else []
         source = Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
         self.assumed[source] = ast.unparse(path[-1]) if path else "numbers are finite"
-        return held[1]
+        return outcome
 
 
 def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:

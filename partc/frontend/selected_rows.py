@@ -1,0 +1,300 @@
+"""The tensors of a trace that hold rows selected by masks, and what indexing makes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.frontend.by_tensor import ByTensor
+from partc.ir.program import SELECTED
+from partc.torch_private import without_modes
+
+NOT_SELECTED = object()
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+_library = torch.library.Library("partc", "FRAGMENT")
+_library.define(f"{SELECTED}(Tensor mask, int dim) -> Tensor")
+_library.impl(
+    SELECTED,
+    lambda mask, dim: torch.empty(mask.numel(), dtype=torch.int64, device=mask.device),
+    "CompositeExplicitAutograd",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a tensor: the mask that selects some of them, and their dimension."""
+
+    mask: Tensor
+    dim: int
+
+    @property
+    def chosen(self) -> Tensor:
+        """The mask as booleans."""
+        return self.mask if self.mask.dtype is torch.bool else self.mask.ne(0)
+
+    def only(self, x: Tensor) -> Tensor:
+        """The selected rows, with zeros in place of the others."""
+        return torch.where(self.chosen.reshape([-1 if dim == self.dim else 1 for dim in range(x.dim())]), x, 0)
+
+
+class SelectedRows:
+    """The rows of each tensor. `value` and `know` read and write the values of constants."""
+
+    def __init__(self, value: Callable[[Tensor], Tensor | None], know: Callable[[Any, Any], None]) -> None:
+        self.value, self.know = value, know
+        self._rows: ByTensor[Rows] = ByTensor()
+        self._places: ByTensor[tuple[Tensor, ...]] = ByTensor()  # by the mask
+        self._constants: ByTensor[bool] = ByTensor()  # places that nonzero() found, as constants
+        self._numbered: ByTensor[int] = ByTensor()  # numbers of selected rows, with the dimension that they run along
+
+    @property
+    def any(self) -> bool:
+        """Whether a mask has selected rows so far."""
+        return bool(self._rows)
+
+    def of(self, x: Any) -> Rows | None:
+        return self._rows.get(x)
+
+    def hold(self, x: Tensor, mask: Tensor, dim: int) -> None:
+        self._rows[x] = Rows(mask, dim)
+
+    def hold_like(self, operands: Sequence[Any], made: Any) -> None:
+        """Let results that have as many rows hold rows of the same mask."""
+        held = next(filter(None, map(self.of, operands)), None)
+        if held is None:
+            return
+        count = held.mask.numel()
+        for x in leaves(made):
+            if isinstance(x, Tensor) and self.of(x) is None:
+                places = [dim for dim, size in enumerate(x.shape) if size == count]
+                if places:
+                    self.hold(x, held.mask, held.dim if held.dim in places else places[0])
+
+    # -- places of a mask's elements -----------------------------------------------------------------
+
+    def found(self, mask: Tensor, as_tuple: bool) -> Any:
+        """The places of all elements of a mask."""
+        if self.value(mask) is not None or not mask.dim() or mask.is_nested:
+            return NOT_SELECTED
+        indices = self.places(mask)
+        if as_tuple:
+            return indices
+        made = indices[0][:, None] if mask.dim() == 1 else torch.stack(indices, 1)
+        self.hold(made, mask, 0)
+        if mask.dim() == 1:
+            with without_modes():
+                self.know(made, torch.arange(mask.numel())[:, None])
+        return made
+
+    def places(self, mask: Tensor) -> tuple[Tensor, ...]:
+        """The same along each dimension."""
+        known = self._places.get(mask)
+        if known is not None:
+            return known
+        indices = tuple(torch.ops.partc.selected.default(mask, dim) for dim in range(mask.dim()))
+        for index in indices:
+            self.hold(index, mask, 0)
+        if mask.dim() == 1:
+            with without_modes():
+                self.know(indices[0], torch.arange(mask.numel()))
+        self._places[mask] = indices
+        return indices
+
+    def as_constants(self, real: Tensor) -> list[Tensor]:
+        """Places, one after the other, as constants."""
+        with without_modes():
+            numbers, values = real.tolist(), real.unbind(0)
+        rows = []
+        for number, row in zip(numbers, values, strict=True):
+            made = torch.tensor(number)
+            self.know(made, row)
+            self._constants[made] = True
+            rows.append(made)
+        return rows
+
+    # -- numbers of rows -----------------------------------------------------------------------------
+
+    def number(self, x: Tensor, dim: int) -> None:
+        """Note the numbers 0, 1, … of selected rows."""
+        self._numbered[x] = dim
+
+    def number_like(self, numbers: Any, made: Any) -> None:
+        """Follow a result with the elements of row numbers, in their order."""
+        if numbers in self._numbered and isinstance(made, Tensor) and made.numel() == numbers.numel():
+            wide = [dim for dim, size in enumerate(made.shape) if size != 1]
+            if len(wide) == 1:
+                self._numbered[made] = wide[0]
+
+    def _of_all_rows(self, x: Tensor, index: tuple[Any, ...]) -> Tensor | None:
+        """rows[numbers, i, …] where the numbers are those of all selected rows, as rows[:, i, …]."""
+        held, own = self.of(x), self.of(index[0])
+        dim, others = self._numbered.get(index[0]), index[1:]
+        if dim is None or held is None or own is None or held.mask is not own.mask or held.dim:
+            return None
+        if any(not isinstance(item, Tensor) or item.dtype is torch.bool or self.of(item) for item in others):
+            return None
+        shape = torch.broadcast_shapes(*(item.shape for item in others), (1,) * index[0].dim())
+        dim += len(shape) - index[0].dim()
+        if shape[dim] != 1:
+            return None
+        if others:
+            made = x[(slice(None), *(item.expand(shape) for item in others))]
+        else:
+            made = x.reshape(len(x), *shape, *x.shape[1:])
+        self.hold(made, held.mask, 0)
+        made = made.squeeze(1 + dim).movedim(0, dim)
+        self.hold(made, held.mask, dim)
+        return made
+
+    # -- indexing ------------------------------------------------------------------------------------
+
+    def read(self, func: Callable[..., Any], x: Tensor, index: Any) -> Any:
+        """x[index]; NOT_SELECTED where no rows are selected."""
+        items = index if isinstance(index, tuple) else (index,)
+        if (whole := self._of_all_rows(x, items)) is not None:
+            return whole
+        given = self.as_indices(index)
+        if x in self._constants and index == 0 and not isinstance(index, Tensor | bool):
+            made = func(x, index)
+            real = self.value(x)
+            with without_modes():
+                self.know(made, real[0] if real is not None else None)
+            self._constants[made] = True
+            return made
+        if any(map(self._unknown, given)) and self.of(x) is None:
+            x, given = self._looked_up(x, given)
+            return func(x, given)
+        numbers = tuple(self._number(item, x, place) for place, item in enumerate(given))
+        if len(given) == len(items) and all(a is b for a, b in zip(numbers, items, strict=True)):
+            held = [*filter(None, map(self.of, (x, *items)))]
+            if not held:
+                return NOT_SELECTED
+        made = func(x, numbers if isinstance(index, tuple) or len(numbers) > 1 else numbers[0])
+        self.hold_like([x, *(item for item in numbers if isinstance(item, Tensor))], made)
+        if not any(isinstance(item, Tensor) for item in items):
+            self.number_like(x, made)
+        return made
+
+    def selected(self, x: Tensor, mask: Any) -> Tensor:
+        """x[mask]."""
+        made: Tensor = self.read(Tensor.__getitem__, x, mask)
+        return made
+
+    def with_constants(self, index: Any) -> tuple[Any, bool]:
+        """An index with places in place of masks that are constants, and whether it had some."""
+        items = index if isinstance(index, tuple) else (index,)
+        found: list[Any] = []
+        masked = False
+        for item in items:
+            mask = self.value(item) if isinstance(item, Tensor) and item.dtype is torch.bool and item.dim() else None
+            if mask is None:
+                found.append(item)
+                continue
+            masked = True
+            with without_modes():
+                places = [places.tolist() for places in mask.nonzero(as_tuple=True)]
+            first, count = places[0][0] if places[0] else 0, len(places[0])
+            if mask.dim() == 1 and places[0] == [*range(first, first + count)]:
+                found.append(slice(None) if count == len(mask) else slice(first, first + count))
+            else:
+                found.extend(torch.tensor(numbers, dtype=torch.int64) for numbers in places)
+        return (tuple(found) if masked else index), masked
+
+    def as_indices(self, index: Any) -> tuple[Any, ...]:
+        """An index with the places of masks in place of the masks."""
+        items = index if isinstance(index, tuple) else (index,)
+        found: list[Any] = []
+        for item in items:
+            if isinstance(item, Tensor) and item.dtype is torch.bool and item.dim():
+                found.extend(self.places(item))
+            else:
+                found.append(item)
+        return tuple(found)
+
+    def _unknown(self, item: Any) -> bool:
+        """Whether a part of an index is an integer tensor of no dimension, whose value a trace would ask for."""
+        return isinstance(item, Tensor) and not item.dim() and item.dtype in INTEGERS and self.value(item) is None
+
+    def written(self, func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Any:
+        """x[:, i] = value as x.movedim(1, 0)[i.reshape(1)] = value; rows of x[mask] = rows in the order of the mask."""
+        items = index if isinstance(index, tuple) else (index,)
+        masked = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() and isinstance(value, Tensor)
+        if masked and value.dim() == x.dim() - index.dim() + 1 and value.shape[0] > 1:
+            mask = index.reshape(*index.shape, *(1 for _ in range(x.dim() - index.dim())))
+            x.masked_scatter_(mask.expand_as(x), value.expand(len(value), *x.shape[index.dim() :]))
+            return None
+        if not any(map(self._unknown, items)):
+            return NOT_SELECTED
+        rest = tuple(slice(None) if self._unknown(item) else item for item in items)
+        if any(isinstance(item, Tensor | list | bool) for item in rest):
+            return NOT_SELECTED
+        view, dims, places, dim = x[rest], [], [], 0
+        width = x.dim() - sum(isinstance(item, int | slice) for item in rest)
+        for item, plain in zip(items, rest, strict=True):
+            if self._unknown(item):
+                dims.append(dim)
+                places.append(torch.where(item < 0, item + view.shape[dim], item).reshape(1))
+            dim += width if plain is Ellipsis else not isinstance(plain, int)
+        func(view.movedim(dims, tuple(range(len(dims)))), tuple(places), value)
+        return None
+
+    def _looked_up(self, x: Tensor, index: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+        """x[:, i] as x.index_select(1, i)[:, 0]: the tensor and the index that remain."""
+        taken = [
+            0 if item is None or item is Ellipsis else item.dim() if getattr(item, "dtype", None) is torch.bool else 1
+            for item in index
+        ]
+        dim, found = 0, []
+        for item, count in zip(index, taken, strict=True):
+            if self._unknown(item):
+                x = x.index_select(dim, torch.where(item < 0, item + x.shape[dim], item).reshape(1))
+            found.append(0 if self._unknown(item) else item)
+            dim += x.dim() - sum(taken) if item is Ellipsis else count
+        return x, tuple(found)
+
+    def _number(self, item: Any, x: Tensor, dim: int) -> Any:
+        """A constant number of an index as a number, for a trace would take its value from the tensor.
+
+        A place for which the model has nothing, such as a class that no token chooses, is never found.
+        """
+        real = self.value(item) if isinstance(item, Tensor) and item.shape in ((), (1,)) else None
+        if real is None or real.dtype is torch.bool:
+            return item
+        number = min(int(real), x.shape[dim] - 1) if item in self._constants and dim < x.dim() else int(real)
+        return slice(number, number + 1) if real.dim() and number >= 0 else item if real.dim() else number
+
+    def merged(self, x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+        """Selected rows whose dimension becomes one with those behind it: every row is several ones."""
+        held = self.of(x)
+        made = x.new_empty(0) if held is None or held.dim else held.only(x).reshape(shape)
+        if held is None or not len(made) or len(made) == len(x) or len(made) % len(x):
+            return None
+        mask = held.mask.ne(0).flatten()[:, None].expand(-1, len(made) // len(x)).flatten()
+        return self.selected(made, mask)
+
+    def packed(self, x: Any) -> Tensor | None:
+        """Selected rows, and behind them rows of nan, which show where more are read; None for other tensors."""
+        held = self.of(x)
+        if held is None or held.dim:
+            return None
+        count, chosen = held.mask.numel(), held.mask.flatten().ne(0)
+        order = torch.arange(count) + torch.where(chosen, 0, count)
+        beyond = (torch.arange(count) >= chosen.sum()).reshape(-1, *(1 for _ in x.shape[1:]))
+        packed = held.only(x).index_select(0, order.argsort())
+        return torch.where(beyond, math.nan, packed) if x.is_floating_point() else packed
+
+
+def leaves(item: Any) -> Iterator[Any]:
+    """The items of nested tuples, lists and dicts."""
+    if isinstance(item, dict):
+        item = tuple(item.values())
+    if isinstance(item, tuple | list):
+        for one in item:
+            yield from leaves(one)
+    else:
+        yield item

@@ -1,0 +1,155 @@
+"""Tests of a traced model whether masks select anything: a trace chooses their outcomes, and its graph records them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.errors import PartcError, Source
+from partc.frontend.by_tensor import ByTensor
+from partc.frontend.statements import around
+from partc.installed import is_machinery, shortened, user_frame
+
+# A mark of a test whether tensors are zero, in one part of their rows or in all, and its outcome. An iteration of a
+# loop has the depth of the loop in its mark; the mark at the end of a loop has no tensors.
+TESTED = "selection_tested"
+MOST_TESTS = 32  # in `while` loops, beyond which they have no end
+_library = torch.library.Library("partc", "FRAGMENT")
+_library.define(f"{TESTED}(Tensor[] tested, int first, int last, int loop, bool outcome) -> ()")
+_library.impl(TESTED, lambda tested, first, last, loop, outcome: None, "CompositeExplicitAutograd")
+torch.fx.node.has_side_effect(torch.ops.partc.selection_tested.default)
+# Files whose frames stand between a model's code and a test.
+_OWN = tuple(
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("selections", "selected_rows", "selected_parts", "selection_tests", "row_counts")
+)
+_Elements = tuple[int, int, int]  # the version of a mask, and some of its elements
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """The places of a mask's elements, which a loop may go through, and nothing else."""
+
+    _tests: SelectionTests
+    _mask: Tensor
+    _places: Sequence[Any]
+    _sources: Sequence[Source]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._tests.iterations(self._mask, self._places, self._sources)
+
+
+class SelectionTests:
+    """The tests of one trace. `frame` is that of the model's code which runs."""
+
+    def __init__(
+        self,
+        selects: Callable[[int], bool],
+        call: Callable[[], int],
+        guard: Callable[[FrameType | None], bool | None],
+    ) -> None:
+        """`selects` gives the outcome of a test from its number in its `call`; `guard` the outcome of a test in a
+        frame whose other outcome only raises.
+        """
+        self.sources: list[Source] = []
+        self.frame: FrameType | None = None
+        self._selects, self._call, self._guard = selects, call, guard
+        self._loops = 0  # over places that have begun and not ended
+        self._outcomes: ByTensor[dict[_Elements, bool]] = ByTensor()
+        self._numbers: Counter[int] = Counter()  # of tests in each call
+        self._in_while = 0
+
+    def nonempty(self, tested: Tensor, first: int = -1, last: int = -1) -> bool:
+        """The answer to a test whether a mask selects anything, or whether its elements `first` to `last - 1` do.
+
+        The graph records the test.
+        """
+        self._in_while += any(isinstance(node, ast.While) for node in around(self.frame))
+        if self._in_while > MOST_TESTS:
+            raise _endless_loop(next(self.source(), None))
+        self.sources.extend(self.source())
+        outcome = self._outcome(tested, first, last)
+        torch.ops.partc.selection_tested.default([tested.detach()], first, last, 0, outcome)
+        return outcome
+
+    def _outcome(self, tested: Tensor, first: int, last: int) -> bool:
+        """The outcome of a test. Tests of the same elements of one mask have the same outcome."""
+        known = self._outcomes.get(tested)
+        if known is None:
+            known = self._outcomes[tested] = {}
+        key = tested._version, first, last
+        if key not in known:
+            call = self._call()
+            known[key] = self._selects(self._numbers[call])
+            self._numbers[call] += 1
+        return known[key]
+
+    def parts(self, counts: Tensor, first: int, last: int) -> list[int]:
+        """The parts `first` to `last - 1` without those that tests have found empty."""
+        known = self._outcomes.get(counts) or {}
+        return [part for part in range(first, last) if known.get((counts._version, part, part + 1), True)]
+
+    @property
+    def most(self) -> int:
+        """The largest number of different tests of one call."""
+        return max(self._numbers.values(), default=0)
+
+    def iterations(self, mask: Tensor, places: Sequence[Any], sources: Sequence[Source]) -> Iterator[Any]:
+        """The places of a mask's elements, each with a test of its element."""
+        self.sources.extend(sources)
+        self._loops += 1
+        loop = self._loops
+        try:
+            for number, place in enumerate(places):
+                outcome = self._outcome(mask, number, number + 1)
+                torch.ops.partc.selection_tested.default([mask.detach()], number, number + 1, loop, outcome)
+                if outcome:
+                    yield place
+        finally:
+            torch.ops.partc.selection_tested.default([], -1, -1, loop, True)
+            self._loops -= 1
+
+    def source(self) -> Iterator[Source]:
+        """The model's line that runs, if it is known."""
+        frame = user_frame(self.frame)
+        if frame is not None:
+            yield Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+
+    def compares_inside_torch(self) -> bool:
+        """Whether a function of torch compares two numbers."""
+        self.frame = outside()
+        return self.inside_torch()
+
+    def passed(self) -> bool | None:
+        """The outcome under which a guard that compares two numbers does not raise; None for other comparisons."""
+        return self._guard(outside())
+
+    def inside_torch(self) -> bool:
+        """Whether code of torch runs."""
+        return self.frame is not None and is_machinery(self.frame.f_code.co_filename)
+
+
+def outside() -> FrameType | None:
+    """The frame that called a method of selections or of numbers of rows."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in _OWN:
+        frame = frame.f_back
+    return frame
+
+
+def _endless_loop(source: Source | None) -> PartcError:
+    return PartcError(
+        "P0206",
+        "the model does not trace: a loop goes on as long as a mask selects something",
+        help="repeat it a fixed number of times, with torch.where for the rows that are done",
+        source=source,
+    )

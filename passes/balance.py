@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from partc.errors import PartcError
 from partc.ir.expert_products import ExpertMatmul
+from partc.ir.naming import COUNTED
 from partc.ir.operations import KEEPING
 from partc.ir.program import FLOATING, DTypeArg, Graph, Program, Ref, Region
 from partc.ir.repetitions import KEPT
@@ -145,4 +146,4 @@ class _Counting:
         dims = tuple(range(len(shape)))
         own = tuple(range(len(shape), len(shape) + len(held.shape)))
         args = ((Ref(value),), (Ref(rows), Ref(bias)), (Ref(gradient), Ref(load)))
-        return w.add("own_gradient", args, shape, type.dtype, f"{rows}_counted", dims=(dims, dims, own))
+        return w.add("own_gradient", args, shape, type.dtype, f"{rows}{COUNTED}", dims=(dims, dims, own))

@@ -32,7 +32,7 @@ from partc import fuel
 from partc.errors import Source
 from partc.ir.attention import FORWARD, ROWS, Attention
 from partc.ir.mesh import CONTEXT_AXIS
-from partc.ir.naming import unique
+from partc.ir.naming import COUNTED, EXTENDED, unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.sequences import (
@@ -347,11 +347,11 @@ class _LongerRegion:
         many = [*apart[:inner], extent.whole - extent.true, *apart[inner + 1 :]]
         more = self._add(f"{base}_more", "expand", (Ref(last), tuple(many)), type, many)
         whole = [*apart[:inner], extent.whole, *apart[inner + 1 :]]
-        made = self._add(f"{base}_extended", "cat", ((Ref(here), Ref(more)), inner), type, whole)
+        made = self._add(f"{base}{EXTENDED}", "cat", ((Ref(here), Ref(more)), inner), type, whole)
         if apart == shape:
             return made
         shape[dim] = shape[dim] // extent.true * extent.whole
-        return self._add(f"{base}_extended", "reshape", (Ref(made), tuple(shape)), type, shape)
+        return self._add(f"{base}{EXTENDED}", "reshape", (Ref(made), tuple(shape)), type, shape)
 
     def _apart(self, shape: Sequence[int], dim: int, outer: int, size: int) -> list[int]:
         """The shape with the sequence as a dimension of its own."""
@@ -403,4 +403,4 @@ class _LongerRegion:
                 here = self._add(here, "reshape", (Ref(here), shape), bools, shape)
             self.added[key] = here
         args = (Ref(name), Ref(self.added[key]), 0)
-        return self._add(f"{name}_counted", "masked_fill", args, type, type.shape)
+        return self._add(f"{name}{COUNTED}", "masked_fill", args, type, type.shape)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from partc import fuel
 from partc.ir.attention import FORWARD, ROWS, Attention
 from partc.ir.mesh import CONTEXT_AXIS
-from partc.ir.naming import unique
+from partc.ir.naming import ZIGZAG, unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import Arg, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.sequences import (
@@ -224,17 +224,17 @@ class _Order:
         half, count = self.size // 2, self.parts // 2
 
         def made(suffix: str, op: str, args: tuple[Arg, ...], shape: Sequence[int]) -> Op:
-            value = Value(name=unique(f"{name}_{suffix}", taken), type=type.shaped(shape))
+            value = Value(name=unique(f"{name}{suffix}", taken), type=type.shaped(shape))
             return Op(name=op, args=args, results=(value,))
 
         shape = list(type.shape)
         halves = [*shape[:dim], half, *shape[dim + 1 :]]
-        first = made("first", "slice", (Ref(name), dim, 0, half, 1), halves)
-        second = made("second", "slice", (Ref(name), dim, half, self.size, 1), halves)
+        first = made("_first", "slice", (Ref(name), dim, 0, half, 1), halves)
+        second = made("_second", "slice", (Ref(name), dim, half, self.size, 1), halves)
         apart = [*shape[:dim], count, half // count, *shape[dim + 1 :]]
-        parts = made("parts", "reshape", (Ref(second.result.name), tuple(apart)), apart)
-        back = made("back", "flip", (Ref(parts.result.name), (dim,)), apart)
-        turned = made("turned", "reshape", (Ref(back.result.name), tuple(halves)), halves)
-        whole = made("zigzag", "cat", ((Ref(first.result.name), Ref(turned.result.name)), dim), shape)
+        parts = made("_parts", "reshape", (Ref(second.result.name), tuple(apart)), apart)
+        back = made("_back", "flip", (Ref(parts.result.name), (dim,)), apart)
+        turned = made("_turned", "reshape", (Ref(back.result.name), tuple(halves)), halves)
+        whole = made(ZIGZAG, "cat", ((Ref(first.result.name), Ref(turned.result.name)), dim), shape)
         self.types[whole.result.name] = whole.result.type
         yield from (first, second, parts, back, turned, whole)

@@ -124,9 +124,9 @@ _TABLES = (
 )
 _LISTS = {
     "partc/cost/rates.py": 1,
-    "partc/ir/naming.py": 1,
     "passes/differentiate/joint.py": 3,
     "passes/normalize/__init__.py": 1,
+    "passes/outline/value_names.py": 1,
     "passes/sequences.py": 2,
     "passes/simplify/masks.py": 4,
 }

@@ -100,7 +100,7 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
         lambda m, x: torch.stack([x, x.sin()], -2).cumsum(-2).sum(),
         ["sin", "reshape", "reshape", "cat", "cumsum"],
     ),
-    "empty cat": (lambda m, x: torch.cat([x[:0].view(0), x.flatten()]).sin().sum(), ["reshape", "sin"]),
+    "empty cat": (lambda m, x: torch.cat([x[:0].view(0), x.flatten()]).sin().sum(), ["sin"]),
     "linear": (lambda m, x: F.linear(x, m.w, m.w[:, 0]).sum(), ["slice", "reshape", "linear", "add"]),
     "product with a transpose": (lambda m, x: (x @ m.w.T).sum(), ["linear"]),
     "rows": (lambda m, x: (x.view(-1, 6) @ m.w.T).view(5, 3, 7).cumsum(1).sum(), ["linear", "cumsum"]),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from partc.ir.layout import Layout, index_ranges
-from partc.runtime.layout import DTYPES, Received, Shard, microbatch_part, parse_dims, parse_mesh
+from partc.runtime.dims import parse_dims
+from partc.runtime.layout import DTYPES, Received, Shard, microbatch_part, parse_mesh
 
 SIZES = {"pp": 2, "dp": 3, "tp": 2}
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from partc import passes
 from partc.cost.accounting import ReplicatedOp
 from partc.errors import PartcError
+from partc.ir.naming import EXTENDED
 from partc.ir.program import Program
 from partc.rules.updates import UpdateRule
 
@@ -55,7 +56,7 @@ def extents(program: Program) -> list[tuple[int, int]]:
         types = region.types(region.forward)
         for op in region.forward.ops:
             dim = op.args[1] if op.name == "cat" and op.source is None else None
-            if isinstance(dim, int) and op.result.name.endswith("_extended"):
+            if isinstance(dim, int) and op.result.name.endswith(EXTENDED):
                 found[types[next(op.refs())].shape[dim], op.result.type.shape[dim]] = None
     return sorted(found)
 

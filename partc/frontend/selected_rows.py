@@ -26,7 +26,7 @@ _library.impl(
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MaskedRows:
     """The rows of a tensor: the mask that selects some of them, and their dimension."""
 
     mask: Tensor
@@ -47,7 +47,7 @@ class SelectedRows:
 
     def __init__(self, value: Callable[[Tensor], Tensor | None], know: Callable[[Any, Any], None]) -> None:
         self.value, self.know = value, know
-        self._rows: ByTensor[Rows] = ByTensor()
+        self._rows: ByTensor[MaskedRows] = ByTensor()
         self._places: ByTensor[tuple[Tensor, ...]] = ByTensor()  # by the mask
         self._constants: ByTensor[bool] = ByTensor()  # places that nonzero() found, as constants
         self._numbered: ByTensor[int] = ByTensor()  # numbers of selected rows, with the dimension that they run along
@@ -57,11 +57,11 @@ class SelectedRows:
         """Whether a mask has selected rows so far."""
         return bool(self._rows)
 
-    def of(self, x: Any) -> Rows | None:
+    def of(self, x: Any) -> MaskedRows | None:
         return self._rows.get(x)
 
     def hold(self, x: Tensor, mask: Tensor, dim: int) -> None:
-        self._rows[x] = Rows(mask, dim)
+        self._rows[x] = MaskedRows(mask, dim)
 
     def hold_like(self, operands: Sequence[Any], made: Any) -> None:
         """Let results that have as many rows hold rows of the same mask."""

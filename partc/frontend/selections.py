@@ -39,7 +39,7 @@ from partc.frontend.mask_counts import SHAPES, MaskCounts
 from partc.frontend.repeats import MARK
 from partc.frontend.row_counts import TESTS_OF_ZERO, PartSize, RowCount, without_counts
 from partc.frontend.selected_parts import SelectedParts
-from partc.frontend.selected_rows import INTEGERS, NOT_SELECTED, Rows, SelectedRows, leaves
+from partc.frontend.selected_rows import INTEGERS, NOT_SELECTED, MaskedRows, SelectedRows, leaves
 from partc.frontend.selection_tests import Iterations, SelectionTests, outside
 from partc.frontend.statements import around
 from partc.torch_private import without_modes
@@ -67,7 +67,7 @@ _RESHAPED = frozenset({*SHAPES, "unsqueeze", "to", "long", "contiguous", "clone"
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _TorchCall:
     """A call of a function of torch by the traced model."""
 
     func: Callable[..., Any]
@@ -134,7 +134,7 @@ class Selections:
         while frame.f_back is not None and frame.f_code.co_filename in _METHODS:
             frame = frame.f_back
         self.tests.frame = frame
-        call = _Call(func, name, args, kwargs)
+        call = _TorchCall(func, name, args, kwargs)
         if (rewrite := _CALLS.get(name)) is not None:
             return rewrite(self, call)
         of_rows = _CALLS_OF_ROWS.get(name)
@@ -157,12 +157,12 @@ class Selections:
 
     # -- calls that make tensors ---------------------------------------------------------------------
 
-    def _tensor(self, call: _Call) -> Any:
+    def _tensor(self, call: _TorchCall) -> Any:
         if not isinstance(call.given, RowCount):
             return NOT_SELECTED
         return call.given.tensor().to(call.kwargs.get("dtype") or torch.int64)
 
-    def _made(self, call: _Call) -> Any:
+    def _made(self, call: _TorchCall) -> Any:
         """A tensor that is made with as many rows as a mask selects: the selected rows of one with all of them."""
         args, kwargs = call.args, call.kwargs
         first = 1 if isinstance(call.given, Tensor) else 0
@@ -181,7 +181,7 @@ class Selections:
             return same
         return self._rows.selected(call.func(*args[:first], (*mask.shape, *sizes[1:]), *rest, **kwargs), mask)
 
-    def _arange(self, call: _Call) -> Any:
+    def _arange(self, call: _TorchCall) -> Any:
         """The numbers 0, 1, … of the selected rows."""
         mask = call.given._mask if len(call.args) == 1 and isinstance(call.given, RowCount) else None
         if mask is None:
@@ -194,19 +194,19 @@ class Selections:
 
     # -- calls that read and write by masks ----------------------------------------------------------
 
-    def _found(self, call: _Call) -> Any:
+    def _found(self, call: _TorchCall) -> Any:
         if len(call.args) + len(call.kwargs.keys() - {"as_tuple"}) != 1 or not isinstance(call.given, Tensor):
             return NOT_SELECTED
         return self._rows.found(call.given, call.name == "where" or bool(call.kwargs.get("as_tuple")))
 
-    def _read(self, call: _Call) -> Any:
+    def _read(self, call: _TorchCall) -> Any:
         x, index = call.args
         index, masked = self._rows.with_constants(self._parts.with_places(x, index))
         made = self._rows.read(call.func, x, index)
         # Unlike rows that a slice selects, those of a mask are no view.
         return (call.func(x, index) if made is NOT_SELECTED else made).clone() if masked else made
 
-    def _written(self, call: _Call) -> Any:
+    def _written(self, call: _TorchCall) -> Any:
         x, index, value = call.args
         places, masked = self._rows.with_constants(self._parts.with_places(x, index))
         if masked or self._rows.of(value) is not None:
@@ -214,7 +214,7 @@ class Selections:
             return None
         return self._rows.written(call.func, x, index, value)
 
-    def _masked(self, call: _Call) -> Any:
+    def _masked(self, call: _TorchCall) -> Any:
         """x.masked_select(mask)."""
         if len(call.args) != 2 or self._value(call.args[1]) is not None:
             return NOT_SELECTED
@@ -224,7 +224,7 @@ class Selections:
         self._packed[made] = x, mask
         return made
 
-    def _scattered(self, call: _Call) -> Any:
+    def _scattered(self, call: _TorchCall) -> Any:
         """x.masked_scatter(mask, source) as one example, for examples may select other numbers of rows."""
         source = self._rows.packed(call.argument(2, "source"))
         if source is None:
@@ -238,19 +238,19 @@ class Selections:
         made = x.reshape(1, -1, *rest).masked_scatter(wide, source).reshape(x.shape)
         return x.copy_(made) if call.name == "masked_scatter_" else made
 
-    def _divided(self, call: _Call) -> Any:
+    def _divided(self, call: _TorchCall) -> Any:
         if len(call.args) < 2:
             return NOT_SELECTED
         return self._parts.divided(call.given, call.args[1], call.argument(2, "dim", 0))
 
-    def _joined(self, call: _Call) -> Any:
+    def _joined(self, call: _TorchCall) -> Any:
         if not isinstance(call.given, tuple | list):
             return NOT_SELECTED
         return self._parts.joined(call.given, call.argument(1, "dim", 0))
 
     # -- calls on selected rows ----------------------------------------------------------------------
 
-    def _merged(self, call: _Call, held: Rows) -> Any:
+    def _merged(self, call: _TorchCall, held: MaskedRows) -> Any:
         args = call.args
         shape = tuple(args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:])
         merged = None if held.dim else self._rows.merged(call.given, shape)
@@ -259,7 +259,7 @@ class Selections:
         self._parts.reshaped(call.given, merged)
         return merged
 
-    def _each(self, call: _Call, held: Rows) -> Any:
+    def _each(self, call: _TorchCall, held: MaskedRows) -> Any:
         """The places that nonzero() found, one after the other, as constants; NOT_SELECTED for other rows."""
         real = None if held.dim or call.argument(1, "dim", 0) else self._value(call.given)
         if real is None:
@@ -275,7 +275,7 @@ class Selections:
         with without_modes():
             return Iterations(self.tests, held.mask, real.tolist(), [*self.tests.source()])
 
-    def _reduced(self, call: _Call, held: Rows) -> Any:
+    def _reduced(self, call: _TorchCall, held: MaskedRows) -> Any:
         """The sum or the mean of the selected rows."""
         x, *rest = call.args
         dims = call.argument(1, "dim")
@@ -288,7 +288,7 @@ class Selections:
             return total
         return total / (held.mask.ne(0).sum() * math.prod(x.shape[dim] for dim in over - {held.dim}))
 
-    def _loss(self, call: _Call, held: Rows) -> Any:
+    def _loss(self, call: _TorchCall, held: MaskedRows) -> Any:
         """A loss of the selected rows: their losses, summed, over their number."""
         args, kwargs = call.args, call.kwargs
         given = kwargs.get("reduction", "mean")
@@ -315,18 +315,18 @@ class Selections:
         counted = lambda: mask.ne(0).sum() * times if times != 1 else mask.ne(0).sum()  # noqa: E731
         return RowCount(whole, shown, self.tests, counted, mask if times == 1 else None, mask)
 
-    def _length(self, call: _Call, held: Rows) -> Any:
+    def _length(self, call: _TorchCall, held: MaskedRows) -> Any:
         if held.dim or self.tests.inside_torch():
             return NOT_SELECTED
         number = self._number_of(held.mask)
         return int(number) if not self._tests_length() else number.whole if number else 0
 
-    def _size(self, call: _Call, held: Rows) -> Any:
+    def _size(self, call: _TorchCall, held: MaskedRows) -> Any:
         if call.name == "__get__" and getattr(call.func, "__self__", None) not in _PROPERTIES:
             return NOT_SELECTED
         made = call.run()
         if call.name == "stride" and isinstance(made, tuple):
-            each = (_Call(call.func, "stride", (call.given, dim), {}) for dim in range(len(made)))
+            each = (_TorchCall(call.func, "stride", (call.given, dim), {}) for dim in range(len(made)))
             return tuple(self._size(one, held) for one in each)
         if isinstance(made, torch.Size):
             number = self._number_of(held.mask)
@@ -386,7 +386,7 @@ def _named(names: str, rewrite: Callable[..., Any]) -> dict[str, Callable[..., A
 
 
 # The other call, or NOT_SELECTED, of a call by the name of its function.
-_CALLS: Mapping[str, Callable[[Selections, _Call], Any]] = {
+_CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **_named("tensor as_tensor scalar_tensor", Selections._tensor),
     **_named("zeros ones full new_zeros new_ones new_full expand broadcast_to", Selections._made),
     "arange": Selections._arange,
@@ -399,7 +399,7 @@ _CALLS: Mapping[str, Callable[[Selections, _Call], Any]] = {
     **_named("masked_scatter masked_scatter_", Selections._scattered),
 }
 # Those of calls whose first argument holds selected rows.
-_CALLS_OF_ROWS: Mapping[str, Callable[[Selections, _Call, Rows], Any]] = {
+_CALLS_OF_ROWS: Mapping[str, Callable[[Selections, _TorchCall, MaskedRows], Any]] = {
     **_named("reshape view", Selections._merged),
     **_named("sum mean", Selections._reduced),
     **_named(

@@ -36,6 +36,7 @@ from partc.runtime.checkpoint.state import by_rows, remembering
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm.comm import Axis, Link, Pending, there
 from partc.runtime.comm.distributed import DistributedComm, GlooAxis
+from partc.runtime.dims import Dims
 from partc.runtime.execution.executor import (
     gradient_memory,
     make_stages,
@@ -46,7 +47,7 @@ from partc.runtime.execution.executor import (
 )
 from partc.runtime.execution.parts import Parts
 from partc.runtime.execution.sums import Bucket, Sums
-from partc.runtime.layout import Dims, ModelView, Shard, cutting
+from partc.runtime.layout import ModelView, Shard, cutting
 from partc.runtime.ops.accumulation import clear
 from partc.runtime.ops.row_gradients import RowGradient, TouchedRows
 from partc.runtime.optimizer.optimizer import attach_gradients

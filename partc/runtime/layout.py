@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .dims import Dims, SubDim, parse_dims, written_dims
 from .place import stacked_names
 
 DTYPES: dict[str, torch.dtype] = {
@@ -20,9 +19,6 @@ DTYPES: dict[str, torch.dtype] = {
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
     "bool": torch.bool,
 }  # fmt: skip
-
-SubDim = tuple[int, tuple[str, ...]]  # a factor of a dimension: its size, and the axes that cut it, major first
-Dims = tuple[tuple[SubDim, ...], ...]
 
 
 class Seam(NamedTuple):
@@ -232,26 +228,6 @@ def cutting(dims: Dims) -> frozenset[str]:
 def short_name(dtype: torch.dtype) -> str:
     """`f32`, as in types; torch's own name for other dtypes."""
     return next((short for short, each in DTYPES.items() if each == dtype), str(dtype))
-
-
-@cache
-def parse_dims(text: str) -> Dims:
-    """Parse `[16@dp,mb, 3 · 4096@tp]`; marks after the bracket (`partial(tp)`) do not affect the cut."""
-    inside = text[text.index("[") + 1 : text.index("]")]
-    parts = [part for part in re.split(r",\s+|,(?=\d)", inside.strip()) if part]
-    return tuple(tuple(_parse_subdim(factor) for factor in re.split(r"\s*[·*]\s*", part.strip())) for part in parts)
-
-
-def written_dims(dims: Dims) -> str:
-    """The text between the brackets that `parse_dims` reads."""
-    return ", ".join(
-        " · ".join(f"{size}@{','.join(axes)}" if axes else str(size) for size, axes in dim) for dim in dims
-    )
-
-
-def _parse_subdim(text: str) -> SubDim:
-    size, _, axes = text.partition("@")
-    return int(size), tuple(axes.split(",")) if axes else ()
 
 
 def tokens_per_step(plan: Mapping[str, Any]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from .layout import parse_dims
+from .dims import parse_dims
 
 
 class Stretch(NamedTuple):

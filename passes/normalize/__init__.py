@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
-from partc.ir.naming import identifier, unique
+from partc.ir.naming import PRODUCT, identifier, unique
 from partc.ir.operations import spelling
 from partc.ir.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
 from partc.passes.normalize import lookups, losses, views
@@ -139,7 +139,7 @@ def _linear(w: Writer, op: Op) -> None:
     if bias is None:
         w.add(op, "linear", op.args[:2])
         return
-    product = w.value(f"{op.result.name}_product", op.result.type.shape, op.result.type.dtype)
+    product = w.value(f"{op.result.name}{PRODUCT}", op.result.type.shape, op.result.type.dtype)
     w.add(op, "linear", op.args[:2], product)
     w.add(op, "add", (Ref(product.name), bias))
 
@@ -148,7 +148,7 @@ def _addmm(w: Writer, op: Op) -> None:
     if any(dict(op.attrs).get(key, 1) != 1 for key in ("beta", "alpha")):
         _baddbmm(w, op)
         return
-    product = w.value(f"{op.result.name}_product", op.result.type.shape, op.result.type.dtype)
+    product = w.value(f"{op.result.name}{PRODUCT}", op.result.type.shape, op.result.type.dtype)
     w.add(op, "matmul", op.args[1:3], product)
     w.add(op, "add", (Ref(product.name), op.args[0]))
 
@@ -183,7 +183,7 @@ def _matmul(w: Writer, op: Op) -> None:
             right = w.add(op, "reshape", (right, (*w.shape(right), 1)), _row(w, op, right, (*w.shape(right), 1)))
         batch = w.shape(left)[:-2] if ranks[1] == 1 else w.shape(right)[:-2]
         shape = (*batch, w.shape(left)[-2], w.shape(right)[-1])
-        product = w.add(op, "matmul", (left, right), w.value(f"{op.result.name}_product", shape, op.result.type.dtype))
+        product = w.add(op, "matmul", (left, right), w.value(f"{op.result.name}{PRODUCT}", shape, op.result.type.dtype))
         w.add(op, "reshape", (product, op.result.type.shape))
         return
     made = w.made.get(ref(right).name)

@@ -25,7 +25,7 @@ from partc.ir.operations import effects, shares_memory, spelling
 from partc.ir.program import NO_GRAD, Arg, Graph, Op, Ref, TensorType, Value, is_change
 
 _FUNCTIONAL = {"normal_": "normal_functional"}  # normal makes a tensor of means and deviations
-_RESHAPES = spelling("reshape")
+_RESHAPES = frozenset(name for name in spelling("reshape") if effects(name).memory == "view")
 _TRANSPOSES = spelling("permute") - {"permute", "movedim"}  # each is its own inverse
 _SPANS = spelling("split") - {"unbind"}
 # Operations in place that change the shape of a view, and no memory.

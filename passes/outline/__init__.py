@@ -28,12 +28,12 @@ region of its own. First, the operations of equal modules that the trace has lef
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from partc.ir.gradients import input_only
-from partc.ir.naming import identifier, is_number, name_values, unique, unreserved
-from partc.ir.operations import RANDOM
+from partc.ir.naming import identifier, is_number, unique, unreserved
+from partc.ir.operations import KEEPING, RANDOM
 from partc.ir.program import Arg, Call, Graph, Program, Ref, Region, Value
 from partc.ir.repetitions import restored
 from partc.passes.outline.segments import (
@@ -47,6 +47,7 @@ from partc.passes.outline.segments import (
     segments,
 )
 from partc.passes.outline.updates import early, with_old_values
+from partc.passes.outline.value_names import name_values
 
 
 def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
@@ -228,9 +229,7 @@ class _Linker:
                 others = {new for old, new in names.items() if old != result}
                 names[result] = unique(self.returned[result], taken | others)
         return Region(
-            name=unique(
-                self._region_name(index, segment, params, [names[name] for name in outputs]), self.region_names
-            ),
+            name=unique(self._region_name(index, segment, params, outputs), self.region_names),
             params=tuple(Value(name=relative[name], type=self.types[name]) for name in params),
             forward=Graph(
                 inputs=tuple(Value(name=names[name], type=self.types[name]) for name in inputs),
@@ -252,7 +251,7 @@ class _Linker:
 
     def _region_name(self, index: int, segment: ModuleSegment, params: list[str], outputs: list[str]) -> str:
         if segment.phase == "setup":
-            return "rotary" if all(re.search(r"cos|sin|rot", name) for name in outputs) else "constants"
+            return "rotary" if self._turns(outputs) else "constants"
         if segment.key:
             own = segment.key.rpartition(".")[2]
             if not is_number(own) and any(map(is_number, segment.key.split("."))):
@@ -267,6 +266,16 @@ class _Linker:
         if first == last:
             return identifier(self.program.name)
         return "embed" if index == first else "head" if index == last else "bridge"
+
+    def _turns(self, names: Sequence[str]) -> bool:
+        """Whether rotary embeddings alone read some values, directly or through views."""
+        found = set(names)
+        for op in (op for segment in self.segments for op in segment.ops):
+            if not found.isdisjoint(op.refs()):
+                if op.name != "rotary" and op.name not in KEEPING:
+                    return False
+                found.update(value.name for value in op.results if op.name in KEEPING)
+        return True
 
     def _has_params(self, segment: ModuleSegment) -> bool:
         return any(name in self.stored for op in segment.ops for name in op.refs())

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from partc import fuel
+from partc.ir.naming import WHOLE
 from partc.ir.program import Arg, Op, Ref, Region, TensorType, Value
 from partc.rules import is_elementwise
 
@@ -85,7 +86,7 @@ def _unflattened(
     sources = {name: whole[name] for name in op.refs() if name in whole}
     shape = (*lead, *op.result.type.shape[1:])
     type = TensorType.replicated(op.result.type.dtype, shape)
-    result = Value(name=f"{op.result.name}_whole", type=type)
+    result = Value(name=f"{op.result.name}{WHOLE}", type=type)
     types[result.name] = type
     ops.append(replace(op.renamed(sources), results=(result,)))
     whole[op.result.name] = result.name

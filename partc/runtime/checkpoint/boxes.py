@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..layout import Dims, SubDim
+from ..dims import Dims, SubDim
 from ..place import PIPELINE
 
 

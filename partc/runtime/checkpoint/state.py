@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..comm.compression import Remembers
-from ..layout import Shard, parse_mesh, written_dims
+from ..dims import written_dims
+from ..layout import Shard, parse_mesh
 from ..optimizer.optimizer import Optimizer
 from ..optimizer.update import LossScale
 from ..place import PIPELINE

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..clock import Clock, Kind
 from ..device.random_offsets import Words
-from ..layout import parse_dims
+from ..dims import parse_dims
 from ..loads import Loads
 from ..positions import Positions, Stretches
 from ..random import Draw

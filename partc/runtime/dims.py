@@ -1,0 +1,29 @@
+"""The cut of a tensor's dimensions, and its text: `[16@dp,mb, 3 · 4096@tp]`."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+SubDim = tuple[int, tuple[str, ...]]  # a factor of a dimension: its size, and the axes that cut it, major first
+Dims = tuple[tuple[SubDim, ...], ...]
+
+
+@cache
+def parse_dims(text: str) -> Dims:
+    """Parse `[16@dp,mb, 3 · 4096@tp]`; marks after the bracket (`partial(tp)`) do not affect the cut."""
+    inside = text[text.index("[") + 1 : text.index("]")]
+    parts = [part for part in re.split(r",\s+|,(?=\d)", inside.strip()) if part]
+    return tuple(tuple(_parse_subdim(factor) for factor in re.split(r"\s*[·*]\s*", part.strip())) for part in parts)
+
+
+def written_dims(dims: Dims) -> str:
+    """The text between the brackets that `parse_dims` reads."""
+    return ", ".join(
+        " · ".join(f"{size}@{','.join(axes)}" if axes else str(size) for size, axes in dim) for dim in dims
+    )
+
+
+def _parse_subdim(text: str) -> SubDim:
+    size, _, axes = text.partition("@")
+    return int(size), tuple(axes.split(",")) if axes else ()

@@ -50,7 +50,9 @@ class Recorder(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
 
-    def _gradient(self, x: Tensor, name: str) -> Tensor:
+    def _gradient(self, x: Tensor | None, name: str) -> Tensor | None:
+        if x is None:  # no gradient arrives, as of a scan's results that nothing reads
+            return None
         x = x.contiguous()
         self._mark(_MARK_GRAD, x, name)
         return x

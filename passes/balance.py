@@ -1,12 +1,24 @@
 """Count the rows of each expert for its router's bias, which an update after the step moves towards equal loads.
 
-    biased    = add(scores, bias)                  biased    = add(scores, bias)
-    _, chosen = topk(biased, 2)                    _, chosen = topk(biased, 2)
-    hidden    = expert_matmul(rows, chosen, up)    value     = detach(rows)
-                                              ->   grad      = incoming_gradient(value)
-                                                   load      = histc(to(chosen, <f32>), 8, 0, 7)
-                                                   rows_2    = own_gradient((value,), (rows, bias), (grad, load))
-                                                   hidden    = expert_matmul(rows_2, chosen, up)
+    constant layers.0.bias: f32[4]
+    …
+    add                = add(softmax, …bias)                          # f32[32, 4]
+    getitem, getitem_1 = topk(add, 2)
+    experts            = reshape(getitem_1, (64,))                    # i64[64]
+    matmul_…           = expert_matmul(reshape_rows_3, experts, …up)  # f32[64, 12]
+  ->
+    parameter layers.0.bias: f32[4] balance(0.001)
+    …
+    …bias_2            = detach(…bias)                                # f32[4]
+    add                = add(softmax, …bias_2)                        # f32[32, 4]
+    getitem, getitem_1 = topk(add, 2)
+    experts            = reshape(getitem_1, (64,))                    # i64[64]
+    …value             = detach(reshape_rows_3)                       # f32[64, 8]
+    …gradient          = incoming_gradient(…value)                    # f32[64, 8]
+    numbers            = to(experts, <f32>)                           # f32[64]
+    load               = histc(numbers, 4, 0, 3)                      # f32[4]
+    …counted           = own_gradient((…value,), (reshape_rows_3, …bias), (…gradient, load), …)
+    matmul_…           = expert_matmul(…counted, experts, …up)        # f32[64, 12]
 
 The load is the gradient of the bias: like all gradients it is summed over ranks and microbatches once a step, and
 recomputation does not repeat it. `runtime/optimizer/balance.py` is its update. A router's bias is no trained parameter,

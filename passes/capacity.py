@@ -1,12 +1,21 @@
 """Bound the rows of each expert: with `--expert-capacity`, the results of later rows are zero.
 
-    hidden = expert_matmul(rows, chosen, up)               places = expert_places(reshape(chosen, (8, 64)))
-    y      = expert_matmul(hidden, chosen, down)     ->    kept   = reshape(lt(places, 40), (512,))
-    z      = mul(y, scores)                                taken  = where(kept, chosen, 8)
-                                                           hidden = expert_matmul(rows, taken, up)
-                                                           y_all  = expert_matmul(hidden, taken, down)
-                                                           y      = where(reshape(kept, (512, 1)), y_all, 0)
-                                                           z      = mul(y, scores)
+    matmul_…      = expert_matmul(…, experts, …up)            # f32[128, 24]
+    silu_…        = silu(matmul_…)
+    matmul_1_…    = expert_matmul(silu_…, experts, …down)     # f32[128, 16]
+  ->
+    chosen        = reshape(experts, (8, 16))                 # i64[8, 16]
+    places        = expert_places(chosen)                     # i64[8, 16]
+    kept          = lt(places, 5)                             # bool[8, 16]
+    kept_2        = reshape(kept, (128,))                     # bool[128]
+    none          = full((), 4)                               # i64[]
+    experts_taken = where(kept_2, experts, none)              # i64[128]
+    matmul_…      = expert_matmul(…, experts_taken, …up)      # f32[128, 24]
+    silu_…        = silu(matmul_…)
+    matmul_1_…all = expert_matmul(silu_…, experts_taken, …down)
+    kept_3        = reshape(kept_2, (128, 1))                 # bool[128, 1]
+    nothing       = full((), 0)                               # f32[]
+    matmul_1_…    = where(kept_3, matmul_1_…all, nothing)     # f32[128, 16]
 
 The number 8 is that of no expert: such rows are not computed, and do not travel.
 

@@ -1,12 +1,20 @@
 """Mixtures that send every token through every expert: the same computation as products by expert, for the axis ep.
 
-    rows   = mul(repeat(tokens, (4, 1)), scores)            rows   = mul(repeat(tokens, (4, 1)), scores)
-    x      = reshape(rows, (4, 32, 8))                      x      = reshape(rows, (4, 32, 8))
-    y      = matmul(x, up)                                  by_row = reshape(permute(x, (1, 0, 2)), (128, 8))
-    hidden = silu(y)                                 ->     y      = expert_matmul(by_row, experts, up)
-    z      = matmul(hidden, down)                           hidden = silu(y)
-    out    = sum(z, (0,))                                   z      = expert_matmul(hidden, experts, down)
-                                                            out    = sum(permute(reshape(z, (32, 4, 8)), …), (0,))
+    einsum         = einsum("btd,edh->bteh", (layer_norm, …up))               # f32[16, 8, 4, 32]
+    silu           = silu(einsum)                                             # f32[16, 8, 4, 32]
+    einsum_1       = einsum("bteh,ehd,bte->btd", (silu, …down, softmax))      # f32[16, 8, 16]
+  ->
+    …each          = reshape(layer_norm, (16, 8, 1, 16))                      # f32[16, 8, 1, 16]
+    …each_2        = expand(…each, (16, 8, 4, 16))                            # f32[16, 8, 4, 16]
+    …rows          = reshape(…each_2, (512, 16))                              # f32[512, 16]
+    experts        = arange(4, dtype=<i64>)                                   # i64[4]
+    …
+    experts_4      = reshape(experts_3, (512,))                               # i64[512]
+    einsum_rows    = expert_matmul(…rows, experts_4, …up)                     # f32[512, 32]
+    silu_rows      = silu(einsum_rows)                                        # f32[512, 32]
+    einsum_1_rows  = expert_matmul(silu_rows, experts_4, …down)               # f32[512, 16]
+    einsum_1_apart = reshape(einsum_1_rows, (16, 8, 4, 16))                   # f32[16, 8, 4, 16]
+    einsum_1       = einsum("bted,bte->btd", (einsum_1_apart, softmax))       # f32[16, 8, 16]
 
 A token has one row for each expert, side by side, so that the batch cuts rows as it cuts tokens; `experts` counts the
 experts of each token. Elementwise operations between two products stay on rows. Batched products of other operands than
@@ -16,9 +24,14 @@ of experts' results, which are weighted or chosen by token.
 
 Without the axis, only products with matrices that a model reads for each row are rewritten, as it would copy them:
 
-    picked = index(up, (chosen,))  # [t, k, i, o]           by_row = reshape(expand(tokens), (t k, i))
-    y      = einsum("ti,tkio->tko", tokens, picked)   ->    y      = expert_matmul(by_row, reshape(chosen), up)
-"""
+    index       = index(…up, (getitem_1,))                             # f32[32, 2, 8, 16]
+    einsum      = einsum("bekc,bk->bec", (index, reshape))             # f32[32, 2, 16]
+  ->
+    …each       = reshape(reshape, (32, 1, 8))                         # f32[32, 1, 8]
+    …each_each  = expand(…each, (32, 2, 8))                            # f32[32, 2, 8]
+    …rows       = reshape(…each_each, (64, 8))                         # f32[64, 8]
+    experts     = reshape(getitem_1, (64,))                            # i64[64]
+    einsum_rows = expert_matmul(…rows, experts, …up)                   # f32[64, 16]"""
 
 from __future__ import annotations
 

@@ -1,12 +1,19 @@
 """Cut experts over the axis ep: rows travel to the ranks of their experts, and back.
 
-    param up: f32[8, 6, 16] vary(dp,ep)                    param up: f32[8@ep, 6, 16] vary(dp)
-                                                           order, grouped, own, counts = route(chosen, 8, axis="ep")
-                                                           rows_here = dispatch(rows, order, grouped, counts, …)
-    hidden = expert_matmul(rows, chosen, up)          ->   hidden    = expert_matmul(rows_here, own, up)
-    active = relu(hidden)                                  active    = relu(hidden)
-    y      = expert_matmul(active, chosen, down)           y_here    = expert_matmul(active, own, down)
-                                                           y         = combine(y_here, order, grouped, counts, …)
+    param mixer.up: f32[4, 16, 24] vary(ep)
+    param mixer.down: f32[4, 24, 16] vary(ep)
+    mixer_2         = expert_matmul(second_4, mixer_chosen_2, mixer.up)         # f32[128@ep, 24]
+    mixer_made      = silu(mixer_2)                                             # f32[128@ep, 24]
+    mixer_expert…   = expert_matmul(mixer_made, mixer_chosen_2, mixer.down)     # f32[128@ep, 16]
+  ->
+    param mixer.up: f32[4@ep, 16, 24]
+    param mixer.down: f32[4@ep, 24, 16]
+    order, grouped, own, counts = route(mixer_chosen_2, 4, False, 0.0, axis="ep")
+    second_4_here   = dispatch(second_4, order, grouped, counts, axis="ep")     # f32[128@ep, 16]
+    mixer_2         = expert_matmul(second_4_here, own, mixer.up, groups=2)     # f32[128@ep, 24]
+    mixer_made      = silu(mixer_2)                                             # f32[128@ep, 24]
+    mixer_expert…   = expert_matmul(mixer_made, own, mixer.down, groups=2)      # f32[128@ep, 16]
+    mixer_expert…   = combine(mixer_expert…, order, grouped, counts, axis="ep") # f32[128@ep, 16]
 
 Outside, ep cuts the batch. From the first product by expert to the last, each row is computed by itself, so that it may
 be on any rank. Between them a value's first dimension is `2@ep · 64@dp,mb`: the rows of each rank's experts. Their

@@ -1,17 +1,19 @@
 """Extend sequences that cp does not divide: added positions repeat the last one, and nothing counts them.
 
-    add_3     = add(add_2, linear_5)                       # f32[4, 13, 8]
-    nll       = cross_entropy(linear_6, labels, …)         # f32[4, 13]
-    nll_sum   = sum(nll, (0, 1), False)
+    slice_1      = slice(linear_12, 1, 0, 15, 1)                       # f32[4, 15, 32]
+    slice_2      = slice(ids, 1, 1, 16, 1)                             # i64[4, 15]
+    nll…         = cross_entropy(slice_1, slice_2, …)                  # f32[4, 15]
+    nll_sum      = sum(nll…, (0, 1), False)
   ->
-    ids_last  = slice(ids, 1, 12, 13, 1)                   # i64[4, 1]
-    ids_more  = expand(ids_last, (4, 3))                   # i64[4, 3]
-    ids_ext…  = cat((ids, ids_more), 1)                    # i64[4, 16]
-    …
-    add_3     = add(add_2, linear_5)                       # f32[4, 16, 8]
-    nll       = cross_entropy(linear_6, labels_ext…, …)    # f32[4, 16]
-    nll_coun… = masked_fill(nll, added, 0)                 # f32[4, 16]
-    nll_sum   = sum(nll_counted, (0, 1), False)
+    slice_2      = slice(ids, 1, 1, 16, 1)                             # i64[4, 15]
+    slice_2_last = slice(slice_2, 1, 14, 15, 1)                        # i64[4, 1]
+    slice_2_more = expand(slice_2_last, (4, 1))                        # i64[4, 1]
+    slice_2_ext… = cat((slice_2, slice_2_more), 1)                     # i64[4, 16]
+    nll…         = cross_entropy(linear_12, slice_2_ext…, …)           # f32[4, 16]
+    position     = arange(16)                                          # i64[16]
+    added        = ge(position, 15)                                    # bool[16]
+    nll…counted  = masked_fill(nll…, added, 0)                         # f32[4, 16]
+    nll_sum      = sum(nll…counted, (0, 1), False)
 
 From attention on, everything that treats positions alike takes over the longer sequence. It is made where sequences
 come from: ids, labels, position numbers, masks. Sums over positions get zeros for the added ones. Anything else reads

@@ -1,10 +1,15 @@
 """Run independent operations while a collective is under way.
 
-    x_full = all_gather(x, dim=1, axis="tp")                        x_coming = all_gather(x, dim=1, axis="tp")
-    grad_v = linear_grad_weight(grad_y, a)             ->           grad_v = linear_grad_weight(grad_y, a)
-    grad_w = linear_grad_weight(grad_h, x_full)                     x_full = wait(x_coming)
-    b = gelu(h)                                                     grad_w = linear_grad_weight(grad_h, x_full)
-                                                                    b = gelu(h)
+    grad_down.bias           = sum(grad_out, (0, 1), False)
+    grad_down_…_turned       = permute(grad_out, (1, 0, 2))
+    grad_down_…_full         = all_gather(grad_down_…_turned, dim=0, outer=1, axis="tp")
+    grad_gelu                = linear_grad_input(grad_down_…_full, down.weight)
+  ->
+    grad_down_…_turned       = permute(grad_out, (1, 0, 2))
+    grad_down_…_full_coming  = all_gather(grad_down_…_turned, dim=0, outer=1, axis="tp")
+    grad_down.bias           = sum(grad_out, (0, 1), False)
+    grad_down_…_full         = wait(grad_down_…_full_coming)
+    grad_gelu                = linear_grad_input(grad_down_…_full, down.weight)
 
 A collective only starts at its place, and a `wait` ends it. Earlier operations that the collective does not need
 (mostly gradients of weights) move behind its start, and later ones move before its wait. They are no more than take as

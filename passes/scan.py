@@ -1,12 +1,23 @@
 """Unrolled loops over time become scans.
 
-    a_0   = slice(a, 1, 0, 1, 1)
-    a_0_2 = reshape(a_0, (8, 4))
-    h_1   = mul(a_0_2, h)                     last, ys = scan((h,), (a, b), (), length=512, dims=(1, 1, 1), …)
-    …                                     ->  | input h_before: f32[8, 4]
-    h_512 = add(mul_511, b_511_2)             | …
+    select_1_row   = slice(sigmoid, 1, 0, 1, 1)         # f32[4, 1, 6]
+    select_1       = reshape(select_1_row, (4, 6))      # f32[4, 6]
+    mul            = mul(select_1, zeros_like)          # f32[4, 6]
+    select_2_row   = slice(linear_1, 1, 0, 1, 1)        # f32[4, 1, 6]
+    select_2       = reshape(select_2_row, (4, 6))      # f32[4, 6]
+    add            = add(mul, select_2)                 # f32[4, 6]
     …
-    ys    = cat((h_1_2, …, h_512_2), 1)
+    add_19         = add(mul_19, select_40)             # f32[4, 6]
+    …
+    stack          = cat(…, 1)                          # f32[4, 20, 6]
+  ->
+    add_19, stack  = scan((zeros_like,), (sigmoid, linear_1), (), length=20, dims=(1, 1, 1), reverse=False)
+    | input state: f32[4, 6]
+    | input element: f32[4, 6]
+    | input element_2: f32[4, 6]
+    | mul = mul(element, state)  # f32[4, 6]
+    | add = add(mul, element_2)  # f32[4, 6]
+    | return add, add
 
 Tracing runs a loop of the model step by step. A run of equal steps is found by their signatures: names, types, source
 lines. It is a scan if each step reads constants, its elements of sequences, and values of the step before. Elements are

@@ -1,8 +1,12 @@
 """Put the actions of every pipeline rank in order.
 
-    2 stages, 3 microbatches, 1f1b:
-    0: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0F2 0SEND_F2 0RECV_B2 0B1 0B2 0REDUCE_GRAD
-    1: 1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1W0 1F1 1RECV_F2 1I1 1SEND_B1 1W1 1F2 1I2 1SEND_B2 1W2 1REDUCE_GRAD
+    call embed = embed(ids; embed.weight) -> embed
+    call head = head(out_2, labels, count; head.weight) -> loss stage 1
+    transfer out 0 -> 1 gradient
+  ->
+    transfer out 0 -> 1 gradient
+    schedule 0: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1 0REDUCE_GRAD
+    schedule 1: 1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1W0 1F1 1I1 1SEND_B1 1W1 1REDUCE_GRAD
 
 The order of computations is the schedule's own (partc.schedules), or that of the user's table. If `split` has cut a
 stage's backward pass, the stage sends between the halves. A send comes right after the computation that makes its

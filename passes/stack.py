@@ -1,11 +1,18 @@
 """Parameters that every call concatenates become the rows of one parameter.
 
-    param experts.0.up.weight: f32[24, 16]
-    param experts.1.up.weight: f32[24, 16]                  param experts.*.up.weight: f32[2, 24, 16]
-    one     = reshape(experts.0.up.weight, (1, 24, 16))
-    other   = reshape(experts.1.up.weight, (1, 24, 16))  ->
-    stacked = cat((one, other), 0)
-    y       = expert_matmul(rows, chosen, stacked)          y = expert_matmul(rows, chosen, experts.*.up.weight)
+    parameter mixtures.0.experts.0.gate.weight: f32[24, 16]
+    parameter mixtures.0.experts.1.gate.weight: f32[24, 16]
+    …
+    reshape_4     = reshape(experts.0.gate.weight, (1, 24, 16))                    # f32[1, 24, 16]
+    …
+    cat           = cat((reshape_4, reshape_5, reshape_6, reshape_7), 0)           # f32[4, 24, 16]
+    cat_2         = permute(cat, (0, 2, 1))                                        # f32[4, 16, 24]
+    expert_matmul = expert_matmul(reshape_3, chosen_6, cat_2)                      # f32[128, 24]
+  ->
+    parameter `mixtures.0.experts.*.gate.weight`: f32[4, 24, 16] stacked
+    …
+    cat_2         = permute(`experts.*.gate.weight`, (0, 2, 1))                    # f32[4, 16, 24]
+    expert_matmul = expert_matmul(reshape_3, chosen_6, cat_2)                      # f32[128, 24]
 
 Experts in modules of their own are concatenated like this. The rows of one parameter can be cut over ranks, and no step
 copies them. Optimizers, checkpoints and plan.json have the model's own parameters: `Parameter.names`.

@@ -1,9 +1,10 @@
 """Shard parameters, gradients and optimizer states over dp (ZeRO).
 
-    parameter w: f32[64@tp, 64] vary(dp) reduce(dp,tp)  ->  parameter w: f32[64@tp,dp, 64] reduce(tp) gather(dp) zero 3
-
-    region block(x; w: f32[64@tp, 64]):                           region block(x; w: f32[64@tp, 64]):
-      …                                                             …
+    parameter blocks.0.up.weight: f32[32@tp, 8] reduce(dp)
+    parameter blocks.0.down.bias: f32[8] reduce(dp,tp)
+  ->
+    parameter blocks.0.up.weight: f32[32@tp,dp, 8] gather(dp) zero 3
+    parameter blocks.0.down.bias: f32[8@dp] reduce(tp) gather(dp) zero 3
 
 Regions stay as they are: they read whole parameters, and their gradients are reduce-scattered to the ranks that hold
 the shards (Rajbhandari et al. 2020, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, section 5).
@@ -14,7 +15,9 @@ call, forward and backward. The pass `actions` inserts these gathers and scatter
 A parameter is cut in its first dimension that the axes divide. If they divide none, parts are equal all the same: the
 last ones end with spare elements, which stand for none. The cut is then in the dimension with the fewest of them.
 
-    parameter w: f32[14@tp, 7] reduce(dp)  ->  parameter w: f32[2@tp · 7@dp, 7] gather(dp) zero 3
+    parameter head.weight: f32[14@tp, 7] reduce(dp) holds(13,7)
+  ->
+    parameter head.weight: f32[2@tp · 7@dp, 7] gather(dp) zero 3 holds(13,7)
 
 A scalar stays whole, as does a parameter of few elements whose spare ones would be more.
 """

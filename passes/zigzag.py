@@ -1,13 +1,17 @@
 """Order sequences so that, under a causal mask, equal parts over cp are equal work.
 
-    add         = add(embedding, position)
-    scaled_…    = attention(transpose, transpose_1, transpose_2, None, True, None)
+    embedding   = embedding(…, ids)                      # f32[4, 16, 24]
+    scaled_…    = attention(transpose, transpose_1, transpose_2, None, True, None, by_rows=True)
   ->
-    ids_first   = slice(ids, 1, 0, 8, 1)
-    …                                        # the second half of the ids, with its 2 parts in reverse order
-    ids_zigzag  = cat((ids_first, ids_turned), 1)
+    ids_first   = slice(ids, 1, 0, 8, 1)                 # i64[4, 8]
+    ids_second  = slice(ids, 1, 8, 16, 1)                # i64[4, 8]
+    ids_parts   = reshape(ids_second, (4, 2, 4))         # i64[4, 2, 4]
+    ids_back    = flip(ids_parts, (1,))                  # i64[4, 2, 4]
+    ids_turned  = reshape(ids_back, (4, 8))              # i64[4, 8]
+    ids_zigzag  = cat((ids_first, ids_turned), 1)        # i64[4, 16]
+    embedding   = embedding(…, ids_zigzag)               # f32[4, 16, 24]
     …
-    scaled_…    = attention(transpose, transpose_1, transpose_2, None, True, None, zigzag=4)
+    scaled_…    = attention(transpose, transpose_1, transpose_2, None, True, None, by_rows=True, zigzag=4)
 
 With parts of consecutive positions the last rank would compute nearly twice as many scores as all compute on average.
 In this order the cut `2 · 8@cp` gives each rank an early and a late part, which together read as many positions as any

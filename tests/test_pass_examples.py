@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +17,67 @@ from partc.api import compilation
 from partc.compilation.options import Options
 from partc.ir.printer import print_program
 
-STACK = str(Path(__file__).parent / "models" / "stack.py")
+MODELS = Path(__file__).parent / "models"
 ARROW = re.compile(r" {2,}->  ")
-# How tests/models/stack.py is compiled for each pass, and its options.
-HOW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "normalize": ({}, {}),
-    "simplify": ({}, {"masked": True}),
-    "pad": ({"mesh": "tp=2"}, {}),
-    "heads": ({"mesh": "tp=2"}, {"grouped": True}),
-    "outline": ({}, {}),
-    "precision": ({"precision": "bf16"}, {}),
-    "batch": ({"mesh": "dp=2", "microbatches": 2}, {}),
-    "annotate": ({"mesh": "tp=2"}, {}),
-    "partition": ({"mesh": "tp=2"}, {}),
-    "outermost": ({"mesh": "tp=2"}, {}),
-    "stages": ({"mesh": "pp=2"}, {}),
-    "differentiate": ({}, {}),
-    "expand": ({"mesh": "tp=2"}, {}),
-    "chunk": ({"loss_chunks": 2}, {}),
-    "recompute": ({"recompute": "selective"}, {}),
-    "split": ({"mesh": "pp=2", "schedule": "zero-bubble"}, {}),
-    "bias": ({}, {"turned": True}),
-    "fuse": ({"kernels": "triton"}, {"turned": True}),
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How a model of tests/models is compiled for an example, and the model's options."""
+
+    model: str = "stack"
+    how: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+# The cases of each pass, one for each example in its docstring.
+CASES: dict[str, tuple[Case, ...]] = {
+    "normalize": (Case(),),
+    "route": (Case(model="routed"),),
+    "scan": (Case(model="loops"),),
+    "simplify": (Case(options={"masked": True}),),
+    "capacity": (Case(model="routed", how={"expert_capacity": "1.25@sequence"}),),
+    "pad": (Case(how={"mesh": "tp=2"}),),
+    "heads": (Case(how={"mesh": "tp=2"}, options={"grouped": True}),),
+    "extend": (Case(model="sequences", how={"mesh": "cp=2"}),),
+    "zigzag": (Case(model="sequences", how={"mesh": "cp=2"}),),
+    "dense": (Case(model="mixture", how={"mesh": "ep=2"}), Case(model="written_experts", options={"style": "einsum"})),
+    "balance": (Case(model="balanced", how={"router_bias_rate": 0.001}, options={"kinds": "bias"}),),
+    "outline": (Case(),),
+    "stack": (Case(model="experts"),),
+    "precision": (Case(how={"precision": "bf16"}),),
+    "batch": (Case(how={"mesh": "dp=2", "microbatches": 2}),),
+    "annotate": (Case(how={"mesh": "tp=2"}),),
+    "tables": (Case(how={"mesh": "dp=2", "shard": ("embed.weight=[_, @dp]",)}, options={"words": 16}),),
+    "experts": (Case(model="routed", how={"mesh": "ep=2"}),),
+    "partition": (Case(how={"mesh": "tp=2"}),),
+    "outermost": (Case(how={"mesh": "tp=2"}),),
+    "zero": (
+        Case(how={"mesh": "dp=2,tp=2", "zero": 3}),
+        Case(how={"mesh": "dp=2,tp=2", "zero": 3}, options={"width": 7}),
+    ),
+    "stages": (Case(how={"mesh": "pp=2"}),),
+    "differentiate": (Case(),),
+    "expand": (Case(how={"mesh": "tp=2"}),),
+    "chunk": (Case(how={"loss_chunks": 2}),),
+    "recompute": (Case(how={"recompute": "selective"}),),
+    "split": (Case(how={"mesh": "pp=2", "schedule": "zero-bubble"}),),
+    "bias": (Case(options={"turned": True}),),
+    "fuse": (Case(how={"kernels": "triton"}, options={"turned": True}),),
+    "overlap": (Case(how={"mesh": "tp=2"}),),
+    "schedule": (Case(how={"mesh": "pp=2", "microbatches": 2}),),
 }
-# Passes over communication or of loops, whose examples are the expected texts of their own tests.
-ELSEWHERE = {
-    "route", "capacity", "dense", "balance", "scan", "extend", "zigzag", "stack", "tables", "experts", "zero", "overlap", "bucket", "schedule",
-    "actions", "prefetch",
-    "check",
-}  # fmt: skip
+# Passes over statements, whose examples are the texts of their own tests.
+ELSEWHERE = {"bucket", "actions", "prefetch", "check"}
 
 
-def columns(docstring: str) -> tuple[list[str], list[str]]:
-    """The lines before and after the arrow, in the docstring's first indented paragraph."""
-    paragraph = next(text for text in docstring.split("\n\n") if text.startswith("    ")).splitlines()
+def examples(docstring: str) -> list[tuple[list[str], list[str]]]:
+    """The lines before and after the arrow, in each indented paragraph of a docstring that has one."""
+    paragraphs = (text.splitlines() for text in docstring.split("\n\n") if text.startswith("    "))
+    return [columns(lines) for lines in paragraphs if "  ->" in lines or any(map(ARROW.search, lines))]
+
+
+def columns(paragraph: list[str]) -> tuple[list[str], list[str]]:
     if "  ->" in paragraph:  # one above the other
         return paragraph[: paragraph.index("  ->")], paragraph[paragraph.index("  ->") + 1 :]
     found = next(match for line in paragraph if (match := ARROW.search(line)))
@@ -89,24 +117,27 @@ def docstring_of(name: str) -> str:
     return ast.get_docstring(ast.parse(file.read_text())) or ""
 
 
-@pytest.mark.parametrize("name", HOW)
-def test_an_example_is_what_the_pass_does(name: str) -> None:
-    given, options = HOW[name]
-    how = {"mesh": "1", "microbatches": 1, "schedule": "1f1b", "precision": "fp32", "seed": 0, "shard": (), **given}
-    done = compilation(STACK, None, Options.checked(**how), model_options=options, until=name)
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, number) for name, cases in CASES.items() for number in range(len(cases))]
+)
+def test_an_example_is_what_the_pass_does(name: str, number: int) -> None:
+    case = CASES[name][number]
+    how = {"mesh": "1", "microbatches": 1, "schedule": "1f1b", "precision": "fp32", "seed": 0, "shard": (), **case.how}
+    model = str(MODELS / f"{case.model}.py")
+    done = compilation(model, None, Options.checked(**how), model_options=case.options, until=name)
     names = (passes.FIRST, *passes.NAMES)
     before, after = (print_program(done.after(each)) for each in (names[names.index(name) - 1], name))
-    left, right = columns(docstring_of(name))
+    left, right = examples(docstring_of(name))[number]
     assert left and right and before != after
     assert not list(missing(left, before)), before
     assert not list(missing(right, after)), after
     assert list(missing(right, before)), "the example shows nothing that the pass does"
 
 
-def test_every_pass_has_an_example() -> None:
-    assert {entry.name for entry in passes.PIPELINE} == {*HOW, *ELSEWHERE}
-    for name in ELSEWHERE:
-        assert "\n    " in docstring_of(name), name
+def test_every_example_is_executed() -> None:
+    for entry in passes.PIPELINE:
+        if entry.name not in ELSEWHERE:
+            assert len(CASES[entry.name]) == len(examples(docstring_of(entry.name))) > 0, entry.name
 
 
 def test_an_example_that_is_not_so_is_found() -> None:

@@ -1,11 +1,24 @@
 """Rows that masks select stay in their places; loops over experts become products with the matrices of experts.
 
-    i, j = selected(eq(chosen, 0), 0), selected(…, 1)      rows    = reshape(expand(x), (t k, h))
-    x_0  = index(x, (i,))                                  experts = reshape(chosen, (t k,))
-    y_0  = mul(linear(x_0, w_0), index(scores, (i, j)))    stacked = cat((w_0, …))
-    o_1  = index_add(o_0, 0, i, y_0)                   ->  y       = expert_matmul(rows, experts, stacked)
-    …                                                      z       = mul(y, reshape(scores))
-    o_8  = index_add(o_7, 0, i_7, y_7)                     o_8     = add(o_0, sum(reshape(z, (t, k, h)), (1,)))
+    eq          = eq(getitem_1, 0)                           # bool[64, 2]
+    selected    = selected(eq, 0)                            # i64[128]
+    selected_1  = selected(eq, 1)                            # i64[128]
+    index       = index(reshape, (selected,))                # f32[128, 16]
+    …
+    matmul_1    = matmul(silu, select_1)                     # f32[128, 16]
+    index_1     = index(unsqueeze, (selected, selected_1))   # f32[128, 1]
+    mul         = mul(matmul_1, index_1)                     # f32[128, 16]
+    index_add   = index_add(zeros_like, 0, selected, mul)    # f32[64, 16]
+    …
+    index_add_3 = index_add(index_add_2, 0, selected_6, mul_3)
+  ->
+    experts     = reshape(getitem_1, (128,))                 # i64[128]
+    …
+    matmul_1_…  = expert_matmul(silu_…, experts, …)          # f32[128, 16]
+    mul_…       = mul(matmul_1_…, …)                         # f32[128, 16]
+    …spread     = reshape(mul_…, (64, 2, 16))                # f32[64, 2, 16]
+    …sum        = sum(…spread, (1,), False)                  # f32[64, 16]
+    index_add_3 = add(zeros_like, …sum)                      # f32[64, 16]
 
 The trace keeps every row of a selection. Where a chain of writes is equal for every expert, `loops` computes each row
 once, with the weights of its expert. In all other places every row is computed, and those that the mask leaves out are

@@ -1,7 +1,10 @@
 """Cut embedding tables over the axes over which their gradients would be sums.
 
-    param table.weight: f32[4096, 8] vary(dp)             param table.weight: f32[4096@dp, 8]
-    x = embedding(table.weight, ids)  # f32[16@dp, 8]  ->  x = embedding(table.weight, ids)  # f32[16, 8] partial(dp)
+    parameter embed.weight: f32[16, 8]
+    embed = embedding(embed.weight, ids)  # f32[8@dp, 4, 8]
+  ->
+    parameter embed.weight: f32[16, 8@dp]
+    embed = embedding(embed.weight, ids)  # f32[8, 4, 8@dp]
 
 By rows, every rank looks up the ids of all ranks in its rows; partition gathers the ids and scatters the sums of the
 vectors. Or ids travel to the ranks of their rows, and vectors back (see exchange.py), whichever moves fewer bytes. By

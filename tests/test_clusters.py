@@ -352,13 +352,17 @@ def test_collectives_run_in_pieces_beside_products(
     assert not found.pending and sum(each.seconds for each in found.collectives) == pytest.approx(gather + scatter)
 
 
-def test_plans_may_predict_collectives_in_pieces(simulator: Simulator) -> None:
-    plan = ParallelPlan(mesh="dp=2,tp=4", precision="bf16", options={"batch": 16, "depth": 2})
-    whole, pieces = (simulator.predict(replace(plan, tp_overlap=flag)) for flag in (False, True))
-    assert pieces.exposed < whole.exposed and pieces.memory_bytes == whole.memory_bytes
-    assert ParallelPlan.of(spelled({"mesh": "tp=2", "tp_comm_overlap": True})).tp_overlap
-    for emit in (replace(plan, tp_overlap=True).compile_options, lambda: decisions(replace(plan, tp_overlap=True))):
-        with pytest.raises(PartcError, match="no package has collectives in pieces"):
+@pytest.mark.parametrize(("name", "word"), [("tp_overlap", "tp_comm_overlap"), ("dp_overlap", "overlap_grad_reduce")])
+def test_plans_may_predict_other_overlap(simulator: Simulator, name: str, word: str) -> None:
+    plan = ParallelPlan(mesh="dp=2,tp=4", zero=3, precision="bf16", options={"batch": 16, "depth": 4})
+    apart, beside = (simulator.predict(replace(plan, **{name: flag})) for flag in (False, True))  # type: ignore[arg-type]
+    assert beside.exposed < apart.exposed and beside.memory_bytes == apart.memory_bytes
+    assert beside.compute == pytest.approx(apart.compute, rel=0.1)  # computation beside collectives is slower
+    unusual = not getattr(plan, name)
+    other = replace(plan, **{name: unusual})  # type: ignore[arg-type]
+    assert getattr(ParallelPlan.of(spelled({"mesh": "tp=2", word: unusual})), name) is unusual
+    for emit in (other.compile_options, lambda: decisions(other)):
+        with pytest.raises(PartcError, match=f"the plan has {name}"):
             emit()
 
 

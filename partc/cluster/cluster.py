@@ -85,6 +85,7 @@ _LINKS: Mapping[str, tuple[Link, Link]] = {
     "H100": (link("nvlink", 450, reduces=True), link("infiniband", 50)),
     "H200": (link("nvlink", 450, reduces=True), link("infiniband", 50)),
     "B200": (link("nvlink", 900, reduces=True), link("infiniband", 50)),
+    "B300": (link("nvlink", 900, reduces=True), link("infiniband", 100)),
     "GB200": (link("nvlink", 900, reduces=True), link("infiniband", 50)),
     "GB300": (link("nvlink", 900, reduces=True), link("infiniband", 100)),
     "MI300X": (link("infinity-fabric", 448, switched=False), link("roce", 50)),

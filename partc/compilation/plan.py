@@ -34,7 +34,9 @@ REDUCED = ("bucket", "grad_reduce", "compress_grads")  # the form of gradients' 
 GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options that all plans of a search share
 
 FP8 = "fp8"  # a precision of predictions alone
-_NOT_COMPILED = ("options", "tp_overlap")  # fields that are no options of a compile
+# Fields that are no options of a compile: the options of the model file, and those of predictions alone.
+_PREDICTED = ("tp_overlap", "dp_overlap")
+_NOT_COMPILED = ("options", *_PREDICTED)
 
 Scalar = bool | int | float | str
 _LONGEST = 1000  # characters of a decision
@@ -49,6 +51,8 @@ _PRECISIONS: Mapping[str, str] = {
     "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64",
     "double": "fp64",
 }  # fmt: skip
+
+_WORDS: Mapping[str, str] = {"tp_comm_overlap": "tp_overlap", "overlap_grad_reduce": "dp_overlap"}  # of Megatron-LM
 
 
 def _is_short(value: str) -> str:
@@ -84,6 +88,7 @@ class ParallelPlan:
     compress_grads: _Text = "none"
     optimizer: _Text | None = None
     tp_overlap: bool = False  # of predictions alone: collectives of tp run in pieces beside pieces of products
+    dp_overlap: bool = True  # of predictions alone: gradients are summed, and parameters gathered, beside computation
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -127,14 +132,19 @@ class ParallelPlan:
 
     def check_emitted(self) -> None:
         """Check that packages do what the plan says. Raises PartcError P0804."""
-        if self.tp_overlap:
-            help = 'partc simulate predicts such a program; leave "tp_overlap" out to compile'
-            raise PartcError("P0804", "the plan has tp_overlap, and no package has collectives in pieces", help=help)
+        for name in _PREDICTED:
+            if getattr(self, name) != getattr(ParallelPlan(mesh=""), name):
+                help = f'partc simulate predicts such a program; leave "{name}" out to compile'
+                value = json.dumps(getattr(self, name))
+                raise PartcError("P0804", f"the plan has {name}: {value}, and no package does this", help=help)
 
     @property
     def emitted(self) -> ParallelPlan:
-        """The plan of the program that is emitted: in bf16, where products in fp8 are predicted; collectives whole."""
-        return replace(self, precision="bf16" if self.precision == FP8 else self.precision, tp_overlap=False)
+        """The plan of the program that is emitted: in bf16, where products in fp8 are predicted; collectives whole,
+        and beside computation.
+        """
+        precision = "bf16" if self.precision == FP8 else self.precision
+        return replace(self, precision=precision, tp_overlap=False, dp_overlap=True)
 
     @property
     def level(self) -> int:
@@ -182,8 +192,9 @@ def spelled(document: object) -> object:
         found["options"] = {name: _whole(value) for name, value in options.items()}
     if "mesh" in found:
         found["mesh"] = _mesh(found["mesh"])
-    if "tp_comm_overlap" in found:
-        found["tp_overlap"] = found.pop("tp_comm_overlap")
+    for other, name in _WORDS.items():
+        if other in found:
+            found[name] = found.pop(other)
     if isinstance(found.get("recompute"), bool):
         found["recompute"] = "full" if found["recompute"] else "none"
     numbers = found.get("stage_calls")

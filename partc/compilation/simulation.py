@@ -123,15 +123,14 @@ class Simulator:
 
         With `everywhere`, regions are those of `differentiated`, which more plans share. A plan in fp8 is its program
         in bf16, with linear products at the device's rate for fp8. With `tp_overlap`, collectives of tp run in pieces
-        beside the products next to them.
+        beside the products next to them; without `dp_overlap`, gathers and sums of parameters run beside nothing.
         """
         device, rates = self.cluster.device, self.rates
         if plan.precision == FP8:
             if not device.fp8:
                 raise PartcError("P0404", f"{device.name} has no products in fp8", help="give bf16")
             rates = replace(rates, fp8=True)
-        if plan.tp_overlap:
-            rates = replace(rates, pieces=True)
+        rates = replace(rates, pieces=plan.tp_overlap, waits=not plan.dp_overlap)
         program = self.program(plan.emitted, everywhere=everywhere)
         costs = self._costs.setdefault((rates.fp8, rates.pieces), LocalCosts())
         return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs)

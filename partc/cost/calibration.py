@@ -43,6 +43,7 @@ KNOWN: Mapping[str, Calibration] = {
     "H200": _H100,
     "B200": _H100,
     "GB200": _H100,
+    "B300": _H100,
     "GB300": _H100,
     "MI300X": replace(_H100, products=0.5, attention=0.3),
     "CPU": Calibration(products=1.0, attention=0.5, streaming=1.0, inside=1.0, between=1.0),

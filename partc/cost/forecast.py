@@ -260,6 +260,8 @@ class Forecast:
             match step:
                 case Start():
                     builder.start(step.key, self._collective(step.collective, step.why))
+                    if self.rates.waits:
+                        builder.wait(step.key)
                 case Wait():
                     builder.wait(step.key)
                 case GraphRun():

@@ -46,6 +46,10 @@ class Rates(Protocol):
     def pieces(self) -> bool:
         """Whether collectives of weights' axes run in pieces beside pieces of the products next to them."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether ranks wait for each collective around graphs as soon as it starts: nothing runs beside it."""
+
     def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
         """An operation with local shapes. Collectives take no time here, nor do those inside an operation."""
 
@@ -74,6 +78,7 @@ class RooflineRates:
     host: float = 0.0
     cores: int = 0
     pieces: bool = False
+    waits: bool = False
 
     @property
     def basis(self) -> str:
@@ -133,7 +138,8 @@ SAVED_IN_EIGHT_BITS = frozenset(name for name, casts in _EIGHT_BITS.items() if n
 @dataclass(frozen=True)
 class ClusterRates:
     """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8; with
-    `pieces`, of programs that run collectives in pieces beside products.
+    `pieces`, of programs that run collectives in pieces beside products; with `waits`, of programs that run gathers and
+    sums of parameters beside nothing.
 
     With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at
     least 1/n of its time on the whole batch. Waves that are partly empty do not guarantee that.
@@ -143,6 +149,7 @@ class ClusterRates:
     constants: Calibration
     fp8: bool = False
     pieces: bool = False
+    waits: bool = False
     filled: bool = False
 
     @property

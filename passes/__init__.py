@@ -231,23 +231,6 @@ PIPELINE: tuple[Pass, ...] = (
         optional=True,
     ),
     Pass(
-        name="zero",
-        label="ZeRO",
-        does="ZeRO: parameters, gradients and optimizer state are sharded over dp",
-        requires=("local",),
-        ensures=("parts",),
-        options=("zero", "zero_axes"),
-        optional=True,
-    ),
-    Pass(
-        name="stages",
-        label="Staged",
-        does="calls are assigned to pipeline stages; values that cross stages are sent",
-        requires=("local",),
-        ensures=("stages",),
-        options=("places", "stage_calls", "held_by"),
-    ),
-    Pass(
         name="differentiate",
         label="Differentiated",
         does="every region gets its backward graph and its saved values",
@@ -263,6 +246,14 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("plain",),
     ),
     Pass(
+        name="stages",
+        label="Staged",
+        does="calls are assigned to pipeline stages; values that cross stages are sent",
+        requires=("local",),
+        ensures=("stages",),
+        options=("places", "stage_calls", "held_by"),
+    ),
+    Pass(
         name="chunk",
         label="Chunked",
         does="with `--loss-chunks`, logits are computed in chunks of rows, one in memory at a time",
@@ -275,7 +266,7 @@ PIPELINE: tuple[Pass, ...] = (
         name="recompute",
         label="Recomputed",
         does="backward recomputes values that forward does not save",
-        requires=("plain",),
+        requires=("plain", "stages"),
         ensures=("saved",),
         options=("recompute", "kind", "table", "times", "frontiers"),
         optional=True,
@@ -316,11 +307,21 @@ PIPELINE: tuple[Pass, ...] = (
         optional=True,
     ),
     Pass(
+        name="zero",
+        label="ZeRO",
+        does="ZeRO: parameters, gradients and optimizer state are sharded over dp",
+        requires=("local",),
+        ensures=("parts",),
+        options=("zero", "zero_axes"),
+        optional=True,
+    ),
+    Pass(
         name="bucket",
         label="Bucketed",
         does="gradients are summed over ranks in buckets, during backward",
         requires=("stages", "split"),
         ensures=("buckets",),
+        after=("zero",),
         options=("bucket", "halves", "near", "wire", "compress"),
     ),
     Pass(
@@ -487,10 +488,10 @@ def _applied(
     return step
 
 
-def alone(name: str, program: Program, options: Mapping[str, Any]) -> Program:
-    """The program after one pass, which runs without a check of its place in the order."""
-    entry = PIPELINE[NAMES.index(name)]
-    return entry.run(program, **{key: options[key] for key in entry.options if key in options})
+def between(behind: str | None, until: str, program: Program, options: Mapping[str, Any]) -> Program:
+    """The program after the passes that follow `behind`, up to and including `until`."""
+    steps = run(program, options, until=until, behind=behind)
+    return steps[-1].program if steps else program
 
 
 def up_to(name: str | None) -> tuple[Pass, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from partc import passes
 from partc.api import compilation
 from partc.cli import main
 from partc.cluster.cluster import preset, span
@@ -38,6 +39,7 @@ from partc.errors import InternalError, PartcError
 from partc.ir.collectives import parts
 from partc.ir.mesh import Mesh
 from partc.ir.program import Action, Op, Program, Ref, TensorType, Value
+from partc.planner.lowering import RegionBodies
 from partc.rehearsal.rehearsal import rehearse
 from partc.rules import resolve
 
@@ -54,11 +56,12 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"mesh": "dp=4,tp=2", "microbatches": 1, "zero": 1, "recompute": "selective"},
     {"mesh": "dp=4,tp=2", "microbatches": 2, "schedule": "1f1b", "virtual_stages": 1},
     {"mesh": "pp=2,dp=4", "microbatches": 4, "schedule": "zero-bubble", "kernels": "aten"},
+    {"mesh": "pp=2,dp=4", "microbatches": 4, "loss_chunks": 4, "options": {"batch": 64, "size": "1b", "depth": 4}},
 )
 
 
 def plan(given: dict[str, Any]) -> ParallelPlan:
-    return ParallelPlan(**given, options={"batch": 64, "depth": 4})
+    return ParallelPlan(**{"options": {"batch": 64, "depth": 4}} | given)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,28 @@ def test_shared_passes_predict_what_a_compile_does(simulator: Simulator, given: 
     options = wanted.on(simulator.cluster).compile_options()
     alone = compilation(GPT, None, options, model_options=dict(wanted.definitions)).program
     assert simulator.predict(wanted) == prediction(alone, simulator.rates)
+
+
+def test_predictions_run_all_passes_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    run = passes.run
+
+    def noted(*given: Any, **options: Any) -> tuple[passes.PassResult, ...]:
+        steps = run(*given, **options)
+        names.extend(step.name for step in steps)
+        return steps
+
+    monkeypatch.setattr(passes, "run", noted)
+    wanted = ParallelPlan(mesh="pp=2,dp=2", microbatches=2, zero=1, loss_chunks=2)
+    simulator = Simulator(GPT, preset("4xH100-80GB"), Calibration())
+    simulator.program(wanted)
+    assert (passes.FIRST, *names) == passes.before("check")
+    bodies = RegionBodies(simulator, calls=6)
+    found = bodies.shared(wanted)
+    assert found is not None
+    names.clear()
+    bodies.lowered(wanted, found[0], halves=False)
+    assert (*passes.before("stages"), "stages", *names) == passes.before("zero")
 
 
 _LONG = {"seq": 1024, "hidden": 1024, "heads": 16, "layers": 2, "vocab": 512, "batch": 64}

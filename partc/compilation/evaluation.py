@@ -20,7 +20,9 @@ from partc.sharding.pins import Pin
 
 Trace = Callable[[Batches], Program]
 
-_LAST = "differentiate"  # the last pass that runs as for a training: later ones need its form of composites
+# The last passes that run as for a training: over regions, whose composites have its form, and over parameters, whose
+# parts are its own.
+_REGIONS, _PARAMETERS = "stages", "zero"
 
 
 def evaluation(trace: Trace, training: Program, options: Options) -> tuple[Program, tuple[str, ...]]:
@@ -66,22 +68,30 @@ def forward_only(
     }
     known["kernels"] = "aten"
     verify = Verifier()
-    early = until is not None and passes.known(until) in (*passes.before(_LAST), _LAST)
-    first = passes.run(traced, known, until=until if early else _LAST, verify=verify, observe=observe)
-    if early:
-        return first
-    placed = first[-1].program
-    frozen = replace(
-        placed,
-        parameters=tuple(replace(parameter, trainable=False, reduce=()) for parameter in placed.parameters),
-        transfers=tuple(replace(transfer, gradient=False) for transfer in placed.transfers),
-        regions=tuple(replace(region, backward=None, saved=()) for region in placed.regions),
-    )
-    rest = passes.run(frozen, known, until=until, behind=_LAST, verify=verify, observe=observe)
-    if placed.draws:
+    steps: tuple[passes.PassResult, ...] = ()
+    program, behind = traced, None
+    for last, frozen in ((_REGIONS, _without_gradients), (_PARAMETERS, _untrained)):
+        early = until is not None and passes.known(until) in (*passes.before(last), last)
+        end = until if early else last
+        steps += passes.run(program, known, until=end, behind=behind, verify=verify, observe=observe)
+        if early:
+            return steps
+        program, behind = frozen(steps[-1].program), last
+    steps += passes.run(program, known, until=until, behind=behind, verify=verify, observe=observe)
+    if program.draws:
         help = "make them in batch(), as entries; models are in evaluation mode, without dropout"
         raise PartcError("P0420", "the function draws random numbers, and it only runs forward", help=help)
-    return *first, *rest
+    return steps
+
+
+def _without_gradients(program: Program) -> Program:
+    transfers = tuple(replace(transfer, gradient=False) for transfer in program.transfers)
+    regions = tuple(replace(region, backward=None, saved=()) for region in program.regions)
+    return replace(program, transfers=transfers, regions=regions)
+
+
+def _untrained(program: Program) -> Program:
+    return replace(program, parameters=tuple(replace(item, trainable=False, reduce=()) for item in program.parameters))
 
 
 def _finished(traced: Program, training: Program, options: Options) -> Program:

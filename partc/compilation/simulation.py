@@ -155,7 +155,7 @@ class Simulator:
         return replace(found, mesh=options.mesh, microbatches=options.microbatches)
 
     def differentiated(self, plan: ParallelPlan, *, everywhere: bool = True) -> tuple[_Key, Program]:
-        """The plan's program before recomputation and stages, and what its regions depend on. Raises PartcError.
+        """The plan's program before its stages, and what its regions depend on. Raises PartcError.
 
         With `everywhere`, its regions are those of all plans that cut the batch in space and in time as far as this one
         does, and its own mesh has dp.
@@ -180,7 +180,7 @@ class Simulator:
         def canonical() -> Program:
             batches = Batches(microbatches=options.microbatches, separate=separate)
             traced = self._origin(plan, options, batches).program
-            return _until("simplify", traced, None, given)
+            return passes.between(None, "simplify", traced, given)
 
         start = self._once(("simplify", *trace_key), canonical)
         check_divisible(ready(start))
@@ -189,7 +189,7 @@ class Simulator:
 
         def outlined(places: tuple[int, ...]) -> Program:
             sized = replace(start, mesh=placed.mesh, microbatches=placed.microbatches)
-            return _until("outline", sized, "simplify", given | {"places": places})
+            return passes.between("simplify", "outline", sized, given | {"places": places})
 
         used = (axis for axis in axis_order(placed.mesh.sizes) if not _holds_alike(axis))  # orders on links are alike
         weights = tuple((axis, placed.mesh.axis(axis)) for axis in used)
@@ -203,14 +203,14 @@ class Simulator:
         sized = replace(calls, mesh=placed.mesh, microbatches=placed.microbatches)
         sizes: _Key = (_local(sized), most_repeated(sized))
 
-        laid = self._once(("annotate", *widths, *sizes), lambda: _until("annotate", sized, "outline", given))
+        laid = self._once(("annotate", *widths, *sizes), lambda: passes.between("outline", "annotate", sized, given))
         layouts = self._number((laid.regions, laid.calls, laid.values, laid.parameters))
         return (*trace_key, options.kernels, layouts, _local(cut)), laid, cut
 
     def _whole(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
     ) -> tuple[_Key, Program]:
-        """The program before recomputation and stages; with `everywhere`, for every size of the batch's axes."""
+        """The program before its stages; with `everywhere`, for every size of the batch's axes."""
         shape, laid, cut = self._placed(plan, options, separate=separate, everywhere=everywhere)
         given = options.for_passes
         mesh = with_batch_axis(options.mesh) if everywhere else options.mesh
@@ -221,7 +221,9 @@ class Simulator:
         level = max(1, options.zero)  # tables do not tell 0 from 1
         tabled = self._once(
             ("tables", *shape, mesh, options.microbatches, level, plan.optimizer),
-            lambda: _only(("tables",), replace(laid, mesh=mesh, microbatches=options.microbatches), given),
+            lambda: passes.between(
+                "annotate", "tables", replace(laid, mesh=mesh, microbatches=options.microbatches), given
+            ),
         )
         cuts: dict[str, Cut] = {}
         if tabled.regions != laid.regions:  # tables cut by rows change their regions
@@ -234,13 +236,12 @@ class Simulator:
                 shape = (*shape, self._number((tabled.regions, tabled.parameters)))
 
         def differentiated() -> Program:
-            spread = _only(("tables",), apart(laid), given | {"cut_tables": cuts}) if cuts else apart(tabled)
-            local = _until("outermost", spread, "tables", given)
             known = given | {"derivatives": self._derivatives}
-            return _only(("differentiate", "expand", "chunk"), local, known)
+            again = known | {"cut_tables": cuts}
+            spread = passes.between("annotate", "tables", apart(laid), again) if cuts else apart(tabled)
+            return passes.between("tables", "expand", spread, known)
 
-        shape = (*shape, options.loss_chunks)
-        return shape, self._once(("chunk", *shape), differentiated)
+        return shape, self._once(("expand", *shape), differentiated)
 
     def _program(self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False) -> Program:
         everywhere = everywhere and options.budget is None  # a budget depends on the sizes of local batches
@@ -251,19 +252,19 @@ class Simulator:
         def ready(program: Program) -> Program:
             return replace(program, mesh=mesh, microbatches=options.microbatches)
 
-        kept: _Key = (*shape, options.recompute)
+        kept: _Key = (*shape, options.loss_chunks, options.recompute)
         if options.budget is not None:
             kept = (*kept, mesh, options.microbatches, options.schedule, options.virtual_stages)
         cut = _everywhere(ready(whole)) if everywhere else ready(whole)
         piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, options.stage_calls, everywhere, _local(cut))
-        staged = self._once(("stages", *shape, *piped), lambda: _only(("stages",), cut, given))
-        recomputed = self._once(("recompute", *kept, *piped), lambda: _only(("recompute",), staged, given))
+        staged = self._once(("stages", *shape, *piped), lambda: passes.between("expand", "stages", cut, given))
+        recomputed = self._once(
+            ("recompute", *kept, *piped), lambda: passes.between("stages", "recompute", staged, given)
+        )
         key: _Key = (*kept, *piped, options.zero >= 2, options.split_backward)
         known = given | {"fusions": self.fusions}
-        done = ("split", "bias", "fuse", "overlap")
-        overlapped = self._once(("overlap", *key), lambda: _only(done, recomputed, known))
-        parted = _only(("zero",), ready(overlapped), given)
-        return _only(("bucket", "schedule", "actions", "prefetch"), parted, given)
+        overlapped = self._once(("overlap", *key), lambda: passes.between("recompute", "overlap", recomputed, known))
+        return passes.between("overlap", "prefetch", ready(overlapped), given)
 
     def _number(self, facts: _Key) -> int:
         """A number for facts, the same for equal ones: numbers are cheaper as parts of keys."""
@@ -319,18 +320,6 @@ def with_batch_axis(mesh: Mesh) -> Mesh:
 def _is_data(axis: str) -> bool:
     """Whether an axis is dp, or a piece of it without experts."""
     return is_batch_axis(axis) and not axis.endswith(EXPERT_AXIS)
-
-
-def _until(last: str, program: Program, behind: str | None, given: Mapping[str, Any]) -> Program:
-    steps = passes.run(program, given, until=last, behind=behind)
-    return steps[-1].program if steps else program
-
-
-def _only(names: Sequence[str], program: Program, given: Mapping[str, Any]) -> Program:
-    """The program after some passes, in their order."""
-    for name in names:
-        program = passes.alone(name, program, given)
-    return program
 
 
 def prediction(

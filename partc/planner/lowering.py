@@ -28,7 +28,7 @@ class RegionBodies:
     _lowered: dict[tuple[RegionBody, bool], Program] = field(default_factory=dict)
 
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
-        """The plan's program before recomputation; None where microbatches are batches of their own, or budgets decide
+        """The plan's program before its stages; None where microbatches are batches of their own, or budgets decide
         about recomputation call by call.
         """
         if plan.recompute not in RECOMPUTE:
@@ -45,11 +45,13 @@ class RegionBodies:
     def _made(self, plan: ParallelPlan) -> tuple[int, Program] | None:
         try:
             key, program = self.simulator.differentiated(plan, everywhere=self.everywhere)
+            options = plan.on(self.simulator.cluster).compile_options().for_passes
+            passes.between("stages", "chunk", program, options)  # refused if no loss can be computed in chunks
         except PartcError as error:
             if error.code in _UNREADABLE:
                 raise
             return None
-        return self._numbers.setdefault(key, len(self._numbers)), program
+        return self._numbers.setdefault((key, plan.loss_chunks), len(self._numbers)), program
 
     def lowered(self, plan: ParallelPlan, body: RegionBody, *, halves: bool) -> Program:
         """The finished program of a body, with whole backward passes or with halves."""
@@ -59,8 +61,5 @@ class RegionBodies:
             known = {**options, "halves": halves, "budget": None, "fusions": self.simulator.fusions}
             found = self.shared(plan)
             assert found is not None
-            done = found[1]
-            for name in ("recompute", "split", "bias", "fuse", "overlap"):
-                done = passes.alone(name, done, known)
-            self._lowered[key] = done
+            self._lowered[key] = passes.between("stages", "overlap", found[1], known)
         return self._lowered[key]

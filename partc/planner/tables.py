@@ -125,7 +125,7 @@ class BodySource(Protocol):
         """Whether regions are lowered once for all sizes of the batch's parts."""
 
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
-        """The plan's program before recomputation and stages; None if tables do not hold for the plan."""
+        """The plan's program before its stages; None if tables do not hold for the plan."""
 
     def lowered(self, plan: ParallelPlan, body: RegionBody, *, halves: bool) -> Program:
         """The finished program of a body, with whole backward passes or with halves."""
@@ -338,7 +338,7 @@ class Tables:
 
     def _call_exchanges(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Sequence[CallExchanges]:
         options = plan.compile_options().for_passes
-        program = passes.alone("zero", program, options)
+        program = passes.between("overlap", "zero", program, options)
         program = replace(program, parameters=tuple(replace(item, near=options["near"]) for item in program.parameters))
         footprint, exchanges = Footprint(program, self.states), Exchanges(program)
         usual = (plan.grad_reduce, plan.compress_grads) == ("fp32", "none")  # nothing is said of other forms of sums

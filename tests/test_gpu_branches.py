@@ -27,7 +27,7 @@ from partc.runtime.layout import DTYPES, Shard
 from partc.runtime.ops import attention_kernels
 from partc.runtime.optimizer.update import Updated
 from partc.runtime.torch_private import lone_store
-from partc.runtime.train import train
+from partc.runtime.train import train, training
 from partc.runtime.train.steps import Done, Steps
 from tests.durable import imported_from
 
@@ -71,7 +71,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(attention_kernels, "refusal", lambda *_: "")
-    monkeypatch.setattr(train, "Steps", Unread)
+    monkeypatch.setattr(training, "Steps", Unread)
     for name in ("adam", "sgd"):  # which ask for a device that they know
         module = importlib.import_module(f"torch.optim.{name}")
         monkeypatch.setattr(module, "_device_dtype_check_for_fused", lambda *_, **__: None)
@@ -83,7 +83,7 @@ def steps_taken(package: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str)
     found: list[str] = []
     with imported_from(package):
         job = train.parse(["--virtual", "--steps", "2", *arguments], package)
-        rank = train._load_rank(0, DEVICE, job)
+        rank = train.load_rank(0, DEVICE, job)
         for name, module in list(sys.modules.items()):
             if name.startswith("kernels."):
                 for key, item in list(vars(module).items()):
@@ -95,7 +95,7 @@ def steps_taken(package: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str)
         comm.device = DEVICE
         model_file = train.load_model_file(package / "model.py")
         data = train.batches_of(job, model_file, str)
-        train._train(job, rank, comm, data, model_file, DEVICE, lone_store(), None)
+        training.train(job, rank, comm, data, model_file, DEVICE, lone_store(), None)
     return found
 
 

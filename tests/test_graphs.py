@@ -210,7 +210,7 @@ def test_experts_are_named_with_their_line(tmp_path: Path) -> None:
     ("arguments", "cause"),
     [
         (("--check-nans",), "--check-nans stops in the middle of a step"),
-        (("--trace", "there"), "--trace asks in the middle of a step"),
+        (("--trace", "there"), "--trace reads the time in the middle of a step"),
         ((), "it is not on GPUs here"),
     ],
 )

@@ -352,8 +352,8 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
     monkeypatch.setattr(train, "world", lambda: LauncherVariables(0, 1))
     monkeypatch.setattr(train, "world_size", lambda: 8)
     monkeypatch.setattr(train, "Watchdog", Watching)
-    monkeypatch.setattr(train, "_train", trained)
-    monkeypatch.setattr(train, "_materialise", lambda *given: None)
+    monkeypatch.setattr(train, "train", trained)
+    monkeypatch.setattr(train, "materialise", lambda *given: None)
     monkeypatch.setattr(train, "_stopped", lambda *given: False)
     with imported_from(package):
         job = train.parse(["--device", "cpu"], package)
@@ -361,9 +361,9 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
         monkeypatch.setattr(Together, "first", lambda self, problem: problem)
         if fails:
             with pytest.raises(UsageError):
-                train._run_this_rank(job, train.Task(train.prepared, train._train))
+                train._run_this_rank(job, train.Task(train.prepared, train.train))
         else:
-            train._run_this_rank(job, train.Task(train.prepared, train._train))
+            train._run_this_rank(job, train.Task(train.prepared, train.train))
     ends = ["trained", "unwatched", "abort"] if fails else ["trained", "barrier", "disconnect", "unwatched", "close"]
     assert said == ends
 

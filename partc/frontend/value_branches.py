@@ -180,7 +180,8 @@ class ValueWatch(TorchFunctionMode):
         if name in _COUNTED and len(args) > 1 and isinstance(args[1], Tensor):
             numbers = self._known.get(args[1])
             if numbers is not None and numbers.dim():
-                return self._counted(name, args[0], numbers, *args[2:], **kwargs)
+                with self:
+                    return self._counted(name, args[0], numbers, *args[2:], **kwargs)
         if name in _SIZED_BY_VALUES and (name != "where" or len(args) == 1):
             made = self._constant(self._computed(func, name, args, kwargs))
             if made is not _UNKNOWN:

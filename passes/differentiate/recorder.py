@@ -17,6 +17,8 @@ from partc.torch_private import OpOverload, TorchDispatchMode
 
 _MARK, _MARK_GRAD = torch.ops.partc.mark.default, torch.ops.partc.mark_grad.default
 _DEVICE = torch.ops.prim.device.default
+# Autograd's zeros without memory, as of piecewise constant operations, are recorded as ordinary ones.
+_ZEROS_WITHOUT_MEMORY, _ZEROS = torch.ops.aten._efficientzerotensor.default, torch.ops.aten.zeros.default
 
 
 class Recorder(TorchDispatchMode):
@@ -76,6 +78,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:  # three of four questions, which would go through all of torch's dispatch
             return torch.device("cpu")
+        func = _ZEROS if func is _ZEROS_WITHOUT_MEMORY else func
         given = dict(kwargs or {})
         if func.namespace == "aten":
             with self:

@@ -14,6 +14,10 @@ from partc.ir.program import DType
 
 DeviceKind = Literal["gpu", "cpu"]
 
+# A launch of a compiled kernel of Triton takes the host 9 to 50 microseconds (pull requests 3638 of triton-lang/triton,
+# 34838 of vllm-project/vllm), a product by torch 23 (issue 459 of triton-lang/triton).
+HOST = 2e-5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -25,10 +29,11 @@ class Device:
     bandwidth: float  # bytes a second between the device and its memory, read or written
     cores: int = 1  # multiprocessors: as many tiles of a product are computed at one time
     launch: float = 3e-6  # seconds from a kernel's end to the start of the next one in a queue
-    host: float = 8e-6  # seconds in which the host issues an operation
+    host: float = HOST  # seconds in which the host issues an operation
+    fill: float = 0.0  # seconds of a tile of a matrix product in which its first loads arrive and its last sums leave
     kind: DeviceKind = "gpu"
     attention: float = 0.0  # flops a second of fused attention, if they were measured
-    special: float = 0.0  # elements a second of exponential functions; 0: as quick as memory
+    special: float = 0.0  # exponential functions a second; 0: as quick as memory
     fp8: float = 0.0  # flops a second of products of 8-bit floats; 0 for a device without them
     spread: float = 0.0  # standard deviation of equal devices' rates of products, as a share of their mean
     jitter: float = 0.0  # seconds: the variance of the duration of one second of computation, in seconds squared
@@ -41,6 +46,15 @@ class Device:
 # Equal GPUs of several clusters differ by 8% in matrix products between the whiskers of a box plot, which are 5.4
 # standard deviations apart (Sinha et al. 2022, "Not All GPUs Are Created Equal").
 _SPREAD = 0.015
+# A multiprocessor computes 16 exponentials a cycle (CUDA C++ Programming Guide, throughput of instructions), at about
+# 1.7 GHz; those of Blackwell Ultra compute 32.
+_SPECIAL = 16 * 1.7e9
+_QUICK_SPECIAL = ("B300", "GB300")
+# From H100's products of 4096 x 4096 with 256 to 4096 terms (XLA's table for sm_90, matmul_interpolator_data.h).
+# Blackwell has room for two tiles' sums, so that one leaves beside the next one's products: 1024 terms reach its best
+# rates (Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS).
+_FILL, _QUICK_FILL = 1.3e-6, 3e-7
+_BLACKWELL = ("B200", "GB200", "B300", "GB300")
 _WITHOUT_FP8 = ("V100", "A100", "A10", "RTX3090", "RTXA6000")
 
 
@@ -51,11 +65,17 @@ def _gpu(
 
     Where there are products in fp8, they are twice as fast as those in bf16.
     """
+    model = name.partition("-")[0]
     peak: dict[DType, float] = {"f16": low * 1e12, "bf16": low * 1e12, "f32": single * 1e12}
     peak["f64"] = (double or single / 32) * 1e12
-    fp8 = 0.0 if name.partition("-")[0] in _WITHOUT_FP8 else 2 * low * 1e12
+    fp8 = 0.0 if model in _WITHOUT_FP8 else 2 * low * 1e12
     memory, bandwidth = int(gigabytes * 1e9), terabytes * 1e12
-    return Device(name=name, memory=memory, peak=peak, bandwidth=bandwidth, cores=cores, fp8=fp8, spread=_SPREAD)
+    special = cores * _SPECIAL * (2 if model in _QUICK_SPECIAL else 1)
+    fill = _QUICK_FILL if model in _BLACKWELL else _FILL
+    return Device(
+        name=name, memory=memory, peak=peak, bandwidth=bandwidth, cores=cores, fill=fill, special=special, fp8=fp8,
+        spread=_SPREAD,
+    )  # fmt: skip
 
 
 def processor() -> Device:

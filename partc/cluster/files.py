@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from partc.cluster.cluster import MOST_DEVICES, Cluster, preset
-from partc.cluster.device import Device
+from partc.cluster.device import HOST, Device
 from partc.cluster.network import LATENCY, Link, LinkKind, Topology, TopologyKind
 from partc.errors import PartcError
 from partc.ir.program import DType
@@ -51,7 +51,8 @@ class _DeviceTable:
     bandwidth: _Rate
     cores: Positive = 1
     launch: _Seconds = 3e-6
-    host: _Seconds = 8e-6
+    host: _Seconds = HOST
+    fill: _Seconds = 0.0
     kind: str = "gpu"
     attention: Annotated[float, at_least(0), at_most(1e24)] = 0.0
     special: Annotated[float, at_least(0), at_most(1e24)] = 0.0

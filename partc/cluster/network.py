@@ -24,11 +24,13 @@ class Link:
     spread: float = 1.0  # the share of the bandwidth that messages to several nodes at one time reach
 
 
-# Latencies of GPUs' links are those of NCCL's own cost model (hwLat in src/graph/tuning.cc): one step of a ring inside
-# a node, and one between nodes, with their protocol for large messages (Simple).
+# Latencies of GPUs' links: one step of a ring with NCCL's protocol for large messages (Simple). Inside a node they are
+# those of NCCL's own cost model (hwLat in src/graph/tuning.cc). Between nodes this model has 14 microseconds, while
+# all-gathers and reduce-scatters take 60 to 75 more microseconds for each node of 8 than their bytes need: 256 MB on
+# 2 to 64 nodes in the best runs of the Ultra-Scale Playbook, 8 GB on 128 nodes in issue 1229 of NVIDIA/nccl.
 LATENCY: Mapping[LinkKind, float] = {
-    "nvlink": 3.4e-6, "infinity-fabric": 3.4e-6, "pcie": 5.7e-6, "memory": 4e-5, "infiniband": 1.4e-5,
-    "roce": 1.4e-5, "tcp": 5e-5,
+    "nvlink": 3.4e-6, "infinity-fabric": 3.4e-6, "pcie": 5.7e-6, "memory": 4e-5, "infiniband": 4e-5,
+    "roce": 4e-5, "tcp": 5e-5,
 }  # fmt: skip
 
 

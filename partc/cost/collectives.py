@@ -4,7 +4,7 @@ With n members, b bytes of each rank's operand, bandwidth B and latency a of a s
 
     ring       all-gather (n-1)(a + b/B), reduce-scatter (n-1)(a + b/nB), all-reduce 2(n-1)(a + b/nB)
     tree       all-reduce 2 log2(n) a + 2 b/B
-    switches   all-reduce 2 a + b/B, where switches compute sums
+    switches   all-reduce 2 a + b/eB, where switches compute sums with an efficiency e
     two levels inside domains, then between their members of equal rank; each level by its best algorithm
     pairwise   all-to-all: the part for the own domain, beside the part for others
 
@@ -27,6 +27,7 @@ from partc.runtime.plan import DIRECT
 
 # Seconds until all ranks of a collective have entered it and its kernel runs: NCCL's base latency of a ring.
 MEETING = 8e-6
+IN_SWITCHES = 0.85  # NCCL's own efficiency of sums in NVLink's switches (nvlsEfficiency in src/graph/tuning.cc)
 _PAIRWISE = frozenset({"all_to_all", "dispatch", "combine", "exchange"})
 
 
@@ -116,7 +117,7 @@ class Network:
         steps = math.ceil(math.log2(n)) if span.domains == 1 else math.ceil(math.log2(span.domains)) + span.near - 1
         found.append(2 * steps * link.latency + 2 * size / rate)
         if link.reduces and span.domains == 1:
-            found.append(2 * link.latency + size / rate)
+            found.append(2 * link.latency + size / (IN_SWITCHES * rate))
         if span.domains > 1 and span.near > 1:
             far, near = self._levels(span)
             found.append(2 * self._gathered(near, size) + self._summed(far, size // span.near))

@@ -117,10 +117,10 @@ _SPECIAL = frozenset(
 )
 # Fused attention: the backward pass computes five products and adds to queries' gradients, at this share of the forward
 # pass's rate; the rows at a sequence's start and on the diagonal leave as many rows' work unused (Shah et al. 2024,
-# FlashAttention-3, figure 5: FlashAttention-2 at 1k to 16k rows).
-_BACKWARD = 0.85
+# FlashAttention-3, figures 5 and 6: FlashAttention-2 at 1k to 16k rows). The exponential of each score is computed
+# beside its products, which take less time if heads have fewer features.
+_BACKWARD = 0.75
 _EDGE = 256
-_FILL = 96  # of the summed dimension: products during which a tile's pipeline of loads fills and drains
 # Gradients of weights are added to fp32 buffers: they are read and written beside the product's own operands.
 _ADDS = frozenset({"linear_grad_weight", "matmul_grad_right", EXPERTS_GRADIENT})
 
@@ -204,12 +204,14 @@ class ClusterRates:
         if op.name.startswith(_ATTENTION):
             if device.attention:
                 return max(moved, work / device.attention)
-            share = self.constants.attention * _attention_share(op, shapes, results, device, filled=self.filled)
-            return max(moved, work / (peak * share))
+            share = self.constants.attention * (_BACKWARD if op.name.endswith("_backward") else 1.0)
+            exponentials = _scores(work, rule) / device.special if device.special and rule is not None else 0.0
+            kept = _attention_share(op, shapes, results, device, filled=self.filled)
+            return max(moved, (work / (peak * share) + exponentials) / kept)
         sizes = _experts_sizes(shapes, results) if op.name == EXPERTS_GRADIENT else None
         if rule is not None:
             sizes = product_sizes(rule)
-        share = 1.0 if sizes is None or device.kind == "cpu" else tile_share(sizes, device, filled=self.filled)
+        share = 1.0 if sizes is None or device.kind == "cpu" else tile_share(sizes, device, peak, filled=self.filled)
         return casts + max(moved, work / (peak * self.constants.products * share))
 
     def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
@@ -283,7 +285,7 @@ class ClusterRates:
 def _attention_share(
     op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType], device: Device, *, filled: bool
 ) -> float:
-    """The share of the rate of long sequences that fused attention reaches: [..., rows, features] of queries.
+    """The share of the rate of long sequences that fused attention reaches with queries [..., rows, features].
 
     One block of 128 rows of one head is computed on each core, in waves.
     """
@@ -293,7 +295,13 @@ def _attention_share(
     *heads, rows, _ = queries
     blocks = math.prod(heads) * math.ceil(rows / 128)
     waves = 1.0 if filled else blocks / (math.ceil(blocks / device.cores) * device.cores)
-    return waves * rows / (rows + _EDGE) * (_BACKWARD if op.name.endswith("_backward") else 1.0)
+    return waves * rows / (rows + _EDGE)
+
+
+def _scores(work: float, rule: OpRule) -> float:
+    """The number of scores in `work` flops of attention: the factors that all of its products have in common."""
+    common = set.intersection(*map(set, rule.work))
+    return work * math.prod(factor.size for factor in rule.factors if factor.name in common) / rule.flops
 
 
 def _experts_sizes(shapes: Mapping[str, TensorType], results: Sequence[TensorType]) -> tuple[int, int, int, int]:
@@ -325,16 +333,19 @@ def product_sizes(rule: OpRule) -> tuple[int, int, int, int] | None:
     return -(-m // experts), n, k, ways(both & made) * experts
 
 
-def tile_share(sizes: tuple[int, int, int, int], device: Device, *, filled: bool = False) -> float:
-    """The share of a device's peak that `count` products [m, k] x [k, n] reach; `sizes` is (m, n, k, count).
+def tile_share(sizes: tuple[int, int, int, int], device: Device, peak: float, *, filled: bool = False) -> float:
+    """The share of a device's `peak` that `count` products [m, k] x [k, n] reach; `sizes` is (m, n, k, count).
 
     Tiles of the result are dealt to cores in waves; the last wave, and tiles at the edges, are partly empty. Of the
     kernels with different tiles the quickest counts. A product with few tiles is cut along k as well. With `filled`,
     no tile is empty.
     """
     m, n, k, count = sizes
+    high, wide, _ = _TILES[0]
+    busy = 2 * high * wide * k / (peak / device.cores)
+    summed = busy / (busy + device.fill)
     if filled:
-        return k / (k + _FILL)
+        return summed
     best = 0.0
     for rows, columns, rate in _TILES:
         for high, wide in ((rows, columns), (columns, rows)):
@@ -344,4 +355,4 @@ def tile_share(sizes: tuple[int, int, int, int], device: Device, *, filled: bool
             if waves == 1 and k > 2048:  # the sum is cut into pieces, which other cores add up
                 full = max(full, min(0.9, full * min(k // 1024, max(1, device.cores // tiles))))
             best = max(best, rate * full)
-    return best * k / (k + _FILL)
+    return best * summed

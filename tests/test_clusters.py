@@ -24,7 +24,7 @@ from partc.cluster.variation import expected_maximum
 from partc.communication.exchanges import Exchanges, graph_of
 from partc.communication.execution import Execution, Start, Wait
 from partc.compilation.plan import ParallelPlan, decisions, spelled
-from partc.compilation.simulation import Simulator, prediction, predictions, read_plans, states_of
+from partc.compilation.simulation import FRAGMENTS, Simulator, prediction, predictions, read_plans, states_of
 from partc.cost.accounting import communication
 from partc.cost.action_timeline import Segment, TimelineBuilder
 from partc.cost.calibration import Calibration, calibration, read
@@ -397,6 +397,22 @@ def test_plans_may_predict_other_overlap(simulator: Simulator, name: str, word: 
 
 def _matrix(*shape: int) -> TensorType:
     return TensorType.replicated("bf16", shape)
+
+
+def test_plans_may_predict_gradients_in_bf16(simulator: Simulator) -> None:
+    """Of each parameter a rank then holds 2 bytes less, and 2 bytes cross the links; the rest stays."""
+    plan = ParallelPlan(mesh="dp=4", precision="bf16", options={"batch": 16, "depth": 4})
+    usual, half = (simulator.predict(replace(plan, gradients=name)) for name in ("fp32", "bf16"))  # type: ignore[arg-type]
+    program = simulator.program(plan)
+    elements = sum(parameter.type.local_bytes(program.sizes) for parameter in program.parameters) / 4
+    assert usual.memory_bytes - half.memory_bytes == pytest.approx(2 * elements * (1 + FRAGMENTS), rel=0.01)
+    assert half.step_seconds < usual.step_seconds
+    exact = replace(plan, precision="fp64")
+    less = simulator.predict(exact).memory_bytes - simulator.predict(replace(exact, gradients="bf16")).memory_bytes
+    assert less == pytest.approx(6 * elements * (1 + FRAGMENTS), rel=0.01)
+    assert ParallelPlan.of(spelled({"mesh": "dp=2", "grad_reduce_in_fp32": False})).gradients == "bf16"
+    with pytest.raises(PartcError, match="the plan has gradients"):
+        replace(plan, gradients="bf16").compile_options()
 
 
 def test_bubbles_are_those_of_the_schedules(simulator: Simulator) -> None:

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from partc.cluster.cluster import Cluster, fitted
 from partc.compilation.given_options import BUCKET
@@ -35,7 +35,7 @@ GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options tha
 
 FP8 = "fp8"  # a precision of predictions alone
 # Fields that are no options of a compile: the options of the model file, and those of predictions alone.
-_PREDICTED = ("tp_overlap", "dp_overlap")
+_PREDICTED = ("tp_overlap", "dp_overlap", "gradients")
 _NOT_COMPILED = ("options", *_PREDICTED)
 
 Scalar = bool | int | float | str
@@ -89,6 +89,7 @@ class ParallelPlan:
     optimizer: _Text | None = None
     tp_overlap: bool = False  # of predictions alone: collectives of tp run in pieces beside pieces of products
     dp_overlap: bool = True  # of predictions alone: gradients are summed, and parameters gathered, beside computation
+    gradients: Literal["fp32", "bf16"] = "fp32"  # of predictions alone: the type in which they are held and summed
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -141,10 +142,11 @@ class ParallelPlan:
     @property
     def emitted(self) -> ParallelPlan:
         """The plan of the program that is emitted: in bf16, where products in fp8 are predicted; collectives whole,
-        and beside computation.
+        and beside computation; gradients in fp32, but for their sums.
         """
         precision = "bf16" if self.precision == FP8 else self.precision
-        return replace(self, precision=precision, tp_overlap=False, dp_overlap=True)
+        sums = self.grad_reduce if self.gradients == "fp32" else self.gradients
+        return replace(self, precision=precision, tp_overlap=False, dp_overlap=True, gradients="fp32", grad_reduce=sums)
 
     @property
     def level(self) -> int:
@@ -195,6 +197,8 @@ def spelled(document: object) -> object:
     for other, name in _WORDS.items():
         if other in found:
             found[name] = found.pop(other)
+    if "grad_reduce_in_fp32" in found:
+        found["gradients"] = "fp32" if found.pop("grad_reduce_in_fp32") else "bf16"
     if isinstance(found.get("recompute"), bool):
         found["recompute"] = "full" if found["recompute"] else "none"
     numbers = found.get("stage_calls")

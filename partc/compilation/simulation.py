@@ -31,7 +31,7 @@ from partc.frontend.origin import Functions, Origin, trace
 from partc.frontend.trace import Batches
 from partc.ir.gradients import input_only
 from partc.ir.mesh import BATCH_AXIS, EXPERT_AXIS, PIPELINE_AXIS, Mesh, is_batch_axis
-from partc.ir.program import Program
+from partc.ir.program import ITEMSIZE, Program
 from partc.passes.batch import check_divisible
 from partc.passes.differentiate import Derivatives
 from partc.passes.fuse import Fusions
@@ -91,7 +91,7 @@ class Simulator:
         self._derivatives: Derivatives = {}
         self.fusions: Fusions = {}
         self._numbers: dict[_Key, int] = {}
-        self._costs: dict[tuple[bool, bool], LocalCosts] = {}
+        self._costs: dict[tuple[bool, bool, int], LocalCosts] = {}
 
     def on(self, cluster: Cluster, constants: Calibration) -> Simulator:
         """The simulator for another cluster, which shares this one's programs: they depend on plans alone."""
@@ -124,15 +124,17 @@ class Simulator:
         With `everywhere`, regions are those of `differentiated`, which more plans share. A plan in fp8 is its program
         in bf16, with linear products at the device's rate for fp8. With `tp_overlap`, collectives of tp run in pieces
         beside the products next to them; without `dp_overlap`, gathers and sums of parameters run beside nothing.
+        Gradients may be held and summed in bf16.
         """
         device, rates = self.cluster.device, self.rates
         if plan.precision == FP8:
             if not device.fp8:
                 raise PartcError("P0404", f"{device.name} has no products in fp8", help="give bf16")
             rates = replace(rates, fp8=True)
-        rates = replace(rates, pieces=plan.tp_overlap, waits=not plan.dp_overlap)
+        gradient = ITEMSIZE["bf16" if plan.gradients == "bf16" else "f64"]
+        rates = replace(rates, pieces=plan.tp_overlap, waits=not plan.dp_overlap, gradient=gradient)
         program = self.program(plan.emitted, everywhere=everywhere)
-        costs = self._costs.setdefault((rates.fp8, rates.pieces), LocalCosts())
+        costs = self._costs.setdefault((rates.fp8, rates.pieces, rates.gradient), LocalCosts())
         return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs)
 
     def program(self, plan: ParallelPlan, *, everywhere: bool = False) -> Program:
@@ -330,7 +332,7 @@ def prediction(
     forecast = Forecast(program, rates, costs=costs)
     compute, exposed, bubble = forecast.split()
     eight_bits = SAVED_IN_EIGHT_BITS if rates.fp8 else frozenset()
-    footprint = Footprint(program, states_of(optimizer), costs, eight_bits)
+    footprint = Footprint(program, states_of(optimizer), costs, eight_bits, rates.gradient)
     memory = resident(footprint.peak, program.mesh, rates.cluster)
     return Prediction(
         step_seconds=forecast.seconds,

@@ -29,13 +29,15 @@ _STATES = 2  # of AdamW, in the parameter's type
 @dataclass(frozen=True)
 class Footprint:
     """The estimated peaks of a scheduled program's ranks; `states` are the tensors that the optimizer keeps of a
-    parameter. `eight_bits` are the products of weights' gradients that run in fp8, which save their operands so.
+    parameter. `eight_bits` are the products of weights' gradients that run in fp8, which save their operands so. An
+    element of a gradient has at most `gradient` bytes.
     """
 
     program: Program
     states: float = _STATES
     costs: LocalCosts = field(default_factory=LocalCosts, compare=False)
     eight_bits: frozenset[str] = frozenset()
+    gradient: int = ITEMSIZE["f64"]
 
     @property
     def peak(self) -> int:
@@ -74,10 +76,11 @@ class Footprint:
         total = float(own)
         if parameter.trainable:
             total += own * self.states
+            each = ITEMSIZE[parameter.type.dtype]
             if parameter.zero == 1:
-                total += whole * ITEMSIZE[parameter.type.dtype]  # the gradient is summed up whole
+                total += whole * min(each, self.gradient)  # the gradient is summed up whole
             if not parameter.sparse and not self._taken_over(parameter):
-                total += own
+                total += own * min(each, self.gradient) / each
         parted = parameter.name in self._exchanges.parted
         if parted and parameter.zero < 3:
             total += whole * ITEMSIZE[self._exchanges.read.get(parameter.name, parameter.type.dtype)]
@@ -131,7 +134,9 @@ class Footprint:
         if self.program.zero < 3:
             return 0
         return sum(
-            self._whole(name, self._exchanges.read[name]) for name in call.params if name in self._exchanges.parted
+            self._whole(name, ITEMSIZE[self._exchanges.read[name]])
+            for name in call.params
+            if name in self._exchanges.parted
         )
 
     def scattered(self, call: Call) -> int:
@@ -139,11 +144,13 @@ class Footprint:
         if self.program.zero < 2:
             return 0
         names = (name for name in call.params if name in self._exchanges.parted)
-        return 2 * sum(self._whole(name, self._parameters[name].type.dtype) for name in names)
+        return 2 * sum(
+            self._whole(name, min(ITEMSIZE[self._parameters[name].type.dtype], self.gradient)) for name in names
+        )
 
-    def _whole(self, name: str, dtype: str) -> int:
+    def _whole(self, name: str, each: int) -> int:
         parameter = self._parameters[name]
-        return self._whole_elements(parameter) * ITEMSIZE[dtype] if parameter.gather else 0
+        return self._whole_elements(parameter) * each if parameter.gather else 0
 
     def _whole_elements(self, parameter: Parameter) -> int:
         """The elements that calls read, without spare ones of the parts."""

@@ -121,7 +121,7 @@ _SPECIAL = frozenset(
 # beside its products, which take less time if heads have fewer features.
 _BACKWARD = 0.75
 _EDGE = 256
-# Gradients of weights are added to fp32 buffers: they are read and written beside the product's own operands.
+# Gradients of weights are added to buffers: they are read and written beside the product's own operands.
 _ADDS = frozenset({"linear_grad_weight", "matmul_grad_right", EXPERTS_GRADIENT})
 
 
@@ -139,7 +139,7 @@ SAVED_IN_EIGHT_BITS = frozenset(name for name, casts in _EIGHT_BITS.items() if n
 class ClusterRates:
     """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8; with
     `pieces`, of programs that run collectives in pieces beside products; with `waits`, of programs that run gathers and
-    sums of parameters beside nothing.
+    sums of parameters beside nothing. An element of a gradient has at most `gradient` bytes.
 
     With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at
     least 1/n of its time on the whole batch. Waves that are partly empty do not guarantee that.
@@ -150,6 +150,7 @@ class ClusterRates:
     fp8: bool = False
     pieces: bool = False
     waits: bool = False
+    gradient: int = ITEMSIZE["f64"]
     filled: bool = False
 
     @property
@@ -188,7 +189,7 @@ class ClusterRates:
         device = self.cluster.device
         size = traffic(op, shapes, results) * visits
         if op.name in _ADDS:
-            size += 2 * math.prod(results[0].shape) * ITEMSIZE["f32"]
+            size += 2 * math.prod(results[0].shape) * min(ITEMSIZE["f32"], self.gradient)
         moved = size / (device.bandwidth * self.constants.streaming)
         if device.special and op.name.removesuffix("_backward") in _SPECIAL:
             moved = max(moved, max(math.prod(type.shape) for type in (*shapes.values(), *results)) / device.special)

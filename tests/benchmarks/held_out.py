@@ -10,7 +10,8 @@ with the table's network and devices. Without it, predictions are those of plain
                 twentieth of its measurements, and at 160 to 33 in half of them (pp_comm_bandwidth.html)
     foundry     scripts/train/benchmarking/README.md of mosaicml/llm-foundry
     megatron    Narayanan et al., SC 2021, table 1; the table of weak scaling in the README of NVIDIA/Megatron-LM
-    bridge      docs/performance-summary.md and its archive of NVIDIA-NeMo/Megatron-Bridge, 25.09 to 26.08
+    bridge      docs/performance-summary.md and its archive of NVIDIA-NeMo/Megatron-Bridge, 25.09 to 26.08. Recipes
+                (scripts/performance/configs) hold gradients in bf16; those of Kimi K2 have Muon
     nemo        docs/source/performance of NVIDIA/NeMo: 24.07, and long sequences, whose flops count whole attention
     dgxc        READMEs of NVIDIA/dgxc-benchmarking, 2024 and 2025
     torchtitan  benchmarks/*.md of pytorch/torchtitan; its H100 have 96 GB with 2.4 TB/s, and 500 of 700 W. In pipelines it
@@ -35,7 +36,7 @@ from typing import Any
 from partc.cluster.cluster import Cluster, preset
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Prediction, Simulator
-from partc.cost.calibration import calibration
+from partc.cost.calibration import Calibration, calibration
 from partc.errors import PartcError
 from tests.benchmarks.comparison import rank_correlation, summary
 
@@ -120,17 +121,27 @@ def _nanotrons(cluster: Cluster) -> Cluster:
 
 
 def _grand_teton(cluster: Cluster) -> Cluster:
-    memory, bandwidth = (96 << 30, 2.4e12) if cluster.device.name.startswith("H100") else (0, 0.0)
-    device = replace(cluster.device, memory=memory, bandwidth=bandwidth) if memory else cluster.device
-    return replace(cluster, device=device)
+    """H100 with other memory. Power grows with the cube of the clock, as the voltage grows with it."""
+    device = cluster.device
+    if not device.name.startswith("H100"):
+        return cluster
+    clock = (500 / 700) ** (1 / 3)
+    peak = {name: clock * rate for name, rate in device.peak.items()}
+    quick = replace(device, peak=peak, fp8=clock * device.fp8, special=clock * device.special)
+    return replace(cluster, device=replace(quick, memory=96 << 30, bandwidth=2.4e12))
 
 
 # What is known of all programs and clusters of a table.
 _WORDS: Mapping[str, Mapping[str, Any]] = {
     "playbook": {"kernels": "aten", "dp_overlap": False},
     "foundry": {"kernels": "aten"},
+    "bridge": {"gradients": "bf16"},
 }
 _CLUSTERS: Mapping[str, Callable[[Cluster], Cluster]] = {"playbook": _nanotrons, "torchtitan": _grand_teton}
+# NVIDIA's programs have attention by cuDNN, which on Hopper is 1.6 times as quick as FlashAttention-2 (Shah et al. 2024,
+# FlashAttention-3, figures 5 and 6).
+_QUICK = 1.6
+_QUICK_ATTENTION = ("bridge", "nemo", "dgxc", "automodel")
 _AXES = ("pp", "dp", "ep", "cp", "tp")
 
 
@@ -163,6 +174,11 @@ class Run:
     def cluster(self) -> Cluster:
         node = 4 if self.device.startswith("GB") else 8
         return preset(f"{max(1, self.ranks // node)}x{min(self.ranks, node)}x{self.device}")
+
+    def constants(self, *, described: bool) -> Calibration:
+        found = calibration(self.cluster)
+        quick = described and self.table in _QUICK_ATTENTION and self.device.startswith(("H100", "H200"))
+        return replace(found, attention=_QUICK * found.attention) if quick else found
 
     @property
     def described(self) -> ParallelPlan:
@@ -224,7 +240,7 @@ def predictions(found: Iterable[Run], *, described: bool) -> Iterator[tuple[Run,
             first: Simulator | None = None
             for run in group:
                 cluster = _CLUSTERS.get(run.table, lambda same: same)(run.cluster) if described else run.cluster
-                constants = calibration(cluster)
+                constants = run.constants(described=described)
                 first = first or Simulator(source, cluster, constants)
                 try:
                     plan = run.described if described else run.plan

@@ -502,6 +502,34 @@ def test_the_bound_of_a_mesh_counts_the_time_in_which_its_pipeline_fills(small: 
         assert bounds[plan.microbatches] <= small.bounds.wide(plan, known).seconds <= small.predicted(plan).step_seconds
 
 
+def test_the_bound_of_a_mesh_needs_one_program_for_all_numbers_of_microbatches(
+    small: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    differentiated = small.simulator.differentiated
+
+    def noted(plan: ParallelPlan, **given: bool) -> Any:
+        asked.append(plan.microbatches)
+        return differentiated(plan, **given)
+
+    monkeypatch.setattr(small.simulator, "differentiated", noted)
+    planner = Planner(small.request, small.simulator)
+    wanted = fixed("pp=2,dp=2,tp=2,recompute=full,schedule=interleaved|1f1b,stage_calls=balanced")
+    (family,) = replace(planner.space, fixed=wanted).families()
+    assert set(family.microbatches) == {1, 2, 4, 8}
+    planner.bounds.of_family(family, planner.bounds.simple(family.least))
+    assert len({count for count in asked if count > 1}) == 1
+
+
+def test_orders_of_axes_share_estimates() -> None:
+    """The first plans to be tried are found in no time in spaces of many orders."""
+    request = Request(model=GPT, cluster=preset("2x4xH100-80GB"), ranks=8, limit=80 << 30, options={"batch": 8})
+    planner = Planner(request)
+    wanted = fixed("pp=2,dp=2,tp=2,recompute=none,stage_calls=balanced")
+    families = [*replace(planner.space, fixed=wanted).families()]
+    assert len(families) == 6 and len({*map(planner._promise, families)}) == len(planner._promises) == 1
+
+
 @pytest.mark.slow
 def test_the_bound_on_memory_depends_on_the_order_of_axes_that_cut_sequences() -> None:
     few = "zero=1,recompute=full,microbatches=12,schedule=zero-bubble,virtual_stages=1"

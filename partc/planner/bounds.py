@@ -215,10 +215,10 @@ class Bounds:
         work = self._work(plan, key)
         if work is None:
             return 0.0
-        stages = self._stages(_alike(plan))
+        stages = self._stages(plan, work.plan)
         if plan.stage_calls is None or len(stages.places) > stages.ranks:
             return work.seconds(stages, plan.microbatches)
-        alone = cuttable(work.alone(plan.microbatches, halved=stages.halved), self.tables.places(_alike(plan)))
+        alone = cuttable(work.alone(plan.microbatches, halved=stages.halved), self.tables.places(work.plan))
         return slowest([alone] * stages.ranks)
 
     def _work(self, plan: ParallelPlan, key: tuple[object, ...]) -> Work | None:
@@ -242,7 +242,7 @@ class Bounds:
                 sizes = sizes_of(plan)
                 share = sizes[PIPELINE_AXIS] / math.prod(sizes.values())
                 instead |= {index: share * flops / self.peak for index, flops in self._losses.items()}
-            self._works[key] = Work.of(calls, instead) if known else None
+            self._works[key] = Work.of(whole[0], calls, instead) if known else None
         return self._works[key]
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
@@ -295,11 +295,12 @@ class Bounds:
             return None
         return TimedStages(stages=self._stages(plan), calls=calls, shares=shares, tables=self.tables)
 
-    def _stages(self, plan: ParallelPlan) -> Stages:
+    def _stages(self, plan: ParallelPlan, body: ParallelPlan | None = None) -> Stages:
+        """The stages of a plan, which balance the calls of a `body`, by default its own."""
         kind, ranks = SCHEDULES[plan.schedule], sizes_of(plan)[PIPELINE_AXIS]
         places = stage_ranks(kind, ranks, stages_of(plan))
-        if plan.stage_calls is None:
-            cuts: Cuts = self.tables.cuts(_alike(plan), len(places))
+        if plan.stage_calls in (None, FITTED):
+            cuts: Cuts = self.tables.cuts(body or _alike(plan), len(places))
         else:
             cuts = tuple(pairwise(accumulate(map(int, expanded(plan.stage_calls, ",")), initial=0)))
         return Stages(plan=plan, ranks=ranks, places=places, cuts=cuts)
@@ -338,13 +339,14 @@ class Bounds:
 class Work:
     """The least seconds of the calls of a whole batch, as sums over the calls before each."""
 
+    plan: ParallelPlan  # one with these calls
     forward: Sums
     backward: Sums  # whole backward passes
     first: Mapping[bool, Sums]  # their parts until gradients are sent; True: in halves
     left: Mapping[bool, Sums]  # at most, after these parts
 
     @classmethod
-    def of(cls, tables: Sequence[CallTable], instead: Mapping[int, float]) -> Work:
+    def of(cls, plan: ParallelPlan, tables: Sequence[CallTable], instead: Mapping[int, float]) -> Work:
         """The work of calls, each with the quickest of several tables, or with the seconds of a product in `instead`,
         that is computed twice and has two gradients.
         """
@@ -357,9 +359,8 @@ class Work:
         forward, backward, sent, inputs, rest, weights = (
             tuple(accumulate(column, initial=0.0)) for column in found.T.tolist()
         )
-        return cls(
-            forward=forward, backward=backward, first={False: sent, True: inputs}, left={False: rest, True: weights}
-        )
+        first, left = {False: sent, True: inputs}, {False: rest, True: weights}
+        return cls(plan=plan, forward=forward, backward=backward, first=first, left=left)
 
     @staticmethod
     def _rows(table: CallTable, index: int) -> tuple[float, ...]:

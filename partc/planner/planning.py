@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -206,6 +207,7 @@ class Planner:
         )
         self.estimates = Estimates.of(annotated, self.bounds, self.simulator.rates, self.simulator.rates.host)
         self._hopes: dict[tuple[object, ...], tuple[bool, float]] = {}
+        self._promises: dict[tuple[object, ...], tuple[bool, float]] = {}
         self._predictions: dict[ParallelPlan, Prediction | Failure] = {}
         self._own_predictions: dict[ParallelPlan, Prediction | Failure] = {}
 
@@ -238,7 +240,12 @@ class Planner:
 
     def _promise(self, family: Family) -> tuple[bool, float]:
         """The smallest estimate among some plans of a family."""
-        return min(map(self._hope, _some(family).plans()))
+        base, decided = family.base, (family.microbatches, family.schedules, family.levels)
+        alike = *sizes_of(base).values(), base.experts, base.recompute, base.stage_calls, base.loss_chunks
+        key: tuple[object, ...] = (*alike, *decided)  # orders of the axes are taken as equal
+        if key not in self._promises:
+            self._promises[key] = min(map(self._hope, _some(family).plans()))
+        return self._promises[key]
 
     def _near(self, plan: ParallelPlan) -> list[ParallelPlan]:
         """The neighbours of a plan with the least estimated times; first those whose regions are cut as its own are."""
@@ -255,19 +262,20 @@ class Planner:
 
     def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
         """The measure by which plans are tried: those that probably fit, by their estimated seconds."""
+        ways: Iterable[str] = (plan.recompute,)
         if plan.stage_calls is not None:  # stages recompute as little as fits
             ways = plan.recompute.split("|") if plan.stage_calls == FITTED else stage_kinds(plan.recompute)
-            return min(self._hope(replace(plan, stage_calls=None, recompute=way)) for way in ways)
-        decided = plan.microbatches, plan.schedule, plan.virtual_stages, plan.zero, plan.recompute, plan.loss_chunks
-        key: tuple[object, ...] = (
-            *sizes_of(plan).values(),
-            plan.experts,
-            *decided,
-        )  # orders of the axes are taken as equal
-        if key not in self._hopes:
-            over = self.estimates.bytes(plan) > self.request.limit
-            self._hopes[key] = over, self.estimates.seconds(plan)
-        return self._hopes[key]
+        decided = plan.microbatches, plan.schedule, plan.virtual_stages, plan.zero, plan.loss_chunks
+        alike = *sizes_of(plan).values(), plan.experts, *decided  # orders of the axes are taken as equal
+        least = True, math.inf
+        for way in ways:
+            key: tuple[object, ...] = (way, *alike)
+            if key not in self._hopes:
+                one = replace(plan, stage_calls=None, recompute=way) if plan.stage_calls is not None else plan
+                over = self.estimates.bytes(one) > self.request.limit
+                self._hopes[key] = over, self.estimates.seconds(one)
+            least = min(least, self._hopes[key])
+        return least
 
     def _fits(self, prediction: Prediction) -> bool:
         return prediction.memory_bytes <= self.request.limit

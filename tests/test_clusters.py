@@ -402,7 +402,7 @@ def _matrix(*shape: int) -> TensorType:
 def test_plans_may_predict_gradients_in_bf16(simulator: Simulator) -> None:
     """Of each parameter a rank then holds 2 bytes less, and 2 bytes cross the links; the rest stays."""
     plan = ParallelPlan(mesh="dp=4", precision="bf16", options={"batch": 16, "depth": 4})
-    usual, half = (simulator.predict(replace(plan, gradients=name)) for name in ("fp32", "bf16"))  # type: ignore[arg-type]
+    usual, half = simulator.predict(plan), simulator.predict(replace(plan, gradients="bf16"))
     program = simulator.program(plan)
     elements = sum(parameter.type.local_bytes(program.sizes) for parameter in program.parameters) / 4
     assert usual.memory_bytes - half.memory_bytes == pytest.approx(2 * elements * (1 + FRAGMENTS), rel=0.01)
@@ -413,6 +413,18 @@ def test_plans_may_predict_gradients_in_bf16(simulator: Simulator) -> None:
     assert ParallelPlan.of(spelled({"mesh": "dp=2", "grad_reduce_in_fp32": False})).gradients == "bf16"
     with pytest.raises(PartcError, match="the plan has gradients"):
         replace(plan, gradients="bf16").compile_options()
+    with pytest.raises(PartcError, match="fp8"):
+        ParallelPlan.of({"mesh": "dp=2", "gradients": "fp8"})
+
+
+def test_plans_may_predict_weights_in_bf16(simulator: Simulator) -> None:
+    """The weight and both states of AdamW then have 2 bytes less each; weights in 64 bits have 6 bytes less."""
+    program = simulator.program(ParallelPlan(mesh="dp=4", options={"batch": 16, "depth": 4}))
+    elements = sum(parameter.type.local_bytes(program.sizes) for parameter in program.parameters) / 4
+    for precision, saved in (("bf16", 2), ("fp64", 6)):
+        plan = ParallelPlan(mesh="dp=4", precision=precision, options={"batch": 16, "depth": 4})
+        less = simulator.predict(plan).memory_bytes - simulator.predict(replace(plan, weights="bf16")).memory_bytes
+        assert less == pytest.approx(3 * saved * elements * (1 + FRAGMENTS), rel=0.01)
 
 
 def test_bubbles_are_those_of_the_schedules(simulator: Simulator) -> None:

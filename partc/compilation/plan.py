@@ -35,7 +35,7 @@ GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options tha
 
 FP8 = "fp8"  # a precision of predictions alone
 # Fields that are no options of a compile: the options of the model file, and those of predictions alone.
-_PREDICTED = ("tp_overlap", "dp_overlap", "gradients")
+_PREDICTED = ("tp_overlap", "dp_overlap", "gradients", "weights")
 _NOT_COMPILED = ("options", *_PREDICTED)
 
 Scalar = bool | int | float | str
@@ -90,6 +90,7 @@ class ParallelPlan:
     tp_overlap: bool = False  # of predictions alone: collectives of tp run in pieces beside pieces of products
     dp_overlap: bool = True  # of predictions alone: gradients are summed, and parameters gathered, beside computation
     gradients: Literal["fp32", "bf16"] = "fp32"  # of predictions alone: the type in which they are held and summed
+    weights: Literal["fp32", "bf16"] = "fp32"  # of predictions alone: the type of weights and of the optimizer's states
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -134,7 +135,7 @@ class ParallelPlan:
     def check_emitted(self) -> None:
         """Check that packages do what the plan says. Raises PartcError P0804."""
         for name in _PREDICTED:
-            if getattr(self, name) != getattr(ParallelPlan(mesh=""), name):
+            if getattr(self, name) != getattr(_USUAL, name):
                 help = f'partc simulate predicts such a program; leave "{name}" out to compile'
                 value = json.dumps(getattr(self, name))
                 raise PartcError("P0804", f"the plan has {name}: {value}, and no package does this", help=help)
@@ -142,11 +143,12 @@ class ParallelPlan:
     @property
     def emitted(self) -> ParallelPlan:
         """The plan of the program that is emitted: in bf16, where products in fp8 are predicted; collectives whole,
-        and beside computation; gradients in fp32, but for their sums.
+        and beside computation; weights and gradients in fp32, but for sums.
         """
         precision = "bf16" if self.precision == FP8 else self.precision
         sums = self.grad_reduce if self.gradients == "fp32" else self.gradients
-        return replace(self, precision=precision, tp_overlap=False, dp_overlap=True, gradients="fp32", grad_reduce=sums)
+        usual = {name: getattr(_USUAL, name) for name in _PREDICTED}
+        return replace(self, precision=precision, grad_reduce=sums, **usual)
 
     @property
     def level(self) -> int:
@@ -178,6 +180,9 @@ class ParallelPlan:
                 yield from (f"--{item.name.replace('_', '-')}", str(value))
         for name, value in self.options.items():
             yield from ("-D", f"{name}={value}")
+
+
+_USUAL = ParallelPlan(mesh="")
 
 
 def spelled(document: object) -> object:

@@ -124,15 +124,15 @@ class Simulator:
         With `everywhere`, regions are those of `differentiated`, which more plans share. A plan in fp8 is its program
         in bf16, with linear products at the device's rate for fp8. With `tp_overlap`, collectives of tp run in pieces
         beside the products next to them; without `dp_overlap`, gathers and sums of parameters run beside nothing.
-        Gradients may be held and summed in bf16.
+        Gradients may be held and summed in bf16, and weights and the optimizer's states held in bf16.
         """
         device, rates = self.cluster.device, self.rates
         if plan.precision == FP8:
             if not device.fp8:
                 raise PartcError("P0404", f"{device.name} has no products in fp8", help="give bf16")
             rates = replace(rates, fp8=True)
-        gradient = ITEMSIZE["bf16" if plan.gradients == "bf16" else "f64"]
-        rates = replace(rates, pieces=plan.tp_overlap, waits=not plan.dp_overlap, gradient=gradient)
+        gradient, weight = (ITEMSIZE["bf16" if name == "bf16" else "f64"] for name in (plan.gradients, plan.weights))
+        rates = replace(rates, pieces=plan.tp_overlap, waits=not plan.dp_overlap, gradient=gradient, weight=weight)
         program = self.program(plan.emitted, everywhere=everywhere)
         costs = self._costs.setdefault((rates.fp8, rates.pieces, rates.gradient), LocalCosts())
         return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs)
@@ -332,7 +332,7 @@ def prediction(
     forecast = Forecast(program, rates, costs=costs)
     compute, exposed, bubble = forecast.split()
     eight_bits = SAVED_IN_EIGHT_BITS if rates.fp8 else frozenset()
-    footprint = Footprint(program, states_of(optimizer), costs, eight_bits, rates.gradient)
+    footprint = Footprint(program, states_of(optimizer), costs, eight_bits, rates.gradient, rates.weight)
     memory = resident(footprint.peak, program.mesh, rates.cluster)
     return Prediction(
         step_seconds=forecast.seconds,

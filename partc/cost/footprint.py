@@ -30,7 +30,7 @@ _STATES = 2  # of AdamW, in the parameter's type
 class Footprint:
     """The estimated peaks of a scheduled program's ranks; `states` are the tensors that the optimizer keeps of a
     parameter. `eight_bits` are the products of weights' gradients that run in fp8, which save their operands so. An
-    element of a gradient has at most `gradient` bytes.
+    element of a gradient has at most `gradient` bytes, one of a parameter or of a state at most `weight`.
     """
 
     program: Program
@@ -38,6 +38,7 @@ class Footprint:
     costs: LocalCosts = field(default_factory=LocalCosts, compare=False)
     eight_bits: frozenset[str] = frozenset()
     gradient: int = ITEMSIZE["f64"]
+    weight: int = ITEMSIZE["f64"]
 
     @property
     def peak(self) -> int:
@@ -71,16 +72,16 @@ class Footprint:
 
     def lasting(self, parameter: Parameter) -> float:
         """The bytes that a rank holds of a parameter, its gradient and its states through a step."""
-        own = parameter.type.local_bytes(self.program.sizes)
+        each = ITEMSIZE[parameter.type.dtype]
+        own = parameter.type.local_bytes(self.program.sizes) / each
         whole = self._whole_elements(parameter)
-        total = float(own)
+        total = own * min(each, self.weight)
         if parameter.trainable:
-            total += own * self.states
-            each = ITEMSIZE[parameter.type.dtype]
+            total += own * min(each, self.weight) * self.states
             if parameter.zero == 1:
                 total += whole * min(each, self.gradient)  # the gradient is summed up whole
             if not parameter.sparse and not self._taken_over(parameter):
-                total += own * min(each, self.gradient) / each
+                total += own * min(each, self.gradient)
         parted = parameter.name in self._exchanges.parted
         if parted and parameter.zero < 3:
             total += whole * ITEMSIZE[self._exchanges.read.get(parameter.name, parameter.type.dtype)]

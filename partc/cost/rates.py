@@ -139,7 +139,8 @@ SAVED_IN_EIGHT_BITS = frozenset(name for name, casts in _EIGHT_BITS.items() if n
 class ClusterRates:
     """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8; with
     `pieces`, of programs that run collectives in pieces beside products; with `waits`, of programs that run gathers and
-    sums of parameters beside nothing. An element of a gradient has at most `gradient` bytes.
+    sums of parameters beside nothing. An element of a gradient has at most `gradient` bytes, one
+    of a parameter or of a state of the optimizer at most `weight`.
 
     With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at
     least 1/n of its time on the whole batch. Waves that are partly empty do not guarantee that.
@@ -151,6 +152,7 @@ class ClusterRates:
     pieces: bool = False
     waits: bool = False
     gradient: int = ITEMSIZE["f64"]
+    weight: int = ITEMSIZE["f64"]
     filled: bool = False
 
     @property

@@ -1,215 +1,319 @@
-"""Predicted against published throughput: `python -m tests.benchmarks.published`, in six minutes.
+"""Predicted against published runs: `python -m tests.benchmarks.published [TABLE ...] [--every N] [--described]`.
 
-The runs are those of Narayanan et al., SC 2021, Table 1 (A100), of the table of weak scaling in Megatron-LM's README
-(H100), and some of each size and length in the tables of MosaicML's llm-foundry (scripts/train/benchmarking/README.md:
-A100 and H100, sharded parameters). Each is simulated as it was configured, as far as this is published: the A100 runs
-of 2021 with full recomputation and attention spelled out, the others with fused attention, those on H100 with a
-distributed optimizer, and Megatron's on H100 with tensor-parallel collectives in pieces beside products. partc differs
-from those of 2021, as it cuts sequences between tensor-parallel products.
+The runs are in runs/*.csv: one line for each, with its model, device, mesh, microbatches, sequences of a microbatch
+(`each`), tokens a second and GPU, and gigabytes of a GPU where these are published. Lines without tokens failed, most of
+them for want of memory. `words` are what is known of a program beyond its plan; `--described` predicts with them, and
+with the table's network and devices. Without it, predictions are those of plain plan lines on preset clusters.
+Constants of the cost model were chosen with the runs that are marked as `seen`, and all of Megatron-LM's; the report has
+the others by themselves.
+
+    playbook    3,287 runs of nanotron on 1 to 64 nodes (huggingface/ultrascale-playbook, benchmarks_interactive.html).
+                An all-reduce of 256 MB over 4 to 64 nodes of its cluster ran at 219 to 177 GB/s of a node's 400 in the best
+                twentieth of its measurements, and at 160 to 33 in half of them (pp_comm_bandwidth.html)
+    foundry     scripts/train/benchmarking/README.md of mosaicml/llm-foundry
+    megatron    Narayanan et al., SC 2021, table 1; the table of weak scaling in the README of NVIDIA/Megatron-LM
+    bridge      docs/performance-summary.md and its archive of NVIDIA-NeMo/Megatron-Bridge, 25.09 to 26.08. Recipes
+                (scripts/performance/configs) hold gradients in bf16; those of Kimi K2 have Muon
+    nemo        docs/source/performance of NVIDIA/NeMo: 24.07, and long sequences, whose flops count whole attention
+    dgxc        READMEs of NVIDIA/dgxc-benchmarking, 2024 and 2025
+    torchtitan  benchmarks/*.md of pytorch/torchtitan; its H100 have 96 GB with 2.4 TB/s, and 500 of 700 W. In pipelines it
+                gathers parameters and scatters gradients once a step, which is ZeRO 1 here
+    automodel   docs/performance-summary.mdx of NVIDIA-NeMo/Automodel; its pipelines are like torchtitan's, its weights and
+                states in bf16
+    others      README of foundation-model-stack/fms-fsdp; The Llama 3 Herd of Models (Llama Team 2024), table 4
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import csv
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from partc.cluster.cluster import preset
+from partc.cluster.cluster import Cluster, preset
 from partc.compilation.plan import ParallelPlan
-from partc.compilation.simulation import Simulator
-from partc.cost.calibration import calibration
+from partc.compilation.simulation import Prediction, Simulator
+from partc.cost.calibration import Calibration, calibration
+from partc.errors import PartcError
 from tests.benchmarks.comparison import rank_correlation, summary
 
-MODEL = Path(__file__).parent.parent / "models" / "gpt.py"
+RUNS = Path(__file__).parent / "runs"
+GPT = Path(__file__).parent.parent / "models" / "gpt.py"
+TABLES = ("megatron", "foundry", "others", "nemo", "dgxc", "bridge", "automodel", "torchtitan", "playbook")
+
+
+def _llama(layers: int, hidden: int, heads: int, wide: int, vocabulary: int, **other: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 131072}
+    named = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    return {**named, **sizes, **heads_of, **other}
+
+
+def _mixtral(layers: int, hidden: int, heads: int, wide: int, vocabulary: int) -> dict[str, Any]:
+    routed = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 128}
+    named = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 8}
+    return _llama(layers, hidden, heads, wide, vocabulary, **named, **routed)
+
+
+def _nemotron(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    named = {"model_type": "nemotron", "architectures": ["NemotronForCausalLM"], "num_key_value_heads": 8}
+    return _llama(layers, hidden, heads, 4 * hidden, 256000, **named, hidden_act="relu2", partial_rotary_factor=0.5)
+
+
+def _qwen(layers: int, hidden: int, heads: int, wide: int) -> dict[str, Any]:
+    found = _llama(layers, hidden, heads, 3 * hidden, 151936, num_key_value_heads=4, head_dim=128, norm_topk_prob=True)
+    routed = {"moe_intermediate_size": wide, "num_experts": 128, "num_experts_per_tok": 8}
+    return {**found, **routed, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+
+
+def _latent(heads: int, experts: int, vocabulary: int, **other: Any) -> dict[str, Any]:
+    """DeepSeek-V3 and models of its form: 61 layers of width 7168, all but the first with experts."""
+    found = _llama(61, 7168, heads, 18432, vocabulary, num_key_value_heads=heads, moe_intermediate_size=2048)
+    routed = {"n_routed_experts": experts, "num_experts_per_tok": 8, "n_shared_experts": 1, **other}
+    ranks = {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    }
+    return {**found, **routed, **ranks, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+
+
+def _oss(layers: int, experts: int) -> dict[str, Any]:
+    named = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_key_value_heads": 8, "head_dim": 64}
+    routed = {"num_local_experts": experts, "num_experts_per_tok": 4, "sliding_window": 128}
+    return _llama(layers, 2880, 64, 2880, 201088, **named, **routed)
+
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "1B": _llama(16, 2048, 32, 8192, 131072, tie_word_embeddings=True),  # these four are nanotron's
+    "3B": _llama(28, 3072, 32, 8192, 131072, tie_word_embeddings=True),
+    "8B": _llama(32, 4096, 32, 14336, 131072),
+    "80B": _llama(80, 8192, 64, 28672, 131072),
+    "llama2 7B": _llama(32, 4096, 32, 11008, 32000),
+    "llama2 13B": _llama(40, 5120, 40, 13824, 32000),
+    "llama2 70B": _llama(80, 8192, 64, 28672, 32000, num_key_value_heads=8),
+    "llama3 8B": _llama(32, 4096, 32, 14336, 128256, num_key_value_heads=8),
+    "llama3 70B": _llama(80, 8192, 64, 28672, 128256, num_key_value_heads=8),
+    "llama3 405B": _llama(126, 16384, 128, 53248, 128256, num_key_value_heads=8),
+    **{f"llama3 405B {n}": _llama(n, 16384, 128, 53248, 128256, num_key_value_heads=8) for n in (7, 21, 42)},
+    "nemotron4 15B": _nemotron(32, 6144, 48),
+    "nemotron4 340B": _nemotron(96, 18432, 96),
+    **{f"grok {layers}": _mixtral(layers, 6144, 48, 32768, 131072) for layers in (2, 4, 8, 16, 32, 64)},
+    "qwen3 30B": _qwen(48, 2048, 32, 768),
+    "qwen3 235B": _qwen(94, 4096, 64, 1536),
+    "gpt-oss 20B": _oss(24, 32),
+    "gpt-oss 120B": _oss(36, 128),
+    "deepseek v3": _latent(128, 256, 129280, n_group=8, topk_group=4),
+    "kimi k2": _latent(64, 384, 163840, n_group=1, topk_group=1, first_k_dense_replace=1),
+}
+
+
+def _nanotrons(cluster: Cluster) -> Cluster:
+    """The network at its best rates, and the time in which nanotron issues as much as one operation of a package."""
+    device = replace(cluster.device, host=6e-5)
+    rate = 185e9 / 8 / calibration(cluster).between
+    return replace(cluster, device=device, between=replace(cluster.between, bandwidth=rate))
+
+
+def _grand_teton(cluster: Cluster) -> Cluster:
+    """H100 with other memory. Power grows with the cube of the clock, as the voltage grows with it."""
+    device = cluster.device
+    if not device.name.startswith("H100"):
+        return cluster
+    clock = (500 / 700) ** (1 / 3)
+    peak = {name: clock * rate for name, rate in device.peak.items()}
+    quick = replace(device, peak=peak, fp8=clock * device.fp8, special=clock * device.special)
+    return replace(cluster, device=replace(quick, memory=96 << 30, bandwidth=2.4e12))
+
+
+# What is known of all programs and clusters of a table.
+_WORDS: Mapping[str, Mapping[str, Any]] = {
+    "playbook": {"kernels": "aten", "dp_overlap": False},
+    "foundry": {"kernels": "aten"},
+    "bridge": {"gradients": "bf16"},
+    "automodel": {"gradients": "bf16", "weights": "bf16"},
+}
+_CLUSTERS: Mapping[str, Callable[[Cluster], Cluster]] = {"playbook": _nanotrons, "torchtitan": _grand_teton}
+# NVIDIA's programs have attention by cuDNN, which on Hopper is 1.6 times as quick as FlashAttention-2 (Shah et al. 2024,
+# FlashAttention-3, figures 5 and 6).
+_QUICK = 1.6
+_QUICK_ATTENTION = ("bridge", "nemo", "dgxc", "automodel")
+_AXES = ("pp", "dp", "ep", "cp", "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A published run; `rate` is in 10^12 flops a second and GPU, of the model or (with recomputation) the hardware."""
+    """A published run: tokens a second and GPU, or 0 if it failed; gigabytes of a GPU, or 0 if they are not published."""
 
-    name: str
+    table: str
+    model: str
     device: str
-    layers: int
-    hidden: int
-    heads: int
-    tp: int
-    pp: int
-    gpus: int
-    batch: int
-    microbatch: int
-    rate: float
-    seq: int = 2048
-    vocab: int = 51200
-    recompute: str = "full"
-    zero: int = 0
-    written: bool = False  # attention is spelled out
-    tokens: int = 0  # a second and GPU; 0: `rate` is published
-    table: str = "Megatron-LM"
-    precision: str = "bf16"
+    plan: ParallelPlan
+    words: Mapping[str, Any]
+    tokens: float
+    gigabytes: float
+    seen: bool
 
     @property
-    def flops(self) -> float:
-        """The flops of a step that Megatron-LM's publications count."""
-        each = 96 if self.recompute == "full" else 72
-        s, h, n = self.seq, self.hidden, self.layers
-        head = self.vocab / ((16 if self.recompute == "full" else 12) * n * h)
-        return each * self.batch * s * n * h * h * (1 + s / (6 * h) + head)
+    def ranks(self) -> int:
+        return self.plan.emitted.compile_options().mesh.size
+
+    @property
+    def batch(self) -> int:
+        """Tokens of a step."""
+        return int(self.plan.options["batch"]) * int(self.plan.options["seq"])
 
     @property
     def seconds(self) -> float:
-        if self.tokens:
-            return self.batch * self.seq / (self.tokens * self.gpus)
-        return self.flops / (self.rate * 1e12 * self.gpus)
+        return self.batch / (self.tokens * self.ranks)
 
     @property
-    def virtual(self) -> int:
-        """Interleaved stages of a rank, which are not published: up to eight if so many divide its layers."""
-        each = self.layers // self.pp
-        several = [v for v in range(2, each + 1) if each % v == 0]
-        return 1 if self.pp == 1 else max([v for v in several if v <= 8], default=several[0])
+    def cluster(self) -> Cluster:
+        node = 4 if self.device.startswith("GB") else 8
+        return preset(f"{max(1, self.ranks // node)}x{min(self.ranks, node)}x{self.device}")
+
+    def constants(self, *, described: bool) -> Calibration:
+        found = calibration(self.cluster)
+        quick = described and self.table in _QUICK_ATTENTION and self.device.startswith(("H100", "H200"))
+        return replace(found, attention=_QUICK * found.attention) if quick else found
 
     @property
-    def plan(self) -> ParallelPlan:
-        dp = self.gpus // (self.tp * self.pp)
-        mesh = f"pp={self.pp},dp={dp},tp={self.tp}"
-        schedule, virtual = ("interleaved", self.virtual) if self.virtual > 1 else ("1f1b", 1)
-        written = {"written": self.written}
-        sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "seq": self.seq}
-        return ParallelPlan(
-            mesh=mesh,
-            microbatches=self.batch // (dp * self.microbatch),
-            schedule=schedule,
-            virtual_stages=virtual,
-            zero=self.zero,
-            recompute=self.recompute,
-            precision=self.precision,
-            tp_overlap=self.table == "Megatron-LM" and self.device.startswith("H100"),
-            options={**written, **sizes, "vocab": self.vocab, "batch": self.batch},
-        )
+    def described(self) -> ParallelPlan:
+        """The plan with what else is known of the program."""
+        return replace(self.plan, **_WORDS.get(self.table, {}), **self.words)
 
 
-def _a100(name: str, *figures: float) -> Run:
-    names = ("layers", "hidden", "heads", "tp", "pp", "gpus", "batch", "microbatch")
-    given = dict(zip(names, map(int, figures), strict=False))
-    return Run(name=name, device="A100-80GB", rate=figures[-1], written=True, **given)
+def runs(table: str) -> Iterator[Run]:
+    """The runs of a table; columns that it lacks have one value throughout."""
+    with (RUNS / f"{table}.csv").open() as file:
+        for line in csv.DictReader(file):
+            yield _run(table, line)
 
 
-def _h100(name: str, *figures: float) -> Run:
-    """The README does not give the microbatch: one sequence where there are several stages, else all four of a rank."""
-    names = ("layers", "hidden", "heads", "tp", "pp", "gpus", "batch")
-    given = dict(zip(names, map(int, figures), strict=False))
-    how = {
-        "seq": 4096,
-        "vocab": 131072,
-        "recompute": "none",
-        "zero": 1,
-        "microbatch": 1 if given["pp"] > 1 else 4,
+def _run(table: str, line: Mapping[str, str]) -> Run:
+    sizes = {axis: int(line.get(axis, 1)) for axis in _AXES}
+    count, stages = int(line.get("microbatches", 1)), int(line.get("stages", 1))
+    options: dict[str, Any] = {"batch": sizes["dp"] * sizes["ep"] * count * int(line["each"])}
+    options["seq"] = int(line.get("seq", 4096))
+    if line["model"].startswith("gpt "):
+        figures = line["model"].split()[1:]
+        options |= dict(zip(("layers", "hidden", "heads", "vocab"), map(int, figures[:4]), strict=True))
+        options["written"] = "written" in figures  # attention is spelled out
+    zero = line.get("zero", "1")
+    given: dict[str, Any] = {
+        "mesh": ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "dp=1",
+        "microbatches": count,
+        "zero": int(zero) if zero.isdecimal() else zero,
+        "recompute": line.get("recompute", "none"),
+        "precision": line.get("precision", "fp8" if table == "nemo" else "bf16"),
+        "options": options,
     }
-    return Run(name=name, device="H100-80GB", rate=figures[-1], **given, **how)  # type: ignore[arg-type]
-
-
-_SHAPES = {  # of MPT: layers, hidden, heads
-    "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16),
-    "3b": (32, 2560, 20), "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
-}  # fmt: skip
-
-
-def _mosaic(device: str, name: str, *figures: int, again: bool = False, precision: str = "bf16") -> Run:
-    """Sequence, GPUs, microbatch, microbatches of a step, tokens a second and GPU; with full recomputation or none."""
-    table = "llm-foundry" if precision == "bf16" else f"llm-foundry {precision}"
-    seq, gpus, microbatch, times, tokens = figures
-    layers, hidden, heads = _SHAPES[name]
+    if stages > 1:
+        given |= {"schedule": "interleaved", "virtual_stages": stages}
+    if experts := line.get("experts", ""):
+        given["experts"] = experts.replace(" ", ",")
+    words = (word.partition("=") for word in line.get("words", "").split())
     return Run(
-        name=f"{name} {seq}", device=device, table=table, precision=precision, layers=layers, hidden=hidden, heads=heads, tp=1, pp=1,
-        gpus=gpus, batch=microbatch * times * gpus, microbatch=microbatch, rate=0.0, seq=seq, vocab=50368, zero=3,
-        recompute="full" if again else "none", tokens=tokens,
+        table=table, model=line["model"], device=line.get("device", "H100"), plan=ParallelPlan.of(given),
+        words={name: value or True for name, _, value in words}, tokens=float(line["tokens"] or 0),
+        gigabytes=float(line.get("gigabytes") or 0), seen=line.get("seen", "1") == "1",
     )  # fmt: skip
 
 
-RUNS = (
-    _a100("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 137),
-    _a100("3.6B", 30, 3072, 32, 2, 1, 64, 512, 16, 138),
-    _a100("7.5B", 36, 4096, 32, 4, 1, 128, 512, 16, 142),
-    _a100("18B", 40, 6144, 48, 8, 1, 256, 1024, 8, 135),
-    _a100("39B", 48, 8192, 64, 8, 2, 512, 1536, 4, 138),
-    _a100("76B", 60, 10240, 80, 8, 4, 1024, 1792, 2, 140),
-    _a100("145B", 80, 12288, 96, 8, 8, 1536, 2304, 2, 148),
-    _a100("310B", 96, 16384, 128, 8, 16, 1920, 2160, 1, 155),
-    _a100("530B", 105, 20480, 128, 8, 35, 2520, 2520, 1, 163),
-    _a100("1T", 128, 25600, 160, 8, 64, 3072, 3072, 1, 163),
-    _h100("1.7B", 24, 2048, 16, 1, 1, 48, 192, 408.8),
-    _h100("7.1B", 30, 4096, 32, 2, 1, 96, 192, 465.9),
-    _h100("16B", 32, 6144, 48, 4, 1, 192, 192, 489.1),
-    _h100("32B", 48, 7168, 56, 8, 1, 384, 192, 459.6),
-    _h100("70B", 84, 8192, 64, 8, 2, 768, 384, 419.7),
-    _h100("119B", 92, 10240, 80, 8, 4, 1536, 768, 420.5),
-    _h100("177B", 96, 12288, 96, 8, 6, 2304, 1152, 432.8),
-    _h100("314B", 96, 16384, 128, 8, 8, 3072, 1536, 474.4),
-    _h100("462B", 112, 18432, 144, 8, 16, 6144, 3072, 459.9),
-    _mosaic("A100-80GB", "125m", 2048, 8, 32, 2, 141737),
-    _mosaic("A100-80GB", "350m", 2048, 8, 32, 2, 58782),
-    _mosaic("A100-80GB", "760m", 2048, 8, 24, 2, 32434),
-    _mosaic("A100-80GB", "1b", 2048, 8, 14, 4, 20513),
-    _mosaic("A100-80GB", "1b", 8192, 8, 3, 4, 13814),
-    _mosaic("A100-80GB", "3b", 2048, 8, 10, 2, 10811),
-    _mosaic("A100-80GB", "3b", 8192, 8, 3, 6, 7695),
-    _mosaic("A100-80GB", "7b", 2048, 8, 6, 2, 4641),
-    _mosaic("A100-80GB", "7b", 8192, 8, 8, 2, 3206, again=True),
-    _mosaic("A100-80GB", "7b", 32768, 8, 2, 2, 1672, again=True),
-    _mosaic("A100-80GB", "13b", 2048, 8, 2, 3, 2262),
-    _mosaic("A100-80GB", "13b", 4096, 8, 10, 3, 2060, again=True),
-    _mosaic("A100-80GB", "30b", 2048, 8, 3, 21, 916, again=True),
-    _mosaic("A100-80GB", "70b", 2048, 64, 8, 4, 410, again=True),
-    _mosaic("A100-80GB", "70b", 2048, 32, 2, 16, 373, again=True),
-    _mosaic("H100-80GB", "760m", 2048, 16, 24, 1, 68551),
-    _mosaic("H100-80GB", "1b", 2048, 8, 14, 1, 45455),
-    _mosaic("H100-80GB", "1b", 2048, 64, 20, 1, 44402),
-    _mosaic("H100-80GB", "1b", 8192, 8, 3, 4, 29157),
-    _mosaic("H100-80GB", "1b", 32768, 8, 1, 4, 12025),
-    _mosaic("H100-80GB", "3b", 2048, 16, 10, 3, 24142),
-    _mosaic("H100-80GB", "3b", 8192, 8, 3, 6, 16578),
-    _mosaic("H100-80GB", "3b", 512, 8, 40, 6, 27965),
-    _mosaic("H100-80GB", "7b", 2048, 8, 6, 1, 10643),
-    _mosaic("H100-80GB", "7b", 4096, 8, 16, 2, 8611, again=True),
-    _mosaic("H100-80GB", "7b", 32768, 8, 2, 2, 3318, again=True),
-    _mosaic("H100-80GB", "13b", 2048, 8, 2, 1, 4792),
-    _mosaic("H100-80GB", "13b", 2048, 64, 2, 1, 4800),
-    _mosaic("H100-80GB", "30b", 2048, 8, 3, 21, 2002, again=True),
-    _mosaic("H100-80GB", "30b", 2048, 32, 14, 3, 2308, again=True),
-    _mosaic("H100-80GB", "30b", 8192, 8, 1, 21, 1384, again=True),
-    _mosaic("H100-80GB", "70b", 2048, 64, 8, 4, 1039, again=True),
-    _mosaic("H100-80GB", "70b", 2048, 32, 2, 16, 882, again=True),
-    _mosaic("H100-80GB", "1b", 512, 8, 56, 4, 70315, precision="fp8"),
-    _mosaic("H100-80GB", "1b", 8192, 8, 2, 4, 32010, precision="fp8"),
-    _mosaic("H100-80GB", "1b", 32768, 8, 1, 4, 12580, precision="fp8"),
-    _mosaic("H100-80GB", "3b", 512, 8, 40, 6, 36527, precision="fp8"),
-    _mosaic("H100-80GB", "3b", 2048, 8, 10, 6, 30586, precision="fp8"),
-    _mosaic("H100-80GB", "3b", 8192, 8, 3, 6, 19146, precision="fp8"),
-    _mosaic("H100-80GB", "3b", 32768, 8, 3, 6, 5856, again=True, precision="fp8"),
-)
+def predictions(found: Iterable[Run], *, described: bool) -> Iterator[tuple[Run, Prediction | PartcError]]:
+    """Yields runs, in an order in which neighbours share programs, with their predictions."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def shared(run: Run) -> tuple[Any, ...]:
+            return run.model, run.plan.options["seq"]
+
+        for (model, _), group in groupby(sorted(found, key=shared), key=shared):
+            source = str(GPT)
+            if not model.startswith("gpt "):
+                place = Path(folder, model.replace(" ", "-"))
+                place.mkdir(exist_ok=True)
+                (place / "config.json").write_text(json.dumps(MODELS[model]))
+                source = f"hf:{place}/config.json"
+            first: Simulator | None = None
+            for run in group:
+                cluster = _CLUSTERS.get(run.table, lambda same: same)(run.cluster) if described else run.cluster
+                constants = run.constants(described=described)
+                first = first or Simulator(source, cluster, constants)
+                try:
+                    plan = run.described if described else run.plan
+                    yield run, first.on(cluster, constants).predict(plan)
+                except PartcError as error:
+                    yield run, error
 
 
-def main() -> None:
-    found: dict[str, list[tuple[Run, float]]] = {}
-    print(f"{'run':<17} {'mesh':<18} {'microbatches':>12} {'published':>11} {'predicted':>11}  error  memory")
-    simulators: dict[str, Simulator] = {}
-    for run in RUNS:
-        cluster = preset(f"{-(-run.gpus // 8)}x8x{run.device}")
-        prediction = simulators.setdefault(cluster.name, Simulator(str(MODEL), cluster, calibration(cluster))).predict(
-            run.plan
-        )
-        seconds = prediction.step_seconds
-        found.setdefault(f"{run.table}, {run.device[:4]}", []).append((run, seconds))
-        name, error = f"{run.device[:4]} {run.name}", seconds / run.seconds - 1
-        figures = f"{run.plan.microbatches:>12} {run.seconds:>9.3f} s {seconds:>9.3f} s {error:>+6.1%}"
-        memory = f"{prediction.memory_bytes / 1e9:.0f} GB{'' if prediction.fits else ', does not fit'}"
-        print(f"{name:<17} {run.plan.mesh:<18} {figures}  {memory}", flush=True)
-    for table, pairs in found.items():
-        errors = [predicted / run.seconds - 1 for run, predicted in pairs]
-        # Ranks of flops a second and GPU, which are comparable between sizes and clusters.
-        published = [run.flops / (run.seconds * run.gpus) for run, _ in pairs]
-        predicted = [run.flops / (seconds * run.gpus) for run, seconds in pairs]
-        print(f"{table}: {len(pairs)} runs, {summary(errors, rank_correlation(published, predicted))}")
+def kept(pairs: Iterable[tuple[Run, Prediction]]) -> list[float]:
+    """For each model, device, number of ranks and batch with several runs: the measured throughput of the run that is
+    predicted to be the quickest of those that fit, as a share of the best; 0 if it failed.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[Run, Prediction]]] = {}
+    for run, prediction in pairs:
+        key = run.model, run.device, run.ranks, run.batch, run.plan.options["seq"], run.plan.precision
+        groups.setdefault(key, []).append((run, prediction))
+    shares = []
+    for members in groups.values():
+        plans = {run.plan.text for run, _ in members}
+        best = max(run.tokens for run, _ in members)
+        if len(plans) > 2 and best:
+            fitting = [pair for pair in members if pair[1].fits] or members[:1]
+            chosen, _ = min(fitting, key=lambda pair: pair[1].step_seconds)
+            shares.append(max(run.tokens for run, _ in members if run.plan == chosen.plan) / best)
+    return shares
+
+
+def report(name: str, pairs: list[tuple[Run, Prediction]]) -> None:
+    """Print errors of the step time and of memory, ranks of throughput, what fits, and what choices keep."""
+    ran = [(run, found) for run, found in pairs if run.tokens]
+    if not ran:
+        return
+    errors = [found.step_seconds / run.seconds - 1 for run, found in ran]
+    rates = [run.batch / (found.step_seconds * run.ranks) for run, found in ran]
+    ranks = rank_correlation([run.tokens for run, _ in ran], rates) if len(ran) > 2 else float("nan")
+    print(f"{name}: {len(ran)} runs, {summary(errors, ranks)}", end="")
+    if memory := [found.memory_bytes / 1e9 / run.gigabytes - 1 for run, found in ran if run.gigabytes]:
+        print(f"; memory {sum(map(abs, memory)) / len(memory):.1%}, bias {sum(memory) / len(memory):+.1%}", end="")
+    counts = Counter((run.tokens > 0, found.fits) for run, found in pairs)
+    for ended, ran_so in (("ran", True), ("failed", False)):
+        print(f"; {ended} {counts[ran_so, True]} that fit, {counts[ran_so, False]} that do not", end="")
+    if shares := kept(pairs):
+        print(f"; choices keep {sum(shares) / len(shares):.1%} of the best, {len(shares)} groups", end="")
+    print(flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    every = int(arguments[arguments.index("--every") + 1]) if "--every" in arguments else 1
+    wanted = [name for name in arguments if name in TABLES] or list(TABLES)
+    for table in wanted:
+        pairs: list[tuple[Run, Prediction]] = []
+        for run, found in predictions(list(runs(table))[::every], described="--described" in arguments):
+            plan, ran = run.plan, run.tokens > 0
+            place = f"{run.model:<24} {run.device:<9} {run.ranks:>5} {plan.mesh:<24} {plan.microbatches:>4} {plan.precision:<4}"
+            if isinstance(found, PartcError):
+                print(f"{place} {found.code} {found.cause}", flush=True)
+                continue
+            pairs.append((run, found))
+            measured = f"{run.seconds:>9.3f} s" if ran else "     failed"
+            error = f"{found.step_seconds / run.seconds - 1:>+7.1%}" if ran else " " * 7
+            memory = f"{found.memory_bytes / 1e9:.0f} GB" + (f" of {run.gigabytes:.0f}" if run.gigabytes else "")
+            memory += "" if found.fits else ", does not fit"
+            print(f"{place} {measured} {found.step_seconds:>9.3f} s {error}  {memory}", flush=True)
+        for device in dict.fromkeys(run.device for run, _ in pairs):
+            report(f"{table}, {device}", [(run, found) for run, found in pairs if run.device == device])
+        report(table, pairs)
+        report(f"{table}, not seen", [(run, found) for run, found in pairs if not run.seen])
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -749,6 +749,9 @@ def test_a_cluster_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["cluster", "show", str(file)]) == 0
     out = capsys.readouterr().out
     assert "8 nodes of 4" in out and "oversubscribed 4 to 1" in out
+    assert main(["cluster", "show", "16x8xH100-80GB"]) == 0
+    page = capsys.readouterr().out
+    assert "1.3 us to fill and drain" in page and "3,590 exponentials" in page
     assert main(["cluster", "show", "16x8xA100-80GB", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["size"] == 128
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partc.cluster.cluster import Cluster
+from partc.cluster.device import Device
 from partc.cluster.network import Link
 from partc.cost.calibration import Calibration
 from partc.ir.printer import readable
+
+
+def _kernels(device: Device) -> Iterator[tuple[str, str]]:
+    if device.fill:
+        yield "tiles", f"{device.fill * 1e6:g} us to fill and drain"
+    if device.special:
+        yield "special", f"{device.special / 1e9:,.0f} exponentials (10^9 a second)"
 
 
 def page(cluster: Cluster, constants: Calibration) -> str:
@@ -22,6 +30,7 @@ def page(cluster: Cluster, constants: Calibration) -> str:
         ),
         ("peak", f"{peaks} (10^12 flops a second)"),
         ("launch", f"{device.launch * 1e6:g} us between kernels, {device.host * 1e6:g} us of the host for each"),
+        *_kernels(device),
         ("spread", f"{device.spread:.2%} between devices, jitter {device.jitter * 1e3:g} ms"),
         ("inside", f"{_link(cluster.inside)}, among {cluster.near}"),
         ("between", _link(cluster.between)),

@@ -1,180 +1,293 @@
-"""The statements around a stage's calls: loops, gathers and scatters of units, sums that start."""
+"""The statements around a stage's calls: loops, gathers and scatters of units, sums of buckets."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile, zip_longest
-from typing import Protocol
+from itertools import groupby
 
 from partc.codegen.calls import Run
-from partc.codegen.source import Function, Line, RegionCode
+from partc.codegen.source import Function, Line
+from partc.codegen.stage_facts import StageFacts
 from partc.codegen.weights import counted, strings
 from partc.communication.descriptions import moved
-from partc.communication.exchanges import Exchanges, Levels
+from partc.ir.folding import ranged, ranges
 from partc.ir.program import (
     ActionStatement,
     BodyKind,
     Call,
+    Collective,
     GraphKind,
-    Phase,
-    Program,
     Subject,
-    TensorType,
-    Transfer,
     Verb,
+    When,
 )
 from partc.quoting import literal, literal_template
-
-
-class Stage(Protocol):
-    """The facts about the stage whose methods are written."""
-
-    program: Program
-    index: int
-    exchanges: Exchanges
-    calls: list[Call]
-    runs: dict[Phase, list[Run]]
-    types: Mapping[str, TensorType]
-    codes: dict[str, RegionCode]
-    places: dict[str, str]
-    sent: list[Transfer]
-    received: list[Transfer]
-    split: bool
-
-    def attribute(self, run: Run, kind: str = "") -> str: ...
-    def started(self, run: Run) -> str: ...
-    def late(self) -> str: ...
-    def refreshed(self) -> str: ...
-    def unit(self, call: str) -> str: ...
-    def arguments(
-        self, function: Function, run: Run, args: Iterable[str], comm: str, p: str = "", g: str = ""
-    ) -> str: ...
-    def placed(self, names: Iterable[str]) -> list[str]: ...
-    def makes(self, name: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """The code around a run of calls: the loop, and before and after each call its gathers, scatters and sums."""
 
-    head: tuple[Line, ...]  # the loop's first line, if there is a loop
+    head: tuple[Line, ...]  # up to the loop's first line, if there is a loop
     indent: str
     before: tuple[Line, ...]
     p: str
     g: str
     after: tuple[Line, ...]
+    tail: tuple[Line, ...]  # behind the loop
 
 
-Item = str | int | None  # a call's name, the number of a gather of later actions, or nothing
+Item = str | int | None  # the name of a call or bucket, the number of a gather of later actions, or nothing
 AHEAD = ("ahead", "beyond")  # the method parameters for gathers of later actions
-_VARIABLES: Mapping[tuple[str, str], str] = {
-    ("start", "gather"): "following", ("relay", "gather"): "coming", ("relay", "refresh"): "coming",
-    ("wait", "scatter"): "former", ("relay", "scatter"): "latest",
+SCATTERS = ("scattering", "former")  # the attributes for scatters under way, the last one first
+LOCALS = ("unit", "following", "following_2", "coming", "coming_2", "former", *AHEAD)
+_VARIABLES: Mapping[tuple[Verb, Subject], str] = {
+    ("start", "gather"): "following", ("advance", "gather"): "coming", ("advance", "refresh"): "coming",
+    ("advance", "bucket"): "former",
 }  # fmt: skip
-_METHODS: Mapping[tuple[str, str], str] = {
-    ("start", "gather"): "gather", ("relay", "gather"): "relay", ("wait", "gather"): "wait",
-    ("free", "gather"): "free", ("start", "scatter"): "scatter", ("relay", "scatter"): "relay_scatter",
-    ("wait", "scatter"): "settle", ("start", "refresh"): "gather", ("relay", "refresh"): "relay",
-    ("wait", "refresh"): "wait",
-}  # fmt: skip
+_METHODS: Mapping[tuple[Verb, Subject], str] = {("start", "gather"): "gather", ("start", "refresh"): "gather"}
 
 
-def access(builder: Stage, run: Run, function: Function, kind: GraphKind) -> Access:
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A statement around each call of a loop; None at calls that lack it."""
+
+    verb: Verb
+    subject: Subject
+    when: When
+    scatter: str  # the attribute of a scatter that is advanced or waited for
+    statements: tuple[ActionStatement | None, ...]
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        return tuple(None if each is None else each.ahead or each.of for each in self.statements)
+
+    @property
+    def only_first(self) -> bool:
+        return len(self.statements) > 1 and not any(self.statements[1:])
+
+    @property
+    def only_last(self) -> bool:
+        return len(self.statements) > 1 and not any(self.statements[:-1])
+
+    def at(self, index: int) -> _Column:
+        return replace(self, statements=self.statements[index:][:1])
+
+
+def access(facts: StageFacts, run: Run, function: Function, kind: GraphKind) -> Access:
     """The code around a run of calls, in the order of its action."""
-    backwards = kind in ("B", "I")
-    calls = run.calls[::-1] if backwards else run.calls
-    around = _around(builder, kind)
-    columns = list(zip_longest(*(around[call.name] for call in calls)))  # by statement, across the calls
-    units = Units(builder)
-    names = tuple(call.name for call in calls)
-    parted = builder.exchanges.has_unit(calls[0])
-    variables: dict[
-        tuple[Item, ...], str
-    ] = {}  # items across the calls -> the loop's variable, or the expression common to all
-
-    def unit(column: Sequence[ActionStatement | None]) -> str:
-        items = tuple(None if each is None else each.ahead or each.of for each in column)
-        if items not in variables:
-            wanted = "unit" if items == names else _VARIABLES[verb, subject]
-            variables[items] = wanted if run.loop else units.one(items[0])
-        return variables[items]
-
-    needs_unit = parted and ("p" in function.passes or function.gives)
-    if needs_unit:
-        variables[names] = "unit" if run.loop else units.one(names[0])
-    before: list[Line] = []
-    after: list[Line] = []
-    sums: list[str] = []
-    for column in columns:
-        verb, subject = next((each.verb, each.subject) for each in column if each is not None)
-        if subject == "sums":
-            sums.append("self.sums.relay()" if verb == "relay" else f"self.sums.start({_name(run)})")
-            continue
-        given = "g" if (verb, subject) == ("start", "scatter") else ""
-        code = f"{unit(column)}.{_METHODS[verb, subject]}({given})"
-        line = Line(code=code, notes=_notes(builder, (verb, subject), column, kind, names))
-        if _precedes(verb, subject):
-            before.append(line)
-        else:
-            after.extend([line, Line(code="del g")] if given else [line])
-    if sums:
-        started = builder.started(run)
-        said = (f"{started}: complete once the last microbatch has been through",) if started else ()
-        after.append(Line(code="if last:", notes=said))
-        after.extend(Line(code=f"    {code}") for code in sums)
-    lists = [(name, units.several(items)) for items, name in variables.items()]
-    tables = {"p": builder.attribute(run), "g": builder.attribute(run, "grad "), "number": _counting(run)}
-    taken = [name for name in ("p", "g", "number") if name in function.passes and not (name == "p" and parted)]
-    lists += [(name, f"reversed({tables[name]})" if backwards else tables[name]) for name in taken]
-    if any("{i}" in code or "(name)" in code for code in sums):
-        numbers = _names(run)
-        lists.insert(0, (numbers[0], f"reversed({numbers[1]})" if backwards else numbers[1]))
-    here = variables.get(names, "")
+    calls = run.calls[::-1] if kind in ("B", "I") else run.calls
+    writer = _RunWriter(facts, run, calls)
+    around = _around(facts, kind)
+    before = _columns([around[call.name][0] for call in calls])
+    after = _columns([around[call.name][1] for call in calls])
+    alone = next((index for index, each in enumerate(before) if not each.only_first), len(before))
+    trailing = next((index for index, each in enumerate(after[::-1]) if not each.only_last), len(after))
+    behind = after[len(after) - trailing :]
+    parted = facts.exchanges.has_unit(calls[0])
+    if parted and ("p" in function.passes or function.gives):
+        writer.unit(tuple(call.name for call in calls), "unit")
+    single = _RunWriter(facts, replace(run, calls=run.calls[:1]), calls)
+    lines = [writer.lines(before[alone:]), writer.lines(after[: len(after) - trailing])]
+    here = writer.variables.get(tuple(call.name for call in calls), "")
+    loop = writer.loop(function, kind, parted)
     indent = "    " if run.loop else ""
     return Access(
-        head=(Line(code=_loop(lists, len(calls))),) if run.loop else (),
+        head=(*single.lines([each.at(0) for each in before[:alone]]), *loop),
         indent=indent,
-        before=tuple(indented(before, indent)),
+        before=tuple(indented(lines[0], indent)),
         p=f"{here}.whole" if parted and "p" in function.passes else "p" if run.loop else "",
         g="g" if run.loop else "",
-        after=tuple(indented(after, indent)),
+        after=tuple(indented(lines[1], indent)),
+        tail=tuple(single.lines([each.at(-1) for each in behind])),
     )
 
 
-def _around(builder: Stage, kind: GraphKind) -> dict[str, tuple[ActionStatement, ...]]:
-    """The statements around the run of each call's graph."""
-    found: dict[str, list[ActionStatement]] = {call.name: [] for call in builder.calls}
-    waiting: list[ActionStatement] = []
+def _around(facts: StageFacts, kind: GraphKind) -> dict[str, tuple[list[_Column], list[_Column]]]:
+    """The statements before and after the run of each call's graph, as columns of one call."""
+    found: dict[str, tuple[list[_Column], list[_Column]]] = {call.name: ([], []) for call in facts.calls}
+    waiting: list[_Column] = []
     call = ""
-    for each in builder.program.body(kind, builder.index):
+    under_way: list[Item] = [1, 2]  # scatters, the last one first: of earlier actions by number, others by name
+    for each in facts.body(kind):
+        if each.subject == "value" or each.when in ("early", "late"):
+            continue
         if each.verb == "run":
             call = each.of
-            found[call] = waiting
+            found[call][0].extend(waiting)
             waiting = []
-        elif _precedes(each.verb, each.subject):
-            waiting.append(each)
-        elif call and each.subject != "value":
-            found[call].append(each)
-    return {name: tuple(statements) for name, statements in found.items()}
+            continue
+        column = _Column(each.verb, each.subject, each.when, _attribute(each, under_way), (each,))
+        if not call or each.subject == "refresh" or (each.subject == "gather" and each.verb != "free"):
+            waiting.append(column)
+        else:
+            found[call][1].append(column)
+    return found
 
 
-def _precedes(verb: Verb, subject: Subject) -> bool:
-    """Whether a statement is emitted before the line that runs its call."""
-    return subject == "refresh" or (subject == "gather" and verb != "free")
+def _attribute(each: ActionStatement, under_way: list[Item]) -> str:
+    """The attribute of the scatter that a statement is about; `under_way` is kept up to date."""
+    if each.subject != "scatter":
+        return ""
+    if each.verb == "start":
+        under_way.insert(0, each.of)
+        return ""
+    index = under_way.index(each.behind or each.of)
+    if each.verb == "wait":
+        del under_way[index]
+    return SCATTERS[index]
 
 
-def settled(builder: Stage, kind: GraphKind) -> Iterator[Line]:
-    """The waits for scatters before an action's first call."""
-    before = takewhile(lambda each: each.verb == "wait", builder.program.body(kind, builder.index))
-    yield from (Line(code=f"{builder.unit(each.of)}.settle()") for each in before if each.subject == "scatter")
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The facts that the statements of a column share."""
+
+    verb: Verb
+    subject: Subject
+    when: When
+    scatter: str
+
+
+def _columns(lists: Sequence[Sequence[_Column]]) -> list[_Column]:
+    """The statements of several calls side by side, in an order common to all."""
+
+    order: list[_Form] = []
+    placed: dict[int, dict[int, _Column]] = {}  # by number of the call: statements by the identity of their form
+    for number in sorted(range(len(lists)), key=lambda number: -len(lists[number])):
+        at, here = 0, placed.setdefault(number, {})
+        for column in lists[number]:
+            form = _Form(column.verb, column.subject, column.when, column.scatter)
+            found = next((index for index in range(at, len(order)) if order[index] == form), None)
+            if found is None:
+                order.insert(at, form)
+                found = at
+            here[id(order[found])] = column
+            at = found + 1
+    columns = []
+    for form in order:
+        alike = [placed[number].get(id(form)) for number in range(len(lists))]
+        one = next(each for each in alike if each is not None)
+        columns.append(replace(one, statements=tuple(None if each is None else each.statements[0] for each in alike)))
+    return columns
+
+
+class _RunWriter:
+    """Writes the statements around a run, and collects the variables of its loop."""
+
+    def __init__(self, facts: StageFacts, run: Run, calls: Sequence[Call]) -> None:
+        self.facts, self.run, self.calls = facts, run, calls
+        self.units = Units(facts)
+        self.variables: dict[tuple[Item, ...], str] = {}  # items across the calls -> variable, or common expression
+        self.names: dict[tuple[str, ...], str] = {}  # names of buckets across the calls -> variable
+        self.counts = False  # whether lines read the call's number or name
+
+    def unit(self, items: tuple[Item, ...], wanted: str) -> str:
+        if items not in self.variables:
+            again = f"{wanted}_2" if wanted in self.variables.values() else wanted
+            self.variables[items] = again if self.run.loop else self.units.one(items[0])
+        return self.variables[items]
+
+    def lines(self, columns: Sequence[_Column]) -> list[Line]:
+        """The lines of columns; those under one condition stand together."""
+        found: list[Line] = []
+        written = [(self._condition(each), each) for each in columns]
+        for condition, together in groupby(written, key=lambda item: item[0]):
+            indent = "    " if condition else ""
+            found.extend([Line(code=f"if {condition}:")] if condition else [])
+            found.extend(line for _, each in together for line in indented(self._statement(each), indent))
+        return found
+
+    def _condition(self, column: _Column) -> str:
+        """`last`, or `last and i in (2, 5)` for the sums that start after some calls of a loop."""
+        if column.subject != "bucket" or all(column.statements):
+            return column.when
+        chosen = [call for call, each in zip(self.calls, column.statements, strict=True) if each is not None]
+        if self._prefix(column) is None:
+            return f"{column.when} and {self._names(column)}"
+        self.counts = True
+        numbers = dict(zip((call.name for call in self.run.calls), self.run.numbers or (), strict=False))
+        words = [str(numbers.get(call.name, literal(call.name))) for call in chosen]
+        variable = "i" if self.run.numbers else "name"
+        several = f"in ({', '.join(words)})"
+        return f"{column.when} and {variable} {f'== {words[0]}' if len(words) == 1 else several}"
+
+    def _prefix(self, column: _Column) -> str | None:
+        """The text before a call's name that makes the bucket's, if it is the same for all calls."""
+        pairs = [(call.name, each.of) for call, each in zip(self.calls, column.statements, strict=True) if each]
+        found = {of.removesuffix(name) if f".{of}".endswith(f".{name}") else None for name, of in pairs}
+        return found.pop() if len(found) == 1 else None
+
+    def _names(self, column: _Column) -> str:
+        names = tuple("" if each is None else each.of for each in column.statements)
+        return self.names.setdefault(names, _VARIABLES.get((column.verb, column.subject), "bucket"))
+
+    def _bucket(self, column: _Column) -> str:
+        """The expression of a bucket's name."""
+        if not self.run.loop:
+            each = column.statements[0]
+            assert each is not None
+            return literal(each.of)
+        prefix = self._prefix(column)
+        if prefix is None:
+            return self._names(column)
+        self.counts = True
+        if self.run.numbers:
+            return literal_template(prefix + self.run.prefix, ".{i}")
+        return literal_template(prefix, "{name}") if prefix else "name"
+
+    def _statement(self, column: _Column) -> Iterator[Line]:
+        verb, subject = column.verb, column.subject
+        notes = _notes(self.facts, column, tuple(call.name for call in self.calls))
+        if subject == "bucket":
+            yield Line(code=f"self.sums[{self._bucket(column)}].{verb}()", notes=notes)
+        elif subject == "scatter" and verb != "start":
+            yield Line(code=f"self.{column.scatter}.{verb}()", notes=notes)
+        elif subject == "scatter":
+            unit = self.unit(column.items, "unit")
+            yield Line(code=started(self.facts, f"{unit}.scatter(g)"), notes=notes)
+            yield Line(code="del g")
+        else:
+            here = column.items == tuple(call.name for call in self.calls)
+            unit = self.unit(column.items, "unit" if here else _VARIABLES[verb, subject])
+            yield Line(code=f"{unit}.{_METHODS.get((verb, subject), verb)}()", notes=notes)
+
+    def loop(self, function: Function, kind: GraphKind, parted: bool) -> list[Line]:
+        """The first line of the loop, if the run is one."""
+        if not self.run.loop:
+            return []
+        backwards = kind in ("B", "I")
+        lists = [(name, self.units.several(items)) for items, name in self.variables.items()]
+        lists += [(variable, listed_names(names)) for names, variable in self.names.items()]
+        params, gradients = self.facts.attribute(self.run), self.facts.attribute(self.run, "grad ")
+        tables = {"p": params, "g": gradients, "number": _counting(self.run)}
+        taken = [name for name in ("p", "g", "number") if name in function.passes and not (name == "p" and parted)]
+        lists += [(name, f"reversed({tables[name]})" if backwards else tables[name]) for name in taken]
+        if self.counts:
+            numbers = ("i", counted(self.run.numbers)) if self.run.numbers else ("name", strings(_called(self.run)))
+            lists.insert(0, (numbers[0], f"reversed({numbers[1]})" if backwards else numbers[1]))
+        uses = frozenset({"NOTHING"} if any(None in items for items in self.variables) else ())
+        return [Line(code=_loop(lists, len(self.calls)), uses=uses)]
+
+
+def started(facts: StageFacts, scatter: str) -> str:
+    """The statement that keeps a new scatter, and the one before it where two are under way."""
+    new = f"self.{SCATTERS[0]}"
+    return f"self.{SCATTERS[1]}, {new} = {new}, {scatter}" if two_scatters(facts) else f"{new} = {scatter}"
+
+
+def two_scatters(facts: StageFacts) -> bool:
+    """Whether two scatters of a stage are under way at a time."""
+    kinds: tuple[BodyKind, ...] = ("B", "I", "W", "REDUCE_GRAD")
+    return any(each.behind == 2 for kind in kinds for each in facts.body(kind))
 
 
 @dataclass(frozen=True)
 class Units:
     """Expressions for the units of calls."""
 
-    builder: Stage
+    facts: StageFacts
 
     def one(self, item: Item) -> str:
         if item is None:
@@ -207,16 +320,16 @@ class Units:
 
     def _slice(self, table: str, first: int, count: int, step: int) -> str:
         low = first if step > 0 else first - count + 1
-        length = len(next(run for run in self._loops if self.builder.attribute(run) == table).calls)
+        length = len(next(run for run in self._loops if self.facts.attribute(run) == table).calls)
         high = low + count
         part = table if count == length else f"{table}[{low or ''}:{high if high < length else ''}]"
         return f"*{part}" if step > 0 else f"*reversed({part})"
 
     def _place(self, name: str) -> tuple[str, int | None]:
-        for run in self.builder.runs["microbatch"]:
+        for run in self.facts.runs["microbatch"]:
             for index, call in enumerate(run.calls):
                 if call.name == name:
-                    return self.builder.attribute(run), index if run.loop else None
+                    return self.facts.attribute(run), index if run.loop else None
         raise KeyError(name)
 
     def _place_in(self, table: str, item: Item) -> int | None:
@@ -227,43 +340,38 @@ class Units:
 
     @property
     def _loops(self) -> list[Run]:
-        return [run for run in self.builder.runs["microbatch"] if run.loop]
+        return [run for run in self.facts.runs["microbatch"] if run.loop]
 
 
-def _notes(
-    builder: Stage,
-    statement: tuple[Verb, Subject],
-    column: Sequence[ActionStatement | None],
-    kind: GraphKind,
-    names: tuple[str, ...],
-) -> tuple[str, ...]:
-    """The collectives that a statement starts for these calls, as a comment."""
-    calls = {call.name: call for call in builder.calls}
-    here = [calls[each.of] for each in column if each is not None and each.of]
-    match statement:
-        case "start", "gather":
-            texts = [_moved(builder, builder.exchanges.gather(call.params)) for call in here]
-            said = "while this call runs" if tuple(each and each.of for each in column) != names else ""
-        case "start", "scatter":
-            texts = [_moved(builder, builder.exchanges.scatter(call, kind)) for call in here]
-            said = "until the next one starts: each rank keeps its part of the sum"
-        case _:
-            return ()
-    unique = [text for text in dict.fromkeys(texts) if text]
+def _notes(facts: StageFacts, column: _Column, calls: tuple[str, ...]) -> tuple[str, ...]:
+    """The collectives that a statement starts at these calls, as a comment."""
+    said = ""
+    if (column.verb, column.subject) == ("start", "gather") and column.items != calls:
+        said = "while this call runs"
+    elif (column.verb, column.subject) == ("start", "scatter"):
+        said = "while the next call runs: each rank keeps its shard of the sum"
+    return said_of(facts, (each for each in column.statements if each is not None), said)
+
+
+def said_of(facts: StageFacts, statements: Iterable[ActionStatement], said: str = "") -> tuple[str, ...]:
+    """The collectives that statements start, as a comment; `said` is added to the first one."""
+    texts = (_moved(facts, each.collectives) for each in statements)
+    unique = list(dict.fromkeys(filter(None, texts)))
     more = f"; other calls: {', '.join(unique[1:])}" if unique[1:] else ""
     return (f"{', '.join(filter(None, (unique[0], said)))}{more}",) if unique else ()
 
 
-def _moved(builder: Stage, levels: Levels) -> str:
-    return moved(levels, builder.program.sizes) if levels else ""
+def _moved(facts: StageFacts, collectives: Iterable[Collective | None]) -> str:
+    return moved((each for each in collectives if each is not None), facts.program.sizes)
 
 
-def refreshed(builder: Stage, kind: BodyKind) -> Iterator[Line]:
+def refreshed(facts: StageFacts, kind: BodyKind) -> Iterator[Line]:
     """The gathers of parameters that stay whole. In INIT each one is waited for before the next one starts."""
-    verbs: dict[str, list[str]] = {}
-    for each in builder.program.body(kind, builder.index):
-        verbs.setdefault(each.of, []).append(_METHODS[each.verb, each.subject])
-    units = Units(builder)
+    statements: dict[str, list[ActionStatement]] = {}
+    for each in facts.body(kind):
+        statements.setdefault(each.of, []).append(each)
+    verbs = {name: [_METHODS.get((s.verb, s.subject), s.verb) for s in found] for name, found in statements.items()}
+    units = Units(facts)
     if len(verbs) < 3 or len({*map(tuple, verbs.values())}) > 1:
         yield from (Line(code=f"{units.one(name)}.{verb}()") for name, each in verbs.items() for verb in each)
         return
@@ -279,16 +387,22 @@ def _counting(run: Run) -> str:
     return f"range({numbers[0]}, {numbers[-1] + step}, {step})" if even else str(tuple(numbers))
 
 
-def _name(run: Run) -> str:
-    """A call's name, in a loop or alone."""
-    if not run.loop:
-        return literal(run.prefix)
-    return literal_template(run.prefix, ".{i}") if run.numbers else "name"
+def _called(run: Run) -> Iterator[str]:
+    return (call.name for call in run.calls)
 
 
-def _names(run: Run) -> tuple[str, str]:
-    """A variable for the call's name, and the list of its values."""
-    return ("i", counted(run.numbers)) if run.numbers else ("name", strings(call.name for call in run.calls))
+def listed_names(names: Sequence[str]) -> str:
+    """An expression for several names, in order; names that count up or down are made in a loop."""
+    parts: list[str] = []
+    for first, last in ranges(names):
+        several = list(map(str, ranged(first, last)))
+        if len(several) < 3:
+            parts.extend(map(literal, several))
+            continue
+        low, high = (int(re.sub(r".*\D", "", str(each))) for each in (first, last))
+        numbers = f"range({low}, {high + 1})" if low < high else f"range({low}, {high - 1}, -1)"
+        parts.append(f"*({literal_template(str(first).removesuffix(str(low)), '{i}')} for i in {numbers})")
+    return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
 
 
 def _loop(lists: Sequence[tuple[str, str]], count: int) -> str:
@@ -299,13 +413,11 @@ def _loop(lists: Sequence[tuple[str, str]], count: int) -> str:
     return f"for {', '.join(name for name, _ in lists)} in {through}:"
 
 
-def opens(builder: Stage, kind: BodyKind) -> list[str]:
+def opens(facts: StageFacts, kind: BodyKind) -> list[str]:
     """The units that an action gathers first, as many as earlier actions start ahead."""
-    units = Units(builder)
-    waits = [
-        each for each in builder.program.body(kind, builder.index) if (each.verb, each.subject) == ("wait", "gather")
-    ]
-    return [units.one(each.of) for each in waits[: builder.exchanges.levels]]
+    units = Units(facts)
+    early = (each for each in facts.body(kind) if each.when == "early")
+    return [units.one(each.of) for each in early if each.verb == "start"]
 
 
 def indented(lines: Iterable[Line], indent: str) -> Iterator[Line]:

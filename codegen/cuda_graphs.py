@@ -36,7 +36,8 @@ def obstacle(program: Program) -> Obstacle | None:
             cause="what torch.compile makes of regions decides on the host when to compile again",
             help="leave out --cuda-graphs, or add --kernels triton or --kernels aten",
         )
-    if program.compression and any(value.type.dtype == "f16" for region in program.regions for value in region.params):
+    low = any(value.type.dtype == "f16" for region in program.regions for value in region.params)
+    if program.transport.compress and low:
         return Obstacle(
             cause="what --compress-grads leaves out is scaled as the loss of an fp16 model, by a number of the host's",
             help="leave out --cuda-graphs or --compress-grads, or use --precision bf16",

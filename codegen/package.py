@@ -6,7 +6,6 @@ import importlib.resources
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 from partc.codegen import plan as plans
@@ -16,12 +15,12 @@ from partc.codegen.regions import region_codes
 from partc.codegen.source import RegionCode
 from partc.codegen.stages import StageCode, stage_code
 from partc.communication.descriptions import NAMES, coded
-from partc.communication.exchanges import Collective, Exchanges, Levels, shared_sums
+from partc.communication.exchanges import Exchanges
 from partc.cost.memory import Account
 from partc.cost.saved_tensors import most_saved
-from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.collectives import received
 from partc.ir.printer import readable
-from partc.ir.program import SCAN, GraphKind, Program
+from partc.ir.program import SCAN, Collective, Program, Subject
 from partc.quoting import environment
 from partc.runtime.plan import launches
 
@@ -248,40 +247,33 @@ def _communication(program: Program, plan: Mapping[str, Any]) -> Iterator[dict[s
 def _exchanges(program: Program) -> Iterator[dict[str, str]]:
     """Exchanges around a call of each region, and in sum the exchanges of each step."""
     sizes: dict[tuple[str, str, str], int] = {}
-    first: dict[str, str] = {}
-    for call, place, what, collective in _exchanged(program):
+    first: dict[tuple[str, str], str] = {}
+    for place, of, what, collective in _exchanged(program):
         name = f"{NAMES[collective.op]} of {what} {coded(collective)}".rstrip()
-        axes = ", ".join(collective.axes) or f"{PIPELINE_AXIS} {','.join(map(str, collective.places))}"
-        if first.setdefault(place, call) == call:
-            sizes[place, name, axes] = sizes.get((place, name, axes), 0) + collective.received(program.sizes)
+        if first.setdefault((place, what), of) == of:
+            key = place, name, ", ".join(collective.axes) or collective.group
+            sizes[key] = sizes.get(key, 0) + received(collective, program.sizes)
     yield from (_row(*key, size) for key, size in sizes.items())
 
 
+_MOVED: Mapping[Subject, str] = {
+    "gather": "parameters", "refresh": "parameters", "scatter": "gradients", "bucket": "gradients",
+    "shared": "shared gradients",
+}  # fmt: skip
+
+
 def _exchanged(program: Program) -> Iterator[tuple[str, str, str, Collective]]:
-    """The call (none for once per step), a label of the place, the things that travel, and a collective."""
-    exchanges = Exchanges(program)
-    ways: tuple[tuple[GraphKind, str], ...] = (("F", "forward"), ("B", "backward"), ("W", "backward"))
-    for stage in range(program.stages):
-        for call in program.calls:
-            region = exchanges.regions[call.region]
-            if call.stage != stage or region.phase != "microbatch":
-                continue
-            for kind, label in ways:
-                place = f"{region.name}, {label}"
-                if exchanges.gathers(call, kind):
-                    yield from ((call.name, place, "parameters", each) for each in _flat(exchanges.gather(call.params)))
-                yield from ((call.name, place, "gradients", each) for each in _flat(exchanges.scatter(call, kind)))
-        place, sums = f"each step, stage {stage}", exchanges.sums(stage)
-        gathered = chain.from_iterable(_flat(exchanges.gather(names)) for names in exchanges.kept(stage).values())
-        yield from (("", place, "parameters", each) for each in gathered)
-        yield from (("", place, "gradients", each) for bucket in sums.buckets for each in _flat(sums.levels(bucket)))
-    for index in range(program.mesh.axis(PIPELINE_AXIS)):
-        for collective in shared_sums(exchanges, index):
-            yield "", f"each step, pipeline rank {index}", "shared gradients", collective
-
-
-def _flat(levels: Levels) -> Iterator[Collective]:
-    return chain.from_iterable(levels)
+    """A label of the place, the call (none for once per step), the things that travel, and a collective."""
+    regions = {call.name: call.region for call in program.calls}
+    bodies = [body for body in program.bodies if body.kind != "INIT"]
+    for body in sorted(bodies, key=lambda body: (body.kind == "END", body.index)):
+        step = f"each step, {'pipeline rank' if body.kind == 'END' else 'stage'} {body.index}"
+        for each in body.statements:
+            around = each.subject in ("gather", "scatter")
+            place, of = (f"around {regions[each.of]}", f"{each.of} {body.kind}") if around and each.of else (step, "")
+            for collective in each.collectives if each.subject in _MOVED else ():
+                if collective is not None:
+                    yield place, of, _MOVED[each.subject], collective
 
 
 def _row(place: str, what: str, axis: str, size: int) -> dict[str, str]:

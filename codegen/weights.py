@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, zip_longest
 
 from partc.codegen.calls import Run
-from partc.codegen.names import Names
-from partc.codegen.source import Line, RegionCode
-from partc.communication.descriptions import moved
-from partc.communication.exchanges import Bucket, Exchanges, GradientSums, Levels
+from partc.codegen.source import Line
+from partc.codegen.stage_facts import StageFacts
+from partc.communication.exchanges import Exchanges, GradientSums
 from partc.ir.printer import readable
-from partc.ir.program import Parameter, Program
+from partc.ir.program import Bucket, Parameter, Program
 from partc.quoting import literal, literal_template
 
 
@@ -36,18 +34,21 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one stage, with its runs of calls and the code of their regions."""
+    """The weights of one stage."""
 
-    program: Program
-    index: int
-    runs: Sequence[Run]
-    codes: Mapping[str, RegionCode]
-    attributes: Names
-    exchanges: Exchanges
+    facts: StageFacts
+
+    @property
+    def program(self) -> Program:
+        return self.facts.program
+
+    @property
+    def exchanges(self) -> Exchanges:
+        return self.facts.exchanges
 
     @property
     def sums(self) -> GradientSums:
-        return self.exchanges.sums(self.index)
+        return self.exchanges.sums(self.facts.index)
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
@@ -56,7 +57,7 @@ class Weights:
     @cached_property
     def parted(self) -> bool:
         """Whether some calls read parameters in another form than ranks hold them."""
-        return any(run.region.params and self.exchanges.has_unit(run.calls[0]) for run in self.runs)
+        return any(run.region.params and self.exchanges.has_unit(run.calls[0]) for run in self.facts.every_run)
 
     @property
     def scatters(self) -> bool:
@@ -67,18 +68,20 @@ class Weights:
         lines = []
         if self.parted:
             held = ("comm", "self.parameters", "parameters", "gradients", *(["sums"] if self.scatters else []))
-            lines.append(Line(code=f"self.parts = Parts({', '.join((*held, *self._travel()))})"))
-        for run in self.runs:
+            uses = frozenset({"Parts", *self._kernels})
+            lines.append(Line(code=f"self.parts = Parts({', '.join((*held, *self._travel()))})", uses=uses))
+        for run in self.facts.every_run:
             if not run.region.params:
                 continue
-            code = self.codes[run.region.name]
+            code = self.facts.codes[run.region.name]
             adds = any(function is not None and "g" in function.passes for function in (code.backward, code.weight))
-            lines.append(Line(code=f"{self.attribute(run)} = {self._units_or_tensors(run)}"))
+            lines.append(Line(code=f"{self.facts.attribute(run)} = {self._units_or_tensors(run)}"))
             if adds:
-                lines.append(Line(code=f"{self.attribute(run, 'grad ')} = {self._gradients(run)}"))
+                lines.append(Line(code=f"{self.facts.attribute(run, 'grad ')} = {self._gradients(run)}"))
         if self.sums.buckets:
             given = ("comm", "self.parameters", "gradients", "self.buckets", *(["self.parts"] if self.parted else []))
-            lines.append(Line(code=f"self.sums = Sums({', '.join((*given, *self._travel()))})"))
+            uses = frozenset({"Sums", "Bucket", *self._kernels})
+            lines.append(Line(code=f"self.sums = Sums({', '.join((*given, *self._travel()))})", uses=uses))
         return lines
 
     def _units_or_tensors(self, run: Run) -> str:
@@ -90,7 +93,7 @@ class Weights:
 
     def _class(self, run: Run) -> str:
         """The tuple class of a region's parameters."""
-        params = self.codes[run.region.name].params
+        params = self.facts.codes[run.region.name].params
         return params.name if params else ""
 
     def _gradients(self, run: Run) -> str:
@@ -102,52 +105,34 @@ class Weights:
 
     def _travel(self) -> Iterator[str]:
         """The arguments on the travel of gradients: axes inside nodes, element type, compression."""
-        here = list(self.parameters.values())
-        if near := tuple(axis for axis in self.program.mesh.names if any(axis in item.near for item in here)):
-            yield f"near={strings(near)}"
-        if wire := next((item.wire for item in here if item.wire), ""):
-            yield f"wire={literal(wire)}"
-        if compress := self.program.compression:
-            kernel = self.program.kernels == "triton"
-            yield f"compress=kernels.{compress}" if kernel else f"compress={literal(compress)}"
+        transport = self.program.transport
+        if transport.near:
+            yield f"near={strings(transport.near)}"
+        if transport.wire:
+            yield f"wire={literal(transport.wire)}"
+        if code := transport.compress:
+            yield f"compress=kernels.{code}" if self._kernels else f"compress={literal(code)}"
 
-    def started(self, run: Run) -> str:
-        """The sums that start after a run, as a comment."""
-        return self._words(call.name for call in run.calls)
+    @property
+    def _kernels(self) -> tuple[str, ...]:
+        """The module that encodes gradients, if the package has its own kernels."""
+        return ("kernels",) if self.program.transport.compress and self.program.kernels == "triton" else ()
 
-    def _words(self, after: Iterable[str]) -> str:
-        """`all-reduce 8.0 KiB over dp and reduce-scatter …`: the sums that start after these calls."""
-        names = set(after)
-        here = [bucket for bucket in self.sums.buckets if bucket.after in names]
-        groups = dict.fromkeys((bucket.scattered, bucket.over) for bucket in here)
-        each = ([bucket for bucket in here if (bucket.scattered, bucket.over) == key] for key in groups)
-        return " and ".join(moved(_joined(map(self.sums.levels, alike)), self.program.sizes) for alike in each)
-
-    def buckets(self) -> tuple[str, ...]:
-        """The lines of the Stage's table of buckets."""
-        entries = [self._bucket(bucket) for bucket in self.sums.buckets]
-        if len(entries) == 1 and len(line := f"buckets = ({entries[0]},)") <= 116:
-            return (line,)
-        return ("buckets = (", *(f"    {entry}," for entry in entries), ")") if entries else ()
+    def buckets(self) -> tuple[Entry, ...]:
+        """The Stage's table of buckets."""
+        return tuple(Entry(key=bucket.name, value=self._bucket(bucket)) for bucket in self.sums.buckets)
 
     def _bucket(self, bucket: Bucket) -> str:
         trained = self.sums.trained
-        chosen = bucket.parameters
+        chosen = self.sums.inside(bucket)
         between = trained[trained.index(chosen[0]) : trained.index(chosen[-1]) + 1]
         over = lambda item: item.gather if bucket.scattered else self.sums.axes(item)  # noqa: E731
         alike = [each for each in between if not self.sums.sharers(each) and over(each) == bucket.over]
         which = f"first={literal(chosen[0].name)}, last={literal(chosen[-1].name)}"
         if tuple(alike) != chosen:
             which = f"names={strings(parameter.name for parameter in chosen)}"
-        after = f"after={literal(bucket.after)}, " if bucket.after else ""
         scatter = ", scatter=True" if bucket.scattered else ""
-        return f"Bucket({after}over={strings(bucket.over)}, {which}{scatter})"
-
-    def attribute(self, run: Run, kind: str = "") -> str:
-        """The attribute of a run. Loops over one list whose calls are of different regions are numbered."""
-        loops = [other for other in self.runs if other.loop and other.prefix == run.prefix]
-        number = f"_{loops.index(run) + 1}" if run in loops[1:] else ""
-        return "self." + self.attributes[kind + (f"{run.prefix}{number}" if run.loop else run.calls[0].name)]
+        return f"Bucket(over={strings(bucket.over)}, {which}{scatter})"
 
     def _shard(self, parameter: Parameter) -> str:
         type = literal(f"{parameter.type.dtype}{parameter.type.layout.without(*self._small)}")
@@ -176,7 +161,7 @@ class Weights:
         return f"Shard({', '.join(parts)})"
 
     def _constant(self, run: Run) -> str:
-        return self.codes[run.region.name].constant
+        return self.facts.codes[run.region.name].constant
 
     @property
     def _small(self) -> tuple[str, ...]:
@@ -186,7 +171,7 @@ class Weights:
         tables: dict[str, tuple[Entry, ...]] = {}
         entries: list[Entry | Repeated] = []
         seen: set[str] = set()
-        for run in self.runs:
+        for run in self.facts.every_run:
             table = self._table(run)
             constant = self._constant(run)
             numbers = run.numbers
@@ -236,15 +221,6 @@ class Weights:
         each = [f"{maker}{names}{close}" for names in quoted]
         return f"[{', '.join(each)}]" if run.loop else each[0]
 
-    def late(self) -> str:
-        """The sums that start at a step's end, as a comment."""
-        return self._words([""])
-
-    def refreshed(self) -> str:
-        """The gathers of whole parameters as a step begins, as a comment."""
-        levels = _joined(self.exchanges.gather(names) for names in self.exchanges.kept(self.index).values())
-        return f"{moved(levels, self.program.sizes)}: each rank has updated a part" if levels else ""
-
     def shared(self) -> tuple[Entry, ...]:
         return tuple(
             Entry(key=str(places), value=strings(sorted(parameter.name for parameter in parameters)))
@@ -255,11 +231,6 @@ class Weights:
         """The bytes that the sum of shared weights moves, as a comment."""
         weights = [parameter for parameters in self.sums.shared().values() for parameter in parameters]
         return readable(sum(parameter.type.local_bytes(self.program.sizes) for parameter in weights))
-
-
-def _joined(exchanges: Iterable[Levels]) -> Levels:
-    """Several exchanges as one, level by level."""
-    return tuple(tuple(chain.from_iterable(level)) for level in zip_longest(*exchanges, fillvalue=()))
 
 
 def counted(numbers: tuple[int, ...]) -> str:

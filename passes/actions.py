@@ -1,14 +1,14 @@
 """Write down the statements of each action: calls, gathers, scatters, sums, sends and receives.
 
     schedule 0: 0F0 0B0 0REDUCE_GRAD     ->     action 0F:
-                                                  start gather blocks.0
+                                                  start gather blocks.0: all_gather(f32[27168] over dp)
                                                   wait gather blocks.0
                                                   run F blocks.0
                                                   free gather blocks.0
 
 This pass inserts ZeRO's gathers and scatters, by the `zero` of each parameter. The wait for an exchange follows its
-start directly; `prefetch` puts the two apart. A sum of gradients starts as soon as its bucket is complete, and is
-waited for in REDUCE_GRAD.
+start directly; `prefetch` puts the two apart. The sum of a bucket starts after the call that completes it, and is
+waited for in REDUCE_GRAD. If it runs inside nodes first, its collective between nodes starts one call later.
 """
 
 from __future__ import annotations
@@ -18,9 +18,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from partc.communication.exchanges import Exchanges, graph_of
+from partc.communication.exchanges import Chains, Exchanges, GradientSums, graph_of, in_turn
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import ActionKind, ActionStatement, Body, BodyKind, Call, GraphKind, Phase, Program, Verb
+from partc.ir.program import (
+    ActionKind,
+    ActionStatement,
+    Body,
+    BodyKind,
+    Bucket,
+    Call,
+    GraphKind,
+    Phase,
+    Program,
+    Subject,
+    Verb,
+    When,
+)
 
 
 def actions(program: Program) -> Program:
@@ -31,15 +44,23 @@ def actions(program: Program) -> Program:
     return replace(program, bodies=tuple(body for body in (*bodies, *ends) if body.statements))
 
 
+def _exchange(subject: Subject, of: str, chains: Chains, when: When = "") -> Iterator[ActionStatement]:
+    """The statements of a whole exchange."""
+    first, *rest = in_turn(chains) or ((),)
+    yield ActionStatement(verb="start", subject=subject, of=of, collectives=first, when=when)
+    for each in rest:
+        yield ActionStatement(verb="advance", subject=subject, of=of, collectives=each, when=when)
+    yield ActionStatement(verb="wait", subject=subject, of=of, when=when)
+
+
 def _end(exchanges: Exchanges, place: int) -> Body:
     """The statements of a rank after its last action."""
-    program = exchanges.program
-    stages = program.stages_at(place)
-    shared = any(exchanges.sums(stage).shared() for stage in stages)
-    returned = set(program.returned)
-    loss = any(returned.intersection(call.results) and call.stage in stages for call in program.calls)
-    statements = [ActionStatement(verb="start", subject="shared")] if shared else []
-    statements += [ActionStatement(verb="start", subject="loss")] if loss else []
+    subjects: tuple[tuple[Subject, Mapping[str, Chains]], ...] = (
+        ("shared", exchanges.shared(place)),
+        ("result", exchanges.returned(place)),
+    )
+    sums = (_exchange(subject, name, chains) for subject, found in subjects for name, chains in found.items())
+    statements = [each for exchange in sums for each in exchange]
     return Body(kind="END", index=place, statements=(*statements, ActionStatement(verb="run", subject="update")))
 
 
@@ -51,6 +72,10 @@ class _BodyWriter:
     @property
     def program(self) -> Program:
         return self.exchanges.program
+
+    @property
+    def sums(self) -> GradientSums:
+        return self.exchanges.sums(self.index)
 
     def bodies(self) -> Iterator[Body]:
         kinds = {*self._kinds}
@@ -81,13 +106,10 @@ class _BodyWriter:
         return [call for call in self._calls if self.exchanges.regions[call.region].phase == phase]
 
     def _kept(self) -> Iterator[ActionStatement]:
-        """The gathers of parameters that stay whole. Calls of one region have equal statements."""
-        kept = self.exchanges.kept(self.index)
-        gathering = {call.region for call in self._calls if self.exchanges.gather(kept.get(call.name, ()))}
-        for call in self._calls:
-            if call.region in gathering:
-                yield ActionStatement(verb="start", subject="refresh", of=call.name)
-                yield ActionStatement(verb="wait", subject="refresh", of=call.name)
+        """The gathers of parameters that stay whole."""
+        for name, names in self.exchanges.kept(self.index).items():
+            if chains := self.exchanges.gather(names):
+                yield from _exchange("refresh", name, chains)
 
     def _once(self, phase: Phase) -> Iterator[ActionStatement]:
         for call in self._in_phase(phase):
@@ -113,9 +135,16 @@ class _BodyWriter:
     def _compute(self, kind: GraphKind) -> Iterator[ActionStatement]:
         if kind != "W":
             yield from (replace(each, verb="wait") for each in self._transfers("RECV_F" if kind == "F" else "RECV_B"))
+        started: list[Bucket] = []
         for run, calls in self._runs(kind):
             for call in calls:
+                if graph_of(self.exchanges.regions[call.region], run) is None:
+                    continue
                 yield from self._call(call, run)
+                if run == self._completing:
+                    yield from (self._bucket(each)[1] for each in started if self._in_two(each))
+                    started = [each for each in self.sums.buckets if each.after == call.name]
+                    yield from (self._bucket(each)[0] for each in started)
 
     def _runs(self, kind: GraphKind) -> tuple[tuple[GraphKind, list[Call]], ...]:
         """The graphs that an action plays, in order."""
@@ -133,36 +162,43 @@ class _BodyWriter:
         """Whether the stage's backward passes have two halves, the second of which completes gradients."""
         return "I" in self._kinds or self.index in self.program.split_stages
 
-    @cached_property
-    def _summed(self) -> frozenset[str]:
-        """Regions with a call after whose backward some sums start."""
-        after = {bucket.after for bucket in self.exchanges.sums(self.index).buckets}
-        return frozenset(call.region for call in self._calls if call.name in after)
+    @property
+    def _completing(self) -> GraphKind:
+        """The graphs that complete gradients."""
+        return "W" if self._split else "B"
 
     def _call(self, call: Call, kind: GraphKind) -> Iterator[ActionStatement]:
-        graph = graph_of(self.exchanges.regions[call.region], kind)
         gathers = self.exchanges.gathers(call, kind)
-        both: tuple[Verb, ...] = ("start", "wait")
-        for verb in both if gathers else ():
-            yield ActionStatement(verb=verb, subject="gather", of=call.name)
-        if graph is None:
-            return
+        if gathers:
+            yield from _exchange("gather", call.name, self.exchanges.gather(call.params))
         yield ActionStatement(verb="run", subject=kind, of=call.name)
         if gathers:
             yield ActionStatement(verb="free", subject="gather", of=call.name)
-        for verb in both if self.exchanges.scatters(call, kind) else ():
-            yield ActionStatement(verb=verb, subject="scatter", of=call.name)
-        sums = self.exchanges.sums(self.index)
-        if kind == ("W" if self._split else "B"):
-            if sums.relays:
-                yield ActionStatement(verb="relay", subject="sums", last=True)
-            if call.region in self._summed:
-                yield ActionStatement(verb="start", subject="sums", of=call.name, last=True)
+        if self.exchanges.scatters(call, kind):
+            yield from _exchange("scatter", call.name, self.exchanges.scatter(call, kind))
+
+    def _bucket(self, bucket: Bucket) -> list[ActionStatement]:
+        return list(_exchange("bucket", bucket.name, self.exchanges.summed(bucket), when="last"))
+
+    def _in_two(self, bucket: Bucket) -> bool:
+        """Whether a sum runs inside nodes and between them."""
+        return all(self.program.transport.levels(bucket.over))
 
     def _reduce(self) -> Iterator[ActionStatement]:
-        sums = self.exchanges.sums(self.index)
-        if sums.early:
-            yield ActionStatement(verb="wait", subject="sums")
-        if sums.after(""):
-            yield ActionStatement(verb="start", subject="sums")
-            yield ActionStatement(verb="wait", subject="sums")
+        """Ends of the sums that have started; then the others, as sums may be of parts that ranks keep of scatters."""
+        kind, calls = self._runs(self._completing)[-1]
+        graphs = ((call.name, graph_of(self.exchanges.regions[call.region], kind)) for call in calls)
+        order = [name for name, graph in graphs if graph is not None]
+        early = sorted((each for each in self.sums.buckets if each.after), key=lambda each: order.index(each.after))
+        left = {each.name: self._bucket(each)[1 + (self._in_two(each) and each.after != order[-1]) :] for each in early}
+        scattered = [left[each.name] for each in early if each.scattered]
+        yield from (each for statements in scattered for each in statements[:-1])
+        yield from (statements[-1] for statements in scattered)
+        axes = list(dict.fromkeys(each.over for each in early))
+        sums = [each for over in axes for each in early if each.over == over and not each.scattered]
+        yield from (each for bucket in sums for each in left[bucket.name])
+        rest = [each for each in self.sums.buckets if not each.after]
+        yield from (each for bucket in rest if bucket.scattered for each in self._bucket(bucket))
+        late = [self._bucket(bucket) for bucket in rest if not bucket.scattered]
+        yield from (statements[0] for statements in late)
+        yield from (each for statements in late for each in statements[1:])

@@ -1,25 +1,31 @@
 """Decide when the sums of gradients over ranks start: while backward goes on, in buckets of a size.
 
-    parameter embed.weight: f32[256, 64] reduce(dp)  ->  parameter embed.weight: f32[256, 64] reduce(dp) after(embed)
-    parameter blocks.0.w: f32[64, 64] reduce(dp)         parameter blocks.0.w: f32[64, 64] reduce(dp) after(embed)
-    parameter blocks.1.w: f32[64, 64] reduce(dp)         parameter blocks.1.w: f32[64, 64] reduce(dp) after(blocks.1)
-    parameter head.weight: f32[256, 64] reduce(dp)       parameter head.weight: f32[256, 64] reduce(dp) after(blocks.1)
+    parameter embed.weight: f32[256, 64] reduce(dp)  ->  parameter embed.weight: f32[256, 64] reduce(dp) bucket(embed)
+    parameter blocks.0.w: f32[64, 64] reduce(dp)         parameter blocks.0.w: f32[64, 64] reduce(dp) bucket(embed)
+    parameter blocks.1.w: f32[64, 64] reduce(dp)         parameter blocks.1.w: f32[64, 64] reduce(dp) bucket(blocks.1)
+    parameter head.weight: f32[256, 64] reduce(dp)       parameter head.weight: f32[256, 64] reduce(dp) bucket(blocks.1)
+                                                         bucket embed: sum over dp in stage 0 after embed
+                                                         bucket blocks.1: sum over dp in stage 0 after blocks.1
 
 A gradient is complete when the last microbatch has been through the backward of the last call that uses its
 parameter. Gradients that are summed over the same axes collect in a bucket. Its sum starts right after the call that
 completes it (Li et al. 2020, PyTorch Distributed, section 3.2.3), and is waited for at the step's end. ZeRO 1 scatters
 buckets in the same way, each when whole gradients fill it; ZeRO 2 and 3 scatter gradients after every microbatch.
-Gradients of weights that several stages share are summed at the step's end.
+Gradients of weights that several stages share are summed at the step's end: if several stages of a rank use a weight,
+by the last of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
+from partc.communication.exchanges import Exchanges, GradientSums
 from partc.ir.layout import Sizes
-from partc.ir.program import Call, Graph, Parameter, Program, Value
+from partc.ir.naming import unique
+from partc.ir.program import Bucket, Call, DType, Graph, Parameter, Program, Transport, Value
 
 BUCKET = 25_000_000  # bytes of gradients that are summed together, at least
 _PART = 1_000_000  # bytes of a scattered bucket for each rank; of smaller parts, latency decides the time
@@ -31,32 +37,49 @@ def bucket(
     bucket: int = BUCKET,
     halves: bool = False,
     near: tuple[str, ...] = (),
-    wire: str = "",
+    wire: DType | Literal[""] = "",
     compress: str = "",
 ) -> Program:
-    """Set the call `after` whose backward the sum of each parameter's gradient starts, and how sums are made.
+    """Set the buckets of gradients, and the way in which parameters and gradients travel.
 
     With `halves`, every backward pass runs in two parts, and gradients of parameters are complete after the second.
     """
-    travelling = (_travelling(parameter, near, wire, compress) for parameter in program.parameters)
-    program = replace(program, parameters=tuple(travelling))
-    if program.zero > 1:
-        return program
-    after = {
-        name: call
-        for stage in range(program.stages)
-        for name, call in _of_stage(program, stage, bucket, halves or stage in program.split_stages)
-    }
-    parameters = (replace(parameter, after=after.get(parameter.name, "")) for parameter in program.parameters)
-    return replace(program, parameters=tuple(parameters))
+    items = program.parameters
+    moved = {axis for item in items for axis in (*item.reduce, *item.gather)}
+    summed = any(item.trainable and (item.reduce or item.gather) for item in items)
+    inside = tuple(axis for axis in program.mesh.names if axis in near and axis in moved)
+    transport = Transport(near=inside, wire=wire if summed else "", compress=compress if summed else "")
+    buckets: list[Bucket] = []
+    taken: set[str] = set()
+    of: dict[str, tuple[str, ...]] = {}
+    exchanges = Exchanges(program)
+    for stage in range(program.stages):
+        early = program.zero < 2
+        after = dict(_of_stage(program, stage, bucket, halves or stage in program.split_stages)) if early else {}
+        for each, names in _together_in(exchanges.sums(stage), after):
+            name = each.after or f"stage.{stage}"
+            name = f"{'_'.join(each.over)}.{name}" if name in taken else name
+            buckets.append(replace(each, name=unique(name, taken)))
+            of.update((name, (*of.get(name, ()), buckets[-1].name)) for name in names)
+    parameters = tuple(replace(item, buckets=of.get(item.name, ())) for item in items)
+    return replace(program, parameters=parameters, transport=transport, buckets=tuple(buckets))
 
 
-def _travelling(parameter: Parameter, near: tuple[str, ...], wire: str, compress: str) -> Parameter:
-    """The parameter with the way in which it and its gradient travel: node by node, element type, compression."""
-    axes = (*parameter.reduce, *parameter.gather)
-    near = tuple(axis for axis in near if axis in axes)
-    summed = parameter.trainable and axes
-    return replace(parameter, near=near, wire=wire if summed else "", compress=compress if summed else "")
+def _together_in(sums: GradientSums, after: Mapping[str, str]) -> Iterator[tuple[Bucket, list[str]]]:
+    """The buckets of a stage and their parameters: those that are scattered, by every stage that uses the weight, then
+    those that are summed.
+    """
+    found: dict[tuple[Bucket, str], list[str]] = {}
+    for parameter in sums.trained:
+        scattered = parameter.zero == 1
+        one = Bucket(name="", stage=sums.stage, over=parameter.gather, after=after.get(parameter.name, ""))
+        if scattered:
+            found.setdefault((replace(one, scattered=True), parameter.type.dtype), []).append(parameter.name)
+        if over := sums.axes(parameter):
+            summed = replace(one, over=over, after="" if scattered else one.after)
+            found.setdefault((summed, parameter.type.dtype), []).append(parameter.name)
+    for each, dtype in sorted(found, key=lambda key: not key[0].scattered):
+        yield each, found[each, dtype]
 
 
 def _of_stage(program: Program, stage: int, bucket: int, halves: bool) -> Iterator[tuple[str, str]]:

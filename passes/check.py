@@ -3,11 +3,12 @@
     0: 0F0  0SEND_F0  0RECV_B0  0B0      holds: each receive finds its value at the head of its channel
     1: 1RECV_F0  1F0  1B0  1SEND_B0      ->     and every collective is entered by its whole group
 
-The pass returns the program unchanged. It plays the communication of all ranks. Every pair of stages has a channel in
-each direction. Sends and receives are posted and wait for nothing; the first receive of a channel gets its first send,
-and the reader of a value waits for it. A collective waits at its start until every rank of its group is there; waiting
-at its end would only be more lenient. An operation that differs between ranks, a value that stays unread or an endless
-wait is an internal error that names ranks, actions and lines.
+The pass returns the program unchanged. Every statement must state the collectives that follow from the types of its
+parameters and gradients, and every exchange that starts is waited for once. Then it plays the communication of all
+ranks. Every pair of stages has a channel in each direction. Sends and receives are posted and wait for nothing; the
+first receive of a channel gets its first send, and the reader of a value waits for it. A collective waits at its start
+until every rank of its group is there; waiting at its end would only be more lenient. An operation that differs between
+ranks, a value that stays unread or an endless wait is an internal error that names ranks, actions and lines.
 
 The ranks of one stage run the same code and have the same events, so they enter their collectives in the same order.
 One rank stands for its stage, and the proof is as fast for 16,384 ranks as for 16. Ranks with events of their own
@@ -19,8 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from partc.communication.exchanges import Collective
-from partc.communication.execution import CommunicationPlan, Event, Message, events
+from partc.communication.events import CommunicationPlan, Entered, Event, Message, events
 from partc.errors import InternalError
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.program import Action, Program
@@ -35,7 +35,7 @@ def check(program: Program) -> Program:
         for stage in program.stages_at(place):
             _check_order(program, stage, tuple(action for action in actions if action.stage == stage))
         _check_handed(program, actions)
-    prove(events(program, crossing=True))
+    prove(events(program, crossing=True, proving=True))
     return program
 
 
@@ -184,11 +184,11 @@ class _Play:
             woken.extend(member for member in members if member != rank)
         return woken
 
-    def _meets(self, rank: int, members: tuple[int, ...], event: Collective) -> bool:
+    def _meets(self, rank: int, members: tuple[int, ...], event: Entered) -> bool:
         """Whether every member has reached the group's next collective. Raises InternalError if these differ."""
         for member in members:
             other = self._current(member)
-            if not isinstance(other, Collective) or self._members(member, other) != members:
+            if not isinstance(other, Entered) or self._members(member, other) != members:
                 return False
             if other.content != event.content:
                 raise InternalError(f"rank {rank} in {event}, but rank {member} in {other}")
@@ -199,7 +199,7 @@ class _Play:
             raise InternalError(f"rank {rank} names pipeline rank {place}, which doesn't exist")
         return self.mesh.rank({**self.mesh.coordinate(rank), PIPELINE_AXIS: place})
 
-    def _members(self, rank: int, event: Collective) -> tuple[int, ...]:
+    def _members(self, rank: int, event: Entered) -> tuple[int, ...]:
         key = (rank, event.axes, event.places)
         if key not in self.groups:
             if event.places:

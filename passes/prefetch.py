@@ -26,22 +26,21 @@ forward pass waits for those of each call before it runs; the waits in later mic
       run F blocks.0                                 wait refresh blocks.1
       run F blocks.1                                 run F blocks.1
 
-A scatter is waited for when the next scatter of its stage starts, in the same action or in a later one. If both halves
-of a backward pass scatter, each half first waits for the scatters of the other.
+A scatter is waited for when the next scatter of its stage starts, in the same action or in a later one. Of a
+backward pass in two halves, each half first waits for the scatters that earlier ones have left.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 
 from partc import fuel
 from partc.communication.exchanges import Exchanges
-from partc.ir.program import Action, ActionStatement, Body, BodyKind, Program, Verb
+from partc.ir.program import Action, ActionStatement, Body, Program, Subject, Verb
 
-_OTHER_HALF: Mapping[BodyKind, BodyKind] = {"I": "W", "W": "I"}
+_Statements = Sequence[ActionStatement]
 
 
 def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program:
@@ -51,115 +50,167 @@ def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program
     stages = [stage for stage in range(program.stages) if fuel.allowed("prefetch", f"stage {stage}")]
     for stage in stages:
         computing = [body for kind in ("F", "B", "I", "W") if (body := bodies.get(f"{stage}{kind}")) is not None]
+        most = max((len(_Exchanges.of(body.statements, "scatter").names) for body in computing), default=0)
         for body in computing:
-            other = bodies.get(f"{stage}{_OTHER_HALF[body.kind]}") if body.kind in _OTHER_HALF else None
-            apart = tuple(_apart(body.statements, depth))
-            waits = _waits(_last_scatters(other, depth) if _of(apart, "start", "scatter") else ())
-            bodies[body.name] = replace(body, statements=(*waits, *apart))
+            bodies[body.name] = replace(body, statements=tuple(_apart(body, depth, most)))
         halves = [bodies.get(f"{stage}{kind}") for kind in ("I", "W")]  # one without statements has no body
         if f"{stage}B" in bodies and any(halves):
             inputs, weights = (() if half is None else half.statements for half in halves)
-            bodies[f"{stage}B"] = replace(bodies[f"{stage}B"], statements=_both(inputs, weights))
+            bodies[f"{stage}B"] = replace(bodies[f"{stage}B"], statements=_both(inputs, weights, depth))
         if (body := bodies.get(f"{stage}REFRESH")) is not None:
             forward = bodies[f"{stage}F"]
-            names = _of(body.statements, "wait", "refresh")
             starts = tuple(each for each in body.statements if each.verb == "start")
             bodies[body.name] = replace(body, statements=starts)
-            bodies[forward.name] = replace(forward, statements=tuple(_before_use(forward.statements, names, depth)))
-        left = [name for kind in ("B", "I", "W") for name in _last_scatters(bodies.get(f"{stage}{kind}"), depth)]
-        if left:
-            bodies[f"{stage}REDUCE_GRAD"] = _settled(bodies.get(f"{stage}REDUCE_GRAD"), stage, left)
+            statements = tuple(_before_use(forward.statements, _Exchanges.of(body.statements, "refresh")))
+            bodies[forward.name] = replace(forward, statements=statements)
+        if most:
+            old = bodies.get(f"{stage}REDUCE_GRAD", Body(kind="REDUCE_GRAD", index=stage, statements=()))
+            bodies[old.name] = replace(old, statements=(*_left(depth, most), *old.statements))
     known = {name: body for name, body in bodies.items() if body.index in stages and body.kind != "END"}
     schedule = tuple(tuple(_ahead(row, known, late, depth)) for row in program.schedule)
     return replace(program, bodies=tuple(bodies.values()), schedule=schedule)
 
 
-def gathers(statements: Sequence[ActionStatement]) -> tuple[str, ...]:
-    """The calls that an action gathers for, in order."""
-    return tuple(each.of for each in statements if (each.verb, each.subject) == ("wait", "gather"))
+@dataclass(frozen=True)
+class _Exchanges:
+    """The exchanges of a kind in a body, in order."""
+
+    statements: Mapping[tuple[Verb, str], ActionStatement]
+
+    @classmethod
+    def of(cls, statements: Iterable[ActionStatement], subject: Subject) -> _Exchanges:
+        return cls({(each.verb, each.of): each for each in statements if each.subject == subject and each.of})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for verb, name in self.statements if verb == "start")
+
+    def some(self, verb: Verb, indices: Iterable[int]) -> Iterator[ActionStatement]:
+        """The statements of exchanges by their numbers, where there are any."""
+        names = self.names
+        found = (self.statements.get((verb, names[index])) for index in indices if 0 <= index < len(names))
+        yield from (each for each in found if each is not None)
 
 
-def _both(inputs: tuple[ActionStatement, ...], weights: tuple[ActionStatement, ...]) -> tuple[ActionStatement, ...]:
-    """The body of a whole backward pass: its two halves, one after the other."""
-    taken = gathers(weights)
-
-    def bound(each: ActionStatement) -> ActionStatement:
-        if not each.ahead:
-            return each
-        later = each.ahead - len(taken)
-        return replace(each, of=taken[each.ahead - 1] if later <= 0 else "", ahead=max(0, later))
-
-    return (*map(bound, inputs), *weights)
+def gathers(statements: _Statements) -> int:
+    """The number of calls that an action gathers for."""
+    return sum((each.verb, each.subject) == ("wait", "gather") for each in statements)
 
 
-def _apart(statements: Sequence[ActionStatement], depth: int) -> Iterator[ActionStatement]:
-    """The statements of a body with its exchanges `depth` calls apart from their waits."""
-    gathered, scattered = gathers(statements), _of(statements, "start", "scatter")
+def _apart(body: Body, depth: int, most: int) -> Iterator[ActionStatement]:
+    """The statements of a body with its exchanges `depth` calls apart from their waits.
+
+    `most` is the number of scatters of the body of its stage that has most.
+    """
+    statements = body.statements
+    gathered, scattered = (_Exchanges.of(statements, subject) for subject in _MOVED)
+    half = body.kind in ("I", "W")
+    yield from (replace(each, when="early") for each in gathered.some("start", range(depth)))
+    yield from (replace(each, when="early") for each in gathered.some("advance", range(depth - 1)))
+    if half and scattered.names:
+        yield from _left(depth, most)
     taken = given = 0
     for each in statements:
         match each.verb, each.subject:
             case "wait", "gather":
                 yield each
                 if depth > 1:
-                    yield _coming("relay", gathered, taken + depth - 1)
-                yield _coming("start", gathered, taken + depth)
+                    yield from _coming(gathered, "advance", taken + depth - 1)
+                yield from _coming(gathered, "start", taken + depth)
                 taken += 1
             case "start", "scatter":
-                yield from _before(scattered, given, depth)
+                before = _before(scattered, given, depth, most)
+                yield from (statement for statement in before if not (half and statement.behind))
                 yield each
                 given += 1
-            case ("start", "gather") | ("wait", "scatter"):
+            case (("start" | "advance"), "gather"):
+                continue
+            case (("advance" | "wait"), "scatter"):
                 continue
             case _:
                 yield each
+    if depth > 1:
+        yield from (replace(each, when="late") for each in scattered.some("advance", [given - 1]))
 
 
-def _before_use(statements: Sequence[ActionStatement], names: Sequence[str], depth: int) -> Iterator[ActionStatement]:
-    """A forward pass in which each call waits for the gather of its parameters that stay whole."""
-    following = dict(zip_longest(names, names[1:]))
-    for each in statements:
-        if each.verb == "run" and each.of in following:
-            yield ActionStatement(verb="wait", subject="refresh", of=each.of)
-            if depth > 1 and (coming := following[each.of]):
-                yield ActionStatement(verb="relay", subject="refresh", of=coming)
-        yield each
+_MOVED: tuple[Subject, Subject] = "gather", "scatter"
 
 
-def _coming(verb: Verb, names: Sequence[str], index: int) -> ActionStatement:
-    """A statement on the gather at an index of a body's gathers, or on a gather of later actions."""
-    later = index - len(names)
-    return ActionStatement(verb=verb, subject="gather", of="" if later >= 0 else names[index], ahead=max(0, later + 1))
+def _coming(gathered: _Exchanges, verb: Verb, index: int) -> Iterator[ActionStatement]:
+    """A statement on the gather with this number in a body, or on a gather of later actions."""
+    later = index - len(gathered.names)
+    if later >= 0:
+        yield ActionStatement(verb=verb, subject="gather", ahead=later + 1)
+    yield from gathered.some(verb, [index])
 
 
-def _before(names: Sequence[str], index: int, depth: int) -> Iterator[ActionStatement]:
-    """Waits and relays of earlier scatters before one starts; the body's first follows those of a former action."""
-    if len(names) < depth:
-        yield from _waits([names[index - 1]])
+def _before(scattered: _Exchanges, index: int, depth: int, most: int) -> Iterator[ActionStatement]:
+    """Ends and advances of earlier scatters before one starts; those of a former action come before the body's own."""
+    if len(scattered.names) < depth:
+        yield from _left(depth, most)
         return
-    yield from _waits([names[index - depth]])
-    if depth > 1:  # a call has one scatter under way
-        verb: Verb = "wait" if names[index - 1] == names[index] else "relay"
-        yield ActionStatement(verb=verb, subject="scatter", of=names[index - 1])
+    going: tuple[tuple[Verb, int], ...] = (("wait", index - depth), ("advance", index - 1))
+    for verb, number in going[:depth]:
+        if number < 0:
+            yield ActionStatement(verb=verb, subject="scatter", behind=-number)
+        yield from scattered.some(verb, [number])
 
 
-def _waits(names: Iterable[str]) -> tuple[ActionStatement, ...]:
-    return tuple(ActionStatement(verb="wait", subject="scatter", of=name) for name in names)
+def _left(depth: int, most: int) -> Iterator[ActionStatement]:
+    """The ends of all scatters that earlier actions have left under way: `depth`, if a body has as many."""
+    wait = ActionStatement(verb="wait", subject="scatter", behind=1)
+    yield from [replace(wait, behind=2)] if min(depth, most) > 1 else []
+    yield from [replace(wait, verb="advance")] if depth > 1 else []
+    yield wait
 
 
-def _last_scatters(body: Body | None, depth: int) -> tuple[str, ...]:
-    """The scatters that may be under way when an action ends."""
-    return _of(body.statements, "start", "scatter")[-depth:] if body is not None else ()
+def _both(inputs: _Statements, weights: _Statements, depth: int) -> tuple[ActionStatement, ...]:
+    """The body of a whole backward pass: its two halves, one after the other.
+
+    The first half gathers ahead for the second one, which takes over the scatters that the first one leaves.
+    """
+    early = [each for half in (inputs, weights) for each in half if each.when == "early"]
+    opening = [each for each in early if each.verb == "start"][:depth]
+    opening += [each for each in early if each.verb == "advance" and each.of == opening[0].of]
+    next_ = _Exchanges.of((each for each in weights if each.when == "early"), "gather")
+    last = _Exchanges.of(inputs, "scatter")
+    scatters = any(each.subject == "scatter" and each.verb == "start" for each in weights)
+
+    def ahead(each: ActionStatement) -> Iterator[ActionStatement]:
+        count = gathers(weights)
+        if each.ahead > count:
+            yield replace(each, ahead=each.ahead - count)
+        else:
+            yield from (replace(found, when="") for found in next_.some(each.verb, [each.ahead - 1]))
+
+    def behind(each: ActionStatement) -> Iterator[ActionStatement]:
+        names = last.names
+        if each.verb == "wait":
+            yield from (replace(each, of=name, behind=0) for name in names[::-1][each.behind - 1 : each.behind])
+        else:
+            yield from (replace(found, when="") for found in last.some("advance", [len(names) - 1]))
+
+    first = [each for each in inputs if each.when != "early" and (each.when != "late" or not scatters)]
+    second = [each for each in weights if each.when != "early"]
+    return (
+        *opening,
+        *(found for each in first for found in (ahead(each) if each.ahead else [each])),
+        *(found for each in second for found in (behind(each) if each.behind and last.names else [each])),
+    )
 
 
-def _settled(body: Body | None, stage: int, names: Iterable[str]) -> Body:
-    """The body of REDUCE_GRAD, which waits for scatters first."""
-    unique = tuple(dict.fromkeys(names))
-    old = body.statements if body is not None else ()
-    return Body(kind="REDUCE_GRAD", index=stage, statements=(*_waits(unique), *old))
-
-
-def _of(statements: Sequence[ActionStatement], verb: str, subject: str) -> tuple[str, ...]:
-    return tuple(each.of for each in statements if (each.verb, each.subject) == (verb, subject))
+def _before_use(statements: _Statements, refreshed: _Exchanges) -> Iterator[ActionStatement]:
+    """A forward pass in which each call waits for the gather of its parameters that stay whole."""
+    names = refreshed.names
+    first = True
+    for each in statements:
+        if each.verb == "run" and each.of in names:
+            at = names.index(each.of)
+            coming = [*refreshed.some("advance", [at] if first else []), *refreshed.some("wait", [at])]
+            coming += refreshed.some("advance", [at + 1])
+            yield from (replace(found, when="first") for found in coming)
+            first = False
+        yield each
 
 
 def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str], depth: int) -> Iterator[Action]:
@@ -167,7 +218,8 @@ def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str],
 
     An UNSHARD stands before an action whose gather no earlier action starts.
     """
-    counts = [len(gathers(body.statements)) if (body := bodies.get(_name(action))) else 0 for action in row]
+    by_name = {name: gathers(bodies[name].statements) for name in {*map(_name, row)} if name in bodies}
+    counts = [by_name.get(_name(action), 0) for action in row]
     places = [index for index, count in enumerate(counts) if count]
 
     def following(position: int) -> tuple[str, ...]:
@@ -201,7 +253,8 @@ def gathering_ahead(program: Program, row: Sequence[Action], some: Sequence[Acti
         yield from some
         return
     bodies = {body.name: body for body in program.bodies if body.kind != "END"}
-    reads = [action for action in row if (body := bodies.get(_name(action))) and gathers(body.statements)]
+    gathering = {name for name in {*map(_name, row)} if name in bodies and gathers(bodies[name].statements)}
+    reads = [action for action in row if _name(action) in gathering]
     late = frozenset(_name(action) for action in reads[:-1] if not action.ahead)
     yield from _ahead(some, bodies, late, Exchanges(program).levels)
 

@@ -11,6 +11,7 @@ from partc.errors import Source
 from partc.ir.mesh import Mesh
 from partc.ir.program import Call, Choice, Graph, Parameter, Program, Region, Transfer
 from partc.passes.actions import actions
+from partc.passes.bucket import bucket
 from partc.passes.schedule import schedule
 from tests.programs import op, value
 
@@ -71,7 +72,7 @@ def plan(mesh: str = "pp=2,dp=3,tp=4", microbatches: int = 5) -> Program:
 
 def written(program: Program) -> Program:
     """The program with its actions."""
-    return actions(schedule(program))
+    return actions(schedule(bucket(program)))
 
 
 def test_bytes_of_a_step_by_hand() -> None:

@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import partc
-from partc.communication.exchanges import Collective
-from partc.communication.execution import CommunicationPlan, Event, Message, events
+from partc.communication.events import CommunicationPlan, Entered, Event, Message, events
+from partc.communication.execution import Execution
 from partc.errors import InternalError
 from partc.ir.mesh import Mesh
+from partc.ir.program import ActionStatement
 from partc.passes.check import check, prove
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -56,7 +58,7 @@ def _commute(first: Event, second: Event) -> bool:
         if {first.kind, second.kind} == {"recv", "wait"}:
             return first.link != second.link or first.content != second.content
         return True
-    if isinstance(first, Collective) and isinstance(second, Collective):
+    if isinstance(first, Entered) and isinstance(second, Entered):
         return (first.content, first.axes, first.places) == (second.content, second.axes, second.places)
     return True
 
@@ -83,10 +85,63 @@ def test_a_plan_of_all_ranks_holds(plan: CommunicationPlan) -> None:
 
 def test_errors_name_rank_action_and_line(plan: CommunicationPlan) -> None:
     sequence = plan.of(5)
-    index = next(i for i, event in enumerate(sequence) if isinstance(event, Collective) and event.source)
+    index = next(i for i, event in enumerate(sequence) if isinstance(event, Entered) and event.source)
     wrong = replace(sequence[index], dtype="f64")
     with pytest.raises(InternalError, match=r"rank \d.*\dF0.*mlp\.py:\d+"):
         prove(replace(plan, overrides={5: (*sequence[:index], wrong, *sequence[index + 1 :])}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 3, "schedule": "gpipe"},
+        {"zero": 1, "bucket": "0B"},
+        {"zero": 2, "compress_grads": "int8"},
+        {"bucket": "0B", "compress_grads": "int8"},
+    ],
+    ids=str,
+)
+def test_every_exchange_is_what_types_need_and_is_waited_for(options: dict[str, Any]) -> None:
+    """A statement that is left out, is there twice, or states another collective is found."""
+    sizes = {"depth": 2, "width": 16, "hidden": 32, "batch": 16}
+    program = partc.compile(
+        EXAMPLES / "mlp.py", mesh="1x4x1", nodes=2, microbatches=2, options=sizes, **options
+    ).program
+    check(program)
+    steps = list(Execution(program, 0).step())
+    exchanges = {"gather", "refresh", "scatter", "bucket", "result"}
+    tried, missed = 0, []
+    for body in program.bodies:
+        for index, each in enumerate(body.statements):
+            if each.subject not in exchanges:
+                continue
+            for what, instead in _statement_mutants(each):
+                statements = (*body.statements[:index], *instead, *body.statements[index + 1 :])
+                others = tuple(
+                    replace(body, statements=statements) if other is body else other for other in program.bodies
+                )
+                tried += 1
+                mutant = replace(program, bodies=others)
+                try:
+                    check(mutant)
+                    unlike = (
+                        list(Execution(mutant, 0).step()) != steps
+                    )  # else no action of this schedule runs the statement
+                except InternalError:
+                    continue
+                missed.extend([f"{what}: {each} in {body.name}"] if unlike else [])
+    assert tried > 20
+    assert not missed
+
+
+def _statement_mutants(each: ActionStatement) -> Iterator[tuple[str, tuple[ActionStatement, ...]]]:
+    yield "left out", ()
+    yield from [("twice", (each, each))] if each.when not in ("early", "late") else []
+    for at, one in enumerate(each.collectives):
+        others = [] if one is None else [replace(one, shape=(7,)), replace(one, dtype="i8"), replace(one, axes=("dp",))]
+        for other in others:
+            moved = (*each.collectives[:at], other, *each.collectives[at + 1 :])
+            yield "another collective", (replace(each, collectives=moved),)
 
 
 def test_two_stages_that_both_receive_first_deadlock() -> None:

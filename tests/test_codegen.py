@@ -46,6 +46,7 @@ from partc.ir.program import (
 )
 from partc.package.verify import verify
 from partc.passes.actions import actions
+from partc.passes.bucket import bucket
 from partc.runtime.place import Place, coordinate, members, rank_at
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -254,12 +255,12 @@ def classifier(blocks: int, mesh: str) -> Program:
         transfers=(Transfer(value=names[cut], source=0, target=1, gradient=True),) if last else (),
         schedule=tuple(map(row, schedule)),
     )
-    return actions(program)
+    return actions(bucket(program))
 
 
 def emitted(program: Program, blocks: int = 2) -> dict[str, str]:
     source = MODEL.replace("range(2)", f"range({blocks})")
-    return render(actions(program), model_source=source, options={}, seed=0, precision="fp64")
+    return render(actions(bucket(program)), model_source=source, options={}, seed=0, precision="fp64")
 
 
 def write(folder: Path, texts: dict[str, str]) -> Path:

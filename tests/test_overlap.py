@@ -12,8 +12,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import partc
-from partc.communication.exchanges import Collective
-from partc.communication.execution import Execution, GraphRun, Start, Wait, events
+from partc.communication.events import Entered, events
+from partc.communication.execution import Execution, StatementRun
 from partc.errors import InternalError
 from partc.ir.collectives import MOVING
 from partc.ir.mesh import Mesh
@@ -199,17 +199,22 @@ def test_every_wait_has_its_collective_and_work_between(recompute: str) -> None:
 def test_a_bucket_starts_when_it_is_full(size: int, after: dict[str, str]) -> None:
     """16 MiB of each matrix; the bias is summed over other axes, and waits for its own kind."""
     done = bucket(parse(PROGRAM), bucket=size)
-    assert {parameter.name: parameter.after for parameter in done.parameters} == after
+    assert {parameter.name: _after(done, parameter.name) for parameter in done.parameters} == after
     assert print_program(parse(print_program(done))) == print_program(done)
 
 
 def test_scattered_gradients_count_whole_in_a_bucket() -> None:
     """Each rank keeps 8 MiB of a matrix's 16, which fill a bucket of 16 MB; small parts do not fill one."""
     parted = zero(parse(PROGRAM), zero=1, zero_axes=("dp",))
-    after = {size: bucket(parted, bucket=size).parameter("second.w").after for size in (16_000_000, 25_000_000)}
+    after = {size: _after(bucket(parted, bucket=size), "second.w") for size in (16_000_000, 25_000_000)}
     assert after == {16_000_000: "second", 25_000_000: "first"}
     many = replace(parted, mesh=Mesh.parse("dp=64,tp=2"))  # 256 KiB of each matrix
-    assert bucket(many, bucket=16_000_000).parameter("second.w").after == "first"
+    assert _after(bucket(many, bucket=16_000_000), "second.w") == "first"
+
+
+def _after(program: Program, name: str) -> str:
+    """The call after which the first sum of a parameter's gradient starts."""
+    return program.bucket(program.parameter(name).buckets[0]).after
 
 
 def _world(work: Any, size: int = 2) -> None:
@@ -220,19 +225,17 @@ def _world(work: Any, size: int = 2) -> None:
 
 def test_sums_start_bucket_by_bucket() -> None:
     shards = {name: Shard("f64[3]", reduce=("dp",)) for name in ("a", "b", "c")}
-    buckets = (
-        Bucket(after="late", over=("dp",), first="b", last="c"),
-        Bucket(after="soon", over=("dp",), names=("a",)),
-    )
+    buckets = {"late": Bucket(over=("dp",), first="b", last="c"), "soon": Bucket(over=("dp",), names=("a",))}
 
     def work(comm: VirtualComm) -> None:
         memory = torch.full((9,), float(comm.group(("dp",)).rank + 1), dtype=torch.float64)
         gradients = dict(zip(shards, memory.split(3), strict=True))
         sums = Sums(comm, shards, gradients, buckets)
-        sums.start("late")
+        sums["late"].start()
         gradients["a"].add_(10)  # the call before it still adds to its own
-        sums.start("soon")
-        sums.wait()
+        sums["soon"].start()
+        sums["late"].wait()
+        sums["soon"].wait()
         assert gradients["a"].tolist() == [23.0] * 3
         assert gradients["b"].tolist() == gradients["c"].tolist() == [3.0] * 3
 
@@ -249,7 +252,7 @@ def test_sums_start_in_the_last_backward_alone(mesh: str, zero: int) -> None:
             summing = {
                 str(action)
                 for action, found in steps
-                if any(isinstance(each, Start) and each.key[0] in ("sum", "bucket") for each in found)
+                if any((each.statement.verb, each.statement.subject) == ("start", "bucket") for each in found)
             }
             assert summing & {f"{place}{kind}{index}" for kind in "BIW" for index in range(2)} == (
                 {f"{place}{'W' if place in program.split_stages else 'B'}1"} if updates else set()
@@ -323,8 +326,9 @@ def test_gathers_start_one_call_ahead() -> None:
         _actions(program),
         """\
 action 0F:
+  early start gather a: all_gather(f32[8] over dp)  # 32 B
   wait gather a
-  start gather b
+  start gather b: all_gather(f32[8] over dp)  # 32 B
   run F a
   free gather a
   wait gather b
@@ -332,31 +336,40 @@ action 0F:
   run F b
   free gather b
 action 0B:
+  early start gather b: all_gather(f32[8] over dp)  # 32 B
   wait gather b
   start gather ahead 1
   run B b
   free gather b
-  wait scatter a
-  start scatter b
+  wait scatter behind 1
+  start scatter b: reduce_scatter(f32[16] over dp)  # 32 B
   run B a
   wait scatter b
-  start scatter a
+  start scatter a: reduce_scatter(f32[16] over dp)  # 32 B
 action 0END:
-  start loss
+  start result loss: all_reduce(f32[] over dp)  # 4 B
+  wait result loss
   run update
 action 0REDUCE_GRAD:
-  wait scatter a
+  wait scatter behind 1
 schedule 0: 0UNSHARD>0F 0F0>0B 0B0>0F 0F1>0B 0B1 0REDUCE_GRAD""",
     )
 
 
 def _kept(levels: bool = False) -> str:
     """The same program under ZeRO 1; with `levels`, over ranks of which some share a node."""
-    text = _GATHERS.replace("zero 3", "zero 1")
-    if levels:
-        text = text.replace("mesh dp=2", "mesh dp_out=2,dp_in=2").replace("@dp", "@dp_out,dp_in")
-        text = text.replace("(dp", "(dp_out,dp_in").replace("zero 1", "zero 1 near(dp_in)")
-    return text
+    text = _GATHERS.replace("zero 3", "zero 1 bucket(all)").replace("call a =", f"{_SCATTERED}call a =")
+    return _over_nodes(text) if levels else text
+
+
+_SCATTERED = "bucket all: scatter over dp in stage 0\n"
+
+
+def _over_nodes(text: str) -> str:
+    """A program on two nodes of two ranks."""
+    text = text.replace("mesh dp=2", "mesh dp_out=2,dp_in=2").replace("@dp", "@dp_out,dp_in")
+    text = text.replace("(dp", "(dp_out,dp_in").replace("over dp ", "over dp_out,dp_in ")
+    return text.replace("call a =", "transport near(dp_in)\ncall a =")
 
 
 def test_updated_parameters_are_gathered_beside_the_next_forward_pass() -> None:
@@ -366,21 +379,22 @@ def test_updated_parameters_are_gathered_beside_the_next_forward_pass() -> None:
         _actions(program),
         """\
 action 0F:
-  wait refresh a
+  first wait refresh a
   run F a
-  wait refresh b
+  first wait refresh b
   run F b
 action 0B:
   run B b
   run B a
 action 0REDUCE_GRAD:
-  start sums
-  wait sums
+  last start bucket all: reduce_scatter(f32[32] over dp)  # 64 B
+  last wait bucket all
 action 0REFRESH:
-  start refresh a
-  start refresh b
+  start refresh a: all_gather(f32[8] over dp)  # 32 B
+  start refresh b: all_gather(f32[8] over dp)  # 32 B
 action 0END:
-  start loss
+  start result loss: all_reduce(f32[] over dp)  # 4 B
+  wait result loss
   run update
 schedule 0: 0F0 0B0 0F1 0B1 0REDUCE_GRAD""",
     )
@@ -392,7 +406,7 @@ schedule 0: 0F0 0B0 0F1 0B1 0REDUCE_GRAD""",
         (False, False, "start a, wait a, start b, wait b, F a, F b"),
         (False, True, "start a, start b, wait a, F a, wait b, F b"),
         # the second level of a gather, inside nodes, starts one call ahead
-        (True, True, "start a, start b, wait a, start a, wait a, wait b, start b, F a, wait b, F b"),
+        (True, True, "start a, start b, advance a, wait a, advance b, F a, wait b, F b"),
     ],
 )
 def test_the_first_forward_pass_alone_waits_for_updated_parameters(
@@ -400,17 +414,10 @@ def test_the_first_forward_pass_alone_waits_for_updated_parameters(
 ) -> None:
     program = actions(parse(_kept(levels)))
     steps = Execution(prefetch(program) if prefetched else program, 0).step()
-    log = [
-        f"{each.kind} {each.call.name}"
-        if isinstance(each, GraphRun)
-        else f"{type(each).__name__.lower()} {each.key[2]}"
-        for _, found in steps
-        for each in found
-        if isinstance(each, GraphRun) or (isinstance(each, Start | Wait) and each.key[0] == "refresh")
-    ]
+    log = [_said(each) for _, found in steps for each in found if _runs(each) or each.statement.subject == "refresh"]
     assert ", ".join(log) == f"{expected}, B b, B a, F a, F b, B b, B a"
     accumulating = Execution(program, 0).step(updates=False)
-    assert not any(isinstance(each, Start) and each.key[0] == "refresh" for _, found in accumulating for each in found)
+    assert not any(each.statement.subject == "refresh" for _, found in accumulating for each in found)
 
 
 def test_an_action_that_gathers_nothing_ahead_has_its_gathers_before_the_next() -> None:
@@ -430,9 +437,9 @@ def test_without_the_pass_everything_is_waited_for_at_once() -> None:
     ("given", "line", "fault"),
     [
         (_GATHERS, "  wait gather b\n", "reads its parameters before they are there"),
-        (_GATHERS, "  free gather b\n  wait scatter", "ends a step with something under way"),
-        (_GATHERS, "  wait scatter b\n", "scattered again before the last time has ended"),
-        (_kept(), "  wait refresh b\n", "b reads its parameters before they are there"),
+        (_GATHERS, "  free gather b\n  wait scatter", "gathered again before they are freed"),
+        (_GATHERS, "  wait scatter b\n", "scatter b starts again before it was waited for"),
+        (_kept(), "  first wait refresh b\n", "b reads its parameters before they are there"),
     ],
     ids=["gather", "free", "scatter", "refresh"],
 )
@@ -447,11 +454,21 @@ def test_a_missing_wait_or_free_is_found(given: str, line: str, fault: str) -> N
 def _started(program: Program) -> list[str]:
     """The gathers of a step, with the actions in which they start."""
     return [
-        f"{action.kind if isinstance(action, Action) else action}: {each.key[2]}"
+        f"{action.kind if isinstance(action, Action) else action}: {each.statement.of}"
         for action, steps in Execution(program, 0).step()
         for each in steps
-        if isinstance(each, Start) and each.key[0] == "gather"
+        if (each.statement.verb, each.statement.subject) == ("start", "gather")
     ]
+
+
+def _runs(step: StatementRun) -> bool:
+    return step.statement.subject in ("F", "B", "I", "W")
+
+
+def _said(step: StatementRun) -> str:
+    """`F a`, or `start a` for an exchange."""
+    each = step.statement
+    return f"{each.subject if _runs(step) else each.verb} {each.of}"
 
 
 def _actions(program: Program) -> str:
@@ -480,14 +497,13 @@ def test_a_unit_gathers_once_until_it_is_freed() -> None:
 
 
 def test_gathers_cross_nodes_two_calls_ahead_and_go_around_inside_one() -> None:
-    text = _GATHERS.replace("mesh dp=2", "mesh dp_out=2,dp_in=2")
-    text = text.replace("@dp", "@dp_out,dp_in").replace("(dp", "(dp_out,dp_in").replace("zero 3", "zero 3 near(dp_in)")
+    text = _over_nodes(_GATHERS)
     steps = Execution(prefetch(actions(parse(text))), 0).step()
     log = [
-        f"{each.key[2]} over {each.collective.axes[0]}" if isinstance(each, Start) else f"{each.kind} {each.call.name}"
+        _said(each) if _runs(each) else f"{each.statement.of} over {each.collectives[0].group}"
         for _, found in steps
         for each in found
-        if (isinstance(each, Start) and each.key[0] == "gather") or isinstance(each, GraphRun)
+        if _runs(each) or (each.statement.subject == "gather" and each.collectives)
     ]
     assert log[:9] == [
         "a over dp_out", "b over dp_out", "a over dp_in", "b over dp_in", "F a", "a over dp_out", "F b", "a over dp_in",
@@ -514,7 +530,7 @@ def test_what_is_gathered_ahead_raises_no_peak(mesh: str, options: dict[str, Any
     assert bool(chosen) == some
     assert any(one > other for one, other in zip(peaks[2], peaks[0], strict=True)) == some
     gathers = [
-        sum(isinstance(each, Collective) and each.op == "all_gather" for row in events(program).places for each in row)
+        sum(isinstance(each, Entered) and each.op == "all_gather" for row in events(program).places for each in row)
         for program in (all_early, early, all_late)
     ]
     assert gathers[0] <= gathers[1] < gathers[2]

@@ -23,6 +23,7 @@ from partc.ir.parser import parse
 from partc.ir.printer import print_program, print_region
 from partc.ir.program import (
     Action,
+    Bucket,
     Call,
     Choice,
     DTypeArg,
@@ -34,6 +35,7 @@ from partc.ir.program import (
     Region,
     TensorType,
     Transfer,
+    Transport,
     Value,
 )
 from tests.programs import tiny
@@ -108,10 +110,24 @@ PROGRAMS = st.builds(
             aliases=NAME_LISTS,
             reduce=st.sampled_from([(), ("dp",), ("dp", "tp")]),
             gather=st.sampled_from([(), ("dp",)]),
-            near=st.sampled_from([(), ("dp",), ("dp", "tp")]),
-            wire=st.sampled_from(["", "bf16"]),
-            compress=st.sampled_from(["", "int8"]),
+            buckets=NAME_LISTS,
+        ),
+        max_size=2,
+    ).map(tuple),
+    transport=st.builds(
+        Transport,
+        near=st.sampled_from([(), ("dp",), ("dp", "tp")]),
+        wire=st.sampled_from(["", "bf16"]),
+        compress=st.sampled_from(["", "int8"]),
+    ),
+    buckets=st.lists(
+        st.builds(
+            Bucket,
+            name=NAMES,
+            stage=st.integers(0, 3),
+            over=st.sampled_from([("dp",), ("dp", "tp")]),
             after=st.just("") | NAMES,
+            scattered=st.booleans(),
         ),
         max_size=2,
     ).map(tuple),
@@ -281,7 +297,7 @@ def test_texts_of_stages_grow_with_neither_microbatches_nor_depth(
         text = print_program(plain)
         assert parse(text) == plain
         texts.append([line for line in text.splitlines() if re.match("action |  |schedule ", line)])
-        assert len(texts[-1]) <= 40 * program.stages
+        assert len(texts[-1]) <= 60 * program.stages
     few, many = texts
     assert [len(line.split()) for line in few if line[0] == "s"] == [
         len(line.split()) for line in many if line[0] == "s"

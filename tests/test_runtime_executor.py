@@ -14,6 +14,7 @@ from torch import Tensor
 from partc.runtime.comm.comm import Comm
 from partc.runtime.comm.virtual import VirtualComm, World
 from partc.runtime.execution.executor import gradient_memory, parse_schedule, run_step, told_by
+from partc.runtime.execution.stage import PipelineStage
 from partc.runtime.execution.sums import Bucket
 from partc.runtime.layout import Received, Shard
 from partc.runtime.train.data import global_batch, local_batch
@@ -22,31 +23,20 @@ MICROBATCHES = 4
 ROWS = 3
 
 
-class Product:
+class Product(PipelineStage):
     """Every stage: y = (sum of what it receives, or the input) * w. Stage 0's value goes to both others."""
 
     parameters = {"w": Shard("f64[5]")}  # noqa: RUF012
-    sends: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
-    gradients_from: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
-    receives: dict[str, Received] = {}  # noqa: RUF012
-    inputs: dict[str, Shard] = {}  # noqa: RUF012
-    loss: str | None = None
-    loss_partial: tuple[str, ...] = ()
-    shared: dict[tuple[int, ...], tuple[str, ...]] = {}  # noqa: RUF012
 
     def __init__(self, comm: Comm, parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+        super().__init__(comm, parameters, gradients)
         self.w, self.grad_w = parameters["w"], gradients["w"]
-        self.gradients = gradients
         self.reduced = 0
         self.alive: list[weakref.ref[Tensor]] = []
         self.most_alive = 0
 
-    def setup(self) -> None: ...
-
     def prepare(self, batch: dict[str, Tensor]) -> None:
         self.whole_batch = batch
-
-    def refresh(self) -> None: ...
 
     def forward(self, batch: dict[str, Tensor], received: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         x = sum(received.values(), batch.get("x", torch.zeros(ROWS, 5, dtype=torch.float64))).clone()
@@ -61,7 +51,7 @@ class Product:
         self.grad_w.add_((grad_y * saved).sum(0))
         return {name: grad_y * self.w for name in self.receives}
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self, last: bool) -> None:
         self.reduced += 1
 
 
@@ -215,9 +205,9 @@ def test_gradients_of_parts_take_over_the_memory_of_their_sums() -> None:
     bucket = Bucket(over=("dp",), names=("w", "spare", "column", "summed"), scatter=True)
     again = Bucket(over=("dp",), names=("tied",), scatter=True)
     stages: list[Any] = [
-        SimpleNamespace(parameters=table | both, buckets=(bucket, again)),
-        SimpleNamespace(parameters=both, buckets=(again,)),
-        SimpleNamespace(parameters={}),
+        SimpleNamespace(parameters=table | both, buckets={"once": bucket, "again": again}),
+        SimpleNamespace(parameters=both, buckets={"again": again}),
+        SimpleNamespace(parameters={}, buckets={}),
     ]
     shards, sizes = table | both, {"dp": 2, "tp": 2}
     parameters = {name: torch.ones(shard.local_shape(sizes)) for name, shard in shards.items()}

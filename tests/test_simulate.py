@@ -14,6 +14,7 @@ from partc.cost.simulation import Durations, Timeline, chain, simulate
 from partc.ir.program import Action
 from partc.runtime.comm.comm import Comm
 from partc.runtime.execution.executor import parse_schedule, run_step
+from partc.runtime.execution.stage import PipelineStage
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 
 COUNTS = [(2, 2), (2, 8), (3, 7), (4, 4), (4, 8), (4, 16), (8, 16), (8, 32)]  # ranks, microbatches
@@ -142,16 +143,11 @@ class _Activations:
     """What a stage's forward pass leaves behind: alive as long as somebody holds it."""
 
 
-class _Stage:
+class _Stage(PipelineStage):
     """A stage that computes nothing and counts the activations that are alive."""
 
     def __init__(self, alive: weakref.WeakSet[_Activations], peak: list[int]) -> None:
         self.alive, self.peak = alive, peak
-        self.sends, self.gradients_from, self.receives, self.shared, self.loss = {}, {}, {}, {}, None
-
-    def refresh(self) -> None: ...
-
-    def prepare(self, batch: object) -> None: ...
 
     def forward(self, batch: object, received: object) -> tuple[dict[str, Any], _Activations]:
         made = _Activations()
@@ -168,8 +164,6 @@ class _Stage:
 
     def backward_weight(self, kept: _Activations, last: bool) -> None:
         assert kept in self.alive
-
-    def reduce_gradients(self) -> None: ...
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))

@@ -60,11 +60,12 @@ def test_a_sum_inside_nodes_and_then_between_them_is_the_sum(size: int) -> None:
     def work(comm: VirtualComm, number: int) -> None:
         x = given[number].clone()
         shards = {"w": Shard(f"f64[{size}]", reduce=("dp_out", "dp_in"))}
-        buckets = (Bucket(over=("dp_out", "dp_in"), after="early", names=("w",)),)
+        buckets = {"all": Bucket(over=("dp_out", "dp_in"), names=("w",))}
         sums = Sums(comm, shards, {"w": x}, buckets, near=("dp_in",))
-        sums.start("early")
-        sums.relay()
-        sums.wait()
+        sums["all"].start()
+        sums["all"].advance()
+        sums["all"].advance()
+        sums["all"].wait()
         torch.testing.assert_close(x, sum(given), rtol=1e-14, atol=1e-14)
 
     _world(work, {"dp_out": 2, "dp_in": 3})

@@ -14,8 +14,7 @@ import pytest
 
 import partc
 from partc.cli import main
-from partc.communication.exchanges import Collective
-from partc.communication.execution import events
+from partc.communication.events import Entered, events
 from partc.cost.forecast import Forecast
 from partc.cost.simulation import timeline
 from partc.ir.program import ITEMSIZE
@@ -244,7 +243,7 @@ def test_each_action_says_what_is_proved_of_it(mesh: str, options: dict[str, Any
     for place, row in enumerate(events(program).places):
         proved: dict[str, list[tuple[str, str, int]]] = {}
         for event in row:
-            if isinstance(event, Collective):
+            if isinstance(event, Entered):
                 size = math.prod(event.shape) * ITEMSIZE[event.dtype]
                 proved.setdefault(event.action, []).append((event.op, ",".join(event.axes), size))
         for span in forecast.places[place]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from partc.errors import InternalError
-from partc.ir.program import Call, Choice, Graph, Op, Program, Ref, Region, Transfer
+from partc.ir.program import Bucket, Call, Choice, Graph, Op, Parameter, Program, Ref, Region, Transfer
 from partc.ir.verifier import faults_of, verify_program
 from tests.programs import op, tiny, value
 
@@ -28,6 +28,11 @@ def region(program: Program, **changes: object) -> Program:
 
 def call(program: Program, **changes: object) -> Program:
     return replace(program, calls=(replace(program.calls[0], **changes),))  # type: ignore[arg-type]
+
+
+def summed(program: Program, *buckets: str) -> Parameter:
+    """The program's weight, of which ranks along tp have parts of the gradient."""
+    return replace(program.parameters[0], reduce=("tp",), buckets=buckets)
 
 
 def test_whole_programs_have_no_faults() -> None:
@@ -70,19 +75,17 @@ BROKEN: dict[str, tuple[Callable[[Program], Program], str]] = {
         ),
         "call b of main makes loss a second time",
     ),
-    "exchanges inside nodes over other axes": (
-        lambda p: replace(p, parameters=(replace(p.parameters[0], reduce=("dp_out",), near=("dp_in",)),)),
-        "w travels inside nodes over ['dp_in'], not []",
+    "a gradient in no bucket": (
+        lambda p: replace(p, buckets=(Bucket(name="b", stage=0, over=("tp",)),), parameters=(summed(p),)),
+        "the gradient of w is in buckets [], which are not those of its sums",
     ),
-    "gradients that travel in several ways": (
-        lambda p: replace(
-            p,
-            parameters=(
-                replace(p.parameters[0], reduce=("tp",), wire="bf16", compress="int8"),
-                replace(p.parameters[0], name="v", reduce=("tp",)),
-            ),
-        ),
-        "gradients travel in several ways: bf16 and int8; its own type and no code",
+    "a bucket over other axes": (
+        lambda p: replace(p, buckets=(Bucket(name="b", stage=0, over=("dp",)),), parameters=(summed(p, "b"),)),
+        "the gradient of w is in buckets ['b'], which are not those of its sums",
+    ),
+    "a bucket that is nowhere": (
+        lambda p: replace(p, buckets=(Bucket(name="b", stage=0, over=("tp",)),), parameters=(summed(p, "c"),)),
+        "w is in bucket c, which doesn't exist",
     ),
     "kernels of several sources": (
         lambda p: replace(p, regions=(p.regions[0], replace(p.regions[0], name="other", kernels="triton"))),

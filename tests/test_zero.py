@@ -14,8 +14,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import partc
-from partc.communication.exchanges import Collective
-from partc.communication.execution import events
+from partc.communication.events import Entered, events
 from partc.errors import PartcError
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
@@ -313,7 +312,7 @@ def test_when_parts_move(level: int, gathers: dict[str, int], scatters: dict[str
     program = partc.compile(one_block, {"x": torch.randn(8, 6)}, mesh="2", zero=level, microbatches=2).program
     found: dict[str, Counter[str]] = {"all_gather": Counter(), "reduce_scatter": Counter()}
     for event in events(program).of(0):
-        if isinstance(event, Collective) and event.op in found:
+        if isinstance(event, Entered) and event.op in found:
             found[event.op][event.action.removeprefix("0").rstrip("01")] += 1
     assert (found["all_gather"], found["reduce_scatter"]) == (gathers, scatters)
 

@@ -118,8 +118,8 @@ def written(program: Program) -> Iterator[FixedKernels]:
     yield FixedKernels(name="squares", each=_each(sizes))
     if any(op.name in CHUNKED for region in program.regions for graph in region.graphs for op in graph.ops):
         yield LOGITS
-    if program.compression:
-        yield FixedKernels(name=program.compression, alone=False)
+    if code := program.transport.compress:
+        yield FixedKernels(name=code, alone=False)
 
 
 def _updated(parameter: Parameter, times: int, read: DType, program: Program) -> int:

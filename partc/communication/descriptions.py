@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from partc.communication.exchanges import Collective, Levels
-from partc.ir.collectives import COLLECTIVES, cost
+from partc.communication.execution import StatementRun
+from partc.ir.collectives import COLLECTIVES, cost, received
 from partc.ir.layout import Partial, Sizes
 from partc.ir.operations import VIEWS
 from partc.ir.printer import readable
-from partc.ir.program import Graph, Op, TensorType
+from partc.ir.program import Collective, Graph, Op, Program, TensorType
 
 NAMES: Mapping[str, str] = {name: row.title for name, row in COLLECTIVES.items() if row.title}
-_CODES = {"u8": "int8", "bf16": "bf16", "f16": "fp16"}  # the types of exchanges that comments name
+_LOW = {"bf16": "bf16", "f16": "fp16"}  # the element types of exchanges that comments name
 # Operations that are transparent in the search for a value's readers and makers.
 _VIEWS = VIEWS | {"to"}
 _TRANSPARENT = _VIEWS | {"add", "sub", "neg", "cat"}
@@ -75,30 +75,19 @@ def comment(
             )
 
 
-def moved(levels: Levels, axes: Sizes) -> str:
-    """`reduce-scatter 53.0 KiB over dp_in, then all-to-all 9.1 KiB in int8 over dp_out`: the bytes that a rank receives
-    in an exchange of parameters or gradients.
-    """
-    sizes: dict[tuple[str, str], int] = {}
-    for collective in (each for level in levels for each in level):
-        key = NAMES[collective.op], way(collective)
-        sizes[key] = sizes.get(key, 0) + collective.received(axes)
-    words: list[str] = []
-    said = ""
-    for (name, over), size in sizes.items():
-        words.append(f"{'' if name == said else f'{name} '}{readable(size)} {over}")
-        said = name
-    return ", then ".join(words)
-
-
-def way(collective: Collective) -> str:
-    """`in int8 over dp_out`: the code of what travels, if it has one, and the axes."""
-    return f"{coded(collective)}over {','.join(collective.axes)}"
+def moved(collectives: Iterable[Collective], sizes: Sizes) -> str:
+    """`reduce-scatter 53.0 KiB over dp_in and all-reduce 9.1 KiB in bf16 over dp`: the bytes that a rank receives."""
+    found: dict[tuple[str, str], int] = {}
+    for each in collectives:
+        key = NAMES[each.op], f"{coded(each)}over {each.group}"
+        found[key] = found.get(key, 0) + received(each, sizes)
+    return _listed(f"{name} {readable(size)} {over}" for (name, over), size in found.items())
 
 
 def coded(collective: Collective) -> str:
-    """`in int8 `, or nothing."""
-    return f"in {_CODES[collective.dtype]} " if collective.dtype in _CODES else ""
+    """`in int8 ` or `in bf16 `, for numbers in a code or of a low precision; else nothing."""
+    code = collective.code or _LOW.get(collective.dtype)
+    return f"in {code} " if code else ""
 
 
 def _makers(name: str, axis: str, graph: Graph, types: Mapping[str, TensorType]) -> list[Op]:
@@ -142,3 +131,23 @@ def _listed(words: Iterable[str]) -> str:
     if len(unique) < 2:
         return "".join(unique)
     return f"{', '.join(unique[:-1])} and {unique[-1]}"
+
+
+def purpose(program: Program, step: StatementRun) -> str:
+    """The purpose of the collectives that a step starts."""
+    of = step.statement.of
+    match step.statement.subject:
+        case "gather":
+            return f"{of} needs its parameters whole"
+        case "refresh":
+            return "every rank keeps the updated parameters whole"
+        case "scatter":
+            return f"{of}: each rank keeps its part of the gradients"
+        case "shared":
+            return "stages that share weights sum their gradients"
+        case "bucket" if after := program.bucket(of).after:
+            return f"gradients that are complete after {after}"
+        case "bucket":
+            return "gradients that are summed at the step's end"
+        case _:
+            return f"the {'result' if program.results else 'loss'} of the whole batch"

@@ -1,82 +1,28 @@
-"""The collectives of each statement in an action: their parameters or gradients, axes and sizes.
+"""The collectives that an exchange of parameters or gradients consists of, from their types.
 
 A gather or scatter of ZeRO carries all parameters of a call that share an element type and axes in one collective. A
-sum of gradients carries a bucket. If only some ranks share a node (`Parameter.near`), an exchange has two levels:
-gathers cross nodes first and then run inside each node; scatters and sums run inside each node first. Each byte crosses
-between two nodes once.
+sum of gradients carries a bucket. If only some ranks share a node (`Transport.near`), an exchange is a chain of several
+collectives: gathers cross nodes first and then run inside each node; scatters and sums run inside each node first. Each
+byte crosses between two nodes once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 
-from partc.errors import Source
-from partc.ir.collectives import cost
-from partc.ir.layout import Sizes
-from partc.ir.program import ITEMSIZE, Call, DType, Graph, GraphKind, Parameter, Program, Region
+from partc.ir.program import Bucket, Call, Collective, DType, Graph, GraphKind, Parameter, Program, Region
+
+Chain = tuple[Collective, ...]  # collectives one after the other
+Chains = tuple[Chain, ...]  # which run side by side
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """An operation that every rank of a group enters together, with an operand of `shape`.
-
-    The group is the ranks that differ on `axes`; with `places`, the ranks at those pipeline
-    coordinates that agree on every other axis.
-    """
-
-    op: str
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    attrs: tuple[tuple[str, object], ...] = ()
-    places: tuple[int, ...] = ()
-    action: str = ""
-    source: Source | None = None
-
-    @property
-    def content(self) -> tuple[object, ...]:
-        """The facts that the ranks must agree on."""
-        return self.op, self.shape, self.dtype, self.attrs
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the operand."""
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
-
-    def ways(self, sizes: Sizes) -> int:
-        """The number of ranks in the group."""
-        return len(self.places) or math.prod(sizes[axis] for axis in self.axes)
-
-    def received(self, sizes: Sizes) -> int:
-        """The bytes that one rank receives, with ring algorithms."""
-        return cost(self.op, self.ways(sizes), self.bytes)
-
-    def __str__(self) -> str:
-        where = f"pipeline ranks {self.places}" if self.places else " and ".join(self.axes)
-        at = f" ({self.source})" if self.source is not None and self.source.line else ""
-        return f"{self.action}: {self.op} of {self.dtype}{list(self.shape)} over {where}{at}"
-
-
-Levels = tuple[tuple[Collective, ...], ...]  # level by level, the collectives that start together
-NearAndFar = tuple[tuple[str, ...], tuple[str, ...]]  # axes inside nodes and those between them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Gradients whose sum starts after the last backward of one call."""
-
-    after: str
-    over: tuple[str, ...]
-    scattered: bool  # whether each rank keeps only its part of the sum
-    parameters: tuple[Parameter, ...]  # in order of use; they travel in one way
-
-    @property
-    def near_and_far(self) -> NearAndFar:
-        return near_and_far(self.over, self.parameters[0])
+def in_turn(chains: Chains) -> tuple[tuple[Collective | None, ...], ...]:
+    """The collectives of a start, and of each `advance` after it; None where a chain has ended."""
+    return tuple(zip_longest(*chains))
 
 
 @dataclass(frozen=True)
@@ -144,60 +90,117 @@ class Exchanges:
                 seen.update(call.params)
         return found
 
-    def gather(self, names: Iterable[str]) -> Levels:
-        """The all-gathers of parameters."""
-        return self._levels("all_gather", names)
-
-    def scatter(self, call: Call, kind: GraphKind) -> Levels:
-        """The reduce-scatters of the gradients of a run."""
-        return self._levels("reduce_scatter", self._scattered(call, kind))
-
-    def scattered_bucket(self, bucket: Bucket) -> Levels:
-        """The reduce-scatters of a bucket of gradients that were accumulated over a step's microbatches."""
-        return self._levels("reduce_scatter", (parameter.name for parameter in bucket.parameters))
-
     @cached_property
     def levels(self) -> int:
         """The number of levels of gathers: 2 if some of the ranks share a node and others do not, else 1."""
-        return max((1 + all(near_and_far(item.gather, item)) for item in self.program.parameters), default=1)
+        levels = self.program.transport.levels
+        return max((1 + all(levels(item.gather)) for item in self.program.parameters), default=1)
 
-    def _levels(self, op: str, names: Iterable[str]) -> Levels:
-        sizes: dict[tuple[str, NearAndFar, str], int] = {}
-        for parameter in (self.parted[name] for name in names if name in self.parted):
-            whole = parameter.type.local_elements(self.program.sizes) * self.ways(parameter.gather)  # with spare ones
-            summed = parameter.wire or parameter.type.dtype
-            axes = near_and_far(parameter.gather, parameter)
-            gathered = op == "all_gather"
-            key = (self.read[parameter.name], axes, "") if gathered else (summed, axes, parameter.compress)
-            if parameter.gather and (gathered or parameter.trainable):
-                sizes[key] = sizes.get(key, 0) + whole
-        chains = [self._chain(op, *key, size) for key, size in sizes.items()]
-        count = max(map(len, chains), default=0)
-        return tuple(tuple(chain[level] for chain in chains if level < len(chain)) for level in range(count))
+    def gather(self, names: Iterable[str]) -> Chains:
+        """The all-gathers of parameters."""
+        sizes = self._sizes((self.read[item.name], item) for item in self._held(names))
+        return tuple(self._gathered(*key, size) for key, size in sizes.items())
 
-    def _chain(self, op: str, dtype: str, axes: NearAndFar, compress: str, size: int) -> tuple[Collective, ...]:
-        """One collective, or one between nodes and one inside; `size` elements make up the whole."""
-        near, far = axes
-        inside, across = self.ways(near), self.ways(far)
-        gathered = op == "all_gather"
-        found = []
-        if far:
-            share = size // inside  # the elements that cross nodes to one rank, or from it
-            length = share // across if gathered else share
-            found.append(_coded(Collective(op=op, axes=far, shape=(length,), dtype=dtype), across, compress))
-        if near:
-            length = size // inside if gathered else size
-            found.append(Collective(op=op, axes=near, shape=(length,), dtype=dtype))
-        return tuple(found if gathered else found[::-1])
+    def scatter(self, call: Call, kind: GraphKind) -> Chains:
+        """The reduce-scatters of the gradients of a run."""
+        return self.scattered(self._held(self._scattered(call, kind)))
+
+    def scattered(self, parameters: Iterable[Parameter]) -> Chains:
+        """The reduce-scatters of gradients of whole parameters."""
+        wire = self.program.transport.wire
+        sizes = self._sizes((wire or item.type.dtype, item) for item in parameters if item.trainable)
+        return tuple(self._cut(*key, size) for key, size in sizes.items())
+
+    def _held(self, names: Iterable[str]) -> Iterator[Parameter]:
+        return (self.parted[name] for name in dict.fromkeys(names) if name in self.parted)
+
+    def _sizes(self, moved: Iterable[tuple[DType, Parameter]]) -> dict[tuple[DType, tuple[str, ...]], int]:
+        """The elements of whole parameters, the spare ones included, by element type and axes."""
+        sizes: dict[tuple[DType, tuple[str, ...]], int] = {}
+        for dtype, item in moved:
+            if item.gather:
+                whole = item.type.local_elements(self.program.sizes) * self.ways(item.gather)
+                sizes[dtype, item.gather] = sizes.get((dtype, item.gather), 0) + whole
+        return sizes
+
+    def _gathered(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
+        """One all-gather, or one between nodes and one inside; `size` elements make up the whole."""
+        near, far = self.program.transport.levels(over)
+        found = [Collective(op="all_gather", axes=far, shape=(size // self.ways(over),), dtype=dtype)] if far else []
+        found += [Collective(op="all_gather", axes=near, shape=(size // self.ways(near),), dtype=dtype)] if near else []
+        return tuple(found)
+
+    def _cut(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
+        """One reduce-scatter, or one inside nodes and one between them, which may be an all-to-all of codes."""
+        near, far = self.program.transport.levels(over)
+        share, compress = size // self.ways(near), self.program.transport.compress
+        found = [Collective(op="reduce_scatter", axes=near, shape=(size,), dtype=dtype)] if near else []
+        if far and compress:
+            found.append(_codes(far, self.ways(far), share // self.ways(far), compress))
+        elif far:
+            found.append(Collective(op="reduce_scatter", axes=far, shape=(share,), dtype=dtype))
+        return tuple(found)
+
+    def summed(self, bucket: Bucket) -> Chains:
+        """The collectives of a bucket's sum: a chain for each piece of memory that holds its gradients."""
+        sums = self.sums(bucket.stage)
+        if bucket.scattered:
+            return self.scattered(sums.inside(bucket))
+        return tuple(self._sum(dtype, bucket.over, size) for dtype, size in sums.pieces(bucket))
+
+    def _sum(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
+        transport = self.program.transport
+        near, far = transport.levels(over)
+        dtype = transport.wire or dtype
+        compress = transport.compress
+        if not far or not (near or compress):
+            return (Collective(op="all_reduce", axes=over, shape=(size,), dtype=dtype),)
+        share = -(-size // self.ways(near))
+        parts = Collective(op="reduce_scatter", axes=near, shape=(share * self.ways(near),), dtype=dtype)
+        between = [Collective(op="all_reduce", axes=far, shape=(share,), dtype=dtype)]
+        if compress:
+            ways = self.ways(far)
+            codes = _codes(far, ways, -(-share // ways), compress)
+            between = [codes, replace(codes, op="all_gather", shape=(codes.shape[0] // ways,))]
+        if not near:
+            return tuple(between)
+        return parts, *between, Collective(op="all_gather", axes=near, shape=(share,), dtype=dtype)
 
     def ways(self, axes: Iterable[str]) -> int:
         """The ranks that differ on the axes."""
         return math.prod(self.program.sizes[axis] for axis in axes)
 
+    def shared(self, place: int) -> Mapping[str, Chains]:
+        """The sums of weights that a pipeline coordinate shares with others, in an order common to them."""
+        program = self.program
+        owners = program.owners()
+        found: dict[tuple[tuple[int, ...], str], Collective] = {}
+        for item in program.parameters:
+            places = tuple(sorted(map(program.place, owners.get(item.name, ()))))
+            if item.trainable and len(places) > 1 and place in places:
+                size = item.type.local_elements(program.sizes)
+                whole = Collective(op="all_reduce", axes=(), places=places, shape=(size,), dtype=item.type.dtype)
+                found[places, item.name] = whole
+        return {key[1]: ((found[key],),) for key in sorted(found)}
+
+    def returned(self, place: int) -> Mapping[str, Chains]:
+        """The sums of the loss, or of the results made at a place, over the axes where they are partial."""
+        program = self.program
+        types = program.value_types()
+        made = {name for call in program.calls if program.place(call.stage) == place for name in call.results}
+        found: dict[str, Chains] = {}
+        for path, name in program.results or ((program.loss, program.loss),):
+            axes = [axis for axis in types[name].layout.partial if axis in program.mesh.names and name in made]
+            if axes:
+                shape, dtype = types[name].layout.local_shape(program.mesh.sizes), types[name].dtype
+                each = (Collective(op="all_reduce", axes=(axis,), shape=shape, dtype=dtype) for axis in axes)
+                found[path] = (tuple(each),)
+        return found
+
     def sums(self, stage: int) -> GradientSums:
         """The sums of a stage's gradients."""
         if stage not in self._sums:
-            self._sums[stage] = GradientSums(self, stage)
+            self._sums[stage] = GradientSums(self.program, stage)
         return self._sums[stage]
 
     @cached_property
@@ -212,12 +215,8 @@ class GradientSums:
     If several stages of one rank use a weight, the last of them sums its gradient.
     """
 
-    exchanges: Exchanges
+    program: Program
     stage: int
-
-    @property
-    def program(self) -> Program:
-        return self.exchanges.program
 
     @cached_property
     def owners(self) -> Mapping[str, tuple[int, ...]]:
@@ -239,81 +238,25 @@ class GradientSums:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Buckets that are scattered (ZeRO 1, by every stage that uses the weight), then those that are summed."""
-        found: dict[tuple[bool, str, tuple[str, ...], str], list[Parameter]] = {}
-        for parameter in self.trained:
-            scattered = self.program.zero == 1 and bool(parameter.gather)
-            if scattered:
-                found.setdefault((True, parameter.after, parameter.gather, parameter.type.dtype), []).append(parameter)
-            if self.axes(parameter):
-                after = "" if scattered else parameter.after
-                found.setdefault((False, after, self.axes(parameter), parameter.type.dtype), []).append(parameter)
-        return tuple(
-            Bucket(after=after, over=over, scattered=scattered, parameters=tuple(parameters))
-            for (scattered, after, over, _), parameters in sorted(found.items(), key=lambda item: not item[0][0])
-        )
+        return tuple(bucket for bucket in self.program.buckets if bucket.stage == self.stage)
 
-    def after(self, call: str) -> tuple[Bucket, ...]:
-        """The buckets that are complete after a call's last backward; with "" those of the step's end."""
-        return tuple(bucket for bucket in self.buckets if bucket.after == call)
+    def inside(self, bucket: Bucket) -> tuple[Parameter, ...]:
+        """The parameters whose gradients are in a bucket, in order of use."""
+        return tuple(parameter for parameter in self.trained if bucket.name in parameter.buckets)
 
-    @cached_property
-    def early(self) -> bool:
-        """Whether some sums start while backward goes on."""
-        return any(bucket.after for bucket in self.buckets)
-
-    @cached_property
-    def relays(self) -> bool:
-        """Whether sums that start while backward goes on have a level inside nodes and one between them."""
-        return any(bucket.after and all(bucket.near_and_far) for bucket in self.buckets)
-
-    def levels(self, bucket: Bucket) -> Levels:
-        """The collectives of a bucket, level by level."""
-        if bucket.scattered:
-            return self.exchanges.scattered_bucket(bucket)
-        steps = zip_longest(*self.chains(bucket))
-        return tuple(tuple(each for each in step if each is not None) for step in steps)
-
-    def chains(self, bucket: Bucket) -> tuple[tuple[Collective, ...], ...]:
-        """For each piece of memory of a bucket's gradients, the collectives of its sum in order."""
-        return tuple(self._chain(dtype, size, bucket) for dtype, size in self._pieces(bucket.parameters))
-
-    def _chain(self, dtype: str, size: int, bucket: Bucket) -> tuple[Collective, ...]:
-        near, far = bucket.near_and_far
-        wire, compress = bucket.parameters[0].wire or dtype, bucket.parameters[0].compress
-        if not far or not (near or compress):
-            return (Collective(op="all_reduce", axes=bucket.over, shape=(size,), dtype=wire),)
-        found: list[Collective] = []
-        if near:
-            ways = self.exchanges.ways(near)
-            size = -(-size // ways) * ways
-            found.append(Collective(op="reduce_scatter", axes=near, shape=(size,), dtype=wire))
-            size //= ways
-        if compress:
-            ways = self.exchanges.ways(far)
-            codes = _codes(far, ways, -(-size // ways), compress)
-            found.append(codes)
-            found.append(replace(codes, op="all_gather", shape=(codes.shape[0] // ways,)))
-        else:
-            found.append(Collective(op="all_reduce", axes=far, shape=(size,), dtype=wire))
-        if near:
-            found.append(Collective(op="all_gather", axes=near, shape=(size,), dtype=wire))
-        return tuple(found)
-
-    def _pieces(self, parameters: Collection[Parameter]) -> list[tuple[str, int]]:
-        """The element type and length of each contiguous piece of memory that holds these gradients.
+    def pieces(self, bucket: Bucket) -> list[tuple[DType, int]]:
+        """The element type and length of each contiguous piece of memory that holds a bucket's gradients.
 
         Gradients that are summed over the same axes lie side by side in order of use. Gradients of weights that several
         pipeline ranks share lie apart, each by itself.
         """
-        names = {parameter.name for parameter in parameters}
         holders = self.program.holders()
         place = self.program.place(self.stage)
-        found: list[tuple[str, int]] = []
+        found: list[tuple[DType, int]] = []
         beside: dict[tuple[tuple[str, ...], str], bool] = {}  # whether the preceding gradient is one of these
         for parameter in self.trained:
             here = [stage for stage in holders[parameter.name] if self.program.place(stage) == place]
-            chosen = parameter.name in names
+            chosen = bucket.name in parameter.buckets
             key = (parameter.reduce, parameter.type.dtype)
             alone = (
                 bool(self.sharers(parameter)) or here[0] != self.stage
@@ -345,59 +288,18 @@ class GradientSums:
         """The groups of axes with communication: each axis of the mesh, and axes summed or gathered over together."""
         single = ((name,) for name, size in self.program.mesh.axes if size > 1)
         here = {name for call in self.program.calls if call.stage == self.stage for name in call.params}
-        summed = [(self.axes(parameter), parameter) for parameter in self.trained]
-        gathered = [(parameter.gather, parameter) for parameter in self.program.parameters if parameter.name in here]
-        several = (level for axes, item in (*summed, *gathered) for level in (axes, *near_and_far(axes, item)))
+        summed = [self.axes(parameter) for parameter in self.trained]
+        gathered = [parameter.gather for parameter in self.program.parameters if parameter.name in here]
+        several = (each for axes in (*summed, *gathered) for each in (axes, *self.program.transport.levels(axes)))
         return tuple(dict.fromkeys((*single, *(axes for axes in several if axes))))
-
-
-def near_and_far(over: tuple[str, ...], parameter: Parameter) -> NearAndFar:
-    """The axes, of those that a parameter or its gradient travels over, inside nodes and between them."""
-    near = parameter.near
-    return tuple(axis for axis in over if axis in near), tuple(axis for axis in over if axis not in near)
-
-
-def _coded(whole: Collective, ways: int, compress: str) -> Collective:
-    """A compressed reduce-scatter: an all-to-all of codes, which each rank decodes and sums."""
-    if whole.op != "reduce_scatter" or not compress:
-        return whole
-    return _codes(whole.axes, ways, whole.shape[0] // ways, compress)
 
 
 def _codes(axes: tuple[str, ...], ways: int, size: int, compress: str) -> Collective:
     """The all-to-all of codes, of `size` numbers for each rank."""
     from partc.runtime.comm.compression import room
 
-    kind = "bf16" if compress == "bf16" else "u8"
-    return Collective(op="all_to_all", axes=axes, shape=(ways * room(compress, size),), dtype=kind)
-
-
-def shared_sums(exchanges: Exchanges, place: int) -> Iterator[Collective]:
-    """An all-reduce for each weight that pipeline coordinates share, in an order common to them."""
-    program = exchanges.program
-    together: dict[tuple[tuple[int, ...], str], Collective] = {}
-    owners = program.owners()
-    for parameter in program.parameters:
-        places = tuple(sorted(map(program.place, owners.get(parameter.name, ()))))
-        if parameter.trainable and len(places) > 1 and place in places:
-            size = parameter.type.local_elements(program.sizes)
-            together[places, parameter.name] = Collective(
-                op="all_reduce", axes=(), places=places, shape=(size,), dtype=parameter.type.dtype
-            )
-    for key in sorted(together):
-        yield together[key]
-
-
-def loss_sums(program: Program, place: int) -> Iterator[Collective]:
-    """The reduction of the loss, or of the results made at a place, over the axes where it is partial."""
-    types = program.value_types()
-    made = {name for call in program.calls if program.place(call.stage) == place for name in call.results}
-    for _, name in program.results or (("", program.loss),):
-        type = types[name]
-        for axis in type.layout.partial if name in made else ():
-            if axis in program.mesh.names:
-                shape = type.layout.local_shape(program.mesh.sizes)
-                yield Collective(op="all_reduce", axes=(axis,), shape=shape, dtype=type.dtype)
+    dtype: DType = "bf16" if compress == "bf16" else "u8"
+    return Collective(op="all_to_all", axes=axes, shape=(ways * room(compress, size),), dtype=dtype, code=compress)
 
 
 def graph_of(region: Region, kind: GraphKind) -> Graph | None:

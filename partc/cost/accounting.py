@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from partc.communication.descriptions import moved_bytes
+from partc.communication.events import message
 from partc.communication.exchanges import Exchanges, graph_of
-from partc.communication.execution import Execution, GraphRun, Message, Start
+from partc.communication.execution import Execution
 from partc.errors import Source
-from partc.ir.collectives import cost, inside
+from partc.ir.collectives import cost, inside, received
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS
 from partc.ir.program import ITEMSIZE, GraphKind, Op, Program, Region, TensorType
 from partc.rules import flops, resolve
@@ -38,21 +39,21 @@ def communication(program: Program) -> dict[str, int]:
     busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
     exchanges = Exchanges(program)
     graphs = _inside(program)
+    regions = {(call.stage, call.name): call.region for call in program.calls}
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
         found: Counter[str] = Counter()
-        each = [steps for _, steps in Execution(program, place, exchanges).step()]
-        times = Counter(map(id, each))
-        for steps in {id(steps): steps for steps in each}.values():
+        actions = [steps for _, steps in Execution(program, place, exchanges).step()]
+        times = Counter(map(id, actions))
+        for steps in {id(steps): steps for steps in actions}.values():
             here: Counter[str] = Counter()
             for step in steps:
-                match step:
-                    case Start() if step.collective.shape:
-                        axes = ",".join(step.collective.axes) or PIPELINE_AXIS
-                        here[axes] += step.collective.received(program.sizes)
-                    case Message(kind="recv"):
-                        here[PIPELINE_AXIS] += step.bytes
-                    case GraphRun():
-                        here.update(graphs[step.call.region, step.kind])
+                each = step.statement
+                for collective in step.collectives if each.subject != "result" or program.results else ():
+                    here[",".join(collective.axes) or PIPELINE_AXIS] += received(collective, program.sizes)
+                if each.verb == "receive" and (sent := message(program, step)):
+                    here[PIPELINE_AXIS] += sent.bytes
+                elif each.subject in ("F", "B", "I", "W"):
+                    here.update(graphs[regions[step.stage, each.of], each.subject])
             found.update({axis: size * times[id(steps)] for axis, size in here.items()})
         for axis, size in found.items():
             busiest[axis] = max(busiest.get(axis, 0), size)

@@ -124,14 +124,15 @@ class TimelineBuilder:
         queue.append(_Running(key=key, segment=segment, left=segment.seconds + lag, begun=self.now, place=place))
 
     def wait(self, key: object) -> None:
-        found = next((each for queue in self._queues.values() for each in queue if each.key == key), None)
-        begin = self.now
-        while found is not None and any(found in queue for queue in self._queues.values()):
-            first = self._first()
-            self._pass(first, first)
-        if found is not None and self.now > begin:
-            name = f"{found.segment.op} over {found.segment.over}"
-            self.waited[name] = self.waited.get(name, 0.0) + self.now - begin
+        """Wait for all collectives with this key."""
+        for found in [each for queue in self._queues.values() for each in queue if each.key == key]:
+            begin = self.now
+            while any(found in queue for queue in self._queues.values()):
+                first = self._first()
+                self._pass(first, first)
+            if self.now > begin:
+                name = f"{found.segment.op} over {found.segment.over}"
+                self.waited[name] = self.waited.get(name, 0.0) + self.now - begin
 
     def _first(self) -> float:
         """The seconds until a collective ends, if no computation runs beside it."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, takewhile
 
-from partc.communication.descriptions import comment
-from partc.communication.exchanges import Collective, Exchanges, graph_of
-from partc.communication.execution import Execution, GraphRun, Start, Step, Wait
+from partc.communication.descriptions import comment, purpose
+from partc.communication.exchanges import Exchanges, graph_of
+from partc.communication.execution import Execution, StatementRun
 from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, TimelineBuilder
 from partc.cost.cores import ROUNDS, BusySpan, pace, paces
 from partc.cost.local_costs import LocalCosts
@@ -25,6 +25,7 @@ from partc.ir.program import (
     ITEMSIZE,
     Action,
     Call,
+    Collective,
     Graph,
     GraphKind,
     Op,
@@ -170,7 +171,7 @@ class Forecast:
         return done, found
 
     def _continued(
-        self, steps: Sequence[Step], pending: tuple[LeftCollective, ...], idle: float, pace: float
+        self, steps: Sequence[StatementRun], pending: tuple[LeftCollective, ...], idle: float, pace: float
     ) -> ActionTimeline:
         """Lay out an action's steps behind collectives that are under way. Equal circumstances are laid out once."""
         key = id(steps), tuple((each.key, round(each.left, 9)) for each in pending), round(idle, 9), pace
@@ -223,25 +224,25 @@ class Forecast:
         return {}
 
     @cached_property
-    def _executions(self) -> tuple[tuple[tuple[Action | str, tuple[Step, ...]], ...], ...]:
+    def _executions(self) -> tuple[tuple[tuple[Action | str, tuple[StatementRun, ...]], ...], ...]:
         """The execution of a step at each pipeline coordinate."""
         exchanges = Exchanges(self.program)
         places = range(self.program.mesh.axis(PIPELINE_AXIS))
         return tuple(tuple(Execution(self.program, place, exchanges).step()) for place in places)
 
     @cached_property
-    def _steps(self) -> dict[tuple[int, str, int | None], tuple[Step, ...]]:
+    def _steps(self) -> dict[tuple[int, str, int | None], tuple[StatementRun, ...]]:
         """Steps by stage, kind and microbatch; None stands for the last microbatch."""
         return _by_action(self._executions)
 
     @cached_property
-    def _accumulating(self) -> dict[tuple[int, str, int | None], tuple[Step, ...]]:
+    def _accumulating(self) -> dict[tuple[int, str, int | None], tuple[StatementRun, ...]]:
         """The same for a batch that is not followed by an update."""
         places = range(self.program.mesh.axis(PIPELINE_AXIS))
         return _by_action([Execution(self.program, place).step(updates=False) for place in places])
 
     @cached_property
-    def _outside(self) -> tuple[Mapping[str, tuple[Step, ...]], ...]:
+    def _outside(self) -> tuple[Mapping[str, tuple[StatementRun, ...]], ...]:
         """For each coordinate, the steps around the actions of its stages, by their names."""
         return tuple(
             {action: steps for action, steps in execution if isinstance(action, str)} for execution in self._executions
@@ -249,7 +250,7 @@ class Forecast:
 
     def _played(
         self,
-        steps: Iterable[Step],
+        steps: Iterable[StatementRun],
         pending: tuple[LeftCollective, ...] = (),
         idle: float = 0.0,
         pace: float | None = None,
@@ -257,18 +258,23 @@ class Forecast:
         """Lay out steps in order, behind pending collectives. A wait for any other collective takes no time."""
         builder = TimelineBuilder(self.rates.slowdown, pending, idle, self._pace if pace is None else pace)
         for step in steps:
-            match step:
-                case Start():
-                    builder.start(step.key, self._collective(step.collective, step.why))
-                    if self.rates.waits:
-                        builder.wait(step.key)
-                case Wait():
-                    builder.wait(step.key)
-                case GraphRun():
-                    graph = graph_of(self.program.region(step.call.region), step.kind)
-                    if graph is not None:
-                        self._run(builder, step.call, graph)
+            each = step.statement
+            if each.verb in ("advance", "wait"):
+                builder.wait(step.key)
+            for collective in step.collectives:
+                builder.start(step.key, self._collective(collective, purpose(self.program, step)))
+            if step.collectives and self.rates.waits:
+                builder.wait(step.key)
+            if each.subject in ("F", "B", "I", "W"):
+                call = self._calls[step.stage, each.of]
+                graph = graph_of(self.program.region(call.region), each.subject)
+                if graph is not None:
+                    self._run(builder, call, graph)
         return builder.built()
+
+    @cached_property
+    def _calls(self) -> Mapping[tuple[int, str], Call]:
+        return {(call.stage, call.name): call for call in self.program.calls}
 
     def _run(self, builder: TimelineBuilder, call: Call, graph: Graph) -> None:
         """Lay out a call's operations; the call's name makes the keys of their collectives unique.
@@ -425,8 +431,7 @@ class Forecast:
         return parameter.type.local_bytes(self.program.sizes) // rows
 
     def _collective(self, collective: Collective, why: str) -> Segment:
-        over = ",".join(collective.axes) or f"{PIPELINE_AXIS} {','.join(map(str, collective.places))}"
-        return self._moving(collective.op, over, collective.bytes, why)
+        return self._moving(collective.op, collective.group, collective.bytes, why)
 
     def collective(self, op: str, over: str, size: int) -> float:
         """Seconds of a collective on `size` bytes of each rank, over axes ("dp,tp") or pipeline ranks ("pp 0,2")."""
@@ -504,9 +509,9 @@ def _moves(op: Op) -> bool:
 
 
 def _by_action(
-    executions: Iterable[Iterable[tuple[Action | str, tuple[Step, ...]]]],
-) -> dict[tuple[int, str, int | None], tuple[Step, ...]]:
-    found: dict[tuple[int, str, int | None], tuple[Step, ...]] = {}
+    executions: Iterable[Iterable[tuple[Action | str, tuple[StatementRun, ...]]]],
+) -> dict[tuple[int, str, int | None], tuple[StatementRun, ...]]:
+    found: dict[tuple[int, str, int | None], tuple[StatementRun, ...]] = {}
     for action, steps in chain.from_iterable(executions):
         if isinstance(action, Action) and action.kind != "UNSHARD":
             found[action.stage, action.kind, action.microbatch] = steps

@@ -9,7 +9,7 @@ from typing import Literal
 
 from partc.ir.attention import Attention
 from partc.ir.layout import Sizes
-from partc.ir.program import DType, Op, TensorType
+from partc.ir.program import Collective, DType, Op, TensorType
 
 _CUT = ("dim", "outer", "axis")
 _TWO_CUTS = ("split_dim", "split_outer", "concat_dim", "concat_outer", "axis")
@@ -106,6 +106,11 @@ def cost(op: str, n: int, bytes: int) -> int:
     """Bytes each of `n` ranks sends, by ring algorithms, for an operand of `bytes` per rank."""
     row = COLLECTIVES.get(op)
     return _MESSAGES.get(op, _none)(n, bytes) if row is None else row.sends(n, bytes)
+
+
+def received(collective: Collective, sizes: Sizes) -> int:
+    """The bytes that one rank receives, with ring algorithms."""
+    return cost(collective.op, collective.ways(sizes), collective.bytes)
 
 
 def backward_cost(op: str, n: int, bytes: int) -> int:

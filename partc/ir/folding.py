@@ -27,7 +27,7 @@ _LONGEST = 64  # statements or actions in a loop
 _SHORT = 24  # a row of no more actions is written out
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)", re.DOTALL)
 
-Item = str | int  # a call's name, or the first or second gather of later actions
+Item = str | int  # the name of a call or bucket, or the first or second gather of later actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,7 @@ def _item(statement: ActionStatement) -> Item:
 
 
 def _alike(a: ActionStatement, b: ActionStatement) -> bool:
-    same = (a.verb, a.subject, a.peer, a.last) == (b.verb, b.subject, b.peer, b.last)
-    return same and bool(_item(a)) == bool(_item(b))
+    return replace(a, of="", ahead=0) == replace(b, of="", ahead=0) and bool(_item(a)) == bool(_item(b))
 
 
 def _repetition(items: Sequence[T], at: int, alike: Callable[[T, T], bool]) -> tuple[int, int]:

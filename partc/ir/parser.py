@@ -21,8 +21,10 @@ from partc.ir.program import (
     Arg,
     Body,
     BodyKind,
+    Bucket,
     Call,
     Choice,
+    Collective,
     DType,
     DTypeArg,
     Graph,
@@ -37,8 +39,10 @@ from partc.ir.program import (
     Subject,
     TensorType,
     Transfer,
+    Transport,
     Value,
     Verb,
+    When,
 )
 from partc.quoting import unquoted
 
@@ -52,9 +56,10 @@ _NAME = f"({_ANY})"
 _NAMES = f"((?:{_ANY}(?:, {_ANY})*)?)"
 _KINDS = "|".join(sorted(get_args(ActionKind), key=len, reverse=True))
 _ACTION = rf"(\d+)({_KINDS})(\d+)?(?:>([\w,]+))?"
+_COLLECTIVE = r"(\w+)\((\w+)\[([\d, ]*)\] over ([\w,]+)(?: ([\d,]+))?(?: in (\w+))?\)"
 _STATEMENT = (
-    rf"(last )?({'|'.join(get_args(Verb))}) ({'|'.join(get_args(Subject))})"
-    rf"(?: (?:ahead (\d)|\$(\d+)|({_ANY})))?(?: (?:->|<-) (\d+))?"
+    rf"(?:({'|'.join(filter(None, get_args(When)))}) )?({'|'.join(get_args(Verb))}) ({'|'.join(get_args(Subject))})"
+    rf"(?: (?:ahead (\d)|behind (\d)|\$(\d+)|({_ANY})))?(?: (?:->|<-) (\d+))?(?:: (.*?))?(?:  # [^#]*)?"
 )
 
 
@@ -137,6 +142,22 @@ def _slot(text: str) -> tuple[Item, ...]:
     return tuple(found)
 
 
+def _collective(text: str) -> Collective | None:
+    """`all_reduce(f32[4, 8] over dp,tp)`, or `-` for none."""
+    if text == "-":
+        return None
+    match = _matched(_COLLECTIVE, text)
+    dtype: Any = match[2]
+    return Collective(
+        op=match[1],
+        axes=() if match[5] else tuple(match[4].split(",")),
+        shape=tuple(map(int, match[3].split(", "))) if match[3] else (),
+        dtype=dtype,
+        code=match[6] or "",
+        places=tuple(map(int, match[5].split(","))) if match[5] else (),
+    )
+
+
 def _action(word: str) -> Action:
     match = _matched(_ACTION, word)
     kind: Any = match[2]
@@ -166,11 +187,12 @@ def _row(text: str) -> tuple[tuple[Action | Repeat, ...], str]:
 class _TextReader:
     def __init__(self) -> None:
         self._head: Program | None = None
+        self._way = Transport()
         self._parts: dict[str, list[Any]] = {
             key: []
             for key in (
-                "inputs", "whole_inputs", "values", "results", "parameters", "calls", "transfers", "updates", "places",
-                "schedule", "repetitions",
+                "inputs", "whole_inputs", "values", "results", "parameters", "buckets", "calls", "transfers", "updates",
+                "places", "schedule", "repetitions",
             )
         }  # fmt: skip
         self._bodies: list[_Body] = []
@@ -184,6 +206,7 @@ class _TextReader:
         parts: dict[str, Any] = {key: tuple(items) for key, items in self._parts.items()}
         return replace(
             self._head,
+            transport=self._way,
             regions=tuple(body.region() for body in self._bodies),
             bodies=tuple(
                 Body(kind=kind, index=index, statements=tuple(_flat(items))) for kind, index, items in self._actions
@@ -203,8 +226,9 @@ class _TextReader:
             "transfer": self._transfer, "places": self._places, "schedule": self._schedule, "region": self._region,
             "param": self._param, "forward": self._graph, "backward": self._graph, "weight": self._graph,
             "saved": self._saved, "kept": self._kept, "return": self._return, "action": self._action,
-            "for": self._loop, "last": self._statement, "repeat": self._repeat,
-            **dict.fromkeys(get_args(Verb), self._statement),
+            "for": self._loop, "repeat": self._repeat, "transport": self._transport,
+            "bucket": self._bucket,
+            **dict.fromkeys((*get_args(Verb), *get_args(When)), self._statement),
         }  # fmt: skip
         is_operation = re.match(rf"{_NAME}(, {_NAME})*\s+= \w", text) and word != CALL
         if is_operation:
@@ -243,8 +267,7 @@ class _TextReader:
         pattern = (
             rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\({_NAMES}\))?(?: reduce\(([\w,]+)\))?"
             rf"(?: gather\(([\w,]+)\) zero (\d))?"
-            r"(?: near\(([\w,]+)\))?(?: wire\((\w+)\))?(?: compress\((\w+)\))?"
-            rf"(?: after\({_NAME}\))?(?: holds\(([\d,]+)\))?( sparse)?(?: balance\(([^)]+)\))?( stacked)?"
+            rf"(?: bucket\({_NAMES}\))?(?: holds\(([\d,]+)\))?( sparse)?(?: balance\(([^)]+)\))?( stacked)?"
             r"(?: tables\((.*)\))?"
         )
         match = _matched(pattern, text)
@@ -257,15 +280,30 @@ class _TextReader:
                 reduce=tuple(match[5].split(",")) if match[5] else (),
                 gather=tuple(match[6].split(",")) if match[6] else (),
                 zero=int(match[7] or 0),
-                near=tuple(match[8].split(",")) if match[8] else (),
-                wire=match[9] or "",
-                compress=match[10] or "",
-                after=_name(match[11]) if match[11] else "",
-                holds=tuple(map(int, match[12].split(","))) if match[12] else (),
-                sparse=bool(match[13]),
-                balance=float(match[14] or 0),
-                stacked=bool(match[15]),
-                members=_members(match[16] or ""),
+                buckets=_names(match[8] or ""),
+                holds=tuple(map(int, match[9].split(","))) if match[9] else (),
+                sparse=bool(match[10]),
+                balance=float(match[11] or 0),
+                stacked=bool(match[12]),
+                members=_members(match[13] or ""),
+            )
+        )
+
+    def _transport(self, text: str) -> None:
+        match = _matched(r"transport(?: near\(([\w,]+)\))?(?: wire\((\w+)\))?(?: compress\((\w+)\))?", text)
+        near = tuple(match[1].split(",")) if match[1] else ()
+        wire: Any = match[2] or ""
+        self._way = Transport(near=near, wire=wire, compress=match[3] or "")
+
+    def _bucket(self, text: str) -> None:
+        match = _matched(rf"bucket {_NAME}: (sum|scatter) over ([\w,]+) in stage (\d+)(?: after {_NAME})?", text)
+        self._parts["buckets"].append(
+            Bucket(
+                name=_name(match[1]),
+                stage=int(match[4]),
+                over=tuple(match[3].split(",")),
+                after=_name(match[5]) if match[5] else "",
+                scattered=match[2] == "scatter",
             )
         )
 
@@ -320,23 +358,26 @@ class _TextReader:
 
     def _statement(self, text: str) -> None:
         match = _matched(_STATEMENT, text)
+        when: Any = match[1] or ""
         verb: Any = match[2]
         subject: Any = match[3]
         statement = ActionStatement(
             verb=verb,
             subject=subject,
-            of=_name(match[6]) if match[6] else "",
+            of=_name(match[7]) if match[7] else "",
+            collectives=tuple(map(_collective, re.split(r", (?=-|\w+\()", match[9]))) if match[9] else (),
             ahead=int(match[4] or 0),
-            peer=None if match[7] is None else int(match[7]),
-            last=bool(match[1]),
+            behind=int(match[5] or 0),
+            peer=None if match[8] is None else int(match[8]),
+            when=when,
         )
         items = self._here_actions()
-        if match[5] or (items and isinstance(items[-1], _Open) and self._indented):
+        if match[6] or (items and isinstance(items[-1], _Open) and self._indented):
             loop = items[-1] if items else None
             if not isinstance(loop, _Open):
                 raise _Malformed("this stands in no loop")
             loop.statements.append(statement)
-            loop.uses.append(int(match[5]) - 1 if match[5] else None)
+            loop.uses.append(int(match[6]) - 1 if match[6] else None)
         else:
             items.append(statement)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from partc.errors import Source
-from partc.ir.collectives import COLLECTIVES, cost
+from partc.ir.collectives import COLLECTIVES, cost, received
 from partc.ir.folding import Item, Repeat, folded, folded_row, ranges
 from partc.ir.layout import Sizes
 from partc.ir.operations import VIEWS
@@ -27,6 +27,7 @@ from partc.ir.program import (
     Action,
     ActionStatement,
     Arg,
+    Bucket,
     Choice,
     DTypeArg,
     Graph,
@@ -37,6 +38,7 @@ from partc.ir.program import (
     Region,
     Repetition,
     TensorType,
+    Transport,
     Value,
 )
 from partc.quoting import quoted
@@ -62,6 +64,8 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     lines += [f"update {written_name(buffer)} = {written_name(value)}" for buffer, value in program.updates]
     lines += [_repetition(repetition) for repetition in program.repetitions]
     lines += [_parameter(parameter) for parameter in program.parameters]
+    lines += [_transport(program.transport)] if program.transport != Transport() else []
+    lines += [_bucket(bucket) for bucket in program.buckets]
     for call in program.calls:
         lists = (call.args, call.params, call.results)
         args, params, results = (", ".join(map(written_name, names)) for names in lists)
@@ -75,7 +79,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
         lines.append(f"transfer {written_name(transfer.value)} {transfer.source} -> {transfer.target}{gradient}")
     lines += [f"places {' '.join(map(str, program.places))}"] if program.places else []
     for body in program.bodies:
-        lines += [f"action {body.name}:", *(f"  {line}" for line in _statements(body.statements))]
+        lines += [f"action {body.name}:", *(f"  {line}" for line in _statements(body.statements, program.sizes))]
     lines += [f"schedule {place}: {_row(actions)}" for place, actions in enumerate(program.schedule)]
     for region in program.regions:
         lines += ["", print_region(region, sources=sources, sizes=program.sizes).rstrip("\n")]
@@ -208,16 +212,22 @@ def _declared(value: Value) -> str:
     return f"{written_name(value.name)}: {value.type}"
 
 
-def _statements(statements: Sequence[ActionStatement]) -> Iterator[str]:
+def _statements(statements: Sequence[ActionStatement], sizes: Sizes) -> Iterator[str]:
     for item in folded(statements):
         if isinstance(item, ActionStatement):
-            yield item.text(written_name(item.of) if item.of else "")
+            yield _statement(item, written_name(item.of) if item.of else "", sizes)
             continue
         heads = (f"${number} in {_listed(slot)}" for number, slot in enumerate(item.slots, start=1))
         yield f"for {'; '.join(heads)}:"
         for statement, slot in zip(item.statements, item.uses, strict=True):
             name = f"${slot + 1}" if slot is not None else ""
-            yield f"  {replace(statement, ahead=0).text(name)}"
+            yield f"  {_statement(replace(statement, ahead=0), name, sizes)}"
+
+
+def _statement(statement: ActionStatement, name: str, sizes: Sizes) -> str:
+    """A statement, with the bytes that a rank receives in each of its collectives."""
+    moved = (readable(received(each, sizes)) for each in statement.collectives if each is not None)
+    return "  # ".join(filter(None, (statement.text(name), ", ".join(moved))))
 
 
 def _listed(items: Sequence[Item]) -> str:
@@ -244,10 +254,7 @@ def _parameter(parameter: Parameter) -> str:
     aliases = f" aliases({', '.join(map(written_name, parameter.aliases))})" if parameter.aliases else ""
     reduce = f" reduce({','.join(parameter.reduce)})" if parameter.reduce else ""
     gather = f" gather({','.join(parameter.gather)}) zero {parameter.zero}" if parameter.gather else ""
-    near = f" near({','.join(parameter.near)})" if parameter.near else ""
-    wire = f" wire({parameter.wire})" if parameter.wire else ""
-    compress = f" compress({parameter.compress})" if parameter.compress else ""
-    after = f" after({written_name(parameter.after)})" if parameter.after else ""
+    buckets = f" bucket({', '.join(map(written_name, parameter.buckets))})" if parameter.buckets else ""
     holds = f" holds({','.join(map(str, parameter.holds))})" if parameter.holds else ""
     sparse = " sparse" if parameter.sparse else ""
     balance = f" balance({parameter.balance!r})" if parameter.balance else ""
@@ -255,8 +262,22 @@ def _parameter(parameter: Parameter) -> str:
     tables = ", ".join(f"{written_name(name)} {first} {rows}" for name, first, rows in parameter.members)
     members = f" tables({tables})" if tables else ""
     kind = "parameter" if parameter.trainable else "constant"
-    facts = f"{aliases}{reduce}{gather}{near}{wire}{compress}{after}{holds}{sparse}{balance}{stacked}{members}"
+    facts = f"{aliases}{reduce}{gather}{buckets}{holds}{sparse}{balance}{stacked}{members}"
     return f"{kind} {written_name(parameter.name)}: {parameter.type}{facts}"
+
+
+def _transport(transport: Transport) -> str:
+    near = f" near({','.join(transport.near)})" if transport.near else ""
+    wire = f" wire({transport.wire})" if transport.wire else ""
+    compress = f" compress({transport.compress})" if transport.compress else ""
+    return f"transport{near}{wire}{compress}"
+
+
+def _bucket(bucket: Bucket) -> str:
+    """`bucket embed: sum over dp,tp in stage 0 after embed`."""
+    after = f" after {written_name(bucket.after)}" if bucket.after else ""
+    kind = "scatter" if bucket.scattered else "sum"
+    return f"bucket {written_name(bucket.name)}: {kind} over {','.join(bucket.over)} in stage {bucket.stage}{after}"
 
 
 def written(arg: Arg) -> str:

@@ -14,7 +14,7 @@ from typing import Literal, Union
 
 from partc.errors import InternalError, Source
 from partc.ir.layout import Layout, Sizes, SubDim
-from partc.ir.mesh import TIME_AXIS, Mesh
+from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, Mesh
 from partc.runtime.place import stacked_names
 
 DType = Literal["f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "bool"]
@@ -347,10 +347,7 @@ class Parameter:
     reduce: tuple[str, ...] = ()  # mesh axes over which its gradient is summed once per step
     gather: tuple[str, ...] = ()  # mesh axes over which parts of it are gathered for the calls that read it
     zero: int = 0  # held in parts: only the optimizer's state (1), the gradient too (2), the parameter too (3)
-    near: tuple[str, ...] = ()  # the axes inside nodes; an exchange is then one collective inside nodes and one between
-    wire: str = ""  # the element type in which its gradient travels; "" for its own
-    compress: str = ""  # bf16 or int8, for its gradient between nodes, or everywhere if `near` is empty; "" for none
-    after: str = ""  # the call after whose last backward the sum of its gradient starts; else at the step's end
+    buckets: tuple[str, ...] = ()  # the names of the buckets in which its gradient is summed over ranks
     holds: tuple[int, ...] = ()  # the model's own shape, where zeros were added to it
     sparse: bool = False  # its gradient is kept as the rows that lookups read
     balance: float = 0.0  # of a router's bias, whose gradient is the load of experts: the size of its update
@@ -363,6 +360,33 @@ class Parameter:
         if self.members:
             return tuple(name for name, _, _ in self.members)
         return stacked_names(self.name, self.type.shape[0]) if self.stacked else (self.name,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Gradients of a stage that are summed over ranks together; parameters name their buckets."""
+
+    name: str
+    stage: int
+    over: tuple[str, ...]
+    after: str = ""  # the sum starts after the last backward of this call; "" at the step's end
+    scattered: bool = False  # each rank keeps only its part of the sum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """The way of parameters and gradients between ranks.
+
+    If only some ranks share a node, an exchange runs inside nodes and between them as two collectives.
+    """
+
+    near: tuple[str, ...] = ()  # the axes inside nodes; empty if there is one level
+    wire: DType | Literal[""] = ""  # the element type in which gradients travel; "" for their own
+    compress: str = ""  # bf16 or int8, for gradients between nodes, or everywhere if `near` is empty; "" for none
+
+    def levels(self, over: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of some axes, those inside nodes and those between nodes."""
+        return tuple(axis for axis in over if axis in self.near), tuple(axis for axis in over if axis not in self.near)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,8 +427,44 @@ class Action:
         return f"{self.name}{'>' if self.ahead else ''}{','.join(self.ahead)}"
 
 
-Verb = Literal["start", "relay", "wait", "free", "run", "send", "receive"]
-Subject = Literal["gather", "refresh", "scatter", "sums", "shared", "loss", "update", "F", "B", "I", "W", "value"]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """An operation that every rank of a group enters together, with an operand of `shape`.
+
+    The group is the ranks that differ on `axes`; with `places`, the ranks at those pipeline coordinates that agree on
+    every other axis. Numbers may travel in a `code` (int8, bf16), the elements of which have the type `dtype`.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: DType
+    code: str = ""
+    places: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the operand."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def ways(self, sizes: Sizes) -> int:
+        """The number of ranks in the group."""
+        return len(self.places) or math.prod(sizes[axis] for axis in self.axes)
+
+    @property
+    def group(self) -> str:
+        """`dp,tp`, or `pp 0,3` for some pipeline coordinates."""
+        return f"{PIPELINE_AXIS} {','.join(map(str, self.places))}" if self.places else ",".join(self.axes)
+
+    def __str__(self) -> str:
+        """`all_to_all(u8[16640] over dp_out in int8)`."""
+        code = f" in {self.code}" if self.code else ""
+        return f"{self.op}({self.dtype}{list(self.shape)} over {self.group}{code})"
+
+
+Verb = Literal["start", "advance", "wait", "free", "run", "send", "receive"]
+Subject = Literal["gather", "refresh", "scatter", "bucket", "shared", "result", "update", "F", "B", "I", "W", "value"]
+When = Literal["", "first", "last", "early", "late"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,31 +475,42 @@ class ActionStatement:
     start gather CALL      the whole parameters that a call reads, which stay until `free`
     start refresh CALL     those that ranks keep whole, after an update
     start scatter CALL     the gradients that a call has made, to the ranks that hold the parts
-    start sums CALL        the buckets of gradients that are complete after a call's backward
-    relay ... CALL         where ranks share nodes: the second of two collectives, as soon as the first has ended
+    start bucket NAME      the sum of a bucket of gradients
+    start shared WEIGHT    the sum of the gradient of a weight that several pipeline ranks use
+    start result VALUE     the sum of the loss, or of a result
+    advance ...            wait for the collectives of an exchange, and start the next ones that it consists of
+    wait ...               wait for the last collectives of an exchange
     send VALUE -> STAGE    to a later stage, or a gradient to an earlier one; `receive` only says that a rank is ready
 
-    A gather that is started again before it was freed moves nothing. A wait for what has not been started is over at
-    once. `ahead` (1, 2) stands for a call's name: the first or second of what the actions after this one gather.
-    `last` restricts a statement to the stage's last backward before the update.
+    An exchange consists of chains of collectives; `start` and `advance` state the next one of each chain, None where a
+    chain has ended.
+
+    `when` restricts a statement to the stage's first forward pass after an update, or to its last backward pass before
+    one. An `early` statement runs in an earlier action, at its statement with `ahead`: the n-th gather that follows, in
+    the actions that the schedule names. Parameters that are whole at that point stay so for one more use, and nothing
+    moves. A `late` statement runs in a later action, at its statement with `behind`: the n-th scatter that earlier
+    actions of the stage have left under way, the last one first; there is none before a batch's first backward pass.
     """
 
     verb: Verb
     subject: Subject
     of: str = ""
+    collectives: tuple[Collective | None, ...] = ()
     ahead: int = 0
+    behind: int = 0
     peer: int | None = None
-    last: bool = False
+    when: When = ""
 
     def __str__(self) -> str:
         """Without the name's quotes, which the printer adds."""
         return self.text(self.of)
 
     def text(self, of: str) -> str:
-        name = f"ahead {self.ahead}" if self.ahead else of
+        name = f"ahead {self.ahead}" if self.ahead else f"behind {self.behind}" if self.behind else of
         arrow = {"send": f" -> {self.peer}"}.get(self.verb, f" <- {self.peer}") if self.peer is not None else ""
-        words = (("last",) if self.last else ()) + (self.verb, self.subject, name)
-        return " ".join(filter(None, words)) + arrow
+        moved = ", ".join("-" if each is None else str(each) for each in self.collectives)
+        words = " ".join(filter(None, (self.when, self.verb, self.subject, name)))
+        return f"{words}{arrow}{': ' if moved else ''}{moved}"
 
 
 BodyKind = Literal[
@@ -465,7 +536,8 @@ class Body:
     """The statements of an action: of a stage, or (END) of a pipeline coordinate.
 
     A rank runs INIT of its stages and SETUP of its stages once; then, each step, PREPARE and REFRESH of its stages, its
-    schedule, and END. UNSHARD at the head of a schedule runs before PREPARE.
+    schedule, and END. UNSHARD at the head of a schedule runs before PREPARE. A batch whose gradients are accumulated
+    has neither REFRESH nor END.
     """
 
     kind: BodyKind
@@ -511,6 +583,8 @@ class Program:
     whole_inputs: tuple[str, ...] = ()
     values: tuple[Value, ...] = ()
     parameters: tuple[Parameter, ...] = ()
+    transport: Transport = Transport()
+    buckets: tuple[Bucket, ...] = ()
     regions: tuple[Region, ...] = ()
     calls: tuple[Call, ...] = ()
     loss: str = "loss"
@@ -553,11 +627,6 @@ class Program:
     def zero(self) -> int:
         """The highest ZeRO level of a parameter."""
         return max((parameter.zero for parameter in self.parameters), default=0)
-
-    @cached_property
-    def compression(self) -> str:
-        """The code in which gradients cross nodes; "" for none."""
-        return next((parameter.compress for parameter in self.parameters if parameter.compress), "")
 
     @property
     def kernels(self) -> Kernels:
@@ -629,6 +698,13 @@ class Program:
     @cached_property
     def _bodies(self) -> Mapping[tuple[BodyKind, int], tuple[ActionStatement, ...]]:
         return {(body.kind, body.index): body.statements for body in reversed(self.bodies)}
+
+    def bucket(self, name: str) -> Bucket:
+        return self._buckets[name]
+
+    @cached_property
+    def _buckets(self) -> Mapping[str, Bucket]:
+        return {bucket.name: bucket for bucket in self.buckets}
 
     def parameter(self, name: str) -> Parameter:
         return self._parameters[name]

@@ -53,6 +53,8 @@ def _outside(program: Program) -> tuple[object, ...]:
         names,
         program.values,
         program.parameters,
+        program.buckets,
+        bool(program.bodies),
         program.calls,
         program.transfers,
         signatures,
@@ -79,7 +81,8 @@ def _program(program: Program) -> Iterator[str]:
     for name, type in typed.items():
         yield from _layout(name, type.layout, program.sizes, gathered.get(name, ()))
     yield from _calls(program)
-    yield from _exchanges(program)
+    if program.buckets or program.bodies:
+        yield from _buckets(program)
     kernels = {region.kernels for region in program.regions if region.phase == "microbatch"}
     if len(kernels) > 1:
         yield f"regions have kernels of several sources: {', '.join(sorted(kernels))}"
@@ -130,17 +133,23 @@ def _calls(program: Program) -> Iterator[str]:
         yield f"no call makes the {'result' if program.results else 'loss'} {name}"
 
 
-def _exchanges(program: Program) -> Iterator[str]:
-    """Parameters and gradients travel alike, as a stage has one way for all of them."""
-    inside = {axis for parameter in program.parameters for axis in parameter.near}
-    for parameter in program.parameters:
-        over = {*parameter.reduce, *parameter.gather}
-        if set(parameter.near) != inside & over:
-            yield f"{parameter.name} travels inside nodes over {sorted(parameter.near)}, not {sorted(inside & over)}"
-    summed = [item for item in program.parameters if item.trainable and (item.reduce or item.gather)]
-    ways = {f"{item.wire or 'its own type'} and {item.compress or 'no code'}" for item in summed}
-    if len(ways) > 1:
-        yield f"gradients travel in several ways: {'; '.join(sorted(ways))}"
+def _buckets(program: Program) -> Iterator[str]:
+    """Each gradient that is summed over ranks is in one bucket of every stage that sums it."""
+    buckets = {bucket.name: bucket for bucket in program.buckets}
+    yield from _twice("bucket", (bucket.name for bucket in program.buckets))
+    holders, owners = program.holders(), program.owners()
+    for item in program.parameters:
+        wrong = [name for name in item.buckets if name not in buckets]
+        if wrong:
+            yield f"{item.name} is in bucket {wrong[0]}, which doesn't exist"
+            continue
+        over = tuple(axis for axis in item.reduce if program.sizes[axis] > 1)
+        once = item.gather if item.zero == 1 else ()
+        wanted = [(stage, once, True) for stage in holders.get(item.name, ()) if once and item.trainable]
+        wanted += [(stage, over, False) for stage in owners.get(item.name, ()) if over and item.trainable]
+        found = [buckets[name] for name in item.buckets]
+        if sorted((each.stage, each.over, each.scattered) for each in found) != sorted(wanted):
+            yield f"the gradient of {item.name} is in buckets {list(item.buckets)}, which are not those of its sums"
 
 
 def _matched(

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 
 from partc import passes
 from partc.cluster.cluster import Cluster, span
-from partc.communication.exchanges import Bucket, Exchanges, Levels, near_and_far
+from partc.communication.exchanges import Chains, Exchanges
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import with_batch_axis
 from partc.cost.footprint import Footprint
@@ -27,7 +27,7 @@ from partc.cost.local_costs import LocalCosts
 from partc.cost.rates import Rates
 from partc.ir.collectives import MOVING
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
-from partc.ir.program import Call, Graph, GraphKind, Parameter, Program
+from partc.ir.program import Call, Graph, GraphKind, Parameter, Program, Transport
 from partc.passes.split import worthwhile
 from partc.passes.stages import call_work, cuts, staged
 from partc.planner.space import mesh_of, sizes_of
@@ -109,10 +109,10 @@ class CallExchanges:
 
     held: float
     updated: int
-    gathers: Levels  # for a forward or a backward pass, empty if no pass needs them
+    gathers: Chains  # for a forward or a backward pass, empty if no pass needs them
     passes: int  # that need them: 0 to 2
-    scatters: Levels
-    refreshed: Levels
+    scatters: Chains
+    refreshed: Chains
     sums: Mapping[tuple[str, tuple[str, ...]], int]
     around: tuple[int, int]
 
@@ -313,10 +313,10 @@ class Tables:
             self._exchanged[key] = self._call_exchanges(plan, body, program)
         found = self._exchanged[key]
 
-        def queues(levels: Levels) -> Mapping[Axes, float]:
+        def queues(chains: Chains) -> Mapping[Axes, float]:
             """Collectives over the same axes follow each other."""
             takes: dict[Axes, float] = {}
-            for each in (each for level in levels for each in level):
+            for each in (each for one in chains for each in one):
                 takes[each.axes] = takes.get(each.axes, 0.0) + self.collective(plan, each.op, each.axes, each.bytes)
             return takes
 
@@ -339,7 +339,7 @@ class Tables:
     def _call_exchanges(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Sequence[CallExchanges]:
         options = plan.compile_options().for_passes
         program = passes.between("overlap", "zero", program, options)
-        program = replace(program, parameters=tuple(replace(item, near=options["near"]) for item in program.parameters))
+        program = replace(program, transport=Transport(near=options["near"]))
         footprint, exchanges = Footprint(program, self.states), Exchanges(program)
         usual = (plan.grad_reduce, plan.compress_grads) == ("fp32", "none")  # nothing is said of other forms of sums
         items = {item.name: item for item in program.parameters}
@@ -383,11 +383,10 @@ class Tables:
             if not item.trainable or item.sparse or item.zero > 1:
                 continue
             if item.zero == 1:
-                bucket = Bucket(after="", over=item.gather, scattered=True, parameters=(item,))
-                for each in (each for level in exchanges.scattered_bucket(bucket) for each in level):
+                for each in (each for one in exchanges.scattered((item,)) for each in one):
                     found[each.op, each.axes] = found.get((each.op, each.axes), 0) + each.bytes
             over = tuple(axis for axis in item.reduce if sizes[axis] > 1)
-            size, (near, far) = item.type.local_bytes(sizes), near_and_far(over, item)
+            size, (near, far) = item.type.local_bytes(sizes), exchanges.program.transport.levels(over)
             if near and far:
                 part = size // exchanges.ways(near)
                 moved = {("reduce_scatter", near): size, ("all_reduce", far): part, ("all_gather", near): part}

@@ -18,10 +18,10 @@ from functools import cached_property
 from typing import Any
 
 from partc.communication.exchanges import Exchanges
-from partc.communication.execution import Execution, Free, GraphRun, Message, Start, Step, Wait
+from partc.communication.execution import Execution, StatementRun
 from partc.cost.memory import Moment, RankMemory, StepPosition, together
 from partc.ir.naming import numbered
-from partc.ir.program import Action, Program
+from partc.ir.program import Action, ActionStatement, Bucket, Program
 from partc.passes.prefetch import gathering_ahead
 from partc.rehearsal.ledger import Block, Entry, Label, Ledger, label
 
@@ -310,8 +310,8 @@ class _Names:
         held = [
             (
                 self.path(name),
-                replace(parameters[name], name="", aliases=(), after=""),
-                self.path(parameters[name].after),
+                replace(parameters[name], name="", aliases=(), buckets=()),
+                tuple(self._bucket(program.bucket(each)) for each in parameters[name].buckets),
                 len({program.place(stage) for stage in program.holders()[name]}),
             )
             for name in read
@@ -325,17 +325,7 @@ class _Names:
             (
                 body.kind,
                 self.stages.get(body.index) if body.kind != "END" else None,
-                tuple(
-                    (
-                        each.verb,
-                        each.subject,
-                        self.value(each.of) if each.subject == "value" else self.path(each.of),
-                        each.ahead,
-                        self.peer(each.peer),
-                        each.last,
-                    )
-                    for each in body.statements
-                ),
+                tuple(self._statement(body.index, each) for each in body.statements),
             )
             for body in program.bodies
             if (body.index == self.place if body.kind == "END" else body.index in self.stages)
@@ -345,31 +335,21 @@ class _Names:
         returned = tuple(self.value(name) for name in program.returned if name in made)
         return tuple(calls), tuple(held), tuple(transfers), tuple(bodies), tuple(updates), returned
 
-    def steps(self, steps: Iterable[Step]) -> Key:
-        return tuple(map(self._step, steps))
+    def _bucket(self, bucket: Bucket) -> Key:
+        return self.peer(bucket.stage), self.path(bucket.name), bucket.over, self.path(bucket.after), bucket.scattered
 
-    def _step(self, step: Step) -> Key:
-        match step:
-            case Start():
-                of = step.collective
-                same = (of.op, of.axes, of.shape, of.dtype, of.attrs, len(of.places))
-                return "start", self._key(step.key), same
-            case Wait():
-                return "wait", self._key(step.key)
-            case GraphRun():
-                call = step.call
-                return "run", self.stages[call.stage], self.calls[call.stage][call.name], step.kind
-            case Free():
-                return "free", self.stages[step.stage], self.calls[step.stage][step.call]
-            case Message():
-                ends = tuple(map(self.peer, step.link))
-                return step.kind, self.value(step.value), ends, step.shape, step.dtype
+    def steps(self, steps: Iterable[StatementRun]) -> Key:
+        return tuple((self._statement(step.stage, step.statement), step.key[3:]) for step in steps)
 
-    def _key(self, key: Key) -> Key:
-        if len(key) < 3 or not isinstance(key[1], int):
-            return key
-        name = self.calls[key[1]][key[2]] if isinstance(key[2], str) else ("number", key[2])
-        return key[0], self.stages[key[1]], name, *key[3:]
+    def _statement(self, stage: int, each: ActionStatement) -> Key:
+        name = (self.stages[stage], self.calls[stage][each.of]) if each.of in self.calls.get(stage, ()) else each.of
+        of: object = self.value(each.of) if each.subject == "value" else name
+        if each.subject == "bucket":
+            of = self._bucket(self.program.bucket(each.of))
+        elif each.subject in ("shared", "result"):
+            of = self.path(each.of)
+        moved = tuple(one and (one.op, one.axes, one.shape, one.dtype, len(one.places)) for one in each.collectives)
+        return each.verb, each.subject, of, moved, each.ahead, each.behind, self.peer(each.peer), each.when
 
 
 Told = Mapping[tuple[int, int], Sequence[int]]

@@ -49,8 +49,8 @@ def stand_ins(program: Program) -> SimpleNamespace:
 
     nothing = SimpleNamespace(numbers=lambda *given, **how: None, gradient_=lambda *given: None)
     found: dict[str, Any] = {"logits": nothing}
-    if program.compression:
-        found[program.compression] = _Codec(program.compression)
+    if code := program.transport.compress:
+        found[code] = _Codec(code)
     for region in program.regions:
         for graph in region.graphs:
             types = {value.name: value.type for value in (*region.params, *graph.definitions().values())}

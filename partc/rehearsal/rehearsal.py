@@ -471,11 +471,11 @@ class _NamedParts(Parts):
             with self._named("copies", "gathered parameters"):
                 return going.wait()
 
-        def go_on() -> bool:
+        def advance() -> None:
             with self._named("copies", "gathered parameters"):
-                return going.go_on()
+                going.advance()
 
-        return Pending(finish, go_on)
+        return Pending(finish, advance)
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
         with self._named("communication", "scattered gradients"):

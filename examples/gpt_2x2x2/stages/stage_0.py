@@ -9,8 +9,9 @@ from regions.block import BlockParams, block_backward, block_forward
 from regions.embed import EmbedParams, embed_backward, embed_forward
 from regions.rotary import rotary
 from runtime.comm.comm import Comm
+from runtime.execution.stage import PipelineStage
 from runtime.execution.sums import Bucket, Sums
-from runtime.layout import Received, Shard
+from runtime.layout import Shard
 from torch import Tensor
 
 Values = dict[str, Tensor]
@@ -29,7 +30,7 @@ BLOCK = {
 }
 
 
-class Stage:
+class Stage(PipelineStage):
     """The parameters, inputs and transfers of this stage, and its part of a training step."""
 
     parameters = {
@@ -45,20 +46,14 @@ class Stage:
     gradients_from = {
         "y_2": (1,),
     }
-    receives: dict[str, Received] = {}
-
-    loss: str | None = None
-    loss_partial: tuple[str, ...] = ()
-    # Buckets of gradients; each is summed when the last microbatch has passed back through the call `after`.
-    buckets = (
-        Bucket(after="embed", over=("dp",), first="embed.weight", last="blocks.1.mlp.down.weight"),
-        Bucket(after="embed", over=("dp", "tp"), first="blocks.0.norm1.weight", last="blocks.1.norm2.weight"),
-    )
-    shared: dict[tuple[int, ...], tuple[str, ...]] = {}
+    # Gradients that are summed over ranks together.
+    buckets = {
+        "embed": Bucket(over=("dp",), first="embed.weight", last="blocks.1.mlp.down.weight"),
+        "embed_2": Bucket(over=("dp", "tp"), first="blocks.0.norm1.weight", last="blocks.1.norm2.weight"),
+    }
 
     def __init__(self, comm: Comm, parameters: Values, gradients: Values) -> None:
-        self.comm = comm
-        self.gradients = gradients
+        super().__init__(comm, parameters, gradients)
         self.embed = EmbedParams(parameters["embed.weight"])
         self.grad_embed = EmbedParams(gradients["embed.weight"])
         self.blocks = [BlockParams(*(parameters[f"blocks.{i}.{name}"] for name in BLOCK)) for i in range(2)]
@@ -68,9 +63,6 @@ class Stage:
     def setup(self) -> None:
         """Constants, made once."""
         self.cos, self.sin = rotary(self.comm)
-
-    def prepare(self, batch: Values) -> None:
-        """Values that depend on the whole of this rank's batch, once per step."""
 
     def forward(self, batch: Values, received: Values) -> tuple[Values, list[Any]]:
         """One microbatch: the values that later stages (or the loss) read, and the tensors saved for backward."""
@@ -88,15 +80,15 @@ class Stage:
         for p, g in zip(reversed(self.blocks), reversed(self.grad_blocks), strict=True):
             grad_x = block_backward(self.comm, p, g, grad_x, saved.pop())
         embed_backward(self.comm, self.grad_embed, grad_x, saved.pop())
-        # all-reduce 212.0 KiB over dp and all-reduce 1.5 KiB over dp,tp: complete once the last microbatch has been
-        # through
         if last:
-            self.sums.start("embed")
+            # all-reduce 212.0 KiB over dp
+            self.sums["embed"].start()
+            # all-reduce 1.5 KiB over dp,tp
+            self.sums["embed_2"].start()
         return {}
 
-    def reduce_gradients(self) -> None:
-        """After the last microbatch: sum gradients over the ranks that contribute to them."""
-        self.sums.wait()
-
-    def refresh(self) -> None:
-        """Nothing: the stage gathers no parameters that stay whole."""
+    def reduce_gradients(self, last: bool) -> None:
+        """After a batch's last microbatch: the ends of scatters and sums of gradients."""
+        if last:
+            self.sums["embed"].wait()
+            self.sums["embed_2"].wait()

@@ -11,6 +11,7 @@ from regions.head import HeadParams, head_backward, head_forward
 from regions.make_count import make_count
 from regions.rotary import rotary
 from runtime.comm.comm import Comm
+from runtime.execution.stage import PipelineStage
 from runtime.execution.sums import Bucket, Sums
 from runtime.layout import Received, Shard
 from torch import Tensor
@@ -31,7 +32,7 @@ BLOCK = {
 }
 
 
-class Stage:
+class Stage(PipelineStage):
     """The parameters, inputs and transfers of this stage, and its part of a training step."""
 
     parameters = {
@@ -42,24 +43,19 @@ class Stage:
     inputs = {
         "labels": Shard("i64[16@dp,mb, 32]"),
     }
-    sends: dict[str, tuple[int, ...]] = {}
-    gradients_from: dict[str, tuple[int, ...]] = {}
     receives = {
         "y_2": Received(source=0, shape=(2, 16, 64), dtype="f32"),
     }
-
-    loss: str | None = "loss"
-    loss_partial: tuple[str, ...] = ("dp",)
-    # Buckets of gradients; each is summed when the last microbatch has passed back through the call `after`.
-    buckets = (
-        Bucket(after="blocks.2", over=("dp", "tp"), first="blocks.2.norm1.weight", last="norm.weight"),
-        Bucket(after="blocks.2", over=("dp",), first="blocks.2.attn.wq.weight", last="head.weight"),
-    )
-    shared: dict[tuple[int, ...], tuple[str, ...]] = {}
+    loss = "loss"
+    loss_partial = ("dp",)
+    # Gradients that are summed over ranks together.
+    buckets = {
+        "blocks.2": Bucket(over=("dp", "tp"), first="blocks.2.norm1.weight", last="norm.weight"),
+        "blocks.2_2": Bucket(over=("dp",), first="blocks.2.attn.wq.weight", last="head.weight"),
+    }
 
     def __init__(self, comm: Comm, parameters: Values, gradients: Values) -> None:
-        self.comm = comm
-        self.gradients = gradients
+        super().__init__(comm, parameters, gradients)
         self.blocks = [BlockParams(*(parameters[f"blocks.{i}.{name}"] for name in BLOCK)) for i in range(2, 4)]
         self.grad_blocks = [BlockParams(*(gradients[f"blocks.{i}.{name}"] for name in BLOCK)) for i in range(2, 4)]
         self.head = HeadParams(parameters["norm.weight"], parameters["head.weight"])
@@ -89,17 +85,17 @@ class Stage:
         """From the gradients of sent values to those of received ones."""
         grad_loss = torch.ones((), dtype=torch.float32, device=self.comm.device)
         grad_x = head_backward(self.comm, self.head, self.grad_head, grad_loss, saved.pop())
-        for i, p, g in zip(reversed(range(2, 4)), reversed(self.blocks), reversed(self.grad_blocks), strict=True):
+        for p, g in zip(reversed(self.blocks), reversed(self.grad_blocks), strict=True):
             grad_x = block_backward(self.comm, p, g, grad_x, saved.pop())
-            # all-reduce 1.9 KiB over dp,tp and all-reduce 212.0 KiB over dp: complete once the last microbatch has been
-            # through
-            if last:
-                self.sums.start(f"blocks.{i}")
+        if last:
+            # all-reduce 1.9 KiB over dp,tp
+            self.sums["blocks.2"].start()
+            # all-reduce 212.0 KiB over dp
+            self.sums["blocks.2_2"].start()
         return {"y_2": grad_x}
 
-    def reduce_gradients(self) -> None:
-        """After the last microbatch: sum gradients over the ranks that contribute to them."""
-        self.sums.wait()
-
-    def refresh(self) -> None:
-        """Nothing: the stage gathers no parameters that stay whole."""
+    def reduce_gradients(self, last: bool) -> None:
+        """After a batch's last microbatch: the ends of scatters and sums of gradients."""
+        if last:
+            self.sums["blocks.2"].wait()
+            self.sums["blocks.2_2"].wait()

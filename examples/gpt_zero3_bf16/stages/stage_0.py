@@ -12,9 +12,10 @@ from regions.head import HeadParams, head_backward, head_forward
 from regions.make_count import make_count
 from regions.rotary import rotary
 from runtime.comm.comm import Comm
-from runtime.execution.parts import Parts, Unit
+from runtime.execution.parts import DONE, Parts, Unit
+from runtime.execution.stage import PipelineStage
 from runtime.execution.sums import Bucket, Sums
-from runtime.layout import Received, Shard
+from runtime.layout import Shard
 from torch import Tensor
 
 Values = dict[str, Tensor]
@@ -33,7 +34,7 @@ BLOCK = {
 }
 
 
-class Stage:
+class Stage(PipelineStage):
     """The parameters, inputs and transfers of this stage, and its part of a training step."""
 
     parameters = {
@@ -46,27 +47,24 @@ class Stage:
         "ids": Shard("i64[16@dp, 32]"),
         "labels": Shard("i64[16@dp, 32]"),
     }
-    sends: dict[str, tuple[int, ...]] = {}
-    gradients_from: dict[str, tuple[int, ...]] = {}
-    receives: dict[str, Received] = {}
-
-    loss: str | None = "loss"
-    loss_partial: tuple[str, ...] = ("dp",)
-    # Buckets of gradients; each is summed when the last microbatch has passed back through the call `after`.
-    buckets = (Bucket(over=("tp",), first="blocks.0.norm1.weight", last="norm.weight"),)
-    shared: dict[tuple[int, ...], tuple[str, ...]] = {}
-    lookahead = 1
+    loss = "loss"
+    loss_partial = ("dp",)
+    # Gradients that are summed over ranks together.
+    buckets = {
+        "stage0": Bucket(over=("tp",), first="blocks.0.norm1.weight", last="norm.weight"),
+    }
+    lookahead = 1  # gathers of later actions that an action starts
 
     def __init__(self, comm: Comm, parameters: Values, gradients: Values) -> None:
-        self.comm = comm
-        self.gradients = gradients
+        super().__init__(comm, parameters, gradients)
         self.parts = Parts(comm, self.parameters, parameters, gradients)
         self.embed = self.parts.unit(EmbedParams, "embed.weight")
         self.blocks = [self.parts.unit(BlockParams, *(f"blocks.{i}.{name}" for name in BLOCK)) for i in range(4)]
         self.head = self.parts.unit(HeadParams, "norm.weight", "head.weight")
         self.sums = Sums(comm, self.parameters, gradients, self.buckets, self.parts)
-        # The first units of each action, which the action before it gets as `ahead` and starts to gather.
-        self.opens = {
+        self.scattering = DONE
+        # Parameters that each action gathers first. An earlier action starts these gathers.
+        self.first_units = {
             "F": (self.embed,),
             "B": (self.head,),
         }
@@ -110,38 +108,31 @@ class Stage:
         self.blocks[3].gather()
         grad_x, g = head_backward(self.comm, self.head.whole, grad_loss, saved.pop())
         self.head.free()
-        self.embed.settle()
-        # reduce-scatter 16.1 KiB over dp, until the next one starts: each rank keeps its part of the sum
-        self.head.scatter(g)
+        self.scattering.wait()
+        # reduce-scatter 16.1 KiB over dp, while the next call runs: each rank keeps its shard of the sum
+        self.scattering = self.head.scatter(g)
         del g
-        for unit, following, former in zip(
-            reversed(self.blocks),
-            (*reversed(self.blocks[:3]), ahead),
-            (self.head, *reversed(self.blocks[1:])),
-            strict=True,
-        ):
+        for unit, following in zip(reversed(self.blocks), (*reversed(self.blocks[:3]), ahead), strict=True):
             unit.wait()
             # all-gather 22.6 KiB in bf16 over dp, while this call runs
             following.gather()
             grad_x, g = block_backward(self.comm, unit.whole, grad_x, saved.pop())
             unit.free()
-            former.settle()
-            # reduce-scatter 45.2 KiB over dp, until the next one starts: each rank keeps its part of the sum
-            unit.scatter(g)
+            self.scattering.wait()
+            # reduce-scatter 45.2 KiB over dp, while the next call runs: each rank keeps its shard of the sum
+            self.scattering = unit.scatter(g)
             del g
         g = embed_backward(self.comm, grad_x, saved.pop())
-        self.blocks[0].settle()
-        # reduce-scatter 16.0 KiB over dp, until the next one starts: each rank keeps its part of the sum
-        self.embed.scatter(g)
+        self.scattering.wait()
+        # reduce-scatter 16.0 KiB over dp, while the next call runs: each rank keeps its shard of the sum
+        self.scattering = self.embed.scatter(g)
         del g
         return {}
 
-    def reduce_gradients(self) -> None:
-        """After the last microbatch: sum gradients over the ranks that contribute to them."""
-        self.embed.settle()
-        # all-reduce 1.1 KiB over tp
-        self.sums.start()
-        self.sums.wait()
-
-    def refresh(self) -> None:
-        """Nothing: the stage gathers no parameters that stay whole."""
+    def reduce_gradients(self, last: bool) -> None:
+        """After a batch's last microbatch: the ends of scatters and sums of gradients."""
+        self.scattering.wait()
+        if last:
+            # all-reduce 1.1 KiB over tp
+            self.sums["stage0"].start()
+            self.sums["stage0"].wait()

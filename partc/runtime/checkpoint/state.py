@@ -88,9 +88,9 @@ def restore_left_out(
 def remembering(stages: Mapping[int, Any]) -> Iterator[tuple[tuple[str, str], Remembers]]:
     """The compressed sums, by the name of a gradient and the index of its sum."""
     for number, stage in stages.items():
-        if hasattr(stage, "sums"):
+        if stage.sums is not None:
             yield from (((first, str(piece)), sums) for (first, piece), sums in stage.sums.compressed.items())
-        if hasattr(stage, "parts"):
+        if stage.parts is not None:
             yield from (((name, f"stage{number}"), sums) for name, sums in stage.parts.compressed.items())
 
 

@@ -29,23 +29,23 @@ class Pending(Generic[T]):
     It may have two stages, the second of which takes the result of the first.
     """
 
-    __slots__ = ("_finish", "_go_on")
+    __slots__ = ("_advance", "_finish")
 
-    def __init__(self, finish: Callable[[], T], go_on: Callable[[], bool] = bool) -> None:
+    def __init__(self, finish: Callable[[], T], advance: Callable[[], None] = lambda: None) -> None:
         self._finish = finish
-        self._go_on = go_on
+        self._advance = advance
 
     def wait(self) -> T:
-        """Wait for the result and return it; called once."""
+        """Wait for the result and return it; called once, after `advance` if there are two stages."""
         return self._finish()
 
-    def go_on(self) -> bool:
-        """Wait for the first stage and start the second; False if there is none, or if it has been started."""
-        return self._go_on()
+    def advance(self) -> None:
+        """Wait for the first of two stages, and start the second."""
+        self._advance()
 
     def then(self, change: Callable[[T], S]) -> Pending[S]:
         """The pending result of a function applied on arrival."""
-        return Pending(lambda: change(self._finish()), self._go_on)
+        return Pending(lambda: change(self._finish()), self._advance)
 
 
 def timed(clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending[T]]) -> Pending[T]:

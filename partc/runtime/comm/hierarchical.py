@@ -100,14 +100,7 @@ def _in_turns(first: Pending[Tensor], second: Callable[[Tensor], Pending[Tensor]
     """Two collectives in sequence: the second takes the result of the first."""
     waiting, going = [first], list[Pending[Tensor]]()
 
-    def go_on() -> bool:
-        if not waiting:
-            return False
+    def advance() -> None:
         going.append(second(waiting.pop().wait()))
-        return True
 
-    def finish() -> Tensor:
-        go_on()
-        return going.pop().wait()
-
-    return Pending(finish, go_on)
+    return Pending(lambda: going.pop().wait(), advance)

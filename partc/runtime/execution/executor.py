@@ -7,17 +7,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm.comm import Axis, Comm, Pending
-from ..layout import Received, Returned, Shard
+from ..layout import Returned, Shard
 from ..ops.accumulation import Gradient, settled
 from ..ops.row_gradients import RowGradient
 from .parts import NOTHING, Unit, whole_shape, without_spare
-from .sums import Bucket
+from .stage import PipelineStage
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|REDUCE_GRAD|F|B|I|W)(\d*)(?:>([\dFBIW,]+))?")
 _AHEAD = re.compile(r"(\d+)([FBIW])")
@@ -52,53 +52,6 @@ def parse_schedule(text: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-class Stage(Protocol):
-    """An emitted stage module: see any `stages/stage_<i>.py`.
-
-    If its calls gather parameters, `lookahead` is the number of gathers of later actions that an action starts, and
-    `opens` has, by kind of action, as many units that this action gathers first.
-    """
-
-    parameters: dict[str, Shard]
-    inputs: dict[str, Shard]
-    sends: dict[str, tuple[int, ...]]  # value -> stages that read it
-    gradients_from: dict[str, tuple[int, ...]]  # value -> stages that send its gradient back
-    receives: dict[str, Received]
-    loss: str | None
-    loss_partial: tuple[str, ...]
-    gradients: dict[str, Tensor]
-    shared: dict[tuple[int, ...], tuple[str, ...]]  # pipeline ranks -> weights that all of them use
-    buckets: tuple[Bucket, ...]  # if gradients are summed over ranks
-
-    # `sums` if the stage `scatters`: GradientMemory's
-    def __init__(
-        self, comm: Comm, parameters: dict[str, Tensor], gradients: dict[str, Tensor], *sums: dict[str, Tensor]
-    ) -> None: ...
-    def setup(self) -> None: ...
-    def prepare(self, batch: dict[str, Tensor]) -> None: ...
-    def forward(
-        self, batch: dict[str, Tensor], received: dict[str, Tensor], *ahead: Unit
-    ) -> tuple[dict[str, Tensor], Any]: ...
-    def backward(self, saved: Any, gradients: dict[str, Tensor], last: bool, *ahead: Unit) -> dict[str, Tensor]: ...
-    def reduce_gradients(self) -> None: ...
-    def refresh(self) -> None: ...
-
-
-class ForwardStage(Stage, Protocol):
-    """A stage of a program that only runs forward."""
-
-    results: dict[str, Returned]  # by path in the object that the model file's function returns
-
-
-class SplitStage(Stage, Protocol):
-    """A stage whose backward pass runs in two halves: gradients of inputs, then of weights."""
-
-    def backward_input(
-        self, saved: Any, gradients: dict[str, Tensor], *ahead: Unit
-    ) -> tuple[dict[str, Tensor], Any]: ...
-    def backward_weight(self, kept: Any, last: bool, *ahead: Unit) -> None: ...
-
-
 Slot = tuple[int, int]  # stage, microbatch
 Told = Mapping[Slot, Sequence[int]]
 
@@ -123,7 +76,7 @@ class Step:
     """One step over the stages of this rank. Values between two of them are handed over, all others are sent."""
 
     def __init__(
-        self, stages: Mapping[int, Stage], comm: Comm, microbatches: Sequence[dict[str, Tensor]], told: Told
+        self, stages: Mapping[int, PipelineStage], comm: Comm, microbatches: Sequence[dict[str, Tensor]], told: Told
     ) -> None:
         self.stages = stages
         self.told = told
@@ -141,16 +94,18 @@ class Step:
         self.outgoing: dict[Slot, dict[str, Tensor]] = {}  # gradients of received values, from B or I to SEND_B
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
-    def run(self, action: Action, *, last: bool = False) -> None:
-        """Run an action; `last` marks the last backward of its stage before the update."""
-        stage: Any = self.stages[action.stage]
+    def run(self, action: Action, *, first: bool = False, last: bool = False) -> None:
+        """Run an action; `first` marks its stage's first forward pass after an update, `last` the last backward before
+        one.
+        """
+        stage = self.stages[action.stage]
         slot = action.stage, action.microbatch
         self.comm.mb = Axis(action.microbatch, len(self.microbatches))
         ahead = self._ahead(action)
         match action.kind:
             case "F":
                 self.comm.loads.enter(action.stage)
-                self._f(stage, slot, ahead)
+                self._f(stage, slot, [first, *ahead] if stage.refreshes else ahead)
             case "B":
                 self._hand_back(stage, slot, stage.backward(self.saved.pop(slot), self._returned(slot), last, *ahead))
             case "I":
@@ -168,26 +123,27 @@ class Step:
             case "UNSHARD":
                 for unit in ahead:
                     unit.gather()
+                for unit in ahead[: len(ahead) - 1]:
+                    unit.advance()
             case "REDUCE_GRAD":
-                stage.reduce_gradients()
+                stage.reduce_gradients(last)
 
     def _ahead(self, action: Action) -> list[Unit]:
         """The first units of later actions, whose gathers this action starts; `NOTHING` in place of missing ones."""
-        stage: Any = self.stages[action.stage]
-        if action.kind != "UNSHARD" and action.kind not in getattr(stage, "opens", ()):
+        stage = self.stages[action.stage]
+        if action.kind != "UNSHARD" and action.kind not in stage.first_units:
             return []
-        others: Mapping[int, Any] = self.stages
-        units = [unit for number, kind in action.ahead for unit in others[number].opens[kind]]
+        units = [unit for number, kind in action.ahead for unit in self.stages[number].first_units[kind]]
         return [*units, NOTHING, NOTHING][: stage.lookahead]
 
-    def _recv_f(self, stage: Stage, slot: Slot) -> None:
+    def _recv_f(self, stage: PipelineStage, slot: Slot) -> None:
         self.arriving[slot] = {
             name: self.comm.recv(origin.shape, origin.torch_dtype, (origin.source, slot[0]))
             for name, origin in stage.receives.items()
             if origin.source not in self.stages
         }
 
-    def _f(self, stage: Stage, slot: Slot, ahead: Sequence[Unit]) -> None:
+    def _f(self, stage: PipelineStage, slot: Slot, ahead: Sequence[bool | Unit]) -> None:
         microbatch, received = slot[1], self.received.pop(slot, {})
         arriving = self.arriving.pop(slot, {})
         received.update((name, value.wait()) for name, value in arriving.items())
@@ -206,18 +162,18 @@ class Step:
         if leaving:
             self.sent[slot] = leaving
 
-    def _keep(self, stage: Stage, slot: Slot, values: Mapping[str, Tensor]) -> None:
+    def _keep(self, stage: PipelineStage, slot: Slot, values: Mapping[str, Tensor]) -> None:
         if stage.loss is not None:
             self.loss = values[stage.loss] if self.loss is None else self.loss + values[stage.loss]
 
-    def _send_f(self, stage: Stage, slot: Slot) -> None:
+    def _send_f(self, stage: PipelineStage, slot: Slot) -> None:
         for name, value in self.sent.pop(slot).items():
             self.shapes[name] = tuple(value.shape), value.dtype
             for target in stage.sends[name]:
                 if target not in self.stages:
                     self.comm.send(value, (slot[0], target))
 
-    def _recv_b(self, stage: Stage, slot: Slot) -> None:
+    def _recv_b(self, stage: PipelineStage, slot: Slot) -> None:
         self.returning[slot] = [
             (name, self.comm.recv(*self.shapes[name], (target, slot[0])))
             for name, targets in stage.gradients_from.items()
@@ -225,7 +181,7 @@ class Step:
             if target not in self.stages
         ]
 
-    def _i(self, stage: SplitStage, slot: Slot, ahead: Sequence[Unit]) -> None:
+    def _i(self, stage: PipelineStage, slot: Slot, ahead: Sequence[Unit]) -> None:
         gradients, self.kept[slot] = stage.backward_input(self.saved.pop(slot), self._returned(slot), *ahead)
         self._hand_back(stage, slot, gradients)
 
@@ -238,7 +194,7 @@ class Step:
             self.comm.taken((slot[0], target), slot[1])
         return self.incoming.pop(slot, {})
 
-    def _hand_back(self, stage: Stage, slot: Slot, gradients: dict[str, Tensor]) -> None:
+    def _hand_back(self, stage: PipelineStage, slot: Slot, gradients: Mapping[str, Tensor]) -> None:
         leaving: dict[str, Tensor] = {}
         for name, origin in stage.receives.items():
             if not origin.gradient:
@@ -250,7 +206,7 @@ class Step:
         if leaving:
             self.outgoing[slot] = leaving
 
-    def _send_b(self, stage: Stage, slot: Slot) -> None:
+    def _send_b(self, stage: PipelineStage, slot: Slot) -> None:
         for name, gradient in self.outgoing.pop(slot).items():
             self.comm.send(gradient, (slot[0], stage.receives[name].source))
 
@@ -267,14 +223,14 @@ class _Forward(Step):
         super().__init__(*args)
         self.results: dict[str, tuple[Returned, dict[int, Tensor]]] = {}
 
-    def _keep(self, stage: Any, slot: Slot, values: Mapping[str, Tensor]) -> None:
+    def _keep(self, stage: PipelineStage, slot: Slot, values: Mapping[str, Tensor]) -> None:
         self.saved.pop(slot)
         for path, result in stage.results.items():
             self.results.setdefault(path, (result, {}))[1][slot[1]] = values[result.value]
 
 
 def run_forward(
-    stages: Mapping[int, ForwardStage],
+    stages: Mapping[int, PipelineStage],
     comm: Comm,
     actions: Sequence[Action],
     batch: dict[str, Tensor],
@@ -301,7 +257,7 @@ def run_forward(
 
 
 def run_step(
-    stages: Mapping[int, Stage],
+    stages: Mapping[int, PipelineStage],
     comm: Comm,
     actions: Sequence[Action],
     batch: dict[str, Tensor],
@@ -348,14 +304,15 @@ def _play(
         stage.prepare(batch)
     for stage in step.stages.values() if first else ():
         stage.refresh()
+    begun = {action.stage: action for action in reversed(actions) if first and action.kind == "F"}
     final = {action.stage: action for action in actions if last and action.kind in ("B", "W")}
     for action in actions[len(opening) :]:
-        if last or action.kind != "REDUCE_GRAD":
-            entering(str(action), "work")
-            step.run(action, last=action == final.get(action.stage))
+        entering(str(action), "work")
+        ends = action == final.get(action.stage) or (last and action.kind == "REDUCE_GRAD")
+        step.run(action, first=action == begun.get(action.stage), last=ends)
 
 
-def _shared_gradients(stages: Mapping[int, Stage]) -> dict[tuple[int, ...], list[Tensor]]:
+def _shared_gradients(stages: Mapping[int, PipelineStage]) -> dict[tuple[int, ...], list[Tensor]]:
     """Gradients of shared weights by the pipeline ranks that share them, in an order that these ranks agree on."""
     found: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for stage in stages.values():
@@ -375,7 +332,7 @@ class GradientMemory(NamedTuple):
 def gradient_memory(
     shards: Mapping[str, Shard],
     parameters: Mapping[str, Tensor],
-    stages: Iterable[type[Stage]] = (),
+    stages: Iterable[type[PipelineStage]] = (),
     sizes: Mapping[str, int] | None = None,
     *,
     compiled: bool = False,
@@ -416,27 +373,27 @@ def gradient_memory(
     return GradientMemory({name: gradients[name] for name in shards if name in gradients}, buffers, sums)
 
 
-def _scattered_once(shards: Mapping[str, Shard], stages: Iterable[type[Stage]]) -> dict[str, tuple[str, ...]]:
+def _scattered_once(shards: Mapping[str, Shard], stages: Iterable[type[PipelineStage]]) -> dict[str, tuple[str, ...]]:
     """The buckets of parameters whose gradients are summed up whole, by one stage, and only scattered then."""
     buckets: dict[str, list[tuple[str, ...]]] = {}
     for stage in stages:
-        for bucket in stage.buckets if scatters(stage) else ():
+        for bucket in stage.buckets.values():
             for name in (names := bucket.among(stage.parameters)) if bucket.scatter else ():
                 buckets.setdefault(name, []).append(names)
     usual = {name for name, shard in shards.items() if not shard.reduce and not shard.shared}
     return {name: found[0] for name, found in buckets.items() if len(found) == 1 and name in usual}
 
 
-def scatters(stage: type[Stage]) -> bool:
+def scatters(stage: type[PipelineStage]) -> bool:
     """Whether a stage sums up gradients of whole parameters and scatters them after the last microbatch (ZeRO 1)."""
-    return any(bucket.scatter for bucket in getattr(stage, "buckets", ()))
+    return any(bucket.scatter for bucket in stage.buckets.values())
 
 
 def make_stages(
-    classes: Mapping[int, type[Stage]], comm: Comm, parameters: dict[str, Tensor], memory: GradientMemory
-) -> dict[int, Stage]:
+    classes: Mapping[int, type[PipelineStage]], comm: Comm, parameters: dict[str, Tensor], memory: GradientMemory
+) -> dict[int, PipelineStage]:
     """The stages of a rank, by number."""
-    found: dict[int, Stage] = {}
+    found: dict[int, PipelineStage] = {}
     for number, stage in classes.items():
         gradients = {name: memory.gradients[name] for name in stage.parameters if name in memory.gradients}
         found[number] = stage(comm, parameters, gradients, *([memory.sums] if scatters(stage) else []))

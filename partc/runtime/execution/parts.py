@@ -5,7 +5,7 @@ The stage modules decide when a unit gathers, waits and frees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,6 @@ class Parts:
         self._sums: dict[str, Tensor] = {}  # gradients of whole parameters, until `scatter_sums`
         self._taken_over = sums or {}
         self._left: frozenset[str] = frozenset()
-        self._scattering: dict[Unit, Pending[None]] = {}
         self.compressed = dict(self._compressing()) if compress else {}
 
     def _compressing(self) -> Iterator[tuple[str, Scattered]]:
@@ -104,7 +103,6 @@ class Parts:
             del flat
 
         def finish() -> list[Tensor]:
-            go_on()
             while direct:
                 direct.pop(0).wait()
             while going:
@@ -122,10 +120,11 @@ class Parts:
                     levels.place(parts, whole[name], dim, outer)
             return [whole[name] for name in names]
 
-        def go_on() -> bool:
-            return any([rows.go_on() for _, _, _, rows in going])
+        def advance() -> None:
+            for _, _, _, rows in going:
+                rows.advance()
 
-        return Pending(finish, go_on)
+        return Pending(finish, advance)
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
         """Start to reduce-scatter gradients of whole parameters, and to add the results to the ranks' own parts.
@@ -141,7 +140,7 @@ class Parts:
             while going:
                 self._add(going.pop(0).wait())
 
-        return Pending(finish, lambda: any([each.go_on() for each in going]))
+        return Pending(finish, partial(_advance, going))
 
     def _scatter(self, gradients: Mapping[str, Tensor]) -> list[Pending[dict[str, Tensor]]]:
         """Start to reduce-scatter gradients of whole parameters: the sums of this rank's parts by name."""
@@ -165,13 +164,6 @@ class Parts:
     def _across(self, nodes: Axis, names: Sequence[str], x: Tensor) -> Pending[Tensor]:
         """Scatter between nodes, compressed."""
         return Scattered.start(self._compress, nodes, [self.compressed[name] for name in names], x, self._comm.scale)
-
-    def settle(self) -> None:
-        """Wait for all units' scatters."""
-        for going in self._scattering.values():
-            going.go_on()
-        for unit in list(self._scattering):
-            unit.settle()
 
     def _add(self, parts: Mapping[str, Tensor]) -> None:
         for name, part in parts.items():
@@ -228,7 +220,7 @@ class Parts:
             while parts:
                 self._add(parts.pop(0))
 
-        return Pending(finish, lambda: any([each.go_on() for each in going]))
+        return Pending(finish, partial(_advance, going))
 
     def _summed(self, name: str) -> Tensor:
         """An accumulated gradient, with spare rows that its memory has; zeros if no call of this stage gave one."""
@@ -282,10 +274,10 @@ class Unit:
         if self._holds == 1:
             self._coming = self._parts.gather(self._names)
 
-    def relay(self) -> None:
+    def advance(self) -> None:
         """In a gather of two levels: wait for the level between nodes, and start the one inside the node."""
         if self._coming is not None:
-            self._coming.go_on()
+            self._coming.advance()
 
     def wait(self) -> None:
         """Wait for the gather; `whole` has the parameters then."""
@@ -299,26 +291,13 @@ class Unit:
         if not self._holds:
             del self.whole
 
-    def scatter(self, gradients: Fields) -> None:
-        """Start to reduce-scatter gradients of the whole parameters to the ranks that hold the parts."""
+    def scatter(self, gradients: Fields) -> Pending[None]:
+        """Start to reduce-scatter gradients of the whole parameters, and to add the sums to the ranks' own parts."""
         sums: dict[str, Any] = {}
         for name, gradient in zip(self._names, gradients, strict=True):
             if gradient is not None:  # several parameters of the region may be one
                 sums[name] = sums[name] + gradient if name in sums else gradient
-        going = self._parts.scatter(sums)
-        self._parts._scattering[self] = going
-
-    def relay_scatter(self) -> None:
-        """In a scatter of two levels: wait for the sum inside the node, and start the one between nodes."""
-        going = self._parts._scattering.get(self)
-        if going is not None:
-            going.go_on()
-
-    def settle(self) -> None:
-        """Wait for the scatter under way, if any, and add its sum to this rank's part."""
-        going = self._parts._scattering.pop(self, None)
-        if going is not None:
-            going.wait()
+        return self._parts.scatter(sums)
 
 
 class Kept(Unit):
@@ -347,11 +326,12 @@ class Nothing(Unit):
     def gather(self) -> None:
         pass
 
-    def relay(self) -> None:
+    def advance(self) -> None:
         pass
 
 
 NOTHING = Nothing()
+DONE: Pending[None] = Pending(lambda: None)
 
 
 def whole_shape(part: Sequence[int], seam: Seam, ways: int) -> tuple[int, ...]:
@@ -364,6 +344,11 @@ def whole_shape(part: Sequence[int], seam: Seam, ways: int) -> tuple[int, ...]:
 def without_spare(whole: Tensor, seam: Seam) -> Tensor:
     """A whole parameter, from memory of its `whole_shape`."""
     return whole[: seam.length] if seam.rows else whole
+
+
+def _advance(exchanges: Iterable[Pending[Any]]) -> None:
+    for each in exchanges:
+        each.advance()
 
 
 def _by_name(names: Sequence[str], parts: Sequence[Tensor]) -> dict[str, Tensor]:

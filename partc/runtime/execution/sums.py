@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks, in buckets; the stage modules decide when sums start and are waited for.
+"""Sums of gradients over ranks, in buckets; the stage modules say when the collectives of a sum start.
 
 If some ranks share a node and others do not, a sum is hierarchical: a reduce-scatter inside each node, a sum of equal
 parts between nodes, and an all-gather inside each node. Each rank sends only its part across nodes.
@@ -16,21 +16,16 @@ from ..comm.comm import Comm, Pending, runs
 from ..comm.compression import Codec, Compressed
 from ..layout import DTYPES, Shard
 from ..ops.accumulation import settled
-from .parts import Parts
+from .parts import DONE, Parts
 
-Sum = Generator[Pending[Tensor], Tensor, None]
+Chain = Generator[Pending[Tensor], Tensor, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are complete after the last backward of the call `after`, and are summed over the same axes.
-
-    The parameters are those of the stage from `first` to `last`, or `names`. Without `after`, the bucket is summed at
-    the step's end.
-    """
+    """Gradients that are summed over ranks together: those of the stage from `first` to `last`, or `names`."""
 
     over: tuple[str, ...]
-    after: str = ""
     first: str = ""
     last: str = ""
     names: tuple[str, ...] = ()
@@ -48,8 +43,8 @@ class Bucket:
         return () if shard.shared else shard.gather if self.scatter else shard.reduce
 
 
-class Sums:
-    """The sums of a stage's buckets. Scattered buckets are sums of `parts`: gradients of whole parameters.
+class Sums(dict[str, "Sum"]):
+    """The sums of a stage's buckets by name. Scattered buckets are sums of `parts`: gradients of whole parameters.
 
     `near` are the axes whose ranks share a node, if others do not; `wire` is the dtype of sums, if it is not that of
     the gradients; `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
@@ -60,106 +55,106 @@ class Sums:
         comm: Comm,
         shards: Mapping[str, Shard],
         gradients: Mapping[str, Tensor],
-        buckets: Sequence[Bucket],
+        buckets: Mapping[str, Bucket],
         parts: Parts | None = None,
         *,
         near: tuple[str, ...] = (),
         wire: str = "",
         compress: str | Codec = "",
     ) -> None:
-        self._comm = comm
-        self._gradients = gradients
-        self._parts = parts
-        self._near, self._wire, self._compress = near, wire, compress
-        self._buckets: dict[str, list[tuple[Bucket, tuple[str, ...]]]] = {}
-        for bucket in buckets:
-            self._buckets.setdefault(bucket.after, []).append((bucket, bucket.among(shards)))
-        self._going: list[_Going] = []
-        self._scattering: list[Pending[None]] = []
-        self.compressed = dict(self._compressing()) if compress else {}
+        for key, bucket in buckets.items():
+            names = bucket.among(shards)
+            if bucket.scatter and parts is not None:
+                self[key] = Scatter(parts, names)
+                continue
+            inside = tuple(axis for axis in bucket.over if axis in near)
+            between = tuple(axis for axis in bucket.over if axis not in near)
+            summed = {name: gradients[name] for name in names}
+            self[key] = Sum(comm, summed, inside, between, DTYPES[wire] if wire else None, compress)
+
+    @property
+    def compressed(self) -> dict[tuple[str, int], Compressed]:
+        """Compressed sums, by the first gradient of the bucket and the piece of memory."""
+        return {key: found for each in self.values() for key, found in each.compressed.items()}
+
+
+class Sum:
+    """The sum of a bucket: a chain of collectives for each piece of memory that holds its gradients."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        gradients: Mapping[str, Tensor],
+        near: tuple[str, ...],
+        far: tuple[str, ...],
+        wire: torch.dtype | None,
+        compress: str | Codec,
+    ) -> None:
+        self._comm, self._gradients, self._near, self._far = comm, gradients, near, far
+        self._wire, self._compress = wire, compress
+        self._going: list[tuple[Chain, Pending[Tensor]]] = []
+        self.compressed = dict(self._compressing()) if compress and far else {}
 
     def _compressing(self) -> Iterator[tuple[tuple[str, int], Compressed]]:
-        """Compressed sums, by the first gradient of the bucket and the piece of memory."""
-        for bucket, names in (each for found in self._buckets.values() for each in found):
-            near, far = self._split(bucket)
-            for index, run in enumerate(runs([self._gradients[name] for name in names])):
-                if far and not bucket.scatter:
-                    ways = self._comm.group(near).size if near else 1
-                    group = self._comm.group(far)
-                    yield (names[0], index), Compressed(self._compress, group, -(-run.numel() // ways))
+        ways = self._comm.group(self._near).size if self._near else 1
+        for index, run in enumerate(runs(list(self._gradients.values()))):
+            group = self._comm.group(self._far)
+            yield (next(iter(self._gradients)), index), Compressed(self._compress, group, -(-run.numel() // ways))
 
-    def _split(self, bucket: Bucket) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes inside nodes, and those between nodes."""
-        near = tuple(axis for axis in bucket.over if axis in self._near)
-        return near, tuple(axis for axis in bucket.over if axis not in self._near)
+    def start(self) -> None:
+        """Start the first collective of every chain."""
+        first = next(iter(self._gradients))
+        for index, run in enumerate(runs([settled(x) for x in self._gradients.values()])):
+            chain = self._chain(run, (first, index))
+            self._going.append((chain, next(chain)))
 
-    def start(self, call: str = "") -> None:
-        """Start the sums of gradients that are complete after a call's last backward; by default, of the rest."""
-        for bucket, names in self._buckets.get(call, ()):
-            if bucket.scatter and self._parts is not None:
-                for going in self._scattering:
-                    going.go_on()
-                self._scattering.append(self._parts.scatter_sums(*names))
-                if not call:  # the next sums may be of the parts that each rank keeps of these
-                    self._settle()
-                continue
-            near, far = self._split(bucket)
-            for index, run in enumerate(runs([settled(self._gradients[name]) for name in names])):
-                self._going.append(_Going(self._sum(run, near, far, (names[0], index)), inside=bool(near and far)))
-
-    def relay(self) -> None:
-        """In hierarchical sums: wait for the sums inside the node, and start those between nodes."""
-        for scattered in self._scattering:
-            scattered.go_on()
-        for going in self._going:
-            if going.inside:
-                going.advance()
+    def advance(self) -> None:
+        """Wait for the collectives under way, and start the next ones."""
+        self._going = [(chain, chain.send(pending.wait())) for chain, pending in self._going]
 
     def wait(self) -> None:
-        """Wait for all sums that have been started."""
-        self._settle()
+        """Wait for the last collectives; the gradients are the sums then."""
         while self._going:
-            if not self._going[0].advance():
-                del self._going[0]
+            chain, pending = self._going.pop(0)
+            try:
+                chain.send(pending.wait())
+            except StopIteration:
+                continue
+            raise RuntimeError("a sum of gradients was waited for before its last collective had started")
 
-    def _settle(self) -> None:
-        for going in self._scattering:
-            going.go_on()
-        while self._scattering:
-            self._scattering.pop(0).wait()
-
-    def _sum(self, run: Tensor, near: tuple[str, ...], far: tuple[str, ...], piece: tuple[str, int]) -> Sum:
-        x = run.to(DTYPES[self._wire]) if self._wire else run
-        if not far or not (near or self._compress):
-            total = yield self._comm.group(near or far).start_all_reduce_(x)
+    def _chain(self, run: Tensor, piece: tuple[str, int]) -> Chain:
+        x = run.to(self._wire) if self._wire else run
+        if not self._far or not (self._near or self._compress):
+            total = yield self._comm.group(self._near or self._far).start_all_reduce_(x)
             if x is not run:
                 run.copy_(total)
             return
-        if near:
-            node = self._comm.group(near)
+        if self._near:
+            node = self._comm.group(self._near)
             x = yield node.start_reduce_scatter(torch.nn.functional.pad(x, (0, -x.numel() % node.size)), dim=0)
         if self._compress:
             x = yield from self.compressed[piece].sum(x, self._comm.scale)
         else:
-            x = yield self._comm.group(far).start_all_reduce_(x)
-        if near:
+            x = yield self._comm.group(self._far).start_all_reduce_(x)
+        if self._near:
             x = yield node.start_all_gather(x, dim=0)
         run.copy_(x[: run.numel()])
 
 
-class _Going:
-    """A sum under way: its pending collective, and the function that starts the next one."""
+class Scatter(Sum):
+    """The sum of a scattered bucket, of which each rank keeps a part."""
 
-    def __init__(self, sum: Sum, *, inside: bool) -> None:
-        self._sum = sum
-        self._pending: Pending[Tensor] = next(sum)
-        self.inside = inside  # whether the pending collective stays inside a node
+    compressed: dict[tuple[str, int], Compressed]
 
-    def advance(self) -> bool:
-        """Wait for the pending collective and start the next one; false if there is none."""
-        self.inside = False
-        try:
-            self._pending = self._sum.send(self._pending.wait())
-        except StopIteration:
-            return False
-        return True
+    def __init__(self, parts: Parts, names: Sequence[str]) -> None:
+        self._parts, self._names, self._pending = parts, names, DONE
+        self.compressed = {}
+
+    def start(self) -> None:
+        self._pending = self._parts.scatter_sums(*self._names)
+
+    def advance(self) -> None:
+        self._pending.advance()
+
+    def wait(self) -> None:
+        self._pending.wait()

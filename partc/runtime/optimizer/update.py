@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
+from ..execution.stage import PipelineStage
 from ..layout import Shard, cutting
 from ..ops.row_gradients import RowGradient
 from .flat import FLAT, Buffers, flat
@@ -237,9 +238,9 @@ def _columns(
             yield x, (held, over)
 
 
-def write_casts(optimizer: Optimizer, stages: Iterable[object]) -> None:
+def write_casts(optimizer: Optimizer, stages: Iterable[PipelineStage]) -> None:
     """Make updates write the low-precision copies that stages read, if the optimizer can."""
-    parted = [stage.parts for stage in stages if hasattr(stage, "parts")]
+    parted = [stage.parts for stage in stages if stage.parts is not None]
     read: dict[str, Tensor] = {}
     for parts in parted:
         read = parts.cast() | read

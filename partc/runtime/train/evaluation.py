@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..device.sending import bring
-from ..execution.executor import ForwardStage, parse_schedule, run_forward
+from ..execution.executor import parse_schedule, run_forward
+from ..execution.stage import PipelineStage
 from ..layout import Shard
 from ..place import Place
 from .data import BatchSource, Say, Tokens, source
@@ -46,7 +47,7 @@ class Evaluation:
         clock, job = self.comm.clock, self.job
         clock.entering("an evaluation")
         modules = {number: importlib.import_module(f"evaluation.stages.stage_{number}") for number in self.place.stages}
-        stages: dict[int, ForwardStage] = {
+        stages: dict[int, PipelineStage] = {
             number: module.Stage(self.comm, self.parameters, {}) for number, module in modules.items()
         }
         for stage in stages.values():

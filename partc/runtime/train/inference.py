@@ -20,7 +20,8 @@ from ..checkpoint.safetensors import begun, raw
 from ..comm.comm import Comm
 from ..device.sending import bring
 from ..errors import UsageError, shown, tell, writing
-from ..execution.executor import ForwardStage, run_forward
+from ..execution.executor import run_forward
+from ..execution.stage import PipelineStage
 from ..layout import Shard
 from ..processes.agreement import Together
 from .command_line import Parser, a_path, parse
@@ -111,7 +112,7 @@ def _infer(
     clock = comm.clock
     end = _end(job, data, say=rank.number == 0)
     with torch.no_grad():
-        stages: dict[int, ForwardStage] = {
+        stages: dict[int, PipelineStage] = {
             number: stage(comm, rank.parameters, {}) for number, stage in rank.stage_classes.items()
         }
         clock.entering("setup")

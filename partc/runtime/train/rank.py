@@ -60,7 +60,7 @@ class Rank:
     @property
     def compiled(self) -> bool:
         """Whether torch.compile makes kernels of the functions that its stages call."""
-        return any(getattr(stage, "compiled", False) for stage in self.stage_classes.values())
+        return any(stage.compiled for stage in self.stage_classes.values())
 
     @property
     def logs(self) -> bool:

@@ -20,7 +20,8 @@ from ..comm.comm import Comm
 from ..device.cuda_graphs import RecordedGraph, RecordedWork
 from ..device.sending import bring, finish, send
 from ..errors import UsageError
-from ..execution.executor import Action, Stage, Told, run_step
+from ..execution.executor import Action, Told, run_step
+from ..execution.stage import PipelineStage
 from ..layout import Shard
 from ..ops.accumulation import clear, complete
 from ..optimizer.gradients import Gradients
@@ -50,7 +51,7 @@ class Steps:
     comm: Comm
     coordinate: Mapping[str, int]
     device: torch.device
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, PipelineStage]
     actions: Sequence[Action]
     told: Told  # by values of other ranks
     inputs: Mapping[str, Shard]
@@ -143,13 +144,9 @@ class Steps:
         self.comm.clock.entering("clearing gradients", "work")
         if first:
             clear(self.gradients.values())
-        loss = run_step(
+        return run_step(
             self.stages, self.comm, self.actions, self._local, microbatches, first=first, last=last, told=self.told
         )
-        for stage in self.stages.values() if not last else ():
-            if hasattr(stage, "parts"):
-                stage.parts.settle()  # a recording cannot wait for work that another one has started
-        return loss
 
     def _measure(self) -> Tensor | None:
         complete(self.gradients.values())
@@ -158,7 +155,7 @@ class Steps:
     def _update(self) -> None:
         self.update.apply(self._norm)
         for stage in self.stages.values():
-            if hasattr(stage, "parts"):
+            if stage.parts is not None:
                 stage.parts.refresh()
 
     def _check(self, step: int, made: Tensor | None, run: Callable[[], object]) -> None:

@@ -24,7 +24,8 @@ from ..device.garbage_collection import collected
 from ..device.host_memory import peak_bytes
 from ..documents import decoded
 from ..errors import tell, writing
-from ..execution.executor import GradientMemory, Stage, gradient_memory, make_stages
+from ..execution.executor import GradientMemory, gradient_memory, make_stages
+from ..execution.stage import PipelineStage
 from ..layout import ModelView, Shard, tokens_per_step
 from ..optimizer.gradients import Gradients
 from ..optimizer.optimizer import Optimizer
@@ -115,7 +116,7 @@ class _Trained:
     names: tuple[str, ...]  # of trained parameters
     optimizer: Optimizer | None
     scaled: Gradients
-    stages: Mapping[int, Stage]
+    stages: Mapping[int, PipelineStage]
     scale: LossScale | None
 
     @classmethod

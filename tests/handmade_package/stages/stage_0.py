@@ -4,7 +4,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from runtime.comm.comm import Comm
-from runtime.layout import Received, Shard
+from runtime.execution.stage import PipelineStage
+from runtime.layout import Shard
 from runtime.ops import functional
 from torch import Tensor
 from torch.nn import functional as F
@@ -53,7 +54,7 @@ def block_backward(comm: Comm, p: BlockParams, g: BlockParams, grad_y: Tensor, s
     return grad_y + grad_x
 
 
-class Stage:
+class Stage(PipelineStage):
     """blocks.0, and what passes between it and the other stages."""
 
     parameters: ClassVar[dict[str, Shard]] = {
@@ -67,22 +68,12 @@ class Stage:
     inputs: ClassVar[dict[str, Shard]] = {"x": Shard("f64[8@dp,mb, 6]")}
     sends: ClassVar[dict[str, tuple[int, ...]]] = {"blocks_0": (1,)}
     gradients_from: ClassVar[dict[str, tuple[int, ...]]] = {"blocks_0": (1,)}
-    receives: ClassVar[dict[str, Received]] = {}
-    loss: ClassVar[str | None] = None
-    loss_partial: ClassVar[tuple[str, ...]] = ()
-    shared: ClassVar[dict[tuple[int, ...], tuple[str, ...]]] = {}
 
     def __init__(self, comm: Comm, parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-        self.comm = comm
+        super().__init__(comm, parameters, gradients)
         names = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
         self.block_0 = BlockParams(*(parameters[f"blocks.0.{name}"] for name in names))
         self.grad_block_0 = BlockParams(*(gradients[f"blocks.0.{name}"] for name in names))
-
-    def setup(self) -> None:
-        """No constants."""
-
-    def prepare(self, batch: dict[str, Tensor]) -> None:
-        """Nothing is counted over the batch."""
 
     def forward(self, batch: dict[str, Tensor], received: dict[str, Tensor]) -> tuple[dict[str, Tensor], Saved]:
         blocks_0, saved = block_forward(self.comm, self.block_0, batch["x"])
@@ -92,9 +83,6 @@ class Stage:
         block_backward(self.comm, self.block_0, self.grad_block_0, gradients["blocks_0"], saved)
         return {}
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self, last: bool) -> None:
         # all-reduce 848 B over dp: each of its ranks saw another part of the batch
         self.comm.dp.reduce_gradients(self.grad_block_0)
-
-    def refresh(self) -> None:
-        """Nothing: the stage gathers no parameters that stay whole."""

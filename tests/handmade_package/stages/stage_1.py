@@ -4,6 +4,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from runtime.comm.comm import Comm
+from runtime.execution.stage import PipelineStage
 from runtime.layout import Received, Shard
 from runtime.ops import functional
 from torch import Tensor
@@ -92,7 +93,7 @@ def count_labels(comm: Comm, labels: Tensor) -> Tensor:
     return comm.dp.all_reduce_(count)
 
 
-class Stage:
+class Stage(PipelineStage):
     """blocks.1, head and loss, and what passes between it and the other stages."""
 
     parameters: ClassVar[dict[str, Shard]] = {
@@ -105,23 +106,17 @@ class Stage:
         "head.weight": Shard("f64[14@tp, 6]", reduce=("dp",)),
     }
     inputs: ClassVar[dict[str, Shard]] = {"labels": Shard("i64[8@dp,mb]")}
-    sends: ClassVar[dict[str, tuple[int, ...]]] = {}
-    gradients_from: ClassVar[dict[str, tuple[int, ...]]] = {}
     receives: ClassVar[dict[str, Received]] = {"blocks_0": Received(source=0, shape=(2, 6), dtype="f64")}
     loss: ClassVar[str | None] = "loss"
     loss_partial: ClassVar[tuple[str, ...]] = ("dp",)
-    shared: ClassVar[dict[tuple[int, ...], tuple[str, ...]]] = {}
 
     def __init__(self, comm: Comm, parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
-        self.comm = comm
+        super().__init__(comm, parameters, gradients)
         names = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
         self.block_1 = BlockParams(*(parameters[f"blocks.1.{name}"] for name in names))
         self.grad_block_1 = BlockParams(*(gradients[f"blocks.1.{name}"] for name in names))
         self.head = HeadParams(parameters["head.weight"])
         self.grad_head = HeadParams(gradients["head.weight"])
-
-    def setup(self) -> None:
-        """No constants."""
 
     def prepare(self, batch: dict[str, Tensor]) -> None:
         self.count = count_labels(self.comm, batch["labels"])
@@ -136,9 +131,6 @@ class Stage:
         grad_blocks_0 = block_backward(self.comm, self.block_1, self.grad_block_1, grad_blocks_1, saved.pop())
         return {"blocks_0": grad_blocks_0}
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self, last: bool) -> None:
         # all-reduce 1184 B over dp: each of its ranks saw another part of the batch
         self.comm.dp.reduce_gradients((*self.grad_block_1, *self.grad_head))
-
-    def refresh(self) -> None:
-        """Nothing: the stage gathers no parameters that stay whole."""

@@ -1,0 +1,92 @@
+"""The exchanges of an emitted Stage outside its calls: once per step, and between its actions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from partc.codegen.access import AHEAD, SCATTERS, indented, listed_names, opens, refreshed, said_of, two_scatters
+from partc.codegen.source import Line
+from partc.codegen.stage_facts import StageFacts
+from partc.ir.folding import Loop, folded
+from partc.ir.program import ActionStatement, BodyKind
+from partc.quoting import literal
+
+_FIRST = "Parameters that each action gathers first. An earlier action starts these gathers."
+_METHODS: Mapping[str, BodyKind] = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
+
+
+@dataclass(frozen=True)
+class StageEnds:
+    facts: StageFacts
+
+    def init(self) -> list[Line]:
+        """The gathers of parameters that stay whole and never change, and the attributes of exchanges."""
+        scatters = any(each.subject == "scatter" for each in self.facts.body("REDUCE_GRAD"))
+        attributes = SCATTERS[: 1 + two_scatters(self.facts)] if scatters else ()
+        pending = [Line(code=f"self.{name} = DONE", uses=frozenset({"DONE"})) for name in attributes]
+        return [*refreshed(self.facts, "INIT"), *pending, *self._first_units()]
+
+    def _first_units(self) -> list[Line]:
+        """The table of the units that actions gather first."""
+        found = {kind: opens(self.facts, kind) for kind in _METHODS.values()}
+        rows = [f'    "{kind}": ({", ".join(units)},),' for kind, units in found.items() if units]
+        table = [Line(code="self.first_units = {", notes=(_FIRST,)), *(Line(code=row) for row in rows), Line(code="}")]
+        return table if rows else []
+
+    @property
+    def lookahead(self) -> int:
+        """The gathers of later actions that an action starts; 0 if none does."""
+        return self.facts.exchanges.levels if any(opens(self.facts, kind) for kind in _METHODS.values()) else 0
+
+    def ahead(self) -> dict[str, str]:
+        """The parameters of methods, and the arguments that `backward` gives to its two halves."""
+        parameters = AHEAD[: self.facts.exchanges.levels]
+        typed = "".join(f", {name}: Unit" for name in parameters)
+        found = {method: typed if opens(self.facts, kind) else "" for method, kind in _METHODS.items()}
+        if self.facts.split:
+            inputs, weights = opens(self.facts, "I"), opens(self.facts, "W")
+            found["backward"] = typed if inputs or weights else ""
+            given = ([*weights, *parameters][: len(parameters)] if inputs else [], parameters if weights else ())
+            found["inputs"], found["weights"] = ("".join(f", {name}" for name in names) for names in given)
+        return found
+
+    def reduce(self) -> list[Line]:
+        """The waits and sums after a stage's last backward."""
+        lines: list[Line] = []
+        for when, statements in groupby(self.facts.body("REDUCE_GRAD"), key=lambda each: each.when):
+            lines.extend([Line(code=f"if {when}:")] if when else [])
+            lines.extend(indented(self._sums(list(statements)), "    " if when else ""))
+        return lines
+
+    def _sums(self, statements: Sequence[ActionStatement]) -> Iterator[Line]:
+        bare = [replace(each, collectives=()) for each in statements]
+        at = 0
+        for item in folded(bare):
+            each_turn, turns = (item.statements, len(item.slots[0])) if isinstance(item, Loop) else ((item,), 1)
+            end = at + turns * len(each_turn)
+            if isinstance(item, Loop) and len(item.slots) == 1 and len(set(item.slots[0])) == turns:
+                yield Line(code=f"for name in {listed_names([str(name) for name in item.slots[0]])}:")
+                for offset, each in enumerate(each_turn):
+                    notes = said_of(self.facts, statements[at + offset : end : len(each_turn)])
+                    yield Line(code=f"self.sums[name].{each.verb}()", notes=notes, indent="    ")
+            else:
+                yield from map(self._sum, statements[at:end])
+            at = end
+
+    def _sum(self, each: ActionStatement) -> Line:
+        if each.subject == "scatter":
+            return Line(code=f"self.{SCATTERS[each.behind - 1]}.{each.verb}()")
+        return Line(code=f"self.sums[{literal(each.of)}].{each.verb}()", notes=said_of(self.facts, [each]))
+
+    def refresh(self) -> list[Line]:
+        """The gathers of parameters that stay whole, as a step begins."""
+        gathers = list(refreshed(self.facts, "REFRESH"))
+        notes = said_of(self.facts, self.facts.body("REFRESH"), "as each rank has updated a part")
+        return [replace(line, notes=notes if index == 0 else ()) for index, line in enumerate(gathers)]
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether the first forward pass waits for parameters that stay whole."""
+        return any(each.when == "first" for each in self.facts.body("F"))

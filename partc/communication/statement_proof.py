@@ -1,0 +1,79 @@
+"""The proof that statements are complete: exchanges are those that the types of parameters and gradients need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from partc.communication.exchanges import Chains, Exchanges, in_turn
+from partc.errors import InternalError
+from partc.ir.program import ActionStatement, Call, Collective
+
+Key = tuple[object, ...]  # the subject, stage and name of an exchange; of a scatter, the graph that made the gradients
+
+
+class StatementProof:
+    """Checks the statements of the ranks at one pipeline coordinate as they run. Raises InternalError."""
+
+    def __init__(self, exchanges: Exchanges, place: int) -> None:
+        self._exchanges, self._place = exchanges, place
+        self._needed: dict[Key, tuple[tuple[Collective | None, ...], ...]] = {}  # of exchanges that have started
+
+    def exchange(self, each: ActionStatement, key: Key, done: int) -> None:
+        """Check the collectives of a statement; `done` counts the advances of its exchange."""
+        if key not in self._needed:
+            self._needed[key] = in_turn(self._chains(key))
+        needed = self._needed[key]
+        if each.verb == "wait" and done + 1 < len(needed):
+            raise InternalError(f"{each} comes before the last of {len(needed)} collectives")
+        if each.verb != "wait" and each.collectives != (needed[done] if done < len(needed) else ()):
+            raise InternalError(f"{each} states other collectives than its types need")
+
+    def _chains(self, key: Key) -> Chains:
+        """The collectives of an exchange, from the types of its parameters or gradients."""
+        subject, stage, of, *made = key
+        kind: Any = made[0] if made else ""
+        name = str(of)
+        match subject:
+            case "gather":
+                return self._exchanges.gather(self._calls[stage, of].params)
+            case "refresh":
+                return self._exchanges.gather(self._exchanges.kept(int(str(stage)))[name])
+            case "scatter":
+                return self._exchanges.scatter(self._calls[stage, of], kind)
+            case "bucket":
+                return self._exchanges.summed(self._exchanges.program.bucket(name))
+            case "shared":
+                return self._exchanges.shared(self._place)[name]
+            case _:
+                return self._exchanges.returned(self._place)[name]
+
+    @cached_property
+    def _calls(self) -> Mapping[tuple[object, object], Call]:
+        return {(call.stage, call.name): call for call in self._exchanges.program.calls}
+
+    def body(self, stage: int, ran: Mapping[str, str]) -> None:
+        """Check that the gradients of these runs (call -> graph) have been scattered."""
+        for name, kind in ran.items():
+            graph: Any = kind
+            scattered = ("scatter", stage, name, kind) in self._needed
+            if not scattered and self._exchanges.scatters(self._calls[stage, name], graph):
+                raise InternalError(f"the gradients of {name} are not scattered")
+
+    def step(self) -> None:
+        """Check that everything was exchanged that a step needs once."""
+        missing = [key for key in self._once() if key not in self._needed]
+        if missing:
+            subject, _, of, *_ = missing[0]
+            raise InternalError(f"{subject} {of} does not start in a step")
+
+    def _once(self) -> Iterator[Key]:
+        program = self._exchanges.program
+        stages = program.stages_at(self._place)
+        yield from (("bucket", bucket.stage, bucket.name) for bucket in program.buckets if bucket.stage in stages)
+        yield from (("shared", self._place, name) for name in self._exchanges.shared(self._place))
+        yield from (("result", self._place, path) for path in self._exchanges.returned(self._place))
+        for stage in stages if not program.results else ():
+            kept = self._exchanges.kept(stage)
+            yield from (("refresh", stage, name) for name, names in kept.items() if self._exchanges.gather(names))

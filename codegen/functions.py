@@ -126,7 +126,8 @@ class _Writer:
     def record(self, name: str, fields: Names, graph: Graph, values: Sequence[str]) -> Record | None:
         """The class of some of a graph's values, under the names of `fields`; None if there are no values."""
         types = self.region.types(graph)
-        found = tuple(Argument(name=fields[value], type="Tensor", layout=str(types[value])) for value in values)
+        order = _as_made(graph, values)
+        found = tuple(Argument(name=fields[value], type="Tensor", layout=str(types[value])) for value in order)
         return Record(name=name, fields=found) if found else None
 
     def forward(self, graph: Graph, name: str, doc: str) -> Function:
@@ -143,7 +144,7 @@ class _Writer:
             lines.append(Line(code=f"p.{self.fields[buffer]}.copy_({results[index]})", uses=frozenset({"p"})))
         types = ["Tensor"] * len(returned)
         if results[count:]:
-            kept = _record(self.called.saved, self.saved, self.region.saved, results[count:])
+            kept = _record(self.called.saved, self.saved, graph, self.region.saved, results[count:])
             if len(results) > count + 4:
                 lines.append(Line(code=f"saved = {kept}", uses=self._uses(graph.outputs)))
                 kept = "saved"
@@ -182,7 +183,8 @@ class _Writer:
             results.append("g")
             types.append(self.called.params)
         if self.region.kept:
-            results.append(_record(self.called.kept, self.kept, self.region.kept, [names[name] for name in kept]))
+            fields = [names[name] for name in kept]
+            results.append(_record(self.called.kept, self.kept, graph, self.region.kept, fields))
             types.append(self.called.kept)
         if results:
             lines.append(Line(code=f"return {', '.join(results)}", uses=self._uses((*wanted, *kept))))
@@ -276,7 +278,10 @@ class _Writer:
 
     def _given(self, given: Mapping[str, str], names: Names) -> Line:
         """The gradients of parameters that a function made; None for all others."""
-        values = (names[given[value.name]] if value.name in given else "None" for value in self.region.params)
+        values = (
+            f"{self.fields[value.name]}={names[given[value.name]] if value.name in given else 'None'}"
+            for value in self.region.params
+        )
         return Line(code=f"g = {self.called.params}({', '.join(values)})", uses=self._uses(given.values()))
 
     def _memory(self, op: Op, write: Callable[[str], str], position: int) -> Callable[[str], str]:
@@ -419,7 +424,11 @@ class _Writer:
         if single and returns_more(op.name):
             targets.append("*_")
         parts, sums = added(op, apart, buffers, names)
-        layout = str(emitted_type(op, made[0])) if made else ""
+        known = {name: str(emitted_type(op, value)) for name, value in zip(targets, made, strict=False) if name != "_"}
+        kinds = list(dict.fromkeys(known.values()))
+        if len(kinds) > 1:
+            notes = (*notes, ", ".join(f"{name}: {type}" for name, type in known.items()))
+        layout = "" if len(kinds) != 1 else kinds[0] if len(known) == 1 else f"each {kinds[0]}"
         read = frozenset(operands.used)
         assignment = f"{', '.join((*targets, *parts))} = {code}"
         lines = [Line(code=assignment, layout=layout, notes=notes, uses=read, binds=True)]
@@ -449,10 +458,12 @@ class _Writer:
         return bool(uses.get(value.name)) or value.name in graph.outputs or value.name in buffers
 
     def _label(self, op: Op) -> str:
-        """The module of an operation, relative to the region; else the operation's name."""
-        module = op.module
-        module = module.removeprefix(self.prefix).strip(".")
-        return module or op.name.removesuffix("_backward")
+        """An operation in the user's words: its module, relative to the region; else the line of the model file."""
+        inner = next((each for each in (op, *op.body) if each.source), op)
+        module = inner.module.removeprefix(self.prefix).strip(".")
+        if module or not inner.source:
+            return module or inner.results[0].name
+        return self.prefix if inner.module else f"{inner.source.file.rpartition('/')[2]}:{inner.source.line}"
 
 
 def _with_rows(op: Op, ragged: frozenset[str], names: Names) -> dict[int, tuple[str, ...]]:
@@ -466,11 +477,18 @@ def _with_rows(op: Op, ragged: frozenset[str], names: Names) -> dict[int, tuple[
     return {1: (rows, *map(str, shape[1:]))}
 
 
-def _record(name: str, fields: Names, values: Sequence[str], results: Sequence[str]) -> str:
+def _record(name: str, fields: Names, graph: Graph, values: Sequence[str], results: Sequence[str]) -> str:
     """The call that makes a record. Fields are named after the variables that fill them."""
     for value, result in zip(values, results, strict=True):
         fields.bind(value, fields.fresh(result if result.isidentifier() else identifier(value)))
-    return f"{name}({', '.join(results)})"
+    given = dict(zip(values, results, strict=True))
+    return f"{name}({', '.join(f'{fields[value]}={given[value]}' for value in _as_made(graph, values))})"
+
+
+def _as_made(graph: Graph, values: Iterable[str]) -> list[str]:
+    """Values in the order in which a graph gets and makes them."""
+    order = {name: index for index, name in enumerate(graph.definitions())}
+    return sorted(values, key=lambda name: order.get(name, -1))
 
 
 def _returns(types: Sequence[str]) -> str:

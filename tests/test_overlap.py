@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +19,14 @@ from partc.errors import InternalError
 from partc.ir.collectives import MOVING
 from partc.ir.mesh import Mesh
 from partc.ir.parser import parse
-from partc.ir.printer import print_program, print_region
+from partc.ir.printer import print_graph, print_program, print_region
 from partc.ir.program import Action, Program
 from partc.ir.verifier import verify_program
 from partc.package.verify import verify
 from partc.passes.actions import actions
 from partc.passes.bucket import bucket
 from partc.passes.overlap import overlap
+from partc.passes.overlap.joined import joined
 from partc.passes.prefetch import prefetch
 from partc.passes.zero import zero
 from partc.rehearsal.late import late
@@ -167,6 +169,49 @@ region net phase microbatch:
     grad_w           = add(both, third)                        # f32[8192@tp, 2048]
     return grad_w
 """,
+    )
+
+
+def test_small_sums_travel_together() -> None:
+    """Not those that need each other, differ in shape, or are so large that the order of their additions would change."""
+    program = parse("""
+program net mesh tp=2 microbatches 1 loss loss
+input x
+value x: f32[4, 8@tp]
+value loss: f32[] partial(tp)
+call net = net(x; ) -> loss
+
+region net phase microbatch:
+  forward:
+    input x: f32[4, 8@tp]
+    a_part = sum(x, (1,), False)  # f32[4] partial(tp)
+    a = all_reduce(a_part, axis="tp")  # f32[4]
+    b_part = amax(x, (1,), False)  # f32[4] partial(tp)
+    b = all_reduce(b_part, axis="tp")  # f32[4]
+    other_part = sum(x, (1,), True)  # f32[4, 1] partial(tp)
+    other = all_reduce(other_part, axis="tp")  # f32[4, 1]
+    both = add(a, b)  # f32[4]
+    wide = mul(x, other)  # f32[4, 8@tp]
+    again_part = sum(wide, (1,), True)  # f32[4, 1] partial(tp)
+    again = all_reduce(again_part, axis="tp")  # f32[4, 1]
+    large = expand(again, (4, 500000))  # f32[4, 500000] partial(tp)
+    one = all_reduce(large, axis="tp")  # f32[4, 500000]
+    two = all_reduce(large, axis="tp")  # f32[4, 500000]
+    loss = sum(x, (0, 1), False)  # f32[] partial(tp)
+    return loss
+""")
+    graph = joined(program.region("net").forward, {}, program.sizes)
+    moved = [line for line in print_graph(graph).splitlines() if re.search("all_reduce|cat|split", line)]
+    assert_expected_inline(
+        "\n".join(moved),
+        """\
+a_and_b_partial = cat((a_part, b_part), 0)  # f32[8] partial(tp)
+a_and_b = all_reduce(a_and_b_partial, axis="tp")  # f32[8]
+a, b = split(a_and_b, (4, 4), 0)  # f32[4] ; f32[4]
+other = all_reduce(other_part, axis="tp")  # f32[4, 1]
+again = all_reduce(again_part, axis="tp")  # f32[4, 1]
+one = all_reduce(large, axis="tp")  # f32[4, 500000]
+two = all_reduce(large, axis="tp")  # f32[4, 500000]""",
     )
 
 

@@ -112,7 +112,20 @@ except SystemExit as done:
     assert not done.code
 torch.save(seen, root / "seen.pt")
 """
-TYPE = re.compile(r"# ([a-z]+\d+|bool)(\[.*)$")
+TYPE = re.compile(r"# (each )?([a-z]+\d+|bool)(\[.*)$")
+NAMED = re.compile(r"(\w+): ([a-z]+\d+|bool)(\[[^\]]*\](?: (?:partial|vary|local)\([^)]*\))*)")
+
+
+def commented(lines: list[str], node: ast.Assign) -> dict[str, tuple[str, str]]:
+    """The types in the comments of an assignment, by the variables: behind it, or above it if they are several."""
+    assert node.end_lineno is not None
+    target = node.targets[0]
+    names = [each.id for each in getattr(target, "elts", [target]) if isinstance(each, ast.Name) and each.id != "_"]
+    if comment := TYPE.search(lines[node.end_lineno - 1]):
+        return {name: (comment[2], comment[3]) for name in (names if comment[1] else names[:1])}
+    above = list(itertools.takewhile(lambda line: line.strip().startswith("#"), reversed(lines[: node.lineno - 1])))
+    said = " ".join(line.strip(" #") for line in reversed(above))
+    return {name: (dtype, layout) for name, dtype, layout in NAMED.findall(said) if name in names}
 
 
 def noted(path: Path) -> dict[str, tuple[str, str]]:
@@ -123,12 +136,11 @@ def noted(path: Path) -> dict[str, tuple[str, str]]:
     after: dict[int, str] = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Assign) and node.end_lineno is not None and node.col_offset == 4:
-            target = node.targets[0].elts[0] if isinstance(node.targets[0], ast.Tuple) else node.targets[0]
-            comment = TYPE.search(lines[node.end_lineno - 1])
-            if isinstance(target, ast.Name) and target.id != "_" and comment:
-                key = f"{path.stem}:{node.end_lineno}"
-                found[key] = comment[1], comment[2]
-                after[node.end_lineno] = f"    note_layout({key!r}, {target.id!r}, {target.id})"
+            for name, type in commented(lines, node).items():
+                key = f"{path.stem}:{node.end_lineno} {name}"
+                found[key] = type
+                told = f"    note_layout({key!r}, {name!r}, {name})"
+                after[node.end_lineno] = "\n".join(filter(None, (after.get(node.end_lineno), told)))
     path.write_text(
         "\n".join(
             text for number, line in enumerate(lines, 1) for text in (line, after.get(number)) if text is not None

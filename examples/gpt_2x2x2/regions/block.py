@@ -31,26 +31,26 @@ class BlockParams(NamedTuple):
 
 @dataclass(slots=True)
 class BlockSaved:
-    """Tensors that forward keeps for backward, which deletes them one by one."""
+    """Tensors that forward keeps for backward, which deletes the large ones after their last use."""
 
-    mlp_hidden: Tensor  # f32[32, 16@dp,mb, 176@tp]
-    mlp_silu: Tensor  # f32[32, 16@dp,mb, 176@tp]
-    mlp_up: Tensor  # f32[32, 16@dp,mb, 176@tp]
-    norm2_full: Tensor  # f32[32, 16@dp,mb, 64] vary(tp)
-    mlp_gate: Tensor  # f32[32, 16@dp,mb, 176@tp]
-    x_2: Tensor  # f32[16@dp,mb, 32@tp, 64]
-    norm2_rstd: Tensor  # f32[16@dp,mb, 32@tp, 1]
-    attn_merged: Tensor  # f32[32, 16@dp,mb, 64@tp]
-    attn_q_2: Tensor  # f32[16@dp,mb, 4@tp, 32, 16]
-    attn_k_2: Tensor  # f32[16@dp,mb, 2@tp, 32, 16]
-    attn_v: Tensor  # f32[16@dp,mb, 2@tp, 32, 16]
-    attn_heads: Tensor  # f32[16@dp,mb, 4@tp, 32, 16]
-    attn_heads_lse: Tensor  # f32[16@dp,mb, 4@tp, 32]
+    x: Tensor  # f32[16@dp,mb, 32@tp, 64]
     cos: Tensor  # f32[32, 16]
     sin: Tensor  # f32[32, 16]
-    norm1_full: Tensor  # f32[32, 16@dp,mb, 64] vary(tp)
-    x: Tensor  # f32[16@dp,mb, 32@tp, 64]
     norm1_rstd: Tensor  # f32[16@dp,mb, 32@tp, 1]
+    norm1_full: Tensor  # f32[32, 16@dp,mb, 64] vary(tp)
+    attn_v: Tensor  # f32[16@dp,mb, 2@tp, 32, 16]
+    attn_q_2: Tensor  # f32[16@dp,mb, 4@tp, 32, 16]
+    attn_k_2: Tensor  # f32[16@dp,mb, 2@tp, 32, 16]
+    attn_heads: Tensor  # f32[16@dp,mb, 4@tp, 32, 16]
+    attn_heads_lse: Tensor  # f32[16@dp,mb, 4@tp, 32]
+    attn_merged: Tensor  # f32[32, 16@dp,mb, 64@tp]
+    x_2: Tensor  # f32[16@dp,mb, 32@tp, 64]
+    norm2_rstd: Tensor  # f32[16@dp,mb, 32@tp, 1]
+    norm2_full: Tensor  # f32[32, 16@dp,mb, 64] vary(tp)
+    mlp_gate: Tensor  # f32[32, 16@dp,mb, 176@tp]
+    mlp_silu: Tensor  # f32[32, 16@dp,mb, 176@tp]
+    mlp_up: Tensor  # f32[32, 16@dp,mb, 176@tp]
+    mlp_hidden: Tensor  # f32[32, 16@dp,mb, 176@tp]
 
 
 def block_forward(
@@ -61,7 +61,8 @@ def block_forward(
     sin: Tensor,  # f32[32, 16]
 ) -> tuple[Tensor, BlockSaved]:
     """blocks.0 to blocks.3 (gpt.py:58)."""
-    norm1, norm1_rstd = functional.rms_norm(x, (64,), p.norm1_weight, 1e-05)  # f32[16@dp,mb, 32@tp, 64]
+    # norm1: f32[16@dp,mb, 32@tp, 64], norm1_rstd: f32[16@dp,mb, 32@tp, 1]
+    norm1, norm1_rstd = functional.rms_norm(x, (64,), p.norm1_weight, 1e-05)
     norm1_turned = norm1.transpose(0, 1)  # f32[32@tp, 16@dp,mb, 64]
     # all-gather 8.0 KiB over tp: attn.wq, attn.wk and attn.wv need all of dim 0
     norm1_full = comm.tp.all_gather(norm1_turned, dim=0)  # f32[32, 16@dp,mb, 64] vary(tp)
@@ -78,9 +79,8 @@ def block_forward(
     attn_q_2 = functional.rotary(attn_q, cos, sin)  # f32[16@dp,mb, 4@tp, 32, 16]
     del attn_q
     attn_k_2 = functional.rotary(attn_k, cos, sin)  # f32[16@dp,mb, 2@tp, 32, 16]
-    attn_heads, attn_heads_lse = functional.attention(
-        attn_q_2, attn_k_2, attn_v, is_causal=True
-    )  # f32[16@dp,mb, 4@tp, 32, 16]
+    # attn_heads: f32[16@dp,mb, 4@tp, 32, 16], attn_heads_lse: f32[16@dp,mb, 4@tp, 32]
+    attn_heads, attn_heads_lse = functional.attention(attn_q_2, attn_k_2, attn_v, is_causal=True)
     attn_merged = attn_heads.permute(2, 0, 1, 3).reshape(32, 2, 32)  # f32[32, 16@dp,mb, 64@tp]
     attn_wo_partial = F.linear(attn_merged, p.attn_wo_weight)  # f32[32, 16@dp,mb, 64] partial(tp)
     # reduce-scatter 8.0 KiB over tp: each rank has a part of the sum in attn.wo and keeps its share of dim 0
@@ -89,7 +89,8 @@ def block_forward(
     attn_wo = attn_wo_turned.transpose(0, 1)  # f32[16@dp,mb, 32@tp, 64]
     x_2 = x + attn_wo  # f32[16@dp,mb, 32@tp, 64]
     del attn_wo_turned, attn_wo
-    norm2, norm2_rstd = functional.rms_norm(x_2, (64,), p.norm2_weight, 1e-05)  # f32[16@dp,mb, 32@tp, 64]
+    # norm2: f32[16@dp,mb, 32@tp, 64], norm2_rstd: f32[16@dp,mb, 32@tp, 1]
+    norm2, norm2_rstd = functional.rms_norm(x_2, (64,), p.norm2_weight, 1e-05)
     norm2_turned = norm2.transpose(0, 1)  # f32[32@tp, 16@dp,mb, 64]
     # all-gather 8.0 KiB over tp: mlp.gate and mlp.up need all of dim 0
     norm2_full = comm.tp.all_gather(norm2_turned, dim=0)  # f32[32, 16@dp,mb, 64] vary(tp)
@@ -104,24 +105,24 @@ def block_forward(
     mlp_down = mlp_down_turned.transpose(0, 1)  # f32[16@dp,mb, 32@tp, 64]
     y = x_2 + mlp_down  # f32[16@dp,mb, 32@tp, 64]
     saved = BlockSaved(
-        mlp_hidden,
-        mlp_silu,
-        mlp_up,
-        norm2_full,
-        mlp_gate,
-        x_2,
-        norm2_rstd,
-        attn_merged,
-        attn_q_2,
-        attn_k_2,
-        attn_v,
-        attn_heads,
-        attn_heads_lse,
-        cos,
-        sin,
-        norm1_full,
-        x,
-        norm1_rstd,
+        x=x,
+        cos=cos,
+        sin=sin,
+        norm1_rstd=norm1_rstd,
+        norm1_full=norm1_full,
+        attn_v=attn_v,
+        attn_q_2=attn_q_2,
+        attn_k_2=attn_k_2,
+        attn_heads=attn_heads,
+        attn_heads_lse=attn_heads_lse,
+        attn_merged=attn_merged,
+        x_2=x_2,
+        norm2_rstd=norm2_rstd,
+        norm2_full=norm2_full,
+        mlp_gate=mlp_gate,
+        mlp_silu=mlp_silu,
+        mlp_up=mlp_up,
+        mlp_hidden=mlp_hidden,
     )
     return y, saved
 
@@ -162,9 +163,10 @@ def block_backward(
     )  # f32[176@tp, 64] partial(dp,mb)
     del saved.norm2_full, grad_mlp_gate
     grad_norm2 = grad_norm2_turned_coming.wait().transpose(0, 1)  # f32[16@dp,mb, 32@tp, 64]
+    # grad_x_2_1: f32[16@dp,mb, 32@tp, 64], grad_norm2_weight: f32[64] partial(dp,mb,tp)
     grad_x_2_1, grad_norm2_weight = functional.rms_norm_backward(
         grad_norm2, saved.x_2, (64,), p.norm2_weight, saved.norm2_rstd
-    )  # f32[16@dp,mb, 32@tp, 64]
+    )
     g.norm2_weight.add_(grad_norm2_weight)
     grad_x_2 = grad_y + grad_x_2_1  # f32[16@dp,mb, 32@tp, 64]
     grad_attn_wo_turned = grad_x_2.transpose(0, 1)  # f32[32@tp, 16@dp,mb, 64]
@@ -172,6 +174,8 @@ def block_backward(
     grad_attn_wo_full = comm.tp.all_gather(grad_attn_wo_turned, dim=0)  # f32[32, 16@dp,mb, 64]
     grad_attn_merged = grad_attn_wo_full @ p.attn_wo_weight  # f32[32, 16@dp,mb, 64@tp]
     grad_attn_heads = grad_attn_merged.reshape(32, 2, 2, 16).permute(1, 2, 0, 3)  # f32[16@dp,mb, 4@tp, 32, 16]
+    # grad_attn_q_2: f32[16@dp,mb, 4@tp, 32, 16], grad_attn_k_2: f32[16@dp,mb, 2@tp, 32, 16], grad_attn_v: f32[16@dp,mb,
+    # 2@tp, 32, 16]
     grad_attn_q_2, grad_attn_k_2, grad_attn_v = functional.attention_backward(
         grad_attn_heads,
         saved.attn_q_2,
@@ -181,7 +185,7 @@ def block_backward(
         out=saved.attn_heads,
         lse=saved.attn_heads_lse,
         is_causal=True,
-    )  # f32[16@dp,mb, 4@tp, 32, 16]
+    )
     grad_attn_wk = (
         functional.rotary_backward(grad_attn_k_2, saved.cos, saved.sin).permute(2, 0, 1, 3).reshape(32, 2, 16)
     )  # f32[32, 16@dp,mb, 32@tp]
@@ -206,9 +210,10 @@ def block_backward(
     functional.linear_add_grad_weight(g.attn_wq_weight, grad_attn_wq, saved.norm1_full)  # f32[64@tp, 64] partial(dp,mb)
     del saved.norm1_full
     grad_norm1 = grad_norm1_turned_coming.wait().transpose(0, 1)  # f32[16@dp,mb, 32@tp, 64]
+    # grad_x_1: f32[16@dp,mb, 32@tp, 64], grad_norm1_weight: f32[64] partial(dp,mb,tp)
     grad_x_1, grad_norm1_weight = functional.rms_norm_backward(
         grad_norm1, saved.x, (64,), p.norm1_weight, saved.norm1_rstd
-    )  # f32[16@dp,mb, 32@tp, 64]
+    )
     g.norm1_weight.add_(grad_norm1_weight)
     grad_x = grad_x_2 + grad_x_1  # f32[16@dp,mb, 32@tp, 64]
     return grad_x

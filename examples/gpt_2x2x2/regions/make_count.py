@@ -20,6 +20,6 @@ def make_count(
     counted = labels != -100  # bool[16@dp, 32]
     counted_as_number = counted.to(torch.float32)  # f32[16@dp, 32]
     count_partial = counted_as_number.sum(dim=(0, 1))  # f32[] partial(dp)
-    # all-reduce 4 B over dp: each rank has a part of the sum in sum
+    # all-reduce 4 B over dp: each rank has a part of the sum in gpt.py:131
     count = comm.dp.all_reduce_(count_partial)  # f32[]
     return count

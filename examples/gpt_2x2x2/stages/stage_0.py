@@ -49,7 +49,7 @@ class Stage(PipelineStage):
     # Gradients that are summed over ranks together.
     buckets = {
         "embed": Bucket(over=("dp",), first="embed.weight", last="blocks.1.mlp.down.weight"),
-        "embed_2": Bucket(over=("dp", "tp"), first="blocks.0.norm1.weight", last="blocks.1.norm2.weight"),
+        "dp_tp.embed": Bucket(over=("dp", "tp"), first="blocks.0.norm1.weight", last="blocks.1.norm2.weight"),
     }
 
     def __init__(self, comm: Comm, parameters: Values, gradients: Values) -> None:
@@ -84,11 +84,11 @@ class Stage(PipelineStage):
             # all-reduce 212.0 KiB over dp
             self.sums["embed"].start()
             # all-reduce 1.5 KiB over dp,tp
-            self.sums["embed_2"].start()
+            self.sums["dp_tp.embed"].start()
         return {}
 
     def reduce_gradients(self, last: bool) -> None:
         """After a batch's last microbatch: the ends of scatters and sums of gradients."""
         if last:
             self.sums["embed"].wait()
-            self.sums["embed_2"].wait()
+            self.sums["dp_tp.embed"].wait()

@@ -51,7 +51,7 @@ class Stage(PipelineStage):
     # Gradients that are summed over ranks together.
     buckets = {
         "blocks.2": Bucket(over=("dp", "tp"), first="blocks.2.norm1.weight", last="norm.weight"),
-        "blocks.2_2": Bucket(over=("dp",), first="blocks.2.attn.wq.weight", last="head.weight"),
+        "dp.blocks.2": Bucket(over=("dp",), first="blocks.2.attn.wq.weight", last="head.weight"),
     }
 
     def __init__(self, comm: Comm, parameters: Values, gradients: Values) -> None:
@@ -91,11 +91,11 @@ class Stage(PipelineStage):
             # all-reduce 1.9 KiB over dp,tp
             self.sums["blocks.2"].start()
             # all-reduce 212.0 KiB over dp
-            self.sums["blocks.2_2"].start()
+            self.sums["dp.blocks.2"].start()
         return {"y_2": grad_x}
 
     def reduce_gradients(self, last: bool) -> None:
         """After a batch's last microbatch: the ends of scatters and sums of gradients."""
         if last:
             self.sums["blocks.2"].wait()
-            self.sums["blocks.2_2"].wait()
+            self.sums["dp.blocks.2"].wait()

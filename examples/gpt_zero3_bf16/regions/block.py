@@ -31,23 +31,23 @@ class BlockParams(NamedTuple):
 
 @dataclass(slots=True)
 class BlockSaved:
-    """Tensors that forward keeps for backward, which deletes them one by one."""
+    """Tensors that forward keeps for backward, which deletes the large ones after their last use."""
 
-    mlp_gate: Tensor  # bf16[32, 16@dp, 176@tp]
-    mlp_up: Tensor  # bf16[32, 16@dp, 176@tp]
-    norm2_full: Tensor  # bf16[32, 16@dp, 64] vary(tp)
-    x_2: Tensor  # bf16[16@dp, 32@tp, 64]
-    norm2_rstd: Tensor  # f32[16@dp, 32@tp, 1]
-    attn_heads: Tensor  # bf16[16@dp, 4@tp, 32, 16]
-    attn_q_2_bf16: Tensor  # bf16[16@dp, 4@tp, 32, 16]
-    attn_k_2_bf16: Tensor  # bf16[16@dp, 2@tp, 32, 16]
-    attn_v: Tensor  # bf16[16@dp, 2@tp, 32, 16]
-    attn_heads_lse: Tensor  # f32[16@dp, 4@tp, 32]
+    x: Tensor  # bf16[16@dp, 32@tp, 64]
     cos: Tensor  # f32[32, 16]
     sin: Tensor  # f32[32, 16]
-    norm1_full: Tensor  # bf16[32, 16@dp, 64] vary(tp)
-    x: Tensor  # bf16[16@dp, 32@tp, 64]
     norm1_rstd: Tensor  # f32[16@dp, 32@tp, 1]
+    norm1_full: Tensor  # bf16[32, 16@dp, 64] vary(tp)
+    attn_v: Tensor  # bf16[16@dp, 2@tp, 32, 16]
+    attn_q_2_bf16: Tensor  # bf16[16@dp, 4@tp, 32, 16]
+    attn_k_2_bf16: Tensor  # bf16[16@dp, 2@tp, 32, 16]
+    attn_heads: Tensor  # bf16[16@dp, 4@tp, 32, 16]
+    attn_heads_lse: Tensor  # f32[16@dp, 4@tp, 32]
+    x_2: Tensor  # bf16[16@dp, 32@tp, 64]
+    norm2_rstd: Tensor  # f32[16@dp, 32@tp, 1]
+    norm2_full: Tensor  # bf16[32, 16@dp, 64] vary(tp)
+    mlp_gate: Tensor  # bf16[32, 16@dp, 176@tp]
+    mlp_up: Tensor  # bf16[32, 16@dp, 176@tp]
 
 
 def block_forward(
@@ -58,7 +58,8 @@ def block_forward(
     sin: Tensor,  # f32[32, 16]
 ) -> tuple[Tensor, BlockSaved]:
     """blocks.0 to blocks.3 (gpt.py:58)."""
-    norm1, norm1_rstd = kernels.rms_norm(x, p.norm1_weight)  # bf16[16@dp, 32@tp, 64]
+    # norm1: bf16[16@dp, 32@tp, 64], norm1_rstd: f32[16@dp, 32@tp, 1]
+    norm1, norm1_rstd = kernels.rms_norm(x, p.norm1_weight)
     norm1_turned = norm1.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
     # all-gather 16.0 KiB over tp: attn.wq, attn.wk and attn.wv need all of dim 0
     norm1_full = comm.tp.all_gather(norm1_turned, dim=0)  # bf16[32, 16@dp, 64] vary(tp)
@@ -71,15 +72,15 @@ def block_forward(
     attn_q_2_bf16 = kernels.neg_mul_add(attn_wq, cos, sin)  # bf16[16@dp, 4@tp, 32, 16]
     del attn_wq
     attn_k_2_bf16 = kernels.neg_mul_add_2(attn_wk, cos, sin)  # bf16[16@dp, 2@tp, 32, 16]
-    attn_heads, attn_heads_lse = functional.attention(
-        attn_q_2_bf16, attn_k_2_bf16, attn_v, is_causal=True
-    )  # bf16[16@dp, 4@tp, 32, 16]
+    # attn_heads: bf16[16@dp, 4@tp, 32, 16], attn_heads_lse: f32[16@dp, 4@tp, 32]
+    attn_heads, attn_heads_lse = functional.attention(attn_q_2_bf16, attn_k_2_bf16, attn_v, is_causal=True)
     attn_merged = attn_heads.permute(2, 0, 1, 3).reshape(32, 8, 32)  # bf16[32, 16@dp, 64@tp]
     attn_wo_partial = F.linear(attn_merged, p.attn_wo_weight)  # bf16[32, 16@dp, 64] partial(tp)
     # reduce-scatter 16.0 KiB over tp: each rank has a part of the sum in attn.wo and keeps its share of dim 0
     attn_wo_turned = comm.tp.reduce_scatter(attn_wo_partial, dim=0)  # bf16[32@tp, 16@dp, 64]
     del attn_wo_partial
-    x_2, norm2, norm2_rstd = kernels.add_rms_norm(attn_wo_turned, x, p.norm2_weight)  # bf16[16@dp, 32@tp, 64]
+    # x_2: bf16[16@dp, 32@tp, 64], norm2: bf16[16@dp, 32@tp, 64], norm2_rstd: f32[16@dp, 32@tp, 1]
+    x_2, norm2, norm2_rstd = kernels.add_rms_norm(attn_wo_turned, x, p.norm2_weight)
     del attn_wo_turned
     norm2_turned = norm2.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
     # all-gather 16.0 KiB over tp: mlp.gate and mlp.up need all of dim 0
@@ -94,21 +95,21 @@ def block_forward(
     mlp_down = mlp_down_turned.transpose(0, 1)  # bf16[16@dp, 32@tp, 64]
     y = x_2 + mlp_down  # bf16[16@dp, 32@tp, 64]
     saved = BlockSaved(
-        mlp_gate,
-        mlp_up,
-        norm2_full,
-        x_2,
-        norm2_rstd,
-        attn_heads,
-        attn_q_2_bf16,
-        attn_k_2_bf16,
-        attn_v,
-        attn_heads_lse,
-        cos,
-        sin,
-        norm1_full,
-        x,
-        norm1_rstd,
+        x=x,
+        cos=cos,
+        sin=sin,
+        norm1_rstd=norm1_rstd,
+        norm1_full=norm1_full,
+        attn_v=attn_v,
+        attn_q_2_bf16=attn_q_2_bf16,
+        attn_k_2_bf16=attn_k_2_bf16,
+        attn_heads=attn_heads,
+        attn_heads_lse=attn_heads_lse,
+        x_2=x_2,
+        norm2_rstd=norm2_rstd,
+        norm2_full=norm2_full,
+        mlp_gate=mlp_gate,
+        mlp_up=mlp_up,
     )
     return y, saved
 
@@ -126,7 +127,7 @@ def block_backward(
     # recomputed: 132.0 KiB that forward did not save
     mlp_hidden, grad_mlp_up, grad_mlp_gate = kernels.silu_mul_silu_backward(
         saved.mlp_gate, saved.mlp_up, grad_mlp_hidden
-    )  # bf16[32, 16@dp, 176@tp]
+    )  # each bf16[32, 16@dp, 176@tp]
     del saved.mlp_gate, saved.mlp_up, grad_mlp_hidden
     grad_norm2_full_1 = grad_mlp_up @ p.mlp_up_weight  # bf16[32, 16@dp, 64] partial(tp)
     grad_norm2_full_2 = grad_mlp_gate @ p.mlp_gate_weight  # bf16[32, 16@dp, 64] partial(tp)
@@ -144,15 +145,18 @@ def block_backward(
     )  # bf16[176@tp, 64] partial(dp)
     del saved.norm2_full, grad_mlp_gate
     grad_norm2_turned = grad_norm2_turned_coming.wait()  # bf16[32@tp, 16@dp, 64]
+    # grad_norm2_weight: bf16[64] partial(dp,tp), grad_x_2: bf16[16@dp, 32@tp, 64]
     grad_norm2_weight, grad_x_2 = kernels.rms_norm_backward_add(
         grad_norm2_turned, saved.x_2, saved.norm2_rstd, p.norm2_weight, grad_y
-    )  # bf16[64] partial(dp,tp)
+    )
     grad_attn_wo_turned = grad_x_2.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
     # all-gather 16.0 KiB over tp: attn and attn.wo need all of dim 0
     grad_attn_wo_full = comm.tp.all_gather(grad_attn_wo_turned, dim=0)  # bf16[32, 16@dp, 64]
     grad_attn_merged = grad_attn_wo_full @ p.attn_wo_weight  # bf16[32, 16@dp, 64@tp]
     grad_attn_heads = grad_attn_merged.reshape(32, 8, 2, 16).permute(1, 2, 0, 3)  # bf16[16@dp, 4@tp, 32, 16]
     attn_merged = saved.attn_heads.permute(2, 0, 1, 3).reshape(32, 8, 32)  # bf16[32, 16@dp, 64@tp]
+    # grad_attn_q_2_bf16: bf16[16@dp, 4@tp, 32, 16], grad_attn_k_2_bf16: bf16[16@dp, 2@tp, 32, 16], grad_attn_v:
+    # bf16[16@dp, 2@tp, 32, 16]
     grad_attn_q_2_bf16, grad_attn_k_2_bf16, grad_attn_v = functional.attention_backward(
         grad_attn_heads,
         saved.attn_q_2_bf16,
@@ -162,7 +166,7 @@ def block_backward(
         out=saved.attn_heads,
         lse=saved.attn_heads_lse,
         is_causal=True,
-    )  # bf16[16@dp, 4@tp, 32, 16]
+    )
     grad_attn_wk = kernels.mul_neg_add(grad_attn_k_2_bf16, saved.sin, saved.cos)  # bf16[32, 16@dp, 32@tp]
     grad_attn_wq = kernels.mul_neg_add_2(grad_attn_q_2_bf16, saved.sin, saved.cos)  # bf16[32, 16@dp, 64@tp]
     grad_attn_wv = grad_attn_v.permute(2, 0, 1, 3).reshape(32, 8, 16)  # bf16[32, 16@dp, 32@tp]
@@ -181,18 +185,19 @@ def block_backward(
     grad_attn_wq_weight = functional.linear_grad_weight(grad_attn_wq, saved.norm1_full)  # bf16[64@tp, 64] partial(dp)
     del saved.norm1_full
     grad_norm1_turned = grad_norm1_turned_coming.wait()  # bf16[32@tp, 16@dp, 64]
+    # grad_norm1_weight: bf16[64] partial(dp,tp), grad_x: bf16[16@dp, 32@tp, 64]
     grad_norm1_weight, grad_x = kernels.rms_norm_backward_add(
         grad_norm1_turned, saved.x, saved.norm1_rstd, p.norm1_weight, grad_x_2
-    )  # bf16[64] partial(dp,tp)
+    )
     g = BlockParams(
-        grad_norm1_weight,
-        grad_attn_wq_weight,
-        grad_attn_wk_weight,
-        grad_attn_wv_weight,
-        grad_attn_wo_weight,
-        grad_norm2_weight,
-        grad_mlp_gate_weight,
-        grad_mlp_up_weight,
-        grad_mlp_down_weight,
+        norm1_weight=grad_norm1_weight,
+        attn_wq_weight=grad_attn_wq_weight,
+        attn_wk_weight=grad_attn_wk_weight,
+        attn_wv_weight=grad_attn_wv_weight,
+        attn_wo_weight=grad_attn_wo_weight,
+        norm2_weight=grad_norm2_weight,
+        mlp_gate_weight=grad_mlp_gate_weight,
+        mlp_up_weight=grad_mlp_up_weight,
+        mlp_down_weight=grad_mlp_down_weight,
     )
     return grad_x, g

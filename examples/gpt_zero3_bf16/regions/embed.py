@@ -22,7 +22,7 @@ class EmbedParams(NamedTuple):
 
 @dataclass(slots=True)
 class EmbedSaved:
-    """Tensors that forward keeps for backward, which deletes them one by one."""
+    """Tensors that forward keeps for backward, which deletes the large ones after their last use."""
 
     ids: Tensor  # i64[16@dp, 32]
 
@@ -34,9 +34,9 @@ def embed_forward(
 ) -> tuple[Tensor, EmbedSaved]:
     """embed (gpt.py:106)."""
     embed_partial = functional.embedding_shard(p.embed_weight, ids, comm.tp.rank)  # bf16[16@dp, 32, 64] partial(tp)
-    # reduce-scatter 16.0 KiB over tp: each rank has a part of the sum in embedding_shard and keeps its share of dim 1
+    # reduce-scatter 16.0 KiB over tp: each rank has a part of the sum in embed and keeps its share of dim 1
     embed_2 = comm.tp.reduce_scatter(embed_partial, dim=1)  # bf16[16@dp, 32@tp, 64]
-    return embed_2, EmbedSaved(ids)
+    return embed_2, EmbedSaved(ids=ids)
 
 
 def embed_backward(
@@ -44,8 +44,8 @@ def embed_backward(
     grad_embed: Tensor,  # bf16[16@dp, 32@tp, 64]
     saved: EmbedSaved,
 ) -> EmbedParams:
-    # all-gather 16.0 KiB over tp: fused needs all of dim 1
+    # all-gather 16.0 KiB over tp: embed needs all of dim 1
     grad_embed_full = comm.tp.all_gather(grad_embed, dim=1)  # bf16[16@dp, 32, 64]
     grad_embed_weight = kernels.embedding_grad(grad_embed_full, saved.ids, comm.tp.rank)  # bf16[256@tp, 64] partial(dp)
-    g = EmbedParams(grad_embed_weight)
+    g = EmbedParams(embed_weight=grad_embed_weight)
     return g

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import kernels
+import torch
 from runtime.comm.comm import Comm
 from runtime.ops import functional
 from torch import Tensor
@@ -24,15 +25,15 @@ class HeadParams(NamedTuple):
 
 @dataclass(slots=True)
 class HeadSaved:
-    """Tensors that forward keeps for backward, which deletes them one by one."""
+    """Tensors that forward keeps for backward, which deletes the large ones after their last use."""
 
-    count: Tensor  # f32[] vary(dp)
-    logits: Tensor  # bf16[16@dp, 32, 256@tp]
-    labels: Tensor  # i64[16@dp, 32]
-    nll_lse: Tensor  # f32[16@dp, 32]
-    norm_full: Tensor  # bf16[16@dp, 32, 64] vary(tp)
     x: Tensor  # bf16[16@dp, 32@tp, 64]
+    labels: Tensor  # i64[16@dp, 32]
+    count: Tensor  # f32[] vary(dp)
     norm_rstd: Tensor  # f32[16@dp, 32@tp, 1]
+    norm_full: Tensor  # bf16[16@dp, 32, 64] vary(tp)
+    logits: Tensor  # bf16[16@dp, 32, 256@tp]
+    nll_lse: Tensor  # f32[16@dp, 32]
 
 
 def head_forward(
@@ -43,25 +44,30 @@ def head_forward(
     count: Tensor,  # f32[] vary(dp)
 ) -> tuple[Tensor, HeadSaved]:
     """head (gpt.py:109)."""
-    norm, norm_rstd = kernels.rms_norm(x, p.norm_weight)  # bf16[16@dp, 32@tp, 64]
-    # all-gather 16.0 KiB over tp: linear needs all of dim 1
+    # norm: bf16[16@dp, 32@tp, 64], norm_rstd: f32[16@dp, 32@tp, 1]
+    norm, norm_rstd = kernels.rms_norm(x, p.norm_weight)
+    # all-gather 16.0 KiB over tp: head needs all of dim 1
     norm_full = comm.tp.all_gather(norm, dim=1)  # bf16[16@dp, 32, 64] vary(tp)
     del norm
     logits = F.linear(norm_full, p.head_weight)  # bf16[16@dp, 32, 256@tp]
     nll_max_partial, nll_picked_partial, nll_sums_partial_own = kernels.cross_entropy(
         logits, labels, comm.tp.rank
-    )  # f32[16@dp, 32] partial(tp)
-    # all-reduce 1.0 KiB over tp: the largest of every rank's, for fused
+    )  # each f32[16@dp, 32] partial(tp)
+    # all-reduce 1.0 KiB over tp: the largest of every rank's, for gpt.py:131
     nll_max = comm.tp.all_reduce(nll_max_partial, "max")  # f32[16@dp, 32]
     nll_sums_partial = kernels.sub_exp_mul(nll_max_partial, nll_max, nll_sums_partial_own)  # f32[16@dp, 32] partial(tp)
-    # all-reduce 1.0 KiB over tp: each rank has a part of the sum in fused
-    nll_sums = comm.tp.all_reduce_(nll_sums_partial)  # f32[16@dp, 32]
-    # all-reduce 1.0 KiB over tp: each rank has a part of the sum in fused
-    nll_picked = comm.tp.all_reduce_(nll_picked_partial)  # f32[16@dp, 32]
-    nll_lse, nll = kernels.log_sum_exp_cross_entropy_rows(nll_max, nll_sums, nll_picked, labels)  # f32[16@dp, 32]
+    nll_sums_and_nll_picked_partial = torch.cat(
+        (nll_sums_partial, nll_picked_partial)
+    )  # f32[2 · 16@dp, 32] partial(tp)
+    # all-reduce 2.0 KiB over tp: each rank has a part of the sum in gpt.py:131
+    nll_sums_and_nll_picked = comm.tp.all_reduce_(nll_sums_and_nll_picked_partial)  # f32[2 · 16@dp, 32]
+    nll_sums, nll_picked = nll_sums_and_nll_picked.split((8, 8))  # each f32[16@dp, 32]
+    nll_lse, nll = kernels.log_sum_exp_cross_entropy_rows(nll_max, nll_sums, nll_picked, labels)  # each f32[16@dp, 32]
     nll_sum = nll.sum(dim=(0, 1))  # f32[] partial(dp)
     loss = nll_sum / count  # f32[] partial(dp)
-    saved = HeadSaved(count, logits, labels, nll_lse, norm_full, x, norm_rstd)
+    saved = HeadSaved(
+        x=x, labels=labels, count=count, norm_rstd=norm_rstd, norm_full=norm_full, logits=logits, nll_lse=nll_lse
+    )
     return loss, saved
 
 
@@ -78,13 +84,12 @@ def head_backward(
     )  # bf16[16@dp, 32, 256@tp]
     del saved.logits
     grad_norm_full = grad_logits @ p.head_weight  # bf16[16@dp, 32, 64] partial(tp)
-    # reduce-scatter 16.0 KiB over tp, while what follows runs: each rank has a part of the sum in linear_grad_input and
-    # keeps its share of dim 1
+    # reduce-scatter 16.0 KiB over tp, while what follows runs: each rank has a part of the sum in head and keeps its
+    # share of dim 1
     grad_norm_coming = comm.tp.start_reduce_scatter(grad_norm_full, dim=1)  # bf16[16@dp, 32@tp, 64]
     grad_head_weight = functional.linear_grad_weight(grad_logits, saved.norm_full)  # bf16[256@tp, 64] partial(dp)
     grad_norm = grad_norm_coming.wait()  # bf16[16@dp, 32@tp, 64]
-    grad_x, grad_norm_weight = kernels.rms_norm_backward(
-        saved.x, saved.norm_rstd, grad_norm, p.norm_weight
-    )  # bf16[16@dp, 32@tp, 64]
-    g = HeadParams(grad_norm_weight, grad_head_weight)
+    # grad_x: bf16[16@dp, 32@tp, 64], grad_norm_weight: bf16[64] partial(dp,tp)
+    grad_x, grad_norm_weight = kernels.rms_norm_backward(saved.x, saved.norm_rstd, grad_norm, p.norm_weight)
+    g = HeadParams(norm_weight=grad_norm_weight, head_weight=grad_head_weight)
     return grad_x, g

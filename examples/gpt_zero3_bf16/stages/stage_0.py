@@ -51,7 +51,7 @@ class Stage(PipelineStage):
     loss_partial = ("dp",)
     # Gradients that are summed over ranks together.
     buckets = {
-        "stage0": Bucket(over=("tp",), first="blocks.0.norm1.weight", last="norm.weight"),
+        "stage.0": Bucket(over=("tp",), first="blocks.0.norm1.weight", last="norm.weight"),
     }
     lookahead = 1  # gathers of later actions that an action starts
 
@@ -134,5 +134,5 @@ class Stage(PipelineStage):
         self.scattering.wait()
         if last:
             # all-reduce 1.1 KiB over tp
-            self.sums["stage0"].start()
-            self.sums["stage0"].wait()
+            self.sums["stage.0"].start()
+            self.sums["stage.0"].wait()

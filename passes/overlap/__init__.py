@@ -15,7 +15,8 @@ A collective only starts at its place, and a `wait` ends it. Earlier operations 
 (mostly gradients of weights) move behind its start, and later ones move before its wait. They are no more than take as
 long as the collective, since postponed operations keep their operands in memory. An operation may move past other
 collectives, unless one of them needs it to hide. Times are those of a named machine (cost.roofline). Collectives keep
-their order. A collective without independent operations stays as it is.
+their order. A collective without independent operations stays as it is. Small sums that do not need each other are
+joined first.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from partc.ir.collectives import MOVING
 from partc.ir.layout import Sizes
 from partc.ir.naming import unique
 from partc.ir.program import Graph, Op, Program, Ref, Region, TensorType
+from partc.passes.overlap.joined import joined
 
 
 def overlap(program: Program) -> Program:
@@ -42,13 +44,13 @@ def _region(region: Region, sizes: Sizes) -> Region:
 
 
 def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
-    moving = [op for op in graph.ops if op.name in MOVING and sizes[str(dict(op.attrs)["axis"])] > 1]
-    if not moving:
+    if not _moving(graph, sizes):
         return graph
+    graph = joined(graph, params, sizes)
     types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
     line = _Line(list(graph.ops), {id(op): seconds(op, types, sizes) for op in graph.ops})
     taken = {*types}
-    for op in moving:
+    for op in _moving(graph, sizes):
         wait = line.hidden(op) if fuel.allowed("overlap", op.source) else None
         if wait is None:
             continue
@@ -56,6 +58,10 @@ def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Grap
         line.ops[line.at(op)] = replace(op, results=(coming,))
         line.ops.insert(wait, Op(name="wait", args=(Ref(coming.name),), results=op.results, source=op.source))
     return replace(graph, ops=tuple(line.ops))
+
+
+def _moving(graph: Graph, sizes: Sizes) -> list[Op]:
+    return [op for op in graph.ops if op.name in MOVING and sizes[str(dict(op.attrs)["axis"])] > 1]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,86 @@
+"""Small sums over one axis that do not need each other travel together: of two collectives, one latency is saved.
+
+    a_sum = all_reduce(a, axis="tp")        both      = cat((a, b), 0)
+    b_sum = all_reduce(b, axis="tp")   ->   both_sum  = all_reduce(both, axis="tp")
+                                            a_sum, b_sum = split(both_sum, (4, 4), 0)
+
+Sums are joined if they are equally shaped, and no operation between them reads the first one. The joined tensor stays
+so small that its sum is made in the order of each alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from partc import fuel
+from partc.ir.layout import Sizes, SubDim
+from partc.ir.naming import unique
+from partc.ir.program import Graph, Op, Ref, TensorType, Value
+from partc.runtime.plan import DIRECT
+
+
+def joined(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
+    """The graph with its small sums joined."""
+    types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
+    taken = {*types}
+    instead: dict[int, list[Op]] = {}
+    for group in _groups(graph, types, sizes):
+        instead.update((id(op), []) for op in group[:-1])
+        instead[id(group[-1])] = list(_together(group, types, sizes, taken))
+    return replace(graph, ops=tuple(new for op in graph.ops for new in instead.get(id(op), [op])))
+
+
+def _groups(graph: Graph, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[list[Op]]:
+    """Sums to join, in the order of their last ones."""
+    group: list[Op] = []
+    for op in graph.ops:
+        if _is_small_sum(op, types, sizes):
+            if group and not (_alike(group[0], op, types) and _fits([*group, op], types, sizes)):
+                yield from _several(group)
+                group = []
+            group.append(op)
+        elif {value.result.name for value in group}.intersection(op.refs()):
+            yield from _several(group)
+            group = []
+    yield from _several(group)
+
+
+def _several(group: list[Op]) -> Iterator[list[Op]]:
+    if len(group) > 1 and fuel.allowed("overlap", group[-1].source):
+        yield group
+
+
+def _is_small_sum(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> bool:
+    attrs = dict(op.attrs)
+    axis = attrs.pop("axis", None)
+    return op.name == "all_reduce" and not attrs and sizes[str(axis)] > 1 and bool(types[next(op.refs())].shape)
+
+
+def _alike(a: Op, b: Op, types: Mapping[str, TensorType]) -> bool:
+    one, other = next(a.refs()), next(b.refs())
+    return a.attrs == b.attrs and types[one] == types[other] and a.result.name != other
+
+
+def _fits(group: list[Op], types: Mapping[str, TensorType], sizes: Sizes) -> bool:
+    """Whether every rank would send all of the joined tensor to every other one."""
+    others = sizes[str(dict(group[0].attrs)["axis"])] - 1
+    return others * sum(types[next(op.refs())].local_bytes(sizes) for op in group) <= DIRECT
+
+
+def _together(group: list[Op], types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> Iterator[Op]:
+    stem = "_and_".join(op.result.name for op in group)
+    parts = tuple(next(op.refs()) for op in group)
+    rows = types[parts[0]].layout.local_shape(sizes)[0]
+    source = group[0].source
+
+    def made(type: TensorType, suffix: str) -> Value:
+        first, *rest = type.layout.dims
+        layout = replace(type.layout, dims=((SubDim(len(group)), *first), *rest))
+        return Value(name=unique(f"{stem}{suffix}", taken), type=replace(type, layout=layout.normalized(sizes)))
+
+    both, total = made(types[parts[0]], "_partial"), made(group[0].result.type, "")
+    yield Op(name="cat", args=(tuple(map(Ref, parts)), 0), results=(both,), source=source)
+    yield replace(group[0], args=(Ref(both.name),), results=(total,))
+    lengths = (rows,) * len(group)
+    yield Op(name="split", args=(Ref(total.name), lengths, 0), results=tuple(op.result for op in group), source=source)

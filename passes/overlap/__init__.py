@@ -12,8 +12,8 @@
     grad_gelu                = linear_grad_input(grad_down_…_full, down.weight)
 
 A collective only starts at its place, and a `wait` ends it. Earlier operations that the collective does not need
-(mostly gradients of weights) move behind its start, and later ones move before its wait. They are no more than take as
-long as the collective, since postponed operations keep their operands in memory. An operation may move past other
+(mostly gradients of weights) move behind its start, and later ones move before its wait. Together they take no longer
+than the collective, since postponed operations keep their operands in memory. An operation may move past other
 collectives, unless one of them needs it to hide. Times are those of a named machine (cost.roofline). Collectives keep
 their order. A collective without independent operations stays as it is. Small sums that do not need each other are
 joined first.

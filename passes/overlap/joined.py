@@ -1,11 +1,11 @@
-"""Small sums over one axis that do not need each other travel together: of two collectives, one latency is saved.
+"""Join small sums over one axis that do not read each other into one all-reduce, which saves a latency.
 
     a_sum = all_reduce(a, axis="tp")        both      = cat((a, b), 0)
     b_sum = all_reduce(b, axis="tp")   ->   both_sum  = all_reduce(both, axis="tp")
                                             a_sum, b_sum = split(both_sum, (4, 4), 0)
 
-Sums are joined if they are equally shaped, and no operation between them reads the first one. The joined tensor stays
-so small that its sum is made in the order of each alone.
+Sums are joined if they have equal shapes and no operation between them reads the first one. The joined tensor stays
+below the size where the runtime changes its algorithm, so that ranks add in the same order as for each sum alone.
 """
 
 from __future__ import annotations

@@ -429,8 +429,8 @@ def _define_own_gradients() -> None:
 
 
 def _statistics(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """One number per normalised row, dimensions kept."""
-    return x.new_empty([*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)])
+    """One number of at least 32 bits for each normalised row, dimensions kept."""
+    return x.new_empty([*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)], dtype=row_dtype(x))
 
 
 def _norm_gradients(found: Sequence[Tensor], args: Sequence[Any]) -> list[Tensor | None]:

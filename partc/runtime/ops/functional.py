@@ -201,7 +201,10 @@ def layer_norm(
     x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The normalised rows, and each row's mean and 1 / deviation for backward."""
-    return torch.native_layer_norm(x, shape, weight, bias, eps)
+    out, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+    if x.is_cuda:
+        return out, mean, rstd
+    return out, mean.to(row_dtype(x)), rstd.to(row_dtype(x))  # of 16-bit rows, a CPU's have 16 bits
 
 
 def layer_norm_backward(
@@ -209,6 +212,9 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, weight and bias."""
     wanted = [True, weight is not None, weight is not None]
+    if not x.is_cuda:
+        dtype = x.dtype if weight is None else weight.dtype
+        mean, rstd = mean.to(dtype), rstd.to(dtype)
     # The bias itself doesn't enter its gradient; torch asks for one to know that there is one.
     grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
         grad, x, shape, mean, rstd, weight, weight, wanted

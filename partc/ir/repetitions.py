@@ -1,4 +1,4 @@
-"""Equal modules in a row: a trace has the operations of four of them, and `restored` adds those of the others.
+"""Equal modules in a row: a trace has the operations of four of them.
 
     repeat layers.0, layers.1, layers.2, layers.3, …, layers.125
     x_0 = …(ids)  x_1 = …(x_0)  x_2 = …(x_1)  x_125 = …(x_2)
@@ -6,7 +6,8 @@
     x_0 = …(ids)  x_1 = …(x_0)  x_2 = …(x_1)  x_3 = …(x_2)  …  x_125 = …(x_124)
 
 A unit reads its own values and weights, values of the unit before it, and values that all units read alike. The passes
-before `outline` see the first three units and the last one, for any depth.
+before `outline` see the first three units and the last one, for any depth. `outline` adds the calls of the others;
+`restored` adds their operations, for passes that find the units unlike.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from functools import cached_property
 
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
-from partc.ir.program import Arg, Op, Program, Ref, Repetition
+from partc.ir.program import Arg, Op, Parameter, Program, Ref, Repetition
 
 _UPDATING = frozenset({"batch_norm", "instance_norm"})  # of running statistics
 KEPT = 3  # units at the beginning whose operations a trace has; the last unit is the fourth
@@ -34,14 +35,14 @@ class UnlikeError(Exception):
 def restored(program: Program) -> Program:
     """The program with the operations of all units. Raises UnlikeError."""
     for repetition in program.repetitions:
-        program = _Unfolding(program, repetition).run()
+        program = Unfolding(program, repetition).run()
     return replace(program, repetitions=())
 
 
 def check(program: Program) -> None:
     """Raise UnlikeError unless the units of every repetition of a traced program are alike and change no buffer."""
     for repetition in program.repetitions:
-        if _Unfolding(program, repetition).changes_buffers():
+        if Unfolding(program, repetition).changes_buffers():
             raise UnlikeError(repetition)
 
 
@@ -73,20 +74,21 @@ class _Unit:
         return name if found is None else paths[found[0]] + found[1]
 
 
-class _Unfolding:
-    """The copies of the third unit."""
+class Unfolding:
+    """The copies of the third unit. Raises UnlikeError if units are not alike."""
 
     def __init__(self, program: Program, repetition: Repetition) -> None:
-        self._program, self._repetition = program, repetition
+        self._program, self.repetition = program, repetition
+        self.left_out = repetition.units[KEPT:-1]
         (self._main,), (self._call,) = program.regions, program.calls
         self._params = {value.name: value for value in self._main.params}
         self._stored = dict(zip(self._params, self._call.params, strict=True))
         self._ops = self._main.forward.ops
         self._readers = self._main.forward.readers()
         units = repetition.units
-        before, self._like, self._last = (self._unit(paths) for paths in (units[KEPT - 2], units[KEPT - 1], units[-1]))
-        self._ahead = self._pairs(before, self._like, {})  # values of a unit -> those of the next one
-        self._pairs(self._like, self._last, self._ahead)
+        self._before, self._like, self._last = map(self._unit, (units[KEPT - 2], units[KEPT - 1], units[-1]))
+        self.ahead = self._pairs(self._before, self._like, {})  # values of a unit -> those of the next one
+        self._pairs(self._like, self._last, self.ahead)
         inside = {id(op) for unit in (self._like, self._last) for op in unit.ops.values()}
         read = {name for name in self._like.made for op in self._readers.get(name, ()) if id(op) not in inside}
         if read or not read.isdisjoint(self._main.forward.outputs) or not self._drawn_alike():
@@ -123,7 +125,7 @@ class _Unfolding:
                     same = ahead.get(x, x) == y or (not ahead and y in pairs)
                 alike = alike and same
         if not alike or not one.ops:
-            raise UnlikeError(self._repetition)
+            raise UnlikeError(self.repetition)
         return pairs
 
     def _drawn_alike(self) -> bool:
@@ -137,9 +139,33 @@ class _Unfolding:
         writing = (op for op in self._like.ops.values() if op.name.endswith("_") or op.name in _UPDATING)
         return any(name in self._stored for op in writing for name in op.refs())
 
+    @cached_property
+    def places(self) -> Mapping[int, int]:
+        """The operations of the second unit (1), of the third one (2) and of the last one (-1), by identity."""
+        units = {1: self._before, 2: self._like, -1: self._last}
+        return {id(op): place for place, unit in units.items() for op in unit.ops.values()}
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """The values of the third unit."""
+        return self._like.made
+
+    @property
+    def draws(self) -> int:
+        """The number of random operations of a unit."""
+        return len(self._like.draws) if self._program.draws else 0
+
+    @property
+    def last_draw(self) -> int:
+        """The number of the third unit's last random operation."""
+        return max(self._like.draws, default=-1)
+
+    def moved(self, name: str, paths: Sequence[str]) -> str:
+        """The name of the module or weight that the unit with these paths has in place of one of the third unit."""
+        return self._like.moved(name, paths)
+
     def run(self) -> Program:
-        like, units = self._like, self._repetition.units[KEPT:-1]
-        draws = len(like.draws) if self._program.draws else 0
+        like, units, draws = self._like, self.left_out, self.draws
         taken = {*self._main.forward.definitions(), *self._params}
         values = {stored: name for name, stored in self._stored.items()}
         read = [name for op in like.ops.values() for name in op.refs() if name in self._stored]
@@ -147,7 +173,7 @@ class _Unfolding:
         copies: list[Op] = []
         previous = {name: name for name in like.made}
         for number, paths in enumerate(units, start=1):
-            names = {name: previous[later] for name, later in self._ahead.items()}
+            names = {name: previous[later] for name, later in self.ahead.items()}
             for name in dict.fromkeys(read):
                 stored = like.moved(self._stored[name], paths)
                 if stored not in values:
@@ -171,18 +197,12 @@ class _Unfolding:
     ) -> Program:
         """The program with the copies behind the third unit, and with the last unit behind the last copy."""
         program, like = self._program, self._like
-        after = max(like.draws) if draws else None
+        after = self.last_draw if draws else None
         ops = [op.renamed(end) if index in self._last.ops else op for index, op in enumerate(self._ops)]
         if after is not None:
             ops = [_drawn(op, draws) if (_number(op) or 0) > after else op for op in ops]
         place = 1 + max(like.ops)
-        known = {item.name: item for item in program.parameters}
-        parameters = tuple(
-            replace(known[templates[item.name]], name=item.name, aliases=item.aliases)
-            if item.name in templates
-            else item
-            for item in program.parameters
-        )
+        parameters = like_templates(program, templates)
         params = [
             replace(self._params[values[templates.get(item.name, item.name)]], name=values[item.name])
             for item in parameters
@@ -197,6 +217,16 @@ class _Unfolding:
             parameters=parameters,
             draws=program.draws + draws,
         )
+
+
+def like_templates(program: Program, templates: Mapping[str, str]) -> tuple[Parameter, ...]:
+    """The parameters of the program, those of copies with the facts of their templates."""
+    return tuple(
+        replace(program.parameter(templates[item.name]), name=item.name, aliases=item.aliases)
+        if item.name in templates
+        else item
+        for item in program.parameters
+    )
 
 
 def _number(op: Op) -> int | None:

@@ -22,20 +22,21 @@ Operations are grouped by the numbered module that ran them, or else by the numb
 that are equal operation by operation share a region. If a pipeline has more stages than there are groups, the groups
 are cut further, at inner modules and finally at every weight. Values that depend on no parameter leave the bodies:
 constants are computed once, in a region of their own; a value that depends on inputs only (a mask, a count) has a
-region of its own. First, the operations of equal modules that the trace has left out are put back.
+region of its own. Equal modules that the trace has left out get calls as the third of their row has.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from partc.ir.gradients import input_only
 from partc.ir.naming import identifier, is_number, unique, unreserved
 from partc.ir.operations import KEEPING, RANDOM
 from partc.ir.program import Arg, Call, Graph, Program, Ref, Region, Value
-from partc.ir.repetitions import restored
+from partc.ir.repetitions import Unfolding, UnlikeError, like_templates
 from partc.passes.outline.segments import (
     ModuleSegment,
     by_module,
@@ -52,8 +53,8 @@ from partc.passes.outline.value_names import name_values
 
 def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
     """Split the single region of a normalized program into calls, if possible into one per stage in `places`."""
-    program = restored(program)
     main = program.regions[0]
+    rows = tuple(Unfolding(program, repetition) for repetition in program.repetitions)
     changing = {buffer for buffer, _ in program.updates}
     weights = {v.name: name for v, name in _stored(program) if program.parameter(name).trainable or name in changing}
     trained = set(weights)
@@ -62,7 +63,7 @@ def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
 
     def linked(keys: Mapping[int, str]) -> Program:
         whole = functions_whole(main, keys)
-        return _Linker(program, main, _segments(program, main, trained, whole, len(places) > 1)).run()
+        return _Linker(program, main, _segments(program, main, trained, whole, len(places) > 1), rows).run()
 
     found = linked(modules)
     depth = 0
@@ -98,10 +99,24 @@ def _stored(program: Program) -> tuple[tuple[Value, str], ...]:
     return tuple(zip(program.regions[0].params, program.calls[0].params, strict=True))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Link:
+    """A segment's call, in names of the outlined region: the body's key, its parameters by name, and its values."""
+
+    key: str
+    region: Region
+    params: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    random: int | None
+
+
 class _Linker:
     """Turns segments into regions and calls; equal segments share a region."""
 
-    def __init__(self, program: Program, main: Region, segments: list[ModuleSegment]) -> None:
+    def __init__(
+        self, program: Program, main: Region, segments: list[ModuleSegment], rows: Sequence[Unfolding]
+    ) -> None:
         self.program = program
         self.main = main
         self.segments = segments
@@ -120,13 +135,25 @@ class _Linker:
         self.returned = {old: name for old, name in reversed(list(returned)) if name in program.returned}
         self.taken = set(program.inputs) | set(self.returned.values())
         self.calls: list[Call] = []
+        self.rows = rows
+        self.copies: dict[str, list[str]] = {}  # values of third units -> those of the units that are left out
+        self.templates: dict[str, str] = {}  # parameters of these units -> those of third ones
 
     def run(self) -> Program:
         readers = self._readers()
-        for index, segment in enumerate(self.segments):
-            self._link(index, segment, readers)
+        before: dict[int, list[_Link]] = {}
+        for (row, place), run in groupby(enumerate(self.segments), key=lambda item: self._place(item[1])):
+            links = [self._link(index, segment, readers, last=place < 0) for index, segment in run]
+            if row is not None and place == 1:
+                before.setdefault(id(row), []).extend(links)
+            if row is not None and place == 2:
+                alike = before.pop(id(row), [])
+                if [link.region.name for link in alike] != [link.region.name for link in links]:
+                    raise UnlikeError(row.repetition)
+                self._repeat(row, links)
         values = [*self.program.inputs, *(name for call in self.calls for name in call.results)]
         typed = {new: self.types[old] for old, new in self.values.items()}
+        typed |= {new: self.types[old] for old, copies in self.copies.items() for new in copies}
         given = dict(zip(self.program.calls[0].results, self.main.forward.outputs, strict=True))
         updates = tuple((buffer, self.values[given[value]]) for buffer, value in self.program.updates)
         return replace(
@@ -136,6 +163,9 @@ class _Linker:
             calls=tuple(self.calls),
             updates=updates,
             values=tuple(Value(name=name, type=typed[name]) for name in dict.fromkeys(values)),
+            parameters=like_templates(self.program, self.templates),
+            draws=self.program.draws + sum(row.draws * len(row.left_out) for row in self.rows),
+            repetitions=(),
         )
 
     def _readers(self) -> dict[str, set[int]]:
@@ -147,7 +177,16 @@ class _Linker:
                 found.setdefault(name, set()).add(index)
         return found
 
-    def _link(self, index: int, segment: ModuleSegment, readers: Mapping[str, set[int]]) -> None:
+    def _place(self, segment: ModuleSegment) -> tuple[Unfolding | None, int]:
+        """The row of equal modules that a segment belongs to, and which unit: the second, the third or the last."""
+        for row in self.rows:
+            for op in segment.ops:
+                if id(op) in row.places:
+                    return row, row.places[id(op)]
+        return None, 0
+
+    def _link(self, index: int, segment: ModuleSegment, readers: Mapping[str, set[int]], *, last: bool) -> _Link:
+        """Add a segment's call, and its region if it is the first of its kind; `last` segments end rows of modules."""
         made = [value.name for op in segment.ops for value in op.results]
         inside = set(made)
         read = dict.fromkeys(name for op in segment.ops for name in op.refs() if name not in inside)
@@ -159,32 +198,69 @@ class _Linker:
             outputs = [name for name in outputs if name in segment.gives]
         elif lifted := set(self.values).intersection(outputs):
             outputs = [name for name in outputs if name not in lifted]
+        args = {name: self.copies[name][-1] if last and name in self.copies else self.values[name] for name in inputs}
         locals_: set[str] = set()
         relative = {name: unique(_relative(self.stored[name], segment.key), locals_) for name in params}
         segment, random = _counted(segment)
         signature = self._signature(segment, inputs, params, relative, outputs)
         region = self.regions.get(signature)
         if region is None:
-            region = self._region(index, segment, inputs, params, relative, outputs)
+            region = self._region(index, segment, args, params, relative, outputs)
             self.regions[signature] = region
-        bare = segment.key.startswith(".")
-        name = unique(region.name + segment.key if bare else segment.key or region.name, self.call_names)
-        for old, local in zip(outputs, region.forward.outputs, strict=True):
-            self.values[old] = self._value_name(old, local, name)
         order = {value.name: position for position, value in enumerate(region.params)}
-        ordered = sorted(params, key=lambda param: order[relative[param]])
+        link = _Link(
+            key=segment.key,
+            region=region,
+            params=tuple(self.stored[name] for name in sorted(params, key=lambda name: order[relative[name]])),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            random=random,
+        )
+        self.values |= zip(outputs, self._call(link, args.values()), strict=True)
+        return link
+
+    def _call(self, link: _Link, args: Iterable[str], draws: int = 0) -> tuple[str, ...]:
+        """Add a call, behind `draws` random operations of left-out units of its row; the names of its results."""
+        bare = link.key.startswith(".")
+        name = unique(link.region.name + link.key if bare else link.key or link.region.name, self.call_names)
+        results = tuple(map(self._value_name, link.outputs, link.region.forward.outputs))
         self.calls.append(
             Call(
                 name=name,
-                region=region.name,
-                params=tuple(self.stored[param] for param in ordered),
-                args=tuple(self.values[value] for value in inputs),
-                results=tuple(self.values[value] for value in outputs),
-                random=random,
+                region=link.region.name,
+                params=link.params,
+                args=tuple(args),
+                results=results,
+                random=None if link.random is None else draws + self._number(link.random),
             )
         )
+        return results
 
-    def _value_name(self, old: str, local: str, call: str) -> str:
+    def _number(self, random: int) -> int:
+        """The number of a random operation after those of the units that are left out before it."""
+        before = (row for row in self.rows if row.draws and row.last_draw < random)
+        return random + sum(row.draws * len(row.left_out) for row in before)
+
+    def _repeat(self, row: Unfolding, links: Sequence[_Link]) -> None:
+        """Add the calls of the units that are left out, after those of the third one."""
+        made = set(row.made)
+        for number, paths in enumerate(row.left_out):
+
+            def value(name: str, number: int = number) -> str:
+                if name in made:
+                    return self.copies[name][number]
+                after = row.ahead.get(name, name)  # of a value of the unit before
+                return self.copies[after][number - 1] if number and after != name else self.values[after]
+
+            for link in links:
+                params = tuple(row.moved(name, paths) for name in link.params)
+                self.templates |= {new: old for new, old in zip(params, link.params, strict=True) if new != old}
+                moved = replace(link, key=row.moved(link.key, paths), params=params)
+                results = self._call(moved, map(value, link.inputs), (number + 1) * row.draws)
+                for old, new in zip(link.outputs, results, strict=True):
+                    self.copies.setdefault(old, []).append(new)
+
+    def _value_name(self, old: str, local: str) -> str:
         if old in self.returned:
             return self.returned[old]
         return unique(identifier(local), self.taken)
@@ -214,15 +290,15 @@ class _Linker:
         self,
         index: int,
         segment: ModuleSegment,
-        inputs: list[str],
+        inputs: Mapping[str, str],
         params: list[str],
         relative: Mapping[str, str],
         outputs: list[str],
     ) -> Region:
         taken = set(relative.values())
         names = {name: relative[name] for name in params}
-        for name in inputs:
-            names[name] = unique(self._input_name(name, inputs), taken)
+        for name, given in inputs.items():
+            names[name] = unique(self._input_name(given), taken)
         names.update(name_values(segment.ops, segment.key, taken | set(names.values())))
         for result in self.returned:
             if result in outputs:
@@ -239,9 +315,8 @@ class _Linker:
             phase=segment.phase,
         )
 
-    def _input_name(self, name: str, inputs: list[str]) -> str:
+    def _input_name(self, local: str) -> str:
         """Model inputs and lifted values keep their names; a value that flows from body to body is `x`."""
-        local = self.values[name]
         if local in self.program.inputs:
             return unreserved(identifier(local))
         maker = next(call for call in self.calls if local in call.results)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as checkpoint
+from torch._C import DisableTorchFunction as without_overriding
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._decomp import core_aten_decompositions
 from torch._dispatch.python import enable_python_dispatcher as python_decompositions
@@ -64,6 +65,7 @@ __all__ = [
     "tree_unflatten",
     "without_modes",
     "without_order",
+    "without_overriding",
 ]
 
 

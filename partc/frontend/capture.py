@@ -211,10 +211,12 @@ def capture(
     with recipes:
         model = _built(build, path)
     masks = recipes.masks(model)
-    hooks = own_hooks(model)
+    modules = ModuleTree(model)
+    rows = ModuleRows(modules.named, modules.groups, modules.weights, excluded)
+    hooks = own_hooks(modules.named)
     told: list[tuple[frozenset[str], tuple[str, ...], Repeats, Selections]] = []
     assumed: dict[str, None] = {}
-    _make_fake(model, dtype, mode)
+    _make_fake(modules.named, dtype, mode, rows.left_out)
     with mode:
         form, found = _batch(make_batch, path)
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
@@ -228,10 +230,8 @@ def capture(
                 stacks_of_losses(),
                 transformed(),
             ):
-                watch = StateWatch(model, loss)
+                watch = StateWatch(model, modules.named, loss)
                 tell = lambda *found: told.append(found)  # noqa: E731
-                modules = ModuleTree(model)
-                rows = ModuleRows(model, modules.groups, modules.weights, excluded)
                 repeats = lambda: Repeats(modules, excluded, rows)  # noqa: E731
                 step = _TracedStep(
                     model,
@@ -398,13 +398,20 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
             "P0205", f"model() returns {type(model).__name__}, not a torch.nn.Module", help="return the model"
         )
     try:
-        held = (*model.named_parameters(), *model.named_buffers())
+        modules = dict(model.named_modules())
     except RecursionError as error:
         raise PartcError(
             "P0205",
             "the modules of model() are nested deeper than Python's recursion limit",
             help="nest them less deeply: nn.Sequential and nn.ModuleList hold any number side by side",
         ) from error
+    held = (
+        (f"{path}.{name}" if path else name, tensor)
+        for path, module in modules.items()
+        for store in (module._parameters, module._buffers)
+        for name, tensor in store.items()
+        if tensor is not None
+    )
     for name, tensor in held:
         if is_lazy(tensor):
             raise PartcError(
@@ -425,8 +432,8 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
             f"{shared[0]} and {shared[1]} of model() are different tensors in one memory, which training changes twice",
             help=f"tie them by one tensor under both names ({shared[1]} = {shared[0]}), or copy: .clone()",
         )
-    stores = (store for part in model.modules() for store in (part._modules, part._parameters, part._buffers))
-    for name in (name for store in stores for name in store.keys()):  # noqa: SIM118 (those of scripted modules)
+    stores = (store for part in modules.values() for store in (part._modules, part._parameters, part._buffers))
+    for name in dict.fromkeys(name for store in stores for name in store.keys()):  # noqa: SIM118 (of scripted modules)
         if not encodable(name):
             raise PartcError(
                 "P0205", f"model() has a part of the name {name!a}, which is no text", help="give it another name"
@@ -434,8 +441,11 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
     return model
 
 
-def _make_fake(model: nn.Module, dtype: torch.dtype, mode: FakeTensorMode) -> None:
-    """Replace every parameter and buffer by a fake one on the CPU; ties are kept, floats are cast."""
+def _make_fake(modules: Mapping[str, nn.Module], dtype: torch.dtype, mode: FakeTensorMode, left_out: Set[str]) -> None:
+    """Replace every parameter and buffer by a fake one on the CPU; ties are kept, floats are cast.
+
+    Those of modules that the trace leaves out stay as they are if no cast is needed.
+    """
     made: dict[int, Tensor] = {}
 
     def fake(old: Tensor) -> Tensor:
@@ -444,10 +454,10 @@ def _make_fake(model: nn.Module, dtype: torch.dtype, mode: FakeTensorMode) -> No
             made[id(old)] = fake_stored(mode, empty, old)
         return made[id(old)]
 
-    for module in model.modules():
+    for path, module in modules.items():
         for store in (module._parameters, module._buffers):
             for name, old in store.items():
-                if old is not None:
+                if old is not None and (path not in left_out or old.dtype != dtype_held(old.dtype, dtype)):
                     store[name] = fake(old)  # type: ignore[assignment]
 
 

@@ -24,6 +24,7 @@ _CHANGED = frozenset({
 })  # fmt: skip
 _SAME = frozenset({"detach", "requires_grad_", "clone", "contiguous"})  # the result has the values of the operand
 _MASKS = frozenset({"tril", "triu"})
+_INITIALIZING = "torch.nn.init"
 _IGNORED = frozenset({"device", "requires_grad", "pin_memory", "layout"})
 
 Recipe = tuple[Any, ...]  # the function, its arguments with recipes in place of tensors, and its keywords
@@ -40,10 +41,13 @@ class Recipes(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._known: ByTensor[tuple[int, Recipe]] = ByTensor()  # with the version that it describes
+        self._drawn: set[tuple[Any, ...]] = set()  # initializations that have been tried
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if getattr(func, "__module__", "") == _INITIALIZING and kwargs:
+            return self._initialized(func, **kwargs)
         made = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if getattr(func, "__self__", None) is Tensor.data and not isinstance(args[0], nn.Parameter):
@@ -60,13 +64,22 @@ class Recipes(TorchFunctionMode):
                 self._known[made] = made._version, (func, given, named)
         return made
 
+    def _initialized(self, func: Callable[..., Tensor], tensor: Tensor, **options: Any) -> Tensor:
+        """The tensor, which has no values to initialize. Each kind of it is tried once, as a function may refuse it."""
+        key = func, tensor.dtype, tensor.shape, *options.items()
+        if not tensor.is_meta or key not in self._drawn:
+            self._drawn.add(key)
+            return func(tensor, **options)
+        self._known.pop(tensor)
+        return tensor
+
     def _of(self, x: Any) -> Recipe | None:
         found = self._known.get(x)
         return found[1] if found is not None and found[0] == x._version else None
 
     def masks(self, model: nn.Module) -> dict[str, Recipe]:
         """The buffers that hold masks, by name, with their recipes."""
-        found = {name: self._of(buffer) for name, buffer in model.named_buffers()}
+        found = {name: self._of(buffer) for name, buffer in model.named_buffers()} if self._known else {}
         return {name: recipe for name, recipe in found.items() if recipe is not None and _has_mask(recipe)}
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import random
 import sys
 import textwrap
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "mo
 SHIFT = 200_451.37  # seconds by which clocks go ahead in a second trace: another hour of another day of the week
 # Names in the user's code that may have another value in each step.
 FICKLE = frozenset({*CLOCKS, "random", "datetime", "now", "today", "urandom", "uuid1", "uuid4", "secrets", "ctime"})
+_CONSTANTS = frozenset({bool, int, float, str, bytes, complex, torch.dtype, torch.device, type(None)})
+_PLAIN = tuple(_CONSTANTS)
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"})
 
 
@@ -53,40 +56,96 @@ class Change:
     always: bool = False  # whether it matters whatever the graph is
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The attributes and members of a module. Most values are constants; `others` has copies of those that are not."""
+
+    path: str
+    kind: type
+    constants: dict[str, Any]
+    others: dict[str, Any]
+    parameters: dict[str, Any]
+    modules: dict[str, Any]
+    buffers: dict[str, Any]
+    hidden: frozenset[str]  # buffers that no checkpoint has: one that waits for values is like an attribute
+    trained: dict[str, bool]
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module, copy: Callable[[Any], Any]) -> _Held:
+        attributes = vars(module)
+        others = {
+            name: copy(value)
+            for name, value in attributes.items()
+            if value.__class__ not in _CONSTANTS and name not in _INTERNAL and "hook" not in name
+        }
+        constants = {name: value for name, value in attributes.items() if value.__class__ in _CONSTANTS}
+        parameters, modules, buffers = map(_copied, (module._parameters, module._modules, module._buffers))
+        trained = {name: x.requires_grad for name, x in parameters.items() if x is not None}
+        hidden = frozenset(module._non_persistent_buffers_set)
+        return cls(path, type(module), constants, others, parameters, modules, buffers, hidden, trained)
+
+    def same(self, other: _Held) -> bool:
+        """Whether everything is the very object that it was."""
+        pairs = (
+            (self.constants, other.constants),
+            (self.parameters, other.parameters),
+            (self.modules, other.modules),
+        )
+        return (
+            all(a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values())) for a, b in pairs)
+            and self.others == other.others
+            and self.trained == other.trained
+            and self.hidden == other.hidden
+            and {*self._buffers()} == {*other._buffers()}
+        )
+
+    def _buffers(self) -> Iterator[tuple[str, bool]]:
+        """The buffers, each with whether it has values."""
+        return ((name, x is not None) for name, x in self.buffers.items())
+
+    def entries(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        """The values in a form in which equal values are equal, by places and names."""
+        plain = lambda value: frozen(value, [], DEPTH, {})  # noqa: E731
+        where = f"self of {self.path}" if self.path else "self"
+        for name, value in self.constants.items():
+            if name not in _INTERNAL and "hook" not in name:
+                yield (where, name), plain(value)
+        yield from (((where, name), value) for name, value in self.others.items())
+        yield from (((where, name), plain(filled)) for name, filled in self._buffers() if name in self.hidden)
+        where = f"members {self.path}"
+        yield (where, "parameters"), plain({name: id(x) for name, x in self.parameters.items()})
+        yield (where, "modules"), plain({name: id(x) for name, x in self.modules.items()})
+        yield (where, "buffers"), plain({name: filled or name in self.hidden for name, filled in self._buffers()})
+        yield (where, "requires_grad"), plain(self.trained)
+
+
+def _copied(store: Any) -> dict[str, Any]:
+    """The members in a store; none of those that a trace leaves out."""
+    return dict.copy(store) if isinstance(store, dict) else dict(store.items())
+
+
 @dataclass(slots=True)
 class State:
     """A snapshot of everything that forward could change outside the graph."""
 
     model: nn.Module
     modules: tuple[types.ModuleType, ...]
+    held: dict[str, _Held] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     owners: dict[tuple[str, str], Any] = field(default_factory=dict)
     known: dict[int, Any] = field(default_factory=dict)  # objects that several modules hold, a configuration
     kept: list[Any] = field(default_factory=list)  # keeps objects alive, so that their identities are not reused
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Any) -> State:
-        kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    def of(cls, model: nn.Module, loss: Any, named: Mapping[str, nn.Module]) -> State:
+        """The state of the model with these modules, and of the user's code."""
+        kinds = {kind for found in {type(module) for module in named.values()} for kind in found.__mro__}
         classes = [kind for kind in kinds if _is_users(kind)]
         homes = {sys.modules.get(item.__module__) for item in (*classes, loss) if getattr(item, "__module__", None)}
         modules = tuple(home for home in homes if isinstance(home, types.ModuleType) and _is_users(home))
         state = cls(model=model, modules=modules)
-        for path, module in model.named_modules():
-            for name, value in vars(module).items():
-                if name not in _INTERNAL and "hook" not in name:
-                    state._add((f"self of {path}" if path else "self", name), value, type(module))
-            where = f"members {path}"
-            state._add((where, "parameters"), {n: id(p) for n, p in module._parameters.items()}, type(module))
-            state._add((where, "modules"), {n: id(m) for n, m in module._modules.items()}, type(module))
-            hidden = module._non_persistent_buffers_set
-            kept = {n: b is not None or n in hidden for n, b in module._buffers.items()}
-            state._add((where, "buffers"), kept, type(module))
-            for name, buffer in module._buffers.items():
-                if name in hidden:  # one that waits for values is like an attribute
-                    state._add((f"self of {path}" if path else "self", name), buffer is not None, type(module))
-            grads = {n: p.requires_grad for n, p in module._parameters.items() if p is not None}
-            state._add((where, "requires_grad"), grads, type(module))
-            state.kept.extend((*module._parameters.values(), *module._modules.values()))
+        copy = lambda value: frozen(value, state.kept, DEPTH, state.known)  # noqa: E731
+        state.held = {path: _Held.of(path, module, copy) for path, module in named.items()}
         for kind in classes:
             for name, value in vars(kind).items():
                 if not name.startswith("__") and not callable(value) and not isinstance(value, property | staticmethod):
@@ -113,15 +172,26 @@ class State:
         self.values[key] = frozen(value, self.kept, DEPTH, self.known)
         self.owners[key] = owner
 
+    def _entries(self, paths: Iterable[str]) -> dict[tuple[str, str], Any]:
+        return {key: value for path in paths if path in self.held for key, value in self.held[path].entries()}
+
+    def _owner(self, key: tuple[str, str]) -> Any:
+        kind, _, path = key[0].partition(" ")
+        held = self.held.get(path.removeprefix("of ")) if kind in ("self", "members") else None
+        return self.owners.get(key) if held is None else held.kind
+
     def changes(self, now: State) -> list[Change]:
         """The differences to a later snapshot, tensors last."""
         found = []
-        for key in dict.fromkeys((*self.values, *now.values)):
-            old, new = self.values.get(key), now.values.get(key)
+        paths = dict.fromkeys((*self.held, *now.held))
+        unlike = [path for path in paths if not _alike(self.held.get(path), now.held.get(path))]
+        before, after = ({**state._entries(unlike), **state.values} for state in (self, now))
+        for key in dict.fromkeys((*before, *after)):
+            old, new = before.get(key), after.get(key)
             if old == new:
                 continue
             where, name = key
-            owner = now.owners.get(key, self.owners.get(key))
+            owner = now._owner(key) or self._owner(key)
             found.append(
                 Change(
                     key=key,
@@ -133,6 +203,10 @@ class State:
                 )
             )
         return sorted(found, key=lambda change: (not change.always, change.tensors))
+
+
+def _alike(one: _Held | None, other: _Held | None) -> bool:
+    return one is not None and other is not None and one.same(other)
 
 
 def _is_users(item: Any) -> bool:
@@ -151,7 +225,9 @@ def _content(cell: Any) -> Any:
 
 def frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> Any:
     """A copy of the value that can be compared later."""
-    if value is None or isinstance(value, bool | int | float | str | bytes | complex | torch.dtype | torch.device):
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value))
     if isinstance(value, Tensor):
         kept.append(value)
@@ -166,12 +242,11 @@ def frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> An
         return ("items", tuple(frozen(item, kept, depth - 1, known) for item in value))
     if isinstance(value, set | frozenset) and len(value) <= ITEMS:
         return ("set", tuple(sorted(repr(item)[:200] for item in value)))
-    if id(value) not in known:
-        kept.append(value)
-        known[id(value)] = ("object", id(value))
-        if depth and not isinstance(value, nn.Module) and not callable(value) and hasattr(value, "__dict__"):
-            inside = ((n, frozen(x, kept, depth - 1, known)) for n, x in vars(value).items() if n[:2] != "__")
-            known[id(value)] = ("object", id(value), tuple(inside))
+    kept.append(value)
+    known[id(value)] = ("object", id(value))
+    if depth and not isinstance(value, nn.Module) and not callable(value) and hasattr(value, "__dict__"):
+        inside = ((n, frozen(x, kept, depth - 1, known)) for n, x in vars(value).items() if n[:2] != "__")
+        known[id(value)] = ("object", id(value), tuple(inside))
     return known[id(value)]
 
 
@@ -223,6 +298,7 @@ class StateWatch:
     """Records the changes by forward of a model that is traced; an export restores attributes afterwards."""
 
     model: nn.Module
+    named: Mapping[str, nn.Module]  # its modules
     loss: Any
     changes: dict[tuple[str, str], Change] = field(default_factory=dict)
     ends: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # attributes as they were left
@@ -231,16 +307,15 @@ class StateWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        before = State.of(self.model, self.loss)
+        before = State.of(self.model, self.loss, self.named)
         self.modules = before.modules
         yield
-        self.state = State.of(self.model, self.loss)
+        self.state = State.of(self.model, self.loss, self.named)
         for change in before.changes(self.state):
             self.changes[change.key] = change
-        modules = dict(self.model.named_modules())
         for where, name in self.changes:
             if where.split(" ")[0] == "self" and name != "training":
-                module = modules[where.removeprefix("self").removeprefix(" of ")]
+                module = self.named[where.removeprefix("self").removeprefix(" of ")]
                 store: Any = module._buffers if name in module._buffers else vars(module)
                 if name in store:
                     self.ends.append((store, name, store[name]))

@@ -44,17 +44,18 @@ _OWN = "forward computes gradients itself"
 Hook = Callable[[Tensor], Tensor | None]
 
 
-def own_hooks(model: nn.Module) -> Mapping[str, tuple[Hook, ...]]:
+def own_hooks(modules: Mapping[str, nn.Module]) -> Mapping[str, tuple[Hook, ...]]:
     """The hooks on gradients of weights. Raises PartcError P0216 for those that see more than a gradient."""
     hooks, later = TENSOR_HOOKS
-    found: dict[str, tuple[Hook, ...]] = {}
-    for name, weight in model.named_parameters():
+    found: dict[int, tuple[str, tuple[Hook, ...]]] = {}
+    weights = ((path, *item) for path, module in modules.items() for item in module._parameters.items())
+    for path, name, weight in weights:
         if getattr(weight, later, None):
             hook = next(iter(getattr(weight, later).values()))
-            raise _refused(f"{name} has a hook that waits for its gradient's sum", hook)
+            raise _refused(f"{path}.{name} has a hook that waits for its gradient's sum".lstrip("."), hook)
         if held := getattr(weight, hooks, None):
-            found[name] = tuple(held.values())
-    return found
+            found.setdefault(id(weight), (f"{path}.{name}".lstrip("."), tuple(held.values())))
+    return dict(found.values())
 
 
 class _GradientOfResult:

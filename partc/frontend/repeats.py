@@ -17,12 +17,12 @@ from __future__ import annotations
 import sys
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from partc.frontend.frozen_state import frozen
 from partc.frontend.rows import ModuleRows, UnequalError, container_of
 from partc.installed import is_machinery
 from partc.ir.repetitions import KEPT
-from partc.torch_private import MODULE_CALL, TreeSpec, tree_flatten, tree_unflatten
+from partc.torch_private import MODULE_CALL, TreeSpec, tree_flatten, tree_unflatten, without_overriding
 
 MARK = "module_call"
 RECORDS = 8  # different records of one group; further calls are traced
@@ -68,8 +68,7 @@ class CallMark:
     weights: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorKind:
+class _TensorKind(NamedTuple):
     """The properties of a tensor in which equal calls agree."""
 
     dtype: torch.dtype
@@ -101,7 +100,7 @@ class _Record:
     path: str
     given: _Given
     reads: set[tuple[int, str]] = field(default_factory=set)
-    values: dict[tuple[str, str], Any] = field(default_factory=dict)  # (path below the module, attribute) -> value
+    values: list[dict[str, Any]] = field(default_factory=list)  # of each part: attribute -> value
     spec: TreeSpec | None = None
     results: tuple[Any, ...] = ()  # an index of an input, the name of a weight, a kind of tensor, or a plain value
     reach: tuple[tuple[Any, ...], ...] = ()  # for each result: inputs, weights and other leaves with gradients
@@ -113,9 +112,10 @@ class ModuleTree:
     """The modules of a model by the identity of their attributes, which tracing's proxies of modules share."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = {id(vars(module)): module for module in model.modules()}
-        self.paths = {id(vars(module)): path for path, module in model.named_modules()}
-        self.groups = dict(_grouped(model))
+        self.named = dict(model.named_modules())
+        self.modules = {id(vars(module)): module for module in self.named.values()}
+        self.paths = {id(vars(module)): path for path, module in self.named.items()}
+        self.groups = dict(_grouped(self.named.values()))
         self.weights = _weights(model)
 
 
@@ -123,6 +123,7 @@ class ModuleTree:
 class _RowCall:
     """A call of a module in a row: its record, the tensors among its inputs, and the leaves of its result."""
 
+    path: str
     record: _Record
     inputs: list[Tensor]
     leaves: list[Any]
@@ -194,10 +195,13 @@ class Repeats:
         given = _given(spec, leaves)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         path = self._paths[id(vars(seen))]
-        if path in self._rows:
-            result = self._in_row(module, group, given, tensors, run)
-        else:
+        if path not in self._rows:
             result, _ = self._alone(module, group, given, tensors, run)
+        elif (like := self._left_out(module, given, tensors)) is not None:
+            self.passed[path] = self.passed[like.path]
+            return tree_unflatten(like.leaves, like.spec)
+        else:
+            result = self._in_row(module, group, given, tensors, run)
         self.passed.setdefault(path, set()).add((_python_values(leaves), _python_values((args, kwargs, result))))
         return result
 
@@ -221,7 +225,20 @@ class Repeats:
     def _in_row(
         self, module: nn.Module, group: int, given: _Given | None, tensors: list[Tensor], run: Callable[[], Any]
     ) -> Any:
-        """The result of a call in a row; that of the third unit where the trace leaves the call out.
+        """The result of a call in a row that is traced. Raises UnequalError if its row is not as planned."""
+        path = self._paths[id(vars(module))]
+        row, index = self._rows[path]
+        calls, size = self._row_calls[container_of(row)], len(row.units[0])
+        alike = index == len(calls)
+        result, record = self._alone(module, group, given, tensors, run)
+        unit, place = divmod(index, size)
+        if not alike or record is None or (unit > 1 and record is not calls[size + place].record):
+            raise UnequalError(container_of(row))
+        calls.append(_RowCall(path, record, tensors, *tree_flatten(result)))
+        return result
+
+    def _left_out(self, module: nn.Module, given: _Given | None, tensors: list[Tensor]) -> _RowCall | None:
+        """The call of the third unit whose results a call returns that the trace leaves out; None if it is traced.
 
         Raises UnequalError if the row's modules are not called one after the other, each with the results of the one
         before it, as the third unit is called.
@@ -229,24 +246,20 @@ class Repeats:
         row, index = self._rows[self._paths[id(vars(module))]]
         calls, size = self._row_calls[container_of(row)], len(row.units[0])
         unit, place = divmod(index, size)
-        alike = index == len(calls)
         if not KEPT <= unit < len(row.units) - 1:
-            result, record = self._alone(module, group, given, tensors, run)
-            if not alike or record is None or (unit > 1 and record is not calls[size + place].record):
-                raise UnequalError(container_of(row))
-            calls.append(_RowCall(record, tensors, *tree_flatten(result)))
-            return result
+            return None
         template = (KEPT - 1) * size + place
         like, before = calls[template], calls[template - 1]
-        alike = alike and given is not None and not _hooked(module) and self._equal(like.record, module, given)
+        alike = index == len(calls) and given is not None and not _hooked(module)
+        alike = alike and self._equal(like.record, module, given)  # type: ignore[arg-type]
         passed = [next((i for i, leaf in enumerate(before.leaves) if leaf is x), None) for x in like.inputs]
         alike = alike and any(i is not None for i in passed)
         for x, known, i in zip(tensors, like.inputs, passed, strict=False):
             alike = alike and x is (known if i is None else calls[index - 1].leaves[i])
         if not alike:
             raise UnequalError(container_of(row))
-        calls.append(_RowCall(like.record, tensors, like.leaves, like.spec))
-        return tree_unflatten(like.leaves, like.spec)
+        calls.append(replace(like, inputs=tensors))
+        return like
 
     def _recorded(
         self, module: nn.Module, group: int, given: _Given, tensors: list[Tensor], run: Callable[[], Any]
@@ -269,7 +282,7 @@ class Repeats:
         del kept
         if state == after and all(item is not _UNKNOWN for item in found):
             record.results = tuple(found)
-            record.values = _read(module, before, record.reads)
+            record.values = _read(before, record.reads)
             stops = {edge: index for index, edge in enumerate(edges) if edge is not None}
             leaf_inputs = {id(x): i for i, x in enumerate(tensors) if x.requires_grad and x.grad_fn is None}
             record.reach = tuple(
@@ -349,12 +362,13 @@ class Repeats:
         path = self._paths[id(vars(module))]
         if self._matched(record.path, path) is None:
             return False
-        now = _attributes(module)
-        missing = object()
         pair = _Pair(self._paths, record.path, path)
-        return all(
-            pair.equal(value, now[below].get(name, missing), DEPTH) for (below, name), value in record.values.items()
-        )
+        for values, part in zip(record.values, _parts(module), strict=True):
+            held = vars(part)
+            for name, value in values.items():
+                if name not in held or (held[name] is not value and not pair.equal(value, held[name], DEPTH)):
+                    return False
+        return True
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -419,8 +433,8 @@ def _edge(x: Tensor) -> Edge | None:
 # -- equal modules -------------------------------------------------------------------------------
 
 
-def _grouped(model: nn.Module) -> Iterator[tuple[int, int]]:
-    """The modules that have parts, by the identity of their attributes, with the number of their group."""
+def _grouped(modules: Iterable[nn.Module]) -> Iterator[tuple[int, int]]:
+    """The modules of a model that have parts, by the identity of their attributes, with the number of their group."""
     numbers: dict[Any, int] = {}
     known: dict[int, int] = {}
 
@@ -435,9 +449,9 @@ def _grouped(model: nn.Module) -> Iterator[tuple[int, int]]:
             known[id(module)] = numbers.setdefault(key, len(numbers))
         return known[id(module)]
 
-    for module in model.modules():
+    for index, module in enumerate(modules):
         found = number(module)
-        if module is not model and any(module.children()):
+        if index and any(module.children()):
             yield id(vars(module)), found
 
 
@@ -445,16 +459,21 @@ def _weights(model: nn.Module) -> dict[str, dict[str, str]]:
     """For every module: the names of parameters and buffers below it -> their first names in the model."""
     first: dict[int, str] = {}
     found: dict[str, dict[str, str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for store in (module._parameters, module._buffers):
-            for name, x in store.items():
-                if x is None:
-                    continue
-                whole = f"{path}.{name}" if path else name
-                first.setdefault(id(x), whole)
-                parts = whole.split(".")
-                for cut in range(len(parts)):
-                    found.setdefault(".".join(parts[:cut]), {})[".".join(parts[cut:])] = first[id(x)]
+
+    def below(path: str, module: nn.Module) -> dict[str, str]:
+        mine = {
+            name: first.setdefault(id(x), path + name)
+            for store in (module._parameters, module._buffers)
+            for name, x in store.items()
+            if x is not None
+        }
+        for name, part in module._modules.items():
+            if part is not None:
+                mine |= {f"{name}.{inner}": whole for inner, whole in below(f"{path}{name}.", part).items()}
+        found[path[:-1]] = mine
+        return mine
+
+    below("", model)
     return found
 
 
@@ -465,27 +484,32 @@ def _named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _hooked(module: nn.Module) -> bool:
     """Whether calls run hooks, or a `forward` that is set on an instance, in the module or below it."""
-    return any("forward" in vars(part) or any(vars(part).get(hooks) for hooks in _HOOKS) for part in module.modules())
+    return any("forward" in part.__dict__ or any(map(part.__dict__.get, _HOOKS)) for part in _parts(module))
 
 
-def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """For each module below, by its path: its attributes, without weights and parts."""
-    return {
-        path: {name: value for name, value in vars(part).items() if name not in _KEPT_APART}
-        for path, part in module.named_modules(remove_duplicate=False)
-    }
-
-
-def _read(
-    module: nn.Module, attributes: Mapping[str, Mapping[str, Any]], reads: Iterable[tuple[int, str]]
-) -> dict[tuple[str, str], Any]:
-    """The values of the attributes of the module, and of those below it, that were read."""
-    below = {id(vars(part)): path for path, part in module.named_modules(remove_duplicate=False)}
-    found: dict[tuple[str, str], Any] = {}
-    for key, name in reads:
-        held = attributes[below[key]] if key in below else {}
-        found |= {(below[key], each): held[each] for each in (held if name == "__dict__" else (name,)) if each in held}
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """The module and all parts below it, in order, each as often as it is named."""
+    found = [module]
+    for part in module._modules.values():
+        if part is not None:
+            found += _parts(part)
     return found
+
+
+def _attributes(module: nn.Module) -> list[tuple[int, dict[str, Any]]]:
+    """The attributes of the module's parts, without weights and parts, and the identities of these."""
+    return [
+        (id(vars(part)), {name: value for name, value in vars(part).items() if name not in _KEPT_APART})
+        for part in _parts(module)
+    ]
+
+
+def _read(attributes: Sequence[tuple[int, dict[str, Any]]], reads: Set[tuple[int, str]]) -> list[dict[str, Any]]:
+    """Of the attributes of a module's parts, those that were read."""
+    return [
+        {name: value for name, value in held.items() if (key, name) in reads or (key, "__dict__") in reads}
+        for key, held in attributes
+    ]
 
 
 def _state(module: nn.Module) -> tuple[Any, list[Any]]:
@@ -574,6 +598,11 @@ _UNKNOWN = _Unknown()
 
 def _given(spec: TreeSpec, leaves: Iterable[Any]) -> _Given | None:
     """The inputs of a call as they are compared; None if they have objects whose state cannot be compared."""
+    with without_overriding():  # modes of the trace would see every read of a shape
+        return _compared(spec, leaves)
+
+
+def _compared(spec: TreeSpec, leaves: Iterable[Any]) -> _Given | None:
     places: dict[int, int] = {}
     found: list[Any] = []
     for index, leaf in enumerate(leaves):

@@ -55,17 +55,20 @@ class ModuleRows:
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Mapping[str, nn.Module],
         groups: Mapping[int, int],
         weights: Mapping[str, Mapping[str, str]],
         excluded: Collection[int | str] | None,
     ) -> None:
-        self._model = model
+        self._modules = modules
         uses = Counter(weights.get("", {}).values())
         self._tied = {name for name, count in uses.items() if count > 1}
         self._groups, self._weights = groups, weights
-        found = () if excluded is None else tuple(self._found("", model, excluded))
+        found = () if excluded is None else tuple(self._found("", modules[""], excluded))
         self.all: tuple[Repetition, ...] = found
+        tops = [modules[path] for row in found for unit in left_out(row) for path in unit]
+        inside = {id(part) for top in tops for part in top.modules()}
+        self.left_out = frozenset(path for path, module in modules.items() if id(module) in inside)
         self.running = False  # whether the model's own code runs
         self._parts: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
 
@@ -92,10 +95,10 @@ class ModuleRows:
         if group is None or group in excluded or not is_number(name):
             return None
         attributes = tuple(
-            (name, value if isinstance(value, bool | str) else type(value).__name__)
+            (name, value if value.__class__ in (bool, str) else value.__class__)
             for part in module.modules()
             for name, value in vars(part).items()
-            if not name.startswith("_")
+            if name[:1] != "_"
         )
         return group, attributes
 
@@ -108,8 +111,7 @@ class ModuleRows:
     @contextmanager
     def absent(self) -> Iterator[None]:
         """A context in which modules that are left out have no weights, and no parts except in `with_parts`."""
-        modules = dict(self._model.named_modules())
-        tops = [(modules[path], container_of(row)) for row in self.all for unit in left_out(row) for path in unit]
+        tops = [(self._modules[path], container_of(row)) for row in self.all for unit in left_out(row) for path in unit]
         kept = [
             (part, store, vars(part)[store], row)
             for top, row in tops

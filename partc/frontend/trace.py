@@ -35,6 +35,7 @@ from partc.ir.program import (
     Program,
     Ref,
     Region,
+    TensorType,
     Value,
 )
 from partc.ir.repetitions import UnlikeError, check
@@ -393,10 +394,18 @@ def _parameters(model: nn.Module, trained: Container[str]) -> tuple[Parameter, .
         for name, tensor in source:
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
+    types: dict[object, TensorType] = {}  # layers that are equal share types
+
+    def type_of(tensor: Tensor, name: str) -> TensorType:
+        kind = tensor.dtype, tensor.shape
+        if kind not in types:
+            types[kind] = tensor_type(tensor, f"{name} of the model")
+        return types[kind]
+
     return tuple(
         Parameter(
             name=found[0],
-            type=tensor_type(tensors[key], f"{found[0]} of the model"),
+            type=type_of(tensors[key], found[0]),
             trainable=found[0] in trained,
             aliases=tuple(found[1:]),
         )

@@ -174,7 +174,7 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "operation and its line.",
     ),
     "P0214": CodeExplanation(
-        "partc.compile was given something that is no model, or no batch",
+        "partc.compile was given neither a model nor a path, or no batch",
         "It takes a model file's path, or an nn.Module, or a function that builds one. A module or a function needs "
         "one global batch as well: a dict of tensors by the names of forward's arguments.",
     ),

@@ -108,7 +108,7 @@ def trace(
         else:
             raise PartcError(
                 "P0214",
-                f"a {type(model).__name__} is no model",
+                f"expected a module, a function or a path, got {type(model).__name__}",
                 help="give a path, a module or a function that builds one",
             )
         source, extra = ("", {}) if purpose == "evaluate" else packed(model, given, functions)

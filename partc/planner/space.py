@@ -392,7 +392,7 @@ def fixed(text: str) -> Fixed:
         if not sign or name not in DECISIONS or name in found or not all(_suits(name, each) for each in values):
             raise PartcError(
                 "P0811",
-                f"--fix {part.strip()!r} is no decision with its values",
+                f"--fix {part.strip()!r} is not NAME=VALUE or NAME=VALUE|VALUE",
                 help=f"for example --fix 'tp=4|8,zero=1'; the decisions are {', '.join(DECISIONS)}",
             )
         found[name] = values

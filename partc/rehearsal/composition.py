@@ -27,7 +27,7 @@ from partc.rehearsal.ledger import Block, Entry, Label, Ledger, label
 
 Key = tuple[object, ...]
 _ATTEMPTS = 4  # to find the microbatches that show all circumstances
-_UNLIKE = 2  # first actions of a kind that differ from later ones: the second replaces what the first has made
+_UNLIKE = 2  # first actions of a kind that allocate otherwise than later ones: the second frees results of the first
 _NEIGHBOURS = 2  # actions before and after one, whose microbatches are played with it
 _DRAINED = "the last transfers of the step"
 
@@ -94,7 +94,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Course:
-    """The composed step of a rank. It answers as a ledger does that has played all of it."""
+    """The composed step of a rank. It answers the same queries as a ledger of the whole step."""
 
     frame: Frame
     row: tuple[tuple[Action, Effect], ...]

@@ -63,7 +63,7 @@ def _rms_norm_backward(
 def rms_norm_backward(
     x: Tensor, norm_rstd: Tensor, grad_norm: Tensor, norm_weight: Tensor, *, summed: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Moves 48.8 KiB; its operations one by one would move 547.2 KiB. Unless `summed`, sums come last, one for each program."""
+    """Moves 48.8 KiB; its operations one by one would move 547.2 KiB. With summed=False, the last results are partial sums, one for each program."""
     grad_x = torch.empty((8, 16, 64), dtype=torch.bfloat16, device=x.device)
     grad_norm_weight_parts = torch.empty((2, 64), dtype=torch.float32, device=x.device)
     _rms_norm_backward[(2,)](x, norm_rstd, grad_norm, norm_weight, grad_x, grad_norm_weight_parts, **CONFIGURATION)

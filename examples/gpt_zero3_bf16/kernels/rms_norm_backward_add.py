@@ -76,7 +76,7 @@ def rms_norm_backward_add(
     *,
     summed: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Moves 64.8 KiB; its operations one by one would move 595.2 KiB. Unless `summed`, sums come last, one for each program."""
+    """Moves 64.8 KiB; its operations one by one would move 595.2 KiB. With summed=False, the last results are partial sums, one for each program."""
     grad_x_2 = torch.empty((8, 16, 64), dtype=torch.bfloat16, device=grad_norm2_turned.device)
     grad_norm2_weight_parts = torch.empty((2, 64), dtype=torch.float32, device=grad_norm2_turned.device)
     _rms_norm_backward_add[(2,)](

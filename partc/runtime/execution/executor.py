@@ -57,10 +57,10 @@ Told = Mapping[Slot, Sequence[int]]
 
 
 def told_by(actions: Sequence[Action]) -> dict[Slot, tuple[int, ...]]:
-    """Acknowledgements of received gradients: a value that a rank sends implies that it has used some of them.
+    """Implicit acknowledgements: by sending a microbatch's value forward, a rank confirms that it has used gradients.
 
-    Maps the stage and microbatch of each sent value to the microbatches whose gradients the rank has used since the
-    value before.
+    Maps the stage and microbatch of each sent value to the microbatches whose gradients the rank has used since it
+    sent the previous value.
     """
     found: dict[Slot, tuple[int, ...]] = {}
     used: dict[int, list[int]] = {}
@@ -272,7 +272,8 @@ def run_step(
     `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
     same in pieces. Parameters are gathered if this is the `first` batch after an update; gradients are summed over
     ranks if it is the `last` one before the next.
-    `told` has the acknowledgements in values of other ranks' stages (see `told_by`); they release sent gradients.
+    `told` has the implicit acknowledgements of other ranks (see `told_by`): each received value releases the buffers of
+    the gradients that it confirms.
     The communicator's clock is told each action before it starts.
     """
     entering = comm.clock.entering

@@ -96,10 +96,10 @@ def test_a_loss_over_classes_that_are_cut() -> None:
     nll_sums_partial_below           = sub(nll_max_partial, nll_max)
     nll_sums_partial_factor          = exp(nll_sums_partial_below)
     nll_sums_partial                 = mul(nll_sums_partial_own, nll_sums_partial_factor)
-    nll_sums                         = all_reduce(nll_sums_partial, axis="tp")
-    nll_picked_coming                = all_reduce(nll_picked_partial, axis="tp")
+    nll_sums_and_nll_picked_partial  = cat((nll_sums_partial, nll_picked_partial), 0)
+    nll_sums_and_nll_picked          = all_reduce(nll_sums_and_nll_picked_partial, axis="tp")
+    nll_sums, nll_picked             = split(nll_sums_and_nll_picked, (8, 8), 0)
     nll_lse                          = log_sum_exp(nll_max, nll_sums)
-    nll_picked                       = wait(nll_picked_coming)
     nll                              = cross_entropy_rows(nll_lse, nll_picked, slice_2, None, -100,
     nll_sum                          = sum(nll, (0, 1))
     loss                             = div(nll_sum, count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from partc.ir.operations import effects
-from partc.ir.program import SPARSE, Graph, Program
+from partc.ir.program import SPARSE, Graph, Program, Region
 
 
 def trainable_params(program: Program) -> dict[str, frozenset[str]]:
@@ -80,11 +80,12 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
 def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
     """Arguments of calls through which the loss depends on them, as (call, argument, stage): gradients return there.
 
-    Arguments that a call only detaches, directly or in a later call, have none.
+    Arguments that a call only detaches, directly or in a later call, have none. A region that is differentiated tells by
+    its backward graph, as its forward graph has no `detach` any more.
     """
     regions = {region.name: region for region in program.regions}
     through = {
-        (region.name, value.name): reached(region.forward, (value.name,))
+        (region.name, value.name): reached(region.forward, (value.name,)) if _may_return(region, value.name) else set()
         for region in program.regions
         for value in region.forward.inputs
     }
@@ -97,6 +98,10 @@ def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
                 found.add((call.name, name, call.stage))
                 wanted.add(name)
     return frozenset(found)
+
+
+def _may_return(region: Region, value: str) -> bool:
+    return region.backward is None or f"grad_{value}" in region.backward.outputs
 
 
 def reached(graph: Graph, roots: Iterable[str]) -> set[str]:

@@ -80,8 +80,8 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
 def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
     """Arguments of calls through which the loss depends on them, as (call, argument, stage): gradients return there.
 
-    Arguments that a call only detaches, directly or in a later call, have none. A region that is differentiated tells by
-    its backward graph, as its forward graph has no `detach` any more.
+    Arguments that a call only detaches, directly or in a later call, have none. The backward graph of a differentiated
+    region says this, as its forward graph has no `detach` any more.
     """
     regions = {region.name: region for region in program.regions}
     through = {

@@ -194,6 +194,7 @@ del saved.y
 grad_drop = grad_out @ p.down
 # recomputed: 120 B that forward did not save
 act = F.gelu(saved.h)
+# drop: f32[6, 8@tp], drop_kept: bool[6, 8@tp]
 drop, drop_kept = functional.dropout(act, 0.5, comm.draw(number, "6, 8@tp"))
 del act
 functional.linear_add_grad_weight(g.down, grad_out, drop)

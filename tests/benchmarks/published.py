@@ -243,13 +243,17 @@ def predictions(found: Iterable[Run], *, described: bool) -> Iterator[tuple[Run,
                 (place / "config.json").write_text(json.dumps(MODELS[model]))
                 source = f"hf:{place}/config.json"
             first: Simulator | None = None
+            known: dict[tuple[str, str], Prediction] = {}
             for run in group:
                 cluster = _CLUSTERS.get(run.table, lambda same: same)(run.cluster) if described else run.cluster
                 constants = run.constants(described=described)
                 first = first or Simulator(source, cluster, constants)
+                plan = run.described if described else run.plan
+                key = plan.text, cluster.name
                 try:
-                    plan = run.described if described else run.plan
-                    yield run, first.on(cluster, constants).predict(plan)
+                    if key not in known:
+                        known[key] = first.on(cluster, constants).predict(plan)
+                    yield run, known[key]
                 except PartcError as error:
                     yield run, error
 

@@ -3,9 +3,8 @@
     def block_forward(comm, p, x):                 def block_forward(comm, p, x):
         h = x @ p.w                                    _call = _lessons.enter("block_forward", (p, x))
         …                                              if _call.known:
-        return y, (h, x)                 ->                _held = [p, x]
-                                                           del p, x
-                                                           return _call.play(_held)
+        return y, (h, x)                 ->                del p, x
+                                                           return _call.play()
                                                        p, x = _call.stand_ins(p, x)
                                                        with _EvenRouting():
                                                            _call.at(2)
@@ -22,10 +21,10 @@ recorded; the end of a substitute is the point at which the function no longer n
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,11 +36,13 @@ from partc.runtime.torch_private import storage_key
 if TYPE_CHECKING:
     from partc.codegen.package import RegionModule, StageModule
 
+T = TypeVar("T")
 Key = tuple[object, ...]
+_NO_CALLS: Iterator[str] = iter(())
 
 
 @dataclass(frozen=True, slots=True)
-class _Argument:
+class Given:
     """A result that is one of the arguments' tensors, by its number; `sight` is another view of it, if any."""
 
     number: int
@@ -49,7 +50,7 @@ class _Argument:
 
 
 @dataclass(frozen=True, slots=True)
-class _New:
+class New:
     """A result in memory that the function allocated, by the number of the allocation."""
 
     number: int
@@ -71,24 +72,16 @@ class Lessons:
 
     def __init__(self) -> None:
         self.learnt: dict[Key, Lesson] = {}
+        self.exchanges: dict[Key, Any] = {}  # steps of exchanges (exchange_replay.py)
         self.ledger = Ledger()
         self.turns: Mapping[str, Iterator[str]] = {}  # of functions, the calls that they run for, in order
 
     def enter(self, function: Learnt, arguments: tuple[Any, ...]) -> RecordedCall:
-        """Called at the start of a function."""
-        self.ledger.call = next(self.turns.get(function.name, iter(())), "")
-        places: dict[int, int] = {}
-        leaves = _leaves(arguments)
-        same = tuple(places.setdefault(self._memory(leaf), len(places)) for leaf in leaves)
-        # A function's effects on memory do not depend on the storage offsets of its arguments.
-        seen = tuple(_sight(leaf)[:3] for leaf in leaves)
-        return RecordedCall(self, function, (function.text, seen, same), same)
-
-    def _memory(self, leaf: Leaf | Tensor) -> int:
-        """The identity of the memory behind a tensor."""
-        owner = leaf.owner if isinstance(leaf, Leaf) else leaf
-        block = owner.block if isinstance(owner, Owned) else self.ledger.block(owner)
-        return storage_key(owner) if block is None and isinstance(owner, Tensor) else id(block)
+        """Called at the start of a function. The call holds the tensors of the arguments until it ends."""
+        self.ledger.call = next(self.turns.get(function.name, _NO_CALLS), "")
+        held = leaves_of(arguments)
+        seen, same = self.ledger.seen(held)  # effects on memory do not depend on storage offsets
+        return RecordedCall(self, function, (function.text, seen, same), held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,81 +94,90 @@ class Learnt:
     file: str
 
 
+def stand_ins(
+    ledger: Ledger, arguments: T, same: Sequence[int], ended: Callable[[tuple[int, ...]], None]
+) -> tuple[T, dict[int, int]]:
+    """A structure with substitutes for its tensors, and the number of the first tensor in each storage until it ends.
+
+    Tensors with equal numbers in `same` share memory; `ended` is called with the numbers of the tensors in it.
+    """
+    numbers: dict[int, int] = {}
+    bases: dict[int, Tensor] = {}
+    groups = iter(same)
+
+    def stand_in(leaf: Leaf | Tensor) -> Tensor:
+        group = next(groups)
+        dtype, shape, stride, offset = _sight(leaf)
+        with ledger.muted():
+            if group in bases:
+                return bases[group].view(dtype).as_strided(shape, stride, offset)
+            together = tuple(number for number, other in enumerate(same) if other == group)
+            alone = len(together) == 1
+            made = (
+                torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                if alone
+                else torch.empty(_bytes(leaf), dtype=torch.uint8, device="meta")
+            )
+            key = storage_key(made)
+            numbers[key] = together[0]
+            ledger.watch(made, Block(0, "", ""), partial(_ends, numbers, key, ended, together))
+            if alone:
+                return made
+            bases[group] = made
+            return made.view(dtype).as_strided(shape, stride, offset)
+
+    return mapped(arguments, stand_in), numbers
+
+
+def _ends(
+    numbers: dict[int, int], key: int, ended: Callable[[tuple[int, ...]], None], together: tuple[int, ...]
+) -> None:
+    del numbers[key]
+    ended(together)
+
+
+def _bytes(leaf: Leaf | Tensor) -> int:
+    owner = leaf.owner if isinstance(leaf, Leaf) else leaf
+    return owner.block.bytes if isinstance(owner, Owned) else owner.untyped_storage().nbytes()
+
+
 class RecordedCall:
     """One call of a function."""
 
-    def __init__(self, lessons: Lessons, function: Learnt, key: Key, same: tuple[int, ...]) -> None:
+    def __init__(self, lessons: Lessons, function: Learnt, key: Key, held: list[Leaf | Tensor | None]) -> None:
         self._lessons = lessons
         self._ledger = lessons.ledger
         self._function = function
         self._key = key
-        self._same = same
-        self._held: list[Leaf | Tensor | None] = []
+        self._same: tuple[int, ...] = key[-1]  # type: ignore[assignment]
+        self._held = held
         self._stood: dict[int, int] = {}  # storage of a stand-in -> number of its argument
+        self.known = key in lessons.learnt
 
-    @property
-    def known(self) -> bool:
-        return self._key in self._lessons.learnt
-
-    def play(self, arguments: list[Any]) -> Any:
-        """Replay the function's effects. Nothing else may refer to the contents of the list."""
-        lesson = self._lessons.learnt[self._key]
-        leaves: list[Leaf | Tensor | None] = _leaves(arguments)
-        arguments.clear()
-        passed = {number: leaves[number] for number in lesson.passed}
+    def play(self) -> Any:
+        """Replay the function's effects. Nothing of the function may refer to its arguments any longer."""
+        lesson, ledger, held = self._lessons.learnt[self._key], self._ledger, self._held
+        passed = {number: held[number] for number in lesson.passed}
         for surge, dropped in lesson.steps:
-            self._ledger.surges(surge)
+            ledger.surges(surge)
             for number in dropped:
-                leaves[number] = None
-        owners = []
-        for size, category, name in lesson.blocks:
-            block = Block(size, category, name)
-            self._ledger.add(block)
-            owners.append(Owned(self._ledger, block))
+                held[number] = None
+        owners = [ledger.owned(Block(*made)) for made in lesson.blocks]
 
         def returned(item: Any) -> Leaf | Tensor:
-            if isinstance(item, _New):
+            if item.__class__ is New:
                 return Leaf(owners[item.number], item.sight)
-            return _passed(passed[item.number], item.sight)
+            return seen_as(passed[item.number], item.sight)
 
         return self._handed(lesson.result, returned)
 
     def stand_ins(self, *arguments: Any) -> tuple[Any, ...]:
         """Substitutes for the arguments, whose ends the function determines."""
-        self._held = _leaves(arguments)
-        bases: dict[int, Tensor] = {}
-        numbers = iter(range(len(self._held)))
-
-        def stand_in(leaf: Leaf | Tensor) -> Tensor:
-            group = self._same[next(numbers)]
-            dtype, shape, stride, offset = _sight(leaf)
-            with self._ledger.muted():
-                if group in bases:
-                    return bases[group].view(dtype).as_strided(shape, stride, offset)
-                numbered = tuple(number for number, other in enumerate(self._same) if other == group)
-                alone = len(numbered) == 1
-                made = (
-                    torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-                    if alone
-                    else torch.empty(self._bytes(leaf), dtype=torch.uint8, device="meta")
-                )
-                key = storage_key(made)
-                self._ledger.watch(made, Block(0, "", ""), lambda: self._dropped(key, numbered))
-                self._stood[key] = numbered[0]
-                if alone:
-                    return made
-                bases[group] = made
-                return made.view(dtype).as_strided(shape, stride, offset)
-
+        substitutes, self._stood = stand_ins(self._ledger, arguments, self._same, self._dropped)
         self._ledger.heard = []
-        return tuple(_mapped(argument, stand_in) for argument in arguments)
+        return substitutes
 
-    def _bytes(self, leaf: Leaf | Tensor) -> int:
-        owner = leaf.owner if isinstance(leaf, Leaf) else leaf
-        return owner.block.bytes if isinstance(owner, Owned) else owner.untyped_storage().nbytes()
-
-    def _dropped(self, key: int, numbers: tuple[int, ...]) -> None:
-        del self._stood[key]
+    def _dropped(self, numbers: tuple[int, ...]) -> None:
         if self._ledger.heard is not None:
             self._ledger.heard.append(Event("drop", numbers))
         for number in numbers:
@@ -197,28 +199,28 @@ class RecordedCall:
         assert heard is not None
         numbers: dict[Block, int] = {}
 
-        def known(x: Leaf | Tensor) -> _Argument | _New:
+        def known(x: Leaf | Tensor) -> Given | New:
             if not isinstance(x, Tensor):
                 raise InternalError(f"{self._function.name} returns {x!r}")
             stood = self._stood.get(storage_key(x))
             if stood is not None:
                 own = self._held[stood]
-                return _Argument(stood, None if own is not None and _sight(own) == sight(x) else sight(x))
+                return Given(stood, None if own is not None and _sight(own) == sight(x) else sight(x))
             block = self._ledger.block(x)
             if block is None:
                 raise InternalError(f"{self._function.name} returns what it did not make")
-            return _New(numbers.setdefault(block, len(numbers)), sight(x))
+            return New(numbers.setdefault(block, len(numbers)), sight(x))
 
         passed = dict(enumerate(self._held))
-        lesson = Lesson(steps=_steps(heard), result=_mapped(result, known))
-        lesson.passed = [item.number for item in _leaves(lesson.result, _Argument)]
-        tensors = _leaves(result)
+        lesson = Lesson(steps=_steps(heard), result=mapped(result, known))
+        lesson.passed = [item.number for item in leaves_of(lesson.result) if isinstance(item, Given)]
+        tensors = leaves_of(result)
 
         def returned(x: Leaf | Tensor) -> Leaf | Tensor:
             item = known(x)
-            if isinstance(item, _New):
+            if isinstance(item, New):
                 return Leaf(x, item.sight) if isinstance(x, Tensor) else x
-            return _passed(passed[item.number], item.sight)
+            return seen_as(passed[item.number], item.sight)
 
         handed = self._handed(result, returned)
         lesson.blocks = [(block.bytes, block.category, block.name) for block in numbers]
@@ -232,20 +234,18 @@ class RecordedCall:
 
         def handed(item: Any) -> Any:
             if hasattr(item, "_fields"):
-                return _mapped(item, lambda x: self._tensor(x, returned, "gradients"))
-            return self._saved(item, returned) if _is_record(item) else self._tensor(item, returned)
+                return mapped(item, lambda x: self._tensor(x, returned, "gradients"))
+            return mapped(item, waiting) if _is_record(item) else self._tensor(item, returned)
+
+        def waiting(item: Any) -> Leaf | Tensor:
+            leaf = returned(item)
+            if item.__class__ is not New:  # whose block has the category that the recording gave it
+                self._outlives(leaf, "activations")
+            return leaf
 
         if isinstance(result, tuple) and not hasattr(result, "_fields"):
             return tuple(map(handed, result))
         return None if result is None else handed(result)
-
-    def _saved(self, record: Any, returned: Callable[[Any], Leaf | Tensor]) -> Any:
-        def waiting(item: Any) -> Leaf | Tensor:
-            leaf = returned(item)
-            self._outlives(leaf, "activations")
-            return leaf
-
-        return _mapped(record, waiting)
 
     def _outlives(self, leaf: Leaf | Tensor, category: str) -> None:
         """Record that a temporary value is kept."""
@@ -274,7 +274,7 @@ class RecordedCall:
             return base if whole else _seen(base, leaf.sight)
 
 
-def _passed(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
+def seen_as(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
     """An argument as a result, as another view if `sight` is given."""
     assert leaf is not None
     if sight is None:
@@ -316,51 +316,63 @@ def _sight(leaf: Leaf | Tensor) -> Sight:
 
 def _is_record(value: Any) -> bool:
     """Whether a value is an instance of an emitted dataclass, which a function keeps for another."""
-    return is_dataclass(value) and not isinstance(value, Leaf | _Argument | _New)
+    return is_dataclass(value) and not isinstance(value, Leaf | Given | New)
 
 
-@cache
-def _fields(kind: type) -> tuple[str, ...]:
-    """The names of the fields of a dataclass."""
-    return tuple(field.name for field in fields(kind))
+_LEAVES: Any = (Leaf, Tensor, Given, New)
+Inside = Callable[[Any], Iterable[Any]]  # the items of a value
 
 
-def _leaves(value: Any, kind: Any = (Leaf, Tensor)) -> list[Any]:
-    """All objects of a kind in tuples, lists, dicts and records, in order."""
+class _Forms(dict[type, Inside | bool]):
+    """Whether a value of a class is a leaf, or how its items are found: those of tuples, lists, dicts and records."""
+
+    def __missing__(self, kind: type) -> Inside | bool:
+        found: Inside | bool = issubclass(kind, _LEAVES)
+        if issubclass(kind, tuple | list):
+            found = iter
+        elif issubclass(kind, dict):
+            found = kind.values
+        elif is_dataclass(kind) and not found:
+            found = partial(_held_by, tuple(field.name for field in fields(kind)))
+        self[kind] = found
+        return found
+
+
+_FORMS = _Forms()
+
+
+def _held_by(names: tuple[str, ...], record: Any) -> list[Any]:
+    return [getattr(record, name) for name in names]
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """All leaves of a value, in order."""
     found: list[Any] = []
-    _collect(value, kind, found)
+    _collect((value,), found)
     return found
 
 
-def _collect(value: Any, kind: Any, found: list[Any]) -> None:
-    """Add the objects to `found`; a closure would be a cycle of references, and keep them alive."""
-    if isinstance(value, kind):
-        found.append(value)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            _collect(item, kind, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, kind, found)
-    elif _is_record(value):
-        for name in _fields(value.__class__):
-            _collect(getattr(value, name), kind, found)
+def _collect(items: Iterable[Any], found: list[Any]) -> None:
+    """Add the leaves to `found`; a closure would be a cycle of references, and keep them alive."""
+    for item in items:
+        form = _FORMS[item.__class__]
+        if form is True:
+            found.append(item)
+        elif form:
+            _collect(form(item), found)
 
 
-def _mapped(value: Any, each: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, each: Callable[[Any], Any]) -> Any:
     """The same structure with other leaves."""
-    if isinstance(value, Leaf | Tensor | _Argument | _New):
-        return each(value)
-    if _is_record(value):
-        return type(value)(*(_mapped(getattr(value, name), each) for name in _fields(value.__class__)))
-    if isinstance(value, tuple):
-        items = [_mapped(item, each) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, list):
-        return [_mapped(item, each) for item in value]
+    form = _FORMS[value.__class__]
+    if form is True or not form:
+        return each(value) if form else value
+    items = [each(item) if _FORMS[item.__class__] is True else mapped(item, each) for item in form(value)]
     if isinstance(value, dict):
-        return {key: _mapped(item, each) for key, item in value.items()}
-    return value
+        return dict(zip(value, items, strict=True))
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return type(value)(items)
+    return type(value)(*items)
 
 
 # -- the emitted modules -----------------------------------------------------------------------
@@ -423,9 +435,9 @@ def _instrument(function: ast.FunctionDef) -> None:
     taken = [arg.arg for arg in function.args.args if arg.arg not in ("comm", "number")]
     listed = ", ".join(taken)
     opening = f"_call = _lessons.enter(_functions[{function.name!r}], ({listed}{',' if taken else ''}))\n"
-    opening += f"if _call.known:\n    _held = [{listed}]\n"
+    opening += "if _call.known:\n"
     opening += f"    del {listed}\n" if taken else ""
-    opening += "    return _call.play(_held)\n"
+    opening += "    return _call.play()\n"
     opening += f"({listed},) = _call.stand_ins({listed})\n" if taken else "_call.stand_ins()\n"
     body: list[ast.stmt] = []
     last: ast.expr = ast.Constant(None)

@@ -58,16 +58,18 @@ class Owned:
 Sight = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # dtype, shape, stride, offset
 
 
-@dataclass(frozen=True, slots=True)
 class Leaf:
     """A tensor that is not computed with at present: the owner of its memory, and its view of it."""
 
-    owner: Owned | Tensor
-    sight: Sight
+    __slots__ = ("owner", "sight")
+
+    def __init__(self, owner: Owned | Tensor, sight: Sight) -> None:
+        self.owner = owner
+        self.sight = sight
 
 
 def sight(x: Tensor) -> Sight:
-    return x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset())
+    return x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset())
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Event:
 Place = tuple[str, str, str]  # call, line, operation
 # "+" block, "-" block, "^" surge, "." at an action's start; and the place where memory grows
 Entry = tuple[str, Block | Surge | None, Place]
-_NOWHERE: Place = ("", "", "")
+NOWHERE: Place = ("", "", "")
 
 
 class Ledger(TorchDispatchMode):
@@ -149,15 +151,17 @@ class Ledger(TorchDispatchMode):
 
     def holds(self, bytes: int) -> Owned:
         """Reserve memory that is not computed with, until the returned object is dropped."""
-        block = Block(bytes, self.category, self.name)
-        self.add(block)
+        return self.owned(Block(bytes, self.category, self.name))
+
+    def owned(self, block: Block, op: str = "") -> Owned:
+        self.add(block, op)
         return Owned(self, block)
 
     def ends(self, block: Block) -> None:
         if self._stopped:
             return
         self.now -= block.bytes
-        self.tape.append(("-", block, _NOWHERE))
+        self.tape.append(("-", block, NOWHERE))
         if self.heard is not None:
             self.heard.append(Event("-", block))
 
@@ -168,7 +172,7 @@ class Ledger(TorchDispatchMode):
 
     def _reaches(self, bytes: int, op: str, line: str) -> None:
         here = self.action, self.call
-        if bytes > self.peaks.get(here, -1):
+        if here not in self.peaks or bytes > self.peaks[here]:
             self.peaks[here] = bytes
         if bytes > self.peak:
             self.peak, self._end = bytes, len(self.tape)
@@ -183,6 +187,28 @@ class Ledger(TorchDispatchMode):
             ended()
 
         self._found[key] = (weakref.ref(x.untyped_storage(), last), block)
+
+    def seen(self, leaves: Iterable[Any]) -> tuple[tuple[object, ...], tuple[int, ...]]:
+        """The types, shapes and strides of tensors, and for each the number of the first one in the same memory."""
+        places: dict[object, int] = {}
+        views: list[object] = []
+        same: list[int] = []
+        for leaf in leaves:
+            owner = leaf
+            if leaf.__class__ is Leaf:
+                owner = leaf.owner
+                views += leaf.sight[:3]
+            else:
+                views += (leaf.dtype, leaf.shape, leaf.stride())
+            if owner.__class__ is Owned:
+                memory: object = owner.block
+            else:
+                key = storage_key(owner)
+                memory = self._found[key][1] if key in self._found else key
+            if memory not in places:
+                places[memory] = len(places)
+            same.append(places[memory])
+        return tuple(views), tuple(same)
 
     def block(self, x: Tensor) -> Block | None:
         """The block of a tensor's storage, if known."""
@@ -199,6 +225,16 @@ class Ledger(TorchDispatchMode):
             self._muted = before
 
     @contextmanager
+    def aside(self) -> Iterator[list[Entry]]:
+        """A context whose operations are noted on a tape of their own, and do not count. All that it makes must end."""
+        kept = self.tape, self.now, self.peak, self.peaks, self.at, self._end
+        self.tape, self.peaks = [], {}
+        try:
+            yield self.tape
+        finally:
+            self.tape, self.now, self.peak, self.peaks, self.at, self._end = kept
+
+    @contextmanager
     def making(self, category: str, name: str = "") -> Iterator[None]:
         """A context whose operations create storages of this category and name."""
         before = self.category, self.name
@@ -211,7 +247,7 @@ class Ledger(TorchDispatchMode):
     def enters(self, action: str) -> None:
         """Begin the next action of the step."""
         self.actions.append(action)
-        self.tape.append((".", None, _NOWHERE))
+        self.tape.append((".", None, NOWHERE))
         self.action, self.call, self.line = action, "", ""
 
     def starts(self) -> None:

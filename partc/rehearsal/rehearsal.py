@@ -29,6 +29,7 @@ from partc.ir.program import Program
 from partc.ir.routers import routers
 from partc.rehearsal.call_replay import Lessons, region_module, stage_class
 from partc.rehearsal.composition import Composer, Course, Told
+from partc.rehearsal.exchange_replay import ReplayedExchange, Start
 from partc.rehearsal.ledger import Block, Ledger, Owned, counting
 from partc.rehearsal.meta_kernels import META, stand_ins
 from partc.runtime.checkpoint.boxes import pieces, speaks
@@ -159,7 +160,7 @@ class _Rehearsal:
         program, lessons = self._program, self._lessons
         with counting() as ledger:
             lessons.ledger = ledger
-            comm = _QuietComm(ledger, program.mesh.sizes, place)
+            comm = _QuietComm(lessons, program.mesh.sizes, place)
             classes = {stage: self._class(stage) for stage in program.stages_at(place)}
             shards = self._shards(place)
             inputs: dict[str, Shard] = {
@@ -461,7 +462,21 @@ _QuietAxis.reduce_gradients = _communicating("reduce_gradients")  # type: ignore
 
 
 class _NamedParts(Parts):
-    """Tells the ledger the names of the whole parameters and gradients that it allocates."""
+    """Replays exchanges of calls and buckets, and tells the ledger the names of the tensors that it allocates."""
+
+    _comm: _QuietComm
+
+    def gather(self, names: Sequence[str], *, kept: bool = False) -> Pending[list[Tensor]]:
+        start = lambda _: super(_NamedParts, self).gather(names, kept=kept)  # noqa: E731
+        whole = [self._kept[name] for name in names] if kept else []
+        return self._replayed("gather", names, start, [*(self._held[name] for name in names), *whole], kept=True)
+
+    def scatter_sums(self, *names: str) -> Pending[None]:
+        if self.compressed:
+            return super().scatter_sums(*names)
+        start = lambda _: super(_NamedParts, self).scatter_sums(*names)  # noqa: E731
+        given = [*self.sums(*names), *(self._gradients[name] for name in names)]
+        return self._replayed("sums", names, start, given, kept=True)
 
     def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
         with self._named("copies", "gathered parameters"):
@@ -478,11 +493,23 @@ class _NamedParts(Parts):
         return Pending(finish, advance)
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
+        if self.compressed or not all(isinstance(x, Tensor) for x in gradients.values()):
+            return self._scattered(gradients)
+        names = tuple(gradients)
+        start = lambda given: self._scattered(dict(zip(names, given, strict=True)))  # noqa: E731
+        return self._replayed("scatter", names, start, tuple(gradients.values()))
+
+    def _replayed(
+        self, kind: str, names: Iterable[str], start: Start, given: Sequence[Any], *, kept: bool = False
+    ) -> ReplayedExchange:
+        key = kind, self._near, self._wire, tuple((self._shards[name], name in self._taken_over) for name in names)
+        return ReplayedExchange(self._comm.lessons, key, start, given, kept=kept)
+
+    def _scattered(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
         with self._named("communication", "scattered gradients"):
             return super().scatter(gradients)
 
     def _named(self, category: str, name: str) -> AbstractContextManager[None]:
-        assert isinstance(self._comm, _QuietComm)
         return self._comm.ledger.making(category, name)
 
 
@@ -505,10 +532,11 @@ class _QuietComm(DistributedComm):
 
     clock: _Clock
 
-    def __init__(self, ledger: Ledger, sizes: Sizes, place: int) -> None:
+    def __init__(self, lessons: Lessons, sizes: Sizes, place: int) -> None:
         self.device = META
         self.coordinate = {name: place if name == PIPELINE_AXIS else 0 for name in sizes}
-        self.ledger = ledger
+        self.lessons = lessons
+        self.ledger = ledger = lessons.ledger
         self._posted = {}
         self._link = _QuietAxis(ledger, 0, 2)
         axes = {name: _QuietAxis(ledger, self.coordinate[name], size) for name, size in sizes.items()}

@@ -1,0 +1,126 @@
+"""The effects of gathers and scatters on memory: learnt in runs aside, replayed in a step.
+
+    going = parts.gather(names)      start: + this rank's parts side by side, + room for those of all ranks
+    whole = going.wait()             wait:  + whole parameters, - the room
+
+Exchanges of equal tensors have equal effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from partc.errors import InternalError
+from partc.rehearsal.call_replay import Given, Key, Lessons, New, mapped, seen_as, stand_ins
+from partc.rehearsal.ledger import NOWHERE, Block, Leaf, Ledger, Owned, sight
+from partc.runtime.comm.comm import Pending
+from partc.runtime.torch_private import storage_key
+
+Start = Callable[[Sequence[Tensor]], Pending[Any]]
+
+
+Entries = tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """The effects of an exchange's start, of its advance to a second level, and of its wait.
+
+    Entries are ("+", number, block, operation), ("-", number) and ("drop", numbers of given tensors). The result of
+    the wait has numbers in place of tensors.
+    """
+
+    start: Entries
+    advance: Entries
+    wait: Entries
+    result: Any
+
+
+class ReplayedExchange(Pending[Any]):
+    """An exchange of tensors that changes memory as `start` would.
+
+    `start` only runs once for equal keys, aside and on stand-ins, unless the tensors are `kept`: outlive the exchange.
+    """
+
+    __slots__ = ("_blocks", "_given", "_ledger", "_lesson")
+
+    def __init__(
+        self, lessons: Lessons, key: Key, start: Start, tensors: Sequence[Tensor], *, kept: bool = False
+    ) -> None:
+        self._ledger = lessons.ledger
+        seen, same = self._ledger.seen(tensors)
+        key = (*key, seen, same)
+        if key not in lessons.exchanges:
+            lessons.exchanges[key] = _lesson(self._ledger, start, tensors, same, kept)
+        self._lesson: _Lesson | None = lessons.exchanges[key]
+        self._given: list[Tensor | None] = [*tensors]
+        self._blocks: dict[int, Owned] = {}
+        self._replay(lessons.exchanges[key].start)
+
+    def advance(self) -> None:
+        if self._lesson is not None:
+            self._replay(self._lesson.advance)
+
+    def wait(self) -> Any:
+        """The result; nothing is left to do if it was waited for before."""
+        lesson, self._lesson = self._lesson, None
+        if lesson is None:
+            return None
+        self._replay(lesson.wait)
+        return mapped(lesson.result, self._returned)
+
+    def _replay(self, entries: Entries) -> None:
+        for sign, what, *made in entries:
+            if sign == "+":
+                self._blocks[what] = self._ledger.owned(Block(*made[0]), made[1])
+            elif sign == "-":
+                del self._blocks[what]
+            else:
+                for number in what:
+                    self._given[number] = None
+
+    def _returned(self, item: Any) -> Leaf | Tensor:
+        if isinstance(item, New):
+            return Leaf(self._blocks[item.number], item.sight)
+        return seen_as(self._given[item.number], item.sight)
+
+
+def _lesson(ledger: Ledger, start: Start, tensors: Sequence[Tensor], same: Sequence[int], kept: bool) -> _Lesson:
+    """The effects of an exchange, from a run aside. One without a second level has nothing to advance."""
+    with ledger.aside() as tape:
+        given, numbers = tuple(tensors), {storage_key(x): number for number, x in enumerate(tensors)}
+        if not kept:
+            end = lambda together: tape.append(("drop", together, NOWHERE))  # noqa: E731
+            given, numbers = stand_ins(ledger, given, same, end)
+        waiting = [given]
+        del given
+        going = start(waiting.pop())
+        begun = len(tape)
+        going.advance()
+        advanced = len(tape)
+        result = going.wait()
+        blocks = {block: number for number, block in enumerate(what for sign, what, _ in tape if sign == "+")}
+
+        def known(x: Any) -> Given | New:
+            block = ledger.block(x)
+            if block in blocks:
+                return New(blocks[block], sight(x))
+            if storage_key(x) not in numbers:
+                raise InternalError("an exchange returns a tensor that it neither made nor was given")
+            return Given(numbers[storage_key(x)], sight(x))
+
+        result = mapped(result, known)
+        entries = tuple(_numbered(entry, blocks) for entry in tape)
+        del going
+    return _Lesson(entries[:begun], entries[begun:advanced], entries[advanced:], result)
+
+
+def _numbered(entry: Any, blocks: dict[Any, int]) -> tuple[Any, ...]:
+    sign, what, (_, _, op) = entry
+    if sign == "+":
+        return sign, blocks[what], (what.bytes, what.category, what.name), op
+    return sign, blocks[what] if sign == "-" else what

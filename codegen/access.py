@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from partc.codegen.calls import Run
@@ -294,7 +295,7 @@ class Units:
             return "NOTHING"
         if isinstance(item, int):
             return AHEAD[item - 1]
-        table, place = self._place(item)
+        table, place = self._places[item]
         return table if place is None else f"{table}[{place}]"
 
     def several(self, items: Sequence[Item]) -> str:
@@ -303,7 +304,7 @@ class Units:
         at = 0
         while at < len(items):
             item = items[at]
-            table, place = self._place(item) if isinstance(item, str) else ("", None)
+            table, place = self._places[item] if isinstance(item, str) else ("", None)
             end = at + 1
             step = 0
             while place is not None and end < len(items) and (found := self._place_in(table, items[end])) is not None:
@@ -325,17 +326,18 @@ class Units:
         part = table if count == length else f"{table}[{low or ''}:{high if high < length else ''}]"
         return f"*{part}" if step > 0 else f"*reversed({part})"
 
-    def _place(self, name: str) -> tuple[str, int | None]:
+    @cached_property
+    def _places(self) -> Mapping[str, tuple[str, int | None]]:
+        found: dict[str, tuple[str, int | None]] = {}
         for run in self.facts.runs["microbatch"]:
-            for index, call in enumerate(run.calls):
-                if call.name == name:
-                    return self.facts.attribute(run), index if run.loop else None
-        raise KeyError(name)
+            table = self.facts.attribute(run)
+            found |= {call.name: (table, index if run.loop else None) for index, call in enumerate(run.calls)}
+        return found
 
     def _place_in(self, table: str, item: Item) -> int | None:
         if not isinstance(item, str):
             return None
-        other, place = self._place(item)
+        other, place = self._places[item]
         return place if other == table else None
 
     @property

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from partc.ir.program import Call, Program, Region
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Consecutive calls of one region; several calls may pass values along, as a loop over parameters does."""
 
@@ -28,7 +29,7 @@ class Run:
         """The calls by name: "blocks.0 to blocks.1", or a single one."""
         return f"{self.calls[0].name} to {self.calls[-1].name}" if self.loop else self.calls[0].name
 
-    @property
+    @cached_property
     def prefix(self) -> str:
         """The common prefix of the calls' names: "blocks" for blocks.0 and blocks.1; the name of a single call."""
         if not self.loop:
@@ -36,7 +37,7 @@ class Run:
         common = _common_start([f"{call.name}." for call in self.calls])
         return re.sub(r"\.?\d*$", "", common.rpartition(".")[0] or common) or self.region.name
 
-    @property
+    @cached_property
     def numbers(self) -> tuple[int, ...] | None:
         """The calls' numbers, if they are named `prefix.<number>` and name their parameters relative to that."""
         numbers = []
@@ -52,7 +53,7 @@ class Run:
 def runs(program: Program, calls: Sequence[Call]) -> list[Run]:
     """The calls of one stage and phase, in order, in the longest possible runs."""
     regions = {region.name: region for region in program.regions}
-    readers = _readers(program)
+    readers = program.derived(_readers)
     found: list[Run] = []
     for call in calls:
         last = found[-1] if found else None

@@ -154,7 +154,7 @@ class StageModules(Sequence[StageModule]):
     """The emitted modules of all stages, each written when it is asked for."""
 
     def __init__(self, program: Program, codes: Mapping[str, RegionCode], folder: str) -> None:
-        self._exchanges, self._codes, self._folder = Exchanges(program), codes, folder
+        self._exchanges, self._codes, self._folder = program.derived(Exchanges), codes, folder
         self._written: dict[int, StageModule] = {}
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ class PlaceCode:
 
 def place_codes(program: Program, evaluation: Program | None = None) -> Iterator[PlaceCode]:
     """The code of every pipeline coordinate. A rank derives its own coordinate, groups and links (runtime/place.py)."""
-    mesh, exchanges = program.mesh, Exchanges(program)
+    mesh, exchanges = program.mesh, program.derived(Exchanges)
     places = mesh.axis(PIPELINE_AXIS)
     for place in range(places):
         stages = program.stages_at(place)

@@ -22,7 +22,7 @@ _PHASES: dict[Phase, str] = {
 
 def region_codes(program: Program) -> dict[str, RegionCode]:
     """The code of every region that some stage calls, by the region's name, in the order of the calls."""
-    exchanges = Exchanges(program)
+    exchanges = program.derived(Exchanges)
     regions = {region.name: region for region in program.regions}
     calls: dict[str, list[Call]] = {}
     for call in program.calls:

@@ -43,9 +43,9 @@ class StageFacts:
     def body(self, kind: BodyKind) -> tuple[ActionStatement, ...]:
         return self.program.body(kind, self.index)
 
-    @cached_property
-    def calls(self) -> list[Call]:
-        return [call for call in self.program.calls if call.stage == self.index]
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return self.program.calls_of(self.index)
 
     @cached_property
     def codes(self) -> Mapping[str, RegionCode]:

@@ -51,10 +51,6 @@ class Weights:
         return self.exchanges.sums(self.facts.index)
 
     @cached_property
-    def parameters(self) -> Mapping[str, Parameter]:
-        return {parameter.name: parameter for parameter in self.program.parameters}
-
-    @cached_property
     def parted(self) -> bool:
         """Whether some calls read parameters in another form than ranks hold them."""
         return any(run.region.params and self.exchanges.has_unit(run.calls[0]) for run in self.facts.every_run)
@@ -123,9 +119,8 @@ class Weights:
         return tuple(Entry(key=bucket.name, value=self._bucket(bucket)) for bucket in self.sums.buckets)
 
     def _bucket(self, bucket: Bucket) -> str:
-        trained = self.sums.trained
         chosen = self.sums.inside(bucket)
-        between = trained[trained.index(chosen[0]) : trained.index(chosen[-1]) + 1]
+        between = self.sums.trained[self._order[chosen[0].name] : self._order[chosen[-1].name] + 1]
         over = lambda item: item.gather if bucket.scattered else self.sums.axes(item)  # noqa: E731
         alike = [each for each in between if not self.sums.sharers(each) and over(each) == bucket.over]
         which = f"first={literal(chosen[0].name)}, last={literal(chosen[-1].name)}"
@@ -134,7 +129,24 @@ class Weights:
         scatter = ", scatter=True" if bucket.scattered else ""
         return f"Bucket(over={strings(bucket.over)}, {which}{scatter})"
 
+    @cached_property
+    def _order(self) -> Mapping[str, int]:
+        return {item.name: index for index, item in enumerate(self.sums.trained)}
+
     def _shard(self, parameter: Parameter) -> str:
+        summed = self.sums.axes(parameter), self.sums.sharers(parameter)
+        read = self.exchanges.read.get(parameter.name, parameter.type.dtype)
+        held = parameter.gather, parameter.holds, parameter.sparse, parameter.stacked, parameter.members
+        key = id(parameter.type), parameter.trainable, parameter.aliases, read, summed, held
+        if key not in self._shards:
+            self._shards[key] = self._shard_of(parameter)
+        return self._shards[key]
+
+    @cached_property
+    def _shards(self) -> dict[tuple[object, ...], str]:
+        return {}
+
+    def _shard_of(self, parameter: Parameter) -> str:
         type = literal(f"{parameter.type.dtype}{parameter.type.layout.without(*self._small)}")
         parts = [type]
         if not parameter.trainable:
@@ -182,15 +194,24 @@ class Weights:
                 continue
             for name in dict.fromkeys(name for call in run.calls for name in call.params):
                 if name not in seen:
-                    entries.append(Entry(key=name, value=self._shard(self.parameters[name])))
+                    entries.append(Entry(key=name, value=self._shard(self.program.parameter(name))))
                     seen.add(name)
         return tuple(tables.items()), tuple(entries)
 
     def _table(self, run: Run) -> tuple[Entry, ...] | None:
         """The region's parameters, if they are the same for every call of a loop."""
+        if id(run) not in self._known:
+            self._known[id(run)] = self._table_of(run)
+        return self._known[id(run)]
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[Entry, ...] | None]:
+        return {}
+
+    def _table_of(self, run: Run) -> tuple[Entry, ...] | None:
         if not run.loop or not run.region.params:
             return None
-        shards = [tuple(self._shard(self.parameters[name]) for name in call.params) for call in run.calls]
+        shards = [tuple(self._shard(self.program.parameter(name)) for name in call.params) for call in run.calls]
         if any(other != shards[0] for other in shards):
             return None
         return tuple(Entry(key=v.name, value=s) for v, s in zip(run.region.params, shards[0], strict=True))
@@ -198,7 +219,7 @@ class Weights:
     def _tensors(self, run: Run, cls: str, source: str) -> str:
         """The tuple (or list of tuples) of a run's parameters, or of their gradients."""
         frozen = source == "gradients" and any(
-            not self.parameters[name].trainable for call in run.calls for name in call.params
+            not self.program.parameter(name).trainable for call in run.calls for name in call.params
         )
         take: Callable[[str], str] = lambda key: f"{source}.get({key})" if frozen else f"{source}[{key}]"  # noqa: E731
         numbers = run.numbers

@@ -38,7 +38,7 @@ from partc.ir.program import (
 
 def actions(program: Program) -> Program:
     """Set the bodies of a scheduled program."""
-    exchanges = Exchanges(program)
+    exchanges = program.derived(Exchanges)
     bodies = [body for stage in range(program.stages) for body in _BodyWriter(exchanges, stage).bodies()]
     ends = [_end(exchanges, place) for place in range(program.mesh.axis(PIPELINE_AXIS))]
     return replace(program, bodies=tuple(body for body in (*bodies, *ends) if body.statements))
@@ -100,7 +100,7 @@ class _BodyWriter:
 
     @cached_property
     def _calls(self) -> list[Call]:
-        return [call for call in self.program.calls if call.stage == self.index]
+        return [*self.program.calls_of(self.index)]
 
     def _in_phase(self, phase: Phase) -> list[Call]:
         return [call for call in self._calls if self.exchanges.regions[call.region].phase == phase]

@@ -71,7 +71,14 @@ def annotate(program: Program, *, pins: Sequence[Pin] = (), expert_axes: tuple[s
 def _written(program: Program, axis: str, places: Places, solution: Solution) -> Program:
     """The program with the solution's choices and layouts."""
 
+    made: dict[tuple[int, Placement], TensorType] = {}  # by the old type: layers that are equal share types
+
     def typed(type: TensorType, placement: Placement) -> TensorType:
+        if (id(type), placement) not in made:
+            made[id(type), placement] = placed(type, placement)
+        return made[id(type), placement]
+
+    def placed(type: TensorType, placement: Placement) -> TensorType:
         where = {name: type.layout.placement(name) for name in axis_order(program.sizes)}
         layout = Layout.build(type.shape, {**where, axis: placement}, program.sizes)
         if layout is None:

@@ -52,7 +52,7 @@ def bucket(
     buckets: list[Bucket] = []
     taken: set[str] = set()
     of: dict[str, tuple[str, ...]] = {}
-    exchanges = Exchanges(program)
+    exchanges = program.derived(Exchanges)
     for stage in range(program.stages):
         early = program.zero < 2
         after = dict(_of_stage(program, stage, bucket, halves or stage in program.split_stages)) if early else {}
@@ -117,7 +117,7 @@ def _completed(program: Program, stage: int, split: bool) -> Iterator[tuple[str,
     Where gradients of weights are made apart, all others have been made before the first of them.
     """
     regions = {region.name: region for region in program.regions}
-    calls = [call for call in program.calls if call.stage == stage]
+    calls = program.calls_of(stage)
     makers: dict[str, str] = {}
     order: list[str] = []
     for call in calls[::-1]:

@@ -58,7 +58,8 @@ def partition(program: Program) -> Program:
         for region in program.regions
     )
     reduce = _reductions(program)
-    parameters = tuple(replace(p, reduce=reduce.get(p.name, ()) if p.trainable else ()) for p in program.parameters)
+    summed = ((item, reduce.get(item.name, ()) if item.trainable else ()) for item in program.parameters)
+    parameters = tuple(item if item.reduce == axes else replace(item, reduce=axes) for item, axes in summed)
     return replace(program, regions=regions, parameters=parameters)
 
 

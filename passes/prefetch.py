@@ -45,7 +45,7 @@ _Statements = Sequence[ActionStatement]
 
 def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program:
     """Put starts and waits apart. Actions named in `late` (0B) gather nothing ahead."""
-    depth = Exchanges(program).levels
+    depth = program.derived(Exchanges).levels
     bodies = {body.name: body for body in program.bodies}
     stages = [stage for stage in range(program.stages) if fuel.allowed("prefetch", f"stage {stage}")]
     for stage in stages:
@@ -256,7 +256,7 @@ def gathering_ahead(program: Program, row: Sequence[Action], some: Sequence[Acti
     gathering = {name for name in {*map(_name, row)} if name in bodies and gathers(bodies[name].statements)}
     reads = [action for action in row if _name(action) in gathering]
     late = frozenset(_name(action) for action in reads[:-1] if not action.ahead)
-    yield from _ahead(some, bodies, late, Exchanges(program).levels)
+    yield from _ahead(some, bodies, late, program.derived(Exchanges).levels)
 
 
 def _name(action: Action) -> str:

@@ -28,7 +28,7 @@ import math
 from dataclasses import replace
 
 from partc.ir.layout import Layout, Sizes, SubDim
-from partc.ir.program import FLOATING, Parameter, Program
+from partc.ir.program import FLOATING, Parameter, Program, TensorType
 
 FEW = 16384  # elements that a rank holds whole, if parts would have more spare ones
 
@@ -39,8 +39,9 @@ def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) ->
     if not zero or not axes:
         return program
     usable = _gathered_for_microbatches(program)
+    held: dict[object, tuple[TensorType, tuple[str, ...]] | None] = {}  # layers that are equal share types
     parameters = tuple(
-        _cut(parameter, axes, program.sizes, zero)
+        _cut(parameter, axes, program.sizes, zero, held)
         if parameter.name in usable and (parameter.trainable or zero == 3) and not parameter.sparse
         else parameter
         for parameter in program.parameters
@@ -74,25 +75,38 @@ def _gathered_for_microbatches(program: Program) -> set[str]:
     return inside - outside - whole - {buffer for buffer, _ in program.updates}
 
 
-def _cut(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes, zero: int) -> Parameter:
+def _cut(
+    parameter: Parameter,
+    axes: tuple[str, ...],
+    sizes: Sizes,
+    zero: int,
+    held: dict[object, tuple[TensorType, tuple[str, ...]] | None],
+) -> Parameter:
     """The parameter in parts, over those of `axes` over which its gradient is a sum."""
+    key = id(parameter.type), parameter.reduce, parameter.trainable, parameter.stacked
+    if key not in held:
+        held[key] = _held(parameter, axes, sizes)
+    found = held[key]
+    if found is None:
+        return parameter
+    type, over = found
+    reduce = tuple(axis for axis in parameter.reduce if axis not in over)
+    return replace(parameter, type=type, reduce=reduce, gather=over, zero=zero)
+
+
+def _held(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> tuple[TensorType, tuple[str, ...]] | None:
+    """The type of a parameter in parts and the axes over which it is cut, or None."""
     layout = parameter.type.layout
     axes = tuple(axis for axis in axes if axis in parameter.reduce or not parameter.trainable)
     if parameter.type.dtype not in FLOATING or not axes:
-        return parameter
+        return None
     cut = _equal_parts(layout, axes, sizes) or _parts_with_spare(parameter, axes, sizes)
     if cut is None:
-        return parameter
+        return None
     dim, factors = cut
     dims = (*layout.dims[:dim], factors, *layout.dims[dim + 1 :])
-    held = Layout(dims, layout.partial, tuple(axis for axis in layout.varying if axis not in axes))
-    return replace(
-        parameter,
-        type=replace(parameter.type, layout=held),
-        reduce=tuple(axis for axis in parameter.reduce if axis not in axes),
-        gather=axes,
-        zero=zero,
-    )
+    varying = tuple(axis for axis in layout.varying if axis not in axes)
+    return replace(parameter.type, layout=Layout(dims, layout.partial, varying)), axes
 
 
 _Cut = tuple[int, tuple[SubDim, ...]]  # a dimension, and its factors

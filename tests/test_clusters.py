@@ -21,7 +21,7 @@ from partc.cli import main
 from partc.cluster.cluster import preset, span
 from partc.cluster.files import cluster_of
 from partc.cluster.variation import expected_maximum
-from partc.communication.exchanges import Exchanges, graph_of
+from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution
 from partc.compilation.plan import ParallelPlan, decisions, spelled
 from partc.compilation.simulation import FRAGMENTS, Simulator, prediction, predictions, read_plans, states_of
@@ -539,7 +539,7 @@ def test_the_last_backward_pass_waits_for_no_sums(simulator: Simulator) -> None:
     program = simulator.program(plan({"mesh": "pp=2,dp=2,tp=2", "microbatches": 4, "zero": 1, "bucket": "1KiB"}))
     (last,) = (
         steps
-        for action, steps in Execution(program, 1, Exchanges(program)).step()
+        for action, steps in Execution(program, 1).step()
         if isinstance(action, Action) and (action.kind, action.microbatch) == ("B", 3)
     )
     sums = [step.statement.verb for step in last if step.statement.subject == "bucket"]

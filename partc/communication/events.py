@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from partc.communication.exchanges import Exchanges, graph_of
+from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution, StatementRun
 from partc.errors import Source
 from partc.ir.collectives import MOVING, ROUTED, inside
@@ -120,11 +120,10 @@ def events(program: Program, *, crossing: bool = False, proving: bool = False) -
     With `crossing`, only that between pipeline coordinates: without overrides, all ranks at a coordinate have the same
     events, so that they enter their other collectives alike. With `proving`, statements are held to their types.
     """
-    exchanges = Exchanges(program)
     of = _Events(program, crossing)
     places = []
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
-        execution = Execution(program, place, exchanges, proving=proving)
+        execution = Execution(program, place, proving=proving)
         found: list[Event] = []
         for action, steps in (*execution.once(), *execution.step()):
             found.extend(of.action(steps, action))

@@ -84,8 +84,8 @@ class Exchanges:
         """Parameters that ranks keep whole besides their parts, by the first call that reads them."""
         found: dict[str, list[str]] = {}
         seen: set[str] = set()
-        for call in self.program.calls if self.program.zero in (1, 2) else ():
-            if call.stage == stage and self.regions[call.region].phase == "microbatch":
+        for call in self.program.calls_of(stage) if self.program.zero in (1, 2) else ():
+            if self.regions[call.region].phase == "microbatch":
                 found[call.name] = [name for name in call.params if name not in seen]
                 seen.update(call.params)
         return found
@@ -225,10 +225,8 @@ class GradientSums:
     @cached_property
     def trained(self) -> tuple[Parameter, ...]:
         """Trained parameters of this stage, in order of use."""
-        parameters = {parameter.name: parameter for parameter in self.program.parameters}
-        calls = [call for call in self.program.calls if call.stage == self.stage]
-        here = dict.fromkeys(name for call in calls for name in call.params)
-        return tuple(parameters[name] for name in here if parameters[name].trainable)
+        here = dict.fromkeys(name for call in self.program.calls_of(self.stage) for name in call.params)
+        return tuple(item for item in map(self.program.parameter, here) if item.trainable)
 
     def axes(self, parameter: Parameter) -> tuple[str, ...]:
         """The axes over which this stage sums a gradient."""
@@ -287,7 +285,7 @@ class GradientSums:
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The groups of axes with communication: each axis of the mesh, and axes summed or gathered over together."""
         single = ((name,) for name, size in self.program.mesh.axes if size > 1)
-        here = {name for call in self.program.calls if call.stage == self.stage for name in call.params}
+        here = {name for call in self.program.calls_of(self.stage) for name in call.params}
         summed = [self.axes(parameter) for parameter in self.trained]
         gathered = [parameter.gather for parameter in self.program.parameters if parameter.name in here]
         several = (each for axes in (*summed, *gathered) for each in (axes, *self.program.transport.levels(axes)))

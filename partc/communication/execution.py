@@ -7,14 +7,14 @@ coordinate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from partc.communication.exchanges import Exchanges
 from partc.communication.statement_proof import Key, StatementProof
 from partc.errors import InternalError
-from partc.ir.program import Action, ActionStatement, Body, BodyKind, Collective, GraphKind, Program
+from partc.ir.program import Action, ActionStatement, Body, BodyKind, Call, Collective, GraphKind, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,26 @@ class _UnderWay:
         return _UnderWay(dict(self.holds), self.whole, dict(self.under_way), dict(self.scatters))
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """Facts that all executions of a program share: equal actions in equal states have equal steps."""
+
+    program: Program
+    steps: dict[Key, tuple[tuple[StatementRun, ...], _UnderWay]] = field(default_factory=dict)
+    late: dict[Key, ActionStatement] = field(default_factory=dict)  # scatter -> its advance by a later action
+    brought: dict[tuple[int, str], frozenset[str]] = field(default_factory=dict)
+
+    @cached_property
+    def bodies(self) -> Mapping[str, Body]:
+        return {body.name: body for body in self.program.bodies}
+
+    @cached_property
+    def calls(self) -> Mapping[tuple[int, str], Call]:
+        return {(call.stage, call.name): call for call in self.program.calls}
+
+
 class Execution:
-    """The execution of the ranks at one pipeline coordinate.
+    """The execution of the ranks at one pipeline coordinate, with the program's schedule or another `row` of actions.
 
     Raises InternalError if a statement waits for an exchange that has not started, starts one again before it was
     waited for, or frees or reads parameters that have not been gathered. With `proving`, it checks that statements are
@@ -56,20 +74,17 @@ class Execution:
     """
 
     def __init__(
-        self, program: Program, place: int, exchanges: Exchanges | None = None, *, proving: bool = False
+        self, program: Program, place: int, row: tuple[Action, ...] | None = None, *, proving: bool = False
     ) -> None:
         self.program = program
         self.place = place
-        self.exchanges = exchanges or Exchanges(program)
+        self.row = row if row is not None else program.schedule[place] if program.schedule else ()
+        self.exchanges = program.derived(Exchanges)
         self._proof = StatementProof(self.exchanges, place) if proving else None
         self.stages = program.stages_at(place)
-        self._bodies = {body.name: body for body in program.bodies}
-        self._calls = {(call.stage, call.name): call for call in program.calls}
-        self._late: dict[Key, ActionStatement] = {}  # scatter -> its advance by a later action
-
-    @cached_property
-    def row(self) -> tuple[Action, ...]:
-        return self.program.schedule[self.place] if self.program.schedule else ()
+        shared = program.derived(_Shared)
+        self._bodies, self._calls, self._late, self._brought = shared.bodies, shared.calls, shared.late, shared.brought
+        self._steps = {} if proving else shared.steps  # a proof sees every step
 
     def once(self) -> Iterator[tuple[str, tuple[StatementRun, ...]]]:
         """The actions before the first step."""
@@ -92,7 +107,7 @@ class Execution:
             yield "refresh", tuple(self._of_stages("REFRESH", state))
         begun: set[int] = set()
         final = {action.stage: action for action in self.row if action.kind in ("B", "W")}
-        known: dict[Key, tuple[tuple[StatementRun, ...], _UnderWay]] = {}
+        known = self._steps
         for action in self.row[opening:]:
             first = updates and action.kind == "F" and action.stage not in begun
             begun.update({action.stage} if action.kind == "F" else ())
@@ -105,6 +120,7 @@ class Execution:
             yield action, steps
         self._check_ended(state)
         if updates:
+            state = state.copy()
             yield "end", tuple(self._statements(self._bodies.get(f"{self.place}END"), state))
             self._check_ended(state)
             if self._proof is not None:
@@ -256,7 +272,3 @@ class Execution:
             read = set(self._calls[stage, name].params)
             self._brought[stage, name] = frozenset(first for first, names in kept.items() if read.intersection(names))
         return self._brought[stage, name]
-
-    @cached_property
-    def _brought(self) -> dict[tuple[int, str], frozenset[str]]:
-        return {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from partc.communication.descriptions import moved_bytes
 from partc.communication.events import message
-from partc.communication.exchanges import Exchanges, graph_of
+from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution
 from partc.errors import Source
 from partc.ir.collectives import cost, inside, received
@@ -37,12 +37,11 @@ def communication(program: Program) -> dict[str, int]:
     Collectives over several axes at once are counted under their names joined: "dp,tp". The loss does not count.
     """
     busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
-    exchanges = Exchanges(program)
     graphs = _inside(program)
     regions = {(call.stage, call.name): call.region for call in program.calls}
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
         found: Counter[str] = Counter()
-        actions = [steps for _, steps in Execution(program, place, exchanges).step()]
+        actions = [steps for _, steps in Execution(program, place).step()]
         times = Counter(map(id, actions))
         for steps in {id(steps): steps for steps in actions}.values():
             here: Counter[str] = Counter()

@@ -99,8 +99,8 @@ class Footprint:
         return self._stages[stage]
 
     def _calls(self, stage: int) -> Iterator[Call]:
-        for call in self.program.calls:
-            if call.stage == stage and self._exchanges.regions[call.region].phase == "microbatch":
+        for call in self.program.calls_of(stage):
+            if self._exchanges.regions[call.region].phase == "microbatch":
                 yield call
 
     @cached_property
@@ -180,7 +180,7 @@ class Footprint:
 
     @cached_property
     def _exchanges(self) -> Exchanges:
-        return Exchanges(self.program)
+        return self.program.derived(Exchanges)
 
     @cached_property
     def _parameters(self) -> Mapping[str, Parameter]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain, takewhile
 
 from partc.communication.descriptions import comment, purpose
-from partc.communication.exchanges import Exchanges, graph_of
+from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution, StatementRun
 from partc.cost.action_timeline import ActionTimeline, LeftCollective, Segment, TimelineBuilder
 from partc.cost.cores import ROUNDS, BusySpan, pace, paces
@@ -226,9 +226,8 @@ class Forecast:
     @cached_property
     def _executions(self) -> tuple[tuple[tuple[Action | str, tuple[StatementRun, ...]], ...], ...]:
         """The execution of a step at each pipeline coordinate."""
-        exchanges = Exchanges(self.program)
         places = range(self.program.mesh.axis(PIPELINE_AXIS))
-        return tuple(tuple(Execution(self.program, place, exchanges).step()) for place in places)
+        return tuple(tuple(Execution(self.program, place).step()) for place in places)
 
     @cached_property
     def _steps(self) -> dict[tuple[int, str, int | None], tuple[StatementRun, ...]]:

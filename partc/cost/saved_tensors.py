@@ -141,7 +141,7 @@ def stage_bytes(program: Program) -> tuple[int, ...]:
     each = {region.name: saved_bytes(region, held[region.name], program.sizes) for region in program.regions}
     lasting = {region.name for region in program.regions if region.phase != "microbatch"}
     return tuple(
-        sum(each[call.region] for call in program.calls if call.stage == stage and call.region not in lasting)
+        sum(each[call.region] for call in program.calls_of(stage) if call.region not in lasting)
         for stage in range(program.stages)
     )
 

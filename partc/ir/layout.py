@@ -111,7 +111,14 @@ class Layout:
 
     def local_shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The shape that one rank holds for one microbatch."""
-        return tuple(math.prod(sub.part(sizes) for sub in dim) for dim in self.dims)
+        if sizes is not self._last_local[0]:
+            self._last_local[:] = sizes, tuple(math.prod(sub.part(sizes) for sub in dim) for dim in self.dims)
+        return self._last_local[1]  # type: ignore[return-value]
+
+    @cached_property
+    def _last_local(self) -> list[object]:
+        """The sizes that `local_shape` was asked for last, and its answer."""
+        return [None, None]
 
     @cached_property
     def sharded_axes(self) -> tuple[str, ...]:

@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Union
+from typing import Literal, TypeVar, Union
 
 from partc.errors import InternalError, Source
 from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, Mesh
 from partc.runtime.place import stacked_names
 
+Derived = TypeVar("Derived")
 DType = Literal["f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "bool"]
 ITEMSIZE: Mapping[str, int] = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
@@ -705,6 +706,27 @@ class Program:
     @cached_property
     def _buckets(self) -> Mapping[str, Bucket]:
         return {bucket.name: bucket for bucket in self.buckets}
+
+    def derived(self, kind: Callable[[Program], Derived]) -> Derived:
+        """An object of facts about the program, made once."""
+        if kind not in self._derived:
+            self._derived[kind] = kind(self)
+        return self._derived[kind]  # type: ignore[return-value]
+
+    @cached_property
+    def _derived(self) -> dict[Callable[[Program], object], object]:
+        return {}
+
+    def calls_of(self, stage: int) -> tuple[Call, ...]:
+        """The calls of a stage, in order."""
+        return self._calls_of.get(stage, ())
+
+    @cached_property
+    def _calls_of(self) -> Mapping[int, tuple[Call, ...]]:
+        found: dict[int, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.stage, []).append(call)
+        return {stage: tuple(calls) for stage, calls in found.items()}
 
     def parameter(self, name: str) -> Parameter:
         return self._parameters[name]

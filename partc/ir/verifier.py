@@ -78,8 +78,12 @@ def _program(program: Program) -> Iterator[str]:
             yield f"the batch's entry {name} has no type"
     typed = {**types, **{parameter.name: parameter.type for parameter in program.parameters}}
     gathered = {parameter.name: parameter.gather for parameter in program.parameters}
+    seen: set[object] = set()  # equal layers share types
     for name, type in typed.items():
-        yield from _layout(name, type.layout, program.sizes, gathered.get(name, ()))
+        axes = gathered.get(name, ())
+        if (id(type), axes) not in seen:
+            seen.add((id(type), axes))
+            yield from _layout(name, type.layout, program.sizes, axes)
     yield from _calls(program)
     if program.buckets or program.bodies:
         yield from _buckets(program)
@@ -111,6 +115,7 @@ def _calls(program: Program) -> Iterator[str]:
     for item in program.transfers:
         received.setdefault(item.value, set()).add(item.target)
     results = {region.name: _made(region) for region in program.regions}
+    seen: set[object] = set()
     for call in program.calls:
         region = regions.get(call.region)
         if region is None:
@@ -120,10 +125,14 @@ def _calls(program: Program) -> Iterator[str]:
         for name in call.args:
             if (call.stage, name) not in known:
                 yield f"{place} reads {name} before it is made or received in stage {call.stage}"
-        yield from _matched(f"{place}: argument", call.args, types, region.forward.inputs)
-        yield from _matched(f"{place}: parameter", call.params, parameters, region.params, cast=FLOATING)
-        # Once differentiated, a region's outputs are followed by what it saves.
-        yield from _matched(f"{place}: result", call.results, types, results[region.name][: len(call.results)])
+        given = (types, call.args), (parameters, call.params), (types, call.results)
+        same = (region.name, *[tuple(map(id, map(known_types.get, names))) for known_types, names in given])
+        if same not in seen:
+            seen.add(same)
+            yield from _matched(f"{place}: argument", call.args, types, region.forward.inputs)
+            yield from _matched(f"{place}: parameter", call.params, parameters, region.params, cast=FLOATING)
+            # Once differentiated, a region's outputs are followed by what it saves.
+            yield from _matched(f"{place}: result", call.results, types, results[region.name][: len(call.results)])
         for name in call.results:
             if (call.stage, name) in known:
                 yield f"{place} makes {name} a second time"

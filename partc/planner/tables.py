@@ -340,7 +340,7 @@ class Tables:
         options = plan.compile_options().for_passes
         program = passes.between("overlap", "zero", program, options)
         program = replace(program, transport=Transport(near=options["near"]))
-        footprint, exchanges = Footprint(program, self.states), Exchanges(program)
+        footprint, exchanges = Footprint(program, self.states), program.derived(Exchanges)
         usual = (plan.grad_reduce, plan.compress_grads) == ("fp32", "none")  # nothing is said of other forms of sums
         items = {item.name: item for item in program.parameters}
         left = dict.fromkeys(items)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from partc.communication.exchanges import Exchanges
 from partc.communication.execution import Execution, StatementRun
 from partc.cost.memory import Moment, RankMemory, StepPosition, together
 from partc.ir.naming import numbered
@@ -361,7 +360,6 @@ class Composer:
 
     def __init__(self, program: Program, told: Told, played: Played) -> None:
         self._program, self._told, self._played = program, told, played
-        self._exchanges = Exchanges(program)
         self._equal: dict[Key, _Equal] = {}
         self._signatures: dict[int, Key] = {}
 
@@ -431,9 +429,7 @@ class Composer:
         self, place: int, row: Sequence[Action], names: _Names, equal: _Equal, told: Told | None = None
     ) -> list[Key]:
         """The circumstances of the row's beginning, and of each of its actions."""
-        rows = list(self._program.schedule)
-        rows[place] = tuple(row)
-        execution = Execution(replace(self._program, schedule=tuple(rows)), place, self._exchanges)
+        execution = Execution(self._program, place, tuple(row))
         return list(self._keys(execution, names, equal, self._told if told is None else told))
 
     def _keys(self, execution: Execution, names: _Names, equal: _Equal, told: Told) -> Iterator[Key]:

@@ -387,8 +387,7 @@ class _Turns:
 
     def __init__(self, program: Program, modules: Modules, ledger: Ledger, lessons: Lessons) -> None:
         self._calls = {
-            stage: [(call.name, call.region) for call in program.calls if call.stage == stage]
-            for stage in range(program.stages)
+            stage: [(call.name, call.region) for call in program.calls_of(stage)] for stage in range(program.stages)
         }
         self._functions = {
             function.name: module.region for module in modules.regions for function in module.code.functions

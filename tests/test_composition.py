@@ -19,10 +19,11 @@ from tests.test_architecture import ROOT
 GPT = str(ROOT / "examples" / "gpt.py")
 
 
-def compiled(model: str = GPT, **given: Any) -> Program:
+def compiled(model: str = GPT, depth: int = 0, **given: Any) -> Program:
+    more = {"depth": str(depth)} if depth else {}
     options: dict[str, Any] = {"mesh": "4x2x2", "precision": "fp32", "schedule": "1f1b", "seed": 0, "shard": ()}
     checked = Options.checked(**{**options, "microbatches": 24, **given})
-    return compilation(model, None, checked, model_options={"batch": str(8 * checked.microbatches)}).program
+    return compilation(model, None, checked, model_options={"batch": str(8 * checked.microbatches), **more}).program
 
 
 def expect_equal(program: Program, *, composed: bool = True) -> None:
@@ -91,20 +92,52 @@ def test_other_models(model: str) -> None:
     expect_equal(compiled(str(ROOT / "tests" / "models" / model), mesh="2x2x2", zero=1))
 
 
-@pytest.mark.parametrize("given", [{}, {"mesh": "4x2x2", "zero": 1, "bucket": "0B"}, {"mesh": "4x2x2", "zero": 3}])
-def test_equal_stages_play_once(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the names of their calls and of the buckets of their gradients."""
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of actions in the rows that rehearsals play."""
     from partc.rehearsal import rehearsal
 
-    played: list[int] = []
+    rows: list[int] = []
     before = rehearsal._Rehearsal._played
 
     def counted(self: Any, place: int, row: Any, told: Any) -> Any:
-        played.append(len(row))
+        rows.append(len(row))
         return before(self, place, row, told)
 
     monkeypatch.setattr(rehearsal._Rehearsal, "_played", counted)
+    return rows
+
+
+@pytest.mark.parametrize("given", [{}, {"mesh": "4x2x2", "zero": 1, "bucket": "0B"}, {"mesh": "4x2x2", "zero": 3}])
+def test_equal_stages_play_once(given: dict[str, Any], played: list[int]) -> None:
+    """Whatever the names of their calls and of the buckets of their gradients."""
     program = compiled(**{"mesh": "4x1x1", "microbatches": 128, **given})
     played.clear()
     rehearsed(program)
     assert len(played) <= 3 and max(played) * 3 < len(program.schedule[0])
+
+
+def test_ranks_that_release_other_numbers_of_gradients_play_once(played: list[int]) -> None:
+    program = compiled(mesh="8x1x1", schedule="interleaved", virtual_stages=2, microbatches=16, depth=14)
+    played.clear()
+    rehearsed(program)
+    assert len(played) <= 4
+    expect_equal(program)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_equal_exchanges_run_once(monkeypatch: pytest.MonkeyPatch, zero: int) -> None:
+    """Those of equal layers in all microbatches, however many there are."""
+    from partc.runtime.execution.parts import Parts
+
+    run: list[str] = []
+    for name in ("_gather", "_scatter"):
+        before = getattr(Parts, name)
+        counted = lambda self, *args, before=before, name=name: run.append(name) or before(self, *args)  # noqa: E731
+        monkeypatch.setattr(Parts, name, counted)
+    counts = []
+    for depth, microbatches in ((4, 4), (8, 8)):
+        run.clear()
+        rehearsed(compiled(mesh="1x2x1", zero=zero, depth=depth, microbatches=microbatches))
+        counts.append((run.count("_gather"), run.count("_scatter")))
+    assert counts[0] == counts[1] and min(counts[0]) > 0

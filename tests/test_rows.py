@@ -19,6 +19,7 @@ from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.ir.program import Program
 from partc.ir.repetitions import UnlikeError, restored
+from partc.passes import outline
 from tests.test_heads import stack
 from tests.test_repeats import (
     Alternating,
@@ -258,6 +259,19 @@ def test_traces_do_not_grow_with_depth() -> None:
     assert len(few.regions[0].forward.ops) == len(many.regions[0].forward.ops)
     assert len(restored(many).regions[0].forward.ops) > 4 * len(many.regions[0].forward.ops)
     assert len(many.parameters) == 5 * len(few.parameters)
+
+
+def test_outlining_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    linked = []
+    link = outline._Linker._link
+    counted = lambda self, *args, **given: linked.append(args) or link(self, *args, **given)  # noqa: E731
+    monkeypatch.setattr(outline._Linker, "_link", counted)
+    calls = []
+    for depth in (8, 40):
+        linked.clear()
+        program, _ = traced(lambda depth=depth: Stack(Block, depth))  # type: ignore[misc]
+        calls.append((len(linked), len(passes.run(program, {}, until="outline")[-1].program.calls)))
+    assert calls[0][0] == calls[1][0] and calls[1][1] - calls[0][1] == 32
 
 
 def test_units_that_become_unlike_pass_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@
 
 Actions of one kind in equal circumstances have equal effects, whatever the microbatch and whichever of several equal
 stages they are of. Circumstances are the earlier actions of the microbatch, the exchanges that the action starts and
-waits for, the sent gradients that it releases, and whether it is among the first or the last of its kind. So a rank
-plays only microbatches that show all circumstances of its schedule, and equal ranks play them once.
+waits for, whether it releases sent gradients, and whether it is among the first or the last of its kind. So a rank
+plays only microbatches that show all circumstances of its schedule, and equal ranks play them once. An action that
+releases the gradients of several microbatches has the effect of one that releases those of one, with more releases.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from partc.cost.memory import Moment, RankMemory, StepPosition, together
 from partc.ir.naming import numbered
 from partc.ir.program import Action, ActionStatement, Bucket, Program
 from partc.passes.prefetch import gathering_ahead
-from partc.rehearsal.ledger import Block, Entry, Label, Ledger, label
+from partc.rehearsal.ledger import RELEASED, Block, Entry, Label, Ledger, label
 
 Key = tuple[object, ...]
 _ATTEMPTS = 4  # to find the microbatches that show all circumstances
@@ -44,19 +45,23 @@ class Effect:
 
     @classmethod
     def of(cls, entries: Iterable[Entry], calls: Mapping[str, int]) -> Effect:
+        found: list[tuple[Any, ...]] = []
+        for sign, what, (call, line, op) in entries:
+            assert what is not None
+            held = label(what) if isinstance(what, Block) else what.label
+            found.append((sign, held, calls.get(call, -1), line, op))
+        return cls.made(found)
+
+    @classmethod
+    def made(cls, entries: Sequence[tuple[Any, ...]]) -> Effect:
         now = high = at = 0
         reach: int | None = None
         most: dict[int, int] = {}
-        found = []
-        for index, (sign, what, (call, line, op)) in enumerate(entries):
-            assert what is not None
-            number = calls.get(call, -1)
-            here = now + (what.bytes if sign != "-" else -what.bytes)
-            if isinstance(what, Block):
-                now = here
-                found.append((sign, label(what), number, line, op))
+        for index, (sign, what, number, _, _) in enumerate(entries):
+            if sign == "^":
+                here = now + what[0]
             else:
-                found.append((sign, what.label, number, line, op))
+                here = now = now + (what[2] if sign == "+" else -what[2])
             if here > high:
                 high = here
             if sign != "-":
@@ -64,7 +69,19 @@ class Effect:
                     most[number] = here
                 if reach is None or here > reach:
                     reach, at = here, index
-        return cls(tuple(found), now, high, reach, at, tuple(most.items()))
+        return cls(tuple(entries), now, high, reach, at, tuple(most.items()))
+
+    def releasing(self, before: int, after: int) -> Effect | None:
+        """The effect with the releases of `after` microbatches in place of `before` ones, if those are equal."""
+        places = [index for index, (*_, op) in enumerate(self.entries) if op == RELEASED[-1]]
+        if before == after or not places:
+            return self
+        first, last = places[0], places[-1] + 1
+        one, rest = divmod(last - first, before)
+        released = self.entries[first:last]
+        if rest or len(released) > len(places) or released != released[:one] * before:
+            return None
+        return Effect.made((*self.entries[:first], *released[:one] * after, *self.entries[last:]))
 
     def counted(self, end: int | None = None) -> Counter[Label]:
         """The bytes that the entries before `end` allocate, less those that they free; a last surge is alive."""
@@ -238,6 +255,17 @@ class _Equal:
     effects: dict[Key, Effect] = field(default_factory=dict)
     doubtful: bool = False  # two effects were found for one circumstance: such ranks play whole steps
     histories: dict[Key, int] = field(default_factory=dict)  # interned
+    releasing: dict[tuple[Key, int], Effect] = field(default_factory=dict)
+
+    def effect(self, key: Key, releases: int) -> Effect:
+        """The effect in a circumstance, with the releases of so many microbatches."""
+        if releases == 1:
+            return self.effects[key]
+        if (key, releases) not in self.releasing:
+            found = self.effects[key].releasing(1, releases)
+            assert found is not None  # one release is like itself
+            self.releasing[key, releases] = found
+        return self.releasing[key, releases]
 
 
 @dataclass(frozen=True)
@@ -369,7 +397,7 @@ class Composer:
         names = _Names(self._program, place)
         equal = self._equal.setdefault(self.signature(place), _Equal())
         chosen: set[int] = set()
-        start, *keys = self._circumstances(place, row, names, equal)
+        start, keys, releases = self._circumstances(place, row, names, equal)
         opening = _opening(row)
         for _ in range(_ATTEMPTS):
             unknown = [index for index, key in enumerate(keys) if key not in equal.effects]
@@ -388,7 +416,7 @@ class Composer:
             self._learn(self._played(place, some, told), place, some, told, names, equal)
         if equal.doubtful or start not in equal.frames or any(key not in equal.effects for key in keys):
             return self._played(place, row, self._told)
-        effects = zip(row[opening:], (equal.effects[key] for key in keys), strict=True)
+        effects = zip(row[opening:], map(equal.effect, keys, releases), strict=True)
         calls = {stage: tuple(numbers) for stage, numbers in names.calls.items()}
         return Course(equal.frames[start], tuple(effects), calls)
 
@@ -427,12 +455,13 @@ class Composer:
 
     def _circumstances(
         self, place: int, row: Sequence[Action], names: _Names, equal: _Equal, told: Told | None = None
-    ) -> list[Key]:
-        """The circumstances of the row's beginning, and of each of its actions."""
+    ) -> tuple[Key, list[Key], list[int]]:
+        """The circumstances of the row's beginning, those of each of its actions, and the number of their releases."""
         execution = Execution(self._program, place, tuple(row))
-        return list(self._keys(execution, names, equal, self._told if told is None else told))
+        (start, _), *found = self._keys(execution, names, equal, self._told if told is None else told)
+        return start, [key for key, _ in found], [count for _, count in found]
 
-    def _keys(self, execution: Execution, names: _Names, equal: _Equal, told: Told) -> Iterator[Key]:
+    def _keys(self, execution: Execution, names: _Names, equal: _Equal, told: Told) -> Iterator[tuple[Key, int]]:
         row = execution.row
         opening = _opening(row)
         start: list[Key] = []
@@ -447,28 +476,32 @@ class Composer:
                 start.append(names.steps(steps))
                 done += isinstance(action, Action)
                 if action == "refresh":
-                    yield ("start", *start)
+                    yield ("start", *start), 1
                 continue
             if id(steps) not in steps_of:
                 steps_of[id(steps)] = steps, names.steps(steps)
             stage, kind = names.stages[action.stage], action.kind
-            history = released = -1
+            history, count = -1, 1
+            released: tuple[int, ...] = ()
             if action.microbatch is not None:
                 before = histories.get(action.microbatch, 0)
                 history = equal.histories.setdefault((before, stage, kind), len(equal.histories) + 1)
                 histories[action.microbatch] = history
                 if kind == "F":
-                    slots = ((source, action.microbatch) for source in sources[action.stage])
-                    released = sum(len(told.get(slot, ())) for slot in slots)
+                    counts = [len(told.get((source, action.microbatch), ())) for source in sources[action.stage]]
+                    if counts.count(0) == len(counts) - 1:  # from one source
+                        count = max(counts)
+                    released = tuple(each // count for each in counts)
             earlier = min(seen[stage, kind], _UNLIKE)
             seen[stage, kind] += 1
-            yield stage, kind, history, released, earlier, final.get(action.stage) == done, steps_of[id(steps)][1]
+            last = final.get(action.stage) == done
+            yield (stage, kind, history, released, earlier, last, steps_of[id(steps)][1]), count
             done += 1
 
     def _learn(
         self, ledger: Ledger, place: int, row: Sequence[Action], told: Told, names: _Names, equal: _Equal
     ) -> None:
-        start, *keys = self._circumstances(place, row, names, equal, told)
+        start, keys, releases = self._circumstances(place, row, names, equal, told)
         actions = row[_opening(row) :]
         parts = _parts(ledger)
         calls: list[Mapping[str, int]] = [{}] * len(ledger.actions)
@@ -484,8 +517,9 @@ class Composer:
         frame = Frame(base, named[:begin], named[begin + len(actions) : drained], +left, named[drained + 1 :])
         equal.doubtful |= any(sign != "-" for sign, *_ in effects[drained].entries) or min(left.values()) < 0
         equal.doubtful |= equal.frames.setdefault(start, frame) != frame
-        for key, effect in zip(keys, effects[begin : begin + len(actions)], strict=True):
-            equal.doubtful |= equal.effects.setdefault(key, effect) != effect
+        for key, effect, count in zip(keys, effects[begin : begin + len(actions)], releases, strict=True):
+            one = effect.releasing(count, 1)
+            equal.doubtful |= one is None or equal.effects.setdefault(key, one) != one
 
 
 def _opening(row: Sequence[Action]) -> int:

@@ -101,6 +101,7 @@ Place = tuple[str, str, str]  # call, line, operation
 # "+" block, "-" block, "^" surge, "." at an action's start; and the place where memory grows
 Entry = tuple[str, Block | Surge | None, Place]
 NOWHERE: Place = ("", "", "")
+RELEASED: Place = ("", "", "released")
 
 
 class Ledger(TorchDispatchMode):
@@ -123,6 +124,7 @@ class Ledger(TorchDispatchMode):
         self._end = 0  # of the tape, at the peak
         self.actions: list[str] = []
         self._muted = self._stopped = False
+        self._end_of: Place = NOWHERE  # the place on the tape of blocks that end
         self.heard: list[Event] | None = None  # events that are being recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,7 +163,7 @@ class Ledger(TorchDispatchMode):
         if self._stopped:
             return
         self.now -= block.bytes
-        self.tape.append(("-", block, NOWHERE))
+        self.tape.append(("-", block, self._end_of))
         if self.heard is not None:
             self.heard.append(Event("-", block))
 
@@ -233,6 +235,15 @@ class Ledger(TorchDispatchMode):
             yield self.tape
         finally:
             self.tape, self.now, self.peak, self.peaks, self.at, self._end = kept
+
+    @contextmanager
+    def releasing(self) -> Iterator[None]:
+        """A context in which blocks end because a transfer of one microbatch has ended."""
+        self._end_of = RELEASED
+        try:
+            yield
+        finally:
+            self._end_of = NOWHERE
 
     @contextmanager
     def making(self, category: str, name: str = "") -> Iterator[None]:

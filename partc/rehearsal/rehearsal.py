@@ -550,6 +550,10 @@ class _QuietComm(DistributedComm):
         with self.ledger.making("communication", "sent"):
             super()._send(x, link)
 
+    def taken(self, link: Link, microbatch: int) -> None:
+        with self.ledger.releasing():
+            super().taken(link, microbatch)
+
     def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
         with self.ledger.making("communication", "received"):
             return super()._recv(shape, dtype, link)

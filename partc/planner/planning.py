@@ -220,14 +220,12 @@ class Planner:
         thrifty: dict[tuple[object, ...], ParallelPlan] = {}
         by_node = any(NODE in level for level in self.space.fixed.get("zero", ()))
         space = self.space if by_node else replace(self.space, nodes=1)  # one order of the axes is enough
-        for plan in (plan for family in space.families() for plan in _some(family).plans()):
-            sizes = (*sizes_of(plan).values(), plan.experts)
-            if _is_customary(plan):
-                customary.append(plan)
-            if sizes not in found or self._hope(plan) < self._hope(found[sizes]):
-                found[sizes] = plan
-            if sizes not in thrifty or _thrift(plan) > _thrift(thrifty[sizes]):
-                thrifty[sizes] = plan
+        for family in space.families():
+            plans, sizes = [*_some(family).plans()], (*sizes_of(family.base).values(), family.base.experts)
+            customary += filter(_is_customary, plans)
+            quick, small = min(plans, key=self._hope), max(plans, key=_thrift)
+            found[sizes] = min(found.get(sizes, quick), quick, key=self._hope)
+            thrifty[sizes] = max(thrifty.get(sizes, small), small, key=_thrift)
         if customary:
             over, seconds = min(map(self._hope, customary))
             near = [plan for plan in customary if self._hope(plan) <= (over, _NEARLY * seconds)]

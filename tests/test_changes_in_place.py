@@ -363,3 +363,11 @@ def test_changes_that_are_refused(run: Forward) -> None:
         )
     assert caught.value.code == "P0212"
     assert caught.value.source is not None and caught.value.source.file.endswith("test_changes_in_place.py")
+
+
+def test_a_change_of_the_batch_is_told() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.up(x.clamp_(0, 1)).sum()  # type: ignore[no-any-return]
+
+    found = trace_model(lambda: Changing(forward), lambda: {"x": torch.ones(8, 6)}, name="m", mesh=Mesh.parse("1"))
+    assert any("entry x is changed" in sentence for sentence in found.assumed)

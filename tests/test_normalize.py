@@ -46,7 +46,8 @@ def check(model: nn.Module, batch: Mapping[str, Tensor], loss: Any = None) -> Pr
     model = model.double()
     doubles = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
     with computing_in(torch.float64):
-        out = model(**doubles) if loss is None else loss(model, doubles)
+        given = {name: x.clone() for name, x in doubles.items()}
+        out = model(**given) if loss is None else loss(model, given)
     expected = out if isinstance(out, Tensor) else out.loss
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     program = trace_model(
@@ -347,11 +348,20 @@ def test_rows_of_constants_are_broadcast() -> None:
     assert all(value.type.shape[:1] != (5,) for op in ops(program)[:-2] for value in op.results)
 
 
+def test_a_changed_entry_of_the_batch_is_the_steps_own() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        before = (x * m.v).sum()
+        x[:, 0].clamp_(0, 1)
+        return before * x.add_(1).sum() + (x * m.v).mean()
+
+    check(Function(forward), X)
+
+
 @pytest.mark.parametrize(
     ("forward", "code"),
     [
         (lambda m, x: torch.poisson(x).sum(), "P0207"),
-        (lambda m, x: x.add_(1).sum(), "P0212"),
+        (lambda m, x: (m.v.detach().clamp_(0, 1) * m.v * x).sum(), "P0212"),
         (lambda m, x: (lambda y: y.flatten().add_(1).sum() + y.sum())(x.sin()), "P0212"),
         (lambda m, x: (lambda y: y.flatten() + y.add_(1).flatten())(x.sin()).sum(), "P0212"),
         (lambda m, x: (lambda y: y.detach().mul_(2).sum() + y.sum())(x.sin()), "P0212"),

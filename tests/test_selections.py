@@ -195,6 +195,37 @@ def equals_eager(build: Callable[[], nn.Module], batches: Sequence[dict[str, Ten
         torch.testing.assert_close(loss, model(**batch), rtol=1e-12, atol=1e-12)
 
 
+def ensure(condition: Any, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+class Added(nn.Module):
+    """Features of pictures that are added to the places that a mask selects, after checks of their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.sight, self.head = nn.Embedding(9, 8), nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, words: Tensor, pictures: Tensor) -> Tensor:
+        x, found, mask = self.words(words), self.sight(pictures).flatten(0, 1), words == 8
+        ensure(x[mask].numel() == found.numel(), "other numbers of features")
+        torch._check(int(found.shape[0]) == mask.sum().item())
+        y = x.clone()
+        y[mask, :] = x[mask, :] * 2 + found
+        return self.head(y).square().mean()
+
+
+def test_plain_rows_are_added_to_selected_ones() -> None:
+    """Each example has two places, in different positions in each batch."""
+    places = torch.tensor([[0, 3], [1, 2], [2, 4], [3, 4]])
+    batches = [
+        {"words": torch.randint(8, (4, 5)).scatter(1, some, 8), "pictures": torch.randn(4, 2, 4, dtype=torch.float64)}
+        for some in (places, places.flip(0))
+    ]
+    equals_eager(Added, batches)
+
+
 def test_constant_masks_are_places() -> None:
     equals_eager(ConstantMasks, [{"x": torch.randn(8, 6, 8, dtype=torch.float64)}])
 

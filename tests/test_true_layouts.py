@@ -63,6 +63,11 @@ def test_elements_keep_their_place_in_another_shape() -> None:
     assert reshaped(Layout.parse("[8@dp, 6]"), (3, 8), SIZES) is None
 
 
+def test_dimensions_of_one_element_take_no_cut_from_their_neighbours() -> None:
+    found = reshaped(Layout.parse("[8@dp, 8 · 4@tp, 16]"), (4, 8, 1, 16), SIZES)
+    assert found is not None and found.layout == Layout.parse("[8@dp, 8 · 4@tp, 1, 16]")
+
+
 def test_a_layout_that_its_operands_do_not_make_is_refused() -> None:
     program = partc.compile(MODELS["gpt"].source(EXAMPLES), mesh="1x2x2", microbatches=2).program
     Verifier()(program, frozenset({"local"}), "schedule")

@@ -63,6 +63,23 @@ def test_transformers_reads_constants() -> None:
     assert "linear" in {op.name for op in traced(step).program.regions[0].forward.ops}
 
 
+def gridded(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Sizes and places that come from constants: pictures of 2 x 2 and 1 x 4 patches, whose rows are counted."""
+    grids = torch.tensor([[2, 2], [1, 4]])
+    counts = grids[:, 0] * grids[:, 1]
+    ends = counts.cumsum(0)
+    within = torch.arange(counts.sum()) - torch.repeat_interleave(ends - counts, counts)
+    out = net.layer(x)
+    first, second = out[: ends[0]], out.narrow(0, ends[0], counts[1])
+    return (first * second).sum() / len(within) + x.new_zeros(counts[0], 8).add(first).mean()
+
+
+def test_sizes_and_places_of_constants_are_numbers() -> None:
+    net, entries = Net(gridded).double(), {name: double(x) for name, x in batch().items()}
+    program = passes.run(traced(gridded).program, {}, until="normalize")[-1].program
+    torch.testing.assert_close(evaluate_program(program, entries, dict(net.named_parameters())), net(**entries))
+
+
 @GUARDS
 def test_guards_inside_functions_of_torch_are_assumed() -> None:
     found = traced(lambda net, x, y: F.gaussian_nll_loss(net.layer(x), x, x.square() + 0.1))
@@ -80,6 +97,89 @@ def test_numbers_are_assumed_to_be_finite() -> None:
     found = traced(clamped)
     assert len(found.assumed) == 2 and "isfinite(x).all()" in found.assumed[0]
     assert not {"clamp", "mean"} & {op.name for op in found.program.regions[0].forward.ops}
+
+
+class Strided(nn.Module):
+    """Sizes in buffers that no state dict has; `count` is one that forward changes."""
+
+    def __init__(self, step: Callable[[Strided, Tensor], Tensor]) -> None:
+        super().__init__()
+        kernel, stride = torch.tensor(5), torch.tensor(2)
+        self.layer, self.step = nn.Linear(8, 8), step
+        self.pad = nn.Buffer(kernel - stride, persistent=False)
+        self.count = nn.Buffer(torch.tensor(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(self, x)
+
+
+def counting_up(net: Strided, x: Tensor) -> Tensor:
+    net.count += 1
+    return net.layer(x).sum() * net.count
+
+
+def branching(net: Strided, x: Tensor) -> Tensor:
+    net.count = net.count + 1
+    return net.layer(x).sum() if net.count > 1 else net.layer(x).mean()
+
+
+def test_sizes_in_buffers_are_known_unless_forward_changes_them() -> None:
+    def pad(net: Strided, x: Tensor) -> Tensor:
+        return F.pad(net.layer(x), (0, net.pad)).sin().sum()
+
+    def traced(step: Callable[[Strided, Tensor], Tensor]) -> Traced:
+        given = {"x": torch.randn(8, 8)}
+        return trace_model(lambda: Strided(step), lambda: given, name="net", mesh=Mesh.parse("1"), precision="fp64")
+
+    padded = next(op for op in traced(pad).program.regions[0].forward.ops if op.name == "pad")
+    assert padded.result.type.shape == (8, 11)
+    assert "mul" in {op.name for op in traced(counting_up).program.regions[0].forward.ops}
+    with pytest.raises(PartcError, match="values of a tensor"):
+        traced(branching)
+
+
+def test_equal_layers_with_other_sizes_in_buffers_are_each_traced() -> None:
+    class Cut(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.layer, self.count = nn.Linear(8, 8), nn.Buffer(torch.tensor(count), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.pad(self.layer(x)[:, self.count :], (self.count, 0)).sin()
+
+    build = lambda: nn.Sequential(*map(Cut, (1, 1, 1, 2, 3, 1, 1)))  # noqa: E731
+    net, x = build().double(), torch.randn(8, 8, dtype=torch.float64)
+    loss = lambda model, batch: model(batch["x"]).sum()  # noqa: E731
+    traced = trace_model(build, lambda: {"x": x}, loss, name="net", mesh=Mesh.parse("1"), precision="fp64")
+    program = passes.run(traced.program, {}, until="normalize")[-1].program
+    held = dict(net.named_parameters()) | dict(net.named_buffers())
+    torch.testing.assert_close(evaluate_program(program, {"x": x}, held), net(x).sum())
+
+
+class Cached(nn.Module):
+    """Forward keeps what it computes from sizes in a buffer that no state dict has."""
+
+    def __init__(self, scale: bool = False) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), scale
+        self.places = nn.Buffer(torch.zeros(1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.places.shape[1] != x.shape[1]:
+            self.places = torch.arange(x.shape[1])[None].to(x.dtype) / 2
+            if self.scale:
+                self.places = self.places * x.mean()
+        return (self.layer(x) * self.places).sum()
+
+
+def test_a_buffer_that_caches_a_constant_gets_its_shape_in_forward() -> None:
+    net, x = Cached().double(), torch.randn(8, 8, dtype=torch.float64)
+    found = trace_model(Cached, lambda: {"x": x}, name="net", mesh=Mesh.parse("1"), precision="fp64")
+    program = passes.run(found.program, {}, until="normalize")[-1].program
+    held = dict(net.named_parameters()) | dict(net.named_buffers())
+    torch.testing.assert_close(evaluate_program(program, {"x": x}, held), net(x))
+    with pytest.raises(PartcError, match="replaces the buffer places"):
+        trace_model(lambda: Cached(scale=True), lambda: {"x": x}, name="net", mesh=Mesh.parse("1"))
 
 
 def told(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from partc.frontend.results import Read
 from partc.frontend.rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.selections import Selections
 from partc.frontend.shared_memory import shared_with
-from partc.frontend.trace_errors import explained
+from partc.frontend.trace_errors import explained, innermost
 from partc.frontend.transforms import transformed
 from partc.frontend.untraceable_modules import untraceable_modules
 from partc.frontend.value_branches import ValueWatch
@@ -74,6 +74,10 @@ class Captured:
     numbers: tuple[Source, ...] = ()  # of rows that a mask selects, as integers
 
 
+class _ChangedError(Exception):
+    """Forward changes the buffer of this name, whose values counted as constants."""
+
+
 class _TracedStep(nn.Module):
     """The traced module: from the tensors of one batch, in the order of `names`, to one loss, or to what `read` finds.
 
@@ -97,11 +101,13 @@ class _TracedStep(nn.Module):
         dtype: torch.dtype,
         read: Read | None = None,
         masks: Mapping[str, Recipe] | None = None,
+        numbers: dict[str, Tensor] | None = None,
         parts: int = 1,
     ) -> None:
         super().__init__()
         self._parts = parts
         self._masks = masks or {}
+        self.numbers = numbers or {}
         self._hooks = hooks
         self._outcomes = outcomes
         self._dtype = dtype
@@ -118,11 +124,16 @@ class _TracedStep(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         batch = rebuilt(self._form, dict(zip(self._names, tensors, strict=True)))
+        versions = [x._version for x in tensors]
         for cached in caches(self.model):
             cached.cache_clear()  # tensors of an earlier trace have no values here
         buffers = Buffers.of(self.model)
         repeats = self._repeats()
         values = ValueWatch(self._outcomes, repeats.refuse_branch, repeats.call)
+        constants = {name: self.model.get_buffer(name) for name in self.numbers}
+        for name, constant in constants.items():
+            values.know(constant, self.numbers[name])
+        before = {name: constant._version for name, constant in constants.items()}
         try:
             with (
                 computing_in(self._dtype), repeats.rows.with_parts(), self._watch.watching(),
@@ -135,9 +146,16 @@ class _TracedStep(nn.Module):
             raise
         except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
             raise explained(error, self.model, self._path, self._parts, values.selections.any) from error
+        for name, constant in constants.items():
+            if self.model.get_buffer(name) is not constant or constant._version != before[name]:
+                raise _ChangedError(name)
+        for name, entry, version in zip(self._names, tensors, versions, strict=True):
+            if entry._version != version:
+                text = f"The batch's entry {name} is changed in a copy: the next step reads it unchanged."
+                self._assumed[text] = None
         first = next(iter(found.values()))
         self._told(_with_gradient(self.model, first, repeats), tuple(found), repeats, values.selections)
-        buffers.keep(self._watch.line_of)
+        buffers.keep(self._watch.line_of, values.knows)
         return first if self._read is None else tuple(found.values())
 
     @contextmanager
@@ -210,9 +228,11 @@ def capture(
     recipes = Recipes()
     with recipes:
         model = _built(build, path)
-    masks = recipes.masks(model)
+    masks, numbers = recipes.masks(model), recipes.numbers(model)
     modules = ModuleTree(model)
     rows = ModuleRows(modules.named, modules.groups, modules.weights, excluded)
+    if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
+        raise WholeTrace  # modules that are alike in all else may have other numbers
     hooks = own_hooks(modules.named)
     told: list[tuple[frozenset[str], tuple[str, ...], Repeats, Selections]] = []
     assumed: dict[str, None] = {}
@@ -248,15 +268,23 @@ def capture(
                     dtype,
                     read,
                     masks,
+                    numbers,
                     parts,
                 )
-                trace = lambda: torch.export.export(step, tuple(batch.values()), strict=False)  # noqa: E731
+
+                def trace() -> torch.export.ExportedProgram:
+                    while True:
+                        try:
+                            return torch.export.export(step, tuple(batch.values()), strict=False)
+                        except _ChangedError as error:
+                            step.numbers = {name: x for name, x in step.numbers.items() if name != str(error)}
+
                 with rows.absent(), _without_advice():
                     exported = trace()
                     gained, paths, marked, selections = told[-1]
                     check(exported, watch, trace)
         except PartcError as error:
-            error.source = error.source or blame(error, path)
+            error.source = error.source or innermost(error)
             raise
         except (UnequalError, WholeTrace):
             raise

@@ -1,10 +1,14 @@
-"""Masks that a constructor makes and keeps in buffers, as constants of the trace.
+"""Masks and sizes that a constructor makes and keeps in buffers, as constants of the trace.
 
     register_buffer("bias", torch.tril(torch.ones(s, s)).view(1, 1, s, s))   ->   view(tril(ones(s, s)), (1, 1, s, s))
 
 Models are built without values. `Recipes` notes the calls that make tensors from sizes alone. A buffer whose recipe
 has `tril` or `triu` is made again while the model is traced, so that attention learns the structure of its mask at any
 size. Equal recipes give one tensor.
+
+    register_buffer("stride", torch.tensor(4), persistent=False)
+
+The values of a few integers that state dicts do not have are known while the model is traced. They stay buffers.
 """
 
 from __future__ import annotations
@@ -12,16 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from partc.frontend.by_tensor import ByTensor
+from partc.torch_private import without_modes
 
-_MADE = frozenset({"ones", "zeros", "full", "arange"})
+_MADE = frozenset({"ones", "zeros", "full", "arange", "tensor"})
 _CHANGED = frozenset({
     "tril", "triu", "view", "reshape", "unsqueeze", "expand", "bool", "to", "float", "logical_not", "eq", "ne", "lt",
     "gt", "__invert__", "masked_fill", "bitwise_xor", "bitwise_and", "bitwise_or", "__xor__", "__and__", "__or__",
+    "add", "sub", "mul", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "cumsum",
 })  # fmt: skip
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
+LARGEST = 64  # integers of one buffer
 _SAME = frozenset({"detach", "requires_grad_", "clone", "contiguous"})  # the result has the values of the operand
 _MASKS = frozenset({"tril", "triu"})
 _INITIALIZING = "torch.nn.init"
@@ -59,8 +68,7 @@ class Recipes(TorchFunctionMode):
         elif isinstance(made, Tensor) and (name in _MADE or (name in _CHANGED and self._of(args[0]) is not None)):
             given = tuple(_Inner(self._of(arg)) if isinstance(arg, Tensor) else _frozen(arg) for arg in args)
             named = tuple((key, _frozen(arg)) for key, arg in (kwargs or {}).items() if key not in _IGNORED)
-            plain = all(arg.recipe is not None for arg in given if isinstance(arg, _Inner))
-            if plain and not any(isinstance(arg, Tensor) for _, arg in named):
+            if all(map(_is_plain, (*given, *(arg for _, arg in named)))):
                 self._known[made] = made._version, (func, given, named)
         return made
 
@@ -82,6 +90,18 @@ class Recipes(TorchFunctionMode):
         found = {name: self._of(buffer) for name, buffer in model.named_buffers()} if self._known else {}
         return {name: recipe for name, recipe in found.items() if recipe is not None and _has_mask(recipe)}
 
+    def numbers(self, model: nn.Module) -> dict[str, Tensor]:
+        """The values of small buffers of integers that no state dict has, by name."""
+        found = {}
+        for path, module in model.named_modules():
+            for name in module._non_persistent_buffers_set:
+                buffer = module._buffers.get(name)
+                recipe = self._of(buffer)
+                if recipe is not None and buffer is not None and buffer.numel() <= LARGEST and _is_integer(buffer):
+                    found[f"{path}.{name}".removeprefix(".")] = recipe
+        with without_modes():
+            return {name: value for name, value in made(found)}
+
 
 class _Inner:
     """A tensor among the arguments of a recipe."""
@@ -94,6 +114,17 @@ class _Inner:
 
     def __hash__(self) -> int:
         return hash(self.recipe)
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not x.is_floating_point() and not x.is_complex()
+
+
+def _is_plain(arg: Any) -> bool:
+    """Whether an argument of a recipe is a recipe, a number or text, or has nothing else."""
+    if isinstance(arg, _Inner):
+        return arg.recipe is not None
+    return all(map(_is_plain, arg)) if isinstance(arg, tuple) else isinstance(arg, _PLAIN)
 
 
 def _alike(written: Tensor, source: Any) -> bool:

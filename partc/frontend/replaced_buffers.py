@@ -2,6 +2,7 @@
 
 self.old, self.new = self.new, x.mean(0)      the buffers' next values, which an export would drop
 self.mean = self.weight                       refused: from now on, both names have one memory
+self.places = torch.arange(n)                 of another shape, a constant: each step makes it again
 self.table = self.make() if self.table is None else self.table       left to frozen_state
 """
 
@@ -25,6 +26,7 @@ class _Name:
     name: str
     buffer: Tensor | None
     version: int
+    persistent: bool
 
     @property
     def now(self) -> Tensor | None:
@@ -44,20 +46,27 @@ class Buffers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Buffers:
-        stores = [module._buffers for module in model.modules()]
-        items = [(store, name, buffer) for store in stores for name, buffer in store.items()]
         places = (
-            _Name(store=store, name=name, buffer=buffer, version=0 if buffer is None else buffer._version)
-            for store, name, buffer in items
-        )
+            _Name(
+                store=module._buffers, name=name, buffer=buffer, version=0 if buffer is None else buffer._version,
+                persistent=name not in module._non_persistent_buffers_set,
+            )
+            for module in model.modules() for name, buffer in module._buffers.items()
+        )  # fmt: skip
         return cls(model=model, places=tuple(places))
 
-    def keep(self, line: Callable[[str], Source | None]) -> None:
+    def keep(self, line: Callable[[str], Source | None], is_constant: Callable[[Tensor], bool]) -> None:
         """Copy each new tensor into the buffer in whose place it is, and put all buffers back.
 
+        A constant of another shape, in place of a buffer that no state dict has, is left out: each step makes it again.
         `line` finds the user's line that assigns to a name. Raises PartcError P0225 where the next step would differ
         from an eager one.
         """
+        for each in self.places:
+            buffer, now = each.buffer, each.now
+            if buffer is None or now is None or each.persistent or now.shape == buffer.shape or not is_constant(now):
+                continue
+            each.store[each.name] = buffer
         replaced = [each for each in self.places if each.now is not each.buffer]
         if not replaced:  # a switch of gradients would be a graph of its own
             return

@@ -11,13 +11,16 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from partc.errors import PartcError, Source
+from partc.installed import shortened, user_frame
 from partc.ir.program import Graph
 
 # A comparison with an integer that only tells whether a count is zero, and its answer if the count is not.
@@ -43,6 +46,19 @@ class Tests(Protocol):
 
     def passed(self) -> bool | None:
         """The outcome under which a guard that compares two numbers does not raise; None for other comparisons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """A comparison of numbers whose outcome is not known: a function that it is passed to may only guard with it."""
+
+    _selections: Tests
+
+    def __bool__(self) -> bool:
+        passed = self._selections.passed()
+        if passed is None:
+            raise unknown_number()
+        return passed
 
 
 class RowCount(int):
@@ -78,7 +94,7 @@ class RowCount(int):
         """The number as a tensor."""
         return self._tensor()
 
-    def _compared(self, name: str, other: Any) -> bool:
+    def _compared(self, name: str, other: Any) -> Any:
         passed = self._selections.passed()
         if passed is not None:
             return passed
@@ -90,29 +106,29 @@ class RowCount(int):
         if same or self._selections.compares_inside_torch():
             compare: Callable[[int, Any], bool] = getattr(operator, name)
             return compare(self.whole, other.whole if isinstance(other, RowCount) else other)
-        raise unknown_number()
+        return Unsettled(self._selections)
 
     def __bool__(self) -> bool:
         if self._tested is None:
             raise unknown_number()
         return self._selections.nonempty(self._tested)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: object) -> Any:
         return self._compared("eq", other)
 
-    def __ne__(self, other: object) -> bool:
+    def __ne__(self, other: object) -> Any:
         return self._compared("ne", other)
 
-    def __gt__(self, other: int) -> bool:
+    def __gt__(self, other: int) -> Any:
         return self._compared("gt", other)
 
-    def __ge__(self, other: int) -> bool:
+    def __ge__(self, other: int) -> Any:
         return self._compared("ge", other)
 
-    def __lt__(self, other: int) -> bool:
+    def __lt__(self, other: int) -> Any:
         return self._compared("lt", other)
 
-    def __le__(self, other: int) -> bool:
+    def __le__(self, other: int) -> Any:
         return self._compared("le", other)
 
     def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
@@ -212,7 +228,10 @@ def check_numbers(graph: Graph, other: Graph | None, number: Source) -> None:
 
 
 def unknown_number(source: Source | None = None) -> PartcError:
-    """The error of code that needs a number of rows as an integer."""
+    """The error of code that needs a number of rows as an integer, at the line that runs if no other is given."""
+    frame = user_frame(sys._getframe(1))
+    if source is None and frame is not None:
+        source = Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
     return PartcError(
         "P0206",
         "the model does not trace: forward computes a Python number from the number of rows that a mask selects, or "

@@ -248,6 +248,23 @@ class Selections:
             return NOT_SELECTED
         return self._parts.joined(call.given, call.argument(1, "dim", 0))
 
+    def _spread(self, call: _TorchCall) -> Any:
+        """Arithmetic of selected rows and as many plain ones as the mask selects, which get the places of these."""
+        selected = next((x for x in call.args if (held := self._rows.of(x)) is not None and not held.dim), None)
+        if selected is None or not all(isinstance(x, Tensor) and x.dim() == selected.dim() for x in call.args):
+            return NOT_SELECTED
+        held, count = self._rows.of(selected), len(selected)
+        plain = next((x for x in call.args if x.shape[0] not in (1, count) and self._rows.of(x) is None), None)
+        if plain is None or held is None:
+            return NOT_SELECTED
+        mask = held.mask.ne(0).reshape(*held.mask.shape, *(1 for _ in plain.shape[1:]))
+        wide = plain.new_zeros(*held.mask.shape, *plain.shape[1:])
+        rows = self._rows.selected(wide.masked_scatter(mask.expand_as(wide), plain), held.mask)
+        operands = [rows if x is plain else x for x in call.args]
+        made = call.func(*operands, **call.kwargs)
+        self._rows.hold_like(operands, made)
+        return made
+
     # -- calls on selected rows ----------------------------------------------------------------------
 
     def _merged(self, call: _TorchCall, held: MaskedRows) -> Any:
@@ -397,6 +414,7 @@ _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **_named("cat concat concatenate", Selections._joined),
     "masked_select": Selections._masked,
     **_named("masked_scatter masked_scatter_", Selections._scattered),
+    **dict.fromkeys(_ARITHMETIC, Selections._spread),
 }
 # Those of calls whose first argument holds selected rows.
 _CALLS_OF_ROWS: Mapping[str, Callable[[Selections, _TorchCall, MaskedRows], Any]] = {

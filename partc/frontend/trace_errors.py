@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from partc.errors import PartcError, first_line
+from partc.errors import PartcError, Source, first_line
 from partc.frontend.model_file import blame
 from partc.installed import is_machinery, shortened
 
@@ -129,11 +129,19 @@ def explained(
         help = _ROWS
     elif help == _CHECK and parts > 1:
         help = _PART.format(parts)
-    place = None if known is not None and known.inside else path
-    source = blame(error, place)
-    if source is not None and place is None:
-        source = replace(source, file=shortened(source.file))
+    inner = innermost(error)
+    if known is not None and known.inside:
+        return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=inner)
+    source = blame(error, path)
+    if source is not None and inner is not None and shortened(source.file) != inner.file:
+        cause += f" (in {inner})"
     return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=source)
+
+
+def innermost(error: BaseException) -> Source | None:
+    """The innermost line outside torch and partc."""
+    source = blame(error)
+    return None if source is None else replace(source, file=shortened(source.file))
 
 
 def _raised_by_the_model(error: BaseException) -> bool:

@@ -31,6 +31,7 @@ from partc.errors import PartcError, Source
 from partc.frontend.alignments import ctc_loss
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
+from partc.frontend.row_counts import Unsettled
 from partc.frontend.selected_rows import NOT_SELECTED
 from partc.frontend.selections import Selections
 from partc.frontend.statements import around, path_to, span_of, tree_of
@@ -55,6 +56,13 @@ _SIZED_BY_VALUES = frozenset({
     "repeat_interleave", "nonzero", "argwhere", "where", "unique", "unique_consecutive", "masked_select", "bincount",
     "combinations",
 })  # fmt: skip
+# Operations that read integer tensors as sizes or places: all of their arguments, or those behind the first.
+_FACTORIES = frozenset({"arange", "linspace", "zeros", "ones", "full", "empty", "eye"})
+_PLACED = frozenset({
+    "new_zeros", "new_ones", "new_full", "narrow", "select", "split", "split_with_sizes", "chunk",
+    "view", "reshape", "unflatten", "expand", "repeat", "tile", "unfold", "pad", "roll", "interpolate",
+})  # fmt: skip
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _FOREACH = "_foreach_"  # operations on lists, as of updates of a teacher
 _COUNTED = frozenset({"repeat_interleave", "tensor_split"})  # results whose sizes are numbers in the second operand
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}  # if all are finite
@@ -95,7 +103,7 @@ class ValueWatch(TorchFunctionMode):
             call=call,
             shown=_SHOWN.get(outcomes, lambda rows: rows),
             value=self._known.get,
-            know=self._know,
+            know=self.know,
             guard=self._passed,
         )
 
@@ -125,6 +133,9 @@ class ValueWatch(TorchFunctionMode):
                     if condition is None:
                         self._assume(sys._getframe(1))
                         return
+                elif isinstance(condition, Unsettled):
+                    self._assume(sys._getframe(1))
+                    return
                 elif isinstance(condition, torch.SymBool):
                     try:
                         condition = test(condition)
@@ -173,6 +184,14 @@ class ValueWatch(TorchFunctionMode):
             with self:
                 return for_each(name.removeprefix(_FOREACH), *args, **kwargs)
         args, kwargs = self.selections.sized(name, args, kwargs)
+        if name in _FACTORIES:
+            args, kwargs = self._numbers(args), self._numbers(kwargs)
+        elif name in _PLACED:
+            args, kwargs = (*args[:1], *self._numbers(args[1:])), self._numbers(kwargs)
+        elif name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            bounded = tuple(self._numbers(item) if isinstance(item, slice) else item for item in index)
+            args = (args[0], bounded if isinstance(args[1], tuple) else bounded[0], *args[2:])
         if (generator := kwargs.get("generator")) is not None:
             if generator is not torch.default_generator:
                 return self._drawn_by_own(func, name, args, kwargs)
@@ -250,13 +269,30 @@ class ValueWatch(TorchFunctionMode):
 
     # -- known values --------------------------------------------------------------------------
 
-    def _know(self, x: Any, real: Any) -> None:
+    def _numbers(self, item: Any) -> Any:
+        """Arguments of a call, with numbers in place of integer tensors of one element whose values are known."""
+        if isinstance(item, Tensor):
+            known = self._known.get(item) if not item.dim() and item.dtype in _INTEGERS else None
+            with without_modes():
+                return item if known is None else known.item()
+        if isinstance(item, slice):
+            return slice(*map(self._numbers, (item.start, item.stop, item.step)))
+        if isinstance(item, dict):
+            return {key: self._numbers(one) for key, one in item.items()}
+        return type(item)(map(self._numbers, item)) if type(item) in (tuple, list) else item
+
+    def knows(self, x: Tensor) -> bool:
+        """Whether a tensor is a constant whose values are known."""
+        return x in self._known
+
+    def know(self, x: Any, real: Any) -> None:
+        """Take a tensor for a constant of these values."""
         if isinstance(x, Tensor) and isinstance(real, Tensor):
             if x.shape == real.shape and x.dtype == real.dtype and real.device.type == "cpu":
                 self._known[x] = real
         elif isinstance(x, tuple | list) and isinstance(real, tuple | list):
             for one, other in zip(x, real, strict=False):
-                self._know(one, other)
+                self.know(one, other)
 
     def _constant(self, real: Any) -> Any:
         """Known values of integers as constants of the trace; _UNKNOWN for others."""
@@ -268,7 +304,7 @@ class ValueWatch(TorchFunctionMode):
         with without_modes():
             values = real.tolist()
         made = torch.tensor(values, dtype=real.dtype).reshape(real.shape)
-        self._know(made, real)
+        self.know(made, real)
         return made
 
     def _counted(self, name: str, x: Tensor, numbers: Tensor, dim: int | None = None, **_: Any) -> Any:
@@ -307,7 +343,7 @@ class ValueWatch(TorchFunctionMode):
         with without_modes():
             values = real.flatten().tolist()
         made = torch.tensor(values, dtype=real.dtype).reshape(real.shape)
-        self._know(made, real)
+        self.know(made, real)
         return args[0].copy_(made) if name.endswith("_") else made
 
     def _follow(
@@ -318,7 +354,7 @@ class ValueWatch(TorchFunctionMode):
         test = self._drawn.of(made)
         if test is not None and not 0 < test[0] < 1:  # of numbers from [0, 1)
             with without_modes():
-                self._know(made, torch.full(made.shape, (test[0] >= 1) == test[1], dtype=torch.bool))
+                self.know(made, torch.full(made.shape, (test[0] >= 1) == test[1], dtype=torch.bool))
             return
         written = kwargs.get("out")
         if written is None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
@@ -327,7 +363,7 @@ class ValueWatch(TorchFunctionMode):
             return
         real = self._computed(func, name, args, kwargs) if _elements(made) <= LARGEST else _UNKNOWN
         if real is not _UNKNOWN:
-            self._know(made, real)
+            self.know(made, real)
         elif isinstance(written, Tensor):
             self._forget(written)
 

@@ -353,7 +353,7 @@ def reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred |
     if not shape or 0 in shape:
         return Inferred(replace(layout, dims=tuple((SubDim(size),) for size in shape)), frozenset(range(len(shape))))
     row = tuple(sub for dim in layout.dims for sub in dim if sub.size > 1)
-    found = _of_factors(row, shape, sizes) if len(shape) > 1 else [row]
+    found = _with_ones(layout, shape, sizes) or (_of_factors(row, shape, sizes) if len(shape) > 1 else [row])
     if found is None:
         return None
     dims = tuple(pieces or (SubDim(1),) for pieces in found)
@@ -363,6 +363,17 @@ def reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred |
     starts = [dim for dim, pieces in enumerate(dims) if dim and pieces[0].axes]
     unsure = frozenset(starts) | frozenset(dim - 1 for dim in starts)
     return Inferred(replace(layout, dims=dims), unsure, doubtful=bool(unsure))
+
+
+def _with_ones(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> list[Pieces] | None:
+    """The same dimensions with others of one element between them; None if the shape has different ones."""
+    dims = [dim for dim in layout.dims if _size(dim) > 1]
+    if math.prod(shape) < 2 or [math.prod(_local(sub, sizes) for sub in dim) for dim in dims] != [
+        size for size in shape if size > 1
+    ]:
+        return None
+    left = iter(dims)
+    return [next(left) if size > 1 else () for size in shape]
 
 
 def _of_body(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:

@@ -10,8 +10,8 @@
 A changed view (a slice, a row, a transpose, a diagonal) is put back into its tensor. Later readers of the tensor read
 the new value, and a view that is read after a change of its tensor is made anew, as torch's functionalization does. The
 last value of a buffer is the first value of the next microbatch. A change is refused if it reaches a tensor by a view
-that may be a copy (reshape, flatten, contiguous, to) and the tensor is read afterwards, and if it reaches an input or a
-parameter. A change with the attribute `no_grad` writes values without a gradient.
+that may be a copy (reshape, flatten, contiguous, to) and the tensor is read afterwards, and if it reaches a parameter.
+A changed input is the step's own. A change with the attribute `no_grad` writes values without a gradient.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class _Functionalization:
         self._buffers = buffers
         self._types = {**buffers, **{name: value.type for name, value in graph.definitions().items()}}
         self._last = _last_reads(graph)
-        self._inside = {value.name for op in graph.ops for value in op.results} | set(buffers)
+        made = {value.name for op in graph.ops for value in op.results}
+        self._inside = {*made, *buffers, *(value.name for value in graph.inputs)}
         self._taken = set(self._types)
         self._roots: dict[str, str] = {}  # view -> the value whose memory it shows
         self._views: dict[str, _View] = {}
@@ -136,7 +137,7 @@ class _Functionalization:
                 )
             raise PartcError(
                 "P0212",
-                f"{op.name} changes an input or a parameter in place",
+                f"{op.name} changes a parameter in place",
                 help=f"use {op.name.removesuffix('_')} and the value it returns",
                 source=op.source,
             )

@@ -83,7 +83,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 # The libraries have a folder of their own: torchvision's wheel would bring another torch, and transformers would use it.
 $(VENV)/.zoo: $(VENV)/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/zoo \
-	  torchvision==0.28.0 timm diffusers requests regex httpx importlib_metadata pillow
+	  torchvision==0.28.0 timm diffusers requests urllib3 certifi idna charset_normalizer regex httpx importlib_metadata pillow
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python

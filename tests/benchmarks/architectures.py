@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import derived
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,9 +66,8 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     given = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in batch.items() if name != "target"}
     made = model(**given)
     if "target" not in batch:
-        return made.loss
-    results = [made] if isinstance(made, Tensor) else made.values() if isinstance(made, dict) else made
-    first = next(x for x in results if isinstance(x, Tensor) and x.is_floating_point())
+        return made["loss"]
+    first = derived.first_numbers(made)
     target = batch["target"]
     if target.is_floating_point():
         return F.mse_loss(first, target)
@@ -348,6 +348,20 @@ PAIR: dict[str, Any] = {"text_config": SMALL_TEXT, "vision_config": SMALL_SIGHT,
 TIMES: dict[str, Any] = {
     "prediction_length": 5, "context_length": 8, "lags_sequence": [1, 2, 3, 4, 5, 6, 7], "num_time_features": 1,
 }  # fmt: skip
+
+
+def derived_rows(known: set[str]) -> dict[str, Architecture]:
+    """A row for each model type without one: its sizes and its batch are derived from the library."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    def row(kind: str) -> Architecture:
+        def build() -> nn.Module:
+            made = derived.of_kind(kind)
+            return made.model(made.config)
+
+        return Architecture(library="transformers", build=build, batch=lambda: derived.of_kind(kind).batch())
+
+    return {f"hf_{kind}": row(kind) for kind in CONFIG_MAPPING_NAMES if kind not in known}
 
 
 def newer_tasks() -> dict[str, Architecture]:
@@ -1005,6 +1019,55 @@ def _flow() -> nn.Module:
     return Flow()
 
 
+class Detection(nn.Module):
+    """A detector of torchvision and the sum of its losses, for pictures with boxes."""
+
+    def __init__(self, kind: str) -> None:
+        from torchvision.models import detection
+        from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+
+        super().__init__()
+        if kind.startswith("ssd"):
+            self.detector = getattr(detection, kind)(weights=None, weights_backbone=None, num_classes=CLASSES)
+            return
+        backbone = resnet_fpn_backbone(
+            backbone_name="resnet18", weights=None, trainable_layers=5, norm_layer=nn.BatchNorm2d
+        )
+        self.detector = getattr(detection, kind)(backbone, num_classes=CLASSES, min_size=64, max_size=64)
+
+    def forward(self, images: Tensor, boxes: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        targets = [{"boxes": box, "labels": label} for box, label in zip(boxes, labels, strict=True)]
+        return {"loss": sum(self.detector(list(images), targets).values())}
+
+
+def _detector(kind: str) -> Architecture:
+    def batch() -> Batch:
+        corners = torch.rand(BATCH, 2, 2) * 30
+        return {"images": noise(3, 64, 64), "boxes": torch.cat([corners, corners + 20], -1),
+                "labels": torch.randint(1, CLASSES, (BATCH, 2))}  # fmt: skip
+
+    return Architecture(library="torchvision", build=lambda: Detection(kind), batch=batch)
+
+
+def _mvit() -> nn.Module:
+    from torchvision.models.video.mvit import MSBlockConfig, MViT
+
+    blocks = [
+        MSBlockConfig(num_heads=heads, input_channels=given, output_channels=32, kernel_q=[3] * 3, kernel_kv=[3] * 3,
+                      stride_q=[1, stride, stride], stride_kv=[1, 3 - stride, 3 - stride])
+        for heads, given, stride in ((1, 16, 1), (2, 32, 2))
+    ]  # fmt: skip
+    return MViT(spatial_size=(PIXELS, PIXELS), temporal_size=4, block_setting=blocks, residual_pool=True,
+                residual_with_cls_embed=False, rel_pos_embed=True, proj_after_attn=True, num_classes=CLASSES)  # fmt: skip
+
+
+def _swin3d() -> nn.Module:
+    from torchvision.models.video import SwinTransformer3d
+
+    sizes: dict[str, Any] = {"patch_size": [2, 4, 4], "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
+    return SwinTransformer3d(**sizes, window_size=[2, 4, 4], num_classes=CLASSES)
+
+
 def of_torchvision() -> dict[str, Architecture]:
     def seen(name: str, pixels: int = PIXELS, given: dict[str, Any] | None = None) -> Architecture:
         def build() -> nn.Module:
@@ -1038,7 +1101,13 @@ def of_torchvision() -> dict[str, Architecture]:
     found["tv_resnext50"] = seen("resnext50_32x4d")
     found |= {f"tv_{name}": _dense(name) for name in ("fcn_resnet50", "deeplabv3_mobilenet_v3_large")}
     found["tv_lraspp"] = _dense("lraspp_mobilenet_v3_large", "input")
-    found |= {f"tv_{name}": _films(name) for name in ("r2plus1d_18", "mc3_18")}
+    films = lambda: {"x": noise(3, 4, PIXELS, PIXELS), "target": classes()}  # noqa: E731
+    found |= {f"tv_{name}": _films(name) for name in ("r2plus1d_18", "mc3_18", "r3d_18")}
+    found |= {
+        f"tv_{build.__name__.strip('_')}": Architecture(library="torchvision", build=build, batch=films)
+        for build in (_mvit, _swin3d)
+    }
+    found |= {f"tv_{kind.lower()}": _detector(kind) for kind in ("RetinaNet", "FCOS", "ssdlite320_mobilenet_v3_large")}
     found["tv_convnext"] = _convnext()
     found["tv_swin_v2"] = small("SwinTransformer", patch_size=[4, 4], embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=[4, 4],
                                 block=_swin_v2_block, downsample_layer=_swin_v2_merging)  # fmt: skip
@@ -1092,7 +1161,8 @@ def of_timm() -> dict[str, Architecture]:
             from timm.models import mlp_mixer
 
             sizes: dict[str, Any] = {"img_size": PIXELS, "patch_size": 8, "embed_dim": 64, "num_blocks": 2, **given}
-            return mlp_mixer.MlpMixer(num_classes=CLASSES, block_layer=getattr(mlp_mixer, block), **sizes)
+            kinds = {"mlp_layer": mlp_mixer.GatedMlp} if block == "SpatialGatingBlock" else {}
+            return mlp_mixer.MlpMixer(num_classes=CLASSES, block_layer=getattr(mlp_mixer, block), **kinds, **sizes)
 
         return Architecture(library="timm", build=build, batch=pictures())
 
@@ -1202,6 +1272,10 @@ def of_timm() -> dict[str, Architecture]:
         "timm_gcvit": small("gcvit.GlobalContextVit", img_size=64, window_size=(4, 4, 4, 2), depths=(1, 1, 1, 1), embed_dim=16, num_heads=(2, 2, 2, 2)),
         "timm_mixer": mixer("MixerBlock"),
         "timm_resmlp": mixer("ResBlock", mlp_ratio=4),
+        "timm_gmlp": mixer("SpatialGatingBlock", mlp_ratio=4),
+        "timm_nasnet": small("nasnet.NASNetALarge", pixels=96, stem_size=16, num_features=192),
+        "timm_nextvit": seen("nextvit_small", pixels=64, depths=(1, 2, 5, 2)),
+        "timm_hieradet": seen("sam2_hiera_tiny", pixels=64, embed_dim=16),
         "timm_mvitv2": Architecture(library="timm", build=_multiscale, batch=pictures(64)),
         "timm_nest": small("nest.Nest", img_size=64, embed_dims=(16, 32, 64), depths=(1, 1, 2), num_heads=(2, 2, 4)),
         "timm_volo": small("volo.VOLO", img_size=64, layers=(1, 1, 1, 1), embed_dims=(32, 64, 64, 64), num_heads=(2, 4, 4, 4), outlook_attention=(True, False, False, False)),
@@ -1528,8 +1602,11 @@ def of_files() -> dict[str, Architecture]:
     }
 
 
+_of_transformers = of_transformers()
+DERIVED = derived_rows(set(_of_transformers))
 ARCHITECTURES = {
-    **of_transformers(),
+    **_of_transformers,
+    **DERIVED,
     **of_torchvision(),
     **of_timm(),
     **of_diffusers(),

@@ -4,7 +4,8 @@ Each case is one fresh `partc compile` process, from the command to the last fil
 seconds stand beside the seconds, since other work on the machine lengthens only the latter. The machine factor is the
 time to import torch in units of one second: seconds of machines compare by their quotients with it.
 
-`--growth` doubles depth, microbatches, ranks and experts of a small model, one at a time.
+`--growth` doubles depth, microbatches, stages, ranks, virtual stages and experts at true sizes, one at a time, and
+counts function calls by Python's profiler: they do not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,11 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 151_936, "max_position_embeddings": 40_960,
     },
     "deepseek-v3": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},  # its class's defaults
+    "mixtral-8x22b": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 6144,
+        "intermediate_size": 16_384, "num_attention_heads": 48, "num_key_value_heads": 8, "num_hidden_layers": 56,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32_768, "max_position_embeddings": 65_536,
+    },
 }  # fmt: skip
 
 
@@ -79,19 +85,101 @@ CASES = (
     Case(name="deepseek", model="deepseek-v3", mesh="1x16x8", batch=64, seq=4096, microbatches=4, seconds=20),
     Case(name="8b", model="llama-8b", mesh="2x4x8", batch=16, seq=8192, microbatches=4, seconds=8),
 )
-SMALL = Case(
-    name="small", model="llama-8b", mesh="4x4x2", batch=512, seq=512, microbatches=32, seconds=0
+EXPERTS = ("--zero", "1", "--experts")
+MIXTURES = (
+    Case(
+        name="mixtral", model="mixtral-8x22b", mesh="pp=4,dp=16,tp=8", batch=256, seq=4096, microbatches=8, seconds=20,
+        options=(*EXPERTS, "ep=8@dp"),
+    ),
+    Case(
+        name="qwen3-cp", model="qwen3-235b", mesh="pp=2,dp=16,cp=2,tp=8", batch=64, seq=4096, microbatches=4,
+        seconds=20, options=(*EXPERTS, "ep=16@dp"),
+    ),
+    Case(
+        name="qwen3-2048", model="qwen3-235b", mesh="pp=4,dp=64,tp=8", batch=512, seq=4096, microbatches=8,
+        seconds=20, options=(*EXPERTS, "ep=64@dp"),
+    ),
+    Case(
+        name="deepseek-2048", model="deepseek-v3", mesh="pp=16,dp=16,tp=8", batch=1024, seq=4096, microbatches=32,
+        seconds=20, options=(*EXPERTS, "ep=16@dp"),
+    ),
+    Case(
+        name="deepseek-cp", model="deepseek-v3", mesh="pp=8,dp=16,cp=2,tp=8", batch=512, seq=4096, microbatches=16,
+        seconds=20, options=(*EXPERTS, "ep=32@dp,cp"),
+    ),
 )  # fmt: skip
-EXPERTS = Case(name="experts", model="qwen3-235b", mesh="2x4x2", batch=32, seq=512, microbatches=4, seconds=0)
-GROWTH = (
-    SMALL,
-    replace(SMALL, name="depth x2", changes={"num_hidden_layers": 64}),
-    replace(SMALL, name="microbatches x2", microbatches=64, batch=1024),
-    replace(SMALL, name="stages x2", mesh="8x4x2"),
-    replace(SMALL, name="ranks x2", mesh="4x8x2", batch=1024),
-    replace(EXPERTS, changes={"num_hidden_layers": 8, "num_experts": 32}),
-    replace(EXPERTS, name="experts x2", changes={"num_hidden_layers": 8, "num_experts": 64}),
+
+
+def deeper(case: Case, name: str, layers: int) -> Case:
+    return replace(case, name="layers", changes={name: layers})
+
+
+NAMED = {case.name: case for case in (*CASES, *MIXTURES)}
+VIRTUAL = replace(BIG, options=("--zero", "1", "--schedule", "interleaved", "--virtual-stages", "4"))
+BUBBLES = replace(BIG, options=("--zero", "1", "--schedule", "zero-bubble"))
+ZERO3 = NAMED["405b-zero3"]
+GROWTH: tuple[tuple[Case, tuple[Case, ...]], ...] = (
+    (
+        BIG,
+        (
+            deeper(BIG, "num_hidden_layers", 252),
+            replace(BIG, name="microbatches", microbatches=32, batch=4096),
+            replace(BIG, name="stages", mesh="32x64x8"),
+            replace(BIG, name="ranks", mesh="16x256x8", batch=4096),
+        ),
+    ),
+    (
+        ZERO3,
+        (
+            deeper(ZERO3, "num_hidden_layers", 252),
+            replace(ZERO3, name="microbatches", microbatches=256, batch=32_768),
+            replace(ZERO3, name="ranks", mesh="16x256x8", batch=32_768),
+        ),
+    ),
+    (
+        VIRTUAL,
+        (
+            deeper(VIRTUAL, "num_hidden_layers", 252),
+            replace(VIRTUAL, name="microbatches", microbatches=32, batch=4096),
+            replace(VIRTUAL, name="virtual stages", options=(*VIRTUAL.options[:-1], "8")),
+        ),
+    ),
+    (BUBBLES, (deeper(BUBBLES, "num_hidden_layers", 252), replace(BUBBLES, name="microbatches", microbatches=32))),
+    (NAMED["530b"], (deeper(NAMED["530b"], "n_layer", 210),)),
+    (NAMED["1t"], (deeper(NAMED["1t"], "n_layer", 256), replace(NAMED["1t"], name="microbatches", microbatches=1024))),
+    (
+        NAMED["qwen3"],
+        (
+            deeper(NAMED["qwen3"], "num_hidden_layers", 188),
+            replace(NAMED["qwen3"], name="experts", changes={"num_experts": 256}),
+        ),
+    ),
+    (
+        NAMED["deepseek-2048"],
+        (
+            deeper(NAMED["deepseek-2048"], "num_hidden_layers", 122),
+            replace(NAMED["deepseek-2048"], name="experts", changes={"n_routed_experts": 512}),
+        ),
+    ),
+    (
+        NAMED["mixtral"],
+        (
+            deeper(NAMED["mixtral"], "num_hidden_layers", 112),
+            replace(NAMED["mixtral"], name="experts", changes={"num_local_experts": 16}),
+        ),
+    ),
 )
+# A compile under the profiler; its last line on stderr is the number of function calls.
+COUNTING = """
+import cProfile, pstats, sys
+profile = cProfile.Profile()
+profile.enable()
+from partc.cli import main
+status = main(sys.argv[1:])
+profile.disable()
+print(pstats.Stats(profile).total_calls, file=sys.stderr)
+sys.exit(status)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,23 +189,30 @@ class Measured:
     gib: float
     ranks: int
     status: int
+    calls: int
 
 
-def measure(case: Case) -> Measured:
-    """One compile in a process of its own; its status is not 0 if it is refused, as by a memory limit."""
+def measure(case: Case, *, counted: bool = False) -> Measured:
+    """One compile in a process of its own; its status is not 0 if it is refused, as by a memory limit.
+
+    Function calls are `counted` under the profiler, which takes twice the time.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / case.model / "config.json"
         model.parent.mkdir()
         model.write_text(json.dumps({**CONFIGURATIONS[case.model], **case.changes}))
-        command = [sys.executable, "-m", "partc", "compile", f"hf:{model}", "--mesh", case.mesh, "--json"]
+        command = [sys.executable, *(("-c", COUNTING) if counted else ("-m", "partc")), "compile", f"hf:{model}"]
+        command += ["--mesh", case.mesh, "--json"]
         command += ["--batch", str(case.batch), "--seq", str(case.seq), "--microbatches", str(case.microbatches)]
         command += ["--precision", "bf16", *case.options, "-o", f"{folder}/build"]
         environment = {**os.environ, "PARTC_CACHE": f"{folder}/cache"}
         start = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+        with (Path(folder) / "stderr").open("w") as told:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, env=environment)
         assert process.stdout is not None
         output = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
+        *_, last = (Path(folder) / "stderr").read_text().splitlines() or [""]
         seconds = time.perf_counter() - start
     return Measured(
         seconds=seconds,
@@ -125,6 +220,7 @@ def measure(case: Case) -> Measured:
         gib=usage.ru_maxrss / 2**20,
         ranks=json.loads(output)["ranks"] if not status else 0,
         status=os.waitstatus_to_exitcode(status),
+        calls=int(last) if counted else 0,
     )
 
 
@@ -136,13 +232,32 @@ def machine_factor() -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def growth(wanted: Collection[str]) -> None:
+    """Print the function calls of compiles, and of those with one size doubled."""
+    print("| case | mesh | options | millions of calls | doubled | millions of calls | more |")
+    print("|---|---|---|---:|---|---:|---:|")
+    for case, doubled in GROWTH:
+        if wanted and case.name not in wanted:
+            continue
+        before = measure(case, counted=True).calls
+        for other in doubled:
+            after = measure(other, counted=True).calls
+            print(
+                f"| {case.name} | {case.mesh} | {' '.join(case.options)} | {before / 1e6:.1f} | {other.name} "
+                f"| {after / 1e6:.1f} | {after / before - 1:+.0%} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     wanted = [name for name in sys.argv[1:] if not name.startswith("--")]
-    cases = GROWTH if "--growth" in sys.argv else CASES
+    if "--growth" in sys.argv:
+        growth(wanted)
+        return
     print(f"machine factor {machine_factor():.2f}\n")
     print("| case | mesh | microbatches | options | seconds | processor seconds | to reach | GiB | status |")
     print("|---|---|---:|---|---:|---:|---:|---:|---:|")
-    for case in cases:
+    for case in NAMED.values():
         if wanted and case.name not in wanted:
             continue
         found = measure(case)

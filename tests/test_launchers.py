@@ -39,9 +39,12 @@ def until(done: Path) -> None:
 def slow(build: Path) -> Path:
     """Steps of a twentieth of a second: there is time to kill somebody in between."""
     stage = build / "stages" / "stage_0.py"
-    text, there = stage.read_text(), '        """Nothing is counted over the batch."""\n'
-    assert there in text
-    stage.write_text(text.replace(there, f"{there}        import time\n\n        time.sleep(0.05)\n"))
+    text, there = stage.read_text(), "    def forward(self"
+    assert text.count(there) == 1
+    waits = (
+        "    def prepare(self, batch: dict[str, Tensor]) -> None:\n        import time\n\n        time.sleep(0.05)\n\n"
+    )
+    stage.write_text(text.replace(there, f"{waits}{there}"))
     return build
 
 

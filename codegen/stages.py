@@ -139,7 +139,7 @@ def _receives(facts: StageFacts) -> tuple[Entry, ...]:
 
 
 def _once(facts: StageFacts, phase: Phase) -> tuple[Line, ...]:
-    """Calls of a phase whose results the stage keeps."""
+    """The calls of a phase that runs once, such as setup; the stage keeps their results as attributes."""
     lines = []
     for run in facts.runs[phase]:
         function = facts.codes[run.region.name].forward

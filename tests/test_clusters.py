@@ -400,7 +400,7 @@ def _matrix(*shape: int) -> TensorType:
 
 
 def test_plans_may_predict_gradients_in_bf16(simulator: Simulator) -> None:
-    """Of each parameter a rank then holds 2 bytes less, and 2 bytes cross the links; the rest stays."""
+    """A rank then holds 2 bytes less for each parameter, and sums move 2 bytes for each; nothing else changes."""
     plan = ParallelPlan(mesh="dp=4", precision="bf16", options={"batch": 16, "depth": 4})
     usual, half = simulator.predict(plan), simulator.predict(replace(plan, gradients="bf16"))
     program = simulator.program(plan)

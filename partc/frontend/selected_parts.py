@@ -61,7 +61,7 @@ class SelectedParts:
         return tuple(self._rows.selected(x, (*before, *self._rows.places(mask))) for mask in masks)
 
     def _of_examples(self, x: Tensor, counts: Tensor) -> tuple[Tensor, ...] | None:
-        """Selected rows by example, where the mask has a row for each and `counts` are the sums of these."""
+        """Selected rows by example: the mask has a row for each example, and `counts` are the sums of its rows."""
         held, counted = self._rows.of(x), self._counts.counted_by_row(counts)
         if held is None or held.dim or counted is None or held.mask is not self._counts.whole(counted):
             return None

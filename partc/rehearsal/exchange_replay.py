@@ -66,7 +66,7 @@ class ReplayedExchange(Pending[Any]):
             self._replay(self._lesson.advance)
 
     def wait(self) -> Any:
-        """The result; nothing is left to do if it was waited for before."""
+        """The result. Every call but the first returns it at once."""
         lesson, self._lesson = self._lesson, None
         if lesson is None:
             return None

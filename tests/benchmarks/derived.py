@@ -161,7 +161,7 @@ class Sizes:
     pixels: int = 32
 
     def find(self, *names: str, default: int) -> Any:
-        """The first of the fields that the configuration or a part of it has."""
+        """The first of these fields that exists in the configuration or in a nested one."""
         for name in names:
             for config in parts(self.config):
                 value = getattr(config, name, None)

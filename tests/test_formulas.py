@@ -203,7 +203,7 @@ def test_views_cut_sizes_into_what_they_are_made_of() -> None:
 def test_the_page_reads_as_the_field_writes() -> None:
     found = formulas(compiled(MEGATRON, precision="bf16", casts=("softmax=bf16",), recompute="all_gather"))
     text = page(found, region="block")
-    assert "b·s·h·(34 + 5·a·s/h + 8/h)/tp" in text
+    assert "b·s·h·(34 + 5·a·s/h + 16/h)/tp" in text
     assert "2·a·b·s²/tp each" in text
     assert "8·b·s·h·(tp - 1)/tp" in text
     assert "size of a head; h/a in this model" in text

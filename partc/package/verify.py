@@ -41,7 +41,9 @@ from partc.package.verify_results import verify_results
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import Shard
+from partc.runtime.processes.devices import Wanted
 from partc.runtime.train.command_line import parse
+from partc.runtime.train.job import Job
 
 # How a run updates its parameters: options of train.py that the single-device model follows too.
 RECIPE = (
@@ -81,13 +83,13 @@ def verify(
         )
     if plan.get("results"):
         return verify_results(directory.resolve(), batches=steps, virtual=virtual, arguments=arguments)
-    recipe = _recipe(directory, ["--steps", str(steps), *arguments])
+    job, recipe = _recipe(directory, ["--steps", str(steps), *arguments])
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
         folder = Path(name)
         plain = reference or folder / "reference"
         if plan["repeated"]:  # another run than that of the whole batch
             plain = plain / f"{plan['microbatches']}_batches"
-        _train_both(directory.resolve(), folder, plain, virtual, recipe)
+        _train_both(directory.resolve(), folder, plain, virtual, job.device, recipe)
         start, *reference_steps = [load(plain / f"step_{step:04d}.safetensors") for step in range(steps + 1)]
         losses = next(report["losses"] for report in read_reports(folder / "report") if report["logs"])
         reference_losses = [float(metadata["loss"]) for _, metadata in reference_steps]
@@ -112,8 +114,8 @@ def verify(
     )
 
 
-def _recipe(directory: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """The training options of both runs, as train.py parses them."""
+def _recipe(directory: Path, arguments: Sequence[str]) -> tuple[Job, dict[str, Any]]:
+    """The options of the package's run as train.py parses them, and those that the single-device run shares."""
     try:
         job = parse(arguments, directory)
     except UsageError as error:
@@ -126,12 +128,14 @@ def _recipe(directory: Path, arguments: Sequence[str]) -> dict[str, Any]:
                 help="give options of the optimizer: --optimizer, --lr, --weight-decay, --clip, --warmup",
             )
     recipe = {name: getattr(job, name) for name in ("steps", "seed", *RECIPE)}
-    return recipe | {"clip": CLIP if job.clip is None else job.clip}
+    return job, recipe | {"clip": CLIP if job.clip is None else job.clip}
 
 
-def _train_both(directory: Path, folder: Path, reference: Path, virtual: bool, recipe: Mapping[str, Any]) -> None:
-    """Run the package, and beside it the single-device model unless its run exists."""
-    arguments = list(_options(recipe))
+def _train_both(
+    directory: Path, folder: Path, reference: Path, virtual: bool, device: Wanted, recipe: Mapping[str, Any]
+) -> None:
+    """Run the package on the device, and beside it the single-device model on the CPU unless its run exists."""
+    arguments = [*_options(recipe), *(() if device == "auto" else ("--device", device))]
     arguments += ["--record", str(folder / "record"), "--report", str(folder / "report")]
     if (directory / "runtime" / "train" / "tuning.py").is_file():
         arguments.append("--no-tuning")  # a few steps aren't worth the time

@@ -26,7 +26,7 @@ import torch
 from partc.ir.mesh import Mesh
 from partc.package.comparison import relative_error
 from partc.runtime.checkpoint.safetensors import load
-from tests.gpu import bandwidth, training
+from tests.gpu import bandwidth, packages, training
 from tests.gpu.commands import ROOT, done
 from tests.gpu.results import Deadline, Results, folder_of
 
@@ -49,7 +49,7 @@ def tests(names: tuple[str, ...], results: Results, deadline: Deadline, only: tu
     good = True
     results.table("Tests on the GPU", "tests", "result")
     for name in names:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *beside, f"tests/test_{name}.py"]
+        command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "--tb=short", "--no-header", *beside, f"tests/test_{name}.py"]
         why = done(command, deadline.left, {"TRITON_INTERPRET": "0"}, show=True)
         results.row(name, why or "passed")
         good = good and not why
@@ -144,6 +144,7 @@ def apart(one: Path, other: Path) -> tuple[float, str]:
 PARTS: Mapping[str, Part] = {
     "nccl": Part("NCCL's groups as the runtime uses them, and packages on several GPUs", 300, nccl),
     "verify": Part("packages on one GPU against the single-device model", 400, verify),
+    "packages": Part("packages of many models and ranks in one process", 400, packages.table),
     "graphs": Part("CUDA graphs against steps without", 300, graphs),
     "runtime": Part("tests that need a device and no kernels", 200, marked),
     "kernels": Part(

@@ -1,4 +1,4 @@
-"""The device of each rank, agreed by all: every rank has a GPU of its own, or all use CPUs."""
+"""The devices of ranks: a GPU for each rank, the CPU for all, or one GPU for the virtual ranks of a process."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ def own_device(wanted: Wanted, together: Together, environment: MutableMapping[s
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def shared_device(wanted: Wanted) -> torch.device:
+    """The device of all virtual ranks: the CPU, unless a GPU is `wanted`. Raises UsageError P0540 without a GPU."""
+    if wanted != "cuda":
+        return torch.device("cpu")
+    if torch.cuda.device_count() == 0:
+        raise UsageError("P0540", "this process sees no GPU", "leave out --device cuda", alike=True)
+    return torch.device("cuda", 0)
 
 
 def _taken(index: int, together: Together) -> str:

@@ -156,7 +156,7 @@ OPTIONS: tuple[TrainOption, ...] = (
         "start from a state dict: safetensors, their index, or a Hugging Face folder; --resume takes precedence",
         metavar="FILE",
     ),
-    TrainOption("virtual", "all ranks in this one process, on the CPU", how=_FLAG),
+    TrainOption("virtual", "all ranks in this one process, on the CPU or with --device cuda on one GPU", how=_FLAG),
     TrainOption(
         "device",
         "the device of every rank; auto: its own GPU if all have one, else the CPU",
@@ -289,13 +289,9 @@ def _check_values(arguments: dict[str, Any]) -> None:
         if each.allowed is not None and value is not None and not each.allowed.has(value):
             cause = f"{option(each.name)} {value} is out of range"
             raise UsageError("P0521", cause, f"give {each.allowed}", alike=True)
-    refused = (
-        (arguments["virtual"] and arguments["device"] == "cuda", "--virtual ranks are on the CPU", "--device cuda"),
-        (arguments["virtual"] and arguments["prefetch"], "--virtual ranks share their batches", "--prefetch"),
-    )
-    for holds, cause, other in refused:
-        if holds:
-            raise UsageError("P0521", cause, f"leave out {other}, or --virtual", alike=True)
+    if arguments["virtual"] and arguments["prefetch"]:
+        cause = "--virtual ranks share their batches"
+        raise UsageError("P0521", cause, "leave out --prefetch, or --virtual", alike=True)
     if arguments["trace_steps"] is not None:
         if arguments["trace"] is None:
             raise UsageError("P0521", "--trace-steps has no --trace", "name a folder: --trace DIR", alike=True)

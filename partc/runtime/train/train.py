@@ -14,6 +14,7 @@ import torch
 
 from ..checkpoint.restore import Say
 from ..clock import Clock
+from ..device.cuda_graphs import need_gpus
 from ..device.determinism import deterministic
 from ..device.host_memory import keep_freed_memory
 from ..errors import UsageError, enough_memory, tell
@@ -21,7 +22,7 @@ from ..layout import DTYPES
 from ..ops import attention_kernels
 from ..plan import launches
 from ..processes.agreement import Together
-from ..processes.devices import own_device
+from ..processes.devices import own_device, shared_device
 from ..processes.interruption import Interruption, VirtualInterruption
 from ..processes.ownership import sole
 from ..processes.rendezvous import meet, world, world_size
@@ -79,11 +80,17 @@ def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
     job = task.prepared(job, together, tell)
     if memory := told_of_memory(job):
         tell(memory)
-    _settle_attention(job, torch.device("cpu"), tell)
+    device = shared_device(job.device)
+    if job.cuda_graphs:
+        need_gpus(False)
+    _settle_attention(job, device, tell)
     world = World(job.world_size)
-    ranks = [load_rank(number, torch.device("cpu"), job) for number in range(job.world_size)]
+    ranks = [load_rank(number, device, job) for number in range(job.world_size)]
+    kernels = ranks[0].kernels
+    if kernels is not None and device.type == "cuda" and job.tuning:
+        settle(kernels, job.root / "kernels", device, together, file=job.tuned, say=tell)
     model_file = load_model_file(job.root / "model.py")
-    materialise(job, model_file, ranks, torch.device("cpu"), together)
+    materialise(job, model_file, ranks, device, together)
     data = batches_of(job, model_file, tell, kept=2)  # no rank is two batches behind another
 
     def work(number: int) -> None:
@@ -96,7 +103,7 @@ def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
             links=rank.place.links,
         )
         with enough_memory(f"rank {number}", comm.clock):
-            task.work(job, rank, comm, data, model_file, torch.device("cpu"), store, interruption)
+            task.work(job, rank, comm, data, model_file, device, store, interruption)
 
     interruption = VirtualInterruption()
     with interruption.on_signals() if job.save is not None else nullcontext():

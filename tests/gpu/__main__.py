@@ -49,7 +49,17 @@ def tests(names: tuple[str, ...], results: Results, deadline: Deadline, only: tu
     good = True
     results.table("Tests on the GPU", "tests", "result")
     for name in names:
-        command = [sys.executable, "-m", "pytest", "-q", "--maxfail=20", "--tb=short", "--no-header", *beside, f"tests/test_{name}.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--maxfail=20",
+            "--tb=short",
+            "--no-header",
+            *beside,
+            f"tests/test_{name}.py",
+        ]
         why = done(command, deadline.left, {"TRITON_INTERPRET": "0"}, show=True)
         results.row(name, why or "passed")
         good = good and not why

@@ -79,7 +79,8 @@ def compared(case: Case, deadline: Deadline) -> str:
             entry = MODELS[case.model]
             source, own = entry.source(folder), "".join(f" --{key} {value}" for key, value in entry.options.items())
         compiled = _run(
-            [*PARTC, "compile", source, *f"{case.options}{own} --kernels triton".split(), "-o", name + "/build"], deadline
+            [*PARTC, "compile", source, *f"{case.options}{own} --kernels triton".split(), "-o", name + "/build"],
+            deadline,
         )
         if compiled is None:
             return "late"

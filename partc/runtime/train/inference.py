@@ -74,7 +74,11 @@ def check(argv: Sequence[str], root: Path) -> InferenceJob:
     add("--device", metavar="KIND", help="auto, cpu or cuda")
     add("--attention", metavar="KERNEL", help="the preferred attention kernel on GPUs")
     add("--timeout", metavar="S", help="seconds that a rank waits for another; 600")
-    add("--virtual", action="store_true", help="all ranks in this one process, on the CPU or with --device cuda on one GPU")
+    add(
+        "--virtual",
+        action="store_true",
+        help="all ranks in this one process, on the CPU or with --device cuda on one GPU",
+    )
     given = parser.parse_args(argv)
     if given.batches is not None and given.batches < 1:
         raise UsageError("P0521", f"--batches {given.batches} is out of range", "give 1 or more", alike=True)

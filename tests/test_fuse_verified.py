@@ -58,7 +58,7 @@ def test_functions_of_elements_are_all_in_kernels() -> None:
 @pytest.mark.slow
 def test_functions_of_elements_equal_the_single_device_model() -> None:
     names = "softplus+elu+mish+log1p+round+odd+bounded+hardswish+lerp+prelu+log_sigmoid"
-    package = partc.compile(ACTIVATIONS, options={"functions": names}, mesh="1x2", kernels="triton", precision="fp64")
+    package = partc.compile(ACTIVATIONS, options={"functions": names}, mesh="2x2", kernels="triton", precision="fp64")
     result = package.verify(steps=2)
     assert result.ok
     assert result.worst.rel_err < 1e-13

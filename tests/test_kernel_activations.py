@@ -63,6 +63,8 @@ def exact(name: str, given: Arguments, dtype: DType, values: Mapping[str, Tensor
     )
     if name == "hardtanh_backward":  # of NaN, PyTorch's derivative is 0 on CPUs and 1 on GPUs
         own = torch.where(values["x"].isnan(), values["y"], own)
+    if name == "hardswish_backward":  # and here NaN on CPUs, and the gradient on GPUs
+        own = torch.where(values["x"].isnan(), values["x"], own)
     return torch.where(own.isfinite() & ~values["x"].isnan() & (name != "nan_to_num"), wide.to(own.dtype), own)
 
 

@@ -23,7 +23,7 @@ from partc.kernels.interpreted import rounds
 from partc.passes.fuse import fuse
 from tests.programs import fused_graph, op, value
 from tests.test_memory import GPT
-from tests.triton_runs import Kernels
+from tests.triton_runs import Kernels, interpreted
 
 # What is left of fp32 intermediates in a 16-bit result, and of sums in another order.
 TOLERANCE: dict[str, float] = {"f64": 1e-13, "f32": 2e-6, "bf16": 1e-2, "f16": 2e-3}
@@ -236,8 +236,9 @@ def test_views_and_any_memory(kernels: Kernels, text: str, memory: str) -> None:
     check(kernels, graph, {name: lay(x) for name, x in values.items()})
 
 
+@interpreted
 def test_a_rounding_kernel_is_equal_to_the_bit(kernels: Kernels) -> None:
-    """With a rounding after every operation, as PyTorch does it, not one bit differs."""
+    """With a rounding after every operation, as PyTorch does it, not one bit differs; GPUs fuse products and sums."""
     graph = fused_graph(ROTATED.replace("f32", "bf16")).regions[0].forward
     values = {item.name: random(item.type, seed) for seed, item in enumerate(graph.inputs)}
     after = fuse(program_of(graph), kernels="triton").regions[0].forward

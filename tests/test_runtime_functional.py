@@ -249,7 +249,7 @@ def test_attention_on_gpus(dtype: torch.dtype, is_causal: bool, groups: int, mon
         pytest.skip("no CUDA device")
     q, grad = (torch.randn(2, 4, 40, 16, device="cuda").to(dtype) for _ in range(2))
     k, v = (torch.randn(2, groups, 40, 16, device="cuda").to(dtype) for _ in range(2))
-    assert attention._kernel(q, k, v, None, is_causal) is not None
+    assert attention._kernel(q, k, v, None, is_causal, 0) is not None
     out, lse = functional.attention(q, k, v, None, is_causal)
     grads = functional.attention_backward(grad, q, k, v, out, lse, None, is_causal)
     monkeypatch.setattr(attention, "_kernel", lambda *args: None)

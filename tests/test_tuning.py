@@ -194,7 +194,7 @@ def test_loops_over_tiles_make_the_same_in_every_configuration(tmp_path: Path, m
     """Other numbers of programs, smaller tiles and loads ahead: rows are as many, and sums the same to rounding."""
     import importlib
 
-    monkeypatch.setattr("partc.codegen.kernels.rows.TILE", 64)
+    monkeypatch.setattr("partc.codegen.kernels.rows.SUMMED", 64)
     monkeypatch.setattr("partc.codegen.kernels.rows.PROGRAMS", 3)
     built = partc.compile(Path(__file__).parent / "models/tied.py", mesh="1", kernels="triton", precision="fp64")
     package = built.write(tmp_path / "b")

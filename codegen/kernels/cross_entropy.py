@@ -20,7 +20,7 @@ from partc.rules import kernels
 
 STEP = 4096  # logits that a program holds at a time
 LOWEST = {"tl.float32": "-3.4028234663852886e38", "tl.float64": "-1.7976931348623157e308"}
-_OWN = ("row", "column", "start", "inside", "place", "here", "most", "total", "COLUMNS", *STREAMS.values())
+_OWN = ("row", "column", "start", "inside", "place", "here", "most", "total", "COLUMNS", "STAGES", *STREAMS.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +45,22 @@ class CrossEntropy(Kernel):
 
     @property
     def configuration(self) -> Configuration:
-        return {"COLUMNS": self.step, "num_warps": self.warps}
+        return {"COLUMNS": self.step, "STAGES": 1, "num_warps": self.warps}
 
     @property
     def candidates(self) -> list[Configuration]:
-        """Also other step sizes; if this one divides the classes, only those that do too: they need no mask."""
-        warps = self.warps
-        others = ((self.step, 2 * warps), (self.step // 2, max(1, warps // 2)), (2 * self.step, 2 * warps))
+        """Also other step sizes; if this one divides the classes, only those that do too: they need no mask.
+
+        Those of up to this size also with loads of the next steps' logits during a computation.
+        """
+        own, warps = self.step, self.warps
+        small, large = (own // 2, max(1, warps // 2)), (2 * own, 2 * warps)
+        each = [(own, warps, 1), (own, 2 * warps, 1), (*small, 1), (*large, 1)]
+        each += [(step, count, stages) for stages in (2, 3) for step, count in ((own, warps), small)]
         return [
-            self.configuration,
-            *(
-                {"COLUMNS": step, "num_warps": count}
-                for step, count in others
-                if step and (self.cuts or self.classes % step == 0)
-            ),
+            {"COLUMNS": step, "STAGES": stages, "num_warps": count}
+            for step, count, stages in each
+            if step and (step == own or self.cuts or self.classes % step == 0)
         ]
 
     @property
@@ -81,7 +83,12 @@ class CrossEntropy(Kernel):
 
     @property
     def parameters(self) -> list[str]:
-        return [*self.read, *(f"{result.name}_ptr" for result in self.results), "COLUMNS: tl.constexpr"]
+        return [
+            *self.read,
+            *(f"{result.name}_ptr" for result in self.results),
+            "COLUMNS: tl.constexpr",
+            "STAGES: tl.constexpr",
+        ]
 
 
 def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> CrossEntropy:

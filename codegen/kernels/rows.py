@@ -34,7 +34,8 @@ from partc.rules.kernels import REDUCTIONS
 from partc.rules.rule import integers
 
 TILE = 4096  # elements that a program holds at a time, unless a row has more
-PROGRAMS = 264  # that sum down columns: two for each processor of an H100
+SUMMED = 2048  # and of programs that sum down columns: each sum holds as many numbers from tile to tile
+PROGRAMS = 528  # that sum down columns: four for each processor of an H100
 NARROW = 128  # columns of a program that sums down many rows, where nothing sums along them
 WIDEST = 1024  # and of one that sums neither way
 MOST_ACROSS = 65_535  # programs along the second dimension of a CUDA grid
@@ -143,8 +144,8 @@ class Rows(Kernel):
     def candidates(self) -> list[Configuration]:
         """Numbers of warps with 16 to 32 elements a thread: with others, derivatives spill.
 
-        If programs process several tiles in sequence: also smaller tiles, half and twice as many programs, and loads of
-        the next tile during a computation.
+        If programs process several tiles in sequence: also smaller and larger tiles, half and twice as many programs,
+        and loads of the next tile during a computation.
         """
         least, most = self.tiling.high * self.tiling.wide // 1024, max(8, self.tiling.warps)
         found = [each for each in super(Rows, self).candidates if least <= each["num_warps"] <= most]
@@ -154,7 +155,9 @@ class Rows(Kernel):
             found += [{**own, "STAGES": 2}]
             if self.tiling.high > 1:
                 small = {**own, "ROWS": self.tiling.high // 2, "num_warps": max(4, self.tiling.warps // 2)}
+                large = {**own, "ROWS": 2 * self.tiling.high, "num_warps": 2 * self.tiling.warps}
                 found += [small, {**small, "PROGRAMS": 2 * programs}, {**small, "STAGES": 2}]
+                found += [{**small, "PROGRAMS": 2 * programs, "STAGES": 2}, large, {**large, "STAGES": 2}]
         return found
 
     @property
@@ -179,6 +182,10 @@ class Rows(Kernel):
         """The partial sums to add over programs."""
         names = dict.fromkeys(total.parts for total in self.sums)
         return [PartialSums(name=name, sums=tuple(each for each in self.sums if each.parts == name)) for name in names]
+
+    def summed(self, total: ColumnSum) -> str:
+        """A program's own sum."""
+        return added_rows(total.total) if self.tiling.steps > 1 else total.total
 
     def place(self, total: ColumnSum) -> str:
         """The row of its parts that a program writes."""
@@ -212,11 +219,12 @@ class Rows(Kernel):
 
 
 def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
-    """Tiles of up to TILE elements: whole rows if the kernel sums along them."""
-    few = max(NARROW, TILE // _power(rows)) if summing else WIDEST
+    """Tiles of up to TILE or SUMMED elements: whole rows if the kernel sums along them."""
+    tile = SUMMED if summing else TILE
+    few = max(NARROW, tile // _power(rows)) if summing else WIDEST
     few = max(few, _power(-(-columns // MOST_ACROSS)))
     wide = _power(columns) if whole else min(_power(columns), few)
-    high = max(1, min(_power(rows), TILE // wide))
+    high = max(1, min(_power(rows), tile // wide))
     across = -(-columns // wide)
     tiles = -(-rows // high)
     programs = min(tiles, max(1, PROGRAMS // across)) if summing else tiles
@@ -383,14 +391,13 @@ class _Text:
         yield f"{statement.target} = {made.format(text)}"
 
     def down(self, total: str, found: Found, dtype: DType) -> str:
-        """A sum down the rows of a tile."""
+        """A sum down the rows of a tile; with several tiles, each row of a tile has its own until the last one."""
         text = found.text
         if self.tiling.cuts_rows:
             text = f"tl.where(in_rows, {text}, 0.0)"
         elif self.tiling.high > 1 and not self.differs(found.text, 0):
             text = self._spread(found)
-        sign = "+=" if self.tiling.steps > 1 else "="
-        return f"{total} {sign} tl.sum({text}, axis=0, keep_dims=True)"
+        return f"{total} += {text}" if self.tiling.steps > 1 else f"{total} = {added_rows(text)}"
 
     def store(self, result: Result, found: Found, dtype: DType, *, each_row: bool) -> str:
         """A store of one element for each of the tile, or one for each row."""
@@ -400,6 +407,11 @@ class _Text:
 
     def _spread(self, found: Found) -> str:
         return f"{found.text} + tl.zeros([ROWS, COLUMNS], {TRITON[found.dtype]})"
+
+
+def added_rows(tile: str) -> str:
+    """The sum down the rows of a tile, [1, COLUMNS]."""
+    return f"tl.sum({tile}, axis=0, keep_dims=True)"
 
 
 def _masked(by_row: bool, by_column: bool) -> str:

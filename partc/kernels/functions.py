@@ -17,13 +17,13 @@ def silu_backward(grad, x):
 
 @triton.jit
 def tanh(x):
-    """From exponentials; near 0, where these would cancel, Lambert's continued fraction."""
+    """From an exponential; near 0, where that would cancel, the eighth convergent of Lambert's continued fraction."""
     square = x * x
-    fraction = 9.0 + square / (11.0 + square / (13.0 + square / 15.0))
-    near = x / (1.0 + square / (3.0 + square / (5.0 + square / (7.0 + square / fraction))))
+    above = 2027025.0 + square * (270270.0 + square * (6930.0 + square * 36.0))
+    below = 2027025.0 + square * (945945.0 + square * (51975.0 + square * (630.0 + square)))
     small = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - small) / (1.0 + small)
-    return tl.where(square < 0.25, near, tl.where(x < 0.0, -far, far))
+    return tl.where(square < 0.25, x * (above / below), tl.where(x < 0.0, -far, far))
 
 
 @triton.jit
@@ -59,7 +59,8 @@ def round(x):
 
 @triton.jit
 def sign(x):
-    return tl.where(x > 0, 1, tl.where(x < 0, -1, 0)).to(x.dtype)
+    # Not from integers: Triton 3.6 compiles the conversion of -1 to bf16 as that of 1.
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0)).to(x.dtype)
 
 
 @triton.jit
@@ -155,15 +156,15 @@ def gelu_backward(grad, x):
 
 @triton.jit
 def gelu_tanh(x):
-    """Hendrycks and Gimpel 2016, Gaussian Error Linear Units, section 2."""
-    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    """Hendrycks and Gimpel 2016, Gaussian Error Linear Units, section 2, with (1 + tanh(u)) / 2 = sigmoid(2 u)."""
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def gelu_tanh_backward(grad, x):
-    bent = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
-    slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
-    return grad * (0.5 * (1.0 + bent) + 0.5 * x * (1.0 - bent * bent) * slope)
+    part = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    return grad * (part + x * part * (1.0 - part) * slope)
 
 
 @triton.jit

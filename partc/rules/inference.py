@@ -30,6 +30,8 @@ _LIKE: Mapping[str, int] = {
     "cross_entropy_backward": 1, "dropout_backward": 0, "convolution_backward": 1, "native_group_norm_backward": 1,
     "max_pool2d_with_indices_backward": 1, "avg_pool2d_backward": 1, "native_batch_norm_backward": 1,
 }  # fmt: skip
+# Derivatives by element: all their results are laid out like the second operand.
+_BY_ELEMENT = frozenset({"_prelu_kernel_backward"})
 # Operations along one dimension that ranks hold whole: the position of its number.
 _ALONG: Mapping[str, int] = {"select": 1, "unbind": 1, "stack": 1, "slice_backward": 2, "select_backward": 2}
 _NORMS = frozenset({"rms_norm_backward", "layer_norm_backward"})
@@ -138,6 +140,8 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
         return (stepped,)
     if op.name in _LIKE:
         return _like_operand(operands[_LIKE[op.name]].layout, operands[0].layout, len(op.results))
+    if op.name in _BY_ELEMENT:
+        return _like_operand(operands[1].layout, operands[0].layout, 1) * len(op.results)
     if op.name in _MASKS:
         return (Inferred(operands[0].layout),)
     if op.name in _LOSSES and "axis" in dict(op.attrs):

@@ -20,7 +20,7 @@ from tests.gpu.results import Deadline, Results
 from tests.zoo import MODELS
 
 PARTC = (sys.executable, "-m", "partc")
-PLACES = 14  # cases at a time; each is one process after another, or two that wait for each other
+PLACES = 8  # cases at a time; each is one process after another, or two that wait for each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def compared(case: Case, deadline: Deadline) -> str:
         source, own = case.model, ""
         if not case.model.endswith(".py"):
             entry = MODELS[case.model]
-            source, own = entry.source(folder), "".join(f" --{key} {value}" for key, value in entry.options.items())
+            source, own = entry.source(folder), "".join(map(option, entry.options.items()))
         compiled = _run(
             [*PARTC, "compile", source, *f"{case.options}{own} --kernels triton".split(), "-o", name + "/build"],
             deadline,
@@ -109,6 +109,11 @@ def _run(command: Sequence[str], deadline: Deadline) -> subprocess.CompletedProc
         )
     except subprocess.TimeoutExpired:
         return None
+
+
+def option(item: tuple[str, object]) -> str:
+    key, value = item
+    return f" --{key} {value}" if key in ("batch", "seq") else f" -D {key}={value}"
 
 
 def code(said: str) -> str:

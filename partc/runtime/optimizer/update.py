@@ -198,7 +198,7 @@ def updating(
         else:
             device = next(iter(some.values())).device
             sparse = {name: rows[name] for name in some if name in rows}
-            on_device = kind.fused and not sparse and (graphs or device.type == "cuda")
+            on_device = kind.fused and not sparse and graphs
             if isinstance(made, RowwiseAdagrad):
                 made.over.update(_columns(some, shards, comm, sizes))
             parts.append((TorchOptimizer(made, some, device if on_device else None, sparse), some))

@@ -101,6 +101,7 @@ def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
             coordinate=rank.place.coordinate,
             groups=rank.place.groups,
             links=rank.place.links,
+            device=device,
         )
         with enough_memory(f"rank {number}", comm.clock):
             task.work(job, rank, comm, data, model_file, device, store, interruption)

@@ -126,7 +126,7 @@ def hardsigmoid_backward(grad, x):
 
 @triton.jit
 def hardswish_backward(grad, x):
-    return tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, grad, grad * (x / 3.0 + 0.5)))
+    return tl.where(x <= -3.0, 0.0, tl.where(x >= 3.0, grad, grad * ((x + 1.5) / 3.0)))
 
 
 @triton.jit

@@ -158,6 +158,17 @@ def test_experts_as_libraries_write_them_travel(style: str) -> None:
     assert package.verify(steps=2).ok
 
 
+@pytest.mark.parametrize("style", ["guarded", "limited", "skipping"])
+def test_guards_against_experts_that_no_row_has_are_dropped(style: str) -> None:
+    options = {"style": style}
+    package = partc.compile(WRITTEN, mesh="dp=2", experts="ep=2@dp", microbatches=2, precision="fp64", options=options)
+    ops = [op.name for region in package.program.regions for op in region.forward.ops]
+    moved = ops.count("dispatch"), ops.count("expert_matmul"), ops.count("combine")
+    assert moved == (1, 2, 1) and not {"sort", "ge", "clamp"} & {*ops}
+    assert ops.count("masked_fill") == (2 if style == "skipping" else 0)
+    assert package.verify(steps=2).ok
+
+
 @pytest.mark.parametrize("style", ["batched", "einsum"])
 def test_no_matrix_is_copied_for_each_row(style: str) -> None:
     package = partc.compile(WRITTEN, mesh="1", options={"style": style})

@@ -6,10 +6,11 @@
     flatten_1 = reshape(labels, (32,))
     nll       = cross_entropy(flatten, flatten_1, …)
 
-A constant that is equal for all examples keeps one row and is broadcast. A mask that consists of constants is
-evaluated: one that hides the future becomes `is_causal`, one that hides distant positions a window, and one that hides
-nothing is dropped. Keys and values that are repeated for groups of query heads are passed unrepeated. Attention, root
-mean square norms and softmaxes that are written out become one operation.
+A constant that is equal for all examples keeps one row and is broadcast. Comparisons that the bounds of integers decide
+are constants. A mask that consists of constants is evaluated: one that hides the future becomes `is_causal`, one that
+hides distant positions a window, and one that hides nothing is dropped. Keys and values that are repeated for groups of
+query heads are passed unrepeated. Attention, root mean square norms and softmaxes that are written out become one
+operation.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from partc.ir.attention import FORWARD
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
+from partc.passes.simplify.decided import decided_masks
 from partc.passes.simplify.idioms import IDIOMS
 from partc.passes.simplify.label_losses import label_losses
 from partc.passes.simplify.masks import known_masks
@@ -44,6 +46,7 @@ def simplify(program: Program) -> Program:
 
 def _simplified(region: Region) -> Region:
     for rewrite in (
+        decided_masks,
         _plain_indexing,
         unsorted_experts,
         _one_row,

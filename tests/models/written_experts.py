@@ -59,6 +59,31 @@ class Layer(nn.Module):
         back[order.indices] = torch.arange(len(back))
         return (found * scores.flatten()[order.indices, None])[back].view(-1, CHOSEN, WIDTH).sum(1)
 
+    def guarded(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """As in `grouped`, with zeros in the rows of experts on other ranks, which have larger numbers (transformers')."""
+        order = chosen.reshape(-1).sort()
+        rows, numbers = tokens[order.indices // CHOSEN], order.values
+        ends = torch.histc(numbers.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        beyond = (numbers >= EXPERTS).unsqueeze(-1)
+        numbers.clamp_(max=EXPERTS - 1)
+        rows.masked_fill_(beyond, 0.0)
+        hidden = F.grouped_mm(rows, self.up, offs=ends) + self.up_bias[numbers]
+        hidden = hidden.masked_fill(beyond, 0.0).relu()
+        found = F.grouped_mm(hidden, self.down, offs=ends) + self.down_bias[numbers]
+        found = found.masked_fill(beyond, 0.0) * scores.reshape(-1)[order.indices, None]
+        back = torch.empty_like(order.indices)
+        back[order.indices] = torch.arange(len(back))
+        return found[back].view(-1, CHOSEN, WIDTH).sum(1)
+
+    def limited(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """As in `batched`, with the numbers of experts on other ranks clamped (transformers')."""
+        return self.batched(tokens, scores, chosen.clamp(0, EXPERTS - 1))
+
+    def skipping(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """As in `guarded`, where a place of the table of experts is none: a token's second choice of it counts nothing."""
+        none = chosen == EXPERTS - 1
+        return self.guarded(tokens, scores.masked_fill(none, 0.0), chosen.masked_fill(none, 0))
+
     def mixed(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         return torch._grouped_mm(
             tokens.to(LOW), self.up, offs=chosen.view(-1).bincount(minlength=EXPERTS).cumsum(0).int()

@@ -132,7 +132,7 @@ def test_the_python_interface_is_as_shown(tmp_path: Path, monkeypatch: pytest.Mo
 
 def infer_options() -> set[str]:
     source = (ROOT / "partc" / "runtime" / "train" / "inference.py").read_text()
-    return set(re.findall(r'add\("(--[a-z-]+)"', source))
+    return set(re.findall(r'add\(\s*"(--[a-z-]+)"', source))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -17,7 +17,7 @@ import partc
 from partc.ir.interpreter import results_of
 from partc.ir.operators import DTYPE_NAMES, DTYPES
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
-from partc.rules.integer_bounds import FORMULAS, BoundedCall, IntegerBounds, bounds_of, bounds_of_dtype
+from partc.rules.integer_bounds import FORMULAS, OPPOSITE, BoundedCall, IntegerBounds, bounds_of, bounds_of_dtype
 
 HERE = Path(__file__).parent
 SHAPE = (3, 4)
@@ -59,6 +59,13 @@ class Program:
         masks = [name for name in self.known if self.made[name].shape == SHAPE and self.made[name].dtype == torch.bool]
         return Ref(self.draw.choice(masks))
 
+    def compared(self) -> tuple[Ref, Ref]:
+        """A mask, and integers that it may compare with a number."""
+        own = [(Ref(name), x) for name, op in self.ops.items() if op.name in OPPOSITE for x in op.args[:1]]
+        mask, x = self.draw.choice([*own, (self.mask(), self.x())])
+        assert isinstance(x, Ref)
+        return mask, x
+
     def scores(self) -> Ref:
         return self.holds(torch.randn(SHAPE, generator=torch.Generator().manual_seed(self.draw.randint(0, 99))))
 
@@ -70,6 +77,11 @@ class Program:
 
     def y(self) -> Arg:
         return self.draw.choice((self.x(), self.number()))
+
+    def near(self) -> tuple[Ref, Arg]:
+        """Integers, and one that is equal to some of them."""
+        x = self.x()
+        return x, self.draw.choice((self.y(), int(self.draw.choice(self.made[x.name].flatten().tolist()))))
 
     def dim(self) -> int:
         return self.draw.choice((0, 1, -1))
@@ -122,8 +134,8 @@ ELEMENTS: dict[str, Call] = {
     "embedding": lambda p: (p.x(), p.places(3, 6)),
     **dict.fromkeys(("amax", "amin"), lambda p: (p.x(), (p.dim(),), p.draw.choice((True, False)))),
     "cat": lambda p: ((p.x(), p.x()), p.dim()),
-    "where": lambda p: (p.mask(), p.y(), p.y()),
-    "masked_fill": lambda p: (p.x(), p.mask(), p.number()),
+    "where": lambda p: p.draw.choice(((p.mask(), p.y(), p.y()), (*p.compared(), p.y()))),
+    "masked_fill": lambda p: (*reversed(p.compared()), p.number()),
     "index_put": lambda p: (p.x(), (p.places(3, 3),), p.x(), *p.draw.choice(((), (False,), (True,)))),
     "scatter": lambda p: (p.x(), 1, p.places(4, *SHAPE), p.y()),
     "index_copy": lambda p: (p.x(), 0, p.places(3, 3), p.x()),
@@ -150,7 +162,7 @@ NUMBERS: dict[str, Call] = {
     **dict.fromkeys(("clamp_min", "clamp_max"), lambda p: (p.x(), p.number())),
     "sum": lambda p: (p.x(), (p.dim(),), False),
     "cumsum": lambda p: (p.x(), p.dim()),
-    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), lambda p: (p.x(), p.y())),
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), lambda p: p.near()),
     **dict.fromkeys(("__and__", "bitwise_and", "__or__", "bitwise_or"), lambda p: (p.x(), p.x())),
     **dict.fromkeys(("logical_and", "logical_or"), lambda p: (p.x(), p.x())),
     **dict.fromkeys(("bitwise_not", "logical_not"), lambda p: (p.x(),)),
@@ -176,7 +188,7 @@ def test_results_are_within_their_bounds(seed: int) -> None:
     program = Program(random.Random(seed))
     for dtype in (*WHOLE, *WHOLE):
         program.given(dtype)
-    names = [*CALLS]
+    names = [*CALLS, *CALLS, *("where", "masked_fill") * 4]
     program.draw.shuffle(names)
     for name in names:
         program.run(name, CALLS[name](program), program.draw.choice(ATTRS.get(name, ((),))))

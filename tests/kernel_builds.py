@@ -83,7 +83,7 @@ class Recorder:
     def launch(self, *args: Any, **given: Any) -> None:
         import torch
 
-        options = {key: given.pop(key) for key in ("num_warps", "num_stages") if key in given}
+        options = {key: given.pop(key) for key in ("num_warps", "num_stages", "enable_fp_fusion") if key in given}
         types, aligned, constants = {}, [], dict(given)
         for parameter, arg in zip((parameter.name for parameter in self.function.params), args, strict=False):
             if isinstance(arg, torch.Tensor):

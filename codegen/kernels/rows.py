@@ -142,12 +142,14 @@ class Rows(Kernel):
 
     @property
     def candidates(self) -> list[Configuration]:
-        """Numbers of warps with 16 to 32 elements a thread: with others, derivatives spill.
+        """Numbers of warps with 16 to 32 elements a thread, and 16 where programs distribute columns and keep sums:
+        with others, derivatives spill.
 
         If programs process several tiles in sequence: also smaller and larger tiles, half and twice as many programs,
         and loads of the next tile during a computation.
         """
-        least, most = self.tiling.high * self.tiling.wide // 1024, max(8, self.tiling.warps)
+        elements = 16 if self.tiling.steps > 1 and self.tiling.across > 1 else 32
+        least, most = self.tiling.high * self.tiling.wide // (32 * elements), max(8, self.tiling.warps)
         found = [each for each in super(Rows, self).candidates if least <= each["num_warps"] <= most]
         if self.tiling.steps > 1:
             own, programs = self.configuration, self.tiling.programs

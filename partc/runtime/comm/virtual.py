@@ -245,9 +245,10 @@ class VirtualComm(Comm):
         coordinate: Mapping[str, int],
         groups: Mapping[str, tuple[int, ...]],
         links: Mapping[Link, int],
-        device: torch.device = torch.device("cpu"),
+        device: torch.device | None = None,
     ) -> None:
-        self.device = device
+        if device is not None:
+            self.device = device
         axes = {name: VirtualAxis(world, name, ranks, rank) for name, ranks in groups.items()}
         super().__init__(*axes_and_groups(coordinate, axes))
         self._world = world

@@ -34,7 +34,7 @@ from partc.rules.kernels import REDUCTIONS
 from partc.rules.rule import integers
 
 TILE = 4096  # elements that a program holds at a time, unless a row has more
-SUMMED = 2048  # and of programs that sum down columns: each sum holds as many numbers from tile to tile
+SUMMED = 2048  # the same for programs that sum down columns, whose sums have one number for each element of a tile
 PROGRAMS = 528  # that sum down columns: four for each processor of an H100
 NARROW = 128  # columns of a program that sums down many rows, where nothing sums along them
 WIDEST = 1024  # and of one that sums neither way
@@ -393,7 +393,7 @@ class _Text:
         yield f"{statement.target} = {made.format(text)}"
 
     def down(self, total: str, found: Found, dtype: DType) -> str:
-        """A sum down the rows of a tile; with several tiles, each row of a tile has its own until the last one."""
+        """A sum down the rows of a tile. Several tiles are summed by element; their sum's rows are added at the end."""
         text = found.text
         if self.tiling.cuts_rows:
             text = f"tl.where(in_rows, {text}, 0.0)"

@@ -30,7 +30,7 @@ _LIKE: Mapping[str, int] = {
     "cross_entropy_backward": 1, "dropout_backward": 0, "convolution_backward": 1, "native_group_norm_backward": 1,
     "max_pool2d_with_indices_backward": 1, "avg_pool2d_backward": 1, "native_batch_norm_backward": 1,
 }  # fmt: skip
-# Derivatives by element: all their results are laid out like the second operand.
+# Derivatives of elementwise operations: every result has the layout of the second operand.
 _BY_ELEMENT = frozenset({"_prelu_kernel_backward"})
 # Operations along one dimension that ranks hold whole: the position of its number.
 _ALONG: Mapping[str, int] = {"select": 1, "unbind": 1, "stack": 1, "slice_backward": 2, "select_backward": 2}

@@ -1,11 +1,11 @@
-"""Masks whose every element is known, because the bounds of the compared integers decide them.
+"""Masks that are all true or all false, because the bounds of the compared integers decide them.
 
     s, chosen = topk(scores, 2)      # of 4 experts                 s, chosen = topk(scores, 2)
     beyond    = ge(chosen, 4)                                ->     y         = mul(x, w)
     y         = mul(masked_fill(x, beyond, 0.0), w)
 
-Libraries guard against numbers that only their own runtime brings in, such as those of experts on other ranks. Such a
-guard leaves the model as it is, and would hide what it guards from the passes that recognise forms.
+Libraries mask rows that only their own distributed runtime has, such as rows for experts of other ranks. Here such a
+mask changes nothing, and it would hide the masked operations from passes that recognise patterns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def decided_masks(region: Region) -> Region:
 
 
 def _left(call: BoundedCall, learned: set[str]) -> str | Op | None:
-    """The operand that the result equals, or a simpler operation; None if the bounds decide nothing."""
+    """The operand that equals the result, or a simpler operation for it; None if the bounds decide nothing."""
     op = call.op
     if op.name in OPPOSITE:
         truth = call.of(Ref(op.result.name)).only

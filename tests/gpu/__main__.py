@@ -27,10 +27,9 @@ from partc.ir.mesh import Mesh
 from partc.package.comparison import relative_error
 from partc.runtime.checkpoint.safetensors import load
 from tests.gpu import bandwidth, packages, training
-from tests.gpu.commands import ROOT, done
+from tests.gpu.commands import PARTC, ROOT, done
 from tests.gpu.results import Deadline, Results, folder_of
 
-PARTC = (sys.executable, "-m", "partc")
 PLACES = 8  # processes that compile and run kernels' tests side by side
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PARTC = (sys.executable, "-m", "partc")
 TOLD = 3000  # characters at the end of what a command that failed has said
 
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu.commands import ROOT, environment
+from tests.gpu.commands import PARTC, ROOT, TOLD, environment
 from tests.gpu.results import Deadline, Results
 from tests.zoo import MODELS
 
-PARTC = (sys.executable, "-m", "partc")
 PLACES = 10  # cases at a time; each is one process after another, or two that wait for each other
 
 
@@ -123,6 +121,6 @@ def code(said: str) -> str:
 
 def failed(what: str, said: str) -> str:
     """The cause in a cell; all of its output goes to the screen."""
-    print(f"\n{what} said:\n{said[-3000:]}", flush=True)
+    print(f"\n{what} said:\n{said[-TOLD:]}", flush=True)
     lines = [line.strip() for line in said.strip().splitlines() if "rror" in line or "differ" in line]
     return f"failed {what}: {(lines or ['no word'])[-1][:160]}".replace("|", "/")

@@ -81,14 +81,11 @@ def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
     if memory := told_of_memory(job):
         tell(memory)
     device = shared_device(job.device)
-    if job.cuda_graphs:
-        need_gpus(False)
+    need_gpus(not job.cuda_graphs)
     _settle_attention(job, device, tell)
     world = World(job.world_size)
     ranks = [load_rank(number, device, job) for number in range(job.world_size)]
-    kernels = ranks[0].kernels
-    if kernels is not None and device.type == "cuda" and job.tuning:
-        settle(kernels, job.root / "kernels", device, together, file=job.tuned, say=tell)
+    _settle_kernels(job, ranks[0], device, together, tell)
     model_file = load_model_file(job.root / "model.py")
     materialise(job, model_file, ranks, device, together)
     data = batches_of(job, model_file, tell, kept=2)  # no rank is two batches behind another
@@ -156,9 +153,8 @@ def _run_this_rank(job: Job, task: Task) -> bool:
         if memory := told_of_memory(job):
             say(memory)
         _settle_attention(job, device, say)
-        if rank.kernels is not None and device.type == "cuda" and job.tuning:
-            clock.entering("the choice of its kernels' configurations")
-            settle(rank.kernels, job.root / "kernels", device, together, file=job.tuned, say=say)
+        clock.entering("the choice of its kernels' configurations")
+        _settle_kernels(job, rank, device, together, say)
         clock.entering("the initialisation of its parameters")
         materialise(job, model_file, [rank], device, together)
         clock.entering("connecting to its peers")
@@ -185,6 +181,12 @@ def _run_this_rank(job: Job, task: Task) -> bool:
 
 def _settle_attention(job: Job, device: torch.device, say: Say) -> None:
     attention_kernels.settle(job.attention, attention_kernels.cases(job.plan["attention"], DTYPES), device, say)
+
+
+def _settle_kernels(job: Job, rank: Rank, device: torch.device, together: Together, say: Say) -> None:
+    """Configure the package's kernels on a GPU, unless the job keeps their own configurations."""
+    if rank.kernels is not None and device.type == "cuda" and job.tuning:
+        settle(rank.kernels, job.root / "kernels", device, together, file=job.tuned, say=say)
 
 
 def batches_of(job: Job, model_file: ModuleType, say: Say, *, kept: int = 0) -> BatchSource:

@@ -155,7 +155,7 @@ def _check(func: Any, args: Any) -> None:
 @contextmanager
 def cpu_graphs(monkeypatch: Any) -> Iterator[list[CpuGraph]]:
     """`--cuda-graphs` records like this; collectives of virtual ranks and kernels in Triton's interpreter, too."""
-    from partc.runtime.train import training
+    from partc.runtime.train import train, training
 
     made: list[CpuGraph] = []
 
@@ -168,6 +168,7 @@ def cpu_graphs(monkeypatch: Any) -> Iterator[list[CpuGraph]]:
         yield graph if wanted else None
 
     monkeypatch.setattr(training, "recording", recording)
+    monkeypatch.setattr(train, "need_gpus", lambda there: None)
     monkeypatch.setattr(VirtualAxis, "_meet", _meeting(VirtualAxis._meet))
     try:
         from triton.runtime.interpreter import InterpretedFunction

@@ -270,8 +270,11 @@ def test_pairs_of_indices_choose_and_add_as_torch_does() -> None:
     values = torch.randn(3, 5, 2, dtype=torch.float64)
     expected = torch.ops.aten.index_put(x, [None, first, second], values, True)
     assert torch.equal(functional.index_pairs_add(x, 1, first, second, values), expected)
-    with pytest.raises(IndexError, match="out of bounds"):
-        functional.index_pairs(x, 1, first + 1, second)
+    for outside in [(first + 1, second), (first, second + 1), (first - 4, second), (first, second - 5)]:
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            functional.index_pairs(x, 1, *outside)
+        with pytest.raises((IndexError, RuntimeError), match="out of"):
+            functional.index_pairs_add(x, 1, *outside, values)
 
 
 @pytest.mark.parametrize("mode", ["sum", "max"])

@@ -16,11 +16,15 @@ from torch import Tensor
 from . import functions
 from .scratch import scratch
 
-CONFIGURATION = {"COLUMNS": 128, "num_warps": 1}  # or a faster candidate
+CONFIGURATION = {"COLUMNS": 128, "STAGES": 1, "num_warps": 1}  # or a faster candidate
 CANDIDATES = (
-    {"COLUMNS": 128, "num_warps": 1},
-    {"COLUMNS": 128, "num_warps": 2},
-    {"COLUMNS": 64, "num_warps": 1},
+    {"COLUMNS": 128, "STAGES": 1, "num_warps": 1},
+    {"COLUMNS": 128, "STAGES": 1, "num_warps": 2},
+    {"COLUMNS": 64, "STAGES": 1, "num_warps": 1},
+    {"COLUMNS": 128, "STAGES": 2, "num_warps": 1},
+    {"COLUMNS": 64, "STAGES": 2, "num_warps": 1},
+    {"COLUMNS": 128, "STAGES": 3, "num_warps": 1},
+    {"COLUMNS": 64, "STAGES": 3, "num_warps": 1},
 )
 
 
@@ -35,13 +39,14 @@ def _cross_entropy(
     nll_picked_partial_ptr,
     nll_sums_partial_own_ptr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0)
     row_0 = row // 32
     row_1 = row % 32
     most = tl.full([COLUMNS], -3.4028234663852886e38, tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, 128, COLUMNS):
+    for start in tl.range(0, 128, COLUMNS, num_stages=STAGES):
         column = start + tl.arange(0, COLUMNS)
         logits = tl.load(logits_ptr + row * 128 + column).to(tl.float32)
         most, total = functions.streamed(logits, most, total)

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from .scratch import scratch
 
-CONFIGURATION = {"COLUMNS": 64, "ROWS": 64, "num_warps": 8}  # or a faster candidate
+CONFIGURATION = {"COLUMNS": 64, "ROWS": 32, "num_warps": 4}  # or a faster candidate
 CANDIDATES = (
-    {"COLUMNS": 64, "ROWS": 64, "num_warps": 8},
-    {"COLUMNS": 64, "ROWS": 64, "num_warps": 4},
+    {"COLUMNS": 64, "ROWS": 32, "num_warps": 4},
+    {"COLUMNS": 64, "ROWS": 32, "num_warps": 8},
+    {"COLUMNS": 64, "ROWS": 32, "num_warps": 2},
 )
 
 
@@ -65,8 +66,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Moves 48.8 KiB; its operations one by one would move 547.2 KiB. With summed=False, the last results are partial sums, one for each program."""
     grad_x = torch.empty((8, 16, 64), dtype=torch.bfloat16, device=x.device)
-    grad_norm_weight_parts = torch.empty((2, 64), dtype=torch.float32, device=x.device)
-    _rms_norm_backward[(2,)](x, norm_rstd, grad_norm, norm_weight, grad_x, grad_norm_weight_parts, **CONFIGURATION)
+    grad_norm_weight_parts = torch.empty((4, 64), dtype=torch.float32, device=x.device)
+    _rms_norm_backward[(4,)](x, norm_rstd, grad_norm, norm_weight, grad_x, grad_norm_weight_parts, **CONFIGURATION)
     if not summed:
         return grad_x, grad_norm_weight_parts
     return grad_x, grad_norm_weight_parts.sum(0).to(torch.bfloat16)

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from .scratch import scratch
 
-CONFIGURATION = {"COLUMNS": 64, "ROWS": 64, "num_warps": 8}  # or a faster candidate
+CONFIGURATION = {"COLUMNS": 64, "ROWS": 32, "num_warps": 4}  # or a faster candidate
 CANDIDATES = (
-    {"COLUMNS": 64, "ROWS": 64, "num_warps": 8},
-    {"COLUMNS": 64, "ROWS": 64, "num_warps": 4},
+    {"COLUMNS": 64, "ROWS": 32, "num_warps": 4},
+    {"COLUMNS": 64, "ROWS": 32, "num_warps": 8},
+    {"COLUMNS": 64, "ROWS": 32, "num_warps": 2},
 )
 
 
@@ -78,8 +79,8 @@ def rms_norm_backward_add(
 ) -> tuple[Tensor, Tensor]:
     """Moves 64.8 KiB; its operations one by one would move 595.2 KiB. With summed=False, the last results are partial sums, one for each program."""
     grad_x_2 = torch.empty((8, 16, 64), dtype=torch.bfloat16, device=grad_norm2_turned.device)
-    grad_norm2_weight_parts = torch.empty((2, 64), dtype=torch.float32, device=grad_norm2_turned.device)
-    _rms_norm_backward_add[(2,)](
+    grad_norm2_weight_parts = torch.empty((4, 64), dtype=torch.float32, device=grad_norm2_turned.device)
+    _rms_norm_backward_add[(4,)](
         grad_norm2_turned, x_2, norm2_rstd, norm2_weight, grad_y, grad_x_2, grad_norm2_weight_parts, **CONFIGURATION
     )
     if not summed:

@@ -30,14 +30,8 @@ def _torchs(x: Tensor) -> bool:
 
 
 def _joint(x: Tensor, dim: int, first: Tensor, second: Tensor) -> Tensor:
-    """Indices into both dimensions as one. Raises IndexError for those outside."""
+    """Indices into both dimensions as one: n·m, which torch refuses, for a pair of which one is out of bounds."""
     n, m = x.shape[dim : dim + 2]
-    return _inside(first, n) * m + _inside(second, m)
-
-
-def _inside(index: Tensor, size: int) -> Tensor:
-    """Indices from the start; negative ones count from the end."""
-    index = torch.where(index < 0, index + size, index)
-    if not index.is_meta and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
-        raise IndexError(f"an index is out of bounds for a dimension of size {size}")
-    return index
+    first, second = torch.where(first < 0, first + n, first), torch.where(second < 0, second + m, second)
+    inside = (first >= 0) & (first < n) & (second >= 0) & (second < m)
+    return torch.where(inside, first * m + second, n * m)

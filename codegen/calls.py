@@ -52,7 +52,6 @@ class Run:
 
 def runs(program: Program, calls: Sequence[Call]) -> list[Run]:
     """The calls of one stage and phase, in order, in the longest possible runs."""
-    regions = {region.name: region for region in program.regions}
     readers = program.derived(_readers)
     found: list[Run] = []
     for call in calls:
@@ -61,7 +60,7 @@ def runs(program: Program, calls: Sequence[Call]) -> list[Run]:
         if longer is not None:
             found[-1] = longer
         else:
-            found.append(Run(region=regions[call.region], calls=(call,)))
+            found.append(Run(region=program.region(call.region), calls=(call,)))
     return found
 
 

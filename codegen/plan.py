@@ -128,7 +128,7 @@ def _rounding(program: Program, precision: str) -> str:
 
 def _place(name: str, program: Program) -> int:
     """The pipeline rank that makes a value."""
-    return next(program.place(call.stage) for call in program.calls if name in call.results)
+    return program.place(program.maker(name).stage)
 
 
 def _held(parameter: Parameter, row: int, program: Program) -> dict[str, Any]:

@@ -23,16 +23,13 @@ _PHASES: dict[Phase, str] = {
 def region_codes(program: Program) -> dict[str, RegionCode]:
     """The code of every region that some stage calls, by the region's name, in the order of the calls."""
     exchanges = program.derived(Exchanges)
-    regions = {region.name: region for region in program.regions}
-    calls: dict[str, list[Call]] = {}
-    for call in program.calls:
-        calls.setdefault(call.region, []).append(call)
-    called = region_names(calls)
+    names = tuple(dict.fromkeys(call.region for call in program.calls))
+    called = region_names(names)
     contiguous = dense(program)
     titles = _titles(program)
     codes = {}
-    for name, here in calls.items():
-        region = regions[name]
+    for name in names:
+        region, here = program.region(name), program.calls_to(name)
         title = listed(titles[name]) if region.params else _PHASES[region.phase]
         codes[name] = region_code(
             region,
@@ -52,10 +49,9 @@ def region_codes(program: Program) -> dict[str, RegionCode]:
 def _titles(program: Program) -> Mapping[str, Sequence[str]]:
     """The calls of each region, in runs, whatever stage they are in."""
     whole = replace(program, transfers=())
-    regions = {region.name: region for region in program.regions}
     found: dict[str, list[str]] = {}
     for phase in _PHASES:
-        for run in runs(whole, [call for call in program.calls if regions[call.region].phase == phase]):
+        for run in runs(whole, [call for call in program.calls if program.region(call.region).phase == phase]):
             found.setdefault(run.region.name, []).append(run.title)
     return found
 

@@ -54,9 +54,8 @@ class StageFacts:
 
     @cached_property
     def runs(self) -> Mapping[Phase, list[Run]]:
-        regions = self.exchanges.regions
         return {
-            phase: runs(self.program, [call for call in self.calls if regions[call.region].phase == phase])
+            phase: runs(self.program, [call for call in self.calls if self.program.region(call.region).phase == phase])
             for phase in PHASES
         }
 

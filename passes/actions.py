@@ -103,7 +103,7 @@ class _BodyWriter:
         return [*self.program.calls_of(self.index)]
 
     def _in_phase(self, phase: Phase) -> list[Call]:
-        return [call for call in self._calls if self.exchanges.regions[call.region].phase == phase]
+        return [call for call in self._calls if self.program.region(call.region).phase == phase]
 
     def _kept(self) -> Iterator[ActionStatement]:
         """The gathers of parameters that stay whole."""
@@ -138,7 +138,7 @@ class _BodyWriter:
         started: list[Bucket] = []
         for run, calls in self._runs(kind):
             for call in calls:
-                if graph_of(self.exchanges.regions[call.region], run) is None:
+                if graph_of(self.program.region(call.region), run) is None:
                     continue
                 yield from self._call(call, run)
                 if run == self._completing:
@@ -187,7 +187,7 @@ class _BodyWriter:
     def _reduce(self) -> Iterator[ActionStatement]:
         """Ends of the sums that have started; then the others, as sums may be of parts that ranks keep of scatters."""
         kind, calls = self._runs(self._completing)[-1]
-        graphs = ((call.name, graph_of(self.exchanges.regions[call.region], kind)) for call in calls)
+        graphs = ((call.name, graph_of(self.program.region(call.region), kind)) for call in calls)
         order = [name for name, graph in graphs if graph is not None]
         early = sorted((each for each in self.sums.buckets if each.after), key=lambda each: order.index(each.after))
         left = {each.name: self._bucket(each)[1 + (self._in_two(each) and each.after != order[-1]) :] for each in early}

@@ -237,8 +237,7 @@ class _Walk:
         self.summed = summed
         self.demanded: set[str] = set()
         self.inside: dict[tuple[str, str], None] = {}  # (region, value of it) that must be complete over the batch
-        self.regions = {region.name: region for region in program.regions}
-        self.names = set(self.regions)
+        self.names = {region.name for region in program.regions}
         self.variants: dict[tuple[str, tuple[Placement, ...]], tuple[Region, tuple[Placement, ...]]] = {}
         self.values: dict[str, Placement] = {}
         self.pure = input_only(program)
@@ -262,7 +261,7 @@ class _Walk:
         )
 
     def _call(self, call: Call) -> Call:
-        region = self.regions[call.region]
+        region = self.program.region(call.region)
         given = tuple(self.values[name] for name in call.args)
         key = (region.name, given)
         if key not in self.variants:

@@ -116,18 +116,19 @@ def _completed(program: Program, stage: int, split: bool) -> Iterator[tuple[str,
 
     Where gradients of weights are made apart, all others have been made before the first of them.
     """
-    regions = {region.name: region for region in program.regions}
     calls = program.calls_of(stage)
     makers: dict[str, str] = {}
     order: list[str] = []
     for call in calls[::-1]:
-        graph = regions[call.region].backward
+        graph = program.region(call.region).backward
         order.extend([call.name] if graph is not None and not split else [])
-        makers.update(dict.fromkeys(_gradients(call, graph, regions[call.region].params), "" if split else call.name))
+        makers.update(
+            dict.fromkeys(_gradients(call, graph, program.region(call.region).params), "" if split else call.name)
+        )
     for call in calls if split else ():
-        graph = regions[call.region].weight
+        graph = program.region(call.region).weight
         order.extend([call.name] if graph is not None else [])
-        makers.update(dict.fromkeys(_gradients(call, graph, regions[call.region].params), call.name))
+        makers.update(dict.fromkeys(_gradients(call, graph, program.region(call.region).params), call.name))
     for index, name in enumerate(order):
         yield name, [made for made, maker in makers.items() if maker == name or (index == 0 and not maker)]
 

@@ -71,10 +71,9 @@ def _boundaries(program: Program) -> dict[str, tuple[Layout, ...]]:
 
 def _reductions(program: Program) -> dict[str, tuple[str, ...]]:
     """For each parameter, the mesh axes over which ranks hold equal copies and partial gradients."""
-    regions = {region.name: region for region in program.regions}
     found: dict[str, set[str]] = {}
     for call in program.calls:
-        for name, value in zip(call.params, regions[call.region].params, strict=True):
+        for name, value in zip(call.params, program.region(call.region).params, strict=True):
             found.setdefault(name, set()).update(value.type.layout.varying)
     return {name: tuple(axis for axis in program.mesh.names if axis in axes) for name, axes in found.items()}
 

@@ -63,7 +63,6 @@ class _Mixed:
         self.program = program
         self.low = low
         self.casts = casts
-        self.regions = {region.name: region for region in program.regions}
         self.variants: dict[tuple[str, tuple[DType, ...], tuple[bool, ...]], Region] = {}
         self.tables = {parameter.name for parameter in program.parameters if parameter.sparse}
         self.low_parameters = {name for call in program.calls for name in self._wanted_low(call)}
@@ -78,7 +77,7 @@ class _Mixed:
         return replace(self.program, calls=calls, regions=tuple(self.variants.values()), values=values)
 
     def _call(self, call: Call) -> Call:
-        region = self.regions[call.region]
+        region = self.program.region(call.region)
         given = tuple(self.types[name] for name in call.args)
         lows = tuple(name in self.low_parameters for name in call.params)
         key = (region.name, given, lows)
@@ -139,7 +138,7 @@ class _Mixed:
 
     def _wanted_low(self, call: Call) -> Iterator[str]:
         """The call's parameters that some operation reads in 16 bits, directly or through views."""
-        region = self.regions[call.region]
+        region = self.program.region(call.region)
         if region.phase != "microbatch":
             return
         names = dict(zip((value.name for value in region.params), call.params, strict=True))

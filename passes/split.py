@@ -59,7 +59,7 @@ def _sending_first(program: Program) -> Program:
     renamed: dict[str, str] = {}
     regions: list[Region] = []
     for region in program.regions:
-        stages = {call.stage for call in program.calls if call.region == region.name}
+        stages = {call.stage for call in program.calls_to(region.name)}
         halves = _split(region) if stages & returning else region
         if not worthwhile(halves, program.sizes):
             regions.append(region)

@@ -216,11 +216,10 @@ def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:
 
 def _transfers(program: Program, calls: tuple[Call, ...], pure: frozenset[str]) -> tuple[Transfer, ...]:
     made = {name: call.stage for call in calls if call.name not in pure for name in call.results}
-    regions = {region.name: region for region in program.regions}
     needs, back = gradient_inputs(program), arriving(replace(program, calls=calls))
     found: dict[tuple[str, int], bool] = {}
     for call in calls:
-        for value, name in zip(regions[call.region].forward.inputs, call.args, strict=True):
+        for value, name in zip(program.region(call.region).forward.inputs, call.args, strict=True):
             if name in made and made[name] != call.stage:
                 owed = value.name in needs[call.region] and (call.name, name, call.stage) in back
                 owed = owed and _carries(program, name)

@@ -68,9 +68,9 @@ def explain(program: Program, name: str) -> str:
 
 def _gathered_for_microbatches(program: Program) -> set[str]:
     """Parameters that microbatches' calls alone read, and none writes."""
-    phases = {region.name: region.phase for region in program.regions}
-    inside = {name for call in program.calls if phases[call.region] == "microbatch" for name in call.params}
-    outside = {name for call in program.calls if phases[call.region] != "microbatch" for name in call.params}
+    inside, outside = set[str](), set[str]()
+    for call in program.calls:
+        (inside if program.region(call.region).phase == "microbatch" else outside).update(call.params)
     whole = {item.name for item in program.parameters if item.balance}  # few numbers, compared with each other
     return inside - outside - whole - {buffer for buffer, _ in program.updates}
 

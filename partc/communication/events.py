@@ -143,14 +143,6 @@ class _Events:
     crossing: bool = False  # only between pipeline coordinates
 
     @cached_property
-    def _regions(self) -> Mapping[str, Region]:
-        return {region.name: region for region in self.program.regions}
-
-    @cached_property
-    def _calls(self) -> Mapping[tuple[int, str], str]:
-        return {(call.stage, call.name): call.region for call in self.program.calls}
-
-    @cached_property
     def _found(self) -> dict[tuple[str, str], tuple[Entered, ...]]:
         return {}
 
@@ -184,9 +176,9 @@ class _Events:
         name, kind = step.statement.of, step.statement.subject
         if kind not in ("F", "B", "I", "W"):
             return ()
-        key = self._calls[step.stage, name], kind
+        key = self.program.call(step.stage, name).region, kind
         if key not in self._found:
-            region = self._regions[key[0]]
+            region = self.program.region(key[0])
             graph = graph_of(region, kind)
             self._found[key] = tuple(self._of_graph(region, graph)) if graph is not None else ()
         return self._found[key]

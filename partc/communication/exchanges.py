@@ -32,16 +32,12 @@ class Exchanges:
     program: Program
 
     @cached_property
-    def regions(self) -> Mapping[str, Region]:
-        return {region.name: region for region in self.program.regions}
-
-    @cached_property
     def read(self) -> Mapping[str, DType]:
         """The element type in which calls read each parameter."""
         return {
             name: value.type.dtype
             for call in self.program.calls
-            for name, value in zip(call.params, self.regions[call.region].params, strict=True)
+            for name, value in zip(call.params, self.program.region(call.region).params, strict=True)
         }
 
     @cached_property
@@ -64,7 +60,7 @@ class Exchanges:
 
     def gathers(self, call: Call, kind: GraphKind) -> bool:
         """Whether a call gathers parameters for one run, and frees them after it."""
-        region = self.regions[call.region]
+        region = self.program.region(call.region)
         return self.program.zero == 3 and self.has_unit(call) and _reads(region, graph_of(region, kind))
 
     def scatters(self, call: Call, kind: GraphKind) -> bool:
@@ -74,7 +70,7 @@ class Exchanges:
     def _scattered(self, call: Call, kind: GraphKind) -> list[str]:
         if self.program.zero < 2 or kind == "F" or not self.has_unit(call):
             return []
-        region = self.regions[call.region]
+        region = self.program.region(call.region)
         graph = graph_of(region, kind)
         made = set(graph.outputs) if graph is not None else set()
         pairs = zip(region.params, call.params, strict=True)
@@ -85,7 +81,7 @@ class Exchanges:
         found: dict[str, list[str]] = {}
         seen: set[str] = set()
         for call in self.program.calls_of(stage) if self.program.zero in (1, 2) else ():
-            if self.regions[call.region].phase == "microbatch":
+            if self.program.region(call.region).phase == "microbatch":
                 found[call.name] = [name for name in call.params if name not in seen]
                 seen.update(call.params)
         return found

@@ -14,7 +14,7 @@ from functools import cached_property
 from partc.communication.exchanges import Exchanges
 from partc.communication.statement_proof import Key, StatementProof
 from partc.errors import InternalError
-from partc.ir.program import Action, ActionStatement, Body, BodyKind, Call, Collective, GraphKind, Program
+from partc.ir.program import Action, ActionStatement, Body, BodyKind, Collective, GraphKind, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,6 @@ class _Shared:
     def bodies(self) -> Mapping[str, Body]:
         return {body.name: body for body in self.program.bodies}
 
-    @cached_property
-    def calls(self) -> Mapping[tuple[int, str], Call]:
-        return {(call.stage, call.name): call for call in self.program.calls}
-
 
 class Execution:
     """The execution of the ranks at one pipeline coordinate, with the program's schedule or another `row` of actions.
@@ -83,7 +79,7 @@ class Execution:
         self._proof = StatementProof(self.exchanges, place) if proving else None
         self.stages = program.stages_at(place)
         shared = program.derived(_Shared)
-        self._bodies, self._calls, self._late, self._brought = shared.bodies, shared.calls, shared.late, shared.brought
+        self._bodies, self._late, self._brought = shared.bodies, shared.late, shared.brought
         self._steps = {} if proving else shared.steps  # a proof sees every step
 
     def once(self) -> Iterator[tuple[str, tuple[StatementRun, ...]]]:
@@ -262,13 +258,13 @@ class Execution:
         """Raises InternalError if a call reads parameters that are not there."""
         there = (stage, name) in state.holds and ("gather", stage, name) not in state.under_way
         coming = any(("refresh", stage, first) in state.under_way for first in self._refreshed(stage, name))
-        if coming or (not there and self.exchanges.gathers(self._calls[stage, name], kind)):
+        if coming or (not there and self.exchanges.gathers(self.program.call(stage, name), kind)):
             raise InternalError(f"{name} reads its parameters before they are there")
 
     def _refreshed(self, stage: int, name: str) -> frozenset[str]:
         """The calls at which the gathers of the parameters that a call reads are waited for."""
         if (stage, name) not in self._brought:
             kept = self.exchanges.kept(stage)
-            read = set(self._calls[stage, name].params)
+            read = set(self.program.call(stage, name).params)
             self._brought[stage, name] = frozenset(first for first, names in kept.items() if read.intersection(names))
         return self._brought[stage, name]

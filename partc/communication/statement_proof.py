@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 from partc.communication.exchanges import Chains, Exchanges, in_turn
 from partc.errors import InternalError
-from partc.ir.program import ActionStatement, Call, Collective
+from partc.ir.program import ActionStatement, Collective
 
-Key = tuple[object, ...]  # the subject, stage and name of an exchange; of a scatter, the graph that made the gradients
+Key = tuple[Any, ...]  # the subject, stage and name of an exchange; of a scatter, the graph that made the gradients
 
 
 class StatementProof:
@@ -32,16 +31,14 @@ class StatementProof:
 
     def _chains(self, key: Key) -> Chains:
         """The collectives of an exchange, from the types of its parameters or gradients."""
-        subject, stage, of, *made = key
-        kind: Any = made[0] if made else ""
-        name = str(of)
+        subject, stage, name, *kind = key
         match subject:
             case "gather":
-                return self._exchanges.gather(self._calls[stage, of].params)
+                return self._exchanges.gather(self._exchanges.program.call(stage, name).params)
             case "refresh":
-                return self._exchanges.gather(self._exchanges.kept(int(str(stage)))[name])
+                return self._exchanges.gather(self._exchanges.kept(stage)[name])
             case "scatter":
-                return self._exchanges.scatter(self._calls[stage, of], kind)
+                return self._exchanges.scatter(self._exchanges.program.call(stage, name), *kind)
             case "bucket":
                 return self._exchanges.summed(self._exchanges.program.bucket(name))
             case "shared":
@@ -49,16 +46,12 @@ class StatementProof:
             case _:
                 return self._exchanges.returned(self._place)[name]
 
-    @cached_property
-    def _calls(self) -> Mapping[tuple[object, object], Call]:
-        return {(call.stage, call.name): call for call in self._exchanges.program.calls}
-
     def body(self, stage: int, ran: Mapping[str, str]) -> None:
         """Check that the gradients of these runs (call -> graph) have been scattered."""
         for name, kind in ran.items():
             graph: Any = kind
             scattered = ("scatter", stage, name, kind) in self._needed
-            if not scattered and self._exchanges.scatters(self._calls[stage, name], graph):
+            if not scattered and self._exchanges.scatters(self._exchanges.program.call(stage, name), graph):
                 raise InternalError(f"the gradients of {name} are not scattered")
 
     def step(self) -> None:

@@ -38,7 +38,6 @@ def communication(program: Program) -> dict[str, int]:
     """
     busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
     graphs = _inside(program)
-    regions = {(call.stage, call.name): call.region for call in program.calls}
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
         found: Counter[str] = Counter()
         actions = [steps for _, steps in Execution(program, place).step()]
@@ -52,7 +51,7 @@ def communication(program: Program) -> dict[str, int]:
                 if each.verb == "receive" and (sent := message(program, step)):
                     here[PIPELINE_AXIS] += sent.bytes
                 elif each.subject in ("F", "B", "I", "W"):
-                    here.update(graphs[regions[step.stage, each.of], each.subject])
+                    here.update(graphs[program.call(step.stage, each.of).region, each.subject])
             found.update({axis: size * times[id(steps)] for axis, size in here.items()})
         for axis, size in found.items():
             busiest[axis] = max(busiest.get(axis, 0), size)
@@ -84,7 +83,7 @@ def replicated_ops(program: Program) -> tuple[ReplicatedOp, ...]:
     found: list[ReplicatedOp] = []
     for region in program.regions:
         types = region.types(region.forward)
-        calls = sum(call.region == region.name for call in program.calls)
+        calls = len(program.calls_to(region.name))
         for op in region.forward.ops:
             found.extend(_repeated(op, region, types, program, calls))
     return tuple(sorted(found, key=lambda item: (-item.flops, item.place, item.axis)))

@@ -49,12 +49,11 @@ def model_work(program: Program) -> StepFlops:
     Recomputed are at least the operations of a region from which an operand of its products follows that the gradient
     of another operand needs. Nothing is said of regions that change buffers or have gradients of the user's own.
     """
-    regions = {region.name: region for region in program.regions}
     trained: set[str] = {parameter.name for parameter in program.parameters if parameter.trainable}
     found: dict[tuple[str, tuple[bool, ...]], tuple[StepFlops, tuple[bool, ...]]] = {}
     total = StepFlops()
     for call in program.calls:
-        region = regions[call.region]
+        region = program.region(call.region)
         if region.phase == "setup":
             continue
         key = call.region, tuple(name in trained for name in (*call.params, *call.args))

@@ -58,14 +58,14 @@ class Footprint:
         total = 0.0
         for name, stages in self._holders.items():
             if any(self.program.place(stage) == place for stage in stages):
-                total += self.lasting(self._parameters[name])
+                total += self.lasting(self.program.parameter(name))
         return int(total) + self._rows(place)
 
     def _rows(self, place: int) -> int:
         """Bytes of sparse gradients: numbers and values of the rows that a step looks up."""
         total = 0
         for name, counts in touched_rows(self.program, self.program.stages_at(place)).items():
-            type, sizes = self._parameters[name].type, self.program.sizes
+            type, sizes = self.program.parameter(name).type, self.program.sizes
             row = type.local_bytes(sizes) // type.layout.local_shape(sizes)[0]
             total += sum(counts) * (row + ITEMSIZE["i64"])
         return total
@@ -100,7 +100,7 @@ class Footprint:
 
     def _calls(self, stage: int) -> Iterator[Call]:
         for call in self.program.calls_of(stage):
-            if self._exchanges.regions[call.region].phase == "microbatch":
+            if self.program.region(call.region).phase == "microbatch":
                 yield call
 
     @cached_property
@@ -146,11 +146,11 @@ class Footprint:
             return 0
         names = (name for name in call.params if name in self._exchanges.parted)
         return 2 * sum(
-            self._whole(name, min(ITEMSIZE[self._parameters[name].type.dtype], self.gradient)) for name in names
+            self._whole(name, min(ITEMSIZE[self.program.parameter(name).type.dtype], self.gradient)) for name in names
         )
 
     def _whole(self, name: str, each: int) -> int:
-        parameter = self._parameters[name]
+        parameter = self.program.parameter(name)
         return self._whole_elements(parameter) * each if parameter.gather else 0
 
     def _whole_elements(self, parameter: Parameter) -> int:
@@ -161,7 +161,7 @@ class Footprint:
         """The most bytes of a graph's values that are alive at one time, besides saved values."""
         key = region, kind
         if key not in self._most:
-            found = self._exchanges.regions[region]
+            found = self.program.region(region)
             graph, sizes = graph_of(found, kind), self.program.sizes
             self._most[key] = (
                 0
@@ -181,10 +181,6 @@ class Footprint:
     @cached_property
     def _exchanges(self) -> Exchanges:
         return self.program.derived(Exchanges)
-
-    @cached_property
-    def _parameters(self) -> Mapping[str, Parameter]:
-        return {parameter.name: parameter for parameter in self.program.parameters}
 
     @cached_property
     def _holders(self) -> Mapping[str, tuple[int, ...]]:

@@ -265,15 +265,11 @@ class Forecast:
             if step.collectives and self.rates.waits:
                 builder.wait(step.key)
             if each.subject in ("F", "B", "I", "W"):
-                call = self._calls[step.stage, each.of]
+                call = self.program.call(step.stage, each.of)
                 graph = graph_of(self.program.region(call.region), each.subject)
                 if graph is not None:
                     self._run(builder, call, graph)
         return builder.built()
-
-    @cached_property
-    def _calls(self) -> Mapping[tuple[int, str], Call]:
-        return {(call.stage, call.name): call for call in self.program.calls}
 
     def _run(self, builder: TimelineBuilder, call: Call, graph: Graph) -> None:
         """Lay out a call's operations; the call's name makes the keys of their collectives unique.
@@ -333,7 +329,7 @@ class Forecast:
         """Computation by operation, before it is scaled, and starts and waits of collectives."""
         sizes = self.program.sizes
         types = self.program.region(region).types(graph)
-        module = next(call.name for call in self.program.calls if call.region == region)
+        module = self.program.calls_to(region)[0].name
         awaited = {next(op.refs()) for op in graph.ops if op.name == "wait"}
 
         def label(op: Op) -> str:

@@ -56,14 +56,13 @@ def written(bytes: int, *, fewer: bool = False) -> str:
 
 def held_inputs(program: Program) -> dict[str, frozenset[str]]:
     """For each region, the inputs that a stage keeps through the step anyway: batch entries, constants, counts."""
-    phases = {region.name: region.phase for region in program.regions}
     lasting = set(program.inputs)
     for call in program.calls:
-        if phases[call.region] != "microbatch":
+        if program.region(call.region).phase != "microbatch":
             lasting.update(call.results)
     found: dict[str, frozenset[str]] = {}
     for region in program.regions:
-        calls = [call for call in program.calls if call.region == region.name]
+        calls = program.calls_to(region.name)
         found[region.name] = frozenset(
             value.name
             for index, value in enumerate(region.forward.inputs)
@@ -75,10 +74,13 @@ def held_inputs(program: Program) -> dict[str, frozenset[str]]:
 def changed_buffers(program: Program) -> dict[str, frozenset[str]]:
     """For each region, the buffers whose value has changed when the backward pass runs."""
     updated = {buffer for buffer, _ in program.updates}
-    params = {region.name: region.params for region in program.regions}
     found: dict[str, frozenset[str]] = {}
     for call in program.calls:
-        local = {value.name for name, value in zip(call.params, params[call.region], strict=True) if name in updated}
+        local = {
+            value.name
+            for name, value in zip(call.params, program.region(call.region).params, strict=True)
+            if name in updated
+        }
         found[call.region] = found.get(call.region, frozenset()) | local
     return found
 

@@ -14,10 +14,9 @@ _LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 def token_limits(program: Program) -> dict[str, int]:
     """For the integer entries of a traced program that index tables or classes, the smallest of their numbers."""
     types = program.value_types()
-    regions = {region.name: region for region in program.regions}
     found: dict[str, int] = {}
     for call in program.calls:
-        region = regions[call.region]
+        region = program.region(call.region)
         entries = {
             value.name: name
             for value, name in zip(region.forward.inputs, call.args, strict=True)

@@ -12,9 +12,8 @@ def trainable_params(program: Program) -> dict[str, frozenset[str]]:
     """For each region, its parameters (relative names) that are trained in some call."""
     trained = {parameter.name for parameter in program.parameters if parameter.trainable}
     found: dict[str, set[str]] = {region.name: set() for region in program.regions}
-    regions = {region.name: region for region in program.regions}
     for call in program.calls:
-        for value, name in zip(regions[call.region].params, call.params, strict=True):
+        for value, name in zip(program.region(call.region).params, call.params, strict=True):
             if name in trained and value.type.differentiable:
                 found[call.region].add(value.name)
     return {name: frozenset(params) for name, params in found.items()}
@@ -57,14 +56,13 @@ def touched_rows(program: Program, stages: Collection[int]) -> dict[str, list[in
 def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
     """For each region, its inputs whose gradient some call returns to an earlier one."""
     trainable = trainable_params(program)
-    regions = {region.name: region for region in program.regions}
-    needs: dict[str, set[str]] = {name: set() for name in regions}
+    needs: dict[str, set[str]] = {region.name: set() for region in program.regions}
     lives: dict[tuple[str, int], set[str]] = {}  # by region and the number of its needs, which only grow
     while True:
         owing: set[str] = set()
         before = sum(map(len, needs.values()))
         for call in program.calls:
-            region = regions[call.region]
+            region = program.region(call.region)
             for value, name in zip(region.forward.inputs, call.args, strict=True):
                 if name in owing and value.type.differentiable:
                     needs[region.name].add(value.name)
@@ -83,7 +81,6 @@ def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
     Arguments that a call only detaches, directly or in a later call, have none. The backward graph of a differentiated
     region says this, as its forward graph has no `detach` any more.
     """
-    regions = {region.name: region for region in program.regions}
     through = {
         (region.name, value.name): reached(region.forward, (value.name,)) if _may_return(region, value.name) else set()
         for region in program.regions
@@ -91,7 +88,7 @@ def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
     }
     wanted, found = {*program.returned}, set()
     for call in reversed(program.calls):
-        graph = regions[call.region].forward
+        graph = program.region(call.region).forward
         outputs = {out for out, name in zip(graph.outputs, call.results, strict=False) if name in wanted}
         for value, name in zip(graph.inputs, call.args, strict=True):
             if outputs & through[call.region, value.name]:

@@ -29,10 +29,9 @@ def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def evaluate_program(program: Program, batch: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
     """The loss of a whole batch, before the partition pass; parameters go by the names in `program.parameters`."""
-    regions = {region.name: region for region in program.regions}
     known = dict(batch)
     for call in program.calls:
-        region = regions[call.region]
+        region = program.region(call.region)
         inputs = {value.name: known[name] for value, name in zip(region.forward.inputs, call.args, strict=True)}
         params = {value.name: parameters[name] for value, name in zip(region.params, call.params, strict=True)}
         made = evaluate(region.forward, inputs | params)

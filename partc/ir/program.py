@@ -676,7 +676,11 @@ class Program:
         return self.place(transfer.source) != self.place(transfer.target)
 
     def region(self, name: str) -> Region:
-        return next(region for region in self.regions if region.name == name)
+        return self._regions[name]
+
+    @cached_property
+    def _regions(self) -> Mapping[str, Region]:
+        return {region.name: region for region in reversed(self.regions)}
 
     def value_types(self) -> Mapping[str, TensorType]:
         return self._value_types
@@ -687,7 +691,7 @@ class Program:
 
     def source_of(self, value: str) -> Source | None:
         """The place in the user's code that computes a result of a call, if it is known."""
-        call = next(call for call in self.calls if value in call.results)
+        call = self.maker(value)
         graph = self.region(call.region).forward
         op = graph.makers().get(graph.outputs[call.results.index(value)])
         return op.source if op is not None else None
@@ -727,6 +731,28 @@ class Program:
         for call in self.calls:
             found.setdefault(call.stage, []).append(call)
         return {stage: tuple(calls) for stage, calls in found.items()}
+
+    def call(self, stage: int, name: str) -> Call:
+        return self._calls[stage, name]
+
+    @cached_property
+    def _calls(self) -> Mapping[tuple[int, str], Call]:
+        return {(call.stage, call.name): call for call in self.calls}
+
+    def calls_to(self, region: str) -> tuple[Call, ...]:
+        """The calls of a region, in order."""
+        return self._calls_to.get(region, ())
+
+    @cached_property
+    def _calls_to(self) -> Mapping[str, tuple[Call, ...]]:
+        found: dict[str, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.region, []).append(call)
+        return {region: tuple(calls) for region, calls in found.items()}
+
+    def maker(self, value: str) -> Call:
+        """The first call that makes a program value."""
+        return next(call for call in self.calls if value in call.results)
 
     def parameter(self, name: str) -> Parameter:
         return self._parameters[name]

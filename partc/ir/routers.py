@@ -24,13 +24,12 @@ def choices(region: Region) -> Mapping[str, Op]:
 
 def routers(program: Program) -> Iterator[PlanRouter]:
     """The layers in the order in which stages run them."""
-    regions = {region.name: region for region in program.regions}
     first = {call.region: call.name for call in reversed(program.calls)}
     chosen_in = {region.name: choices(region) for region in program.regions}
     for call in program.calls:
         if not chosen_in[call.region]:
             continue
-        region = regions[call.region]
+        region = program.region(call.region)
         types = region.types(region.forward)
         for chosen, op in chosen_in[call.region].items():
             product, module = ExpertMatmul.of(op), op.module

@@ -342,22 +342,20 @@ class Tables:
         program = replace(program, transport=Transport(near=options["near"]))
         footprint, exchanges = Footprint(program, self.states), program.derived(Exchanges)
         usual = (plan.grad_reduce, plan.compress_grads) == ("fp32", "none")  # nothing is said of other forms of sums
-        items = {item.name: item for item in program.parameters}
-        left = dict.fromkeys(items)
+        left = {item.name for item in program.parameters}
         kinds: tuple[GraphKind, ...] = ("F", "B")
         known: dict[tuple[object, ...], CallExchanges] = {}  # calls of a region are alike, but for parameters
 
         def facts(name: str) -> tuple[object, ...]:
-            item = items[name]
+            item = program.parameter(name)
             return name in left, item.type.dtype, item.trainable, item.sparse, item.gather, item.reduce, item.zero
 
         found = []
         for call in self._facts_of(body, program).calls:
             names = dict.fromkeys(call.params)
             key = call.region, *map(call.params.index, call.params), *map(facts, names)
-            own = [items[name] for name in names if name in left]
-            for item in own:
-                del left[item.name]
+            own = [program.parameter(name) for name in names if name in left]
+            left -= {item.name for item in own}
             if key not in known:
                 trained = (item.type.local_bytes(program.sizes) for item in own if item.trainable and not item.sparse)
                 times = sum(exchanges.gathers(call, kind) for kind in kinds)

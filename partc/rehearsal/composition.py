@@ -319,7 +319,6 @@ class _Names:
     def signature(self) -> Key:
         """Everything about the rank that its memory follows from, but for its schedule."""
         program = self.program
-        parameters = {each.name: each for each in program.parameters}
         calls = [
             (
                 self.stages[call.stage],
@@ -337,8 +336,8 @@ class _Names:
         held = [
             (
                 self.path(name),
-                replace(parameters[name], name="", aliases=(), buckets=()),
-                tuple(self._bucket(program.bucket(each)) for each in parameters[name].buckets),
+                replace(program.parameter(name), name="", aliases=(), buckets=()),
+                tuple(self._bucket(program.bucket(each)) for each in program.parameter(name).buckets),
                 len({program.place(stage) for stage in program.holders()[name]}),
             )
             for name in read

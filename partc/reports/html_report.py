@@ -131,7 +131,7 @@ def _graphs(program: Program) -> list[Mapping[str, Any]]:
 def _first(program: Program) -> int:
     """The graph shown first: the body with the most operations in all its calls."""
     titles = [region.name for region in program.regions for graph in region.graphs]
-    work = {r.name: len(r.forward.ops) * sum(call.region == r.name for call in program.calls) for r in program.regions}
+    work = {r.name: len(r.forward.ops) * len(program.calls_to(r.name)) for r in program.regions}
     return titles.index(max(work, key=lambda name: work[name]))
 
 

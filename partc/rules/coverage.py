@@ -84,7 +84,7 @@ def missing(program: Program) -> tuple[Missing, ...]:
 def _operations(program: Program) -> Iterator[tuple[Op, dict[str, TensorType], int]]:
     for region in program.regions:
         types = region.types(region.forward)
-        calls = sum(call.region == region.name for call in program.calls)
+        calls = len(program.calls_to(region.name))
         if region.phase != "setup":
             yield from ((op, types, calls) for op in region.forward.ops if op.results and any(True for _ in op.refs()))
 

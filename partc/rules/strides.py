@@ -32,11 +32,10 @@ def dense(program: Program) -> Mapping[str, frozenset[str]]:
 
 def _strided(program: Program, found: Mapping[str, frozenset[str]]) -> Iterable[tuple[str, set[str]]]:
     """The inputs and gradients of regions that some call passes without a proof that they are dense."""
-    regions = {region.name: region for region in program.regions}
     unknown = set(program.inputs)
     back: set[str] = set()  # program values whose gradient some reader makes strided
     for call in program.calls:
-        region = regions[call.region]
+        region = program.region(call.region)
         unknown.update(
             name
             for name, output in zip(call.results, region.forward.outputs, strict=False)
@@ -47,7 +46,7 @@ def _strided(program: Program, found: Mapping[str, frozenset[str]]) -> Iterable[
             if f"grad_{value.name}" in made and f"grad_{value.name}" not in found[region.name]:
                 back.add(name)
     for call in program.calls:
-        region = regions[call.region]
+        region = program.region(call.region)
         yield region.name, {v.name for name, v in zip(call.args, region.forward.inputs, strict=True) if name in unknown}
         outputs = zip(call.results, region.forward.outputs, strict=False)
         yield region.name, {f"grad_{output}" for name, output in outputs if name in back}

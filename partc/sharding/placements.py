@@ -84,7 +84,7 @@ class _PlacementProgram:
         self.pins = [(pin, pin.placement(axis)) for pin in pins if pin.decides(axis)]
         self.sizes: Sizes = program.sizes
         self.n = self.sizes[axis]
-        self.calls = {r.name: sum(call.region == r.name for call in program.calls) for r in program.regions}
+        self.calls = {r.name: len(program.calls_to(r.name)) for r in program.regions}
         self.owners = _merged_slots(program)
         calls = input_only(program)
         self.pure = {call.region for call in program.calls if call.name in calls}  # cheap: repeated on every rank
@@ -492,11 +492,10 @@ def _merged_slots(program: Program) -> dict[Slot, Hashable]:
             slot = parent[slot]
         return slot
 
-    regions = {region.name: region for region in program.regions}
     for slot in (*(("value", v.name) for v in program.values), *(("parameter", p.name) for p in program.parameters)):
         find(slot)
     for call in program.calls:
-        region = regions[call.region]
+        region = program.region(call.region)
         pairs: list[tuple[Slot, Slot]] = []
         pairs += ((("value", name), ("in", region.name, str(i))) for i, name in enumerate(call.args))
         pairs += ((("value", name), ("out", region.name, str(i))) for i, name in enumerate(call.results))

@@ -73,7 +73,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     """
     values = (*region.forward.inputs, *region.params)
     frozen = {parameter.name for parameter in program.parameters if not parameter.trainable}
-    call = next(call for call in program.calls if call.region == region.name)
+    call = program.calls_to(region.name)[0]
     trained = {value.name for value, name in zip(region.params, call.params, strict=True) if name not in frozen}
     given = dict(zip(call.args, region.forward.inputs, strict=True))
     entries = [given[name] for name in program.batch_entries]

@@ -24,10 +24,9 @@ Cut = tuple[tuple[str, str], ...]  # axis -> the factor of lookups that it cuts
 
 def slots_of(program: Program) -> dict[str, list[Slot]]:
     """The parameters of regions that calls fill with each parameter of the program, call by call."""
-    regions = {region.name: region for region in program.regions}
     slots: dict[str, list[Slot]] = {parameter.name: [] for parameter in program.parameters}
     for call in program.calls:
-        for value, name in zip(regions[call.region].params, call.params, strict=True):
+        for value, name in zip(program.region(call.region).params, call.params, strict=True):
             slots[name].append((call.region, value.name))
     return slots
 

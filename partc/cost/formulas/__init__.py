@@ -121,7 +121,7 @@ class _FormulaWriter:
         graphs = zip(("forward", "backward", "weight gradients"), region.graphs, strict=False)
         return RegionFormulas(
             name=region.name,
-            calls=sum(call.region == region.name for call in self.program.calls),
+            calls=len(self.program.calls_to(region.name)),
             parameters=_total(self._bytes(region, value.name) for value in region.params),
             saved=tuple(NamedBytes(name=name, bytes=self._bytes(region, name)) for name in saved),
             passes=tuple(self._pass(name, region, graph) for name, graph in graphs),
@@ -130,11 +130,10 @@ class _FormulaWriter:
     def rank(self, place: int, saved: Mapping[str, Expr]) -> RankFormulas:
         """The formulas of a rank; `saved` holds the bytes that a call of each region saves."""
         stages = self.program.stages_at(place)
-        regions = {region.name: region for region in self.program.regions}
         each: dict[int, Expr] = {stage: _zero() for stage in stages}
         read: dict[str, tuple[str, str]] = {}  # parameters -> a region that reads them, and its name for them
         for call in self.program.calls:
-            region = regions[call.region]
+            region = self.program.region(call.region)
             if call.stage in each:
                 each[call.stage] += saved.get(call.region, 0)
                 values = (value.name for value in region.params)

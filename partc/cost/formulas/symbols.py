@@ -121,11 +121,10 @@ class Dimensions:
         batch = [self.dims["", name][:1] for name in program.batch_entries]
         for entry in batch[1:]:
             self._match(batch[0], entry)
-        regions = {region.name: region for region in program.regions}
         for region in program.regions:
             self._region(region)
         for call in program.calls:
-            region = regions[call.region]
+            region = program.region(call.region)
             inputs = zip((value.name for value in region.forward.inputs), call.args, strict=True)
             outputs = zip(region.forward.outputs, call.results, strict=False)
             for inner, outer in (*inputs, *outputs):

@@ -103,7 +103,7 @@ def _common_start(names: list[str]) -> str:
     return first[: next(same, min(len(first), len(last)))]
 
 
-def place_of(region: Region) -> str:
+def location(region: Region) -> str:
     """` (gpt.py:31)`: where the region's code starts."""
     sources = [op.source for op in region.forward.ops if op.source]
     if not sources:

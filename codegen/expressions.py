@@ -473,7 +473,7 @@ _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
     ),
     "matmul_grad_right": lambda g, o: f"{o.named('functional.add_product')}({g}, {o.flat(1)}.mT, {o.flat(0)})",
     "fused": lambda g, o: (
-        _fused(o, f"into={o.named('functional.settled')}({g})")
+        _fused(o, f"into={o.named('functional.materialized')}({g})")
         if o.op.body[0].name in kernels.TABLES
         else f"{o.named('functional.add_sum')}({g}, {unsummed(o)})"
         if summed_by_programs(o.op)

@@ -13,7 +13,7 @@ _INDENT = "    "
 
 
 def formatted(text: str) -> str:
-    """Python source with its long lines broken and its blank lines settled.
+    """Python source with its long lines broken and its blank lines limited.
 
     Every statement of `text` stands on one line, or is already broken at a bracket. The result is
     what `ruff format` leaves as it is.
@@ -21,7 +21,7 @@ def formatted(text: str) -> str:
     lines: list[str] = []
     for line in map(str.rstrip, text.split("\n")):
         lines.extend(_shortened(line) if len(line) > WIDTH else [line])
-    return _settled(lines)
+    return _limited_blank_lines(lines)
 
 
 def _shortened(line: str) -> list[str]:
@@ -153,7 +153,7 @@ def _exploded(indent: str, head: str, items: list[str], tail: str) -> list[str]:
     return [*lines, *_fitted(indent, tail)]
 
 
-def _settled(lines: list[str]) -> str:
+def _limited_blank_lines(lines: list[str]) -> str:
     """At most two blank lines in a row at the top level, one elsewhere; none at the ends."""
     result: list[str] = []
     blanks = 0

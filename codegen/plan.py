@@ -69,7 +69,7 @@ def plan(
         **({"constants": dict(constants)} if constants else {}),
         "parameters": {
             name: {
-                **_held(parameter, row, program),
+                **_parameter_entry(parameter, row, program),
                 "trainable": parameter.trainable,
                 **({"balance": parameter.balance} if parameter.balance else {}),
                 "reduce": [axis for axis in parameter.reduce if program.sizes[axis] > 1],
@@ -83,7 +83,7 @@ def plan(
         **(
             {
                 "results": {
-                    path: {**_typed(types[name], program), "place": _place(name, program)}
+                    path: {**_typed(types[name], program), "place": _pipeline_rank(name, program)}
                     for path, name in program.results
                 }
             }
@@ -126,12 +126,12 @@ def _rounding(program: Program, precision: str) -> str:
     return own if precision in ("fp32", "fp64") else ""
 
 
-def _place(name: str, program: Program) -> int:
+def _pipeline_rank(name: str, program: Program) -> int:
     """The pipeline rank that makes a value."""
     return program.place(program.maker(name).stage)
 
 
-def _held(parameter: Parameter, row: int, program: Program) -> dict[str, Any]:
+def _parameter_entry(parameter: Parameter, row: int, program: Program) -> dict[str, Any]:
     """The plan's entry for a model parameter: its shape and layout, and its rows if it is in a stack."""
     if parameter.members:
         _, first, count = parameter.members[row]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from partc.codegen.calls import listed, place_of, runs
+from partc.codegen.calls import listed, location, runs
 from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
 from partc.codegen.source import RegionCode
@@ -35,7 +35,7 @@ def region_codes(program: Program) -> dict[str, RegionCode]:
             region,
             program.sizes,
             here[0].name,
-            f"{title}{place_of(region)}.",
+            f"{title}{location(region)}.",
             called[name],
             _updated(program, region, here[0]),
             returned=_read(program, here),

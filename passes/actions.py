@@ -83,11 +83,11 @@ class _BodyWriter:
             kinds |= {"I", "W"}  # whose code a whole backward pass runs
         trained = not self.program.results
         written: Mapping[BodyKind, Iterable[ActionStatement]] = {
-            "INIT": () if trained else self._kept(), "SETUP": self._once("setup"), "PREPARE": self._once("step"),
+            "INIT": () if trained else self._refreshes(), "SETUP": self._once("setup"), "PREPARE": self._once("step"),
             "F": self._compute("F"), "B": self._compute("B"), "I": self._compute("I"), "W": self._compute("W"),
             "SEND_F": self._transfers("SEND_F"), "RECV_F": self._transfers("RECV_F"),
             "SEND_B": self._transfers("SEND_B"), "RECV_B": self._transfers("RECV_B"),
-            "REDUCE_GRAD": self._reduce(), "REFRESH": self._kept() if trained else (),
+            "REDUCE_GRAD": self._reduce(), "REFRESH": self._refreshes() if trained else (),
         }  # fmt: skip
         always = ("INIT", "SETUP", "PREPARE", "REDUCE_GRAD", "REFRESH")
         for kind, statements in written.items():
@@ -105,9 +105,9 @@ class _BodyWriter:
     def _in_phase(self, phase: Phase) -> list[Call]:
         return [call for call in self._calls if self.program.region(call.region).phase == phase]
 
-    def _kept(self) -> Iterator[ActionStatement]:
+    def _refreshes(self) -> Iterator[ActionStatement]:
         """The gathers of parameters that stay whole."""
-        for name, names in self.exchanges.kept(self.index).items():
+        for name, names in self.exchanges.whole_copies(self.index).items():
             if chains := self.exchanges.gather(names):
                 yield from _exchange("refresh", name, chains)
 

@@ -76,7 +76,7 @@ def _bounded(region: Region, found: Capacity, batch: int, *, travel: bool) -> Re
         product = ExpertMatmul.of(op)
         if product and product.chosen not in kept and fuel.allowed("capacity", op.source):
             w.source, chosen, experts = op.source, product.chosen, w.shape(product.weights)[0]
-            kept[chosen] = _kept(w, found, batch, chosen, experts)
+            kept[chosen] = _within_capacity(w, found, batch, chosen, experts)
             none = w.add("full", ((), experts), (), w.types[chosen].dtype, "none")
             args = (Ref(kept[chosen]), Ref(chosen), Ref(none))
             taken[chosen] = w.add("where", args, w.shape(chosen), w.types[chosen].dtype, f"{chosen}_taken")
@@ -96,7 +96,7 @@ def _bounded(region: Region, found: Capacity, batch: int, *, travel: bool) -> Re
     return replace(region, forward=replace(graph, ops=tuple(w.ops)))
 
 
-def _kept(w: RowWriter, found: Capacity, batch: int, chosen: str, experts: int) -> str:
+def _within_capacity(w: RowWriter, found: Capacity, batch: int, chosen: str, experts: int) -> str:
     """The rows within the capacity of their expert, bool[rows]. Raises PartcError P0109."""
     (count,) = w.shape(chosen)
     scopes = batch if found.scope == SCOPES[0] else 1

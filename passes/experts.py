@@ -110,7 +110,7 @@ def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, 
     return replace(program, parameters=parameters, regions=tuple(found.cut() for found in regions))
 
 
-def _held(type: TensorType, axis: str, place: Shard, sizes: Sizes) -> Layout | None:
+def _expert_layout(type: TensorType, axis: str, place: Shard, sizes: Sizes) -> Layout | None:
     """The layout of a weight of which each rank has its own experts; None if its size does not divide."""
     return Layout.build(type.shape, {**type.layout.placements(axis_order(sizes)), axis: place}, sizes)
 
@@ -288,7 +288,7 @@ class _Experts:
         """Note a weight whose experts lie at a place, and the operations that make it of parameters."""
         maker = self.makers.get(name)
         if maker is None and any(value.name == name for value in self.region.params):
-            layout = _held(self.types[name], self.axis, place, self.sizes)
+            layout = _expert_layout(self.types[name], self.axis, place, self.sizes)
             if layout is None or self.weights.setdefault(name, layout) != layout:
                 raise self._refused(self.ops[reader], f"its experts lie in {name} in two ways")
             return

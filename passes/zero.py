@@ -85,7 +85,7 @@ def _cut(
     """The parameter in parts, over those of `axes` over which its gradient is a sum."""
     key = id(parameter.type), parameter.reduce, parameter.trainable, parameter.stacked
     if key not in held:
-        held[key] = _held(parameter, axes, sizes)
+        held[key] = _cut_type(parameter, axes, sizes)
     found = held[key]
     if found is None:
         return parameter
@@ -94,7 +94,7 @@ def _cut(
     return replace(parameter, type=type, reduce=reduce, gather=over, zero=zero)
 
 
-def _held(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> tuple[TensorType, tuple[str, ...]] | None:
+def _cut_type(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> tuple[TensorType, tuple[str, ...]] | None:
     """The type of a parameter in parts and the axes over which it is cut, or None."""
     layout = parameter.type.layout
     axes = tuple(axis for axis in axes if axis in parameter.reduce or not parameter.trainable)

@@ -25,9 +25,9 @@ from partc.runtime.ops.attention_kernels import (
     Case,
     Gpu,
     cases,
+    enable_kernels,
     on_cpu,
     on_gpu,
-    settle,
 )
 from partc.runtime.random import Draw
 from partc.runtime.torch_private import TorchDispatchMode
@@ -124,7 +124,7 @@ def test_a_wish_is_kept_and_told(
 ) -> None:
     switches = Switches(monkeypatch, gpu, flash3)
     said: list[str] = []
-    settle(wanted, {"block.a": LLAMA, "block.b": LLAMA}, torch.device("cuda", 0), said.append)
+    enable_kernels(wanted, {"block.a": LLAMA, "block.b": LLAMA}, torch.device("cuda", 0), said.append)
     assert switches.activated == activated
     [line] = said
     assert line.startswith(f"attention in block.a, block.b ({LLAMA}): {kernel}")
@@ -143,7 +143,7 @@ def test_a_wish_that_cannot_be_had_is_refused(
 ) -> None:
     Switches(monkeypatch, gpu, flash3=False)
     with pytest.raises(UsageError, match="P0541") as raised:
-        settle(wanted, {}, torch.device(device, 0 if device == "cuda" else None), print)
+        enable_kernels(wanted, {}, torch.device(device, 0 if device == "cuda" else None), print)
     assert f"--attention {wanted}" in str(raised.value) and raised.value.alike
 
 

@@ -59,7 +59,7 @@ def test_rows_of_three_ranks_are_those_of_the_whole(dim: str, causal: bool, wind
         q, k, v = (x.detach() for x in leaves)
         sums = [torch.zeros_like(x) for x in (q, k, v)]
         for rank in range(3):
-            rows = Positions.parse(dim).held({"cp": (rank, 3)})
+            rows = Positions.parse(dim).of_rank({"cp": (rank, 3)})
             where = torch.cat([torch.arange(*run[:2]) for run in rows])
             own = mask if mask is None or mask.shape[-2] == 1 else mask[..., where, :]
             part = grad[:, :, where]
@@ -102,8 +102,8 @@ def test_limits_are_the_mask_that_they_stand_for(small: int, causal: bool, monke
             if bool(read.all()):
                 torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
             for rank in range(3):
-                rows = Positions.parse("2 · 12@cp zigzag 6").held({"cp": (rank, 3)})
-                turned = Positions.parse("2 · 12 zigzag 6").held({})
+                rows = Positions.parse("2 · 12@cp zigzag 6").of_rank({"cp": (rank, 3)})
+                turned = Positions.parse("2 · 12 zigzag 6").of_rank({})
                 where, order = (torch.cat([torch.arange(*run[:2]) for run in runs]) for runs in (rows, turned))
                 own = given if given is None or given.shape[-2] == 1 else given[..., where, :]
                 own = None if own is None else own[..., order]
@@ -133,7 +133,7 @@ def test_sinks_count_once_whatever_the_tiles() -> None:
         whole, lse = attention(q, k, v, mask, True, None, window, sinks)
         sums = torch.zeros_like(sinks)
         for rank in range(3):
-            rows = Positions.parse("2 · 12@cp").held({"cp": (rank, 3)})
+            rows = Positions.parse("2 · 12@cp").of_rank({"cp": (rank, 3)})
             where = torch.cat([torch.arange(*run[:2]) for run in rows])
             own = mask if mask is None or mask.shape[-2] == 1 else mask[..., where, :]
             out, norms = attention_rows(q[:, :, where], k, v, own, True, None, window, sinks=sinks, rows=rows)
@@ -159,7 +159,7 @@ def test_attention_is_read_as_its_operator_declares_it(name: str) -> None:
 
 
 def test_positions_of_a_rank() -> None:
-    assert Positions.parse("24@cp").held({"cp": (1, 3)}) == ((8, 16, 8),)
-    assert Positions.parse("2 · 12@cp").held({"cp": (2, 3)}) == ((8, 12, 8), (20, 24, 20))
-    assert Positions.parse("24@cp,tp").held({"cp": (1, 2), "tp": (0, 3)}) == ((12, 16, 12),)
-    assert Positions.parse("4@cp · 6").held({"cp": (1, 2)}) == ((12, 24, 12),)
+    assert Positions.parse("24@cp").of_rank({"cp": (1, 3)}) == ((8, 16, 8),)
+    assert Positions.parse("2 · 12@cp").of_rank({"cp": (2, 3)}) == ((8, 12, 8), (20, 24, 20))
+    assert Positions.parse("24@cp,tp").of_rank({"cp": (1, 2), "tp": (0, 3)}) == ((12, 16, 12),)
+    assert Positions.parse("4@cp · 6").of_rank({"cp": (1, 2)}) == ((12, 24, 12),)

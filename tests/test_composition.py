@@ -100,9 +100,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     before = rehearsal._Rehearsal._played
 
-    def counted(self: Any, place: int, row: Any, told: Any) -> Any:
+    def counted(self: Any, place: int, row: Any, acks: Any) -> Any:
         rows.append(len(row))
-        return before(self, place, row, told)
+        return before(self, place, row, acks)
 
     monkeypatch.setattr(rehearsal._Rehearsal, "_played", counted)
     return rows

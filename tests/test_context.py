@@ -222,14 +222,14 @@ def test_under_a_causal_mask_every_rank_has_equal_work(n: int) -> None:
         read = torch.cat([torch.arange(each.start, each.stop) for each in columns])
         return int((own[:, None] >= read).sum())
 
-    turned = [Positions.parse(f"2 · {size // 2}@cp zigzag {2 * n}").held({"cp": (rank, n)}) for rank in range(n)]
-    everything = Positions.parse(f"{size} zigzag {2 * n}").held({})
+    turned = [Positions.parse(f"2 · {size // 2}@cp zigzag {2 * n}").of_rank({"cp": (rank, n)}) for rank in range(n)]
+    everything = Positions.parse(f"{size} zigzag {2 * n}").of_rank({})
     work = [scores(rows, everything) for rows in turned]
     assert max(work) <= 1.02 * min(work) and sum(work) == size * (size + 1) // 2
     for step in range(1, n):
         steps = [scores(turned[rank], turned[(rank - step) % n]) for rank in range(n)]
         assert max(steps) <= 1.02 * min(steps)
-    last = scores(Positions.parse(f"{size}@cp").held({"cp": (n - 1, n)}), ((Stretch(0, size, 0)),))
+    last = scores(Positions.parse(f"{size}@cp").of_rank({"cp": (n - 1, n)}), ((Stretch(0, size, 0)),))
     assert last > (2 - 1 / n) * 0.98 * sum(work) / n
 
 

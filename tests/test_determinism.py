@@ -66,4 +66,4 @@ def test_attention_is_not_cudnns_nor_flash_attention_3s(monkeypatch: pytest.Monk
         assert choice.name == "flash" and ("cudnn", "not deterministic") in choice.passed
         for name in ("cudnn", "flash3"):
             with pytest.raises(UsageError, match="not deterministic"):
-                attention_kernels.settle(name, {}, device, lambda line: None)
+                attention_kernels.enable_kernels(name, {}, device, lambda line: None)

@@ -608,10 +608,10 @@ def test_mistakes_of_peers_are_found(mistake: str, skewed: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_a_reduction_over_ep_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Experts whose gradients are summed over ep like dense ones."""
-    held = experts_pass._held
+    held = experts_pass._expert_layout
     monkeypatch.setattr(
         experts_pass,
-        "_held",
+        "_expert_layout",
         lambda type, *where: replace(held(type, *where), varying=type.layout.varying),  # type: ignore[type-var]
     )
     with pytest.raises(InternalError):

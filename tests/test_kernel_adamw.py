@@ -73,9 +73,9 @@ class Trained:
                 self.update.apply(norm)
             return self.update.ended(number, norm, skipped=not goes_on)
 
-    def kept(self, name: str) -> Mapping[str, Tensor]:
+    def state_of(self, name: str) -> Mapping[str, Tensor]:
         assert self.optimizer is not None
-        return self.optimizer.kept(name)
+        return self.optimizer.state_of(name)
 
 
 def both(dtype: str, kernels: Any, **how: Any) -> tuple[Trained, Trained]:
@@ -93,7 +93,7 @@ def same(mine: Trained, theirs: Trained, tolerance: float) -> None:
     for name, x in mine.parameters.items():
         torch.testing.assert_close(x.double(), theirs.parameters[name].double(), rtol=tolerance, atol=tolerance)
     for name in mine.gradients:
-        found, right = mine.kept(name), theirs.kept(name)
+        found, right = mine.state_of(name), theirs.state_of(name)
         assert found.keys() == right.keys()
         for key, x in found.items():
             assert x.shape == right[key].shape
@@ -145,7 +145,7 @@ def test_overflows_are_skipped(kernels: SimpleNamespace) -> None:
     scales = []
     for each in (mine, theirs):
         each.update._scale = scale = LossScale()
-        each.update._told = True
+        each.update._reports_norm = True
         scales.append(scale)
     for number in range(3):
         for each, scale in zip((mine, theirs), scales, strict=True):
@@ -176,7 +176,7 @@ def test_what_was_kept_goes_on(kernels: SimpleNamespace) -> None:
         for each in (mine, theirs):
             each.step(number, drawn(number, 1.0))
     same(mine, theirs, 1e-14)
-    assert [float(mine.kept(name)["step"]) for name in SHAPES] == [9, 2, 9, 9, 32]
+    assert [float(mine.state_of(name)["step"]) for name in SHAPES] == [9, 2, 9, 9, 32]
 
 
 @pytest.mark.parametrize("read", [("up.weight", "down.weight"), ("norm.weight", "up.bias", "empty"), tuple(SHAPES)])

@@ -357,7 +357,7 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
     monkeypatch.setattr(train, "_stopped", lambda *given: False)
     with imported_from(package):
         job = train.parse(["--device", "cpu"], package)
-        monkeypatch.setattr(Together, "told", lambda self, text: text)
+        monkeypatch.setattr(Together, "broadcast", lambda self, text: text)
         monkeypatch.setattr(Together, "first", lambda self, problem: problem)
         if fails:
             with pytest.raises(UsageError):

@@ -113,9 +113,9 @@ class Ranks:
                 with torch.no_grad():
                     optimizer.step()
             parts[number] = mine
-            kept[number] = {name: {key: x.clone() for key, x in optimizer.kept(name).items()} for name in mine}
+            kept[number] = {name: {key: x.clone() for key, x in optimizer.state_of(name).items()} for name in mine}
             for name in mine:
-                uncut[name] = {key for key in optimizer.kept(name) if key in optimizer.uncut(name)}
+                uncut[name] = {key for key in optimizer.state_of(name) if key in optimizer.uncut(name)}
 
         uncut_before = getattr(self, "uncut", {})
         on_ranks(rank, SIZES)

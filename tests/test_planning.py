@@ -25,7 +25,7 @@ from partc.planner.planning import PlanChoice, Planner, Request
 from partc.planner.reasons import binding, differences, parts
 from partc.planner.replanning import nodes_of, request_of
 from partc.planner.search import Played
-from partc.planner.variations import front, price, settled, variations
+from partc.planner.variations import front, price, required_choice, variations
 from tests.durable import losses, trained, whole
 
 MLP = str(Path(__file__).parents[1] / "examples" / "mlp.py")
@@ -251,7 +251,7 @@ def planner() -> Planner:
 
 @pytest.fixture(scope="module")
 def choice(planner: Planner) -> PlanChoice:
-    return settled(planner)
+    return required_choice(planner)
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_a_variation_is_the_best_plan_of_its_own_request(planner: Planner, choic
     }.items():
         assert found[name].best is not None or asked is None, found[name].error
         if asked is not None:
-            alone = settled(Planner(asked)).best
+            alone = required_choice(Planner(asked)).best
             assert found[name].best.seconds == pytest.approx(alone.seconds, rel=1e-9)  # type: ignore[union-attr]
     more = next(each for name, each in found.items() if name.startswith("10% more memory"))
     assert more.best is not None and more.best.seconds <= choice.best.seconds
@@ -299,7 +299,7 @@ def test_what_would_make_it_fit_does(planner: Planner, choice: PlanChoice) -> No
     limit = int(1.02 * min(planner.predicted(plan).memory_bytes for plan in planner.plans())) >> 20
     with pytest.raises(PartcError) as caught:
         fix = "zero=0,schedule=1f1b,recompute=none,pp=1,tp=1"
-        settled(Planner(request(memory=f"{limit}MiB", fix=fix, max_seconds=12), planner.simulator))
+        required_choice(Planner(request(memory=f"{limit}MiB", fix=fix, max_seconds=12), planner.simulator))
     error = caught.value
     assert error.code == "P0813" and "without --fix" in error.help
     flags = re.search(r"without --fix: ([^;]*)", error.help)

@@ -96,7 +96,7 @@ def execute(op: Op, operands: Sequence[Shards], sizes: Sizes) -> list[Shards]:
             made = (_embedding_shard(values["0"], values["1"], place_on(op, coordinate, sizes)),)
         elif "rows" in dict(op.attrs):
             places = {axis: (index, sizes[axis]) for axis, index in named(coordinate, sizes).items()}
-            made = (_attention_rows(op, values, Positions.parse(str(dict(op.attrs)["rows"])).held(places)),)
+            made = (_attention_rows(op, values, Positions.parse(str(dict(op.attrs)["rows"])).of_rank(places)),)
         elif op.name == "mask_classes_shard":
             logits, classes = op.args
             assert isinstance(classes, int)

@@ -12,7 +12,7 @@ from torch import Tensor
 import partc
 from partc.runtime.execution import parts
 from partc.runtime.ops import functional
-from partc.runtime.ops.accumulation import Gradient, add_product, add_sums, begun, clear, complete, settled
+from partc.runtime.ops.accumulation import Gradient, add_product, add_sums, begun, clear, complete, materialized
 from partc.runtime.train import steps
 from tests.durable import TIED, same_records, trained
 
@@ -70,7 +70,7 @@ def test_what_nothing_was_added_to_is_zero() -> None:
     clear(gradients[2:])
     complete(gradients)
     assert [x.tolist() for x in gradients] == [[1, 1], [0, 0, 0], [0, 0]]
-    assert settled(_cleared(3)).tolist() == [0, 0, 0]
+    assert materialized(_cleared(3)).tolist() == [0, 0, 0]
 
 
 def test_experts_without_rows_are_zero() -> None:

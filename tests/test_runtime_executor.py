@@ -13,7 +13,7 @@ from torch import Tensor
 
 from partc.runtime.comm.comm import Comm
 from partc.runtime.comm.virtual import VirtualComm, World
-from partc.runtime.execution.executor import gradient_memory, parse_schedule, run_step, told_by
+from partc.runtime.execution.executor import acknowledged_by, gradient_memory, parse_schedule, run_step
 from partc.runtime.execution.stage import PipelineStage
 from partc.runtime.execution.sums import Bucket
 from partc.runtime.layout import Received, Shard
@@ -158,7 +158,7 @@ def test_schedules_are_read_whole() -> None:
 
 def test_values_tell_which_gradients_have_been_used() -> None:
     actions = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0B1 2I0 0B2 0F3 0SEND_F3 2SEND_F1 2I1 0B3"
-    assert told_by(parse_schedule(actions)) == {(0, 2): (0,), (0, 3): (1, 2), (2, 1): (0,)}
+    assert acknowledged_by(parse_schedule(actions)) == {(0, 2): (0,), (0, 3): (1, 2), (2, 1): (0,)}
 
 
 def test_gradients_reduced_alike_lie_together() -> None:

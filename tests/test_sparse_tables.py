@@ -127,7 +127,7 @@ def test_rowwise_adagrad_keeps_one_sum_for_each_row_also_where_columns_are_cut(w
             optimizer.begin(0.1)
             with torch.no_grad():
                 optimizer.step()
-        assert torch.allclose(optimizer.kept("t")["sum"][:, 0], sums, rtol=1e-13, atol=0)
+        assert torch.allclose(optimizer.state_of("t")["sum"][:, 0], sums, rtol=1e-13, atol=0)
         found[number] = parameters["t"]
 
     on_ranks(rank, {"dp": ways})

@@ -20,7 +20,16 @@ from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
 from partc.runtime.train import tuning
 from partc.runtime.train.train import main
-from partc.runtime.train.tuning import TunableKernel, fastest, from_given, given, kernels_of, run_with, settle, tuned
+from partc.runtime.train.tuning import (
+    TunableKernel,
+    configure_kernels,
+    fastest,
+    from_given,
+    given,
+    kernels_of,
+    run_with,
+    tuned,
+)
 from tests.durable import imported_from
 from tests.test_zero import tied
 from tests.triton_runs import INTERPRETED
@@ -139,7 +148,7 @@ def test_a_users_file(tmp_path: Path) -> None:
 
 def test_all_ranks_run_with_what_the_first_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    monkeypatch.setattr(tuning, "place_of", lambda device: HERE)
+    monkeypatch.setattr(tuning, "gpu_and_triton", lambda device: HERE)
     monkeypatch.setattr(tuning, "Clocked", lambda device: bench)
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
@@ -152,10 +161,12 @@ def test_all_ranks_run_with_what_the_first_chose(tmp_path: Path, monkeypatch: py
         monkeypatch.setitem(sys.modules, package.__name__, package)
         monkeypatch.setitem(sys.modules, f"{package.__name__}.add", here.module)
         together = Together(store, rank, 2)
-        settle(package, tmp_path, torch.device("cpu"), together, file=None, say=lambda line: None)
+        configure_kernels(package, tmp_path, torch.device("cpu"), together, file=None, say=lambda line: None)
         assert here.module.CONFIGURATION == FLAT
         with pytest.raises(UsageError, match="P0532"):
-            settle(package, tmp_path, torch.device("cpu"), together, file=tmp_path / "bad.json", say=lambda line: None)
+            configure_kernels(
+                package, tmp_path, torch.device("cpu"), together, file=tmp_path / "bad.json", say=lambda line: None
+            )
     assert bench.timed == ["add"] * 3
 
 
@@ -231,7 +242,7 @@ def test_a_gpu_times_them(tmp_path: Path) -> None:
         kernels, said = importlib.import_module("kernels"), list[str]()
         for _ in range(2):
             together = Together(lone_store(), 0, 1)
-            settle(kernels, package / "kernels", torch.device("cuda"), together, file=None, say=said.append)
+            configure_kernels(kernels, package / "kernels", torch.device("cuda"), together, file=None, say=said.append)
         assert len(said) == 1
         kept = json.loads((package / "kernels" / tuning.FILE).read_text())
-        assert len(kept[tuning.place_of(torch.device("cuda"))]) == len(kernels_of(kernels))
+        assert len(kept[tuning.gpu_and_triton(torch.device("cuda"))]) == len(kernels_of(kernels))

@@ -119,9 +119,9 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
         source = continued(directory, checkpoint, lambda line: console.echo(line, err=True))
     with console.working("planning", quiet=as_json):
         from partc.planner.planning import Planner
-        from partc.planner.variations import settled
+        from partc.planner.variations import required_choice
 
-        choice = settled(Planner(request_of(directory, checkpoint=source, **searched(given))))
+        choice = required_choice(Planner(request_of(directory, checkpoint=source, **searched(given))))
     best = choice.best.plan
     if not as_json:
         _tell(choice)
@@ -161,14 +161,14 @@ def answered(model: str, given: Mapping[str, Any], *, what_if: bool = False, pic
     check_cluster(given["cluster"])
     from partc.compilation.plan import GIVEN_TO_SEARCH
     from partc.planner.planning import Planner, Request
-    from partc.planner.variations import front, settled, variations
+    from partc.planner.variations import front, required_choice, variations
 
     kept = {name: given[name] for name in GIVEN_TO_SEARCH if name in given}
     wanted = searched(given)
     seconds = wanted["max_seconds"] / 2 if what_if else wanted["max_seconds"]
     options = compile_options.definitions(given)
     planner = Planner(Request.checked(model, **{**wanted, "max_seconds": seconds}, **kept, options=options))
-    choice = settled(planner)
+    choice = required_choice(planner)
     if not what_if:
         return Answer(planner, choice)
     found = variations(planner, choice, seconds / 2 if pictured else seconds)

@@ -76,7 +76,7 @@ class Exchanges:
         pairs = zip(region.params, call.params, strict=True)
         return [name for value, name in pairs if f"grad_{value.name}" in made]
 
-    def kept(self, stage: int) -> dict[str, list[str]]:
+    def whole_copies(self, stage: int) -> dict[str, list[str]]:
         """Parameters that ranks keep whole besides their parts, by the first call that reads them."""
         found: dict[str, list[str]] = {}
         seen: set[str] = set()

@@ -264,7 +264,7 @@ class Execution:
     def _refreshed(self, stage: int, name: str) -> frozenset[str]:
         """The calls at which the gathers of the parameters that a call reads are waited for."""
         if (stage, name) not in self._brought:
-            kept = self.exchanges.kept(stage)
+            kept = self.exchanges.whole_copies(stage)
             read = set(self.program.call(stage, name).params)
             self._brought[stage, name] = frozenset(first for first, names in kept.items() if read.intersection(names))
         return self._brought[stage, name]

@@ -36,7 +36,7 @@ class StatementProof:
             case "gather":
                 return self._exchanges.gather(self._exchanges.program.call(stage, name).params)
             case "refresh":
-                return self._exchanges.gather(self._exchanges.kept(stage)[name])
+                return self._exchanges.gather(self._exchanges.whole_copies(stage)[name])
             case "scatter":
                 return self._exchanges.scatter(self._exchanges.program.call(stage, name), *kind)
             case "bucket":
@@ -68,5 +68,5 @@ class StatementProof:
         yield from (("shared", self._place, name) for name in self._exchanges.shared(self._place))
         yield from (("result", self._place, path) for path in self._exchanges.returned(self._place))
         for stage in stages if not program.results else ():
-            kept = self._exchanges.kept(stage)
+            kept = self._exchanges.whole_copies(stage)
             yield from (("refresh", stage, name) for name, names in kept.items() if self._exchanges.gather(names))

@@ -163,7 +163,7 @@ def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> It
     lowest: Remedy | None = None
     known: dict[Options, int | None] = {}
 
-    def held(change: Mapping[str, Any]) -> int | None:
+    def peak_after(change: Mapping[str, Any]) -> int | None:
         other = replace(options, **change)
         if other not in known:
             known[other] = _peak(other, compiled)
@@ -175,7 +175,7 @@ def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> It
                 least <= limit and "recompute" in other for least, _, other in singles
             ):
                 continue  # the search for a budget compiles many times, and a kind of recomputation is enough
-            found = held(change)
+            found = peak_after(change)
             if found is not None and found < peak:
                 singles.append((found, flags, change))
                 yield Remedy(flags=flags, peak=found)
@@ -188,7 +188,7 @@ def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> It
                 continue
             together |= change
             flagged.append(flags)
-            found = held(together) if len(flagged) > 1 else None
+            found = peak_after(together) if len(flagged) > 1 else None
             if found is not None and (lowest is None or found < lowest.peak):
                 lowest = Remedy(flags=" ".join(flagged), peak=found)
             if lowest is not None and lowest.peak <= limit:

@@ -110,7 +110,7 @@ class Options:
             "zero": level,
             "zero_axes": axes,
             "casts": tuple(given.casts),
-            "kernels": _settled(given.kernels),
+            "kernels": _resolved_kernels(given.kernels),
             "memory_limit": None if given.memory_limit is None else parse_bytes(given.memory_limit),
             "expert_axes": expert_axes or mesh.expert_axes,
             "expert_capacity": None if given.expert_capacity is None else Capacity.parse(str(given.expert_capacity)),
@@ -271,7 +271,7 @@ def _optimizer(text: str, group: Sequence[str]) -> str:
         return str(Recipe.of(text, groups=group))
 
 
-def _settled(kernels: str) -> str:
+def _resolved_kernels(kernels: str) -> str:
     """Resolve `auto`: Triton where this machine has a GPU for it, else PyTorch's kernels."""
     if kernels != "auto":
         return kernels

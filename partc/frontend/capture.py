@@ -328,14 +328,14 @@ def _requiring(model: nn.Module) -> Iterator[str]:
 def stacks_of_losses() -> Iterator[None]:
     """A context in which traced operations of the loss record their stacks too, not only those of modules."""
 
-    def kept(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+    def user_frames(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         first = next((index for index, frame in enumerate(frames) if frame.name == "forward"), len(frames))
         users = [frame for frame in frames[first:] if not is_machinery(frame.filename)]
         return traceback.StackSummary.from_list([frame for frame in users if frame.name == "forward"] or users)
 
     original = vars(TracerBase).get(STACK_FILTER)
     if original is not None:
-        setattr(TracerBase, STACK_FILTER, kept)
+        setattr(TracerBase, STACK_FILTER, user_frames)
     try:
         yield
     finally:

@@ -224,12 +224,12 @@ class _Zeros:
         if op.name == "one_hot":
             return next(op.refs())
         if op.name == "scatter_add" and len(op.results[0].type.shape) == 1:  # torch.bincount
-            makers = [self._maker(self._kept(name)) for name in op.refs()]
+            makers = [self._maker(self._rearranged_source(name)) for name in op.refs()]
             if [maker and maker.name for maker in makers[::2]] == ["zeros", "ones_like"]:
                 return [*op.refs()][1]
         return None
 
-    def _kept(self, name: str) -> str:
+    def _rearranged_source(self, name: str) -> str:
         """The value from which one was made by operations that keep every element."""
         while (op := self._maker(name)) is not None and op.name in KEEPING:
             name = next(op.refs())
@@ -237,7 +237,7 @@ class _Zeros:
 
     def _is_among(self, name: str, numbers: str) -> bool:
         """Whether all elements of a value are elements of another one."""
-        numbers = self._kept(numbers)
+        numbers = self._rearranged_source(numbers)
         while not self._equal(name, numbers):
             op = self._maker(name)
             if op is None or op.name not in KEEPING | SHOWING:

@@ -47,7 +47,7 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     module = load_model_file(package / "model.py")
     torch.manual_seed(seed)
     model: nn.Module = call_with_options(module.model, plan["options"])
-    held(model, held_in(plan["precision"]))
+    cast_states(model, held_in(plan["precision"]))
     names = list(model.named_parameters(remove_duplicate=False))
     given = {name: recipe.pop(name) for name in DATA if name in recipe}
     tokens = Tokens(given["data"], given["data_dtype"], given["data_labels"]) if given.get("data") else None
@@ -101,7 +101,7 @@ def balanced(plan: Mapping[str, Any]) -> dict[str, float]:
     return {name: entry["balance"] for name, entry in plan["parameters"].items() if "balance" in entry}
 
 
-def held(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_states(model: nn.Module, dtype: torch.dtype) -> None:
     """Hold parameters and buffers in `dtype`; `Module.to` would drop the imaginary parts of complex ones."""
     for x in (*model.parameters(), *model.buffers()):
         x.data = x.data.to(dtype_held(x.dtype, dtype))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from partc.frontend.results import tensors
-from partc.package.reference import held, mixed
+from partc.package.reference import cast_states, mixed
 from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.train.data import call_with_options, load_model_file
 from partc.runtime.train.entries import of_model
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     model: nn.Module = call_with_options(module.model, job.plan["options"])
     if job.init is not None:
         model.load_state_dict(load(job.init)[0], strict=False)
-    held(model, held_in(job.plan["precision"]))
+    cast_states(model, held_in(job.plan["precision"]))
     model.eval()
     Path(folder).mkdir()
     data = batches_of(job, module, lambda line: None)

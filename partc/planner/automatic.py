@@ -6,12 +6,12 @@ from typing import Any
 
 from partc.compilation.plan import DECIDED, ParallelPlan
 from partc.planner.planning import PlanChoice, Planner, Request
-from partc.planner.variations import settled
+from partc.planner.variations import required_choice
 
 
 def chosen(request: Request) -> PlanChoice:
     """The choice for a request. Raises PartcError as the planner does, and P0813 if nothing fits."""
-    return settled(Planner(request))
+    return required_choice(Planner(request))
 
 
 def decisions(plan: ParallelPlan) -> dict[str, Any]:

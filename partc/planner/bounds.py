@@ -311,7 +311,7 @@ class Bounds:
         found = [each for each in (table(_alike(plan, kind)) for kind in kinds) if each is not None]
         return None if len(found) < len(kinds) else found * stages_of(plan) if len(found) == 1 else found
 
-    def kept(self, plan: ParallelPlan, size: int, spread: int) -> int:
+    def lasting_bytes(self, plan: ParallelPlan, size: int, spread: int) -> int:
         """The bytes of parameters, gradients and states, if parameters that `spread` ranks share have `size` bytes."""
         if plan.level == 0:
             return (2 + self.states) * size

@@ -160,8 +160,8 @@ class Estimates:
         spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS]
         shares = plan.span * sizes[CONTEXT_AXIS] if plan.span else spread
         own, others = expert_parts(plan), shares * sizes[TENSOR_AXIS]
-        held = self.bounds.kept(plan, self.parameters // (ranks * sizes[TENSOR_AXIS]), shares)
-        held += self.bounds.kept(plan, self.experts // (ranks * own), max(1, others // own))
+        held = self.bounds.lasting_bytes(plan, self.parameters // (ranks * sizes[TENSOR_AXIS]), shares)
+        held += self.bounds.lasting_bytes(plan, self.experts // (ranks * own), max(1, others // own))
         parts = spread * sizes[TENSOR_AXIS] * times
         saved = self.between / parts if plan.recompute == "full" else _KEPT.get(plan.recompute, 0.5) * self.made / parts
         flights = min(times, ranks) / ranks

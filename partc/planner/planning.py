@@ -287,7 +287,7 @@ class Planner:
             self._predictions[plan] = self._simulated(plan, everywhere=self._everywhere)
         return self._predictions[plan]
 
-    def _settled(self, plan: ParallelPlan) -> Prediction | Failure:
+    def _refined(self, plan: ParallelPlan) -> Prediction | Failure:
         """The prediction with regions that are lowered for the plan's own sizes, as a compile lowers them."""
         if plan not in self._own_predictions:
             self._own_predictions[plan] = self._simulated(plan, everywhere=False)
@@ -331,7 +331,7 @@ class Planner:
             self.space.families(),
             self.predicted,
             self.bounds,
-            settled=self._settled if self._everywhere else None,
+            refined=self._refined if self._everywhere else None,
             suited=lambda plan: self.suited(plan, request.limit),
             limit=request.limit,
             starts=self._starts(),

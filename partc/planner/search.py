@@ -128,7 +128,7 @@ def search(
     bounds: Bounds,
     *,
     limit: int,
-    settled: Simulated | None = None,
+    refined: Simulated | None = None,
     suited: Callable[[ParallelPlan], ParallelPlan | None] = lambda plan: plan,
     starts: Iterable[ParallelPlan] = (),
     near: Callable[[ParallelPlan], Iterable[ParallelPlan]] = lambda plan: (),
@@ -141,7 +141,7 @@ def search(
 
     Plans of a family are bounded when the family's own bound is at the head of the queue.
 
-    `settled` is the last word on a plan that is the best so far by `simulated`, whose program plans of other sizes
+    `refined` is the last word on a plan that is the best so far by `simulated`, whose program plans of other sizes
     share. Bounds are those of the shared program. `suited` gives a plan its stages, once its bound is at the head, if
     these are still to be fitted; None if it is not compared with others.
 
@@ -181,8 +181,8 @@ def search(
     def play(plan: ParallelPlan, bound: Bound) -> None:
         nonlocal best
         played = Played(plan=plan, bound=bound, prediction=simulated(plan))
-        if settled is not None and fits(played) and played.seconds < best:
-            played = with_prediction(played, settled(plan))
+        if refined is not None and fits(played) and played.seconds < best:
+            played = with_prediction(played, refined(plan))
         known.add(plan)
         on_played(played)
         if fits(played):

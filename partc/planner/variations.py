@@ -56,7 +56,7 @@ class Budget:
         return max(left / (1 + max(0, self._searches)), _LEAST) if left > 0 else 0.0
 
 
-def settled(planner: Planner) -> PlanChoice:
+def required_choice(planner: Planner) -> PlanChoice:
     """The choice of a planner. Raises PartcError P0813 if nothing fits, and names what was tried and would fit."""
     start = time.perf_counter()
     choice = planner.choice()

@@ -378,15 +378,15 @@ class _Names:
         return each.verb, each.subject, of, moved, each.ahead, each.behind, self.peer(each.peer), each.when
 
 
-Told = Mapping[tuple[int, int], Sequence[int]]
-Played = Callable[[int, Sequence[Action], Told], Ledger]
+Acks = Mapping[tuple[int, int], Sequence[int]]  # see `runtime.execution.executor.acknowledged_by`
+Played = Callable[[int, Sequence[Action], Acks], Ledger]
 
 
 class Composer:
-    """The steps of a program's ranks. `played(place, row, told)` plays a row of actions on the ranks at a place."""
+    """The steps of a program's ranks. `played(place, row, acks)` plays a row of actions on the ranks at a place."""
 
-    def __init__(self, program: Program, told: Told, played: Played) -> None:
-        self._program, self._told, self._played = program, told, played
+    def __init__(self, program: Program, acks: Acks, played: Played) -> None:
+        self._program, self._acks, self._played = program, acks, played
         self._equal: dict[Key, _Equal] = {}
         self._signatures: dict[int, Key] = {}
 
@@ -411,10 +411,10 @@ class Composer:
                 if self._alone(place):
                     break
                 chosen, some = {each.microbatch for each in row if each.microbatch is not None}, row
-            told = {slot: tuple(chosen.intersection(found)) for slot, found in self._told.items() if slot[1] in chosen}
-            self._learn(self._played(place, some, told), place, some, told, names, equal)
+            acks = {slot: tuple(chosen.intersection(found)) for slot, found in self._acks.items() if slot[1] in chosen}
+            self._learn(self._played(place, some, acks), place, some, acks, names, equal)
         if equal.doubtful or start not in equal.frames or any(key not in equal.effects for key in keys):
-            return self._played(place, row, self._told)
+            return self._played(place, row, self._acks)
         effects = zip(row[opening:], map(equal.effect, keys, releases), strict=True)
         calls = {stage: tuple(numbers) for stage, numbers in names.calls.items()}
         return Course(equal.frames[start], tuple(effects), calls)
@@ -437,7 +437,7 @@ class Composer:
                 yield action.microbatch
         if row[index].kind == "F":
             for source in self._sources(row[index].stage):
-                yield from self._told.get((source, row[index].microbatch or 0), ())
+                yield from self._acks.get((source, row[index].microbatch or 0), ())
 
     def _sources(self, stage: int) -> list[int]:
         found = (each.source for each in self._program.transfers if each.target == stage)
@@ -453,14 +453,14 @@ class Composer:
         return tuple(gathering_ahead(self._program, row, left))
 
     def _circumstances(
-        self, place: int, row: Sequence[Action], names: _Names, equal: _Equal, told: Told | None = None
+        self, place: int, row: Sequence[Action], names: _Names, equal: _Equal, acks: Acks | None = None
     ) -> tuple[Key, list[Key], list[int]]:
         """The circumstances of the row's beginning, those of each of its actions, and the number of their releases."""
         execution = Execution(self._program, place, tuple(row))
-        (start, _), *found = self._keys(execution, names, equal, self._told if told is None else told)
+        (start, _), *found = self._keys(execution, names, equal, self._acks if acks is None else acks)
         return start, [key for key, _ in found], [count for _, count in found]
 
-    def _keys(self, execution: Execution, names: _Names, equal: _Equal, told: Told) -> Iterator[tuple[Key, int]]:
+    def _keys(self, execution: Execution, names: _Names, equal: _Equal, acks: Acks) -> Iterator[tuple[Key, int]]:
         row = execution.row
         opening = _opening(row)
         start: list[Key] = []
@@ -487,7 +487,7 @@ class Composer:
                 history = equal.histories.setdefault((before, stage, kind), len(equal.histories) + 1)
                 histories[action.microbatch] = history
                 if kind == "F":
-                    counts = [len(told.get((source, action.microbatch), ())) for source in sources[action.stage]]
+                    counts = [len(acks.get((source, action.microbatch), ())) for source in sources[action.stage]]
                     if counts.count(0) == len(counts) - 1:  # from one source
                         count = max(counts)
                     released = tuple(each // count for each in counts)
@@ -498,9 +498,9 @@ class Composer:
             done += 1
 
     def _learn(
-        self, ledger: Ledger, place: int, row: Sequence[Action], told: Told, names: _Names, equal: _Equal
+        self, ledger: Ledger, place: int, row: Sequence[Action], acks: Acks, names: _Names, equal: _Equal
     ) -> None:
-        start, keys, releases = self._circumstances(place, row, names, equal, told)
+        start, keys, releases = self._circumstances(place, row, names, equal, acks)
         actions = row[_opening(row) :]
         parts = _parts(ledger)
         calls: list[Mapping[str, int]] = [{}] * len(ledger.actions)

@@ -28,7 +28,7 @@ from partc.ir.program import Action as ScheduledAction
 from partc.ir.program import Program
 from partc.ir.routers import routers
 from partc.rehearsal.call_replay import Lessons, region_module, stage_class
-from partc.rehearsal.composition import Composer, Course, Told
+from partc.rehearsal.composition import Acks, Composer, Course
 from partc.rehearsal.exchange_replay import ReplayedExchange, Start
 from partc.rehearsal.ledger import Block, Ledger, Owned, counting
 from partc.rehearsal.meta_kernels import META, stand_ins
@@ -39,12 +39,12 @@ from partc.runtime.comm.comm import Axis, Link, Pending, there
 from partc.runtime.comm.distributed import DistributedComm, GlooAxis
 from partc.runtime.dims import Dims
 from partc.runtime.execution.executor import (
+    acknowledged_by,
     gradient_memory,
     make_stages,
     parse_schedule,
     run_forward,
     run_step,
-    told_by,
 )
 from partc.runtime.execution.parts import Parts
 from partc.runtime.execution.sums import Bucket, Sums
@@ -134,28 +134,28 @@ class _Rehearsal:
         for module in self._modules.regions:
             self._given |= region_module(module, self._lessons, kernels)
         self._recipe = recipe
-        self._composer = Composer(program, self._told, self._played)
+        self._composer = Composer(program, self._acks, self._played)
         self._classes: dict[int, Any] = {}
         self._hosts: dict[object, int] = {}
 
     def courses(self, *, whole: bool = False) -> tuple[Course | Ledger, ...]:
         rows = self._program.schedule
         return tuple(
-            self._played(place, row, self._told) if whole else self._composer.course(place)
+            self._played(place, row, self._acks) if whole else self._composer.course(place)
             for place, row in enumerate(rows)
         )
 
     @cached_property
-    def _told(self) -> Told:
+    def _acks(self) -> Acks:
         rows: Iterable[Any] = self._program.schedule
-        return {slot: found for row in rows for slot, found in told_by(row).items()}
+        return {slot: found for row in rows for slot, found in acknowledged_by(row).items()}
 
     def _class(self, stage: int) -> Any:
         if stage not in self._classes:
             self._classes[stage] = stage_class(self._modules.stages[stage], self._given)
         return self._classes[stage]
 
-    def _played(self, place: int, row: Sequence[ScheduledAction], told: Told) -> Ledger:
+    def _played(self, place: int, row: Sequence[ScheduledAction], acks: Acks) -> Ledger:
         """The ledger of the ranks at a pipeline coordinate, after a step of these actions."""
         program, lessons = self._program, self._lessons
         with counting() as ledger:
@@ -201,7 +201,7 @@ class _Rehearsal:
                 for stage in stages.values():
                     stage.setup()
             actions = parse_schedule(" ".join(map(str, row)))
-            comm.clock.told = _Turns(program, self._modules, ledger, lessons).entering
+            comm.clock.on_enter = _Turns(program, self._modules, ledger, lessons).entering
 
             def cut() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
                 with ledger.making("batch", "batch"):
@@ -221,7 +221,7 @@ class _Rehearsal:
                 forward: Any = stages
                 found: Any = run_forward(forward, comm, actions, batch, microbatches, program.mesh.sizes)
             else:
-                found = run_step(stages, comm, actions, batch, microbatches, told=told)
+                found = run_step(stages, comm, actions, batch, microbatches, acks=acks)
             comm.clock.entering("the update")
             self._update(ledger, comm, {name: updated[name] for name in trained}, trained, own.shards)
             del found
@@ -277,7 +277,7 @@ class _Rehearsal:
                 assert optimizer is not None
                 optimizer.begin(1.0)
                 optimizer.step()
-            for x in (*mine.values(), *read.values(), *optimizer.kept(name).values()):
+            for x in (*mine.values(), *read.values(), *optimizer.state_of(name).values()):
                 ledger.watch(x, Block(0, "optimizer", name), lambda: None)  # the account has them already
             with ledger.making("temporaries", "update"), _Numbers():
                 optimizer.step()
@@ -419,10 +419,10 @@ class _Quiet:
 class _Clock(Clock):
     """A clock that reports each action to a function."""
 
-    told: Callable[[str], None] = staticmethod(lambda what: None)
+    on_enter: Callable[[str], None] = staticmethod(lambda what: None)
 
     def entering(self, what: str, kind: Kind = "aside") -> None:
-        self.told(what)
+        self.on_enter(what)
 
 
 class _QuietAxis(GlooAxis):

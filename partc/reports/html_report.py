@@ -109,7 +109,7 @@ def _peaks(program: Program, account: Account) -> list[Mapping[str, Any]]:
     """The peak of each pipeline coordinate, as a share of the highest."""
     return [
         {
-            "label": _held(program, rank.place),
+            "label": _stage_words(program, rank.place),
             "size": readable(rank.peak),
             "share": 100 * rank.peak / account.worst.peak,
         }
@@ -141,7 +141,7 @@ def _lines(program: Program, step: Timeline) -> list[Mapping[str, Any]]:
     others = tuple(name for name in mesh.names if name != PIPELINE_AXIS)
     return [
         {
-            "label": f"{_held(program, place)}: {_named(mesh.group(mesh.rank({PIPELINE_AXIS: place}), others))}",
+            "label": f"{_stage_words(program, place)}: {_named(mesh.group(mesh.rank({PIPELINE_AXIS: place}), others))}",
             "bars": line,
         }
         for place, line in enumerate(bars(step, step.makespan))
@@ -174,7 +174,7 @@ def _memory(
     return account, list(ledgers[account.worst.place].kinds())
 
 
-def _held(program: Program, place: int) -> str:
+def _stage_words(program: Program, place: int) -> str:
     """The stages of a pipeline coordinate, in words."""
     stages = program.stages_at(place)
     return f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, stages))}"
@@ -198,7 +198,7 @@ def _ranks(program: Program) -> Mapping[str, list[list[tuple[int, str]]]]:
     groups: dict[str, list[list[tuple[int, str]]]] = {}
     for rank in range(mesh.size):
         place = mesh.coordinate(rank)
-        rows = groups.setdefault(_held(program, place.get(PIPELINE_AXIS, 0)), [])
+        rows = groups.setdefault(_stage_words(program, place.get(PIPELINE_AXIS, 0)), [])
         if not rows or len(rows[-1]) == last[1]:
             rows.append([])
         rows[-1].append((rank, " ".join(f"{axis}={index}" for axis, index in place.items())))

@@ -173,7 +173,7 @@ def _placements(op: Op, rule: OpRule, choice: Choice | None) -> tuple[tuple[Plac
         cuts = [replace(choice, factor=name) for name in rule.ring]
         rows = [[_shard(dims, rule, cut) for cut in cuts] for dims in (*rule.operands, *rule.results)]
         found: list[Placement] = [next((placed for placed in each if placed), Varying()) for each in rows]
-        return _settled(found[: len(rule.operands)], rule), tuple(found[len(rule.operands) :])
+        return _invariant_without_gradient(found[: len(rule.operands)], rule), tuple(found[len(rule.operands) :])
     elif choice.factor.startswith(PARTIAL):
         group = rule.linear[int(choice.factor.removeprefix(PARTIAL))]
         asked = [Partial() if index in group else Varying() for index in range(len(rule.operands))]
@@ -190,15 +190,15 @@ def _placements(op: Op, rule: OpRule, choice: Choice | None) -> tuple[tuple[Plac
             for index, dims in enumerate(rule.operands)
         ]
         if factor.kind == "parallel":
-            return _settled(asked, rule), tuple(_cut(dims, rule, choice) for dims in rule.results)
+            return _invariant_without_gradient(asked, rule), tuple(_cut(dims, rule, choice) for dims in rule.results)
         made = Replicated() if combined else Partial()
     results = (
         Replicated() if isinstance(made, Varying) and value.type.dtype not in FLOATING else made for value in op.results
     )
-    return _settled(asked, rule), tuple(results)
+    return _invariant_without_gradient(asked, rule), tuple(results)
 
 
-def _settled(asked: list[Placement], rule: OpRule) -> tuple[Placement, ...]:
+def _invariant_without_gradient(asked: list[Placement], rule: OpRule) -> tuple[Placement, ...]:
     """Replace Varying by Replicated for operands without a gradient."""
     return tuple(
         Replicated() if index in rule.integral and isinstance(placement, Varying) else placement

@@ -56,16 +56,16 @@ def _dense_in(region: Region, strided: Collection[str]) -> frozenset[str]:
     shapes = {name: type.shape for graph in region.graphs for name, type in region.types(graph).items()}
     params = {value.name for value in region.params}
     inputs = {value.name for value in region.forward.inputs} - set(strided)
-    found = _kept(region.forward, shapes, params | inputs)
+    found = _dense_values(region.forward, shapes, params | inputs)
     if region.backward is not None:
         incoming = {value.name for value in region.backward.inputs} - set(region.saved) - set(strided)
-        found |= _kept(region.backward, shapes, params | incoming | (found & set(region.saved)))
+        found |= _dense_values(region.backward, shapes, params | incoming | (found & set(region.saved)))
     if region.weight is not None:
-        found |= _kept(region.weight, shapes, params | (found & set(region.kept)))
+        found |= _dense_values(region.weight, shapes, params | (found & set(region.kept)))
     return frozenset(found)
 
 
-def _kept(graph: Graph, shapes: Mapping[str, tuple[int, ...]], given: Iterable[str]) -> set[str]:
+def _dense_values(graph: Graph, shapes: Mapping[str, tuple[int, ...]], given: Iterable[str]) -> set[str]:
     found = set(given)
     for op in graph.ops:
         if _keeps(op, found, shapes):

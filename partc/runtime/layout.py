@@ -93,7 +93,7 @@ class Shard:
         type, apart = f"{self.type.partition('[')[0]}[{rows}{others}]", tuple(sorted(cutting(self.dims[:1])))
         return replace(self, type=type, members=(), apart=apart)
 
-    def held(self, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    def members_at(self, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> dict[str, tuple[int, int]]:
         """The members on the rank at a coordinate: the first row there, and the rows."""
         ((size, axes),) = self.dims[0]
         count = size // _ways(axes, sizes)
@@ -136,7 +136,7 @@ class ModelView:
         self._tables: dict[str, dict[str, tuple[int, int]]] = {}
         for name, shard in shards.items():
             if shard.members:
-                self._tables[name] = tables = shard.held(sizes, coordinate)
+                self._tables[name] = tables = shard.members_at(sizes, coordinate)
                 self.shards.update((each, shard.member(rows)) for each, (_, rows) in tables.items())
                 continue
             if shard.stacked:

@@ -71,7 +71,7 @@ class Positions(NamedTuple):
     def axes(self) -> tuple[str, ...]:
         return tuple(name for _, names in parse_dims(f"[{self.cut}]")[0] for name in names)
 
-    def held(self, places: Mapping[str, tuple[int, int]]) -> Stretches:
+    def of_rank(self, places: Mapping[str, tuple[int, int]]) -> Stretches:
         """The positions that a rank holds; `places` has its place on each axis, and the size."""
         found = _positions(self.cut, tuple(sorted(places.items())))
         size = math.prod(size for size, _ in parse_dims(f"[{self.cut}]")[0])

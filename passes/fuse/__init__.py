@@ -78,7 +78,7 @@ def _grouped(region: Region, sizes: Sizes) -> Region:
 def _chunked(region: Region) -> Region:
     """The region with chunked losses that process each chunk's logits by kernels."""
 
-    def told(op: Op) -> Op:
+    def with_kernel(op: Op) -> Op:
         return replace(op, attrs=(*op.attrs, ("kernels", True))) if op.name in CHUNKED else op
 
-    return region.mapped(lambda graph: replace(graph, ops=tuple(map(told, graph.ops))))
+    return region.mapped(lambda graph: replace(graph, ops=tuple(map(with_kernel, graph.ops))))

@@ -51,9 +51,9 @@ def _rows_held(
     sums = [step.result.name for step in steps if step.name in REDUCTIONS]
     down = [name for name in sums if is_row(name)]
 
-    def held(sum: str) -> int:
+    def live_rows(sum: str) -> int:
         before = made_of[sum]
         after = {name for step in steps if step.results[0].name not in before for name in roots(step.refs())}
         return len(before & rows & after.union(makes))
 
-    return max((held(name) for name in sums if name not in down), default=0) + len(down)
+    return max((live_rows(name) for name in sums if name not in down), default=0) + len(down)

@@ -40,9 +40,9 @@ def plain(region: Region, sizes: Sizes) -> Region:
         read, types = _read(graph), region.types(graph)
         return replace(graph, ops=tuple(step for op in graph.ops for step in _derivative(op, read, types, taken)))
 
-    def kept(graph: Graph) -> Graph:
+    def with_reshapes(graph: Graph) -> Graph:
         types = region.types(graph)
-        return replace(graph, ops=tuple(step for op in graph.ops for step in _kept(op, types, sizes, taken)))
+        return replace(graph, ops=tuple(step for op in graph.ops for step in _with_reshape(op, types, sizes, taken)))
 
     backward, weight = region.backward and spelled(region.backward), region.weight and spelled(region.weight)
     before = _read(region.backward) if region.backward else frozenset()
@@ -58,7 +58,7 @@ def plain(region: Region, sizes: Sizes) -> Region:
         backward=backward and _alone(backward, region.kept),
         weight=weight and _alone(weight, ()),
     )
-    return region.mapped(kept)
+    return region.mapped(with_reshapes)
 
 
 def _read(graph: Graph) -> frozenset[str]:
@@ -85,7 +85,7 @@ def _first(op: Op) -> Op:
     return replace(op, name=_ALONE[op.name], args=args, results=op.results[:1])
 
 
-def _kept(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> Iterator[Op]:
+def _with_reshape(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> Iterator[Op]:
     """A sum of rows that keeps its dimensions, followed by a reshape; bools are counted as numbers."""
     along = _along(op, types)
     if not along:

@@ -70,7 +70,7 @@ def recompute(
         ways = tuple(dict.fromkeys(kinds))
 
         def way(region: Region, index: int) -> Region:
-            return remade(region, _kept(region, ways[index], held[region.name], fixed[region.name], program.sizes))
+            return remade(region, _saved(region, ways[index], held[region.name], fixed[region.name], program.sizes))
 
         counts = slots(program, fixed)
         dealt = {slot: {ways.index(kinds[slot[0] if len(kinds) > 1 else 0]): count} for slot, count in counts.items()}
@@ -108,7 +108,7 @@ def _chosen(program: Program) -> Iterator[tuple[Region, frozenset[str]]]:
             yield region, _fixed(region, changed.get(region.name, frozenset()))
 
 
-def _kept(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> frozenset[str]:
+def _saved(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> frozenset[str]:
     """The values that the forward pass hands to the backward pass."""
     inputs = {value.name for value in region.forward.inputs}
     if kind == "full":

@@ -46,7 +46,7 @@ class Row:
     besides: tuple[int, ...] = (0,)
     given: tuple[frozenset[int], ...] = ()
 
-    def held(self, slot: int, index: int, point: int) -> int:
+    def live_copies(self, slot: int, index: int, point: int) -> int:
         """The number of copies of one call's saved tensors (frontier `index`) that are live while the current call is
         at `point`.
         """
@@ -164,7 +164,7 @@ def _sizes(frontiers: Sequence[Sequence[Point]], dealt: Sequence[Mapping[int, in
     return [
         row.besides[point]
         + sum(
-            row.held(slot, index, point) * number * frontiers[slot][index].bytes
+            row.live_copies(slot, index, point) * number * frontiers[slot][index].bytes
             for slot, taken in enumerate(dealt)
             for index, number in taken.items()
         )
@@ -227,7 +227,7 @@ class _BudgetProgram:
             besides = -(-row.besides[point] // self.unit)
             line = np.zeros(2 * size)
             for column, (slot, index) in enumerate(self.columns):
-                line[column] = -(-row.held(slot, index, point) * self.frontiers[slot][index].bytes // self.unit)
+                line[column] = -(-row.live_copies(slot, index, point) * self.frontiers[slot][index].bytes // self.unit)
             if row.given:  # less that much for every point that is another one
                 taken = [index in row.given[slot] for slot, index in self.columns]
                 line[size:] = [besides if each else -besides for each in taken]

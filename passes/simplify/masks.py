@@ -272,7 +272,7 @@ def structure(seen: Runs) -> Seen | None:
     own = torch.arange(s)
     inside = torch.nonzero(seen.changes[:, 0])
     chunk = int(inside[0]) if len(inside) else 0
-    if chunk and s % chunk == 0 and seen.equals(Runs.settled(torch.stack((own // chunk * chunk, own + 1), 1), t)):
+    if chunk and s % chunk == 0 and seen.equals(Runs.normalized(torch.stack((own // chunk * chunk, own + 1), 1), t)):
         return Seen(causal=True, window=0, chunk=chunk)
     after = int(first[1]) if len(first) > 1 and first[0] == 0 else 0
     if after and seen.equals(band(s, t, after - 1, after - 1)):
@@ -490,8 +490,8 @@ def _cut(x: Matrix, dim: int, part: slice) -> Matrix:
         rows, columns = (x.rows[part], x.columns) if dim == -2 else (x.rows, x.columns[part])
         return replace(x, rows=rows, columns=columns.contiguous())
     if dim == -2:
-        return replace(x, where=Runs.settled(x.where.changes[part], x.where.columns))
-    return replace(x, where=Runs.settled((x.where.changes - part.start).clamp(min=0), part.stop - part.start))
+        return replace(x, where=Runs.normalized(x.where.changes[part], x.where.columns))
+    return replace(x, where=Runs.normalized((x.where.changes - part.start).clamp(min=0), part.stop - part.start))
 
 
 def _permuted(x: Matrix, order: tuple[int, ...], rank: int) -> Matrix | None:

@@ -31,7 +31,7 @@ class Runs:
     columns: int
 
     @classmethod
-    def settled(cls, changes: Tensor, columns: int) -> Runs:
+    def normalized(cls, changes: Tensor, columns: int) -> Runs:
         """Sort the changes and cancel pairs of equal ones."""
         changes = changes.clamp(0, columns).sort(1).values
         n = changes.shape[1]
@@ -52,10 +52,10 @@ class Runs:
         return self.changes.shape[0]
 
     def __xor__(self, other: Runs) -> Runs:
-        return Runs.settled(torch.cat((self.changes, other.changes), 1), self.columns)
+        return Runs.normalized(torch.cat((self.changes, other.changes), 1), self.columns)
 
     def __invert__(self) -> Runs:
-        return Runs.settled(torch.cat((torch.zeros(self.rows, 1, dtype=torch.int64), self.changes), 1), self.columns)
+        return Runs.normalized(torch.cat((torch.zeros(self.rows, 1, dtype=torch.int64), self.changes), 1), self.columns)
 
     def combined(self, other: Runs, truth: Tensor) -> Runs:
         """The boolean function `truth[self, other]`."""
@@ -67,7 +67,7 @@ class Runs:
         now = torch.cat((before, truth[states[0], states[1]]), 1)
         flips = torch.where(now[:, 1:] != now[:, :-1], changes, self.columns)
         first = torch.where(before, 0, self.columns)
-        return Runs.settled(torch.cat((first, flips), 1), self.columns)
+        return Runs.normalized(torch.cat((first, flips), 1), self.columns)
 
     def __and__(self, other: Runs) -> Runs:
         return self.combined(other, torch.tensor([[False, False], [False, True]]))
@@ -80,7 +80,7 @@ class Runs:
         changes = self.changes
         if changes.shape[1] % 2:
             changes = torch.cat((changes, torch.full((self.rows, 1), self.columns)), 1)
-        return Runs.settled(self.columns - changes, self.columns)
+        return Runs.normalized(self.columns - changes, self.columns)
 
     def transposed(self) -> Runs | None:
         """Columns as rows; None unless both ends of the run in each row move in one direction."""
@@ -91,7 +91,7 @@ class Runs:
         wanted = torch.arange(self.columns)
         if all(bool((x[1:] >= x[:-1]).all()) for x in (first, last)):
             found = torch.stack([torch.searchsorted(x.contiguous(), wanted, right=True) for x in (last, first)], 1)
-            return Runs.settled(found, self.rows)
+            return Runs.normalized(found, self.rows)
         if all(bool((x[1:] <= x[:-1]).all()) for x in (first, last)):
             flipped = Runs(self.changes.flip(0), self.columns).transposed()
             return None if flipped is None else flipped.mirrored()
@@ -192,7 +192,7 @@ def _sorted(name: str, rows: Tensor, columns: Tensor) -> Runs:
         "eq": (below, upto),
         "ne": (below, upto),
     }[name]
-    found = Runs.settled(torch.stack((first, last), 1), t)
+    found = Runs.normalized(torch.stack((first, last), 1), t)
     return ~found if name == "ne" else found
 
 
@@ -208,7 +208,7 @@ def band(s: int, t: int, before: int | None, after: int | None) -> Runs:
     own = torch.arange(s)
     first = torch.zeros(s, dtype=torch.int64) if before is None else own - before
     last = torch.full((s,), t) if after is None else own + after + 1
-    return Runs.settled(torch.stack((first.clamp(0, t), torch.maximum(first, last).clamp(0, t)), 1), t)
+    return Runs.normalized(torch.stack((first.clamp(0, t), torch.maximum(first, last).clamp(0, t)), 1), t)
 
 
 def lifted(x: Tensor, s: int, t: int) -> Matrix | None:
@@ -266,7 +266,7 @@ def _runs(x: Tensor, s: int, t: int) -> Runs | None:
     """Booleans [1 or s, 1 or t] as runs."""
     if x.shape[1] == 1:
         first = torch.where(x, 0, t)
-        return Runs.settled(first.expand(s, 1), t)
+        return Runs.normalized(first.expand(s, 1), t)
     changed = x.clone()
     changed[:, 1:] ^= x[:, :-1]
     count = int(changed.sum(1).max())

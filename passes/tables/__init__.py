@@ -56,7 +56,7 @@ def tables(
     Raises PartcError P0422 for a sparse gradient that cannot be had.
     """
     rules = updates(program, optimizer, group)
-    placement = _placement(program, zero, pins, rules, settle=cut_tables is None)
+    placement = _placement(program, zero, pins, rules, densify=cut_tables is None)
     lookups, choices = placement.lookups, placement.choices
     program = lookups.program
     cuts = choices.chosen() if cut_tables is None else cut_tables
@@ -80,7 +80,7 @@ def explain(
 
     `program` is as the pass takes it, and the bytes are those that a rank sends in a step. Empty for other parameters.
     """
-    placement = _placement(program, zero, pins, updates(program, optimizer, group), settle=False)
+    placement = _placement(program, zero, pins, updates(program, optimizer, group), densify=False)
     lookups, choices, costs = placement.lookups, placement.choices, placement.choices.costs
     slots = lookups.slots.get(name, [])
     if not slots or any(slot not in lookups.of for slot in slots):
@@ -99,11 +99,11 @@ def explain(
 
 
 def _placement(
-    program: Program, zero: int, pins: Sequence[Pin], rules: Mapping[str, UpdateRule], *, settle: bool
+    program: Program, zero: int, pins: Sequence[Pin], rules: Mapping[str, UpdateRule], *, densify: bool
 ) -> Stacks:
-    """The choices for a program's tables. If they `settle`, gradients that would be sums over ranks become dense."""
+    """The choices for a program's tables. With `densify`, gradients that would be sums over ranks become dense."""
     lookups = find(apart(with_sparse(program, rules)))
-    if settle and (whole := summed(lookups, rules)):
+    if densify and (whole := summed(lookups, rules)):
         parameters = (
             replace(item, sparse=item.sparse and item.name not in whole) for item in lookups.program.parameters
         )

@@ -135,10 +135,10 @@ class Saver:
         """Whether more than `slack` of `done` steps are newer than the last complete checkpoint."""
         return self._begun is not None and done - self._begun > slack
 
-    def settle(self, everybody: Callable[[], None]) -> None:
-        """Wait on all ranks until the last checkpoint is complete; `everybody` is a barrier."""
+    def complete(self, barrier: Callable[[], None]) -> None:
+        """Wait on all ranks until the last checkpoint is complete; `barrier` waits for all of them."""
         self.wait()
-        everybody()  # the one that wrote last has completed it before it came
+        barrier()  # the one that wrote last has completed it before it came
         self._begun = None
 
     def _mine(self, name: str, held: Held) -> tuple[Piece, ...]:

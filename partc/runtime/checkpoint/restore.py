@@ -133,7 +133,7 @@ def newest(target: Path, together: Together, *, needed: bool, say: Say) -> Check
     UsageError P0523 and P0524.
     """
     if step_of(target) is not None:
-        if together.told("" if target.is_dir() else "absent"):
+        if together.broadcast("" if target.is_dir() else "absent"):
             raise _absent(target, "there is no such checkpoint")
         return opened(target, together)
     problem, listed = "", ""
@@ -142,10 +142,10 @@ def newest(target: Path, together: Together, *, needed: bool, say: Say) -> Check
             listed = "\n".join(path.name for path in checkpoints(target))
         except UsageError as error:
             problem = error.cause
-    problem = together.told(problem)
+    problem = together.broadcast(problem)
     if problem:
         raise UsageError("P0523", problem, "name the folder that --save was given", alike=True)
-    names = together.told(listed).split()
+    names = together.broadcast(listed).split()
     for index, name in enumerate(names):
         try:
             found = opened(target / name, together, within=target)

@@ -37,7 +37,7 @@ def state(
     for name, (shard, _) in trained.items() if optimizer is not None else ():
         assert optimizer is not None
         uncut, rows = optimizer.uncut(name), optimizer.by_rows(name)
-        for key, value in optimizer.kept(name).items():
+        for key, value in optimizer.state_of(name).items():
             cut = by_rows(shard) if key in rows else _uncut(value.shape, shard.apart) if key in uncut else shard
             found[f"{key}/{name}"] = Held(cut, value, holders(plan, name))
     if scale is not None:

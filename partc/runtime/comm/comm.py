@@ -358,13 +358,13 @@ class Comm:
     def positions(self, dim: str) -> Stretches:
         """The positions that this rank holds of a dimension `2 · 16@cp`."""
         found = Positions.parse(dim)
-        return found.held(self._places(found))
+        return found.of_rank(self._places(found))
 
     def positions_along(self, axis: str, dim: str) -> tuple[Stretches, ...]:
         """The positions that each rank of an axis holds."""
         found, size = Positions.parse(dim), self.group((axis,)).size
         places = self._places(found)
-        return tuple(found.held({**places, axis: (rank, size)}) for rank in range(size))
+        return tuple(found.of_rank({**places, axis: (rank, size)}) for rank in range(size))
 
     def _places(self, dim: Positions) -> dict[str, tuple[int, int]]:
         axes = {name: self.group((name,)) for name in dim.axes}

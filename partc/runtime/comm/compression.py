@@ -134,18 +134,18 @@ class Compressed:
         rows = padded(x.float(), axis.size).view(axis.size, -1)
         size = self._size
         coded, left = codec.encode(rows, self._sent, scale)
-        self._sent = _kept(self._sent, left)
+        self._sent = _in_memory_of(self._sent, left)
         del left
         parts = yield axis.start_all_to_all(coded.flatten(), split_dim=0, concat_dim=0)
         mine = codec.decode_sum(parts.view(axis.size, -1), size).view(1, -1)
         coded, left = codec.encode(mine, self._summed, scale)
-        self._summed = _kept(self._summed, left)
+        self._summed = _in_memory_of(self._summed, left)
         del left
         whole = yield axis.start_all_gather(coded.flatten(), dim=0)
         return codec.decode(whole.view(axis.size, -1), size).reshape(-1)[: x.numel()].to(x.dtype)
 
 
-def _kept(before: Tensor | None, now: Tensor) -> Tensor:
+def _in_memory_of(before: Tensor | None, now: Tensor) -> Tensor:
     """Store the new rest in the memory of the earlier one, where recorded graphs expect it."""
     if before is None:
         return now
@@ -193,7 +193,7 @@ class Scattered:
         before = left[0].contiguous() if len(left) == 1 else torch.cat(left, 1) if left else None
         coded, now = coder.encode(rows, before, scale)
         for each, sent in zip(gradients, now.split([each._size for each in gradients], 1), strict=True):
-            each._sent = _kept(each._sent, sent)
+            each._sent = _in_memory_of(each._sent, sent)
         del now, before, left, sent
         size = rows.shape[1]
         coming = axis.start_all_to_all(coded.flatten(), split_dim=0, concat_dim=0)

@@ -21,7 +21,7 @@ _NONE = "does not have a deterministic implementation"
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
     """A context for a whole process, entered before it uses a GPU. Operations without a deterministic algorithm fail
-    (see `told`).
+    (see `explained_errors`).
     """
     if not wanted:
         yield
@@ -41,7 +41,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def explained_errors() -> Iterator[None]:
     """Raise UsageError P0542 for an operation without a deterministic algorithm, with its name."""
     try:
         yield

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.comm import Axis, Comm, Pending
 from ..layout import Returned, Shard
-from ..ops.accumulation import Gradient, settled
+from ..ops.accumulation import Gradient, materialized
 from ..ops.row_gradients import RowGradient
 from .parts import NOTHING, Unit, whole_shape, without_spare
 from .stage import PipelineStage
@@ -53,10 +53,10 @@ def parse_schedule(text: str) -> tuple[Action, ...]:
 
 
 Slot = tuple[int, int]  # stage, microbatch
-Told = Mapping[Slot, Sequence[int]]
+Acks = Mapping[Slot, Sequence[int]]  # implicit acknowledgements (see `acknowledged_by`)
 
 
-def told_by(actions: Sequence[Action]) -> dict[Slot, tuple[int, ...]]:
+def acknowledged_by(actions: Sequence[Action]) -> dict[Slot, tuple[int, ...]]:
     """Implicit acknowledgements: by sending a microbatch's value forward, a rank confirms that it has used gradients.
 
     Maps the stage and microbatch of each sent value to the microbatches whose gradients the rank has used since it
@@ -76,10 +76,10 @@ class Step:
     """One step over the stages of this rank. Values between two of them are handed over, all others are sent."""
 
     def __init__(
-        self, stages: Mapping[int, PipelineStage], comm: Comm, microbatches: Sequence[dict[str, Tensor]], told: Told
+        self, stages: Mapping[int, PipelineStage], comm: Comm, microbatches: Sequence[dict[str, Tensor]], acks: Acks
     ) -> None:
         self.stages = stages
-        self.told = told
+        self.acks = acks
         self.comm = comm
         self.microbatches = microbatches
         self.loss: Tensor | None = None
@@ -87,7 +87,7 @@ class Step:
         self.received: dict[Slot, dict[str, Tensor]] = {}  # from another stage's F to F
         self.sent: dict[Slot, dict[str, Tensor]] = {}  # from F to SEND_F
         self.saved: dict[Slot, Any] = {}  # from F to B or I
-        self.kept: dict[Slot, Any] = {}  # from I to W
+        self.weight_saved: dict[Slot, Any] = {}  # from I to W
         # Gradients of sent values, from RECV_B to B or I.
         self.returning: dict[Slot, list[tuple[str, Pending[Tensor]]]] = {}
         self.incoming: dict[Slot, dict[str, Tensor]] = {}  # gradients of values handed to a stage of this rank
@@ -111,7 +111,7 @@ class Step:
             case "I":
                 self._i(stage, slot, ahead)
             case "W":
-                stage.backward_weight(self.kept.pop(slot), last, *ahead)
+                stage.backward_weight(self.weight_saved.pop(slot), last, *ahead)
             case "SEND_F":
                 self._send_f(stage, slot)
             case "RECV_F":
@@ -148,7 +148,7 @@ class Step:
         arriving = self.arriving.pop(slot, {})
         received.update((name, value.wait()) for name, value in arriving.items())
         for source in {stage.receives[name].source for name in arriving}:
-            for earlier in self.told.get((source, microbatch), ()):
+            for earlier in self.acks.get((source, microbatch), ()):
                 self.comm.taken((slot[0], source), earlier)
         values, self.saved[slot] = stage.forward(self.microbatches[microbatch], received, *ahead)
         self._keep(stage, slot, values)
@@ -182,7 +182,7 @@ class Step:
         ]
 
     def _i(self, stage: PipelineStage, slot: Slot, ahead: Sequence[Unit]) -> None:
-        gradients, self.kept[slot] = stage.backward_input(self.saved.pop(slot), self._returned(slot), *ahead)
+        gradients, self.weight_saved[slot] = stage.backward_input(self.saved.pop(slot), self._returned(slot), *ahead)
         self._hand_back(stage, slot, gradients)
 
     def _returned(self, slot: Slot) -> dict[str, Tensor]:
@@ -265,19 +265,19 @@ def run_step(
     *,
     first: bool = True,
     last: bool = True,
-    told: Told | None = None,
+    acks: Acks | None = None,
 ) -> Tensor | None:
     """Run one step; returns the loss (of the whole batch) on ranks of the stage that makes it.
 
     `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
     same in pieces. Parameters are gathered if this is the `first` batch after an update; gradients are summed over
     ranks if it is the `last` one before the next.
-    `told` has the implicit acknowledgements of other ranks (see `told_by`): each received value releases the buffers of
-    the gradients that it confirms.
+    `acks` has the implicit acknowledgements of other ranks (see `acknowledged_by`): each received value releases the
+    buffers of the gradients that it confirms.
     The communicator's clock is told each action before it starts.
     """
     entering = comm.clock.entering
-    step = Step(stages, comm, microbatches, told or {})
+    step = Step(stages, comm, microbatches, acks or {})
     _play(step, actions, batch, first=first, last=last)
     entering("the sum of shared weights' gradients", "work")
     for ranks, gradients in _shared_gradients(stages).items() if last else ():
@@ -318,7 +318,7 @@ def _shared_gradients(stages: Mapping[int, PipelineStage]) -> dict[tuple[int, ..
     found: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for stage in stages.values():
         for ranks, names in stage.shared.items():
-            found.setdefault(ranks, {}).update((name, settled(stage.gradients[name])) for name in names)
+            found.setdefault(ranks, {}).update((name, materialized(stage.gradients[name])) for name in names)
     return {ranks: [found[ranks][name] for name in sorted(found[ranks])] for ranks in sorted(found)}
 
 

@@ -16,7 +16,7 @@ from ..comm.comm import Axis, Comm, Pending, join
 from ..comm.compression import Codec, Scattered
 from ..comm.hierarchical import Levels
 from ..layout import DTYPES, Seam, Shard, cutting, extended
-from ..ops.accumulation import Gradient, clear, settled
+from ..ops.accumulation import Gradient, clear, materialized
 
 Fields = Any  # the tuple class of a region's parameters, or one of it
 
@@ -225,7 +225,7 @@ class Parts:
     def _summed(self, name: str) -> Tensor:
         """An accumulated gradient, with spare rows that its memory has; zeros if no call of this stage gave one."""
         self.sums(name)
-        x = settled(self._sums[name])
+        x = materialized(self._sums[name])
         if not self._shards[name].gather or not self._seams[name].rows:
             return x
         levels = Levels.of(self._comm, self._shards[name].gather, self._near)

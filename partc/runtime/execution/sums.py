@@ -15,7 +15,7 @@ from torch import Tensor
 from ..comm.comm import Comm, Pending, runs
 from ..comm.compression import Codec, Compressed
 from ..layout import DTYPES, Shard
-from ..ops.accumulation import settled
+from ..ops.accumulation import materialized
 from .parts import DONE, Parts
 
 Chain = Generator[Pending[Tensor], Tensor, None]
@@ -104,7 +104,7 @@ class Sum:
     def start(self) -> None:
         """Start the first collective of every chain."""
         first = next(iter(self._gradients))
-        for index, run in enumerate(runs([settled(x) for x in self._gradients.values()])):
+        for index, run in enumerate(runs([materialized(x) for x in self._gradients.values()])):
             chain = self._chain(run, (first, index))
             self._going.append((chain, next(chain)))
 

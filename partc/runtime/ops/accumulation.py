@@ -19,7 +19,7 @@ from ..torch_private import foreach_add_, foreach_copy_, without_overrides
 class Gradient(Tensor):
     """A parameter's gradient, which knows whether anything has been added since it was last cleared.
 
-    Only the operations below use this state; for all others it is plain memory (see `settled`).
+    Only the operations below use this state; for all others it is plain memory (see `materialized`).
     """
 
     __torch_function__ = without_overrides  # type: ignore[assignment]  # results of operations on it are plain tensors
@@ -35,14 +35,14 @@ class Gradient(Tensor):
     def add_(self, other: Any, *, alpha: Any = 1) -> Tensor:
         if alpha == 1 and begun(self):
             return self.copy_(other)
-        settled(self)
+        materialized(self)
         return super().add_(other, alpha=alpha)
 
     def addmm_(self, rows: Any, columns: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
         return super().addmm_(rows, columns, beta=0 if begun(self) else beta, alpha=alpha)
 
     def index_add_(self, dim: Any, index: Any, source: Any, *, alpha: Any = 1) -> Tensor:
-        settled(self)
+        materialized(self)
         return super().index_add_(dim, index, source, alpha=alpha)
 
 
@@ -68,7 +68,7 @@ def begun(gradient: Tensor) -> bool:
     return first
 
 
-def settled(gradient: Tensor) -> Tensor:
+def materialized(gradient: Tensor) -> Tensor:
     """The gradient with its memory up to date: zeros are written if it is marked as zero."""
     return gradient.zero_() if begun(gradient) else gradient
 
@@ -76,7 +76,7 @@ def settled(gradient: Tensor) -> Tensor:
 def complete(gradients: Iterable[Tensor]) -> None:
     """Bring the memory of all gradients up to date."""
     for gradient in gradients:
-        settled(gradient)
+        materialized(gradient)
 
 
 def add_product(into: Tensor, rows: Tensor, columns: Tensor) -> None:

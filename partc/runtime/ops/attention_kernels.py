@@ -1,7 +1,7 @@
 """The choice of the attention kernel, and the limits of torch's fused kernels.
 
 On GPUs the order is cuDNN, flash, efficient. A kernel is skipped if torch's own switch for it is off
-(`torch.backends.cuda.enable_flash_sdp` and the like, which `settle` sets), if the operands exceed its limits, or if
+(set by `enable_kernels`), if the operands exceed its limits, or if
 torch refuses them. If no fused kernel remains, attention runs in blocks of plain operations.
 """
 
@@ -192,7 +192,7 @@ def refusal(name: str, case: Case, device: int) -> str:
     return "" if can else words or "torch refuses it"
 
 
-def settle(wanted: str, cases: Mapping[str, Case], device: torch.device, say: Callable[[str], None]) -> None:
+def enable_kernels(wanted: str, cases: Mapping[str, Case], device: torch.device, say: Callable[[str], None]) -> None:
     """Set torch's switches to the user's preference, and print the kernel of each of the program's attentions.
 
     Raises UsageError P0541 if the preference is impossible on this machine.
@@ -216,11 +216,11 @@ def settle(wanted: str, cases: Mapping[str, Case], device: torch.device, say: Ca
     torch.backends.cuda.enable_cudnn_sdp(wanted == "cudnn" or (wanted == "auto" and _prefers_cudnn(gpu)))
     torch.backends.cuda.enable_flash_sdp(wanted in ("auto", "cudnn", "flash", "flash3"))
     torch.backends.cuda.enable_mem_efficient_sdp(wanted != BLOCKS)
-    for line in told({place: (case, chosen(case, device.index)) for place, case in cases.items()}):
+    for line in choice_lines({place: (case, chosen(case, device.index)) for place, case in cases.items()}):
         say(line)
 
 
-def told(choices: Mapping[str, tuple[Case, KernelChoice]]) -> list[str]:
+def choice_lines(choices: Mapping[str, tuple[Case, KernelChoice]]) -> list[str]:
     """A line for each distinct case: its places, its kernel, and the reasons against those before it."""
     places: dict[tuple[Case, KernelChoice], list[str]] = {}
     for place, choice in choices.items():

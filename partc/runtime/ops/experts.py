@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Axis, Pending
-from .accumulation import settled
+from .accumulation import materialized
 from .attention import row_dtype
 
 
@@ -126,7 +126,7 @@ def expert_matmul_grad_weight(grad: Tensor, experts: Tensor, x: Tensor, count: i
 
 def expert_matmul_add_grad_weight(into: Tensor, grad: Tensor, experts: Tensor, x: Tensor) -> None:
     """The same, added to `into`."""
-    settled(into)  # experts without rows add nothing
+    materialized(into)  # experts without rows add nothing
     for expert, rows in _rows(experts, into.shape[0]):
         if into.dtype == x.dtype:
             into[expert].addmm_(x[rows].mT, grad[rows])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..random import dropout, dropout_backward
-from .accumulation import add_product, add_sum, add_sums, in_rows, settled
+from .accumulation import add_product, add_sum, add_sums, in_rows, materialized
 from .attention import (
     attention,
     attention_backward,
@@ -103,6 +103,7 @@ __all__ = [
     "linear_grad_weight",
     "log_sum_exp",
     "mask_classes",
+    "materialized",
     "pick",
     "ring_attention",
     "ring_attention_backward",
@@ -112,7 +113,6 @@ __all__ = [
     "rotary_backward",
     "route",
     "selected_places",
-    "settled",
     "shard_max",
     "smooth_sum",
     "start_combine",

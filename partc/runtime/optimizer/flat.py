@@ -122,20 +122,20 @@ class FlatSGD:
         self._segments = None
         return frozenset(taken)
 
-    def kept(self, name: str) -> Mapping[str, Tensor]:
+    def state_of(self, name: str) -> Mapping[str, Tensor]:
         """The optimizer's state of a parameter, under torch's names."""
         return self._moments[name]
 
     def uncut(self, name: str) -> Collection[str]:
         """The states of other shapes."""
-        return [key for key in self.kept(name) if key not in self.moments]
+        return [key for key in self.state_of(name) if key not in self.moments]
 
     def by_rows(self, name: str) -> Collection[str]:
         return ()
 
     def restore(self, name: str, key: str, value: Tensor) -> None:
         """Restore one entry of the state."""
-        self.kept(name)[key].copy_(value)
+        self.state_of(name)[key].copy_(value)
         self._segments = None
 
     def begin(self, rate: float) -> None:
@@ -210,7 +210,7 @@ class FlatAdamW(FlatSGD):
     moments = ("exp_avg", "exp_avg_sq")
     decay = DECAY
 
-    def kept(self, name: str) -> Mapping[str, Tensor]:
+    def state_of(self, name: str) -> Mapping[str, Tensor]:
         return {"step": self._step_of[name], **self._moments[name]}
 
     def _rows(self, rate: float, each: _Flat, segments: _Segments) -> list[tuple[float, ...]]:

@@ -23,7 +23,7 @@ class Optimizer(Protocol):
     def step(self) -> None:
         """Update the parameters from their gradients."""
 
-    def kept(self, name: str) -> Mapping[str, Tensor]:
+    def state_of(self, name: str) -> Mapping[str, Tensor]:
         """The state of a parameter, under torch's names."""
 
     def uncut(self, name: str) -> Collection[str]:
@@ -78,13 +78,13 @@ class TorchOptimizer:
         for name in self._sparse:
             self._parameters[name].grad = None
 
-    def kept(self, name: str) -> Mapping[str, Tensor]:
+    def state_of(self, name: str) -> Mapping[str, Tensor]:
         found = self._optimizer.state.get(self._parameters[name], {})
         return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 
     def uncut(self, name: str) -> Collection[str]:
         shape = self._parameters[name].shape
-        return [key for key, value in self.kept(name).items() if value.shape != shape]
+        return [key for key, value in self.state_of(name).items() if value.shape != shape]
 
     def by_rows(self, name: str) -> Collection[str]:
         found: Collection[str] = getattr(self._optimizer, "by_rows", ())
@@ -92,7 +92,7 @@ class TorchOptimizer:
 
     def restore(self, name: str, key: str, value: Tensor) -> None:
         parameter = self._parameters[name]
-        there = self.kept(name).get(key)
+        there = self.state_of(name).get(key)
         device = parameter.device if there is None else there.device
         self._optimizer.state[parameter][key] = value.to(device)
 
@@ -115,8 +115,8 @@ class Several:
         for part in self._parts:
             part.step()
 
-    def kept(self, name: str) -> Mapping[str, Tensor]:
-        return self._of[name].kept(name)
+    def state_of(self, name: str) -> Mapping[str, Tensor]:
+        return self._of[name].state_of(name)
 
     def uncut(self, name: str) -> Collection[str]:
         return self._of[name].uncut(name)

@@ -114,7 +114,7 @@ class Update:
         self._rate = rate
         self._clip = clip
         self._scale = scale
-        self._told = norms or scale is not None  # whether the host wants to know the norm
+        self._reports_norm = norms or scale is not None  # whether the host wants to know the norm
 
     def measure(self, batches: int = 1) -> Tensor | None:
         """Scale gradients that were summed over batches of a scaled loss to those of the mean loss.
@@ -122,7 +122,7 @@ class Update:
         Returns their norm, if it is wanted.
         """
         self._gradients.begin(batches if self._scale is None else self._comm.scale_here * batches)
-        return self._norm() if self._told or self._clip is not None else None
+        return self._norm() if self._reports_norm or self._clip is not None else None
 
     def begin(self, step: int, norm: Tensor | None) -> bool:
         """On the host: tell the device the step. False if gradients overflow and the update is skipped."""
@@ -144,8 +144,8 @@ class Update:
 
     def ended(self, step: int, norm: Tensor | None, *, skipped: bool) -> Updated:
         """The outcome; waits for the device if the host wants the norm."""
-        told = float(norm) if self._told and norm is not None else None
-        return Updated(rate=self._rate.at(step), norm=told, skipped=skipped)
+        reported = float(norm) if self._reports_norm and norm is not None else None
+        return Updated(rate=self._rate.at(step), norm=reported, skipped=skipped)
 
     def _norm(self) -> Tensor:
         """The norm of the whole model's gradient: every element counts once, however many copies there are."""

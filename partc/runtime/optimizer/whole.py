@@ -71,7 +71,7 @@ class WholeOptimizer:
         self._optimizer.param_groups.clear()  # lets go of the whole parameter
         mine.copy_(self._part(name, whole))
 
-    def kept(self, name: str) -> Mapping[str, Tensor]:
+    def state_of(self, name: str) -> Mapping[str, Tensor]:
         return self._states[name]
 
     def uncut(self, name: str) -> Collection[str]:

@@ -14,7 +14,7 @@ class Together:
         self._store = store
         self._calls = 0
 
-    def told(self, text: str) -> str:
+    def broadcast(self, text: str) -> str:
         """The text of rank 0."""
         key = self._key()
         if self.rank == 0:

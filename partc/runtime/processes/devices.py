@@ -30,7 +30,7 @@ def own_device(wanted: Wanted, together: Together, environment: MutableMapping[s
     place = int(environment.get("LOCAL_RANK", "0"))
     index = place if place < count else 0 if count == 1 else None  # launchers may show each process its own alone
     here = "cpu" if count == 0 else "cuda"
-    first = together.told(here)
+    first = together.broadcast(here)
     problem = ""
     if here != first or (wanted == "cuda" and count == 0):
         sees = f"{count} GPUs" if count else "no GPU"

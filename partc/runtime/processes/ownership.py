@@ -54,7 +54,7 @@ def sole(folder: Path, together: Together, *, timeout: float, say: Callable[[str
         problem, code = f"{_named(descriptor)} saves into {folder}", "P0539"
     except OSError as error:
         problem = f"rank {together.rank} cannot write a checkpoint in {folder}: {error.strerror}"
-    code, _, problem = together.told(f"{code} {problem}").partition(" ")
+    code, _, problem = together.broadcast(f"{code} {problem}").partition(" ")
     if not problem:
         mine = ""
         try:

@@ -98,7 +98,7 @@ def _prepared(job: Job, together: Together, say: Say) -> Job:
     """The job with the checkpoint that its parameters come from. Raises UsageError P0523 to P0525."""
     assert isinstance(job, InferenceJob)
     old = next(iter(sorted(job.out.glob("batch_*.safetensors"))), None) if together.rank == 0 else None
-    if together.told("" if old is None else "occupied"):
+    if together.broadcast("" if old is None else "occupied"):
         raise UsageError("P0538", f"{job.out} has results already", "name another folder, or remove them", alike=True)
     if job.checkpoint_of is None:
         return job

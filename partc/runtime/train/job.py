@@ -310,7 +310,7 @@ def prepared(job: Job, together: Together, say: Say) -> Job:
             if checkpoint.step >= job.steps:
                 say(f"nothing is left to do: --steps {job.steps} counts those that were done before")
     if job.save is not None:
-        attempt, _, problem = together.told(f"{uuid.uuid4().hex[:8]} {_occupied(job, job.save)}").partition(" ")
+        attempt, _, problem = together.broadcast(f"{uuid.uuid4().hex[:8]} {_occupied(job, job.save)}").partition(" ")
         if problem:
             raise UsageError("P0522", problem, "continue it with --resume, or save in another folder", alike=True)
         job = dataclasses.replace(job, attempt=attempt)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..checkpoint.given_parameters import given
 from ..errors import UsageError, tell
-from ..execution.executor import Action, Slot, parse_schedule, told_by
+from ..execution.executor import Action, Slot, acknowledged_by, parse_schedule
 from ..layout import DTYPES, ModelView, Shard
 from ..place import PIPELINE, Place
 from ..processes.agreement import Together
@@ -47,10 +47,10 @@ class Rank:
         return {name: shard for stage in self.stage_classes.values() for name, shard in stage.parameters.items()}
 
     @property
-    def told(self) -> dict[Slot, tuple[int, ...]]:
+    def acks(self) -> dict[Slot, tuple[int, ...]]:
         """By stage and microbatch of a value that a peer sends, the microbatches whose gradients the value confirms."""
         rows = map(parse_schedule, self.place.schedules.values())
-        return {slot: told for row in rows for slot, told in told_by(row).items()}
+        return {slot: acks for row in rows for slot, acks in acknowledged_by(row).items()}
 
     @property
     def inputs(self) -> dict[str, Shard]:

@@ -130,14 +130,14 @@ class _Lateness:
         self._in = [link for link in sorted(links) if link[0] not in stages]
         self._peers = links
         self._machine = machine()
-        self._near: set[int] | None = None  # peers that read the same clock, and know it, once all have told
+        self._near: set[int] | None = None  # peers that read the same clock, and know it, once all have answered
         self._quickest = dict.fromkeys(links.values(), _FAR)  # by peer, from its sending to this rank's having
 
     def of(self, intervals: Sequence[Interval]) -> int:
         """The nanoseconds of one step; all peers call this together."""
         if not self._peers:
             return 0
-        sent = self._told(
+        sent = self._exchanged(
             {link: [each.start for each in _over(intervals, "send", link)] for link in self._out},
             {link: len(_over(intervals, "recv", link)) for link in self._in},
         )
@@ -155,12 +155,12 @@ class _Lateness:
     def _offsets(self) -> dict[int, int]:
         """For each peer, the offset of this rank's clock from the peer's."""
         if self._near is None:
-            told = self._told({link: [self._machine] for link in self._out}, dict.fromkeys(self._in, 1))
-            here = {self._peers[link] for link, (there,) in told.items() if there == self._machine}
+            answers = self._exchanged({link: [self._machine] for link in self._out}, dict.fromkeys(self._in, 1))
+            here = {self._peers[link] for link, (there,) in answers.items() if there == self._machine}
             self._near = here & {self._peers[link] for link in self._out}
         quickest = {link: [self._machine, self._quickest[self._peers[link]]] for link in self._far(self._out)}
-        told = self._told(quickest, dict.fromkeys(self._far(self._in), 2))
-        found = {self._peers[link]: self._offset(link, *numbers) for link, numbers in told.items()}
+        answers = self._exchanged(quickest, dict.fromkeys(self._far(self._in), 2))
+        found = {self._peers[link]: self._offset(link, *numbers) for link, numbers in answers.items()}
         return dict.fromkeys(self._near, 0) | found
 
     def _far(self, links: Sequence[Link]) -> list[Link]:
@@ -173,7 +173,7 @@ class _Lateness:
             return 0 if machine == self._machine or mine == _FAR else mine
         return (mine - quickest) // 2
 
-    def _told(self, said: Mapping[Link, Sequence[int]], counts: Mapping[Link, int]) -> dict[Link, list[int]]:
+    def _exchanged(self, said: Mapping[Link, Sequence[int]], counts: Mapping[Link, int]) -> dict[Link, list[int]]:
         """The numbers that the other ends of incoming links send; those ends do the same."""
         device = self._comm.device
         for link, numbers in said.items():

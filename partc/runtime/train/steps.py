@@ -20,7 +20,7 @@ from ..comm.comm import Comm
 from ..device.cuda_graphs import RecordedGraph, RecordedWork
 from ..device.sending import bring, finish, send
 from ..errors import UsageError
-from ..execution.executor import Action, Told, run_step
+from ..execution.executor import Acks, Action, run_step
 from ..execution.stage import PipelineStage
 from ..layout import Shard
 from ..ops.accumulation import clear, complete
@@ -53,7 +53,7 @@ class Steps:
     device: torch.device
     stages: Mapping[int, PipelineStage]
     actions: Sequence[Action]
-    told: Told  # by values of other ranks
+    acks: Acks  # by values of other ranks
     inputs: Mapping[str, Shard]
     parameters: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
@@ -61,7 +61,7 @@ class Steps:
     update: Update
     scale: LossScale | None
     part_of: Callable[[int], Mapping[str, Tensor]]  # batch number -> this rank's part, on the host
-    settle: Callable[[], None]  # called before an error that ends the run
+    finish_saving: Callable[[], None]  # called before an error that ends the run
     graph: Callable[[], RecordedGraph] | None = None  # makes a graph, if steps are recorded
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Steps:
         if first:
             clear(self.gradients.values())
         return run_step(
-            self.stages, self.comm, self.actions, self._local, microbatches, first=first, last=last, told=self.told
+            self.stages, self.comm, self.actions, self._local, microbatches, first=first, last=last, acks=self.acks
         )
 
     def _measure(self) -> Tensor | None:
@@ -163,6 +163,6 @@ class Steps:
         self.comm.clock.entering("the check of its loss")
         loss = None if made is None else made.item()
         if self.comm.any(loss is not None and not math.isfinite(loss)):
-            self.settle()
+            self.finish_saving()
             calls = self.job.plan["calls"]
             raise nonfinite.explain(self.comm, step, loss, self.stages, self.parameters, self._local, calls, run)

@@ -34,7 +34,7 @@ from .data import BatchSource, Tokens, load_model_file, source
 from .job import Job, check_places, prepared, told_of_memory
 from .rank import Rank, load_rank, materialise
 from .training import train
-from .tuning import settle
+from .tuning import configure_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
         tell(memory)
     device = shared_device(job.device)
     need_gpus(not job.cuda_graphs)
-    _settle_attention(job, device, tell)
+    _enable_attention_kernels(job, device, tell)
     world = World(job.world_size)
     ranks = [load_rank(number, device, job) for number in range(job.world_size)]
-    _settle_kernels(job, ranks[0], device, together, tell)
+    _configure_kernels(job, ranks[0], device, together, tell)
     model_file = load_model_file(job.root / "model.py")
     materialise(job, model_file, ranks, device, together)
     data = batches_of(job, model_file, tell, kept=2)  # no rank is two batches behind another
@@ -152,9 +152,9 @@ def _run_this_rank(job: Job, task: Task) -> bool:
         job = task.prepared(job, together, say)
         if memory := told_of_memory(job):
             say(memory)
-        _settle_attention(job, device, say)
+        _enable_attention_kernels(job, device, say)
         clock.entering("the choice of its kernels' configurations")
-        _settle_kernels(job, rank, device, together, say)
+        _configure_kernels(job, rank, device, together, say)
         clock.entering("the initialisation of its parameters")
         materialise(job, model_file, [rank], device, together)
         clock.entering("connecting to its peers")
@@ -179,14 +179,14 @@ def _run_this_rank(job: Job, task: Task) -> bool:
     return _stopped(job, rank)
 
 
-def _settle_attention(job: Job, device: torch.device, say: Say) -> None:
-    attention_kernels.settle(job.attention, attention_kernels.cases(job.plan["attention"], DTYPES), device, say)
+def _enable_attention_kernels(job: Job, device: torch.device, say: Say) -> None:
+    attention_kernels.enable_kernels(job.attention, attention_kernels.cases(job.plan["attention"], DTYPES), device, say)
 
 
-def _settle_kernels(job: Job, rank: Rank, device: torch.device, together: Together, say: Say) -> None:
+def _configure_kernels(job: Job, rank: Rank, device: torch.device, together: Together, say: Say) -> None:
     """Configure the package's kernels on a GPU, unless the job keeps their own configurations."""
     if rank.kernels is not None and device.type == "cuda" and job.tuning:
-        settle(rank.kernels, job.root / "kernels", device, together, file=job.tuned, say=say)
+        configure_kernels(rank.kernels, job.root / "kernels", device, together, file=job.tuned, say=say)
 
 
 def batches_of(job: Job, model_file: ModuleType, say: Say, *, kept: int = 0) -> BatchSource:

@@ -19,7 +19,7 @@ from ..checkpoint.safetensors import save as save_tensors
 from ..checkpoint.state import left_out, restore_left_out, restore_optimizer, restore_scale, state
 from ..comm.comm import Comm
 from ..device.cuda_graphs import RecordedGraph, recording
-from ..device.determinism import told
+from ..device.determinism import explained_errors
 from ..device.garbage_collection import collected
 from ..device.host_memory import peak_bytes
 from ..documents import decoded
@@ -58,7 +58,7 @@ def train(
     peak = times.peak(job) if job.measures else None
     log, saver = _log(job, rank, peak), _saver(job, rank, store)
     rank.done = job.start
-    with torch.no_grad(), recording(job.cuda_graphs, device) as graph, told(), ExitStack() as stack:
+    with torch.no_grad(), recording(job.cuda_graphs, device) as graph, explained_errors(), ExitStack() as stack:
         trained = _Trained.of(job, rank, comm)
         trained.restore(device)
         training = _Training(
@@ -226,7 +226,7 @@ def _steps(
         device=device,
         stages=trained.stages,
         actions=rank.actions,
-        told=rank.told,
+        acks=rank.acks,
         inputs=rank.inputs,
         parameters=rank.parameters,
         gradients=trained.memory.gradients,
@@ -234,7 +234,7 @@ def _steps(
         update=trained.update(comm),
         scale=trained.scale,
         part_of=Feed(part_of, end=job.steps * job.accumulate, ahead=ahead, pin=device.type == "cuda"),
-        settle=saver.wait if saver is not None else lambda: None,
+        finish_saving=saver.wait if saver is not None else lambda: None,
         graph=graph,
     )
 
@@ -266,7 +266,7 @@ class _Training:
             done = self.steps.run(step)
             if self.saver is not None and self.saver.behind(step + 1, self.job.save_slack):
                 self.comm.clock.entering("the writing of a checkpoint")
-                self.saver.settle(self.comm.barrier)
+                self.saver.complete(self.comm.barrier)
             self._measure(step, done)
             if self.job.record:
                 self._record(self.job.record, step, done)

@@ -77,7 +77,7 @@ class TunableKernel:
         self.module.CONFIGURATION.update(choice)
 
 
-def settle(
+def configure_kernels(
     package: ModuleType, folder: Path, device: torch.device, together: Together, *, file: Path | None, say: Say
 ) -> None:
     """On all ranks together: configure the kernels in `folder` by a user's `file`, or by the fastest here.
@@ -85,22 +85,22 @@ def settle(
     Raises UsageError P0532.
     """
     kernels = kernels_of(package)
-    told = ""
+    text = ""
     if together.rank == 0:
-        place = place_of(device)
+        place = gpu_and_triton(device)
         try:
             if file is not None:
-                told = json.dumps(from_given(kernels, file, place, say))
+                text = json.dumps(from_given(kernels, file, place, say))
             else:
-                told = json.dumps(tuned(kernels, folder / FILE, place, Clocked(device), say))
+                text = json.dumps(tuned(kernels, folder / FILE, place, Clocked(device), say))
         except UsageError as error:
-            told = f"{_WRONG}{error.cause}"
+            text = f"{_WRONG}{error.cause}"
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    told = together.told(told)
-    if told.startswith(_WRONG):
-        raise _unusable(told.removeprefix(_WRONG))
-    run_with(kernels, json.loads(told))
+    text = together.broadcast(text)
+    if text.startswith(_WRONG):
+        raise _unusable(text.removeprefix(_WRONG))
+    run_with(kernels, json.loads(text))
 
 
 def kernels_of(package: ModuleType) -> tuple[TunableKernel, ...]:
@@ -179,7 +179,7 @@ def run_with(kernels: Sequence[TunableKernel], choices: Mapping[str, Configurati
             kernel.run_with(choices[kernel.name])
 
 
-def place_of(device: torch.device) -> str:
+def gpu_and_triton(device: torch.device) -> str:
     """`NVIDIA H200, Triton 3.7.1`."""
     return f"{torch.cuda.get_device_name(device)}, Triton {sys.modules['triton'].__version__}"
 

@@ -1082,7 +1082,7 @@ def of_torchvision() -> dict[str, Architecture]:
     found = {f"tv_{name}": seen(name) for name in plain.split()}
     # Batch norms over the last pixel of a few small pictures would magnify rounding to 1e-10.
     found |= {f"tv_{name}": seen(name, 64) for name in ("mobilenet_v2", "regnet_y_400mf")}
-    further = "wide_resnet50_2 regnet_x_400mf shufflenet_v2_x1_0 squeezenet1_0 mobilenet_v3_large mnasnet1_0 vgg11 densenet121"
+    further = "regnet_x_400mf shufflenet_v2_x1_0 squeezenet1_0 mobilenet_v3_large mnasnet1_0 densenet121"
     found |= {f"tv_{name}": seen(name, 64) for name in further.split()}
     found |= {
         f"tv_quantized_{name}": seen(f"quantization.{name}", 64, {"quantize": False})
@@ -1153,7 +1153,7 @@ NAMED = (
     "test_convnext3 test_efficientnet_gn vit_base_patch16_rope_mixed_224 vit_small_patch16_dinov3 xcit_tiny_12_p8_224 pvt_v2_b2_li "
     "cait_s24_224 visformer_small seresnet50 resnet33ts gernet_s mobilenetv3_small_050 fbnetc_100 spnasnet_100 vit_base_patch16_clip_224 "
     "eva_giant_patch14_224 test_resnet convnext_zepto_rms test_vit2 vit_base_patch16_xp_224 vit_base_r26_s32_224 seresnextaa101d_32x8d"
-).split()
+)
 
 
 def of_timm() -> dict[str, Architecture]:
@@ -1192,7 +1192,7 @@ def of_timm() -> dict[str, Architecture]:
 
     sight = {"img_size": PIXELS, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
     return {
-        **{f"timm_{name}": named(name) for name in NAMED},
+        **{f"timm_{name}": named(name) for name in NAMED.split()},
         "timm_beit": seen("beit_base_patch16_224", **sight),
         "timm_cait": seen("cait_xxs24_224", **sight, depth_token_only=1),
         "timm_convnext": seen("convnext_atto", depths=(1, 1, 1, 1), dims=(16, 24, 32, 48)),

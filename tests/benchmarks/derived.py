@@ -545,7 +545,9 @@ def constructor(name: str) -> tuple[dict[str, Any], Any]:
         pass
 
     def note(kind: Any, *_: Any, **given: Any) -> None:
-        raise Seen({key: v for key, v in given.items() if isinstance(v, int | tuple | list) and not isinstance(v, bool)}, kind)
+        raise Seen(
+            {key: v for key, v in given.items() if isinstance(v, int | tuple | list) and not isinstance(v, bool)}, kind
+        )
 
     entry = model_entrypoint(name)
     try:

@@ -487,6 +487,15 @@ def test_plans_near_the_best_one_that_have_its_regions_are_tried_first(small: Pl
     assert not any(map(lowered_anew, near[:8])) and any(map(lowered_anew, near[8:]))
 
 
+def test_exchanges_slow_no_call_that_waits_for_its_host() -> None:
+    """In short calls the host takes longer than the device, beside which gradients are scattered."""
+    options = {"batch": 12, "width": 1024, "hidden": 4096, "chosen": 2, "depth": 3, "experts": 4, "seq": 16}
+    fix = "cp=2,ep=1,zero=2,recompute=selective,microbatches=6"
+    planner = Planner(Request.checked(str(ROUTED), "2xA100-40GB", options=options, fix=fix))
+    (plan,) = planner.plans()
+    assert Played(plan=plan, bound=planner.bounds.of(plan), prediction=planner.predicted(plan)).holds
+
+
 def test_the_bound_of_a_mesh_counts_the_time_in_which_its_pipeline_fills(small: Planner) -> None:
     """A rank waits longer for the first microbatch, the fewer there are."""
     wanted = fixed("pp=4,dp=2,recompute=none,schedule=1f1b|zero-bubble,virtual_stages=1,zero=0")

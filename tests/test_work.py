@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +17,7 @@ from partc.cluster.cluster import preset
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.cost.calibration import calibration
-from partc.cost.flops import StepFlops, model_work
+from partc.cost.flops import model_work
 from partc.runtime.train.data import load_model_file
 from tests.zoo import MODELS
 
@@ -94,4 +95,28 @@ def test_full_recomputation_repeats_at_least_what_torch_checkpoints_do() -> None
     cluster = preset("8xH100-80GB")
     simulator = Simulator(Stack, cluster, calibration(cluster), batch=batch)
     work = model_work(simulator.annotated(ParallelPlan(mesh="dp=1", precision="fp32")))
-    assert work == StepFlops(products=counted(Stack(), batch, None), products_again=repeated)
+    assert (work.once.products, work.again.products) == (counted(Stack(), batch, None), repeated)
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.values = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        q, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (self.queries, self.values))
+        return F.scaled_dot_product_attention(q, heads, v, is_causal=True).square().mean()
+
+
+def test_work_has_results_of_products_and_scores_of_attention() -> None:
+    """The batch has no gradient, and half of the scores are masked."""
+    cluster = preset("8xH100-80GB")
+    simulator = Simulator(Reading, cluster, calibration(cluster), batch={"x": torch.randn(3, 6, 8)})
+    once = model_work(simulator.annotated(ParallelPlan(mesh="dp=1", precision="fp32"))).once
+    linear, scores = 3 * 6 * 8, 3 * 2 * 6 * 6 // 2
+    assert once.results == 2 * (linear + 8 * 8)
+    assert once.products == 2 * 2 * (2 * linear * 8)
+    assert once.scores == 2 * scores
+    product = 2 * scores * 4
+    assert (once.attention, once.backward) == (2 * product, 3 * product)  # gradients of weights, queries and values

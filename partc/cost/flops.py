@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 
 from partc.ir.attention import FORWARD
-from partc.ir.program import Call, Graph, Op, Program, Region
+from partc.ir.program import Call, Graph, Op, Program, Region, TensorType
 from partc.rules import OpRule, flops, resolve
 
 _OWN = frozenset({"own_gradient", "incoming_gradient"})  # of functions with a backward pass of the user's own
 
 
 @dataclass(frozen=True, slots=True)
-class StepFlops:
-    """Flops of matrix products and convolutions, and of fused attention; those of `again` are parts of the forward
-    pass that full recomputation computes twice.
+class ProductWork:
+    """Flops of matrix products and convolutions, and of fused attention forward and backward; with what takes time
+    beside them: the elements of results of matrix products, and the scores whose exponentials attention computes.
     """
 
     products: int = 0
     attention: int = 0
-    products_again: int = 0
-    attention_again: int = 0
+    backward: int = 0
+    results: int = 0
+    scores: int = 0
 
-    def plus(self, other: StepFlops, times: int = 1) -> StepFlops:
-        return StepFlops(
-            self.products + times * other.products,
-            self.attention + times * other.attention,
-            self.products_again + times * other.products_again,
-            self.attention_again + times * other.attention_again,
-        )
+    def plus(self, other: ProductWork, times: int = 1) -> ProductWork:
+        return ProductWork(*(here + times * there for here, there in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """The work of a step, and of the parts of the forward pass that full recomputation computes `again`."""
+
+    once: ProductWork = ProductWork()
+    again: ProductWork = ProductWork()
+
+    def plus(self, other: StepWork, times: int = 1) -> StepWork:
+        return StepWork(self.once.plus(other.once, times), self.again.plus(other.again, times))
 
 
 def model_flops(program: Program) -> int:
@@ -39,19 +48,19 @@ def model_flops(program: Program) -> int:
     entries or frozen weights. Transposed convolutions and operations without a rule do not count. `program` is the
     result of annotate, with shapes of the whole batch.
     """
-    work = model_work(program)
-    return work.products + work.attention
+    work = model_work(program).once
+    return work.products + work.attention + work.backward
 
 
-def model_work(program: Program) -> StepFlops:
+def model_work(program: Program) -> StepWork:
     """The flops of `model_flops` by the kind of operation.
 
     Recomputed are at least the operations of a region from which an operand of its products follows that the gradient
     of another operand needs. Nothing is said of regions that change buffers or have gradients of the user's own.
     """
     trained: set[str] = {parameter.name for parameter in program.parameters if parameter.trainable}
-    found: dict[tuple[str, tuple[bool, ...]], tuple[StepFlops, tuple[bool, ...]]] = {}
-    total = StepFlops()
+    found: dict[tuple[str, tuple[bool, ...]], tuple[StepWork, tuple[bool, ...]]] = {}
+    total = StepWork()
     for call in program.calls:
         region = program.region(call.region)
         if region.phase == "setup":
@@ -66,18 +75,17 @@ def model_work(program: Program) -> StepFlops:
     return total
 
 
-def _of_region(region: Region, call: Call, trained: set[str], *, again: bool) -> tuple[StepFlops, tuple[bool, ...]]:
+def _of_region(region: Region, call: Call, trained: set[str], *, again: bool) -> tuple[StepWork, tuple[bool, ...]]:
     """The region's work, and whether each result has a gradient; `trained` are the program's values with one."""
     graph: Graph = region.forward
     types = region.types(graph)
     given = zip((*region.params, *graph.inputs), (*call.params, *call.args), strict=True)
     learning = {value.name for value, name in given if name in trained}
     rules = [resolve(op, types) if op.results else None for op in graph.ops]
-    total, needed = StepFlops(), set[str]()
+    once, repeated, needed = ProductWork(), ProductWork(), set[str]()
     for op, rule in zip(graph.ops, rules, strict=True):
-        forward = flops(op, rule) if rule is not None else 0
-        if forward and rule is not None:
-            total = total.plus(_of_kind(op, _of_op(op, rule, forward, learning)))
+        if rule is not None and (forward := _forward(op, rule)) != ProductWork():
+            once = once.plus(forward).plus(_backward(op, rule, forward, types, learning))
             needed |= _needed(op, rule, learning)
         if any(name in learning for name in op.refs()):
             learning.update(value.name for value in op.results if value.type.dtype.startswith(("f", "bf")))
@@ -85,13 +93,33 @@ def _of_region(region: Region, call: Call, trained: set[str], *, again: bool) ->
         for op, rule in zip(reversed(graph.ops), reversed(rules), strict=True):
             if any(value.name in needed for value in op.results):
                 needed.update(op.refs())
-                work = _of_kind(op, flops(op, rule) if rule is not None else 0)
-                total = total.plus(StepFlops(products_again=work.products, attention_again=work.attention))
-    return total, tuple(name in learning for name in graph.outputs)
+                repeated = repeated.plus(_forward(op, rule) if rule is not None else ProductWork())
+    return StepWork(once, repeated), tuple(name in learning for name in graph.outputs)
 
 
-def _of_kind(op: Op, work: int) -> StepFlops:
-    return StepFlops(attention=work) if op.name in FORWARD else StepFlops(products=work)
+def _forward(op: Op, rule: OpRule) -> ProductWork:
+    work = flops(op, rule)
+    if op.name in FORWARD:
+        return ProductWork(attention=work, scores=int(scores(work, rule)) if work else 0)
+    results = math.prod(op.results[0].type.shape) if work and product_sizes(rule) is not None else 0
+    return ProductWork(products=work, results=results)
+
+
+def _backward(
+    op: Op, rule: OpRule, forward: ProductWork, types: Mapping[str, TensorType], learning: set[str]
+) -> ProductWork:
+    """The work of the gradients of an operation's operands."""
+    learns = [name in learning for name in op.refs()]
+    if op.name in FORWARD:
+        q, k, v = learns[:3]  # two products: scores by queries and keys, values
+        return ProductWork(
+            backward=forward.attention * ((q or k) + q + k + v) // 2, scores=any((q, k, v)) * forward.scores
+        )
+    added = {*rule.added, *rule.integral}
+    factors = [name for index, name in enumerate(op.refs()) if learns[index] and index not in added]
+    # A product of more than two tensors is computed in pairs; the largest pair decides.
+    results = sum(math.prod(types[name].shape) for name in factors[:2]) if forward.results else 0
+    return ProductWork(products=forward.products * min(2, len(factors)), results=results)
 
 
 def _needed(op: Op, rule: OpRule, learning: set[str]) -> set[str]:
@@ -105,11 +133,29 @@ def _needed(op: Op, rule: OpRule, learning: set[str]) -> set[str]:
     }
 
 
-def _of_op(op: Op, rule: OpRule, forward: int, learning: set[str]) -> int:
-    learns = [name in learning for name in op.refs()]
-    if op.name in FORWARD:
-        q, k, v = learns[:3]
-        return forward + forward * ((q or k) + q + k + v) // 2  # two products: scores by queries and keys, values
-    added = {*rule.added, *rule.integral}
-    # A product of more than two tensors is computed in pairs; the largest pair decides.
-    return forward * (1 + min(2, sum(learn for index, learn in enumerate(learns) if index not in added)))
+def scores(work: float, rule: OpRule) -> float:
+    """The number of scores in `work` flops of attention: the factors that all of its products have in common."""
+    common = set.intersection(*map(set, rule.work))
+    return work * math.prod(factor.size for factor in rule.factors if factor.name in common) / rule.flops
+
+
+def product_sizes(rule: OpRule) -> tuple[int, int, int, int] | None:
+    """The sizes of a product of two matrices, m x k by k x n, and the number of such products; None for other forms.
+
+    Rows that go to several experts are as many products, with equally many rows each.
+    """
+    matrices = [{name for dim in dims for name in dim} for dims in rule.operands if len(dims) >= 2]
+    if len(matrices) < 2 or not rule.results or not rule.work:
+        return None
+    sizes = {factor.name: factor.size for factor in rule.factors}
+    first, second, *_ = matrices
+    made = {name for dim in rule.results[0] for name in dim}
+
+    def ways(names: set[str]) -> int:
+        return math.prod(sizes[name] for name in names)
+
+    both, experts = first & second, ways(second - first - made)
+    m, n, k = ways((first & made) - second), ways((second & made) - first), ways(both - made)
+    if m * n * k * ways(both & made) != ways(set(rule.work[0])):
+        return None
+    return -(-m // experts), n, k, ways(both & made) * experts

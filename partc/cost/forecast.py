@@ -284,8 +284,15 @@ class Forecast:
                 builder.start((call.name, name), replace(segment, why=f"{call.name}: {segment.why}"))
             else:
                 builder.work(segment.seconds)
-        issued = self.scale.compute * self._operations(call.region, graph)[1]
-        builder.work(max(0.0, issued - (builder.now - begin)))
+        builder.work(max(0.0, self._issued(call, graph) - (builder.now - begin)))
+
+    def issued(self, call: Call, kind: GraphKind) -> float:
+        """Seconds in which the host issues the operations of a call's graph."""
+        graph = graph_of(self.program.region(call.region), kind)
+        return 0.0 if graph is None else self._issued(call, graph)
+
+    def _issued(self, call: Call, graph: Graph) -> float:
+        return self.scale.compute * self._operations(call.region, graph)[1]
 
     def _of_graph(self, region: str, graph: Graph) -> tuple[tuple[str, Segment, str], ...]:
         """Yields (started result, segment, awaited result); computations between two collectives are one segment."""

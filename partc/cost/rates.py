@@ -13,6 +13,7 @@ from partc.cluster.device import Device
 from partc.cluster.variation import expected_maximum
 from partc.cost.calibration import Calibration
 from partc.cost.collectives import Network
+from partc.cost.flops import ProductWork, product_sizes, scores
 from partc.cost.roofline import EXPERTS_GRADIENT, H100, Machine, product_flops, seconds, traffic
 from partc.ir.collectives import MOVING, cost, parts
 from partc.ir.layout import Sizes
@@ -20,7 +21,6 @@ from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.operations import VIEWS
 from partc.ir.program import ITEMSIZE, SCAN, Op, TensorType
 from partc.ir.scans import scan_of
-from partc.rules import OpRule
 
 
 class Rates(Protocol):
@@ -208,7 +208,7 @@ class ClusterRates:
             if device.attention:
                 return max(moved, work / device.attention)
             share = self.constants.attention * (_BACKWARD if op.name.endswith("_backward") else 1.0)
-            exponentials = _scores(work, rule) / device.special if device.special and rule is not None else 0.0
+            exponentials = scores(work, rule) / device.special if device.special and rule is not None else 0.0
             kept = _attention_share(op, shapes, results, device, filled=self.filled)
             return max(moved, (work / (peak * share) + exponentials) / kept)
         sizes = _experts_sizes(shapes, results) if op.name == EXPERTS_GRADIENT else None
@@ -216,6 +216,17 @@ class ClusterRates:
             sizes = product_sizes(rule)
         share = 1.0 if sizes is None or device.kind == "cpu" else tile_share(sizes, device, peak, filled=self.filled)
         return casts + max(moved, work / (peak * self.constants.products * share))
+
+    def least(self, work: ProductWork, peak: float) -> float:
+        """The least seconds of one device for products and attention, with products at `peak` flops a second."""
+        device, constants = self.cluster.device, self.constants
+        high, wide, _ = _TILES[0]
+        tiles = work.results / (high * wide * device.cores)
+        seconds = (work.products / peak + tiles * device.fill) / constants.products
+        if device.attention:
+            return seconds + (work.attention + work.backward) / device.attention
+        exponentials = work.scores / device.special if device.special else 0.0
+        return seconds + (work.attention + work.backward / _BACKWARD) / (peak * constants.attention) + exponentials
 
     def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
         return self.network.collective(op, self._span(mesh, tuple(axes), tuple(places)), size)
@@ -301,39 +312,11 @@ def _attention_share(
     return waves * rows / (rows + _EDGE)
 
 
-def _scores(work: float, rule: OpRule) -> float:
-    """The number of scores in `work` flops of attention: the factors that all of its products have in common."""
-    common = set.intersection(*map(set, rule.work))
-    return work * math.prod(factor.size for factor in rule.factors if factor.name in common) / rule.flops
-
-
 def _experts_sizes(shapes: Mapping[str, TensorType], results: Sequence[TensorType]) -> tuple[int, int, int, int]:
     """The sizes of the products that make the gradients of experts' weights, as `product_sizes` gives them."""
     experts, m, n = results[0].shape
     rows = next(iter(shapes.values())).shape[0]
     return m, n, -(-rows // experts), experts
-
-
-def product_sizes(rule: OpRule) -> tuple[int, int, int, int] | None:
-    """The sizes of a product of two matrices, m x k by k x n, and the number of such products; None for other forms.
-
-    Rows that go to several experts are as many products, with equally many rows each.
-    """
-    matrices = [{name for dim in dims for name in dim} for dims in rule.operands if len(dims) >= 2]
-    if len(matrices) < 2 or not rule.results or not rule.work:
-        return None
-    sizes = {factor.name: factor.size for factor in rule.factors}
-    first, second, *_ = matrices
-    made = {name for dim in rule.results[0] for name in dim}
-
-    def ways(names: set[str]) -> int:
-        return math.prod(sizes[name] for name in names)
-
-    both, experts = first & second, ways(second - first - made)
-    m, n, k = ways((first & made) - second), ways((second & made) - first), ways(both - made)
-    if m * n * k * ways(both & made) != ways(set(rule.work[0])):
-        return None
-    return -(-m // experts), n, k, ways(both & made) * experts
 
 
 def tile_share(sizes: tuple[int, int, int, int], device: Device, peak: float, *, filled: bool = False) -> float:

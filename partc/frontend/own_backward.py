@@ -190,7 +190,11 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
 
     def own_grad(*args: Any, **kwargs: Any) -> Any:
         if inside_functorch():
-            return grad(*args, **kwargs)
+            raise PartcError(
+                "P0216",
+                "forward computes gradients by torch.func, which partc cannot follow",
+                help="call torch.autograd.grad(values.sum(), inputs, create_graph=True)",
+            )
         return (refused_backward if inside else inner)(*args, **kwargs)
 
     def told(frame: FrameType | None) -> None:

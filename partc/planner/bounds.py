@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from partc.compilation.plan import ParallelPlan
-from partc.cost.flops import StepFlops, model_work
+from partc.cost.flops import ProductWork, StepWork, model_work
 from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
@@ -64,20 +64,18 @@ class Bound:
 
 @dataclass
 class Bounds:
-    """The bounds of plans of one model; `peak`, and `attention` of fused attention, are in flops a second of a rank,
-    `states` in copies of a parameter.
-    """
+    """The bounds of plans of one model; `peak` is in flops a second of a rank, `states` in copies of a parameter."""
 
     annotated: Program  # with shapes of the whole batch
     peak: float
-    attention: float
+    least: Callable[[ProductWork], float]  # seconds of one rank for some work at the highest rates
     states: int
     tables: Tables
     filled_tiles: (
         Tables  # with rates under which parts of a batch take no less than their share of the whole one's time
     )
     resident: Callable[[ParallelPlan, int], int]  # the memory of a process whose tensors hold so many bytes
-    _flops: StepFlops = field(init=False)
+    _products: StepWork = field(init=False)
     _calls: int = field(init=False)
     _bytes: int = field(init=False)  # of trained parameters besides experts
     _experts: int = field(init=False)
@@ -87,12 +85,13 @@ class Bounds:
         default_factory=dict
     )
 
+    _computed: dict[tuple[bool, bool], float] = field(default_factory=dict)
     _bytes_of: dict[tuple[object, ...], int] = field(default_factory=dict)
     _works: dict[tuple[object, ...], Work | None] = field(default_factory=dict)
     _least: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._flops = model_work(self.annotated)
+        self._products = model_work(self.annotated)
         calls = staged(self.annotated)[0]
         self._calls = len(calls)
         tables, experts = set(_tables(self.annotated)), set(expert_parameters(self.annotated))
@@ -132,15 +131,18 @@ class Bounds:
         product = self._product * sizes[PIPELINE_AXIS] // (ranks * plan.microbatches * plan.loss_chunks)
         least = self.resident(plan, max((2 + self.states) * held, product))
         again = plan.recompute == "full" and stages_of(plan) <= self._calls
-        return Bound(seconds=self.computed(again=again) / ranks, bytes=least)
+        return Bound(seconds=self.computed(again=again, in_chunks=plan.loss_chunks > 1) / ranks, bytes=least)
 
-    def computed(self, *, again: bool = False) -> float:
+    def computed(self, *, again: bool = False, in_chunks: bool = False) -> float:
         """The least seconds of one rank that computes all products of a step, or also those that full recomputation
-        computes again.
+        computes again. Of tiles nothing is said where losses are computed in chunks.
         """
-        work = self._flops
-        seconds = work.products / self.peak + work.attention / self.attention
-        return seconds + again * (work.products_again / self.peak + work.attention_again / self.attention)
+        key = again, in_chunks
+        if key not in self._computed:
+            step = self._products
+            work = step.once.plus(step.again) if again else step.once
+            self._computed[key] = self.least(replace(work, results=0) if in_chunks else work)
+        return self._computed[key]
 
     def known(self, plan: ParallelPlan) -> bool:
         """Whether a plan's tables are known."""

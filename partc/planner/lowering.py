@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from partc import passes
 from partc.compilation.given_options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.errors import PartcError
-from partc.ir.program import Program
+from partc.ir.program import Program, Region
 from partc.planner.space import inside, sizes_of, stages_of
 from partc.planner.tables import RegionBody
 
@@ -25,7 +25,9 @@ class RegionBodies:
     everywhere: bool = True  # whether regions are lowered once for all sizes of the batch's parts
     _shared: dict[tuple[object, ...], tuple[int, Program] | None] = field(default_factory=dict)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict)  # of bodies, by the simulator's keys
+    _recomputed: dict[RegionBody, Program] = field(default_factory=dict)
     _lowered: dict[tuple[RegionBody, bool], Program] = field(default_factory=dict)
+    _regions: dict[Region, Region] = field(default_factory=dict)  # one of equal ones, whose costs are then shared
 
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
         """The plan's program before its stages; None where microbatches are batches of their own, or budgets decide
@@ -59,7 +61,11 @@ class RegionBodies:
         if key not in self._lowered:
             options = plan.on(self.simulator.cluster).compile_options().for_passes
             known = {**options, "halves": halves, "budget": None, "fusions": self.simulator.fusions}
-            found = self.shared(plan)
-            assert found is not None
-            self._lowered[key] = passes.between("stages", "overlap", found[1], known)
+            if body not in self._recomputed:
+                found = self.shared(plan)
+                assert found is not None
+                self._recomputed[body] = passes.between("stages", "recompute", found[1], known)
+            done = passes.between("recompute", "overlap", self._recomputed[body], known)
+            alike = (self._regions.setdefault(region, region) for region in done.regions)
+            self._lowered[key] = replace(done, regions=tuple(alike))
         return self._lowered[key]

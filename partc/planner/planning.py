@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from partc.cluster.cluster import Cluster, fitted
@@ -199,7 +200,7 @@ class Planner:
         self.bounds = Bounds(
             annotated=annotated,
             peak=rate * constants.products,
-            attention=cluster.device.attention or rate * constants.attention,
+            least=partial(self.simulator.rates.least, peak=rate),
             states=tables.states,
             tables=tables,
             filled_tiles=tables.on(replace(self.simulator.rates, filled=True)),

@@ -32,6 +32,7 @@ from partc.passes.split import worthwhile
 from partc.passes.stages import call_work, cuts, staged
 from partc.planner.space import mesh_of, sizes_of
 
+_ROUNDING = 1e-9  # of seconds added up in different orders
 LOOKUP = "embedding"  # how names of operations that look up rows of tables begin
 Sums = tuple[float, ...]
 _Table = TypeVar("_Table")
@@ -50,7 +51,9 @@ class RegionBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCost:
-    """The seconds of a graph, and of these those in which collectives are under way."""
+    """The seconds of a graph, and of these those in which collectives are under way, or that the host may take: further
+    collectives make no graph slower in them.
+    """
 
     seconds: float = 0.0
     moving: float = 0.0
@@ -75,7 +78,7 @@ class CallTable:
     weights: Sums
     sent: Sums  # of the part of a backward pass before gradients are sent, and of the other part
     rest: Sums
-    moving: Sums  # those of a microbatch in which collectives are under way
+    moving: Sums  # those of a microbatch that further collectives do not make longer
     meeting: tuple[frozenset[Axes], ...]  # the axes over which each call's forward pass communicates
     crossing: tuple[int, ...]  # bytes of a value that the call before a cut hands to the one behind it
 
@@ -441,7 +444,8 @@ def _graph(call: Call, kind: GraphKind, forecast: Forecast) -> GraphCost:
     for start, end in sorted((piece.start, piece.end) for piece in played.pieces if piece.segment.op):
         moving += max(0.0, end - max(start, until))
         until = max(until, end)
-    return GraphCost(seconds=played.seconds, moving=moving)
+    waits = played.seconds <= forecast.issued(call, kind) * (1 + _ROUNDING)
+    return GraphCost(seconds=played.seconds, moving=played.seconds if waits else moving)
 
 
 def _room(call: Call, program: Program, tables: Tables) -> tuple[int, int, int]:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from partc.errors import InternalError
-from partc.sharding.integer_program import solved
 
 Price = Mapping[str, float]  # criterion -> amount
 
@@ -77,7 +76,7 @@ def solve(
 
     `forbid` names (node, label) pairs that must not be chosen. Returns None if no choice remains.
     """
-    from scipy.optimize import Bounds, LinearConstraint
+    from scipy.optimize import Bounds, LinearConstraint, milp
 
     model = _Model(problem, forbid)
     if not model.feasible:
@@ -89,7 +88,7 @@ def solve(
         bounds = [
             LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
         ]
-        return solved(
+        return milp(
             cost,
             constraints=[model.constraints(), *bounds],
             integrality=model.integrality,

@@ -8,8 +8,9 @@ import torch
 import torch.utils.checkpoint as checkpoint
 from torch._C import DisableTorchFunction as without_overriding
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
-from torch._decomp import core_aten_decompositions
+from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dispatch.python import enable_python_dispatcher as python_decompositions
+from torch._functorch import apis, eager_transforms
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._library import simple_registry
 from torch._ops import OpOverload
@@ -34,6 +35,13 @@ STACK_FILTER = "_filter_traceback_frames"
 MODULE_CALL = "_call_impl"
 # What torch.utils.checkpoint runs with use_reentrant=False.
 CHECKPOINT = "_checkpoint_without_reentrant_generator"
+# What torch.vmap and torch.func's jvp, grad and vjp call; jacfwd and jacrev call two of them.
+TRANSFORMS = {
+    "vmap": (apis, "vmap_impl"),
+    "jvp": (eager_transforms, "_jvp_with_argnums"),
+    "grad": (eager_transforms, "grad_and_value_impl"),
+    "vjp": (eager_transforms, "_vjp_with_argnums"),
+}
 
 __all__ = [
     "CHECKPOINT",
@@ -42,6 +50,7 @@ __all__ = [
     "MODULE_CALL",
     "STACK_FILTER",
     "TENSOR_HOOKS",
+    "TRANSFORMS",
     "AdaptiveLosses",
     "BatchNorm",
     "CheckpointFunction",
@@ -59,6 +68,7 @@ __all__ = [
     "compiling_unsaid",
     "fake_stored",
     "inside_functorch",
+    "norm_decompositions",
     "optimized_execution",
     "python_decompositions",
     "tree_flatten",
@@ -89,6 +99,14 @@ def backward_decompositions() -> dict[OpOverload, Callable[..., object]]:
     """Torch's own derivatives in terms of operations with derivatives of their own."""
     table = core_aten_decompositions()
     return {each: made for each, made in table.items() if isinstance(each, OpOverload) and "_backward" in str(each)}
+
+
+def norm_decompositions() -> dict[OpOverload, Callable[..., object]]:
+    """Torch's norms in terms of operations; the statistics that they return have derivatives then."""
+    aten = torch.ops.aten
+    norms = aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten._native_batch_norm_legit
+    table = get_decompositions((*norms, aten._batch_norm_with_update, aten._fused_rms_norm))
+    return {each: made for each, made in table.items() if isinstance(each, OpOverload)}
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """The placement solver against enumeration of every assignment."""
 
 import itertools
+import os
 import random
 
 import pytest
 
 from partc.sharding.assignment import Alternative, Node, Problem, Wire, solve
+from partc.sharding.integer_program import solved
 
 
 def _random_problem(seed: int) -> Problem:
@@ -85,3 +87,13 @@ def test_forbidden_alternatives_are_avoided() -> None:
     assert solve(problem, objective).chosen["only"] == cheap
     assert solve(problem, objective, forbid=frozenset({("only", "cheap")})).chosen["only"] == dear
     assert solve(problem, objective, forbid=frozenset({("only", "cheap"), ("only", "dear")})) is None
+
+
+def test_text_of_the_solver_is_not_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scipy.optimize.milp", lambda cost: os.write(1, b"debugging") and cost)
+    assert solved(3) == 3
+    print("{}")
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("{}\n", "debugging")

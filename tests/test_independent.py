@@ -36,6 +36,7 @@ CHEAP = {
     "dressed_functions": (1,),
     "special_functions": (1,),
     "scripted_modules": (0,),
+    "functional_gradients": (0,),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

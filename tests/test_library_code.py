@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import grad, vmap
 
 import partc
 from partc.errors import PartcError
@@ -109,9 +110,14 @@ def mapped(net: Net, x: Tensor) -> Tensor:
     return found + torch.func.jvp(torch.sin, (x,), (found,))[1]
 
 
+def derived(net: Net, x: Tensor) -> Tensor:
+    """Gradients of functions of all examples and of each one, by names that this module has imported."""
+    return grad(lambda x: layer(net, x).sin().sum())(x) + vmap(grad(lambda rows: layer(net, rows).cos().sum()))(x)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "body", [converting, asking, placed, counted, shared, sliced, windowed, told_otherwise, mapped]
+    "body", [converting, asking, placed, counted, shared, sliced, windowed, told_otherwise, mapped, derived]
 )
 def test_code_of_libraries_equals_the_eager_model(body: Body) -> None:
     torch.manual_seed(0)

@@ -291,6 +291,12 @@ class Branches(nn.Module):
                 y[flags & other] = self.body(x[flags & other])
             case "elements" if x[flags].numel() > 0:
                 y[flags] = self.body(x[flags])
+            case "one row":
+                if flags.any():
+                    y[flags] = self.body.bias
+                y[other] = self.body(x)[:1]
+            case "one row elsewhere" if flags.any():
+                y[other] = self.body.bias
             case "both" if flags.any() and other.any():
                 y[flags & other] = self.body(x[flags & other])
             case "checked":
@@ -361,7 +367,7 @@ def flagged(flags: Tensor, other: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "style", [
         "left out", "where", "where not", "computed again", "subset", "elements", "both", "in turn", "checked",
-        "same twice",
+        "same twice", "one row",
     ],
 )  # fmt: skip
 def test_branches_on_empty_masks_change_nothing(style: str) -> None:
@@ -373,7 +379,7 @@ def test_branches_on_empty_masks_change_nothing(style: str) -> None:
 @pytest.mark.parametrize(
     "style",
     [
-        "other rows", "more rows", "rows of one of two", "not alone", "after a change", "filled elsewhere", "stored",
+        "one row elsewhere", "other rows", "more rows", "rows of one of two", "not alone", "after a change", "filled elsewhere", "stored",
         "remembered", "after a change by a view", "caught", "while",
     ],
 )  # fmt: skip

@@ -168,16 +168,23 @@ class Exchanges:
 
     def shared(self, place: int) -> Mapping[str, Chains]:
         """The sums of weights that a pipeline coordinate shares with others, in an order common to them."""
-        program = self.program
-        owners = program.owners()
         found: dict[tuple[tuple[int, ...], str], Collective] = {}
-        for item in program.parameters:
-            places = tuple(sorted(map(program.place, owners.get(item.name, ()))))
-            if item.trainable and len(places) > 1 and place in places:
-                size = item.type.local_elements(program.sizes)
+        for item, places in self._shared:
+            if place in places:
+                size = item.type.local_elements(self.program.sizes)
                 whole = Collective(op="all_reduce", axes=(), places=places, shape=(size,), dtype=item.type.dtype)
                 found[places, item.name] = whole
         return {key[1]: ((found[key],),) for key in sorted(found)}
+
+    @cached_property
+    def _shared(self) -> list[tuple[Parameter, tuple[int, ...]]]:
+        """The trained weights of several stages, each with the pipeline coordinates of these."""
+        owners = self.program.owners()
+        return [
+            (item, tuple(sorted(map(self.program.place, stages))))
+            for item in self.program.parameters
+            if item.trainable and len(stages := owners.get(item.name, ())) > 1
+        ]
 
     def returned(self, place: int) -> Mapping[str, Chains]:
         """The sums of the loss, or of the results made at a place, over the axes where they are partial."""

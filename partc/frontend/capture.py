@@ -248,7 +248,7 @@ def capture(
                 followed(say, parts, whole=excluded is None),
                 module_hooks(model, parts),
                 stacks_of_losses(),
-                transformed(),
+                transformed(whole=excluded is None),
             ):
                 watch = StateWatch(model, modules.named, loss)
                 tell = lambda *found: told.append(found)  # noqa: E731

@@ -383,7 +383,9 @@ class _Alignment:
         return ""
 
     def _mask_of_places(self, name: str) -> str:
-        """The mask whose places a value has; "" for other values."""
+        """The mask whose places a value has, or a mask itself; "" for other values."""
+        if name in self._values and self._values[name].type.dtype == "bool":
+            return name
         op = self._makers.get(name)
         while op is not None and op.name == "detach":
             op = self._makers.get(next(op.refs()))

@@ -395,22 +395,23 @@ _FILLED = "filled"  # stands for the values of a tensor that the first trace kep
 def signature(exported: torch.export.ExportedProgram, known: Set[str] | None = None) -> tuple[Any, ...]:
     """The computation of the loss and the changes in place, node by node, each with the constants that it reads.
 
-    Buffers that are not `known` are tensors that the first trace kept.
+    Buffers that forward does not change are constants too. Those that are not `known` are tensors that the first trace
+    kept.
     """
     module = exported.graph_module
     lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
     constants: dict[fx.Node, Any] = {}
     changing = {*_changed(module.graph)}
-    if known is not None:
-        buffers = exported.graph_signature.inputs_to_buffers
-        filled = {name for name, buffer in buffers.items() if buffer not in known}
-        constants = {node: _FILLED for node in module.graph.nodes if node.name in filled and node not in changing}
+    buffers = exported.graph_signature.inputs_to_buffers
     for node in module.graph.nodes:
         operands = node.all_input_nodes
         if node in changing:
             continue
         if node.op == "placeholder" and node.name in lifted:
             constants[node] = _content_of(exported.constants[lifted[node.name]])
+        elif node.op == "placeholder" and node.name in buffers:
+            name = buffers[node.name]
+            constants[node] = f"buffer {name}" if known is None or name in known else _FILLED
         elif node.op == "call_function" and not _has_effects(node) and all(x in constants for x in operands):
             args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: str(constants[x]))
             kept = any(constants[x] == _FILLED for x in operands)

@@ -242,8 +242,8 @@ class GraphReader:
     def _hook(self, node: fx.Node) -> None:
         """Let what follows read a hooked tensor from the operation that gives it the hook's gradient."""
         value, hooked, gradient = (self._names[arg] for arg in node.all_input_nodes)
-        readers = [op for op in self._ops if hooked in op.refs()]
-        if hooked in self._hooked or any(op.name != "detach" for op in readers):
+        readers = [reader for reader in node.all_input_nodes[1].users if reader < node]
+        if hooked in self._hooked or not all(map(_without_gradient, readers)):
             raise PartcError(
                 "P0216",
                 "a hook is put on the gradient of a tensor that was read before or has another one",
@@ -439,6 +439,13 @@ def _is_unread(node: fx.Node) -> bool:
         return True
     number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or _name(node) == "item"
     return number and all(_name(user) in _DROPPED or _is_unread(user) for user in node.users)
+
+
+def _without_gradient(node: fx.Node) -> bool:
+    """Whether a tensor is read here for values alone: by detach, or by operations whose results only detach reads."""
+    name = _name(node)
+    used = bool(node.users) and not name.endswith("_")
+    return name == "detach" or (used and all(map(_without_gradient, node.users)))
 
 
 def _nodes(module: nn.Module) -> Iterable[fx.Node]:

@@ -190,11 +190,7 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
 
     def own_grad(*args: Any, **kwargs: Any) -> Any:
         if inside_functorch():
-            raise PartcError(
-                "P0216",
-                "forward computes gradients by torch.func, which partc cannot follow",
-                help="call torch.autograd.grad(values.sum(), inputs, create_graph=True)",
-            )
+            return grad(*args, **kwargs)
         return (refused_backward if inside else inner)(*args, **kwargs)
 
     def told(frame: FrameType | None) -> None:

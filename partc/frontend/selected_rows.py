@@ -221,12 +221,19 @@ class SelectedRows:
         return isinstance(item, Tensor) and not item.dim() and item.dtype in INTEGERS and self.value(item) is None
 
     def written(self, func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Any:
-        """x[:, i] = value as x.movedim(1, 0)[i.reshape(1)] = value; rows of x[mask] = rows in the order of the mask."""
+        """x[:, i] = value as x.movedim(1, 0)[i.reshape(1)] = value; rows of x[mask] = rows in the order of the mask.
+
+        x[mask] = row writes the row, selected from as many as x has.
+        """
         items = index if isinstance(index, tuple) else (index,)
         masked = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() and isinstance(value, Tensor)
         if masked and value.dim() == x.dim() - index.dim() + 1 and value.shape[0] > 1:
             mask = index.reshape(*index.shape, *(1 for _ in range(x.dim() - index.dim())))
             x.masked_scatter_(mask.expand_as(x), value.expand(len(value), *x.shape[index.dim() :]))
+            return None
+        if masked and value.dim():
+            row = value if value.dim() + index.dim() <= x.dim() else value[0]
+            func(x, self.as_indices(index), self.selected(row.expand(x.shape), index))
             return None
         if not any(map(self._unknown, items)):
             return NOT_SELECTED

@@ -2,6 +2,7 @@
 
     torch.vmap(scores)(rows)                     ->    the operations of scores, with a dimension of rows
     torch.func.jvp(f, (x,), (t,))                ->    those of f and of its derivative
+    torch.func.grad(f)(x)                        ->    those of f and of its gradient
 
 torch's own rules of batches and derivatives make the operations, in a trace of the call alone.
 """
@@ -13,37 +14,56 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from partc.torch_private import inside_functorch, tree_flatten, tree_unflatten, without_modes
+from partc.errors import PartcError
+from partc.frontend.rows import WholeTrace
+from partc.rules.derivatives import differentiable_derivatives
+from partc.torch_private import (
+    TRANSFORMS,
+    inside_functorch,
+    norm_decompositions,
+    tree_flatten,
+    tree_unflatten,
+    without_modes,
+)
 
 
 @contextmanager
-def transformed() -> Iterator[None]:
-    """A context in which calls of torch.vmap, jvp and jacfwd are traced."""
-    own = torch.vmap, torch.func.jvp, torch.func.jacfwd
-    torch.vmap = torch.func.vmap = _of_function(own[0])
-    torch.func.jvp, torch.func.jacfwd = _followed(own[1]), _of_function(own[2])
+def transformed(*, whole: bool) -> Iterator[None]:
+    """A context in which transforms are traced, also those that modules have imported by name.
+
+    Raises PartcError P0216 for vjp and jacrev outside another transform. Unless the trace is `whole`, gradients raise
+    WholeTrace: calls of modules that are left out of a trace have none.
+    """
+    own = {name: getattr(module, attribute) for name, (module, attribute) in TRANSFORMS.items()}
+    for name, function in own.items():
+        setattr(*TRANSFORMS[name], _followed(name, function, whole))
     try:
         yield
     finally:
-        torch.vmap, torch.func.jvp, torch.func.jacfwd = own
-        torch.func.vmap = own[0]
+        for name, function in own.items():
+            setattr(*TRANSFORMS[name], function)
 
 
-def _of_function(transform: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
-    """A transform of torch.func whose results are traced as operations."""
-    return lambda *args, **kwargs: _followed(transform(*args, **kwargs))
-
-
-def _followed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs as the operations of a trace of its own; inside a transform it runs as it is."""
+def _followed(name: str, function: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    """A transform that runs as the operations of a trace of its own; inside another one it runs as it is."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if inside_functorch() else _traced(function, args, kwargs)
+        if name in ("grad", "vjp") and not whole:
+            raise WholeTrace
+        if inside_functorch():
+            return function(*args, **kwargs)
+        if name == "vjp":
+            raise PartcError(
+                "P0216",
+                "forward computes products with Jacobians by torch.func, which partc cannot follow",
+                help="call torch.autograd.grad(values, inputs, vectors, create_graph=True)",
+            )
+        return _traced(function, args, kwargs)
 
     return run
 
@@ -65,6 +85,28 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     tensors = [leaves[place] for place in places]
     with without_modes():
         graph = make_fx(run)(*tensors)
+        if any("_backward" in str(node.target) for node in graph.graph.nodes):  # it has to be differentiated again
+            with sdpa_kernel(SDPBackend.MATH):
+                graph = make_fx(run, decomposition_table={**differentiable_derivatives(), **norm_decompositions()})(
+                    *tensors
+                )
     graph.graph.eliminate_dead_code()  # tests of sizes
     graph.recompile()
-    return tree_unflatten(graph(*tensors), shape[0])
+    return tree_unflatten(_Replay(graph).run(*tensors), shape[0])
+
+
+class _Replay(fx.Interpreter):
+    """Operations run once more, where autograd follows them. Raises PartcError P0216 if it would lose a gradient."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        made = super().run_node(node)
+        if isinstance(made, tuple | list):
+            read = [x for place, x in enumerate(made) if any(user.args[1] == place for user in node.users)]
+            lost = [x for x in read if x.is_floating_point() and not x.requires_grad]
+            if None in made or (lost and any(x.requires_grad for x in made)):
+                raise PartcError(
+                    "P0216",
+                    f"a transform of torch.func goes through {node.target}, whose second derivative partc cannot trace",
+                    help="compute it from operations that torch differentiates twice",
+                )
+        return made

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from partc.errors import InternalError
+from partc.sharding.integer_program import solved
 
 Price = Mapping[str, float]  # criterion -> amount
 
@@ -76,7 +77,7 @@ def solve(
 
     `forbid` names (node, label) pairs that must not be chosen. Returns None if no choice remains.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import Bounds, LinearConstraint
 
     model = _Model(problem, forbid)
     if not model.feasible:
@@ -88,7 +89,7 @@ def solve(
         bounds = [
             LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
         ]
-        return milp(
+        return solved(
             cost,
             constraints=[model.constraints(), *bounds],
             integrality=model.integrality,

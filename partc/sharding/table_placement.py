@@ -16,6 +16,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from partc.sharding.integer_program import solved
+
 _NODES = 2000  # of the search tree; the greedy placement stays if the solver finds no better one
 _GAP = 1e-3
 
@@ -109,7 +111,7 @@ def _solved(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
     Variables: for each set of equal tables, how many of them each rank has; for each kind, the most slots and bytes.
     """
     import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import Bounds, LinearConstraint
 
     sets: dict[Hashable, list[WholeTable]] = {}
     for each in tables:
@@ -157,7 +159,7 @@ def _solved(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
                 here = some[0].bytes / size
                 row[number * ranks + rank + 1], row[number * ranks + rank] = here, -here
             at_most(row, 0)
-    found = milp(
+    found = solved(
         cost,
         constraints=[LinearConstraint(np.array(rows), np.array(lower), np.array(most))],
         integrality=np.arange(count) < first,

@@ -438,6 +438,11 @@ def call_operator(op: Op, args: list[Any], attrs: dict[str, Any], live: set[str]
             return torch.ops.partc.mask_classes(*args, attrs.get("axis", ""))
         case "embedding_shard":
             return torch.ops.partc.embedding_shard(*args[:2], args[2] if len(args) > 2 else -1, attrs["axis"])
+        case "lstm":  # torch 2.11 gives the states of a trace one dimension too many
+            rows, *states = torch.ops.aten.lstm(*args, **attrs)
+            return rows, *(
+                x if x.shape == old.shape else x.reshape(old.shape) for x, old in zip(states, args[1], strict=True)
+            )
         case "matmul" if not (args[1].dim() == 2 or args[0].shape[:-2] == args[1].shape[:-2]):
             return torch.matmul(*args)
     return operators.resolve(op.name)(*args, **attrs)

@@ -78,6 +78,9 @@ def split(w: Writer, op: Op) -> None:
     dim = argument(op, 1 if op.name == "unbind" else 2, "dim", 0)
     rank = len(w.shape(op.args[0]))
     dim = number(dim) % rank
+    if len(op.results) == 1:
+        w.add(op, "reshape", (op.args[0], op.result.type.shape))
+        return
     if op.name == "unbind":
         shape = w.shape(op.args[0])
         parts = tuple(w.value(f"{v.name}_part", (*shape[:dim], 1, *shape[dim + 1 :]), v.type.dtype) for v in op.results)

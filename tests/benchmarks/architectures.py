@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -1073,7 +1074,7 @@ def of_torchvision() -> dict[str, Architecture]:
         def build() -> nn.Module:
             from torchvision import models
 
-            return getattr(models, name)(num_classes=CLASSES, **(given or {}))
+            return operator.attrgetter(name)(models)(num_classes=CLASSES, **(given or {}))
 
         return Architecture(library="torchvision", build=build, batch=pictures(pixels))
 
@@ -1081,16 +1082,20 @@ def of_torchvision() -> dict[str, Architecture]:
     found = {f"tv_{name}": seen(name) for name in plain.split()}
     # Batch norms over the last pixel of a few small pictures would magnify rounding to 1e-10.
     found |= {f"tv_{name}": seen(name, 64) for name in ("mobilenet_v2", "regnet_y_400mf")}
+    further = "regnet_x_400mf shufflenet_v2_x1_0 squeezenet1_0 mobilenet_v3_large mnasnet1_0 densenet121"
+    found |= {f"tv_{name}": seen(name, 64) for name in further.split()}
+    found |= {
+        f"tv_quantized_{name}": seen(f"quantization.{name}", 64, {"quantize": False})
+        for name in ("resnet18", "mobilenet_v2", "mobilenet_v3_large", "shufflenet_v2_x0_5")
+    }
+    found["tv_deeplabv3_resnet50"] = _dense("deeplabv3_resnet50")
     found["tv_googlenet"] = seen("googlenet", given={"aux_logits": False, "init_weights": False})
 
     def small(kind: str, pixels: int = PIXELS, **given: Any) -> Architecture:
         def build() -> nn.Module:
             from torchvision import models
 
-            made: Any = models
-            for part in kind.split("."):
-                made = getattr(made, part)
-            return made(num_classes=CLASSES, **given)
+            return operator.attrgetter(kind)(models)(num_classes=CLASSES, **given)
 
         return Architecture(library="torchvision", build=build, batch=pictures(pixels))
 
@@ -1138,6 +1143,19 @@ def _multiscale() -> nn.Module:
     return MultiScaleVit(sizes, img_size=(64, 64), num_classes=CLASSES)
 
 
+# Further named models of timm, whose sizes `derived.classifier` finds.
+NAMED = (
+    "mixnet_s tinynet_e efficientnet_cc_b0_4e mobilenet_edgetpu_v2_xs ecaresnet26t resnetblur50 halonet26t haloregnetz_b "
+    "lamhalobotnet50ts_256 bat_resnext26ts vit_small_patch14_reg4_dinov2 vit_small_resnet26d_224 caformer_s18 convformer_s18 "
+    "maxxvit_rmlp_nano_rw_256 coatnext_nano_rw_224 convnextv2_atto regnetv_040 eca_nfnet_l0 nf_regnet_b0 skresnext50_32x4d "
+    "deit3_small_patch16_224 resnetv2_50x1_bit resnetv2_50d_evos cspresnet50 darknet53 ghostnetv2_100 mobilevitv2_050 "
+    "edgenext_base fastvit_mci0 efficientvit_l1 swin_s3_tiny_224 beitv2_base_patch16_224 vit_pwee_patch16_reg1_gap_256 test_vit4 "
+    "test_convnext3 test_efficientnet_gn vit_base_patch16_rope_mixed_224 vit_small_patch16_dinov3 xcit_tiny_12_p8_224 pvt_v2_b2_li "
+    "cait_s24_224 visformer_small seresnet50 resnet33ts gernet_s mobilenetv3_small_050 fbnetc_100 spnasnet_100 vit_base_patch16_clip_224 "
+    "eva_giant_patch14_224 test_resnet convnext_zepto_rms test_vit2 vit_base_patch16_xp_224 vit_base_r26_s32_224 seresnextaa101d_32x8d"
+)
+
+
 def of_timm() -> dict[str, Architecture]:
     def seen(name: str, pixels: int = PIXELS, **given: Any) -> Architecture:
         def build() -> nn.Module:
@@ -1166,8 +1184,15 @@ def of_timm() -> dict[str, Architecture]:
 
         return Architecture(library="timm", build=build, batch=pictures())
 
+    def named(name: str) -> Architecture:
+        return Architecture(
+            library="timm", build=lambda: derived.classifier(name).model(),
+            batch=lambda: pictures(derived.classifier(name).pixels)(),
+        )  # fmt: skip
+
     sight = {"img_size": PIXELS, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
     return {
+        **{f"timm_{name}": named(name) for name in NAMED.split()},
         "timm_beit": seen("beit_base_patch16_224", **sight),
         "timm_cait": seen("cait_xxs24_224", **sight, depth_token_only=1),
         "timm_convnext": seen("convnext_atto", depths=(1, 1, 1, 1), dims=(16, 24, 32, 48)),
@@ -1289,14 +1314,17 @@ def of_timm() -> dict[str, Architecture]:
     }  # fmt: skip
 
 
+def diffusion(kind: str, inputs: Callable[[], Batch], **given: Any) -> Architecture:
+    def build() -> nn.Module:
+        import diffusers
+
+        return getattr(diffusers, kind)(**given)
+
+    return Architecture(library="diffusers", build=build, batch=inputs)
+
+
 def of_diffusers() -> dict[str, Architecture]:
-    def made(kind: str, inputs: Callable[[], Batch], **given: Any) -> Architecture:
-        def build() -> nn.Module:
-            import diffusers
-
-            return getattr(diffusers, kind)(**given)
-
-        return Architecture(library="diffusers", build=build, batch=inputs)
+    made = diffusion
 
     def denoised(channels: int = 4, size: int = 8, name: str = "sample", **others: Callable[[], Tensor]) -> Any:
         return lambda: {
@@ -1533,6 +1561,206 @@ def of_diffusers() -> dict[str, Architecture]:
     }  # fmt: skip
 
 
+def further_diffusers() -> dict[str, Architecture]:
+    """Control networks, and transformers and autoencoders that came later."""
+
+    def step() -> Tensor:
+        return torch.randint(1000, (BATCH,))
+
+    def batch(target: tuple[int, ...], **inputs: Any) -> Callable[[], Batch]:
+        """Inputs that a tuple gives are noise of that shape."""
+
+        def made() -> Batch:
+            entries = {
+                key: noise(*given) if isinstance(given, tuple) else given() if callable(given) else given
+                for key, given in inputs.items()
+            }
+            return {**entries, "target": noise(*target)}
+
+        return made
+
+    def coded(*shape: int, out: tuple[int, ...] = ()) -> Callable[[], Batch]:
+        return batch(out or shape, sample=shape)
+
+    ids = lambda rows, axes: lambda: torch.randint(4, (rows, axes))  # noqa: E731
+    zeros = lambda rows, axes: lambda: torch.zeros(rows, axes, dtype=torch.long)  # noqa: E731
+    whole = lambda *shape: lambda: torch.ones(BATCH, *shape, dtype=torch.bool)  # noqa: E731
+    share = lambda: torch.rand(BATCH)  # noqa: E731
+    heads: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 16}
+    packed = {"hidden_states": (16, 16), "encoder_hidden_states": (6, 32), "timestep": share}
+    films: dict[str, Any] = {"hidden_states": (4, 2, 8, 8), "timestep": step, "encoder_hidden_states": (6, 32)}
+    flat: dict[str, Any] = {"hidden_states": (4, 8, 8), "timestep": step, "encoder_hidden_states": (6, 32)}
+    double: dict[str, Any] = {
+        "in_channels": 16, "num_layers": 1, "num_single_layers": 1, **heads, "joint_attention_dim": 32,
+        "axes_dims_rope": [4, 6, 6],
+    }  # fmt: skip
+    wan: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 12, "text_dim": 32, "freq_dim": 16,
+                           "ffn_dim": 64, "num_layers": 2, "rope_max_seq_len": 32}  # fmt: skip
+    unet: dict[str, Any] = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4,
+                            "cross_attention_dim": 32, "attention_head_dim": 4}  # fmt: skip
+    stages = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
+    hint = {"sample": (4, 8, 8), "timestep": step, "encoder_hidden_states": (6, 32), "controlnet_cond": (3, 64, 64)}
+    return {
+        "hunyuan_dit": diffusion(
+            "HunyuanDiT2DModel",
+            batch((8, 8, 8), **{**flat, "timestep": share}, text_embedding_mask=whole(6), encoder_hidden_states_t5=(5, 24), text_embedding_mask_t5=whole(5),
+                  image_meta_size=lambda: torch.rand(BATCH, 6) * 64, style=lambda: torch.zeros(BATCH, dtype=torch.long), image_rotary_emb=None),
+            **heads, in_channels=4, patch_size=2, sample_size=8, hidden_size=64, num_layers=2, cross_attention_dim=32, cross_attention_dim_t5=24,
+            pooled_projection_dim=16, text_len=6, text_len_t5=5,
+        ),
+        "unet1d": diffusion(
+            "UNet1DModel", batch((2, 64), sample=(2, 64), timestep=step), in_channels=2, out_channels=2, sample_size=64, extra_in_channels=64,
+            block_out_channels=(32, 32, 64), layers_per_block=1,
+        ),
+        "transformer2d": diffusion(
+            "Transformer2DModel", batch((16, 8, 8), hidden_states=(16, 8, 8), encoder_hidden_states=(6, 32)), **heads, in_channels=16, num_layers=2,
+            norm_num_groups=4, cross_attention_dim=32,
+        ),
+        "lumina_next": diffusion(
+            "LuminaNextDiT2DModel",
+            batch((8, 8, 8), hidden_states=(4, 8, 8), timestep=share, encoder_hidden_states=(6, 32), encoder_mask=whole(6),
+                  image_rotary_emb=lambda: torch.polar(torch.ones(384, 384, 8), torch.rand(384, 384, 8)), cross_attention_kwargs={}),
+            sample_size=8, hidden_size=64, num_layers=2, num_attention_heads=4, num_kv_heads=4, multiple_of=16, cross_attention_dim=32,
+        ),
+        "controlnet": diffusion(
+            "ControlNetModel", batch((16, 8, 8), **hint), **unet, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            conditioning_embedding_out_channels=(16, 16, 32, 32),
+        ),
+        "controlnet_sd3": diffusion(
+            "SD3ControlNetModel",
+            batch((16, 64), **flat, controlnet_cond=(4, 8, 8), pooled_projections=(16,)), **heads, sample_size=8, in_channels=4, num_layers=2,
+            joint_attention_dim=32, caption_projection_dim=64, pooled_projection_dim=16, out_channels=4,
+        ),
+        "controlnet_flux": diffusion(
+            "FluxControlNetModel",
+            batch((16, 64), **packed, controlnet_cond=(16, 16), pooled_projections=(16,), img_ids=ids(16, 3), txt_ids=zeros(6, 3)),
+            **double, pooled_projection_dim=16,
+        ),
+        "controlnet_sana": diffusion(
+            "SanaControlNetModel", batch((64, 64), **flat, controlnet_cond=(4, 8, 8)), in_channels=4, out_channels=4, **heads, num_layers=2,
+            num_cross_attention_heads=4, cross_attention_head_dim=16, cross_attention_dim=64, caption_channels=32, sample_size=8,
+        ),
+        "consisid": diffusion(
+            "ConsisIDTransformer3DModel", batch((2, 4, 8, 8), hidden_states=(2, 4, 8, 8), encoder_hidden_states=(6, 32), timestep=step), **heads,
+            in_channels=4, out_channels=4, time_embed_dim=16, text_embed_dim=32, num_layers=2, sample_width=8, sample_height=8, sample_frames=5,
+            max_text_seq_length=6,
+        ),
+        "easyanimate": diffusion(
+            "EasyAnimateTransformer3DModel", batch((4, 2, 8, 8), **films), **heads, in_channels=4, out_channels=4, patch_size=2, sample_width=8,
+            sample_height=8, num_layers=2, mmdit_layers=1, time_embed_dim=16, text_embed_dim=32,
+        ),
+        "hidream": diffusion(
+            "HiDreamImageTransformer2DModel",
+            batch((4, 8, 8), hidden_states=(4, 8, 8), timesteps=step, encoder_hidden_states_t5=(6, 32),
+                  encoder_hidden_states_llama3=lambda: torch.randn(2, BATCH, 6, 32), pooled_embeds=(16,)),
+            patch_size=2, in_channels=4, num_layers=1, num_single_layers=1, **heads, caption_channels=[32, 32], text_emb_dim=16,
+            axes_dims_rope=(8, 4, 4), max_resolution=(8, 8), llama_layers=[0, 1], force_inference_output=True,
+        ),
+        "qwen_image": diffusion(
+            "QwenImageTransformer2DModel",
+            lambda: {"hidden_states": noise(16, 16), "encoder_hidden_states": noise(6, 32), "encoder_hidden_states_mask": torch.ones(BATCH, 6, dtype=torch.long),
+                     "timestep": torch.rand(BATCH), "img_shapes": (1, 4, 4), "target": noise(16, 16)},
+            in_channels=16, out_channels=4, num_layers=2, **heads, joint_attention_dim=32, axes_dims_rope=(4, 6, 6),
+        ),
+        "wan_vace": diffusion(
+            "WanVACETransformer3DModel", batch((4, 2, 8, 8), **films, control_hidden_states=(6, 2, 8, 8)), in_channels=4, out_channels=4, **wan,
+            vace_layers=[0], vace_in_channels=6,
+        ),
+        "chronoedit": diffusion("ChronoEditTransformer3DModel", batch((4, 2, 8, 8), **films), in_channels=4, out_channels=4, **wan),
+        "longcat_image": diffusion(
+            "LongCatImageTransformer2DModel", batch((16, 16), **packed, img_ids=ids(16, 3), txt_ids=zeros(6, 3)), **double, pooled_projection_dim=16,
+        ),
+        "ovis_image": diffusion(
+            "OvisImageTransformer2DModel", batch((16, 16), **packed, img_ids=ids(16, 3), txt_ids=zeros(6, 3)), **double, out_channels=16,
+        ),
+        "sana_video": diffusion(
+            "SanaVideoTransformer3DModel", batch((4, 2, 8, 8), **films), in_channels=4, out_channels=4, **heads, num_layers=2,
+            num_cross_attention_heads=4, cross_attention_head_dim=16, cross_attention_dim=64, caption_channels=32, sample_size=8, rope_max_seq_len=32,
+        ),
+        "hunyuan_image": diffusion(
+            "HunyuanImageTransformer2DModel", batch((4, 8, 8), **{**flat, "timestep": share}, encoder_attention_mask=whole(6)), in_channels=4, out_channels=4, **heads,
+            num_layers=1, num_single_layers=1, num_refiner_layers=1, text_embed_dim=32, rope_axes_dim=(8, 8),
+        ),
+        "kandinsky3": diffusion(
+            "Kandinsky3UNet", batch((4, 8, 8), sample=(4, 8, 8), timestep=step, encoder_hidden_states=(6, 32), encoder_attention_mask=whole(6)),
+            time_embedding_dim=64, groups=4, attention_head_dim=8, layers_per_block=3, block_out_channels=(32, 64), cross_attention_dim=32,
+            encoder_hid_dim=32,
+        ),
+        "stable_cascade": diffusion(
+            "StableCascadeUNet", batch((4, 8, 8), sample=(4, 8, 8), timestep_ratio=share, clip_text_pooled=(1, 16)), in_channels=4, out_channels=4,
+            timestep_ratio_embedding_dim=16, conditioning_dim=32, block_out_channels=(32, 32), num_attention_heads=(4, 4), down_num_layers_per_block=(1, 1),
+            up_num_layers_per_block=(1, 1), clip_text_pooled_in_channels=16, dropout=(0.0, 0.0),
+        ),
+        "unet_motion": diffusion(
+            "UNetMotionModel", batch((4, 2, 8, 8), sample=(4, 2, 8, 8), timestep=step, encoder_hidden_states=(6, 32)), block_out_channels=(16, 32),
+            down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"), up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"),
+            layers_per_block=1, norm_num_groups=4, cross_attention_dim=32, num_attention_heads=2, motion_num_attention_heads=2, motion_max_seq_length=4,
+        ),
+        "i2vgen": diffusion(
+            "I2VGenXLUNet",
+            batch((4, 2, 8, 8), sample=(4, 2, 8, 8), timestep=step, fps=lambda: torch.full((BATCH,), 8), image_latents=(4, 2, 8, 8),
+                  image_embeddings=(32,), encoder_hidden_states=(6, 32)),
+            block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=4, cross_attention_dim=32, attention_head_dim=4,
+            down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"), up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        ),
+        "transformer_temporal": diffusion(
+            "TransformerTemporalModel", batch((16, 4, 4), hidden_states=(16, 4, 4), num_frames=2), num_attention_heads=2, attention_head_dim=8,
+            in_channels=16, num_layers=2, norm_num_groups=4,
+        ),
+        "cogview3plus": diffusion(
+            "CogView3PlusTransformer2DModel",
+            batch((4, 8, 8), **flat, original_size=lambda: torch.rand(BATCH, 2), target_size=lambda: torch.rand(BATCH, 2), crop_coords=lambda: torch.rand(BATCH, 2)),
+            in_channels=4, out_channels=4, num_layers=2, **heads, text_embed_dim=32, time_embed_dim=16, condition_dim=8, pos_embed_max_size=8, sample_size=8,
+        ),
+        "omnigen": diffusion(
+            "OmniGenTransformer2DModel",
+            batch((4, 8, 8), hidden_states=(4, 8, 8), timestep=share, input_ids=lambda: tokens(6), input_img_latents=[], input_image_sizes={},
+                  attention_mask=lambda: torch.ones(BATCH, 23, 23), position_ids=lambda: torch.arange(23).expand(BATCH, -1)),
+            in_channels=4, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, intermediate_size=128, num_layers=2, pad_token_id=0,
+            vocab_size=WORDS, max_position_embeddings=64, original_max_position_embeddings=64, pos_embed_max_size=8, time_step_dim=16,
+            rope_scaling={"short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
+        ),
+        "dreamlite": diffusion(
+            "DreamLiteTransformer2DModel", batch((16, 8, 8), hidden_states=(16, 8, 8), encoder_hidden_states=(6, 32)), num_attention_heads=2,
+            attention_head_dim=8, in_channels=16, num_layers=1, norm_num_groups=4, cross_attention_dim=32,
+        ),
+        "autoencoder_asymmetric": diffusion(
+            "AsymmetricAutoencoderKL", coded(3, 16, 16), down_block_types=("DownEncoderBlock2D",) * 2, down_block_out_channels=(16, 32),
+            up_block_types=("UpDecoderBlock2D",) * 2, up_block_out_channels=(16, 32), norm_num_groups=4, sample_size=16,
+        ),
+        "autoencoder_cogvideox": diffusion(
+            "AutoencoderKLCogVideoX", coded(3, 1, 16, 16), **stages, down_block_types=("CogVideoXDownBlock3D",) * 2,
+            up_block_types=("CogVideoXUpBlock3D",) * 2, temporal_compression_ratio=1, sample_height=16, sample_width=16,
+        ),
+        "autoencoder_magvit": diffusion(
+            "AutoencoderKLMagvit", coded(3, 1, 16, 16), latent_channels=4, block_out_channels=(16, 32), norm_num_groups=4, layers_per_block=1,
+            down_block_types=("SpatialDownBlock3D", "SpatialTemporalDownBlock3D"), up_block_types=("SpatialUpBlock3D", "SpatialTemporalUpBlock3D"),
+        ),
+        "autoencoder_ltx": diffusion(
+            "AutoencoderKLLTXVideo", coded(3, 1, 32, 32), latent_channels=4, block_out_channels=(16, 16), decoder_block_out_channels=(16, 16),
+            layers_per_block=(1, 1), decoder_layers_per_block=(1, 1, 1), spatio_temporal_scaling=(True, True), decoder_spatio_temporal_scaling=(True, True),
+            decoder_inject_noise=(False, False, False), upsample_residual=(False, False), upsample_factor=(1, 1), patch_size=1, patch_size_t=1,
+            down_block_types=("LTXVideoDownBlock3D",) * 2,
+        ),
+        "autoencoder_qwen": diffusion(
+            "AutoencoderKLQwenImage", coded(3, 1, 16, 16), base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
+            latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+        ),
+        "autoencoder_cosmos": diffusion(
+            "AutoencoderKLCosmos", coded(3, 1, 32, 32), latent_channels=4, encoder_block_out_channels=(8, 8, 8, 8), decode_block_out_channels=(8, 8, 8, 8),
+            attention_resolutions=(8,), resolution=32, num_layers=1, patch_size=1, spatial_compression_ratio=4, temporal_compression_ratio=1,
+        ),
+        "autoencoder_flux2": diffusion(
+            "AutoencoderKLFlux2", coded(3, 16, 16), **stages, down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        ),
+        "autoencoder_mochi": diffusion(
+            "AutoencoderKLMochi", coded(3, 7, 16, 16), in_channels=15, out_channels=3, latent_channels=4, encoder_block_out_channels=(32,) * 4,
+            decoder_block_out_channels=(32,) * 4, layers_per_block=(1, 1, 1, 1, 1), latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+        ),
+        "t2i_adapter": diffusion("T2IAdapter", batch((16, 8, 8), x=(3, 64, 64)), channels=[16, 16, 32, 32], num_res_blocks=1),
+    }  # fmt: skip
+
+
 # Files of our own: code that the libraries above have not, as published
 
 
@@ -1610,5 +1838,6 @@ ARCHITECTURES = {
     **of_torchvision(),
     **of_timm(),
     **of_diffusers(),
+    **further_diffusers(),
     **of_files(),
 }

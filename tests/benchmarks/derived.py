@@ -7,13 +7,17 @@ a composite model fit. `derived` finds a class of the library for it and a batch
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +106,7 @@ class Shrinking:
             return [self.sequence(name, v) if isinstance(v, list | tuple) and v else v for v in values]
         if re.search(r"index|indices|layer_ids|_layers$", name) and self.layers:
             return list(range(min(len(values), 2)))
-        if re.search(r"depths|num_blocks", name):
+        if re.search(r"depths|num_blocks|^layers$", name):
             return [min(v, 1) for v in values]
         if re.search(r"image_size|patch_size", name):
             return [min(v, limit(name)) for v in values]
@@ -498,3 +502,58 @@ def of_kind(kind: str) -> Recipe:
         else:
             raise Unbuildable(" @@ ".join(said))
     return _recipes[kind]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Classifier:
+    """A named model of timm with fewer layers and narrower ones, as far as its constructor takes them."""
+
+    name: str
+    pixels: int
+    given: Mapping[str, Any]
+
+    def model(self) -> nn.Module:
+        import timm
+
+        return timm.create_model(self.name, num_classes=CLASSES, **self.given)
+
+
+@functools.cache
+def classifier(name: str) -> Classifier:
+    """The smallest variant of a named model of timm that takes pictures and passes a gradient."""
+    arguments, kind = constructor(name)
+    sized = inspect.isclass(kind) and "img_size" in inspect.signature(kind.__init__).parameters
+    for pixels, level in itertools.product((64, 96, 224, 256), range(4)):
+        shrinking = Shrinking(SimpleNamespace(**arguments), level)
+        given = {key: shrinking.value(key, value) for key, value in arguments.items()} if level < 3 else {}
+        given = {key: value for key, value in given.items() if value != arguments[key]}
+        found = Classifier(name=name, pixels=pixels, given={**given, **({"img_size": pixels} if sized else {})})
+        try:
+            with torch.device("cpu"), torch.random.fork_rng():
+                found.model()(torch.randn(2, 3, pixels, pixels)).sum().backward()
+            return found
+        except Exception:  # whatever a library says of sizes
+            continue
+    raise Unbuildable(name)
+
+
+def constructor(name: str) -> tuple[dict[str, Any], Any]:
+    """The numbers that a named model of timm gives the constructor of its class, and the class."""
+    from timm.models import model_entrypoint
+
+    class Seen(Exception):
+        pass
+
+    def note(kind: Any, *_: Any, **given: Any) -> None:
+        raise Seen(
+            {key: v for key, v in given.items() if isinstance(v, int | tuple | list) and not isinstance(v, bool)}, kind
+        )
+
+    entry = model_entrypoint(name)
+    try:
+        with mock.patch.object(sys.modules[entry.__module__], "build_model_with_cfg", note):
+            entry()
+    except Seen as seen:
+        given, kind = seen.args
+        return {key: v for key, v in given.items() if key != "out_indices"}, kind
+    raise Unbuildable(name)

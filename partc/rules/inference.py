@@ -34,6 +34,7 @@ _LIKE: Mapping[str, int] = {
 _BY_ELEMENT = frozenset({"_prelu_kernel_backward"})
 # Operations along one dimension that ranks hold whole: the position of its number.
 _ALONG: Mapping[str, int] = {"select": 1, "unbind": 1, "stack": 1, "slice_backward": 2, "select_backward": 2}
+_PUTS = frozenset({"index_put", "_index_put_impl"})
 _NORMS = frozenset({"rms_norm_backward", "layer_norm_backward"})
 
 
@@ -153,6 +154,8 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
     if op.name in _OF_CLASSES:
         *dims, classes = operands[0].layout.dims
         return (Inferred(Layout(tuple(dims), tuple(sorted({*operands[0].layout.partial, *_axes(classes)})))),)
+    if op.name in _PUTS:
+        return (_written([type.layout for type in operands], adds=True in op.args[3:]),)
     if op.name in _NORMS:
         return _of_norm(operands[1].layout, operands[0].layout.partial, shapes)
     if "ring" in dict(op.attrs):
@@ -183,6 +186,16 @@ def _product(bias: Layout, x: Layout, weight: Layout) -> Inferred:
     rows, within = x.dims
     partial = {*bias.partial, *x.partial, *weight.partial, *_axes(within)}
     return Inferred(Layout((rows, weight.dims[1]), tuple(sorted(partial))))
+
+
+def _written(operands: Sequence[Layout], *, adds: bool) -> Inferred:
+    """The layout of a tensor in which values are written at places: a sum over ranks where the values alone are cut."""
+    base, *values = operands
+    cut = {axis for layout in values for axis in layout.sharded_axes}.difference(base.sharded_axes)
+    partial = {axis for layout in operands for axis in layout.partial} | (cut if adds else set())
+    return Inferred(
+        replace(base, varying=(), partial=tuple(sorted(partial))), loose=frozenset() if adds else frozenset(cut)
+    )
 
 
 def _along(op: Op, operands: Sequence[TensorType], shape: tuple[int, ...]) -> Inferred:

@@ -199,6 +199,11 @@ def _both(change: Callable[..., Tensor]) -> Rewrite:
     return lambda like, x, *args, **kwargs: Pair(change(x.parts, *args, **kwargs))
 
 
+def _apart(change: Callable[..., Tensor]) -> Rewrite:
+    """The same operation on each of the parts, whose dimensions are those of the complex tensor."""
+    return lambda like, x, *args, **kwargs: pair(change(x.real, *args, **kwargs), change(x.imag, *args, **kwargs))
+
+
 def _reshape(like: Tensor, x: Pair, *_: Any, **__: Any) -> Pair:
     return Pair(x.parts.reshape(*like.shape, 2))
 
@@ -508,12 +513,17 @@ REWRITES: Mapping[str, Rewrite] = {
     "cos": lambda like, x: pair(x.real.cos() * x.imag.cosh(), -x.real.sin() * x.imag.sinh()),
     "sinh": lambda like, x: pair(x.real.sinh() * x.imag.cos(), x.real.cosh() * x.imag.sin()),
     "cosh": lambda like, x: pair(x.real.cosh() * x.imag.cos(), x.real.sinh() * x.imag.sin()),
+    "tan": lambda like, x: _div(like, REWRITES["sin"](like, x), REWRITES["cos"](like, x)),
+    "tanh": lambda like, x: _div(like, REWRITES["sinh"](like, x), REWRITES["cosh"](like, x)),
+    "sigmoid": lambda like, x: _div(like, 1.0, _sum_of(1)(like, _exp(like, Pair(-x.parts)), 1.0)),
     "linalg_vector_norm": lambda like, x, *given, **named: torch.linalg.vector_norm(_abs(like, x), *given, **named),
     "where": _where,
     "masked_fill": _masked_fill,
     # Products and sums
     **_each("matmul mm bmm mv dot", _bilinear(torch.matmul)),
     "outer": _bilinear(torch.outer),
+    "kron": _bilinear(torch.kron),
+    "vdot": lambda like, x, y: _bilinear(torch.dot)(like, x.conjugate if isinstance(x, Pair) else x, y),
     "linear": _linear,
     "addmm": _addmm,
     "einsum": _einsum,
@@ -525,6 +535,11 @@ REWRITES: Mapping[str, Rewrite] = {
     "permute": _permute,
     **_each("transpose swapaxes t numpy_T", _transpose),
     "mT": lambda like, x: _transpose(like, x, -2, -1),
+    **_each("mH matrix_H adjoint", lambda like, x: _transpose(like, x.conjugate, -2, -1)),
+    "tril": _apart(torch.tril),
+    "triu": _apart(torch.triu),
+    "diagonal": _apart(torch.diagonal),
+    "diag_embed": _apart(torch.diag_embed),
     **_each("expand expand_as", lambda like, x, *_, **__: Pair(x.parts.expand(*like.shape, 2))),
     "slice": _along(torch.ops.aten.slice),
     "select": _along(torch.select),
@@ -536,6 +551,9 @@ REWRITES: Mapping[str, Rewrite] = {
     "stack": _joined(torch.stack, 1),
     "flip": lambda like, x, dims: Pair(x.parts.flip([_dim(x, dim) for dim in dims])),
     "index_select": _along(torch.index_select),
+    "gather": _apart(torch.gather),
+    "repeat_interleave": _apart(torch.repeat_interleave),
+    "tile": _apart(torch.tile),
     "index": _index,
     "index_put": _index_put,
     "roll": _rolled,

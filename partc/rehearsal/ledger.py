@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from partc.cost.memory import Moment, RankMemory, StepPosition, together
 from partc.ir.naming import starred
 from partc.runtime.torch_private import storage_key, tree_flatten
-from partc.torch_private import TorchDispatchMode
+from partc.torch_private import TorchDispatchMode, tree_unflatten
 
 
 class Block:
@@ -33,6 +33,15 @@ class Block:
         self.bytes = bytes
         self.category = category
         self.name = name
+
+
+def _of_zeros(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The shapes that an operation without a kernel for the device meta gives to results for zeros."""
+    leaves, form = tree_flatten((args, kwargs))
+    zeros = [torch.zeros(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, Tensor) else x for x in leaves]
+    again, named = tree_unflatten(zeros, form)
+    results, made = tree_flatten(func(*again, **named))
+    return tree_unflatten([x.to("meta") if isinstance(x, Tensor) else x for x in results], made)
 
 
 Label = tuple[str, str, int]  # category, name, bytes
@@ -128,7 +137,10 @@ class Ledger(TorchDispatchMode):
         self.heard: list[Event] | None = None  # events that are being recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except NotImplementedError:
+            result = _of_zeros(func, args, kwargs or {})
         if func is torch.ops.aten.native_layer_norm.default:
             # Its kernel for CPUs keeps means and deviations in the bits of its operand, others in 32.
             result = (result[0], *(x.to(args[0].dtype) for x in result[1:]))

@@ -37,6 +37,7 @@ CHEAP = {
     "special_functions": (1,),
     "scripted_modules": (0,),
     "functional_gradients": (0,),
+    "places_in_tables": (1, 5),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

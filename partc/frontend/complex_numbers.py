@@ -304,6 +304,22 @@ def _log(like: Tensor, x: Pair) -> Pair:
     return pair(_abs(like, x).log(), _angle(like, x))
 
 
+def _sin(like: Tensor, x: Pair) -> Pair:
+    return pair(x.real.sin() * x.imag.cosh(), x.real.cos() * x.imag.sinh())
+
+
+def _cos(like: Tensor, x: Pair) -> Pair:
+    return pair(x.real.cos() * x.imag.cosh(), -x.real.sin() * x.imag.sinh())
+
+
+def _sinh(like: Tensor, x: Pair) -> Pair:
+    return pair(x.real.sinh() * x.imag.cos(), x.real.cosh() * x.imag.sin())
+
+
+def _cosh(like: Tensor, x: Pair) -> Pair:
+    return pair(x.real.cosh() * x.imag.cos(), x.real.sinh() * x.imag.sin())
+
+
 def _pow(like: Tensor, x: Pair, exponent: Operand) -> Pair:
     if isinstance(exponent, int) and 0 < exponent <= 8:
         found = x
@@ -509,13 +525,15 @@ REWRITES: Mapping[str, Rewrite] = {
     "square": lambda like, x: _mul(like, x, x),
     "reciprocal": lambda like, x: _div(like, 1.0, x),
     "sqrt": lambda like, x: _exp(like, _mul(like, _log(like, x), 0.5)),
-    "sin": lambda like, x: pair(x.real.sin() * x.imag.cosh(), x.real.cos() * x.imag.sinh()),
-    "cos": lambda like, x: pair(x.real.cos() * x.imag.cosh(), -x.real.sin() * x.imag.sinh()),
-    "sinh": lambda like, x: pair(x.real.sinh() * x.imag.cos(), x.real.cosh() * x.imag.sin()),
-    "cosh": lambda like, x: pair(x.real.cosh() * x.imag.cos(), x.real.sinh() * x.imag.sin()),
-    "tan": lambda like, x: _div(like, REWRITES["sin"](like, x), REWRITES["cos"](like, x)),
-    "tanh": lambda like, x: _div(like, REWRITES["sinh"](like, x), REWRITES["cosh"](like, x)),
-    "sigmoid": lambda like, x: _div(like, 1.0, _sum_of(1)(like, _exp(like, Pair(-x.parts)), 1.0)),
+    "sin": _sin,
+    "cos": _cos,
+    "sinh": _sinh,
+    "cosh": _cosh,
+    "tan": lambda like, x: _div(like, _sin(like, x), _cos(like, x)),
+    "tanh": lambda like, x: _div(like, _sinh(like, x), _cosh(like, x)),
+    "sigmoid": lambda like, x: _div(
+        like, 1.0, pair(1.0 + (-x.real).exp() * x.imag.cos(), -(-x.real).exp() * x.imag.sin())
+    ),
     "linalg_vector_norm": lambda like, x, *given, **named: torch.linalg.vector_norm(_abs(like, x), *given, **named),
     "where": _where,
     "masked_fill": _masked_fill,

@@ -421,6 +421,8 @@ _TABLE: Mapping[str, Rewrite] = {
     "one_hot": lookups.one_hot,
     "masked_scatter": lookups.masked_scatter,
     "take_along_dim": lookups.take_along,
+    "take": lookups.take,
+    "put": lookups.put,
     "fill_diagonal": _fill_diagonal,
     "gelu": _gelu,
     "glu": _glu,

@@ -177,6 +177,29 @@ def take_along(w: Writer, op: Op) -> None:
     w.add(op, "gather", (x, place, index))
 
 
+def take(w: Writer, op: Op) -> None:
+    """take(x, index): elements by their places in x as a row; `take` is a collective later."""
+    w.add(op, "index", (_row(w, op), (op.args[1],)))
+
+
+def put(w: Writer, op: Op) -> None:
+    """put(x, index, source, accumulate): x with elements at their places in x as a row; `put` is a collective later."""
+    index, source, name, shape = op.args[1], op.args[2], op.result.name, w.shape(op.args[0])
+    if w.shape(source) != w.shape(index):
+        source = w.add(
+            op, "reshape", (source, w.shape(index)), w.value(f"{name}_source", w.shape(index), op.result.type.dtype)
+        )
+    row = _row(w, op)
+    changed = w.value(f"{name}_changed", w.shape(row), op.result.type.dtype)
+    made = w.add(op, "index_put", (row, (index,), source, argument(op, 3, "accumulate", False)), changed)
+    w.add(op, "reshape", (made, shape))
+
+
+def _row(w: Writer, op: Op) -> Arg:
+    shape = (math.prod(w.shape(op.args[0])),)
+    return w.add(op, "reshape", (op.args[0], shape), w.value(f"{op.result.name}_row", shape, op.result.type.dtype))
+
+
 def masked_scatter(w: Writer, op: Op) -> None:
     """masked_scatter(x, mask, source): the elements of `source`, in order, where a mask selects elements of x.
 

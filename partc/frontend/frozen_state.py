@@ -293,6 +293,23 @@ def _named(where: str, name: str, owner: Any) -> str:
 # -- watching forward --------------------------------------------------------------------------
 
 
+_GENERATOR = "default_generator"  # which torch.manual_seed seeds
+
+
+class _Seeds:
+    """Torch's generator, which records that it is seeded: the seed can be the one before, or be set back afterwards."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator, self.given = generator, False
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self.given = True
+        return self._generator.manual_seed(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+
 @dataclass(slots=True)
 class StateWatch:
     """Records the changes by forward of a model that is traced; an export restores attributes afterwards."""
@@ -309,8 +326,15 @@ class StateWatch:
     def watching(self) -> Iterator[None]:
         before = State.of(self.model, self.loss, self.named)
         self.modules = before.modules
-        yield
+        seeds = _Seeds(torch.default_generator)
+        setattr(torch.random, _GENERATOR, seeds)
+        try:
+            yield
+        finally:
+            setattr(torch.random, _GENERATOR, torch.default_generator)
         self.state = State.of(self.model, self.loss, self.named)
+        if seeds.given:
+            self.state.values["torch", "generator"] = "another seed"
         for change in before.changes(self.state):
             self.changes[change.key] = change
         for where, name in self.changes:

@@ -395,6 +395,20 @@ def test_plans_may_predict_other_overlap(simulator: Simulator, name: str, word: 
             emit()
 
 
+def test_plans_may_predict_rows_that_go_to_a_node_once() -> None:
+    """Of four nodes, a token's two experts are on 2 of 4 · 3/4 = 1.5 others on average, and on 1.31 different ones."""
+    cluster = preset("4x2xH100-80GB")
+    routed = Simulator(str(Path(__file__).parent / "models" / "routed.py"), cluster, calibration(cluster))
+    options = {"batch": 8, "experts": 8, "chosen": 2, "width": 1024, "seq": 4096}
+    plan = ParallelPlan(mesh="dp=8", experts="ep=8@dp", options=options)
+    each, once = (routed.predict(replace(plan, ep_by_node=flag)) for flag in (False, True))
+    assert (each.compute, each.memory_bytes) == (pytest.approx(once.compute, rel=0.1), once.memory_bytes)
+    moved = [found.causes["dispatch over ep"] for found in (once, each)]
+    assert moved[0] / moved[1] == pytest.approx(3 * (1 - (3 / 4) ** 2) / 1.5, rel=0.05)
+    with pytest.raises(PartcError, match="the plan has ep_by_node"):
+        replace(plan, ep_by_node=True).compile_options()
+
+
 def _matrix(*shape: int) -> TensorType:
     return TensorType.replicated("bf16", shape)
 

@@ -35,7 +35,7 @@ GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options tha
 
 FP8 = "fp8"  # a precision of predictions alone
 # Fields that are no options of a compile: the options of the model file, and those of predictions alone.
-_PREDICTED = ("tp_overlap", "dp_overlap", "gradients", "weights")
+_PREDICTED = ("tp_overlap", "dp_overlap", "ep_by_node", "gradients", "weights")
 _NOT_COMPILED = ("options", *_PREDICTED)
 
 Scalar = bool | int | float | str
@@ -89,6 +89,7 @@ class ParallelPlan:
     optimizer: _Text | None = None
     tp_overlap: bool = False  # of predictions alone: collectives of tp run in pieces beside pieces of products
     dp_overlap: bool = True  # of predictions alone: gradients are summed, and parameters gathered, beside computation
+    ep_by_node: bool = False  # of predictions alone: rows go to a node once, and inside it to each of their experts
     gradients: Literal["fp32", "bf16"] = "fp32"  # of predictions alone: the type in which they are held and summed
     weights: Literal["fp32", "bf16"] = "fp32"  # of predictions alone: the type of weights and of the optimizer's states
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)

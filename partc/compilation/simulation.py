@@ -91,7 +91,7 @@ class Simulator:
         self._derivatives: Derivatives = {}
         self.fusions: Fusions = {}
         self._numbers: dict[_Key, int] = {}
-        self._costs: dict[tuple[bool, bool, int], LocalCosts] = {}
+        self._costs: dict[tuple[bool, bool, bool, int], LocalCosts] = {}
 
     def on(self, cluster: Cluster, constants: Calibration) -> Simulator:
         """The simulator for another cluster, which shares this one's programs: they depend on plans alone."""
@@ -124,6 +124,7 @@ class Simulator:
         With `everywhere`, regions are those of `differentiated`, which more plans share. A plan in fp8 is its program
         in bf16, with linear products at the device's rate for fp8. With `tp_overlap`, collectives of tp run in pieces
         beside the products next to them; without `dp_overlap`, gathers and sums of parameters run beside nothing.
+        With `ep_by_node`, rows go to a node once for all of their experts there.
         Gradients may be held and summed in bf16, and weights and the optimizer's states held in bf16.
         """
         device, rates = self.cluster.device, self.rates
@@ -132,9 +133,16 @@ class Simulator:
                 raise PartcError("P0404", f"{device.name} has no products in fp8", help="give bf16")
             rates = replace(rates, fp8=True)
         gradient, weight = (ITEMSIZE["bf16" if name == "bf16" else "f64"] for name in (plan.gradients, plan.weights))
-        rates = replace(rates, pieces=plan.tp_overlap, waits=not plan.dp_overlap, gradient=gradient, weight=weight)
+        rates = replace(
+            rates,
+            pieces=plan.tp_overlap,
+            waits=not plan.dp_overlap,
+            by_node=plan.ep_by_node,
+            gradient=gradient,
+            weight=weight,
+        )
         program = self.program(plan.emitted, everywhere=everywhere)
-        costs = self._costs.setdefault((rates.fp8, rates.pieces, rates.gradient), LocalCosts())
+        costs = self._costs.setdefault((rates.fp8, rates.pieces, rates.by_node, rates.gradient), LocalCosts())
         return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs)
 
     def program(self, plan: ParallelPlan, *, everywhere: bool = False) -> Program:

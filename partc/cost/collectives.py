@@ -7,6 +7,7 @@ With n members, b bytes of each rank's operand, bandwidth B and latency a of a s
     switches   all-reduce 2 a + b/eB, where switches compute sums with an efficiency e
     two levels inside domains, then between their members of equal rank; each level by its best algorithm
     pairwise   all-to-all: the part for the own domain, beside the part for others
+    by domain  rows of experts: to each domain with experts of a token once, and inside it to each of these
 
 Between CPUs the emitted programs send everything directly: each member of an all-gather sends its operand to all
 others, as in an all-to-all. Sums of more than DIRECT bytes are gloo's ring.
@@ -46,8 +47,10 @@ class Network:
     def between(self) -> float:
         return self.cluster.between.bandwidth * self.constants.between
 
-    def collective(self, op: str, span: GroupSpan, size: int) -> float:
-        """Seconds of a collective on `size` bytes of each rank."""
+    def collective(self, op: str, span: GroupSpan, size: int, choices: int = 1) -> float:
+        """Seconds of a collective on `size` bytes of each rank; rows that go to a domain once for each token have so
+        many `choices`.
+        """
         n = span.members
         if n <= 1:
             return 0.0
@@ -56,7 +59,7 @@ class Network:
         if op == "shift":  # one message crosses to the next domain over one device's link
             return self.send(size, near=span.domains == 1)
         if op in _PAIRWISE:
-            return MEETING + self._pairwise(span, size)
+            return MEETING + self._pairwise(span, size, choices)
         if op == "all_gather":
             return MEETING + self._gathered(span, size * n)
         if op == "reduce_scatter":
@@ -129,7 +132,8 @@ class Network:
             GroupSpan(members=span.near, near=span.near),
         )
 
-    def _pairwise(self, span: GroupSpan, size: int) -> float:
+    def _pairwise(self, span: GroupSpan, size: int, choices: int = 1) -> float:
+        """Each token's choices are spread evenly: over several domains, it leaves for each that has one of them."""
         n, near = span.members, span.near
         link, far = self.cluster.inside, self.cluster.between
         within = size * (near - 1) / n / self.inside + (near - 1) * link.latency
@@ -138,5 +142,9 @@ class Network:
         share = self.cluster.topology.spread_share(span.domains, span.stride)
         share = min(share, far.spread) if span.domains > 2 else share
         # Messages to several devices are under way at one time: each further one adds its issue alone.
-        across = size * (n - near) / n / (self.between * share) + far.latency + (n - near) * 1e-6
+        leaving = size * (n - near) / n
+        if choices > 1:
+            leaving = size / choices * (span.domains - 1) * (1 - (1 - 1 / span.domains) ** choices)
+            within = size * (near - 1) / near / self.inside + (near - 1) * link.latency
+        across = leaving / (self.between * share) + far.latency + (n - near) * 1e-6
         return max(within, across)

@@ -17,7 +17,7 @@ from partc.cost.local_costs import LocalCosts
 from partc.cost.pieces import OpPiece, in_pieces
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Timeline, timeline
-from partc.ir.collectives import MOVING, inside, parts
+from partc.ir.collectives import MOVING, ROUTED, inside, parts
 from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.operations import VIEWS
@@ -31,6 +31,7 @@ from partc.ir.program import (
     Op,
     Parameter,
     Program,
+    Region,
     TensorType,
 )  # fmt: skip
 from partc.schedules import Compute
@@ -360,7 +361,8 @@ class Forecast:
             made = op.results[0].name
             size = types[next(op.refs())].local_bytes(sizes)
             why = comment(op, graph, types, sizes, label).partition(": ")[2]
-            yield OpPiece(op=op, segment=self._moving(op.name, str(axis), size, why), started=made)
+            choices = _choices(self.program.region(region), op)
+            yield OpPiece(op=op, segment=self._moving(op.name, str(axis), size, why, choices), started=made)
             if made not in awaited:
                 yield OpPiece(op=op, awaited=made)
 
@@ -439,12 +441,12 @@ class Forecast:
         """Seconds of a collective on `size` bytes of each rank, over axes ("dp,tp") or pipeline ranks ("pp 0,2")."""
         return self._moving(op, over, size, "").seconds
 
-    def _moving(self, op: str, over: str, size: int, why: str) -> Segment:
-        key = op, over, size
+    def _moving(self, op: str, over: str, size: int, why: str, choices: int = 1) -> Segment:
+        key = op, over, size, choices
         if key not in self._moved:
             axes, _, ranks = over.partition(" ")
             places = tuple(map(int, ranks.split(","))) if ranks else ()
-            takes = self.rates.collective(op, self.program.mesh, axes.split(","), places, size)
+            takes = self.rates.collective(op, self.program.mesh, axes.split(","), places, size, choices)
             links = self.rates.links(self.program.mesh, axes.split(","), places)
             lag = self.rates.lag(self.program.mesh, axes.split(","), places)
             self._moved[key] = self.scale.communication * takes, links, lag
@@ -452,7 +454,7 @@ class Forecast:
         return Segment(seconds=seconds, op=op, over=over, bytes=size, why=why, links=links, lag=lag)
 
     @cached_property
-    def _moved(self) -> dict[tuple[str, str, int], tuple[float, tuple[str, ...], float]]:
+    def _moved(self) -> dict[tuple[str, str, int, int], tuple[float, tuple[str, ...], float]]:
         return {}
 
     @cached_property
@@ -508,6 +510,19 @@ class Forecast:
 def _moves(op: Op) -> bool:
     """Whether an operation is a collective over an axis of the mesh."""
     return op.name in MOVING and isinstance(dict(op.attrs).get("axis"), str)
+
+
+def _choices(region: Region, op: Op) -> int:
+    """The number of a token's experts, if an exchange moves rows to them; 1 if it is not known."""
+    if op.name not in ROUTED:
+        return 1
+    made, makers = region.forward.definitions(), region.forward.makers()
+    _, order, *_ = op.refs()
+    name = next(makers[order].refs()) if order in makers else ""
+    while name in makers and makers[name].name in VIEWS:
+        name = next(makers[name].refs())
+    shape = made[name].type.shape if name in made else ()
+    return shape[-1] if len(shape) > 1 else 1
 
 
 def _by_action(

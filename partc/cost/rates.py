@@ -53,8 +53,13 @@ class Rates(Protocol):
     def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
         """An operation with local shapes. Collectives take no time here, nor do those inside an operation."""
 
-    def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
-        """A collective on `size` bytes of each rank, over axes, or over coordinates on the pipeline axis."""
+    def collective(
+        self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int, choices: int = 1
+    ) -> float:
+        """A collective on `size` bytes of each rank, over axes, or over coordinates on the pipeline axis.
+
+        Rows of experts are those of tokens with so many `choices` each.
+        """
 
     def links(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> tuple[str, ...]:
         """The links that such a collective uses, whose bandwidth it shares with others."""
@@ -87,7 +92,9 @@ class RooflineRates:
     def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
         return seconds(op, types, sizes, self.machine)
 
-    def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
+    def collective(
+        self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int, choices: int = 1
+    ) -> float:
         ways = len(places) or math.prod(mesh.axis(axis) for axis in axes)
         return self.machine.meeting + cost(op, ways, size) / self.machine.link if ways > 1 else 0.0
 
@@ -139,8 +146,9 @@ SAVED_IN_EIGHT_BITS = frozenset(name for name, casts in _EIGHT_BITS.items() if n
 class ClusterRates:
     """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8; with
     `pieces`, of programs that run collectives in pieces beside products; with `waits`, of programs that run gathers and
-    sums of parameters beside nothing. An element of a gradient has at most `gradient` bytes, one
-    of a parameter or of a state of the optimizer at most `weight`.
+    sums of parameters beside nothing; with `by_node`, of programs that send rows to a node once for all of their
+    experts there. An element of a gradient has at most `gradient` bytes, one of a parameter or of a state of the
+    optimizer at most `weight`.
 
     With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at
     least 1/n of its time on the whole batch. Waves that are partly empty do not guarantee that.
@@ -151,6 +159,7 @@ class ClusterRates:
     fp8: bool = False
     pieces: bool = False
     waits: bool = False
+    by_node: bool = False
     gradient: int = ITEMSIZE["f64"]
     weight: int = ITEMSIZE["f64"]
     filled: bool = False
@@ -228,8 +237,11 @@ class ClusterRates:
         exponentials = work.scores / device.special if device.special else 0.0
         return seconds + (work.attention + work.backward / _BACKWARD) / (peak * constants.attention) + exponentials
 
-    def collective(self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int) -> float:
-        return self.network.collective(op, self._span(mesh, tuple(axes), tuple(places)), size)
+    def collective(
+        self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int, choices: int = 1
+    ) -> float:
+        group = self._span(mesh, tuple(axes), tuple(places))
+        return self.network.collective(op, group, size, choices if self.by_node else 1)
 
     def links(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> tuple[str, ...]:
         group = self._span(mesh, tuple(axes), tuple(places))

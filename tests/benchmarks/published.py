@@ -13,7 +13,8 @@ the others by themselves.
     foundry     scripts/train/benchmarking/README.md of mosaicml/llm-foundry
     megatron    Narayanan et al., SC 2021, table 1; the table of weak scaling in the README of NVIDIA/Megatron-LM
     bridge      docs/performance-summary.md and its archive of NVIDIA-NeMo/Megatron-Bridge, 25.09 to 26.08. Recipes
-                (scripts/performance/configs) hold gradients in bf16; those of Kimi K2 have Muon
+                (scripts/performance/configs) hold gradients in bf16, and send tokens by DeepEP and HybridEP; those of
+                Kimi K2 have Muon
     nemo        docs/source/performance of NVIDIA/NeMo: 24.07, and long sequences, whose flops count whole attention
     dgxc        READMEs of NVIDIA/dgxc-benchmarking, 2024 and 2025
     torchtitan  benchmarks/*.md of pytorch/torchtitan; its H100 have 96 GB with 2.4 TB/s, and 500 of 700 W. In pipelines it
@@ -138,7 +139,7 @@ def _grand_teton(cluster: Cluster) -> Cluster:
 _WORDS: Mapping[str, Mapping[str, Any]] = {
     "playbook": {"kernels": "aten", "dp_overlap": False},
     "foundry": {"kernels": "aten"},
-    "bridge": {"gradients": "bf16"},
+    "bridge": {"gradients": "bf16", "ep_by_node": True},
     "automodel": {"gradients": "bf16", "weights": "bf16"},
 }
 _CLUSTERS: Mapping[str, Callable[[Cluster], Cluster]] = {"playbook": _nanotrons, "torchtitan": _grand_teton}

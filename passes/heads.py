@@ -39,7 +39,7 @@ _PARALLEL: Mapping[str, int | None] = {
     "sub": None, "cat": None, "slice": None, "rotary": None, "rms_norm": None, "contiguous": None, "clone": None,
 }  # fmt: skip
 _OF_SCORES = frozenset({"layer_norm"})  # also allowed before scores, where zeros need not stay zeros
-_SUMS = frozenset({"add", "sub"})
+_ZEROS_IN_ALL = frozenset({"add", "sub", "expand"})  # the result is zero if all tensors have the added heads
 
 
 def heads(program: Program) -> Program:
@@ -230,5 +230,5 @@ class _HeadPadding:
                     raise _UnpaddableError
                 carried += 1
                 self._follow((each, index), types[each].shape[index] * size // old, more)
-        if op.name in _SUMS and carried < len(every):
+        if op.name in _ZEROS_IN_ALL and carried < len(every):
             raise _UnpaddableError

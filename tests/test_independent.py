@@ -38,6 +38,7 @@ CHEAP = {
     "scripted_modules": (0,),
     "functional_gradients": (0,),
     "places_in_tables": (1, 5),
+    "one_key_head": (1,),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

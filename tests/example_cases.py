@@ -28,6 +28,8 @@ def example_cases() -> list[Case]:
         case("upsample_nearest1d", x, [12]),
         case("upsample_linear1d", x, [12], False),
         case("upsample_nearest3d", normal(6, 2, 2, 2, 2), [4, 4, 4]),
+        case("_upsample_nearest_exact1d", x, [12]),
+        case("_upsample_nearest_exact3d", normal(6, 2, 2, 2, 2), [4, 4, 4]),
         case("upsample_trilinear3d", normal(6, 2, 2, 2, 2), [4, 4, 4], False),
         case("cdist", x, normal(6, 5, 6)),
         case("pairwise_distance", normal(6, 4), normal(6, 4)),

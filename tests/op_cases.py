@@ -209,6 +209,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "adaptive_avg_pool1d": F.adaptive_avg_pool1d,
     "adaptive_avg_pool2d": F.adaptive_avg_pool2d,
     "upsample_nearest2d": lambda x, size: F.interpolate(x, size, mode="nearest"),
+    "_upsample_nearest_exact2d": lambda x, size: F.interpolate(x, size, mode="nearest-exact"),
     "upsample_bilinear2d": lambda x, size: F.interpolate(x, size, mode="bilinear"),
     "upsample_bicubic2d": lambda x, size: F.interpolate(x, size, mode="bicubic"),
 }
@@ -493,7 +494,8 @@ def pooling_cases() -> list[Case]:
         for name in ("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d")
     ]
     return found + [
-        case(name, image, [8, 9]) for name in ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
+        case(name, image, [8, 9])
+        for name in ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d", "upsample_bicubic2d")
     ]
 
 

@@ -94,6 +94,7 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     "matrix transpose": (lambda m, x: x.mT.cumsum(-1).sum(), ["permute", "cumsum"]),
     "chunk": (lambda m, x: (lambda a, b: a * b)(*x.chunk(2, -1)).sum(), ["split", "mul"]),
     "unbind": (lambda m, x: (lambda a, b, c: a * b - c)(*x.unbind(1)).sum(), ["split", "mul", "sub"]),
+    "broadcast": (lambda m, x: torch.broadcast_to(m.v, (5, *m.v.shape)).cumsum(0).sum(), ["expand", "cumsum"]),
     "one part": (lambda m, x: x.sin().chunk(1, -1)[0].sum(), ["sin"]),
     "one row": (lambda m, x: x.sum(1, keepdim=True).unbind(1)[0].sin().sum(), ["sum", "sin"]),
     "select": (lambda m, x: (x[:, -1] * 3).sum(), ["slice", "mul"]),

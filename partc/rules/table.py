@@ -318,7 +318,9 @@ build("max_pool2d adaptive_max_pool2d", last_dims(2))
 build("avg_pool2d adaptive_avg_pool2d", last_dims(2, linear=True))
 build("max_pool3d adaptive_max_pool3d", last_dims(3))
 build("avg_pool3d adaptive_avg_pool3d", last_dims(3, linear=True))
-build("upsample_bilinear2d upsample_bicubic2d upsample_nearest2d", last_dims(2, linear=True))
+build(
+    "upsample_bilinear2d upsample_bicubic2d upsample_nearest2d _upsample_nearest_exact2d", last_dims(2, linear=True)
+)
 build("constant_pad_nd pad", shapes.pad)
 build("diff", shapes.diff)
 
@@ -349,7 +351,11 @@ for _dims in (1, 2, 3):
 build("pixel_shuffle pixel_unshuffle im2col", examples(0, least=4))
 build("col2im", examples(0, least=3))
 build("prelu", examples(0))
-build("upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d", examples(0))
+build(
+    "upsample_nearest1d upsample_linear1d upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact3d",
+    examples(0),
+)
 build(
     "matrix_exp linalg_matrix_exp linalg_svdvals linalg_svd linalg_qr linalg_eigh linalg_eigvalsh linalg_cholesky "
     "linalg_inv inverse linalg_det det linalg_slogdet slogdet logdet linalg_pinv",

@@ -138,6 +138,10 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     ),
     "gradients inside forward without seeds": (((OUT, "torch.autograd.grad(h, self.up.weight)[0].sum()"),), "P0206", 12),
     "gradients inside forward of nothing": (((OUT, "torch.autograd.grad(h.sum(), self.down.weight)[0].sum()"),), "P0206", 12),
+    "a plain attribute on the batch's device": (
+        (("self.up = nn", "self.scale = torch.ones(12); self.up = nn"), (OUT, f"({OUT}) * self.scale.to(h.device).sum()")),
+        "P0211", 12,
+    ),
     "a constant that no module owns": (
         (("class Net", "LARGE = torch.rand(500, 12)\n\nclass Net"), (OUT, "(h @ LARGE.T).sum()")), "P0211", 14
     ),

@@ -126,7 +126,7 @@ class GraphReader:
         """A tensor that forward created from Python numbers; small ones become literals."""
         type = tensor_type(node.meta["val"], "a constant of forward")
         values = self._constants.get(target)
-        if values is None or values.numel() > 4096 or hasattr(values, "fake_mode"):
+        if values is None or values.is_meta or values.numel() > 4096 or hasattr(values, "fake_mode"):
             if 0 in type.shape:
                 args: tuple[Arg, ...] = (type.shape, 0)
                 self._add("full", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)

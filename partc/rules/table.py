@@ -318,9 +318,7 @@ build("max_pool2d adaptive_max_pool2d", last_dims(2))
 build("avg_pool2d adaptive_avg_pool2d", last_dims(2, linear=True))
 build("max_pool3d adaptive_max_pool3d", last_dims(3))
 build("avg_pool3d adaptive_avg_pool3d", last_dims(3, linear=True))
-build(
-    "upsample_bilinear2d upsample_bicubic2d upsample_nearest2d _upsample_nearest_exact2d", last_dims(2, linear=True)
-)
+build("upsample_bilinear2d upsample_bicubic2d upsample_nearest2d _upsample_nearest_exact2d", last_dims(2, linear=True))
 build("constant_pad_nd pad", shapes.pad)
 build("diff", shapes.diff)
 

@@ -1651,10 +1651,10 @@ def further_diffusers() -> dict[str, Architecture]:
         ),
         "hidream": diffusion(
             "HiDreamImageTransformer2DModel",
-            batch((4, 8, 8), hidden_states=(4, 8, 8), timesteps=step, encoder_hidden_states_t5=(6, 32),
+            batch((4, 16, 4), hidden_states=(4, 8, 8), timesteps=step, encoder_hidden_states_t5=(6, 32),
                   encoder_hidden_states_llama3=lambda: torch.randn(2, BATCH, 6, 32), pooled_embeds=(16,)),
             patch_size=2, in_channels=4, num_layers=1, num_single_layers=1, **heads, caption_channels=[32, 32], text_emb_dim=16,
-            axes_dims_rope=(8, 4, 4), max_resolution=(8, 8), llama_layers=[0, 1], force_inference_output=True,
+            axes_dims_rope=(8, 4, 4), max_resolution=(8, 8), llama_layers=[0, 1],
         ),
         "qwen_image": diffusion(
             "QwenImageTransformer2DModel",

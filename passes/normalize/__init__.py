@@ -369,7 +369,8 @@ def _each(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
 # Other names of torch's for the same operations.
 _ALIASES: Mapping[str, str] = {
     "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
-    "arctan2": "atan2", "arctanh": "atanh", "broadcast_to": "expand", "clip": "clamp", "divide": "div", "fix": "trunc", "ger": "outer",
+    "arctan2": "atan2", "arctanh": "atanh",
+    "broadcast_to": "expand", "clip": "clamp", "divide": "div", "fix": "trunc", "ger": "outer",
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "moveaxis": "movedim",
     "multiply": "mul", "negative": "neg", "not_equal": "ne", "special_erf": "erf", "special_exp2": "exp2",
     "special_expit": "sigmoid", "special_expm1": "expm1", "special_log1p": "log1p",

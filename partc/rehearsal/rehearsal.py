@@ -32,7 +32,7 @@ from partc.rehearsal.composition import Acks, Composer, Course
 from partc.rehearsal.exchange_replay import ReplayedExchange, Start
 from partc.rehearsal.ledger import Block, Ledger, Owned, counting
 from partc.rehearsal.meta_kernels import META, stand_ins
-from partc.runtime.checkpoint.boxes import pieces, speaks
+from partc.runtime.checkpoint.boxes import numbered_copy, pieces, written_copy
 from partc.runtime.checkpoint.state import by_rows, remembering
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm.comm import Axis, Link, Pending, there
@@ -58,6 +58,7 @@ from partc.runtime.train.data import local_batch
 from partc.torch_private import TorchDispatchMode
 
 Sizes = Mapping[str, int]
+Coordinate = Mapping[str, int]
 _ROWS = 5  # of a sum, after which its memory repeats
 MOST_COUNTED = 64  # up to so many ranks of a place are examined one by one
 
@@ -137,6 +138,8 @@ class _Rehearsal:
         self._composer = Composer(program, self._acks, self._played)
         self._classes: dict[int, Any] = {}
         self._hosts: dict[object, int] = {}
+        self._counted: dict[tuple[Dims, tuple[int, ...]], list[int]] = {}
+        self._numbered: dict[tuple[frozenset[str], int, int], tuple[list[int], int]] = {}
 
     def courses(self, *, whole: bool = False) -> tuple[Course | Ledger, ...]:
         rows = self._program.schedule
@@ -311,27 +314,60 @@ class _Rehearsal:
 
         On large meshes this is an upper bound: all that a rank holds.
         """
-        program, sizes = self._program, self._program.mesh.sizes
-        first = program.mesh.rank({PIPELINE_AXIS: place})
-        equal = tuple(name for name in sizes if name != PIPELINE_AXIS)
-        ranks = program.mesh.group(first, equal) if self._few else (first,)
-        found = []
-        for coordinate in map(program.mesh.coordinate, ranks):
-            total = 0
-            for name, shard in ModelView(shards, sizes, coordinate).shards.items():
-                whole = [(name, shard.dims, shard.dtype.itemsize)]
-                for state in self._states(name, shard) if shard.trainable else ():
-                    cut = () if state.shape is not None else by_rows(shard).dims if state.rows else shard.dims
-                    whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if cut else state.size))
-                for tensor, dims, each in whole:
-                    apart = cutting(dims) | {*shard.apart}
-                    if not self._few or speaks(tensor, apart, sizes, coordinate, self._holders[name]):
-                        shape = (shard.holds or shard.shape) if dims == shard.dims else _whole(dims)
-                        total += each * sum(
-                            math.prod(piece.whole.sizes) for piece in pieces(dims, shape, sizes, coordinate)
-                        )
-            found.append(total)
+        ranks = self._examined(place)
+        found = [0] * len(ranks)
+        written: dict[str, list[int]] = {}
+        alike = not any(shard.stacked or shard.members for shard in shards.values())
+        own = ModelView(shards, self._program.mesh.sizes, ranks[0]).shards
+        for index, coordinate in enumerate(ranks):
+            mine = own if alike else ModelView(shards, self._program.mesh.sizes, coordinate).shards
+            for name, shard in mine.items():
+                if name not in written:
+                    written[name] = self._written(name, shard, place, ranks)
+                found[index] += written[name][index]
         return max(found)
+
+    def _examined(self, place: int) -> list[Coordinate]:
+        """The coordinates of the ranks at a place; only of the first one, if they are many."""
+        mesh = self._program.mesh
+        first = mesh.rank({PIPELINE_AXIS: place})
+        equal = tuple(name for name in mesh.sizes if name != PIPELINE_AXIS)
+        return [mesh.coordinate(rank) for rank in (mesh.group(first, equal) if self._few else (first,))]
+
+    def _written(self, name: str, shard: Shard, place: int, ranks: Sequence[Coordinate]) -> list[int]:
+        """The bytes of a parameter and of its optimizer's states that each of the ranks at a place writes."""
+        whole = [(name, shard.dims, shard.dtype.itemsize)]
+        for state in self._states(name, shard) if shard.trainable else ():
+            cut = () if state.shape is not None else by_rows(shard).dims if state.rows else shard.dims
+            whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if cut else state.size))
+        found = [0] * len(ranks)
+        for tensor, dims, each in whole:
+            counts = self._elements(dims, (shard.holds or shard.shape) if dims == shard.dims else _whole(dims), ranks)
+            if self._few:
+                copies, number = self._copies(cutting(dims) | {*shard.apart}, self._holders[name], place, ranks)
+                chosen = written_copy(tensor, number)
+                counts = [count if copy == chosen else 0 for count, copy in zip(counts, copies, strict=True)]
+            found = [before + each * count for before, count in zip(found, counts, strict=True)]
+        return found
+
+    def _elements(self, dims: Dims, shape: tuple[int, ...], ranks: Sequence[Coordinate]) -> list[int]:
+        """The elements of a tensor on each of the ranks at a place, which are the same at every place."""
+        if (dims, shape) not in self._counted:
+            sizes = self._program.mesh.sizes
+            self._counted[dims, shape] = [
+                sum(math.prod(piece.whole.sizes) for piece in pieces(dims, shape, sizes, each)) for each in ranks
+            ]
+        return self._counted[dims, shape]
+
+    def _copies(
+        self, cut: frozenset[str], holders: Sequence[int], place: int, ranks: Sequence[Coordinate]
+    ) -> tuple[list[int], int]:
+        """The number of a tensor's copy on each of the ranks at a place, and the number of all copies."""
+        key = cut, len(holders), holders.index(place)
+        if key not in self._numbered:
+            found = [numbered_copy(cut, self._program.mesh.sizes, each, holders) for each in ranks]
+            self._numbered[key] = [copy for copy, _ in found], found[0][1]
+        return self._numbered[key]
 
 
 def _whole(dims: Dims) -> tuple[int, ...]:

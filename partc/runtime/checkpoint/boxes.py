@@ -157,12 +157,24 @@ def speaks(
 ) -> bool:
     """Whether this rank writes the tensor, among all ranks with an equal copy.
 
-    `cut` has the axes whose other ranks have other elements, `holders` the pipeline ranks that have the tensor. Names
-    are distributed over the copies, so that ranks write similar amounts.
+    `cut` has the axes whose other ranks have other elements, `holders` the pipeline ranks that have the tensor.
     """
-    ways = [(PIPELINE, len(holders), holders.index(coordinate.get(PIPELINE, 0)))]
-    ways += [(axis, size, coordinate[axis]) for axis, size in sizes.items() if axis not in (PIPELINE, *cut)]
-    index = 0
-    for _, size, place in ways:
-        index = index * size + place
-    return index == zlib.crc32(name.encode()) % math.prod(size for _, size, _ in ways)
+    copy, copies = numbered_copy(cut, sizes, coordinate, holders)
+    return copy == written_copy(name, copies)
+
+
+def numbered_copy(
+    cut: Collection[str], sizes: Mapping[str, int], coordinate: Mapping[str, int], holders: Sequence[int]
+) -> tuple[int, int]:
+    """The number of a rank's copy of a tensor, and the number of all copies. Arguments are as in `speaks`."""
+    ways = [(len(holders), holders.index(coordinate.get(PIPELINE, 0)))]
+    ways += [(size, coordinate[axis]) for axis, size in sizes.items() if axis not in (PIPELINE, *cut)]
+    copy = 0
+    for size, place in ways:
+        copy = copy * size + place
+    return copy, math.prod(size for size, _ in ways)
+
+
+def written_copy(name: str, copies: int) -> int:
+    """The copy that is written; names are distributed over copies, so that ranks write similar amounts."""
+    return zlib.crc32(name.encode()) % copies

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import partc
 from partc.errors import PartcError
 from partc.package.export import export
 from tests.durable import trained
-from tests.independent.plain import Recipe, train
+from tests.independent.plain import Recipe, Trained, train
 from tests.independent.trainings import ALLOWED, MODELS, SETTINGS, Setting, compared, differences
 from tests.prefork import shared
 
@@ -78,6 +80,15 @@ def test_another_recipe_ends_elsewhere(other: dict[str, Any]) -> None:
     path, recipe = MODELS / "no_gradient.py", SETTINGS[0].recipe
     found, plain = train(path, dataclasses.replace(recipe, **other)), train(path, recipe)
     assert max(error for _, error in differences(found, plain)) > 100 * ALLOWED
+
+
+def test_a_loss_that_is_no_number_equals_itself_alone() -> None:
+    ends = [
+        Trained(state={"w": torch.tensor([loss, 1.0])}, losses=(loss,), gone_without=frozenset())
+        for loss in (math.nan, 1.0)
+    ]
+    for found, plain in itertools.product(ends, repeat=2):
+        assert {error for _, error in differences(found, plain)} == {0.0 if found is plain else math.inf}
 
 
 @pytest.fixture(scope="module")

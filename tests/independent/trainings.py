@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import os
 import subprocess
 import tempfile
@@ -139,7 +140,8 @@ def packaged(build: Path, recipe: Recipe, folder: Path, server: Server | None) -
     else:
         _forked(build, arguments, folder, server)
     export(build, folder / "ckpt", folder / "end.safetensors", say=lambda line: None)
-    losses = tuple(json.loads(line)["loss"] for line in log.read_text().splitlines())
+    read = (json.loads(line)["loss"] for line in log.read_text().splitlines())
+    losses = tuple(math.nan if loss is None else loss for loss in read)  # JSON has no NaN
     return Trained(state=load_file(folder / "end.safetensors"), losses=losses, gone_without=frozenset())
 
 
@@ -156,8 +158,9 @@ def _forked(build: Path, arguments: Sequence[str], folder: Path, server: Server)
 
 def differences(found: Trained, plain: Trained) -> Iterator[tuple[str, float]]:
     """Per loss and per entry of the state dict, the largest difference."""
-    for step, (mine, theirs) in enumerate(zip(found.losses, plain.losses, strict=True)):
-        yield f"loss {step}", abs(mine - theirs) / max(1.0, abs(theirs))
+    losses = (torch.tensor(each.losses, dtype=torch.float64) for each in (found, plain))
+    for step, (mine, theirs) in enumerate(zip(*losses, strict=True)):
+        yield f"loss {step}", _difference(mine, theirs)
     if found.state.keys() != plain.state.keys():
         yield f"names {sorted(found.state.keys() ^ plain.state.keys())}", float("inf")
         return
@@ -168,7 +171,9 @@ def differences(found: Trained, plain: Trained) -> Iterator[tuple[str, float]]:
 def _difference(mine: Tensor, theirs: Tensor) -> float:
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         return float("inf")
-    if not theirs.numel() or torch.equal(mine, theirs):
+    mine, theirs = mine.double(), theirs.double()
+    differ = (mine != theirs) & ~(mine.isnan() & theirs.isnan())
+    if not differ.any():
         return 0.0
-    error = float((mine.double() - theirs.double()).abs().max()) / max(1.0, float(theirs.double().abs().max()))
+    error = float((mine - theirs)[differ].abs().max()) / max(1.0, float(theirs.abs().nan_to_num(0.0, posinf=0.0).max()))
     return error if error == error else float("inf")

@@ -13,7 +13,7 @@ _INDENT = "    "
 
 
 def formatted(text: str) -> str:
-    """Python source with its long lines broken and its blank lines limited.
+    """Python source with long lines broken and surplus blank lines removed.
 
     Every statement of `text` stands on one line, or is already broken at a bracket. The result is
     what `ruff format` leaves as it is.

@@ -396,7 +396,7 @@ def test_plans_may_predict_other_overlap(simulator: Simulator, name: str, word: 
 
 
 def test_plans_may_predict_rows_that_go_to_a_node_once() -> None:
-    """Of four nodes, a token's two experts are on 2 of 4 · 3/4 = 1.5 others on average, and on 1.31 different ones."""
+    """A token has two experts, on four nodes: it leaves its node 2 · 3/4 = 1.5 times by expert, and 1.31 times by node."""
     cluster = preset("4x2xH100-80GB")
     routed = Simulator(str(Path(__file__).parent / "models" / "routed.py"), cluster, calibration(cluster))
     options = {"batch": 8, "experts": 8, "chosen": 2, "width": 1024, "seq": 4096}

@@ -180,11 +180,8 @@ class Exchanges:
     def _shared(self) -> list[tuple[Parameter, tuple[int, ...]]]:
         """The trained weights of several stages, each with the pipeline coordinates of these."""
         owners = self.program.owners()
-        return [
-            (item, tuple(sorted(map(self.program.place, stages))))
-            for item in self.program.parameters
-            if item.trainable and len(stages := owners.get(item.name, ())) > 1
-        ]
+        found = ((item, _sharers(self.program, item, owners)) for item in self.program.parameters)
+        return [(item, places) for item, places in found if places]
 
     def returned(self, place: int) -> Mapping[str, Chains]:
         """The sums of the loss, or of the results made at a place, over the axes where they are partial."""
@@ -272,10 +269,9 @@ class GradientSums:
 
     def sharers(self, parameter: Parameter) -> tuple[int, ...]:
         """The pipeline coordinates that sum the gradient of a shared weight; none for other weights."""
-        owners = self.owners[parameter.name]
-        if not parameter.trainable or self.stage not in owners or len(owners) == 1:
+        if self.stage not in self.owners[parameter.name]:
             return ()
-        return tuple(sorted(map(self.program.place, owners)))
+        return _sharers(self.program, parameter, self.owners)
 
     def shared(self) -> dict[tuple[int, ...], list[Parameter]]:
         """The weights that each set of pipeline coordinates shares."""
@@ -306,6 +302,12 @@ def _codes(axes: tuple[str, ...], ways: int, size: int, compress: str) -> Collec
 def graph_of(region: Region, kind: GraphKind) -> Graph | None:
     """The graph of a run of this kind; B is the whole backward pass, or its first half."""
     return {"F": region.forward, "B": region.backward, "I": region.backward, "W": region.weight}[kind]
+
+
+def _sharers(program: Program, parameter: Parameter, owners: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The pipeline coordinates of the stages that own a trained weight, if there are several; else none."""
+    stages = owners.get(parameter.name, ())
+    return tuple(sorted(map(program.place, stages))) if parameter.trainable and len(stages) > 1 else ()
 
 
 def _reads(region: Region, graph: Graph | None) -> bool:

@@ -89,7 +89,7 @@ class ParallelPlan:
     optimizer: _Text | None = None
     tp_overlap: bool = False  # of predictions alone: collectives of tp run in pieces beside pieces of products
     dp_overlap: bool = True  # of predictions alone: gradients are summed, and parameters gathered, beside computation
-    ep_by_node: bool = False  # of predictions alone: rows go to a node once, and inside it to each of their experts
+    ep_by_node: bool = False  # of predictions alone: a token's row goes to a node once, and from there to its experts
     gradients: Literal["fp32", "bf16"] = "fp32"  # of predictions alone: the type in which they are held and summed
     weights: Literal["fp32", "bf16"] = "fp32"  # of predictions alone: the type of weights and of the optimizer's states
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)

@@ -124,7 +124,7 @@ class Simulator:
         With `everywhere`, regions are those of `differentiated`, which more plans share. A plan in fp8 is its program
         in bf16, with linear products at the device's rate for fp8. With `tp_overlap`, collectives of tp run in pieces
         beside the products next to them; without `dp_overlap`, gathers and sums of parameters run beside nothing.
-        With `ep_by_node`, rows go to a node once for all of their experts there.
+        With `ep_by_node`, a token's row goes once to a node with some of its experts.
         Gradients may be held and summed in bf16, and weights and the optimizer's states held in bf16.
         """
         device, rates = self.cluster.device, self.rates

@@ -7,7 +7,7 @@ With n members, b bytes of each rank's operand, bandwidth B and latency a of a s
     switches   all-reduce 2 a + b/eB, where switches compute sums with an efficiency e
     two levels inside domains, then between their members of equal rank; each level by its best algorithm
     pairwise   all-to-all: the part for the own domain, beside the part for others
-    by domain  rows of experts: to each domain with experts of a token once, and inside it to each of these
+    by domain  rows of experts: each token's row goes once to a domain with some of its experts, then on to each of them
 
 Between CPUs the emitted programs send everything directly: each member of an all-gather sends its operand to all
 others, as in an all-to-all. Sums of more than DIRECT bytes are gloo's ring.
@@ -48,8 +48,9 @@ class Network:
         return self.cluster.between.bandwidth * self.constants.between
 
     def collective(self, op: str, span: GroupSpan, size: int, choices: int = 1) -> float:
-        """Seconds of a collective on `size` bytes of each rank; rows that go to a domain once for each token have so
-        many `choices`.
+        """Seconds of a collective on `size` bytes of each rank.
+
+        With more than one of them, `choices` is the number of experts of each token, whose row goes to a domain once.
         """
         n = span.members
         if n <= 1:

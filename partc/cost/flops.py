@@ -15,8 +15,10 @@ _OWN = frozenset({"own_gradient", "incoming_gradient"})  # of functions with a b
 
 @dataclass(frozen=True, slots=True)
 class ProductWork:
-    """Flops of matrix products and convolutions, and of fused attention forward and backward; with what takes time
-    beside them: the elements of results of matrix products, and the scores whose exponentials attention computes.
+    """Flops of matrix products and convolutions (`products`), and of fused attention forward and `backward`.
+
+    `results` counts the elements that matrix products write, and `scores` the exponentials of attention: both take time
+    besides the flops.
     """
 
     products: int = 0

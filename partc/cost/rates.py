@@ -58,7 +58,7 @@ class Rates(Protocol):
     ) -> float:
         """A collective on `size` bytes of each rank, over axes, or over coordinates on the pipeline axis.
 
-        Rows of experts are those of tokens with so many `choices` each.
+        `choices` is the number of experts of each token, where rows go to experts.
         """
 
     def links(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> tuple[str, ...]:
@@ -146,8 +146,8 @@ SAVED_IN_EIGHT_BITS = frozenset(name for name, casts in _EIGHT_BITS.items() if n
 class ClusterRates:
     """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8; with
     `pieces`, of programs that run collectives in pieces beside products; with `waits`, of programs that run gathers and
-    sums of parameters beside nothing; with `by_node`, of programs that send rows to a node once for all of their
-    experts there. An element of a gradient has at most `gradient` bytes, one of a parameter or of a state of the
+    sums of parameters beside nothing; with `by_node`, of programs that send each token's row only once to a node of
+    its experts. An element of a gradient has at most `gradient` bytes, one of a parameter or of a state of the
     optimizer at most `weight`.
 
     With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at

@@ -223,7 +223,7 @@ class SelectedRows:
     def written(self, func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Any:
         """x[:, i] = value as x.movedim(1, 0)[i.reshape(1)] = value; rows of x[mask] = rows in the order of the mask.
 
-        x[mask] = row writes the row, selected from as many as x has.
+        x[mask] = row repeats the row for all rows of x, and selects those at the mask.
         """
         items = index if isinstance(index, tuple) else (index,)
         masked = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() and isinstance(value, Tensor)

@@ -18,6 +18,7 @@ from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, Mesh
 from partc.runtime.place import stacked_names
 
 Derived = TypeVar("Derived")
+K = TypeVar("K")
 DType = Literal["f64", "f32", "bf16", "f16", "i64", "i32", "i16", "i8", "u8", "bool"]
 ITEMSIZE: Mapping[str, int] = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
@@ -727,10 +728,7 @@ class Program:
 
     @cached_property
     def _calls_of(self) -> Mapping[int, tuple[Call, ...]]:
-        found: dict[int, list[Call]] = {}
-        for call in self.calls:
-            found.setdefault(call.stage, []).append(call)
-        return {stage: tuple(calls) for stage, calls in found.items()}
+        return self._calls_by(lambda call: call.stage)
 
     def call(self, stage: int, name: str) -> Call:
         return self._calls[stage, name]
@@ -745,10 +743,13 @@ class Program:
 
     @cached_property
     def _calls_to(self) -> Mapping[str, tuple[Call, ...]]:
-        found: dict[str, list[Call]] = {}
+        return self._calls_by(lambda call: call.region)
+
+    def _calls_by(self, key: Callable[[Call], K]) -> Mapping[K, tuple[Call, ...]]:
+        found: dict[K, list[Call]] = {}
         for call in self.calls:
-            found.setdefault(call.region, []).append(call)
-        return {region: tuple(calls) for region, calls in found.items()}
+            found.setdefault(key(call), []).append(call)
+        return {each: tuple(calls) for each, calls in found.items()}
 
     def maker(self, value: str) -> Call:
         """The first call that makes a program value."""

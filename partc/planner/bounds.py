@@ -135,7 +135,7 @@ class Bounds:
 
     def computed(self, *, again: bool = False, in_chunks: bool = False) -> float:
         """The least seconds of one rank that computes all products of a step, or also those that full recomputation
-        computes again. Of tiles nothing is said where losses are computed in chunks.
+        computes again. The time that tiles take to fill is left out if losses are computed `in_chunks`.
         """
         key = again, in_chunks
         if key not in self._computed:

@@ -51,8 +51,9 @@ class RegionBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCost:
-    """The seconds of a graph, and of these those in which collectives are under way, or that the host may take: further
-    collectives make no graph slower in them.
+    """The seconds of a graph, and `moving`: the part of them that further collectives do not make longer.
+
+    It has the seconds in which collectives are under way already, or all seconds if the device waits for the host.
     """
 
     seconds: float = 0.0

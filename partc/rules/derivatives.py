@@ -1,4 +1,4 @@
-"""Derivatives of operations as operations that can be differentiated again."""
+"""Backward operations, decomposed into operations that have derivatives themselves."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Saver:
         return self._begun is not None and done - self._begun > slack
 
     def complete(self, barrier: Callable[[], None]) -> None:
-        """Wait on all ranks until the last checkpoint is complete; `barrier` waits for all of them."""
+        """Wait until all ranks have completed the last checkpoint; `barrier` is a barrier of all ranks."""
         self.wait()
         barrier()  # the one that wrote last has completed it before it came
         self._begun = None

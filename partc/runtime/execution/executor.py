@@ -272,8 +272,8 @@ def run_step(
     `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
     same in pieces. Parameters are gathered if this is the `first` batch after an update; gradients are summed over
     ranks if it is the `last` one before the next.
-    `acks` has the implicit acknowledgements of other ranks (see `acknowledged_by`): each received value releases the
-    buffers of the gradients that it confirms.
+    `acks` are the implicit acknowledgements of other ranks (see `acknowledged_by`). A received value confirms that its
+    sender has used some gradients, whose buffers are then released.
     The communicator's clock is told each action before it starts.
     """
     entering = comm.clock.entering

@@ -31,7 +31,7 @@ from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import FLOATING, Call, Choice, Op, Program, Region, TensorType, Value
-from partc.rules import Factor, OpRule, placements
+from partc.rules import PARTIAL, Factor, OpRule, placements
 from partc.rules.tried import rule_of
 from partc.sharding.choices import batch_axes
 
@@ -292,10 +292,12 @@ class _Walk:
         step = any(name in self.summed for name in call.results) and call.name in self.pure
         step = step and not self.program.separate_batches
         ops = []
+        complete = self._complete(region, types, dict(placed), call, arguments)
         for op in region.forward.ops:
             rule = rule_of(op, types)
-            self._check_bags(op, [placed[name] for name in op.refs()])
-            choices, whole = self._choices(op, rule, [placed[name] for name in op.refs()], arguments)
+            read = [Varying() if name in complete else placed[name] for name in op.refs()]
+            self._check_bags(op, read)
+            choices, whole = self._choices(op, rule, read, arguments)
             if not step:
                 self.inside.update(((call.region, name), None) for name in whole if name not in arguments)
             op = replace(op, choices=choices)
@@ -311,6 +313,43 @@ class _Walk:
         phase = "step" if step else region.phase
         variant = replace(region, params=tuple(map(typed, region.params)), forward=forward, phase=phase)
         return variant, tuple(placed[name] for name in region.forward.outputs)
+
+    def _complete(
+        self,
+        region: Region,
+        types: Mapping[str, TensorType],
+        placed: dict[str, Placement],
+        call: Call,
+        arguments: Mapping[str, str],
+    ) -> frozenset[str]:
+        """The sums over the batch that some reader needs complete: every reader has them from one collective.
+
+        A difference of two equal sums would otherwise be rounding, where one of them is complete and the other is the
+        sum of the ranks' differences. A product with a number, or a view, of a sum is complete if the sum is.
+        """
+        if self.program.sizes[TIME_AXIS] > 1:
+            return frozenset()  # sums over microbatches are complete at the end of a step
+        updated = (x for x, name in zip(region.forward.outputs, call.results, strict=True) if name in self.updates)
+        needed: set[str] = set()
+        made: dict[str, str] = {}  # by a linear operation: its only partial operand, if it is no larger
+        elements = {name: math.prod(type.shape) for name, type in types.items()}
+        for op in region.forward.ops:
+            rule, names = rule_of(op, types), [*op.refs()]
+            given = [placed[name] for name in names]
+            unread = rule.unread if rule is not None else ()
+            partial = {x for i, x in enumerate(names) if isinstance(given[i], Partial) and i not in unread}
+            choices, _ = self._choices(op, rule, given, arguments)
+            if not (choices[0].factor or "").startswith(PARTIAL):
+                needed |= partial
+            elif len(partial) == 1 and elements[only := partial.pop()] <= elements[op.results[0].name]:
+                made.update((value.name, only) for value in op.results)
+            results = self._results(replace(op, choices=choices), rule)
+            placed.update((value.name, placement) for value, placement in zip(op.results, results, strict=True))
+        needed.update(name for name in updated if isinstance(placed[name], Partial))
+        for name in [*needed]:
+            while name in made:
+                needed.add(name := made[name])
+        return frozenset(needed)
 
     def _choices(
         self, op: Op, rule: OpRule | None, given: list[Placement], arguments: Mapping[str, str]
@@ -334,7 +373,7 @@ class _Walk:
         if not cut and partial and rule is not None:
             group = next((i for i, members in enumerate(rule.linear) if set(partial) <= set(members)), None)
             if group is not None:
-                return tuple(Choice(axis=axis, factor=f"partial{group}") for axis in self.axes), ()
+                return tuple(Choice(axis=axis, factor=f"{PARTIAL}{group}") for axis in self.axes), ()
         for index in (*(index for index, _ in cut), *partial):
             if names[index] in arguments:
                 self.demanded.add(arguments[names[index]])

@@ -104,6 +104,27 @@ def test_statistics_of_inputs_are_those_of_the_whole_batch(tmp_path: Path) -> No
     assert result.ok, result.worst
 
 
+class Best(nn.Module):
+    """A penalty on the distance of a loss from its lowest value so far: exactly zero where this step's is the lowest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 1)
+        self.register_buffer("best", torch.tensor(torch.inf))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        mean = (self.up(x) - target).square().mean()
+        self.best.copy_(torch.minimum(self.best, 0.5 * mean.detach()))
+        return mean + (mean - 2 * self.best).abs()
+
+
+def test_a_sum_that_exists_whole_is_read_whole() -> None:
+    package = partc.compile(Best, _batch(), mesh="dp=3", precision="fp64")
+    assert sum(op.name == "all_reduce" for region in package.program.regions for op in region.forward.ops) == 1
+    result = package.verify(steps=3)
+    assert result.ok, result.worst
+
+
 class Edges(nn.Module):
     """Sums over the edges of graphs, whose ends number the nodes of the whole batch, with a norm over all nodes."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +147,31 @@ def _drawing(module: ModuleType, seed: int, number: int) -> Any:
     return Sampling(seed, number)
 
 
+_WIDE = {torch.complex64: torch.complex128} | dict.fromkeys(
+    (torch.float32, torch.bfloat16, torch.float16), torch.float64
+)
+
+
+class _Widened(TorchFunctionMode):
+    """The model's own casts to narrower types stay in fp64, as `--precision fp64` says."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
+            func = Tensor.double
+        named = {name: _WIDE.get(x, x) if isinstance(x, torch.dtype) else x for name, x in (kwargs or {}).items()}
+        return func(*(_WIDE.get(x, x) if isinstance(x, torch.dtype) else x for x in args), **named)
+
+
 @contextmanager
 def doubles() -> Iterator[None]:
-    """While fp64 is torch's default, as the model makes tensors of its own in it."""
+    """While fp64 is torch's default, as the model makes tensors of its own in it, and casts stay in it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        yield
+        with _Widened():
+            yield
     finally:
         torch.set_default_dtype(before)
 

@@ -85,7 +85,7 @@ def files(
     """The same one by one.
 
     `report` holds sentences for the README about this plan. `modules` are the program's, if they are made already;
-    `memory` is the account of the ranks' memory. `constants` are the entries of the batch that are no tensors,
+    `memory` is the account of the ranks' memory. `constants` are the entries of the batch that are not tensors,
     `limits` the numbers of values of integer entries. `planned` is the prediction for a plan that partc has chosen.
     """
     modules = emit(program) if modules is None else modules

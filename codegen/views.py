@@ -33,7 +33,7 @@ def without_idle_views(graph: Graph, sizes: Sizes) -> Graph:
 def _operand(op: Op) -> str:
     first = op.args[0]
     if not isinstance(first, Ref):
-        raise InternalError(f"{op.name} of {first!r}, which is no value")
+        raise InternalError(f"{op.name} of {first!r}, which is not a value")
     return first.name
 
 

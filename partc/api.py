@@ -61,7 +61,7 @@ class Package:
     flops: int = 0  # of a batch, forward and backward, without recomputation
     coverage: Coverage = field(default_factory=lambda: Coverage(ops=1.0, flops=1.0))
     evaluation: Program | None = None
-    constants: Mapping[str, str] = field(default_factory=dict)  # entries of the batch that are no tensors
+    constants: Mapping[str, str] = field(default_factory=dict)  # entries of the batch that are not tensors
     limits: Mapping[str, int] = field(default_factory=dict)  # numbers of values of integer entries that index tables
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
     warnings: tuple[str, ...] = ()

@@ -102,7 +102,7 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "--expert-capacity F bounds the rows that an expert takes: of a sequence with R rows (tokens times choices) "
         "and E experts it takes the first F·R/E, rounded up, in the order of tokens and of their choices. The results "
         "of its later rows are zero. F@microbatch counts by microbatch, over all ranks that hold it, and needs "
-        "--microbatches 1, or a model whose loss is that of each microbatch. A rank is no scope: its rows depend on "
+        "--microbatches 1, or a model whose loss is that of each microbatch. A rank is not a scope: its rows depend on "
         "the mesh. Models without chosen experts are refused, as those that send every token through every expert. "
         "partc verify compares with the model, which drops no rows, and refuses such a package.",
     ),
@@ -587,7 +587,7 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0543": CodeExplanation(
         "a batch of another form than the compiled one",
-        "Every batch of data has the entries of batch(), with their shapes. Entries that are no tensors were compiled "
+        "Every batch of data has the entries of batch(), with their shapes. Entries that are not tensors were compiled "
         "in as constants, so that each batch must have the same. A DataLoader makes batches of one size with "
         "`drop_last=True`. It gives whole batches: every rank takes its own part of them.",
     ),

@@ -21,8 +21,8 @@
     matmul_…           = expert_matmul(…counted, experts, …up)        # f32[64, 12]
 
 The load is the gradient of the bias: like all gradients it is summed over ranks and microbatches once a step, and
-recomputation does not repeat it. `runtime/optimizer/balance.py` is its update. A router's bias is no trained parameter,
-has one number for each expert, and is added to the scores by which experts are chosen.
+recomputation does not repeat it. `runtime/optimizer/balance.py` is its update. A router's bias is not trained, has one
+number for each expert, and is added to the scores by which experts are chosen.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@
 The number 8 is that of no expert: such rows are not computed, and do not travel.
 
 An expert takes its first rows of each scope, in the order of tokens and of their choices. The scope is a sequence or a
-microbatch, which no mesh changes: where ranks hold parts of it, they gather the choices. A rank is no scope, as the
+microbatch, which no mesh changes: where ranks hold parts of it, they gather the choices. A rank is not a scope, as the
 rows that it drops would depend on the mesh.
 """
 

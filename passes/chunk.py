@@ -139,7 +139,7 @@ class _Losses:
         if maker is None and any(value.name == name for value in self.given.forward.inputs):
             return self._refuse("its logits come from another region, or stage", pieces[0])
         if maker is None:
-            return self._refuse("its logits are no product of a linear layer", pieces[0])
+            return self._refuse("its logits are not the product of a linear layer", pieces[0])
         inside = {id(op) for op in (*path, *pieces)}
         for op in (maker, *path):
             others = [other for other in self.readers.get(op.result.name, ()) if id(other) not in inside]

@@ -18,7 +18,7 @@
 
 A token has one row for each expert, side by side, so that the batch cuts rows as it cuts tokens; `experts` counts the
 experts of each token. Elementwise operations between two products stay on rows. Batched products of other operands than
-copies of tokens, such as those by head, are no mixtures. In an einsum the weights' first letter is that of the experts.
+copies of tokens, such as those by head, are not mixtures. The first letter of the weights in an einsum is the experts'.
 A sum of experts' results, each times its own part of an activation (a dense mask), becomes einsums first. So do stacks
 of experts' results, which are weighted or chosen by token.
 

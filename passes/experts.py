@@ -297,7 +297,7 @@ class _Experts:
             joined = maker is not None and self.ops[maker].name == "cat"
             raise self._refused(
                 self.ops[reader],
-                f"its matrices {name} are no parameter with a dimension for experts",
+                f"its matrices {name} are not a parameter with a dimension for experts",
                 "experts in modules need equal types, all trained or none, and names that count from 0"
                 if joined
                 else "experts are those of a parameter, or of reshapes, permutations and elementwise operations on it",

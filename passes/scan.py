@@ -178,7 +178,7 @@ class _Loops:
         return cost.index(min(cost))
 
     def _read(self, loop: _Loop) -> _Loop | None:
-        """The loop with the meaning of every operand; None if it is no scan."""
+        """The loop with the meaning of every operand; None if it is not a scan."""
         places = self._places(loop)
         steps = [self.ops[loop.start + i * loop.period : loop.start + (i + 1) * loop.period] for i in range(loop.count)]
         for number in range(loop.period):

@@ -50,7 +50,7 @@ def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) ->
 
 
 def explain(program: Program, name: str) -> str:
-    """The parts of a parameter, of the program after this pass; empty if ZeRO cuts none or `name` is no parameter."""
+    """The parts of a parameter after this pass; empty if ZeRO cuts none or `name` is not a parameter."""
     cut = next((item for item in program.parameters if item.gather), None)
     item = next((item for item in program.parameters if item.name == name), None)
     if cut is None or item is None:

@@ -69,7 +69,7 @@ def test_a_batch_rebuilt_from_its_entries_is_the_same_and_shares_no_container() 
     [
         ({"x": {1, 2}}, "'x', which is of set"),
         ({"a": {"b": torch.ones(1)}, "a.b": 3}, "two entries of the path 'a.b'"),
-        ({3: torch.ones(1)}, "key 3, which is no text"),
+        ({3: torch.ones(1)}, "key 3, which is not a string"),
         ({"x": [1.0, 2.0]}, "no tensor"),
         (torch.ones(2), "is a tensor"),
     ],

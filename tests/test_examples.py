@@ -183,7 +183,7 @@ def test_ranks_read_their_own_rows(tmp_path: Path) -> None:
     [
         ("data = Table({'y': [0] * ROWS, 'x': columns()['x']})", "P0543", "none 'label'"),
         ("data = Table({**columns(), 'x': [[0.0]] * ROWS})", "P0543", "shape [4, 1]"),
-        ("data = Table({**columns(), 'x': [[0.0], [0.0, 1.0]] * (ROWS // 2)})", "P0543", "is no tensor"),
+        ("data = Table({**columns(), 'x': [[0.0], [0.0, 1.0]] * (ROWS // 2)})", "P0543", "is not a tensor"),
         ("ROWS = 7\ndata = Table(columns())", "P0544", "7 rows"),
     ],
 )

@@ -244,7 +244,7 @@ def test_experts_that_are_unlike_stay_apart(model: Any) -> None:
     package = partc.compile(model, batch, mesh="dp=2", precision="fp64")
     assert not any(item.stacked for item in package.program.parameters)
     assert package.verify(steps=2).ok
-    with pytest.raises(PartcError, match="no parameter with a dimension for experts") as caught:
+    with pytest.raises(PartcError, match="not a parameter with a dimension for experts") as caught:
         partc.compile(model, batch, mesh="ep=2", precision="fp64")
     assert caught.value.code == "P0107" and "count from 0" in caught.value.help
 
@@ -441,9 +441,9 @@ def test_experts_drop_rows_beyond_their_capacity(
 @pytest.mark.parametrize(
     ("given", "how", "cause"),
     [
-        ("1.25@rank", {}, "rank is no scope that every mesh has"),
-        ("0", {}, "no positive number"),
-        ("much", {}, "no positive number"),
+        ("1.25@rank", {}, "rank is not a scope that every mesh has"),
+        ("0", {}, "not a positive number"),
+        ("much", {}, "not a positive number"),
         ("1@microbatch", {"microbatches": 2}, "parts of one batch"),
         ("1", {"model": "stack.py"}, "has no rows to bound"),
     ],
@@ -506,7 +506,7 @@ def flipping() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "cause"), [(summing, "reads up as well"), (flipping, "no parameter with a dimension")]
+    ("model", "cause"), [(summing, "reads up as well"), (flipping, "not a parameter with a dimension")]
 )
 def test_experts_that_cannot_be_cut_are_refused(model: Any, cause: str) -> None:
     with pytest.raises(PartcError, match=cause) as caught:

@@ -143,7 +143,7 @@ def test_a_large_models_files(folder: Path, tmp_path: Path) -> None:
         assert torch.equal(found.whole("embed.weight"), tensors["embed.weight"])
     shutil.copy(folder / "out", tmp_path / "model.safetensors")
     (tmp_path / INDEX).write_text("{}")
-    with pytest.raises(UsageError, match="no index"):
+    with pytest.raises(UsageError, match="not an index"):
         fitting(tmp_path, plan(folder), state)
 
 

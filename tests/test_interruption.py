@@ -1,4 +1,4 @@
-"""Asked to stop, all ranks stop at one step and save; a loss that is no number stops them with words."""
+"""Asked to stop, all ranks stop at one step and save; a loss that is not a number stops them with words."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def many(dtype: DType) -> dict[str, Tensor]:
 
 
 def exact(name: str, given: Arguments, dtype: DType, values: Mapping[str, Tensor]) -> Tensor:
-    """By PyTorch in fp64, rounded; what is no number or infinite, by PyTorch in the type itself."""
+    """By PyTorch in fp64, rounded; values that are NaN or infinite, by PyTorch in the type itself."""
     one = op(name, *given, makes=value("o", len(values["x"]), dtype=dtype))
     own, wide = (
         torch.nn.functional.logsigmoid(known["x"])

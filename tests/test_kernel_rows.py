@@ -157,7 +157,7 @@ def test_norms_without_weights(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 5, 37), (70, 16)])
 def test_sums_over_many_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """Fewer programs than tiles: each sums several, and what is no row's is read once."""
+    """Fewer programs than tiles: each sums several, and values that belong to no row are read once."""
     monkeypatch.setattr(rows, "TILE", 64)
     monkeypatch.setattr(rows, "PROGRAMS", 3)
     for number, name in enumerate(("rms_norm_backward", "layer_norm_backward")):

@@ -101,7 +101,7 @@ def test_ranges_join_where_they_touch() -> None:
         ((8,), {"tp": Shard(0)}, None),
         ((12,), {"dp": Shard(0, 5)}, None),
         ((12,), {"dp": Shard(0), "tp": Shard(0, 3)}, None),  # 3 rows don't divide over dp
-        ((36,), {"dp": Shard(0, 4), "tp": Shard(0, 6)}, None),  # 6 is no multiple of 4
+        ((36,), {"dp": Shard(0, 4), "tp": Shard(0, 6)}, None),  # 6 is not a multiple of 4
     ],
 )
 def test_build(shape: tuple[int, ...], placements: dict[str, Placement], expected: str | None) -> None:

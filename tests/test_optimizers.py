@@ -277,7 +277,7 @@ def test_another_optimizer_does_not_continue(packages: Path, tmp_path: Path) -> 
         ("lbfgs", "evaluates the loss several times"),
         ("adamw8bit", "8 bits"),
         ("lamb", "is unknown"),
-        ("adam:amsgrad=yes", "amsgrad=yes is no value"),
+        ("adam:amsgrad=yes", "amsgrad=yes is not a value"),
         ("sgd:nesterov=true", "Nesterov momentum requires a momentum"),
         ("adamw:lr=1", "has no option 'lr'"),
     ],

@@ -172,5 +172,5 @@ def test_a_replaced_file_keeps_its_link_and_its_permissions(tmp_path: Path) -> N
     with pytest.raises(OSError, match="symbolic links"):
         write_whole(tmp_path / "loop", "new")
     for other in (tmp_path, Path(os.devnull)):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             write_whole(other, "new")

@@ -172,7 +172,7 @@ def test_files_of_kernels_configurations(tmp_path: Path, data: bytes) -> None:
         with pytest.raises(UsageError, match="P0532"):
             given(path)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         given(tmp_path / "pipe")
 
 

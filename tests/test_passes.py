@@ -71,7 +71,7 @@ def test_the_list_is_complete_and_in_order() -> None:
     texts = [path.read_text() for path in Path(folder).rglob("*.py")]
     modules = {".".join(path.parts).removesuffix(".__init__") for path in found} - {"__init__"}
     assert set(passes.NAMES) <= modules
-    for module in modules - set(passes.NAMES):  # what is no pass of its own belongs to one
+    for module in modules - set(passes.NAMES):  # a module that is not a pass belongs to one
         above, _, name = f"partc.passes.{module}".rpartition(".")
         spelling = re.compile(rf"from {above}(\.{name} import| import .*\b{name}\b)")
         assert any(spelling.search(text) for text in texts), module

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -169,6 +170,20 @@ def test_decisions_that_do_not_exist_are_refused(text: str) -> None:
     with pytest.raises(PartcError) as caught:
         fixed(text)
     assert caught.value.code == "P0811"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("tp", "'tp' is not NAME=VALUE"),
+        ("foo=3", "names 'foo', which is not a decision"),
+        ("tp=2,tp=4", "'tp=4' fixes tp a second time"),
+        ("tp=2|x", "has 'x', which is not a value of tp"),
+    ],
+)
+def test_refusals_of_decisions_name_the_fault(text: str, fault: str) -> None:
+    with pytest.raises(PartcError, match=re.escape(fault)):
+        fixed(text)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

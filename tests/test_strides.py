@@ -90,7 +90,7 @@ CASES = [
 
 
 def laid(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensor in other memory, and tensors that repeat theirs; what lies between elements is no number."""
+    """The tensor in other memory, and tensors that repeat theirs; the memory between elements holds NaN."""
     between = math.nan if x.is_floating_point() else 0
     dims = range(x.dim())
     if x.dim() > 1:

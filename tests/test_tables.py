@@ -114,8 +114,8 @@ def test_an_exchange_among_nodes_saves_more_bytes_before_a_table_is_cut(monkeypa
 @pytest.mark.parametrize(
     ("pin", "why"),
     [
-        ("head.weight=[_, @dp]", "is no table"),  # a product reads it
-        ("words.weight=[_, @dp]", "is no table"),  # four columns are no multiple of eight
+        ("head.weight=[_, @dp]", "is not a table"),  # a product reads it
+        ("words.weight=[_, @dp]", "is not a table"),  # four columns are not a multiple of eight
     ],
 )
 def test_pins_over_dp_are_for_tables_that_can_be_cut_so(pin: str, why: str) -> None:

@@ -161,7 +161,7 @@ def test_pins_place_tables_and_explanations_tell_the_rank() -> None:
     [
         ("tables.0.weight=whole 2", ROWWISE, r"P0302.*cannot be whole there: 2 ranks share it"),
         ("tables.0.weight=whole", [], r"P0302.*sparse gradient"),
-        ("top.0.weight=whole", ROWWISE, r"P0302.*no table that one lookup reads"),
+        ("top.0.weight=whole", ROWWISE, r"P0302.*one lookup that reads it"),
         ("tables.0.weight=whole -1", ROWWISE, r"P0301"),
     ],
 )

@@ -261,6 +261,7 @@ def test_wrong_packages(wrong: str, package: Path, folder: Path, capsys: pytest.
         (["verify", "foreign"], "P0503"),
         (["inspect", "foreign"], "P0503"),
         (["inspect", "nothing.py", "--mesh", "2"], "P0201"),
+        (["inspect", "nothing"], "P0201"),
         (["inspect", "net.py"], "P0603"),
         (["inspect", "build", "--mesh", "4"], "P0603"),
         (["inspect", "build", "-D", "width=3"], "P0603"),
@@ -303,7 +304,7 @@ def test_paths_that_no_file_can_have(path: str, folder: Path, capsys: pytest.Cap
     ):
         refused(line, "P0001", folder, capsys)
     for command in ("memory", "inspect"):  # MODEL|DIR
-        refused([command, path], "P0603", folder, capsys)
+        refused([command, path], "P0201", folder, capsys)
 
 
 def test_every_path_of_the_command_line_is_checked() -> None:

@@ -147,7 +147,7 @@ def through(op: Op, index: Index, operand: Sequence[int], shape: Sequence[int], 
             at = _number((*op.args, 0)[2], 0) % len(operand)
             sizes = _integers(op.args[1])
             return _moved(index, at, index[at] + sum(sizes[:result]))
-    raise InternalError(f"{op.name} is no view")
+    raise InternalError(f"{op.name} is not a view")
 
 
 def _reshaped(index: Index, operand: Sequence[int], shape: Sequence[int], ranges: Ranges) -> Index:

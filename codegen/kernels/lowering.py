@@ -223,7 +223,7 @@ class Lowering:
         return Found(target, source.dtype, over=source.over - along)
 
     def _looked_up(self, table: Arg, labels: Found | None) -> Found:
-        """A label's entry in a table; labels that are no class read the first entry."""
+        """A label's entry in a table; a label outside the classes reads the first entry."""
         assert isinstance(table, Ref) and labels is not None
         (size,) = self.shape(table.name)
         text = f"tl.where(({labels.text} >= 0) & ({labels.text} < {size}), {labels.text}, 0)"

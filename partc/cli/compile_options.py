@@ -74,7 +74,15 @@ def commanded(context: click.Context, names: Iterable[str]) -> Iterator[str]:
 
 
 def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
-    """The model file, compile options and model options to compile: those given, or those of a package."""
+    """The model file, compile options and model options to compile: those given, or those of a package.
+
+    Raises PartcError P0201 if there is no such file or folder, and P0603 if the mesh does not go with it.
+    """
+    from partc.frontend.example_files import hint
+    from partc.frontend.huggingface import PREFIX
+
+    if not name.startswith(PREFIX) and not os.path.exists(name):
+        raise PartcError("P0201", f"there is no package and no model file {name}", help=hint(Path(name)))
     if os.path.isdir(name):
         if given["mesh"] is not None or given["definitions"]:
             raise PartcError(

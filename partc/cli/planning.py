@@ -229,4 +229,4 @@ def _check_targets(output: Path | None, page: Path | None) -> None:
         try:
             read(output)
         except PartcError:
-            raise PartcError("P0601", f"{output} exists, and is no plan", help="name another with -o") from None
+            raise PartcError("P0601", f"{output} exists and is not a plan", help="name another with -o") from None

@@ -37,7 +37,7 @@ from partc.errors import PartcError
 from partc.ir.program import DType
 from partc.runtime.documents import Malformed, Natural, Positive, at_least, at_most, contents, decoded, more_than
 
-# Beyond these, durations are no finite numbers, or sums of them are.
+# Beyond these, durations are not finite numbers, or sums of them are.
 _Rate = Annotated[float, at_least(1.0), at_most(1e24)]  # a second
 _Gigabytes = Annotated[float, at_least(1e-6), at_most(1e12)]  # a second
 _Seconds = Annotated[float, at_least(0), at_most(3600)]
@@ -177,7 +177,7 @@ def _check(topology: Topology, table: _ClusterTable) -> None:
     elif topology.dims:
         raise Malformed(f"gives network.dims, which a {topology.kind} does not have")
     if topology.kind == "hypercube" and table.nodes & (table.nodes - 1):
-        raise Malformed(f"has a hypercube of {table.nodes} nodes, which is no power of 2")
+        raise Malformed(f"has a hypercube of {table.nodes} nodes, which is not a power of 2")
     if topology.kind not in ("fat-tree", "dragonfly") and (topology.leaf or topology.oversubscription != 1):
         raise Malformed(f"gives network.leaf or network.oversubscription, which a {topology.kind} does not have")
     if topology.leaf and (topology.leaf > table.nodes or table.nodes % topology.leaf):

@@ -318,7 +318,7 @@ def _zero(text: str, mesh: Mesh) -> tuple[Mesh, int, tuple[str, ...]]:
         if name not in whole:
             raise PartcError(
                 "P0413",
-                f"--zero {text} spreads over {name!r}, which is no axis of the batch or the sequence",
+                f"--zero {text} spreads over {name!r}, which is not an axis of the batch or the sequence",
                 help=f"the mesh {mesh} has {', '.join(whole) or 'none'}",
             )
     return mesh, int(level), given

@@ -34,7 +34,7 @@ REDUCED = ("bucket", "grad_reduce", "compress_grads")  # the form of gradients' 
 GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options that all plans of a search share
 
 FP8 = "fp8"  # a precision of predictions alone
-# Fields that are no options of a compile: the options of the model file, and those of predictions alone.
+# Fields that are not options of a compile: the options of the model file, and those of predictions alone.
 _PREDICTED = ("tp_overlap", "dp_overlap", "ep_by_node", "gradients", "weights")
 _NOT_COMPILED = ("options", *_PREDICTED)
 
@@ -61,7 +61,7 @@ def _is_short(value: str) -> str:
 
 def _is_option(value: dict[str, Scalar]) -> str:
     wrong = next((name for name in value if not name.isidentifier()), None)
-    return "" if wrong is None else f"whose entry {wrong[:40]!r} is no name of an option"
+    return "" if wrong is None else f"whose entry {wrong[:40]!r} is not a name of an option"
 
 
 _Text = Annotated[str, _is_short]

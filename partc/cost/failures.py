@@ -16,7 +16,7 @@ from partc.errors import PartcError
 from partc.runtime.documents import Malformed, at_least, decoded, more_than
 
 _HOUR = 3600.0
-_MOST = 700.0  # exp of more is no float
+_MOST = 700.0  # exp of more is not a float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ class GraphReader:
                 return
             raise PartcError(
                 "P0211",
-                f"forward uses a constant tensor of shape {type.shape} that is no buffer",
+                f"forward uses a constant tensor of shape {type.shape} that is not a buffer",
                 help="register it as a buffer of its module",
                 source=source_of(next(iter(node.users), node)),
             )
@@ -300,7 +300,7 @@ class GraphReader:
         if not isinstance(value, tuple | list):
             raise PartcError(
                 "P0206",
-                f"the model does not trace: {_name(node)} is no operation on tensors",
+                f"the model does not trace: {_name(node)} is not an operation on tensors",
                 help="torch.func's transforms and side effects cannot be traced: write the operations out",
             )
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}

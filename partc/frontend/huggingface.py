@@ -61,7 +61,7 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     path = Path(model.removeprefix(PREFIX))
     config = _read(path)
     named = config.get("architectures") or [_DEFAULTS.get(str(config.get("model_type")), "")]
-    _expect(path, isinstance(named, list) and isinstance(named[0], str), "architectures is no list of names")
+    _expect(path, isinstance(named, list) and isinstance(named[0], str), "architectures is not a list of names")
     architecture = named[0]
     task = next((task for suffix, task in _TASKS.items() if architecture.endswith(suffix)), None)
     if task is None:
@@ -73,21 +73,21 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
         )
     _require_transformers(architecture, config["model_type"], path)
     image, text_config = config.get("vision_config", config), config.get("text_config", config)
-    _expect(path, isinstance(image, dict), "vision_config is no object")
-    _expect(path, isinstance(text_config, dict), "text_config is no object")
+    _expect(path, isinstance(image, dict), "vision_config is not an object")
+    _expect(path, isinstance(text_config, dict), "text_config is not an object")
     size = image.get("image_size", 224)
     height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
-    _expect(path, _is_size(height) and _is_size(width), "image_size is no number, nor two")
-    _expect(path, isinstance(config.get("id2label") or {}, dict), "id2label is no object")
+    _expect(path, _is_size(height) and _is_size(width), "image_size is neither a number nor two")
+    _expect(path, isinstance(config.get("id2label") or {}, dict), "id2label is not an object")
     longest = text_config.get("max_position_embeddings") or text_config.get("n_positions") or _LONGEST.get(task, 2048)
-    _expect(path, _is_size(longest), "max_position_embeddings is no number of positions")
+    _expect(path, _is_size(longest), "max_position_embeddings is not a number of positions")
     sizes = {
         "vocab_size": 0 if task == "image" else text_config.get("vocab_size") or _default(text_config, "vocab_size"),
         "num_channels": image.get("num_channels", 3),
         "num_labels": len(config.get("id2label") or {}) or config.get("num_labels") or 2,
     }
     for name, found in sizes.items():
-        _expect(path, _is_size(found) or (task == "image" and found == 0), f"{name} is no number")
+        _expect(path, _is_size(found) or (task == "image" and found == 0), f"{name} is not a number")
     for kernel in _implementations(config):
         _expect(path, kernel is None or kernel in _OWN, f"attn_implementation is none of {', '.join(_OWN)}")
     return (
@@ -123,7 +123,7 @@ def _is_size(found: object) -> bool:
 
 def _expect(path: Path, holds: bool, otherwise: str) -> None:
     if not holds:
-        raise PartcError("P0231", f"{path} is no configuration: its {otherwise}", help="give a model's config.json")
+        raise PartcError("P0231", f"{path} is not a configuration: its {otherwise}", help="give a model's config.json")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ _RENAMED = "given_model"  # for a function's file whose own name a package has a
 class Origin:
     """A traced program, the text of its package's model.py with its options, and the files that model.py reads.
 
-    `constants` are the entries of the batch that are no tensors, as text.
+    `constants` are the entries of the batch that are not tensors, as text.
     """
 
     program: Program

@@ -96,7 +96,7 @@ def _rules(made: list[Any], model: nn.Module, rate: float, path: Path) -> dict[s
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     shape = list(parameter.shape)
-                    raise _refusal(f"optimizer() updates a tensor {shape} that is no parameter of the model", path)
+                    raise _refusal(f"optimizer() updates a tensor {shape} that is not a parameter of the model", path)
                 name = names[id(parameter)]
                 if name in found:
                     raise _refusal(f"two of the optimizers update {name}", path)

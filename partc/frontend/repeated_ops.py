@@ -55,7 +55,7 @@ class RepeatedOps:
         return self._copied(number, path, tensors, weights)
 
     def check_leaks(self) -> None:
-        """Raise UnequalError if a value inside a record is read outside it and is no output, where others repeat it."""
+        """Raise UnequalError if a value inside a repeated record is read outside it and is not an output."""
         repeated = {call.record for number, call in self._calls.items() if number != call.record}
         spans = sorted((span.start, number) for number, span in self._spans.items() if number in repeated)
         inside: dict[str, tuple[int, ...]] = {}
@@ -92,7 +92,7 @@ class RepeatedOps:
         inputs, empty = tensors[: call.inputs], tensors[call.inputs :]
         for name in reversed(empty):
             if self._ops.pop().results[0].name != name:
-                raise InternalError(f"{name} is no empty tensor of a repeated call")
+                raise InternalError(f"{name} is not an empty tensor of a repeated call")
         record = self._spans[call.record]
         names = self._names(call, record, inputs, weights)
         for op in record.ops:

@@ -203,7 +203,7 @@ class Selections:
         x, index = call.args
         index, masked = self._rows.with_constants(self._parts.with_places(x, index))
         made = self._rows.read(call.func, x, index)
-        # Unlike rows that a slice selects, those of a mask are no view.
+        # Unlike rows that a slice selects, those of a mask are not views.
         return (call.func(x, index) if made is NOT_SELECTED else made).clone() if masked else made
 
     def _written(self, call: _TorchCall) -> Any:

@@ -51,7 +51,7 @@ TRIES = 6  # traces, each without one more group or row of modules
 class Traced:
     """A traced model: its program, and the means by which a package builds the model again.
 
-    `constants` are the entries of the batch that are no tensors, as text.
+    `constants` are the entries of the batch that are not tensors, as text.
     """
 
     program: Program

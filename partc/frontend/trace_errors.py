@@ -65,7 +65,7 @@ KNOWN: tuple[Known, ...] = (
     ),
     Known(
         pattern=r"at least two devices, (?:meta and \S+|\S+ and meta)!",
-        cause="forward uses a tensor on the meta device that is no parameter and no buffer{1}",
+        cause="forward uses a tensor on the meta device that is neither a parameter nor a buffer{1}",
         help="models are built on the meta device, without values: give such a tensor a name with "
         "register_buffer(name, tensor, persistent=False)",
     ),

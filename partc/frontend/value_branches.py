@@ -437,7 +437,7 @@ class ValueWatch(TorchFunctionMode):
             )
 
     def _passed(self, frame: FrameType | None) -> bool | None:
-        """The outcome under which a guard neither raises nor warns; None if the tested value is no guard's."""
+        """The outcome under which a guard neither raises nor warns; None if the tested value belongs to no guard."""
         guard = _guard(frame, CALLS)
         if guard is None:
             return None

@@ -44,7 +44,7 @@ class Attention:
 
     @classmethod
     def of(cls, op: Op) -> Attention | None:
-        """The reading of an operation; None if it is no attention."""
+        """The reading of an operation; None if it does not compute attention."""
         signature = SIGNATURES.get(op.name)
         if signature is None:
             return None

@@ -31,13 +31,13 @@ class Capacity:
         if not 0 < found.factor < math.inf:
             raise PartcError(
                 "P0109",
-                f"--expert-capacity {text} is no positive number",
+                f"--expert-capacity {text} is not a positive number",
                 help="give one such as 1.25, or 1.25@sequence",
             )
         if found.scope not in SCOPES:
             raise PartcError(
                 "P0109",
-                f"--expert-capacity {text}: {found.scope} is no scope that every mesh has",
+                f"--expert-capacity {text}: {found.scope} is not a scope that every mesh has",
                 help=f"count rows by {' or by '.join(SCOPES)}: on other meshes a rank would drop other rows",
             )
         return found

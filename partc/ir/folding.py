@@ -108,7 +108,7 @@ def ranged(first: Item, last: Item) -> Iterator[Item]:
         return
     a, b = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(last)
     if a is None or b is None or a[1] != b[1]:
-        raise ValueError(f"{first!r} to {last!r} is no range of names")
+        raise ValueError(f"{first!r} to {last!r} is not a range of names")
     low, high = int(a[2]), int(b[2])
     yield from (f"{a[1]}{number}" for number in (range(low, high + 1) if low < high else range(low, high - 1, -1)))
 

@@ -236,7 +236,7 @@ class _TextReader:
         elif word in readers:
             readers[word](text)
         else:
-            raise _Malformed(f"{text!r} is no line of it")
+            raise _Malformed(f"{text!r} is not a line of it")
 
     def _program(self, text: str) -> None:
         match = _matched(
@@ -536,7 +536,7 @@ class _Call:
                         self._take()
                 self._expect(")")
                 return tuple(items)
-        raise _Malformed(f"{text!r} is no argument")
+        raise _Malformed(f"{text!r} is not an argument")
 
     def _peek(self) -> tuple[str, str]:
         if self._at >= len(self._tokens):
@@ -586,7 +586,7 @@ def _declared(text: str) -> Value:
 def _type(text: str) -> TensorType:
     match = _matched(r"(\w+)(\[.*)", text.strip())
     if match[1] not in get_args(DType):
-        raise _Malformed(f"{match[1]!r} is no dtype")
+        raise _Malformed(f"{match[1]!r} is not a dtype")
     dtype: Any = match[1]
     return TensorType(dtype=dtype, layout=Layout.parse(match[2]))
 

@@ -83,7 +83,7 @@ def scan_of(op: Op) -> Scan:
     names = [tuple(ref.name for ref in each if isinstance(ref, Ref)) for each in op.args if isinstance(each, tuple)]
     length, dims, reverse, step = (attrs.get(key) for key in ("length", "dims", "reverse", "step"))
     if op.name != SCAN or not isinstance(step, Graph) or not isinstance(dims, tuple) or not isinstance(length, int):
-        raise InternalError(f"{op.name} is no scan")
+        raise InternalError(f"{op.name} is not a scan")
     starts, sequences, constants = names
     return Scan(
         starts=starts,

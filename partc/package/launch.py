@@ -52,7 +52,7 @@ class RunResult:
 
 
 def read_plan(directory: Path) -> dict[str, Any]:
-    """The plan of a package. Raises PartcError P0503 if the folder is no package."""
+    """The plan of a package. Raises PartcError P0503 if the folder is not a package."""
     path = directory / "plan.json"
     if not is_file(path):
         raise PartcError(

@@ -27,12 +27,12 @@ def samples(text: str, program: Program) -> int:
             raise _wrong(f"--global-batch {text!r}: the batch has no tokens", "give the number of samples")
         if number % length:
             raise _wrong(
-                f"{number:,.0f} tokens are no whole number of sequences of {length:,}",
+                f"{number:,.0f} tokens are not a whole number of sequences of {length:,}",
                 f"give --global-batch {max(1, round(number / length))}, in samples",
             )
         number /= length
     if number < 1 or number != int(number):
-        raise _wrong(f"--global-batch {text!r} is no whole number of samples", "give 1 or more")
+        raise _wrong(f"--global-batch {text!r} is not a whole number of samples", "give 1 or more")
     return int(number)
 
 

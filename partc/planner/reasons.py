@@ -24,7 +24,9 @@ def reason(best: Played, other: Played, limit: int) -> str:
     if other.bytes > limit:
         words.append(f"holds {readable(other.bytes - limit)} too much")
     slower = other.seconds - best.seconds
-    if slower <= 0:
+    if abs(slower) <= _ROUNDING * best.seconds:
+        return ", ".join((*words, "takes as long"))
+    if slower < 0:
         words.append(f"would be {-slower / best.seconds:.1%} quicker")
         return ", ".join(words)
     parts = sorted(differences(best, other).items(), key=lambda part: -part[1])

@@ -389,10 +389,19 @@ def fixed(text: str) -> Fixed:
         name, sign, value = (word.strip() for word in part.partition("="))
         name = name.replace("-", "_")
         values = tuple(value.split("|"))
-        if not sign or name not in DECISIONS or name in found or not all(_suits(name, each) for each in values):
+        if not sign:
+            fault = "is not NAME=VALUE or NAME=VALUE|VALUE"
+        elif name not in DECISIONS:
+            fault = f"names {name!r}, which is not a decision"
+        elif name in found:
+            fault = f"fixes {name} a second time"
+        else:
+            unsuited = [each for each in values if not _suits(name, each)]
+            fault = f"has {unsuited[0]!r}, which is not a value of {name}" if unsuited else ""
+        if fault:
             raise PartcError(
                 "P0811",
-                f"--fix {part.strip()!r} is not NAME=VALUE or NAME=VALUE|VALUE",
+                f"--fix {part.strip()!r} {fault}",
                 help=f"for example --fix 'tp=4|8,zero=1'; the decisions are {', '.join(DECISIONS)}",
             )
         found[name] = values

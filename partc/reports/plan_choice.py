@@ -18,6 +18,8 @@ from partc.planner.planning import PlanChoice
 from partc.planner.reasons import reason, shown
 from partc.planner.variations import Variation
 
+_UNPROVED = 0.999  # a larger gap is that of a search without bounds
+
 
 def page(choice: PlanChoice, top: int, *, width: int = 140) -> str:
     """The best plans, side by side, and the proof's figures."""
@@ -77,6 +79,8 @@ def gap(choice: PlanChoice) -> str:
         return f"no gap is proved: the bound of {words(outcome.wrong[0].plan)} is above its prediction, a bug in partc"
     if outcome.complete:
         return "no other plan of the space is quicker"
+    if outcome.gap > _UNPROVED:
+        return "stopped early: nothing is proved about the plans that were not simulated"
     return f"stopped early: no other plan is quicker by more than {outcome.gap:.1%}"
 
 

@@ -115,7 +115,7 @@ def _tried(draft: Missing, op: Op, types: dict[str, TensorType]) -> Missing:
     draft = replace(draft, slots=None if plain else slots)
     if len(slots) < len(types_read := [*op.refs()]):
         return replace(
-            draft, doubt=f"some of its {len(types_read)} operands are no arguments of their own: no rule says so"
+            draft, doubt=f"some of its {len(types_read)} operands are not arguments of their own: no rule says so"
         )
     notation = parse(draft.draft)
     blocked: list[str] = []

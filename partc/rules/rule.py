@@ -92,7 +92,7 @@ def make(
         return "blocked" if any(times) else "contracted"
 
     def splits(group: Collection[int]) -> bool:
-        """Whether operands that are no sums can be parts of one beside sums: integers have no parts."""
+        """Whether operands that are not sums can be parts of one beside sums: integers have no parts."""
         dtypes = {operands[i][1].dtype for i in group}
         return dtypes <= FLOATING or (len(group) == 1 and "bool" not in dtypes)
 
@@ -131,7 +131,7 @@ def integers(arg: Arg) -> tuple[int, ...]:
 def number(arg: Arg) -> int:
     """An argument that is an integer."""
     if not isinstance(arg, int):
-        raise InternalError(f"{arg!r} is no integer")
+        raise InternalError(f"{arg!r} is not an integer")
     return arg
 
 

@@ -167,7 +167,7 @@ class _Trial:
             if wrong:
                 mean = isinstance(placement, Partial) and found is not None and not _difference(found / n, expected)
                 which = f"result {number}" if len(draw.whole) > 1 else "the result"
-                why = ": it is a mean over that factor, and parts of a mean are no sum" if mean else ""
+                why = ": it is a mean over that factor, and parts of a mean do not sum to it" if mean else ""
                 return f"{_cut(choice, n)}, {which} is {wrong}{why}"
         return self._wrong_gradient(choice, n, draw, asked, made, leaves, parts)
 

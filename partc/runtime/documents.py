@@ -71,9 +71,9 @@ def path_of(text: str) -> Path:
         os.stat(text)
     except OSError as error:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-            raise Malformed(f"{_shown(text)} is no path: {error.strerror}") from None
+            raise Malformed(f"{_shown(text)} is not a path: {error.strerror}") from None
     except ValueError as error:
-        raise Malformed(f"{_shown(text)} is no path: {error}") from None
+        raise Malformed(f"{_shown(text)} is not a path: {error}") from None
     return Path(text)
 
 
@@ -85,7 +85,7 @@ def regular(path: Path, *, within: Path | None = None) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Malformed("is no regular file")
+            raise Malformed("is not a regular file")
         return open(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -228,7 +228,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _no_number(name: str) -> object:
-    raise Malformed(f"has {name}, which is no number of JSON")
+    raise Malformed(f"has {name}, which is not a number of JSON")
 
 
 def _finite(text: str) -> float:

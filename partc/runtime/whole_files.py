@@ -24,7 +24,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     there = target.exists()
     if there and not target.is_file():
-        raise OSError(errno.EINVAL, "no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     if there:
         target.open("ab").close()  # a read-only file stays
     aside = target.with_name(f".{secrets.token_hex(8)}.part")

@@ -51,7 +51,7 @@ def embedding_bag(w: Writer, op: Op) -> None:
 
 
 def _bags(w: Writer, op: Op, two: Arg, weights: Arg, padding: int | None) -> None:
-    """Bags of equal length; the ids `padding` are no members."""
+    """Bags of equal length; the ids `padding` are not members."""
     mode = number(argument(op, 4, "mode", 0))
     (bags, each), width = w.shape(two), w.shape(op.args[0])[1]
     out, dtype = op.results[0], op.results[0].type.dtype
@@ -90,7 +90,7 @@ def _bags(w: Writer, op: Op, two: Arg, weights: Arg, padding: int | None) -> Non
 
 
 def _ragged_bags(w: Writer, op: Op, weights: Arg, padding: int | None) -> None:
-    """Bags that begin at offsets, and end where the next one begins; the ids `padding` are no members."""
+    """Bags that begin at offsets, and end where the next one begins; the ids `padding` are not members."""
     mode, (table, ids, offsets) = number(argument(op, 4, "mode", 0)), op.args[:3]
     (count,), width = w.shape(ids), w.shape(table)[1]
     out, dtype, of_offsets = op.results[0], op.results[0].type.dtype, w.types[ref(offsets).name].dtype

@@ -134,7 +134,7 @@ def _rows(main: Region) -> set[str]:
 def _container_depths(ops: Sequence[Op]) -> dict[str, int]:
     """For each outermost numbered container, the number of numbered levels of a body: the first that repeats.
 
-    Constants are no part of a body: the first body that reads one has it.
+    Constants are not part of a body: the first body that reads one has it.
     """
     bodies: dict[str, dict[str, list[Hashable]]] = {}
     constant: set[str] = set()

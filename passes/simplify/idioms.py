@@ -15,7 +15,7 @@
 
 One operation has a derivative of its own and saves its operand alone. The number that a softmax subtracts cancels, and
 so does its gradient, wherever among equal numbers it goes. Without it, large numbers overflow that a softmax holds:
-such a quotient is no softmax.
+such a quotient is not a softmax.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Seen:
 
     causal: bool
     window: int  # 0: at any distance
-    chunk: int = 0  # of these, those in the row's own chunk of so many positions; 0: the sequence is no chunks
+    chunk: int = 0  # of these, those in the row's own chunk of so many positions; 0: the sequence has no chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class _Reading:
     constants: Constants
 
     def attention(self, op: Op, taken: set[str]) -> list[Op]:
-        """The operations instead of a product with weights; none if it is no attention."""
+        """The operations instead of a product with weights; none if it does not compute attention."""
         heads = self._heads(op)
         if heads is None or not isinstance(op.args[1], Ref):
             return []

@@ -102,7 +102,7 @@ class Choices:
         (pin, *_) = self.pins_of(name)
         return PartcError(
             "P0302",
-            f"--shard {pin.pattern}={pin.text}: {name} is no table that can be cut so",
+            f"--shard {pin.pattern}={pin.text}: {name} is not a table that can be cut so",
             help="over dp and cp, rows or columns of tables are cut that lookups alone read, rows over one axis; "
             "columns must be a multiple of the axis",
         )

@@ -174,9 +174,7 @@ class Stacks:
         if name in self._readers:
             cause = f"{self.lookups.ways(name)} ranks share it"
         else:
-            cause = (
-                "it is no table that one lookup reads, for ids that the axes of the batch cut, with a sparse gradient"
-            )
+            cause = "that needs one lookup that reads it, ids that the batch's axes cut, and a sparse gradient"
         return PartcError(
             "P0302",
             f"--shard {pin.pattern}={pin.text}: {name} cannot be whole there: {cause}",

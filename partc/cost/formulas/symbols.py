@@ -288,8 +288,9 @@ class Dimensions:
 
 
 def _chance(rule: OpRule) -> frozenset[str]:
-    """The factors of a cut or joined dimension whose pieces have a common divisor that is no piece: their equality is
-    no evidence.
+    """The factors of a cut or joined dimension whose pieces have a common divisor that is not a piece.
+
+    Their equality is no evidence.
     """
     pieces = {
         names[0] for dims in (*rule.operands, *rule.results) for names in dims if len(names) == 2 and names[1] == "u"

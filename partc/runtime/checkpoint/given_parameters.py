@@ -92,7 +92,7 @@ def _places(path: Path) -> dict[str, tuple[Path, Described]]:
     try:
         index = decoded(_Index, parsed(contents(file)), loose=True).weight_map
     except Malformed as error:
-        raise _wrong(path, f"{file} is no index of safetensors files: it {error}") from None
+        raise _wrong(path, f"{file} is not an index of safetensors files: it {error}") from None
     places: dict[str, tuple[Path, Described]] = {}
     for shard in sorted(set(index.values())):
         found = _described(path, _shard(path, file.parent, shard))

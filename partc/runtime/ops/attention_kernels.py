@@ -20,7 +20,7 @@ from ..errors import UsageError
 BLOCKS = "blocks"  # plain operations on a block of the scores at a time
 WANTED = ("auto", "cudnn", "flash3", "flash", "efficient", BLOCKS)
 HALF = (torch.bfloat16, torch.float16)
-# Earlier versions of cuDNN are wrong, or slower than flash, at lengths that are no multiples of 128; torch has the
+# Earlier versions of cuDNN are wrong, or slower than flash, at lengths that are not multiples of 128; torch has the
 # same limit.
 GOOD_CUDNN = 91501
 

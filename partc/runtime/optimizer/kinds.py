@@ -145,7 +145,9 @@ def refusal(cause: str, help: str) -> UsageError:
 
 def _read(kind: Kind, parameter: inspect.Parameter, text: str) -> Value:
     default = parameter.default
-    wrong = refusal(f"{parameter.name}={text} is no value for the optimizer {kind.name}", f"it takes {described(kind)}")
+    wrong = refusal(
+        f"{parameter.name}={text} is not a value for the optimizer {kind.name}", f"it takes {described(kind)}"
+    )
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
             raise wrong

@@ -192,5 +192,5 @@ def _factor(text: str) -> float:
     except ValueError:
         factor = math.nan
     if not 0 <= factor < math.inf:
-        raise refusal(f"lr_scale={text} is no factor of the learning rate", "give a number of 0 or more")
+        raise refusal(f"lr_scale={text} is not a factor of the learning rate", "give a number of 0 or more")
     return factor

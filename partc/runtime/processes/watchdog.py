@@ -4,7 +4,7 @@ A thread of each rank leaves a sign of life in the ranks' common store, watches 
 that other ranks have noted there. It works while the main thread waits in a collective. On SIGTERM and SIGUSR1 it also
 agrees with the others on the last step, if the run can be continued.
 
-A missing sign is no proof: a call that holds Python's lock for a minute silences the thread. For a process on this
+A missing sign proves nothing: a call that holds Python's lock for a minute silences the thread. For a process on this
 machine the kernel knows its state, and ranks that see another one run there renew its sign for ranks elsewhere. Silence
 is counted in seconds in which the listener itself runs: a job that is suspended as a whole continues as a whole.
 """

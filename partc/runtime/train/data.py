@@ -184,7 +184,9 @@ class InOrder(MadeWhole):
         if not hasattr(self._iterable, "__iter__"):
             kind = type(self._iterable).__name__
             help = "data is data(step), an iterable of batches, or a function that returns one"
-            raise UsageError("P0543", f"{name} of the model file gives {kind}, which is no iterable", help, alike=True)
+            raise UsageError(
+                "P0543", f"{name} of the model file gives {kind}, which is not an iterable", help, alike=True
+            )
         if is_stream(self._iterable):
             self._shards = {entry: Shard(kind["dtype"] + kind["layout"]) for entry, kind in plan["inputs"].items()}
             with _seeded(seed, 0):

@@ -39,7 +39,9 @@ def entries(batch: Any) -> Entries:
         kind = "a tensor" if isinstance(batch, Tensor) else f"of {type(batch).__name__}"
         raise Malformed(f"is {kind}, not a dict, list, tuple or dataclass")
     if isinstance(batch, Mapping) and not all(isinstance(key, str) for key in batch):
-        raise Malformed(f"has the key {next(key for key in batch if not isinstance(key, str))!a}, which is no text")
+        raise Malformed(
+            f"has the key {next(key for key in batch if not isinstance(key, str))!a}, which is not a string"
+        )
     try:
         _mapped(batch, "", add)
     except RecursionError:
@@ -62,7 +64,7 @@ def of_model(model: nn.Module, batch: Any) -> Any:
 
 
 def constants(found: Mapping[str, Any]) -> dict[str, str]:
-    """The entries that are no tensors, as text."""
+    """The entries that are not tensors, as text."""
     return {path: repr(item) for path, item in found.items() if not isinstance(item, Tensor)}
 
 

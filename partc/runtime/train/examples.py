@@ -108,7 +108,7 @@ def as_entry(column: Any, name: str, shard: Shard, rows: int) -> Tensor:
             found = torch.as_tensor(column)
     except (ValueError, TypeError, RuntimeError) as error:
         help = "give all examples one length (padding, group_texts), and numbers only"
-        raise UsageError("P0543", f"the column {name!r} is no tensor: {error}", help, alike=True) from None
+        raise UsageError("P0543", f"the column {name!r} is not a tensor: {error}", help, alike=True) from None
     if tuple(found.shape) != shape:
         help = "every batch has the sizes of batch()"
         cause = f"the column {name!r} of {rows} examples has shape {list(found.shape)}, of batch() {list(shape)}"

@@ -32,7 +32,7 @@ def decoded(text: str) -> Any:
     try:
         return _unpacked(json.loads(text))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, RuntimeError, OverflowError) as error:
-        raise Malformed(f"is no state of data: {type(error).__name__}") from None
+        raise Malformed(f"is not a state of data: {type(error).__name__}") from None
 
 
 def _packed(value: Any) -> Any:

@@ -190,7 +190,7 @@ class Recording:
     def _live(self, needed: set[int]) -> set[int]:
         """The steps that determine the final contents of the needed storages.
 
-        Includes steps whose draws may depend on values that they read, for which scratch memory is no substitute.
+        Includes steps whose draws may depend on values that they read, for which scratch memory is not a substitute.
         """
         needed, live = set(needed), set()
         for index in range(len(self.steps) - 1, -1, -1):

@@ -307,3 +307,12 @@ def test_the_module_runs_as_a_command() -> None:
     assert done.returncode == 0 and done.stdout.startswith("P0101")
     done = subprocess.run([sys.executable, "-m", "partc", "compile"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "P0001" in done.stderr and done.stdout == ""
+
+
+@pytest.mark.slow
+def test_folders_of_the_working_folder_are_not_libraries(tmp_path: Path) -> None:
+    """Torch imports z3 if it finds it."""
+    (tmp_path / "z3").mkdir()
+    command = [sys.executable, "-m", "partc", "compile", str(ROOT / MLP), "--mesh", "2", "-o", "z3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

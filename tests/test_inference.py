@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import partc
 from partc.errors import PartcError
-from partc.package.launch import local_environment, torchrun_command
+from partc.package.launch import RunFailed, local_environment, torchrun_command
+from partc.package.verify import verify
 from partc.runtime.checkpoint.safetensors import load, save
 from tests.durable import trained, whole
 
@@ -202,13 +203,24 @@ def test_functions_that_cannot_be_compiled(tmp_path: Path, infer: str, code: str
 
 def test_verify_compares_results(tmp_path: Path) -> None:
     package = partc.compile(written(tmp_path), mesh="dp=2", precision="fp64", forward_only=True).write(tmp_path / "b")
-    from partc.package.verify import verify
-
     found = verify(package, steps=1, virtual=True)
     assert found.ok and found.compared == 9 and found.worst.kind == "result"
     region = package / "regions" / "head.py"
     region.write_text(region.read_text().replace("def head(", "def wrong(", 1) + WRONG)
     assert not verify(package, steps=1, virtual=True).ok
+    with pytest.raises(PartcError, match="P0504.*run 9 batches, and the comparison 1"):
+        verify(package, steps=1, virtual=True, arguments=["--batches", "9"])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_verify_says_why_ranks_stop(tmp_path: Path) -> None:
+    """The data have fewer batches than it asks for. Of torchrun's own traceback it shows nothing."""
+    path = written(tmp_path, data="def data():\n    yield made(0)")
+    package = partc.compile(path, mesh="dp=2", forward_only=True).write(tmp_path / "b")
+    with pytest.raises(RunFailed, match=r"P0544: data of the model file ends after 1 batch\b") as stopped:
+        verify(package, steps=2)
+    assert "Traceback" not in str(stopped.value)
 
 
 WRONG = """

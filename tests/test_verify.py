@@ -205,7 +205,9 @@ def test_decay_of_what_no_gradient_reaches_is_seen(
     assert not result.ok
 
 
-@pytest.mark.parametrize("arguments", [["--save", "x"], ["--lr", "no"], ["--clip", "0"], ["--metrics", "log"]])
+@pytest.mark.parametrize(
+    "arguments", [["--save", "x"], ["--lr", "no"], ["--clip", "0"], ["--metrics", "log"], ["--steps", "4"]]
+)
 def test_options_that_verify_does_not_take(package: Path, arguments: list[str]) -> None:
     with pytest.raises(PartcError, match=r"P0504|P0521|P0535"):
         verify(package, virtual=True, arguments=arguments)

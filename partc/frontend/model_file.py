@@ -101,7 +101,7 @@ def _text(path: Path) -> str:
 def _imported(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"partc_model_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise PartcError("P0202", f"{path} is no Python file", help="model files end in .py")
+        raise PartcError("P0202", f"{path} is not a Python file", help="model files end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up while it runs
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -35,9 +37,18 @@ class RunFailed(Exception):
     """A package (or its model) stopped with an error: exit code 1, with its output in `output`."""
 
     def __init__(self, what: str, code: int, output: str) -> None:
-        super().__init__("\n".join([f"{what} stopped with exit code {code}", *output.splitlines()[-30:]]))
+        super().__init__("\n".join([f"{what} stopped with exit code {code}", *_without_launcher(output)[-30:]]))
         self.code = code
         self.output = output
+
+
+def _without_launcher(output: str) -> list[str]:
+    """The lines before torchrun's own traceback, which follows the errors of the ranks and says nothing about them."""
+    lines = output.splitlines()
+    for number, (line, following) in enumerate(itertools.pairwise(lines)):
+        if line.startswith("Traceback") and re.search(r"torchrun|torch/distributed/run\.py", following):
+            return lines[:number]
+    return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

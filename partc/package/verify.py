@@ -84,6 +84,12 @@ def verify(
     if plan.get("results"):
         return verify_results(directory.resolve(), batches=steps, virtual=virtual, arguments=arguments)
     job, recipe = _recipe(directory, ["--steps", str(steps), *arguments])
+    if job.steps != steps:
+        raise PartcError(
+            "P0504",
+            f"the options for train.py take {job.steps} steps, and the comparison {steps}",
+            help="give the number of steps before the --, or to `steps`",
+        )
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
         folder = Path(name)
         plain = reference or folder / "reference"

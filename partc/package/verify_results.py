@@ -25,9 +25,15 @@ def verify_results(directory: Path, *, batches: int, virtual: bool, arguments: S
     plan = read_plan(directory)
     given = ["--batches", str(batches), *arguments]
     try:
-        check(given, directory)
+        job = check(given, directory)
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from error
+    if job.steps != batches:
+        raise PartcError(
+            "P0504",
+            f"the options for infer.py run {job.steps} batches, and the comparison {batches}",
+            help="give the number of batches as --steps before the --",
+        )
     rounding = str(plan.get("rounds", plan["precision"]))
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
         folder = Path(name)

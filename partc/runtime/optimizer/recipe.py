@@ -132,7 +132,7 @@ class Recipe:
             for glob in group.globs:
                 if not spared(dims, (glob,)):
                     help = "plan.json lists the parameters' names; quote patterns, so that the shell keeps them"
-                    raise refusal(f"{glob!r} is the name of no parameter", help)
+                    raise refusal(f"{glob!r} matches no parameter", help)
         self.all_settings(dims)
 
     def states(self, dims: Mapping[str, int]) -> list[list[str]]:

@@ -319,7 +319,7 @@ def _job(arguments: dict[str, Any], root: Path, plan: dict[str, Any]) -> Job:
     for pattern in arguments["no_decay"] or ():
         if not spared(plan["parameters"], (pattern,)):
             help = "plan.json lists the parameters' names; quote patterns, so that the shell leaves them as they are"
-            raise UsageError("P0521", f"--no-decay {pattern!r} is the name of no parameter", help, alike=True)
+            raise UsageError("P0521", f"--no-decay {pattern!r} matches no parameter", help, alike=True)
     if arguments["cuda_graphs"] is None:
         arguments["cuda_graphs"] = command.get("cuda_graphs", False)
     if arguments["cuda_graphs"]:

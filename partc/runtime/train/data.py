@@ -240,7 +240,7 @@ class InOrder(MadeWhole):
         if not self._again or not self._since or (self._renew is None and self._iterator is self._iterable):
             raise UsageError(
                 "P0544",
-                f"{self._name} of the model file ends after {self._next:,} batches",
+                f"{self._name} of the model file ends after {self._next:,} batch{'es' * (self._next != 1)}",
                 "--data-end repeat starts it again, if it can be read twice; --steps and --accumulate count batches",
                 alike=True,
             )

@@ -75,7 +75,7 @@ class ExampleRows:
         if epoch and not self._again:
             raise UsageError(
                 "P0544",
-                f"{self._name} of the model file ends after {self.count:,} batches",
+                f"{self._name} of the model file ends after {self.count:,} batch{'es' * (self.count != 1)}",
                 "--data-end repeat starts it again; --steps and --accumulate count batches",
                 alike=True,
             )

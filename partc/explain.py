@@ -164,9 +164,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0212": CodeExplanation(
         "an in-place operation that others would see",
-        "Changing an input or a parameter in place, or a reshape that may be a view or a copy, changes other tensors "
-        "too; a change under no_grad of a tensor that has a gradient changes its value, but not its gradient. Use the "
-        "operation without the underscore and the value that it returns.",
+        "Changing a reshape in place, which may be a view or a copy, changes other tensors too; a change under "
+        "no_grad of a value that has a gradient changes the value, but not its gradient. Use the operation without the "
+        "underscore and the value that it returns.",
     ),
     "P0213": CodeExplanation(
         "an operation's arguments are not as expected",

@@ -315,10 +315,32 @@ class Counting(nn.Module):
         return self.up(x).square().mean() * (1 + self.seen % 3)
 
 
-@pytest.mark.parametrize("model", [Swapping, Counting])
-def test_next_values_of_buffers(model: type[nn.Module]) -> None:
+class Clamped(nn.Module):
+    """Trained weights that forward changes: whole, by parts, by data, and in the constructor's way of max_norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.table = nn.Embedding(5, 6, max_norm=0.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            same = self.scale.clamp_(0, 0.5)
+            self.up.weight.mul_(0.9).sub_(0.1 * self.down.weight.mean())
+            self.up.bias[2:4] = x.mean()
+        self.down.weight.data = self.down.weight.data / self.down.weight.norm(dim=1, keepdim=True)
+        h = self.up(x).tanh() * same + self.table((x[:, 0] > 0).long() + 1)
+        return self.down(h).square().mean() - self.scale + self.up.bias[1:3].square().sum()
+
+
+@pytest.mark.parametrize("model", [Swapping, Counting, Clamped])
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_next_values(model: type[nn.Module], precision: str) -> None:
     torch.manual_seed(0)
-    assert partc.compile(model(), {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64").verify(steps=3).ok
+    package = partc.compile(model(), {"x": torch.randn(8, 6)}, mesh="dp=2,tp=3", zero=3, precision=precision)
+    result = package.verify(steps=3)
+    assert result.ok, result.worst
 
 
 def past_the_gradient(m: Any, x: Tensor) -> Tensor:

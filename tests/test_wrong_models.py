@@ -181,9 +181,6 @@ CAUSES: dict[str, tuple[Changes, str, str]] = {
          (OUT, "self.gru(nn.utils.rnn.pack_padded_sequence(h[..., None], 3 + (h[:, 0] > 0), True, False))[1].sum()")), NO_VALUES, "pack_padded_sequence"
     ),
     "selected rows of examples": (((OUT, "(h[h > 0].reshape(4, -1) + h[:, :6]).sum()"),), "should be broadcastable to", "argsort"),
-    "an embedding with a largest norm": (
-        ((OUT, "nn.functional.embedding(torch.arange(4), self.up.weight, max_norm=1.0).sum() * h.sum()"),), "max_norm changes its weight", "scale vectors"
-    ),
     "gradients in forward": (((OUT, "h.sum().backward() or h.sum()"),), "computes gradients itself", "differentiates"),
 }  # fmt: skip
 

@@ -391,7 +391,13 @@ class GraphReader:
             self._names[user] = made[user.args[1]]  # type: ignore[index]
 
     def _stopped(self, user: fx.Node, made: str) -> str:
-        """Detach a value that was computed under no_grad."""
+        """Detach a value that was computed under no_grad; a parameter that was changed there is itself."""
+        makers = {value.name: op for op in self._ops for value in op.results}
+        same = made
+        while (op := makers.get(same)) is not None and is_change(op):
+            same = next(op.refs())
+        if same in {value.name for value in self.params}:
+            return same
         value = Value(name=f"{user.name}_stopped", type=tensor_type(user.meta["val"], user.name))
         self._add("detach", (Ref(made),), (), (value,), source_of(user))
         return value.name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Tolerances for rounding. fp64 leaves no room for anything else; fp32 sums in another order. Parameters are measured
 # against torch.optim's update from the package's own gradients, which are measured against the model's. Constants are
-# buffers and parameters without gradients.
+# buffers, and parameters without gradients or that forward changes.
 TOLERANCES: Mapping[str, Mapping[str, float]] = {
     "fp64": {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10, "constant": 1e-10},
     # Against torch's autocast, which rounds in other places: activations have 8 (bf16) or 11 (fp16) bits.

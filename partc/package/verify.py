@@ -243,7 +243,12 @@ class _Updates:
             self._update.passed(updated=False)
         else:
             self._update.step()
-        fixed = {f"parameter/{name}" for name in self._plan["parameters"] if f"gradient/{name}" not in reference}
+        changing = set(self._plan["updates"])
+        fixed = {
+            f"parameter/{name}"
+            for name in self._plan["parameters"]
+            if name in changing or f"gradient/{name}" not in reference
+        }
         found = {f"parameter/{name}": x.detach().clone() for name, x in self._values.items()}
         return {**reference, **{key: x for key, x in found.items() if key not in fixed}}
 
@@ -295,7 +300,8 @@ def _compare_step(
                 else:
                     scale = max(measure(whole), floors[kind], _spread(reference, kind, name, measure))
                     error = relative_error(difference(mine, theirs, measure), 0.0, scale)
-                told = kind if trained or kind == "gradient" else "constant"
+                own = kind == "parameter" and (not trained or name in plan["updates"])  # beside the reference's own
+                told = "constant" if own else kind
                 yield Difference(kind=told, name=name, rel_err=error, step=step, rank=rank)
 
 

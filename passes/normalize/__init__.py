@@ -84,9 +84,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
         trained=trained,
     )
     types = {value.name: value.type for value in region.params}
-    owned = {value.name: name for value, name in zip(region.params, call.params, strict=True)}
-    buffers = {name: type for name, type in types.items() if owned[name] in frozen}
-    graph, updated = without_mutation(plain_norms(region.forward, types), buffers)
+    graph, updated = without_mutation(plain_norms(region.forward, types), types, trained)
     for op in with_inner_gradients(graph, types | {value.name: value.type for value in values}).ops:
         op = replace(op.renamed(writer.same), name=_ALIASES.get(op.name, op.name))
         _TABLE.get(op.name, _kept)(writer, op)
@@ -419,6 +417,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "linalg_norm": _norm,
     "embedding": lookups.embedding,
     "embedding_bag": lookups.embedding_bag,
+    "embedding_renorm": lookups.embedding_renorm,
     "one_hot": lookups.one_hot,
     "masked_scatter": lookups.masked_scatter,
     "take_along_dim": lookups.take_along,

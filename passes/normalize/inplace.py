@@ -9,14 +9,19 @@
 
 A changed view (a slice, a row, a transpose, a diagonal) is put back into its tensor. Later readers of the tensor read
 the new value, and a view that is read after a change of its tensor is made anew, as torch's functionalization does. The
-last value of a buffer is the first value of the next microbatch. A change is refused if it reaches a tensor by a view
-that may be a copy (reshape, flatten, contiguous, to) and the tensor is read afterwards, and if it reaches a parameter.
-A changed input is the step's own. A change with the attribute `no_grad` writes values without a gradient.
+last value of a buffer or a parameter is the first value of the next microbatch. A change is refused if it reaches a
+tensor by a view that may be a copy (reshape, flatten, contiguous, to) and the tensor is read afterwards. A changed
+input is the step's own. A change with the attribute `no_grad` writes values without a gradient. Readers of a changed
+parameter give their gradients to the parameter, as in eager mode:
+
+    clamp_(w, 0, 1)                w_new = clamp(w, 0, 1)
+    y = mul(x, w)           ->     w_now = own_gradient((w_new,), (w,), (incoming_gradient(w_new),))
+                                   y     = mul(x, w_now)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from partc.errors import PartcError
@@ -41,14 +46,16 @@ class _View:
     index: int = 0
 
 
-def without_mutation(graph: Graph, buffers: Mapping[str, TensorType]) -> tuple[Graph, dict[str, str]]:
-    """The graph without in-place operations, and the final names of `buffers`.
+def without_mutation(
+    graph: Graph, states: Mapping[str, TensorType], trained: Collection[str]
+) -> tuple[Graph, dict[str, str]]:
+    """The graph without in-place operations, and the final names of changed `states`: buffers and `trained` weights.
 
     Raises PartcError P0212.
     """
     if not any(is_change(op) for op in graph.ops):
         return graph, {}
-    return _Functionalization(graph, buffers).run()
+    return _Functionalization(graph, states, trained).run()
 
 
 class _Functionalization:
@@ -58,13 +65,12 @@ class _Functionalization:
     name includes. A value whose memory has changed since is made anew when it is read.
     """
 
-    def __init__(self, graph: Graph, buffers: Mapping[str, TensorType]) -> None:
+    def __init__(self, graph: Graph, states: Mapping[str, TensorType], trained: Collection[str]) -> None:
         self._graph = graph
-        self._buffers = buffers
-        self._types = {**buffers, **{name: value.type for name, value in graph.definitions().items()}}
+        self._states = states
+        self._trained = trained
+        self._types = {**states, **{name: value.type for name, value in graph.definitions().items()}}
         self._last = _last_reads(graph)
-        made = {value.name for op in graph.ops for value in op.results}
-        self._inside = {*made, *buffers, *(value.name for value in graph.inputs)}
         self._taken = set(self._types)
         self._roots: dict[str, str] = {}  # view -> the value whose memory it shows
         self._views: dict[str, _View] = {}
@@ -87,7 +93,7 @@ class _Functionalization:
                 for number, value in enumerate(op.results):
                     self._shows(value.name, _View(first, own, number))
         outputs = tuple(self._latest(name) for name in self._graph.outputs)
-        ends = {name: self._latest(name) for name in self._buffers if self._changes.get(name)}
+        ends = {name: self._latest(name) for name in self._states if self._changes.get(name)}
         return replace(self._graph, ops=tuple(self._ops), outputs=outputs), ends
 
     def _shows(self, name: str, view: _View) -> None:
@@ -96,7 +102,7 @@ class _Functionalization:
         self._seen[name] = len(self._changes.get(root, ()))
 
     def _is_same(self, op: Op, first: str) -> bool:
-        """Whether a cast returns its operand, whose dtype is the one asked for. Trained parameters never change."""
+        """Whether a cast returns its operand, whose dtype is the one asked for."""
         cast = op.name in ("to", "type_as") and not dict(op.attrs).get("copy") and True not in op.args
         given = self._types.get(first)
         return cast and given is not None and op.result.type.dtype == given.dtype
@@ -127,20 +133,6 @@ class _Functionalization:
     def _change(self, op: Op, target: str, index: int) -> None:
         wholes = self._wholes(target)
         root = self._roots.get(target, target)
-        if root not in self._inside:
-            if op.name == "embedding_renorm_":
-                raise PartcError(
-                    "P0212",
-                    "an embedding with max_norm changes its weight in forward",
-                    help="leave out max_norm, and scale vectors: x * (most / x.norm(dim=-1)[..., None]).clamp(max=1)",
-                    source=op.source,
-                )
-            raise PartcError(
-                "P0212",
-                f"{op.name} changes a parameter in place",
-                help=f"use {op.name.removesuffix('_')} and the value it returns",
-                source=op.source,
-            )
         if root not in (target, *wholes):
             self._check_unread(op, {target, *wholes}, root, index)
         done = replace(_functional(self._renewed(op)), results=op.results)
@@ -163,8 +155,22 @@ class _Functionalization:
                 now = made.name
             self._current[name], self._seen[name] = now, count
             part = name
+        if root in self._trained:
+            self._give_gradient(root, now, op)
+            self._seen.update(dict.fromkeys({target, *wholes} - {root}, count - 1))  # made anew, with the gradient
         same = Op(name="alias", args=(Ref(target),), results=op.results, source=op.source)
         self._shows(op.result.name, _View(target, same))
+
+    def _give_gradient(self, weight: str, now: str, change: Op) -> None:
+        """Let what reads a changed weight read `now`, of which the weight has the gradient."""
+        values = [
+            Value(name=unique(f"{weight}_{word}", self._taken), type=self._types[weight]) for word in ("grad", "now")
+        ]
+        gradient = Op(name="incoming_gradient", args=(Ref(now),), results=(values[0],), source=change.source)
+        args = ((Ref(now),), (Ref(weight),), (Ref(values[0].name),))
+        given = Op(name="own_gradient", args=args, results=(values[1],), source=change.source)
+        self._ops += (gradient, given)
+        self._current[weight] = values[1].name
 
     def _wholes(self, name: str) -> list[str]:
         """The tensors that contain a value, from the inside out, as far as a change of it can be put back."""
@@ -177,14 +183,14 @@ class _Functionalization:
     def _is_part(self, name: str) -> bool:
         view = self._views[name]
         if view.op.name == "detach":  # elsewhere a gradient flows past the change
-            return self._roots[name] in self._buffers
+            return self._roots[name] in self._states
         base, own = Ref(view.base), Value(name=name, type=self._types[view.base])
         return view.op.name == "alias" or _put_back(view, base, Ref(name), own) is not None
 
     def _check_unread(self, op: Op, known: set[str], root: str, index: int) -> None:
         """Refuse a change of what may be a copy of memory that is read afterwards."""
         shared = {name for name, base in self._roots.items() if base == root} | {root}
-        if root in self._buffers or any(self._last.get(name, -1) > index for name in shared - known):
+        if root in self._states or any(self._last.get(name, -1) > index for name in shared - known):
             raise _refusal(op)
 
 

@@ -23,6 +23,35 @@ def embedding(w: Writer, op: Op) -> None:
         w.add(op, "embedding", op.args[:2])
 
 
+def embedding_renorm(w: Writer, op: Op) -> None:
+    """embedding_renorm(table, ids, most, order): the rows that ids name, scaled to a norm of at most `most`.
+
+    named = index_add(zeros, 0, ids, ones) > 0
+    y     = where(named and norm(table) > most, table * most / (norm(table) + 1e-7), table)
+    """
+    table, ids, most, order = op.args
+    (rows, _), out, count = op.result.type.shape, op.result, math.prod(w.shape(ids))
+
+    def made(word: str, shape: tuple[int, ...], dtype: DType = out.type.dtype) -> Value:
+        return w.value(f"{out.name}_{word}", shape, dtype)
+
+    flat = w.add(op, "reshape", (ids, (count,)), made("ids", (count,), w.types[ref(ids).name].dtype))
+    ones = w.add(op, "full", ((count,), 1), made("ones", (count,), "i64"), dtype=DTypeArg("i64"))
+    zeros = w.add(op, "full", ((rows,), 0), made("zeros", (rows,), "i64"), dtype=DTypeArg("i64"))
+    times = w.add(op, "index_add", (zeros, 0, flat, ones), made("times", (rows,), "i64"))
+    norm = w.add(op, "linalg_vector_norm", (table, order, (1,), False), made("norm", (rows,)))
+    long = w.add(op, "gt", (norm, most), made("long", (rows,), "bool"))
+    named = w.add(op, "gt", (times, 0), made("named", (rows,), "bool"))
+    both = w.add(op, "logical_and", (long, named), made("scaled_rows", (rows,), "bool"))
+    more = w.add(op, "add", (norm, 1e-7), made("divisor", (rows,)))
+    inverse = w.add(op, "reciprocal", (more,), made("inverse", (rows,)))
+    factor = w.add(op, "mul", (inverse, most), made("factor", (rows,)))
+    column = w.add(op, "reshape", (factor, (rows, 1)), made("column", (rows, 1)))
+    scaled = w.add(op, "mul", (table, column), made("scaled", out.type.shape))
+    mask = w.add(op, "reshape", (both, (rows, 1)), made("mask", (rows, 1), "bool"))
+    w.add(op, "where", (mask, scaled, table), out)
+
+
 def embedding_bag(w: Writer, op: Op) -> None:
     """The sum, mean or maximum of each bag's rows; zeros if it is empty. Bags are rows of ids, or begin at offsets."""
     _refuse_frequencies(op, argument(op, 3, "scale_grad_by_freq", False))

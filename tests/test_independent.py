@@ -41,6 +41,7 @@ CHEAP = {
     "functional_gradients": (0,),
     "places_in_tables": (1, 5),
     "one_key_head": (1,),
+    "plain_tensors": (1, 2),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

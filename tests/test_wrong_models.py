@@ -138,9 +138,13 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     ),
     "gradients inside forward without seeds": (((OUT, "torch.autograd.grad(h, self.up.weight)[0].sum()"),), "P0206", 12),
     "gradients inside forward of nothing": (((OUT, "torch.autograd.grad(h.sum(), self.down.weight)[0].sum()"),), "P0206", 12),
-    "a plain attribute on the batch's device": (
-        (("self.up = nn", "self.scale = torch.ones(12); self.up = nn"), (OUT, f"({OUT}) * self.scale.to(h.device).sum()")),
-        "P0211", 12,
+    "two buffers in one memory": (
+        (("self.up = nn", "self.scale = torch.ones(12); self.first = self.scale[:2]; self.up = nn"),
+         (OUT, f"({OUT}) * self.scale[1:].mul_(2).sum() * self.first.sum()")), "P0225", 12,
+    ),
+    "a plain attribute of another shape": (
+        (("self.up = nn", "self.last = torch.ones(1); self.up = nn"),
+         ("h = ", "h = self.last.mean() * "), (OUT, f"({OUT}, setattr(self, 'last', h.detach()))[0]")), "P0206", 11,
     ),
     "a constant that no module owns": (
         (("class Net", "LARGE = torch.rand(500, 12)\n\nclass Net"), (OUT, "(h @ LARGE.T).sum()")), "P0211", 14
@@ -156,8 +160,8 @@ CAUSES: dict[str, tuple[Changes, str, str]] = {
     "item()": (((OUT, "h.sum() * h.max().item()"),), NO_VALUES, "torch.where"),
     "a selection": (((OUT, "h[h > 0].cumsum(0).sum()"),), NO_VALUES, "mask"),
     "numpy()": (((OUT, "h.sum() * float(h.detach().numpy().sum())"),), "reads the values of a tensor", "NumPy"),
-    "a plain attribute": (((LINEAR, f"{LINEAR}; self.t = torch.ones(12)"), (OUT, "(h * self.t).sum()")), "attributes of the model: t", PLAIN_FIX),
-    "an attribute below": (((LINEAR, f"{LINEAR}; self.up.t = torch.ones(12)"), (OUT, "(h * self.up.t).sum()")), "attributes of the model: up.t", PLAIN_FIX),
+    "a plain attribute": (((LINEAR, f"{LINEAR}; self.t = torch.ones(12).requires_grad_()"), (OUT, "(h * self.t).sum()")), "attributes of the model: t", "nn.Parameter"),
+    "an attribute below": (((LINEAR, f"{LINEAR}; self.up.t = self.up.bias.data"), (OUT, "(h * self.up.t).sum()")), "attributes of the model: up.t", PLAIN_FIX),
     "a device in forward": (((OUT, "(h + torch.ones(12, device='cuda')).sum()"),), "cpu and cuda:0 meet", "device= out"),
     "a wrong device": (((OUT, "h.to('no_such_device').sum()"),), "device", "devices out of the model"),
     "shapes that differ": (((BATCH, "torch.randn(4, 9)"),), "same reduction dim", PLAIN_RUN),

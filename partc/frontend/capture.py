@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,11 @@ from partc.frontend.model_file import blame
 from partc.frontend.own_backward import Hook, followed, module_hooks, own_hooks
 from partc.frontend.random_branches import Outcomes
 from partc.frontend.repeats import CallMark, Excluded, ModuleTree, Repeats
-from partc.frontend.replaced_buffers import Buffers
+from partc.frontend.replaced_buffers import Buffers, ReplacedError
 from partc.frontend.results import Read
 from partc.frontend.rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.selections import Selections
-from partc.frontend.shared_memory import shared_with
+from partc.frontend.shared_memory import shared_with, untrained_pairs
 from partc.frontend.trace_errors import explained, innermost
 from partc.frontend.transforms import transformed
 from partc.frontend.untraceable_modules import untraceable_modules
@@ -40,9 +41,11 @@ from partc.quoting import encodable
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import constants, entries, of_model, rebuilt
 from partc.runtime.train.precision import computing_in, dtype_held, held_in
+from partc.runtime.train.replay import registered
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase, fake_stored, without_modes
 
 Loss = Callable[[Any, Any], Any]
+_Given = ParamSpec("_Given")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,7 @@ class Captured:
     passed: Mapping[str, Set[Hashable]] = field(default_factory=dict)  # Python values at calls of equal modules
     integers: tuple[Mapping[str, Tensor], ...] = ()  # entries of integers of each part, with values
     numbers: tuple[Source, ...] = ()  # of rows that a mask selects, as integers
+    pairs: Mapping[str, str] = field(default_factory=dict)  # buffers, each with another in its memory
 
 
 class _ChangedError(Exception):
@@ -202,6 +206,29 @@ class _TracedStep(nn.Module):
         return {"": found}
 
 
+def _with_plain_tensors(
+    captured: Callable[Concatenate[Callable[[], Any], _Given], Captured],
+) -> Callable[Concatenate[Callable[[], Any], _Given], Captured]:
+    """A capture in which plain tensors are buffers, except those in whose places forward puts tensors of other kinds.
+
+    Forward may well assign these before it reads them. `frozen_state` refuses the others.
+    """
+
+    @functools.wraps(captured)
+    def capture(build: Callable[[], Any], /, *given: _Given.args, **named: _Given.kwargs) -> Captured:
+        without: set[str] = set()
+        while True:
+            try:
+                return captured(lambda: registered(build(), without), *given, **named)
+            except ReplacedError as error:
+                if error.path in without:  # a buffer of the model's own
+                    raise
+                without.add(error.path)
+
+    return capture
+
+
+@_with_plain_tensors
 def capture(
     build: Callable[[], nn.Module],
     make_batch: Callable[[], Any],
@@ -228,7 +255,7 @@ def capture(
     recipes = Recipes()
     with recipes:
         model = _built(build, path)
-    masks, numbers = recipes.masks(model), recipes.numbers(model)
+    masks, numbers, pairs = recipes.masks(model), recipes.numbers(model), untrained_pairs(model)
     modules = ModuleTree(model)
     rows = ModuleRows(modules.named, modules.groups, modules.weights, excluded)
     if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
@@ -307,6 +334,7 @@ def capture(
         passed=marked.passed,
         integers=_integers(make_batch, parts) if parts > 1 else (),
         numbers=tuple(selections.numbers),
+        pairs=pairs,
     )
 
 

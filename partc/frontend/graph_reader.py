@@ -25,7 +25,7 @@ from partc.frontend.value_branches import RANDOM_BRANCH
 from partc.installed import is_machinery, shortened
 from partc.ir.gradients import reached
 from partc.ir.naming import identifier, unique, unreserved
-from partc.ir.operations import shares_memory
+from partc.ir.operations import owner
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import NO_GRAD, Arg, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
 from partc.torch_private import OpOverload
@@ -357,9 +357,7 @@ class GraphReader:
         inside = {value.name: op for op in self._ops[start:] for value in op.results}
         for place in changes:
             op = self._ops[place]
-            target = next(op.refs())
-            while (made := inside.get(target)) is not None and (shares_memory(made, types) or is_change(made)):
-                target = next(made.refs())
+            target = owner(next(op.refs()), inside, types)
             if target in outside and target not in parameters:
                 raise PartcError(
                     "P0212",

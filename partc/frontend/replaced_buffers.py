@@ -18,11 +18,20 @@ from partc.errors import PartcError, Source
 from partc.runtime.torch_private import storage_key
 
 
+class ReplacedError(PartcError):
+    """P0225 for the buffer of this path."""
+
+    def __init__(self, path: str, cause: str, help: str, source: Source | None) -> None:
+        super().__init__("P0225", cause, help=help, source=source)
+        self.path = path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Name:
     """A name of a buffer, with the tensor and the number of its changes before forward."""
 
     store: dict[str, Tensor | None]
+    owner: str
     name: str
     buffer: Tensor | None
     version: int
@@ -48,10 +57,11 @@ class Buffers:
     def of(cls, model: nn.Module) -> Buffers:
         places = (
             _Name(
-                store=module._buffers, name=name, buffer=buffer, version=0 if buffer is None else buffer._version,
+                store=module._buffers, owner=path, name=name, buffer=buffer,
+                version=0 if buffer is None else buffer._version,
                 persistent=name not in module._non_persistent_buffers_set,
             )
-            for module in model.modules() for name, buffer in module._buffers.items()
+            for path, module in model.named_modules() for name, buffer in module._buffers.items()
         )  # fmt: skip
         return cls(model=model, places=tuple(places))
 
@@ -60,7 +70,7 @@ class Buffers:
 
         A constant of another shape, in place of a buffer that no state dict has, is left out: each step makes it again.
         `line` finds the user's line that assigns to a name. Raises PartcError P0225 where the next step would differ
-        from an eager one.
+        from an eager one: a ReplacedError.
         """
         for each in self.places:
             buffer, now = each.buffer, each.now
@@ -74,7 +84,7 @@ class Buffers:
         for each in replaced:
             for wrong, help in self._wrong(each, weights):
                 cause = f"forward replaces the buffer {each.name} {wrong}"
-                raise PartcError("P0225", cause, help=help, source=line(each.name))
+                raise ReplacedError(f"{each.owner}.{each.name}".removeprefix("."), cause, help, line(each.name))
         memory = {storage_key(each.buffer) for each in replaced if each.buffer is not None}
         with torch.no_grad():
             found = [

@@ -3,15 +3,20 @@
 decoder.weight = encoder.weight                     one weight of two names: a tie
 decoder.weight.data = encoder.weight.data           two weights, each of which the optimizer updates in place
 q, k = (nn.Parameter(x) for x in both.split(8))     two weights side by side, which do not meet
+self.cos = self.table[0]                            two buffers, neither of which forward may change in place
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 
 import torch
 from torch import Tensor, nn
 
+from partc.errors import PartcError
+from partc.ir.operations import owner
+from partc.ir.program import Graph, TensorType, is_change, makers
 from partc.runtime.torch_private import storage_key
 
 LARGEST = 1 << 24  # elements whose places are compared one by one
@@ -19,15 +24,45 @@ LARGEST = 1 << 24  # elements whose places are compared one by one
 
 def shared_with(model: nn.Module) -> tuple[str, str] | None:
     """The names of a trained weight and another tensor of the model that have elements in common."""
+    for (one, x), (other, y) in _pairs(model):
+        if (x.requires_grad or y.requires_grad) and _meet(x, y):
+            return (one, other) if x.requires_grad else (other, one)
+    return None
+
+
+def untrained_pairs(model: nn.Module) -> dict[str, str]:
+    """The names of tensors that are not trained, each with another one that has elements in common with it."""
+    found: dict[str, str] = {}
+    for (one, x), (other, y) in _pairs(model):
+        if not (x.requires_grad or y.requires_grad) and _meet(x, y):
+            found |= {one: other, other: one}
+    return found
+
+
+def check_changes(
+    graph: Graph, types: Mapping[str, TensorType], states: Mapping[str, str], pairs: Mapping[str, str]
+) -> None:
+    """Raises PartcError P0225 where a traced graph changes one of two `pairs` in place. `states` has their values."""
+    held = {states[name]: name for name in pairs if name in states}
+    made = makers(graph.ops) if held else {}
+    for op in graph.ops if held else ():
+        name = held.get(owner(next(op.refs()), made, types)) if is_change(op) else None
+        if name is not None:
+            raise PartcError(
+                "P0225",
+                f"forward changes the buffer {name}, which has memory in common with {pairs[name]}",
+                help="put a copy into one of them: .clone()",
+                source=op.source,
+            )
+
+
+def _pairs(model: nn.Module) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
     groups: dict[int, list[tuple[str, Tensor]]] = {}
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.numel():
             groups.setdefault(storage_key(x), []).append((name, x))
     for group in groups.values():
-        for (one, x), (other, y) in combinations(group, 2):
-            if (x.requires_grad or y.requires_grad) and _meet(x, y):
-                return (one, other) if x.requires_grad else (other, one)
-    return None
+        yield from combinations(group, 2)
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:

@@ -25,6 +25,7 @@ from partc.frontend.repeats import Excluded
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
 from partc.frontend.row_counts import check_numbers
 from partc.frontend.rows import UnequalError, WholeTrace, container_of
+from partc.frontend.shared_memory import check_changes
 from partc.ir.mesh import Mesh
 from partc.ir.naming import identifier, unique
 from partc.ir.program import (
@@ -331,6 +332,7 @@ def program_of(
     if batches.separate:
         graph = _shared(graph, made, batches.microbatches)
     region = Region(name=MAIN, params=tuple(reader.params), forward=graph)
+    check_changes(graph, region.types(graph), reader.states, captured.pairs)
     call = Call(
         name=MAIN,
         region=MAIN,

@@ -66,8 +66,8 @@ KNOWN: tuple[Known, ...] = (
     Known(
         pattern=r"at least two devices, (?:meta and \S+|\S+ and meta)!",
         cause="forward uses a tensor on the meta device that is neither a parameter nor a buffer{1}",
-        help="models are built on the meta device, without values: give such a tensor a name with "
-        "register_buffer(name, tensor, persistent=False)",
+        help="models are built on the meta device, without values: make such a tensor an nn.Parameter if it is "
+        "trained, read a weight in place of a view of it, or use register_buffer(name, tensor, persistent=False)",
     ),
     Known(
         pattern=r"at least two devices, (\S+) and (\S+)!",

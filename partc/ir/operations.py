@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from partc.ir.program import Op, TensorType
+from partc.ir.program import Op, TensorType, is_change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,13 @@ def shares_memory(op: Op, types: Mapping[str, TensorType]) -> bool:
         return memory == "view"
     given = types.get(next(op.refs(), ""))
     return given is None or any(value.type.dtype == given.dtype for value in op.results)
+
+
+def owner(name: str, made: Mapping[str, Op], types: Mapping[str, TensorType]) -> str:
+    """The value of a traced graph in whose memory another one is: views and changes in place lead to it."""
+    while (op := made.get(name)) is not None and (shares_memory(op, types) or is_change(op)):
+        name = next(op.refs())
+    return name
 
 
 def spelling(name: str) -> frozenset[str]:

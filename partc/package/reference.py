@@ -27,6 +27,7 @@ from partc.runtime.optimizer.recipe import Group, parsed
 from partc.runtime.train.data import Tokens, call_with_options, load_model_file, source
 from partc.runtime.train.entries import entries, of_model, rebuilt
 from partc.runtime.train.precision import as_real, computing_in, dtype_held, held_in
+from partc.runtime.train.replay import registered
 
 DATA = ("data", "data_dtype", "data_labels", "data_end")  # options of train.py that choose the batches
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,7 +47,7 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
     module = load_model_file(package / "model.py")
     torch.manual_seed(seed)
-    model: nn.Module = call_with_options(module.model, plan["options"])
+    model: nn.Module = registered(call_with_options(module.model, plan["options"]))
     cast_states(model, held_in(plan["precision"]))
     names = list(model.named_parameters(remove_duplicate=False))
     given = {name: recipe.pop(name) for name in DATA if name in recipe}

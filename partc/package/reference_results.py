@@ -20,6 +20,7 @@ from partc.runtime.train.data import call_with_options, load_model_file
 from partc.runtime.train.entries import of_model
 from partc.runtime.train.inference import check
 from partc.runtime.train.precision import computing_in, held_in
+from partc.runtime.train.replay import registered
 from partc.runtime.train.train import batches_of
 
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     job = check(options, Path(package))
     module = load_model_file(job.root / "model.py")
     torch.manual_seed(job.seed)
-    model: nn.Module = call_with_options(module.model, job.plan["options"])
+    model: nn.Module = registered(call_with_options(module.model, job.plan["options"]))
     if job.init is not None:
         model.load_state_dict(load(job.init)[0], strict=False)
     cast_states(model, held_in(job.plan["precision"]))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import call_with_options
-from .replay import CannotReplay, Recording, named_tensors, record
+from .replay import CannotReplay, Recording, named_tensors, record, registered
 
 SMALL = 64 << 20  # bytes: less than torch itself takes, and replaying loads more of torch than that
 
@@ -43,7 +43,7 @@ def initialise(
         recording.replay(wanted, take, threads=_threads())
         return
     torch.manual_seed(seed)
-    for name, x in named_tensors(build()):
+    for name, x in named_tensors(registered(build())):
         if name in wanted:
             take(name, x)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -396,7 +396,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
     try:
         recorder = _Recorder(recording)
         with FakeTensorMode(allow_non_fake_inputs=True), recorder, _Surroundings():
-            model = build()
+            model = registered(build())
             for name, x in named_tensors(model):
                 recording.tensors[name] = recorder._view(x)
         if not torch.equal(generator.get_state(), untouched):
@@ -412,6 +412,26 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, as_real(parameter.detach() if not isinstance(parameter, FakeTensor) else parameter)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield name, as_real(buffer)
+
+
+def registered(model: Any, without: Container[str] = ()) -> Any:
+    """The model; a tensor that a module keeps as a plain attribute becomes a buffer that no state dict has.
+
+    Tensors that require gradients, those in the memory of a weight, and the paths `without` stay as they are.
+    """
+    plain = [
+        (part, name, x)
+        for path, part in (model.named_modules() if isinstance(model, nn.Module) else ())
+        for name, x in vars(part).items()
+        if isinstance(x, Tensor) and x.layout == torch.strided and not x.requires_grad
+        and f"{path}.{name}".removeprefix(".") not in without
+    ]  # fmt: skip
+    weights = {storage_key(x) for x in model.parameters() if x.layout == torch.strided} if plain else set()
+    for part, name, x in plain:
+        if storage_key(x) not in weights:
+            delattr(part, name)
+            part.register_buffer(name, x, persistent=False)
+    return model
 
 
 class _Surroundings:

@@ -216,11 +216,11 @@ def _route(o: Operands) -> str:
 
 def _fused(o: Operands, *options: str) -> str:
     """One kernel for several operations."""
-    told = (_told(op, o) for op in kernels.told(o.op.body).values())
-    return f"{o.named('kernels')}.{o.value('kernel')}({', '.join((*o.args, *told, *options))})"
+    scalars = (_launch_scalar(op, o) for op in kernels.launch_scalars(o.op.body).values())
+    return f"{o.named('kernels')}.{o.value('kernel')}({', '.join((*o.args, *scalars, *options))})"
 
 
-def _told(op: Op, o: Operands) -> str:
+def _launch_scalar(op: Op, o: Operands) -> str:
     """A scalar argument of a kernel: the offset of this rank's classes, or the start of its random numbers."""
     if kernels.ranked(op):
         return f"{o.named('comm')}.{kernels.ranked(op)}.rank"

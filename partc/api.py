@@ -139,7 +139,7 @@ class Package:
         """
         count = 0
 
-        def told() -> Iterator[tuple[str, str | bytes]]:
+        def reported() -> Iterator[tuple[str, str | bytes]]:
             nonlocal count
             for item in self.files():
                 if item[0].startswith(("regions/", "stages/")):
@@ -148,7 +148,7 @@ class Package:
                 yield item
 
         start = time.perf_counter()
-        path = write(told(), Path(directory))
+        path = write(reported(), Path(directory))
         total = time.perf_counter() - start
         on_phase(Phase(label="Written", seconds=total, note=f"{counted(count, 'file')} in {directory}"))
         return path

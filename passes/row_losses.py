@@ -62,7 +62,7 @@ def totalled(region: Region) -> Region:
     """The region with the sum of class weights computed once for losses with label smoothing, not for every row."""
     taken = set().union(*(region.types(graph) for graph in region.graphs))
 
-    def told(graph: Graph) -> Graph:
+    def with_totals(graph: Graph) -> Graph:
         known: dict[str, Ref] = {}
         ops: list[Op] = []
         for op in graph.ops:
@@ -74,7 +74,7 @@ def totalled(region: Region) -> Region:
             ops.append(op if table is None else replace(op, args=(*op.args, known[table.name])))
         return replace(graph, ops=tuple(ops))
 
-    return region.mapped(told)
+    return region.mapped(with_totals)
 
 
 def _total(op: Op, table: Ref, type: TensorType, taken: set[str]) -> Iterator[Op]:

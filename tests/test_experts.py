@@ -58,8 +58,8 @@ def test_experts_take_neighbours_of_an_axis(mesh: str, spec: str, found: str, ax
     ("mesh", "spec", "cause"),
     [
         ("dp=8", "4@dp", "does not parse"),
-        ("dp=8", "ep", "'ep', which cuts no rows"),
-        ("pp=2,dp=2", "ep=2@pp", "'pp', which cuts no rows"),
+        ("dp=8", "ep", "'ep', which does not cut rows"),
+        ("pp=2,dp=2", "ep=2@pp", "'pp', which does not cut rows"),
         ("dp=8", "ep=4@dp=2", "does not divide dp=8"),
         ("dp=4,tp=2", "ep=8@dp=3,tp=2", "does not divide dp=4 x tp=2"),
         ("dp=4", "ep=4@dp,dp", "an axis twice"),
@@ -67,7 +67,7 @@ def test_experts_take_neighbours_of_an_axis(mesh: str, spec: str, found: str, ax
         ("dp=2,cp=4", "ep=8@cp", "does not divide cp=4"),
         ("dp=8", "ep=3@dp", "does not divide dp=8"),
         ("dp=8", "ep=0@dp", "does not divide dp=8"),
-        ("dp=4", "ep=2@dp_in", "'dp_in', which cuts no rows"),
+        ("dp=4", "ep=2@dp_in", "'dp_in', which does not cut rows"),
         ("dp=4,ep=2", "ep=2@dp", "on top of ep=2"),
     ],
 )

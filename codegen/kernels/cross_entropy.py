@@ -140,7 +140,7 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Cros
     places = bounds(statements, ranges)
     first = f"{kernels.ranked(pick)}_rank * {classes}" if pick is not None and kernels.ranked(pick) else ""
     return CrossEntropy(
-        **draft.told(),  # type: ignore[arg-type]
+        **draft.common_fields(),  # type: ignore[arg-type]
         rows=math.prod(shape[:-1]),
         classes=classes,
         step=step,

@@ -80,9 +80,9 @@ def embedding(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Embeddin
     shape = types[grad.name].layout.local_shape(sizes)
     rows = inner.result.type.layout.local_shape(sizes)[0]
     padding = inner.args[3] if len(inner.args) > 3 else -1
-    told = draft.told() | {"moved": readable(types[grad.name].local_bytes(sizes))}
+    fields = draft.common_fields() | {"moved": readable(types[grad.name].local_bytes(sizes))}
     return Embedding(
-        **told,  # type: ignore[arg-type]
+        **fields,  # type: ignore[arg-type]
         lines=(),
         grad=draft.arguments[grad.name].name,
         ids=draft.arguments[ids.name].name,

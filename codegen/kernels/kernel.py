@@ -57,7 +57,7 @@ class Kernel:
     moved: str
     apart: str
     arguments: tuple[KernelTensor, ...]
-    numbers: tuple[str, ...]  # that it is told at launch
+    numbers: tuple[str, ...]  # scalar parameters of the launch
     results: tuple[Result, ...]
     lines: tuple[str, ...]
 
@@ -92,7 +92,7 @@ class Kernel:
         for item in self.arguments:
             below = f", {self.below}" if self.below > 2 and item.dtype.startswith("i") else ""
             texts.append(f"scratch({item.shape}, torch.{TORCH[item.dtype]}, device{below})")
-        return [*texts, *("0" if number else "scratch((), torch.int64, device)" for number in self._told.values())]
+        return [*texts, *("0" if number else "scratch((), torch.int64, device)" for number in self._scalars.values())]
 
     @property
     def functions(self) -> bool:
@@ -100,7 +100,7 @@ class Kernel:
         return any("functions." in line for line in self.lines)
 
     @property
-    def _told(self) -> dict[str, bool]:
+    def _scalars(self) -> dict[str, bool]:
         """The scalar arguments of the launch, and whether each is a number; random numbers start at words in memory."""
         return {name: not name.startswith("counter") for name in self.numbers}
 
@@ -108,7 +108,7 @@ class Kernel:
     def read(self) -> list[str]:
         """The kernel's parameters for its inputs."""
         read = (name for item in self.arguments for name in (f"{item.name}_ptr", *map(str, symbols(item).values())))
-        return [*read, *(name if number else f"{name}_ptr" for name, number in self._told.items())]
+        return [*read, *(name if number else f"{name}_ptr" for name, number in self._scalars.items())]
 
     @property
     def given(self) -> list[str]:
@@ -130,7 +130,7 @@ class Kernel:
     def signature(self) -> str:
         tensors = (f"{argument.name}: Tensor" for argument in self.arguments)
         return ", ".join(
-            (*tensors, *(f"{name}: {'int' if number else 'Tensor'}" for name, number in self._told.items()))
+            (*tensors, *(f"{name}: {'int' if number else 'Tensor'}" for name, number in self._scalars.items()))
         )
 
     @property
@@ -154,7 +154,7 @@ class Draft:
     def of(cls, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Draft:
         every = {name: types[name] for name in op.refs()}
         every.update((value.name, value.type) for step in op.body for value in step.results)
-        outside = Names(("torch", "triton", "tl", "CONFIGURATION", *kernels.told(op.body)))
+        outside = Names(("torch", "triton", "tl", "CONFIGURATION", *kernels.launch_scalars(op.body)))
         strided = dict(op.attrs).get("strided", ())
         arguments = {
             name: _argument(outside[name], every[name], sizes, isinstance(strided, tuple) and place in strided)
@@ -179,8 +179,8 @@ class Draft:
             f"{name}_ptr" for name in (*(x.name for x in self.arguments.values()), *(r.name for r in self.results))
         ]
         given = [str(step) for item in self.arguments.values() for step in symbols(item).values()]
-        told = (text for name in kernels.told(self.op.body) for text in (name, f"{name}_ptr"))
-        names = Names(("tl", "functions", *own, *pointers, *given, *told))
+        scalars = (text for name in kernels.launch_scalars(self.op.body) for text in (name, f"{name}_ptr"))
+        names = Names(("tl", "functions", *own, *pointers, *given, *scalars))
         return Lowering(
             body=self.op.body,
             arguments=self.arguments,
@@ -191,16 +191,16 @@ class Draft:
             **more,  # type: ignore[arg-type]
         )
 
-    def told(self) -> dict[str, object]:
+    def common_fields(self) -> dict[str, object]:
         """The fields of a Kernel that do not depend on its template."""
         together, apart = fused_bytes(self.op, self.types, self.sizes)
         return {
             "name": kernel_name(self.op),
-            "operations": tuple(map(_told, self.op.body)),
+            "operations": tuple(map(_described, self.op.body)),
             "moved": readable(together),
             "apart": readable(apart),
             "arguments": tuple(self.arguments.values()),
-            "numbers": tuple(kernels.told(self.op.body)),
+            "numbers": tuple(kernels.launch_scalars(self.op.body)),
             "results": self.results,
         }
 
@@ -289,7 +289,7 @@ def _upcast(dtype: DType) -> str:
     return ".to(tl.float32)" if computed_in(dtype) != dtype else ""
 
 
-def _told(op: Op) -> str:
+def _described(op: Op) -> str:
     """An operation, and its place in the model."""
     place = f"  # {op.source.file.rpartition('/')[2]}:{op.source.line}" if op.source and op.source.line else ""
     return f"{', '.join(value.name for value in op.results)} = {print_operation(op)}{place}"

@@ -153,7 +153,7 @@ class Lowering:
                 place = place * sub.size + step
         p = op.args[0]
         assert isinstance(p, float)
-        counter = next(name for name, other in kernels.told(self.body).items() if other is op)
+        counter = next(name for name, other in kernels.launch_scalars(self.body).items() if other is op)
         place = sympy.expand(place)
         moving = "{0}" if place.free_symbols else "tl.full([], {0}, tl.int64)"
         below = math.ceil((1 - p) * (1 << 53))

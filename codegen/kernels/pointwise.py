@@ -74,7 +74,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     reach = count + max(BLOCK, *(block for block, _ in OTHERS))  # the last block is partly masked
     wide = max([reach, *(bound for bound in places if bound is not None)]) >= WIDE
     return Pointwise(
-        **draft.told(),  # type: ignore[arg-type]
+        **draft.common_fields(),  # type: ignore[arg-type]
         count=count,
         wide=wide,
         lines=tuple(written),

@@ -351,7 +351,7 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
         else:
             body.append(text.store(result, found, value.type.dtype, each_row=value.name in per_row))
     return Rows(
-        **draft.told(),  # type: ignore[arg-type]
+        **draft.common_fields(),  # type: ignore[arg-type]
         tiling=tiles,
         long=max([tiles.reach, len(sums) * tiles.parts, *(place or 0 for place in places)]) >= WIDE,
         before=tuple(before),

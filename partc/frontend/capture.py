@@ -85,8 +85,8 @@ class _ChangedError(Exception):
 class _TracedStep(nn.Module):
     """The traced module: from the tensors of one batch, in the order of `names`, to one loss, or to what `read` finds.
 
-    `form` is a batch with the constants, into which the tensors are put. `told` gets
-    the parameters with a gradient, and the paths of what `read` finds.
+    `form` is a batch with the constants, into which the tensors are put. `report` receives
+    the parameters with a gradient, the paths of what `read` finds, the marked calls and the selections of rows.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class _TracedStep(nn.Module):
         path: Path | None,
         form: Any,
         names: Sequence[str],
-        told: Callable[[frozenset[str], tuple[str, ...], Repeats, Selections], None],
+        report: Callable[[frozenset[str], tuple[str, ...], Repeats, Selections], None],
         assumed: dict[str, None],
         watch: StateWatch,
         repeats: Callable[[], Repeats],
@@ -124,7 +124,7 @@ class _TracedStep(nn.Module):
         self._form = form
         self._names = names
         self._assumed = assumed
-        self._told = told  # by a call, for an export puts attributes back
+        self._report = report  # a callback, because an export restores attributes
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         batch = rebuilt(self._form, dict(zip(self._names, tensors, strict=True)))
@@ -158,7 +158,7 @@ class _TracedStep(nn.Module):
                 text = f"The batch's entry {name} is changed in a copy: the next step reads it unchanged."
                 self._assumed[text] = None
         first = next(iter(found.values()))
-        self._told(_with_gradient(self.model, first, repeats), tuple(found), repeats, values.selections)
+        self._report(_with_gradient(self.model, first, repeats), tuple(found), repeats, values.selections)
         buffers.keep(self._watch.line_of, values.knows)
         return first if self._read is None else tuple(found.values())
 
@@ -261,7 +261,7 @@ def capture(
     if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
         raise WholeTrace  # modules that are alike in all else may have other numbers
     hooks = own_hooks(modules.named)
-    told: list[tuple[frozenset[str], tuple[str, ...], Repeats, Selections]] = []
+    reports: list[tuple[frozenset[str], tuple[str, ...], Repeats, Selections]] = []
     assumed: dict[str, None] = {}
     _make_fake(modules.named, dtype, mode, rows.left_out)
     with mode:
@@ -278,7 +278,7 @@ def capture(
                 transformed(whole=excluded is None),
             ):
                 watch = StateWatch(model, modules.named, loss)
-                tell = lambda *found: told.append(found)  # noqa: E731
+                report = lambda *found: reports.append(found)  # noqa: E731
                 repeats = lambda: Repeats(modules, excluded, rows)  # noqa: E731
                 step = _TracedStep(
                     model,
@@ -286,7 +286,7 @@ def capture(
                     path,
                     form,
                     tuple(batch),
-                    tell,
+                    report,
                     assumed,
                     watch,
                     repeats,
@@ -308,7 +308,7 @@ def capture(
 
                 with rows.absent(), _without_advice():
                     exported = trace()
-                    gained, paths, marked, selections = told[-1]
+                    gained, paths, marked, selections = reports[-1]
                     check(exported, watch, trace)
         except PartcError as error:
             error.source = error.source or innermost(error)

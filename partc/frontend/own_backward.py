@@ -171,7 +171,7 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
 
     def own_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
-            told(sys._getframe(1))
+            report(sys._getframe(1))
             if any(isinstance(x, Tensor) and x.requires_grad for x in args[2:]):
                 return args[0](*args[2:])
             if not whole:  # results of modules that are left out may have a gradient
@@ -193,13 +193,13 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
             return grad(*args, **kwargs)
         return (refused_backward if inside else inner)(*args, **kwargs)
 
-    def told(frame: FrameType | None) -> None:
+    def report(frame: FrameType | None) -> None:
         frame = user_frame(frame)
         place = "" if frame is None else f" at {Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)}"
         say(f"torch.utils.checkpoint{place} changes nothing: --recompute decides what is computed again.")
 
     def own_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        told(sys._getframe(1))
+        report(sys._getframe(1))
         return without_reentrance(*args, **kwargs)
 
     without_reentrance = getattr(checkpoint, CHECKPOINT)

@@ -1,4 +1,4 @@
-"""Attention as a noun: one reading of its operands and options, forward and backward."""
+"""The operands and options of an attention operation by name, forward and backward."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ ROWS, HEADS = 2, 1  # dimensions of q [b, h, s, d], k [b, g, t, d], v [b, g, t, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """softmax(scale * q @ k.T + mask) @ v, or its derivative; operands by name, "" for one that is not there."""
+    """softmax(scale * q @ k.T + mask) @ v, or its derivative; operands are names of values, "" if absent."""
 
     q: str
     k: str
     v: str
     mask: str = ""
     causal: bool = False  # rows read no later positions
-    window: int = 0  # positions at this distance and beyond are not read; 0: all are
+    window: int = 0  # positions at this distance or farther are not read; 0: no window
     drops: bool = False
     backward: bool = False
     learned: bool = False  # the mask has a gradient
-    sinks: str = ""  # a score for each head that takes part in the softmax alone
+    sinks: str = ""  # one more score for each head: it enters the softmax's sum but has no value
     limits: str = ""
     keys: str = ""
-    reads: tuple[int, ...] = ()  # scores that early rows and late rows read, of so many
-    by_rows: bool = False  # cp cuts its rows, and not its heads
-    zigzag: int = 0  # rows are in that order, in so many parts
-    rows: Positions | None = None  # of this rank's queries
-    ring: str = ""  # the axis around whose ranks keys and values go
-    orders: Orders | None = None  # of the positions that number its random numbers
+    reads: tuple[int, ...] = ()  # the numbers of scores that early and late rows read, and the number of all scores
+    by_rows: bool = False  # cp cuts rows instead of heads
+    zigzag: int = 0  # the number of parts of the rows' zigzag order; 0: rows are in order
+    rows: Positions | None = None  # positions of this rank's queries
+    ring: str = ""  # the axis along which keys and values travel in a ring
+    orders: Orders | None = None  # the order of positions by which dropout numbers its random draws
 
     @classmethod
     def of(cls, op: Op) -> Attention | None:
-        """The reading of an operation; None if it does not compute attention."""
+        """The attention that an operation computes; None if it computes none."""
         signature = SIGNATURES.get(op.name)
         if signature is None:
             return None

@@ -1,4 +1,4 @@
-"""The table of collectives, and of the reshards that need none: one line each."""
+"""The table of collectives and of local reshards (which move nothing): one line each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partc.ir.program import Collective, DType, Op, TensorType
 
 _CUT = ("dim", "outer", "axis")
 _TWO_CUTS = ("split_dim", "split_outer", "concat_dim", "concat_outer", "axis")
-Bytes = Callable[[int, int], int]  # of the number of ranks, and the bytes of a rank's operand
+Bytes = Callable[[int, int], int]  # (number of ranks, bytes of a rank's operand) -> bytes
 
 
 def _none(n: int, bytes: int) -> int:
@@ -34,11 +34,12 @@ def _reduced(n: int, bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
-    """An operation between the layouts of a value.
+    """An operation that changes the layout of a value.
 
-    `transpose` is the operation of its gradient. Its result has n times (`grows`) or a part (`shrinks`) of its
-    operand's elements. `sends` gives the bytes that a rank sends, by ring algorithms. `attrs` names its attributes in
-    the order of its torch operator. `runs_as` is the operation that runs, where this one says more about gradients.
+    `transpose` is the operation on its gradient. On n ranks its result has n times (`grows`) or 1/n of (`shrinks`) the
+    elements of its operand. `sends` gives the bytes that a rank sends, by ring algorithms. `attrs` names its attributes
+    in the order of its torch operator. `runs_as` is the operation that the package runs, where this one only differs in
+    its gradient.
     """
 
     transpose: str
@@ -68,19 +69,19 @@ COLLECTIVES: Mapping[str, CollectiveRow] = {
     "dispatch": CollectiveRow(transpose="combine", sends=_exchanged, title="dispatch"),
     "combine": CollectiveRow(transpose="dispatch", sends=_exchanged, title="combine"),
 }
-# Those that compiled graphs have. If a `wait` reads the result, the operation only starts the collective.
+# Collectives of compiled graphs. If a `wait` reads the result, the operation only starts the collective.
 MOVING = frozenset(name for name, row in COLLECTIVES.items() if row.title)
-# Exchanges of rows with the ranks that hold their experts, and their plan, `route`. The number of rows depends on the
-# data, so the first dimension of the results has the mean.
+# Exchanges of rows with the ranks that hold their experts, and `route`, which plans them. The number of rows depends on
+# the data; the first dimension of the results' types is its mean.
 ROUTED = frozenset({"route", "dispatch", "combine"})
-# `divide_rows` gives each of several tables the rows that came for it, in turn; `join_rows` is its transpose.
+# `divide_rows` gives each of several tables the rows received for it, in turn; `join_rows` is its transpose.
 BY_TABLE = frozenset({"divide_rows", "join_rows"})
 # Messages that are parts of operations: rows of experts, and keys and values around a ring.
 _MESSAGES: Mapping[str, Bytes] = {"exchange": _exchanged, "shift": lambda n, bytes: bytes}
 
 
 def parts(op: Op, sizes: Sizes) -> int:
-    """The number of blocks of keys and values that an operation reads: the ranks of its ring, or 1."""
+    """The number of blocks of keys and values that an attention reads in turn: the ranks of its ring, or 1."""
     attention = Attention.of(op)
     return sizes[attention.ring] if attention is not None and attention.ring else 1
 
@@ -103,7 +104,7 @@ def inside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[tu
 
 
 def cost(op: str, n: int, bytes: int) -> int:
-    """Bytes each of `n` ranks sends, by ring algorithms, for an operand of `bytes` per rank."""
+    """The bytes that each of `n` ranks sends, by ring algorithms, for an operand of `bytes` per rank."""
     row = COLLECTIVES.get(op)
     return _MESSAGES.get(op, _none)(n, bytes) if row is None else row.sends(n, bytes)
 
@@ -119,5 +120,5 @@ def backward_cost(op: str, n: int, bytes: int) -> int:
 
 
 def resized(op: str, n: int, size: int) -> int:
-    """The size of a collective's result on a rank, from that of its operand."""
+    """The size of a collective's result on a rank whose operand has `size`."""
     return {"same": size, "grows": size * n, "shrinks": size // n}[COLLECTIVES[op].size]

@@ -1,4 +1,4 @@
-"""Products by expert as nouns: one reading of their operands."""
+"""The operands of products by expert, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ExpertMatmul:
 
     @classmethod
     def of(cls, op: Op) -> ExpertMatmul | None:
-        """The reading of an operation; None for another one."""
+        """The product that an operation computes; None if it is not an expert_matmul."""
         if op.name != "expert_matmul":
             return None
         rows, chosen, weights = op.refs()

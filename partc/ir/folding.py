@@ -1,4 +1,4 @@
-"""Repetitions in a program's actions, as loops: statements of equal calls, and microbatches that count up.
+"""Repetitions in a program's actions as loops: statements that repeat over calls, actions over microbatches.
 
     run F blocks.0                            for $1 in blocks.0 to blocks.2:
     run F blocks.1              <->             run F $1
@@ -24,7 +24,7 @@ from partc.ir.program import Action, ActionStatement
 T = TypeVar("T")
 _FEWEST = 3  # repetitions that make a loop
 _LONGEST = 64  # statements or actions in a loop
-_SHORT = 24  # a row of no more actions is written out
+_SHORT = 24  # rows of at most so many actions are written out
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)", re.DOTALL)
 
 Item = str | int  # the name of a call or bucket, or the first or second gather of later actions
@@ -40,7 +40,7 @@ class Loop:
 
 
 def folded(statements: Sequence[ActionStatement]) -> Iterator[ActionStatement | Loop]:
-    """Statements, with repetitions over calls as loops."""
+    """The statements, with repetitions over calls folded into loops."""
     at = 0
     while at < len(statements):
         period, times = _repetition(statements, at, _alike)
@@ -59,7 +59,7 @@ def folded(statements: Sequence[ActionStatement]) -> Iterator[ActionStatement | 
 
 
 def unfolded(loop: Loop) -> Iterator[ActionStatement]:
-    """The statements of every turn."""
+    """The statements of all iterations."""
     for row in zip(*loop.slots, strict=True):
         for statement, slot in zip(loop.statements, loop.uses, strict=True):
             yield statement if slot is None else _using(statement, row[slot])
@@ -78,7 +78,7 @@ def _alike(a: ActionStatement, b: ActionStatement) -> bool:
 
 
 def _repetition(items: Sequence[T], at: int, alike: Callable[[T, T], bool]) -> tuple[int, int]:
-    """The length and the number of the repetitions from a place on: those that cover most, then the shortest."""
+    """The length and number of the repetitions that begin at an index: the longest cover, then the shortest body."""
     best = (1, 1)
     for period in range(1, min(_LONGEST, (len(items) - at) // 2) + 1):
         end = at + period
@@ -126,7 +126,7 @@ def _step(a: Item, b: Item) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Actions and inner loops, done several times, each time with microbatches `by` higher."""
+    """Actions and inner loops, repeated; each iteration's microbatches are `by` higher."""
 
     times: int
     by: int
@@ -156,7 +156,7 @@ def _folded_once(items: Sequence[Action | Repeat]) -> Iterator[Action | Repeat]:
 
 
 def unfolded_row(item: Action | Repeat, later: int = 0) -> Iterator[Action]:
-    """The actions of every turn, with microbatches `later` than written."""
+    """The actions of all iterations, with microbatches `later` higher than written."""
     if isinstance(item, Action):
         yield item if item.microbatch is None else replace(item, microbatch=item.microbatch + later)
         return

@@ -28,14 +28,17 @@ def trains(program: Program) -> bool:
             continue
         live.update(value.name for value in op.results if value.type.differentiable)
         name = next(op.refs()) if op.name.endswith("_") else ""
-        while name:  # a change in place reaches the tensor that its operand may be a part of
+        while name:  # a change in place also reaches the tensor whose memory its operand shares
             live.add(name)
             name = first.get(name, "")
     return region.forward.outputs[0] in live
 
 
 def touched_rows(program: Program, stages: Collection[int]) -> dict[str, list[int]]:
-    """The rows that each lookup of a step adds to sparse gradients; ids count as spread evenly over ranks."""
+    """For each parameter, the rows that each lookup of a step adds to its sparse gradient, on one rank.
+
+    Ids are assumed to be spread evenly over ranks.
+    """
     found: dict[str, list[int]] = {}
     for call in program.calls:
         if call.stage not in stages:
@@ -57,7 +60,7 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
     """For each region, its inputs whose gradient some call returns to an earlier one."""
     trainable = trainable_params(program)
     needs: dict[str, set[str]] = {region.name: set() for region in program.regions}
-    lives: dict[tuple[str, int], set[str]] = {}  # by region and the number of its needs, which only grow
+    lives: dict[tuple[str, int], set[str]] = {}  # by region and the number of its needs; a region's needs only grow
     while True:
         owing: set[str] = set()
         before = sum(map(len, needs.values()))
@@ -76,10 +79,10 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
 
 
 def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
-    """Arguments of calls through which the loss depends on them, as (call, argument, stage): gradients return there.
+    """The arguments of calls that receive a gradient, as (call, argument, stage).
 
-    Arguments that a call only detaches, directly or in a later call, have none. The backward graph of a differentiated
-    region says this, as its forward graph has no `detach` any more.
+    An argument that is only detached, by its call or by later ones, receives none. In a differentiated region the
+    backward graph says so, as its forward graph has no `detach` any more.
     """
     through = {
         (region.name, value.name): reached(region.forward, (value.name,)) if _may_return(region, value.name) else set()
@@ -111,7 +114,7 @@ def reached(graph: Graph, roots: Iterable[str]) -> set[str]:
 
 
 def input_only(program: Program) -> frozenset[str]:
-    """Names of the calls whose results depend on inputs and constants, and on no parameter."""
+    """Names of the calls whose results depend on inputs and constants only."""
     trainable = {parameter.name for parameter in program.parameters if parameter.trainable}
     pure_values = set(program.inputs)
     calls = set()

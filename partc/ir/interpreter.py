@@ -148,7 +148,7 @@ def _fourier(x: Tensor, dims: list[int], inverse: bool) -> Tensor:
 
 
 def _route(experts: Tensor, count: int, stay: bool, most: float, axis: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows in the order of their experts, which are all here."""
+    """Rows in the order of their experts, all of which are on this device."""
     order = experts.argsort(stable=True)
     return order, torch.arange(len(order)), experts[order], torch.bincount(experts, minlength=count).repeat(2, 1)
 

@@ -15,7 +15,7 @@ Sizes = Mapping[str, int]  # axis name -> number of ranks (or of microbatches, f
 class SubDim:
     """A factor of a dimension: `size` elements (global), sharded over `axes`, major axis first.
 
-    Parts are equal. If the axes do not divide it, the last parts end with spare elements, which stand for none; only
+    Parts are equal. If the axes do not divide the size, the last parts end with spare elements, which are padding; only
     parameters are cut in this way, over axes that gather them.
     """
 
@@ -27,7 +27,7 @@ class SubDim:
         return -(-self.size // math.prod(sizes[axis] for axis in self.axes))
 
     def spare(self, sizes: Sizes) -> int:
-        """The spare elements: what all parts together have beyond the dimension."""
+        """The number of spare elements of all parts: their total size minus `size`."""
         return -self.size % math.prod(sizes[axis] for axis in self.axes)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Layout:
 
     An axis that appears nowhere is replicated. `[16@dp · 2048@tp, 4096]` is a flattened (batch, sequence) dimension
     whose two parts are sharded over two axes. Over a local axis each rank has a value of its own in the given shape,
-    and no layout says how these values belong together: intermediate results of an operation without a rule.
+    and no layout relates these values to each other: intermediate results of an operation without a rule.
     """
 
     dims: tuple[tuple[SubDim, ...], ...]
@@ -117,7 +117,7 @@ class Layout:
 
     @cached_property
     def _last_local(self) -> list[object]:
-        """The sizes that `local_shape` was asked for last, and its answer."""
+        """The last argument of `local_shape` and its result."""
         return [None, None]
 
     @cached_property
@@ -151,7 +151,7 @@ class Layout:
 
         Axes of size 1 shard nothing and are dropped from the dimensions. An unsharded sub-dimension joins the one
         before it. A sub-dimension that is cut down to single elements joins the next one. One with spare elements joins
-        none that is cut.
+        no sharded one.
         """
         dims = tuple(_normalized_dim(dim, sizes) for dim in self.dims)
         partial, varying, local = (
@@ -199,7 +199,7 @@ def index_ranges(
 
 def _dim_ranges(dim: tuple[SubDim, ...], coordinate: Mapping[str, int], sizes: Sizes) -> tuple[tuple[int, int], ...]:
     ranges: tuple[tuple[int, int], ...] = ((0, 1),)
-    below = 1  # elements of the sub-dimensions from here to the minor end, within which `ranges` lie
+    below = 1  # elements of the more minor sub-dimensions, to which `ranges` refer
     for sub in reversed(dim):
         place = 0
         for axis in sub.axes:

@@ -18,9 +18,9 @@ TIME_AXIS = "mb"  # microbatches: the batch's axis in time, never part of a mesh
 
 _DEFAULT_NAMES = {1: ("dp",), 2: ("dp", "tp"), 3: ("pp", "dp", "tp")}
 AXES = (PIPELINE_AXIS, BATCH_AXIS, EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
-_CUT = (BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)  # axes that come in pieces, too
+_CUT = (BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)  # axes that may be split into pieces
 
-MOST_RANKS = 2**20  # every rank has a module of its own
+MOST_RANKS = 2**20  # every rank has a module file
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Mesh:
                 raise PartcError(
                     "P0102",
                     f"mesh {spec!r} has {len(sizes)} unnamed axes",
-                    help="up to three are named by position (pp x dp x tp); name more of them: pp=2,dp=4,tp=8",
+                    help="up to three sizes are named by position (pp x dp x tp); name more: pp=2,dp=4,tp=8",
                 )
             axes = tuple(zip(_DEFAULT_NAMES[len(sizes)], sizes, strict=True))
         else:
@@ -151,10 +151,10 @@ class Mesh:
         return Mesh._checked(tuple(reversed(axes)), str(self))
 
     def with_experts(self, spec: str) -> tuple[Mesh, tuple[str, ...]]:
-        """The mesh with experts cut over a part of its ranks, and the axes that they are: `ep=4@dp`, `ep=4@dp=2,tp=2`.
+        """The mesh with experts cut over some of its ranks, and the axes of these ranks: `ep=4@dp`, `ep=4@dp=2,tp=2`.
 
-        Of axes without a number, the last ones of the mesh give as many ranks as divide, and the others the rest. The
-        ranks that an axis gives are neighbours along it: `ep=4@dp` of dp=8 is dp=2,ep=4, and `ep=2@tp` of tp=4 is
+        Among axes without a number, the last ones of the mesh give as many ranks as divide, and the others the rest.
+        The ranks that an axis gives are neighbours along it: `ep=4@dp` of dp=8 is dp=2,ep=4, and `ep=2@tp` of tp=4 is
         tp=2,tp_ep=2. `ep,cp` names whole axes. Raises PartcError P0106.
         """
         axis = "[a-z_0-9]+(?:=[0-9]{1,7})?"
@@ -165,7 +165,7 @@ class Mesh:
         possible = ", ".join(name for name in self.names if name != PIPELINE_AXIS) or "none"
         for name in taken:
             if name not in self.names or name == PIPELINE_AXIS:
-                raise _experts(spec, f"takes ranks of {name!r}, which cuts no rows", f"{self} has {possible}")
+                raise _experts(spec, f"takes ranks of {name!r}, which does not cut rows", f"{self} has {possible}")
         if len(taken) < match[2].count(",") + 1:
             raise _experts(spec, "names an axis twice", f"{self} has {possible}, each to be named once")
         if match[1] is None:
@@ -193,7 +193,7 @@ class Mesh:
         return Mesh._checked(tuple(axes), spec), tuple(over)
 
     def with_span(self, ranks: int) -> tuple[Mesh, tuple[str, ...]]:
-        """The mesh with an axis for the last `ranks` of the batch's axes, and the axes that these and sequences have.
+        """The mesh with an axis for `ranks` neighbours of the batch's axes, and the axes that ZeRO then shards over.
 
         Of dp=8, 4 are dp_in of dp_out=2,dp_in=4. Raises PartcError P0413.
         """
@@ -225,7 +225,7 @@ class Mesh:
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes over which experts are cut if nothing else is said."""
+        """The axes over which experts are cut by default."""
         return tuple(name for name, size in self.axes if name == EXPERT_AXIS and size > 1)
 
     def __str__(self) -> str:

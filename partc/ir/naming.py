@@ -7,10 +7,10 @@ import re
 from functools import lru_cache
 
 _PLAIN = re.compile(r"\W+", re.ASCII)
-# Ends of the names that passes give to values which they make of others.
-WHOLE = "_whole"  # the value under its shape before a view joined dimensions
-PRODUCT = "_product"  # a linear operation's, before its bias is added
-EXTENDED, ZIGZAG, COUNTED = "_extended", "_zigzag", "_counted"  # sequences with more positions, or in another order
+# Suffixes of the names of values that passes derive from others.
+WHOLE = "_whole"  # the value in its shape before a view joined dimensions
+PRODUCT = "_product"  # the product of a linear operation, before its bias is added
+EXTENDED, ZIGZAG, COUNTED = "_extended", "_zigzag", "_counted"  # sequences that are padded or reordered
 
 
 def identifier(text: str) -> str:
@@ -20,7 +20,7 @@ def identifier(text: str) -> str:
 
 
 def unreserved(name: str) -> str:
-    """The name, changed if it would read as a gradient's name."""
+    """The name, changed if it looks like the name of a gradient."""
     return f"own_{name}" if name.startswith("grad_") else name
 
 

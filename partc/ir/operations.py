@@ -1,7 +1,7 @@
-"""The effects of operations beside new elements: shared memory, random numbers, gradients. One line for each kind.
+"""The effects of operations besides their results: shared memory, random numbers, gradients. One line for each kind.
 
-An operation without a line computes new elements from those of its operands. Names of traced programs have lines as
-well as those that passes leave. Collectives have a table of their own (`partc.ir.collectives`), rules for cuts another
+An operation without a line computes new elements from those of its operands. The table has the names of traced programs
+as well as those of later ones. Collectives have a table of their own (`partc.ir.collectives`), rules for cuts another
 (`partc.rules.table`).
 """
 
@@ -23,10 +23,10 @@ class Effects:
     memory: Literal["own", "view", "some"] = "own"
     free: bool = False  # runs no kernel
     keeps: bool = False  # the result has all elements of the first operand, in any order and element type
-    spells: str = ""  # the operation that it is another name of
+    spells: str = ""  # the operation of which this name is an alias
     differentiable: bool = True
-    draws: bool = False  # random numbers; the last argument is the operation's number within its call
-    extra: tuple[str, ...] = ()  # results beyond the first, which its derivative reads
+    draws: bool = False  # draws random numbers; the last argument is the operation's number within its call
+    extra: tuple[str, ...] = ()  # further results, which its derivative reads
 
 
 _NONE = Effects()
@@ -51,12 +51,12 @@ _declare("expand_as", memory="view", keeps=True, spells="expand")
 _declare("broadcast_tensors", memory="some", spells="expand")
 _declare("split_with_sizes chunk unbind tensor_split unsafe_split unsafe_chunk", memory="view", spells="split")
 _declare("select narrow", memory="view", spells="slice")
-# Copies, where the operand is not in the wanted form already
+# Copies, unless the operand already has the wanted form
 _declare("contiguous to type_as", memory="some", keeps=True)
 _declare("take", memory="some")
 _declare("clone _to_copy lift_fresh_copy", keeps=True)
 # Random numbers
-_declare("dropout", memory="some", draws=True, extra=("kept",))  # its operand, if it drops nothing
+_declare("dropout", memory="some", draws=True, extra=("kept",))  # without drops, the result is the operand
 _declare("attention_dropout", draws=True, extra=("lse",))
 _declare("rand randn drawn", draws=True)
 _declare("rand_like randn_like", draws=True, differentiable=False)

@@ -225,7 +225,7 @@ def _kept(x: Tensor, dims: int) -> Tensor:
 
 
 def _define_composites() -> None:
-    _operator(  # of complex numbers as pairs in the last dimension, without a scale
+    _operator(  # on complex numbers as pairs in the last dimension, unscaled
         "fourier",
         "(Tensor x, int[] dims, bool inverse) -> Tensor",
         lambda x, dims, inverse: x.new_empty(x.shape),
@@ -326,7 +326,7 @@ def _define_composites() -> None:
         lambda w, ids, padding, axis: w.new_empty([*ids.shape, w.shape[1]]),
         lambda g, a, r: [_ops.embedding_shard_backward(g[0], a[1], a[0].shape[0], a[2], a[3])],
     )
-    _operator(  # its gradient is that of a softmax, which is zero where there is no class
+    _operator(  # its gradient is the softmax's, which is zero at padded classes
         "mask_classes", "(Tensor x, int classes, str axis) -> Tensor", _like, lambda g, a, r: [g[0]]
     )
     _operator(
@@ -371,7 +371,7 @@ def _define_scan() -> None:
 
 
 class _Owned(torch.autograd.Function):
-    """Connects results to the operands whose gradients a model gives itself; differentiate follows these."""
+    """Connects results to the operands whose gradients the model defines itself; differentiate follows the latter."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -380,7 +380,7 @@ class _Owned(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError("the gradients that a model gives itself are followed by partc.passes.differentiate")
+        raise NotImplementedError("partc.passes.differentiate follows the gradients that a model defines itself")
 
 
 class _Joined(torch.autograd.Function):
@@ -399,7 +399,9 @@ class _Joined(torch.autograd.Function):
 
 
 def _define_rows_by_table() -> None:
-    """`divide_rows` gives each of several tables its rows, of which the shares are the mean; `join_rows` undoes it."""
+    """`divide_rows` gives each of several tables its rows (`shares` are their mean numbers); `join_rows` is its
+    inverse.
+    """
     _operator(
         "divide_rows",
         "(Tensor x, Tensor counts, int[] shares) -> Tensor[]",
@@ -412,10 +414,10 @@ def _define_rows_by_table() -> None:
 
 
 def _define_own_gradients() -> None:
-    """`own_gradient(results, operands, gradients)` gives the operands of a user's function gradients of the user's own.
+    """`own_gradient(results, operands, gradients)` gives the operands of a user's function the user's own gradients.
 
-    Its results equal `results`. `gradients` are computed from the incoming ones, which `incoming_gradient(result)`
-    stands for, by operations of the same graph.
+    It returns `results`. Operations of the same graph compute `gradients` from the incoming ones, for which
+    `incoming_gradient(result)` stands.
     """
     _operator("incoming_gradient", "(Tensor y) -> Tensor", _like)
     _LIBRARY.define("own_gradient(Tensor[] results, Tensor[] operands, Tensor[] gradients) -> Tensor[]")
@@ -442,7 +444,7 @@ def _norm_gradients(found: Sequence[Tensor], args: Sequence[Any]) -> list[Tensor
 def _rotary_gradients(
     grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rotated: int | None, interleaved: bool
 ) -> list[Tensor | None]:
-    """Gradients of x and of tables that are trained."""
+    """Gradients of x and of the tables, if these are trained."""
     found: list[Tensor | None] = [_ops.rotary_backward(grad, cos, sin, rotated, interleaved), None, None]
     grad, x = grad[..., :rotated], x[..., :rotated]
     if cos.requires_grad:
@@ -454,7 +456,7 @@ def _rotary_gradients(
 
 
 def _of_table(grad: Tensor, table: Tensor, interleaved: bool) -> Tensor:
-    """The sum over all elements that read one element of the table."""
+    """The gradient of a table: for each of its elements, the sum over all elements that read it."""
     if table.shape[-1] < grad.shape[-1]:
         first, second = pairs(grad, interleaved)
         grad = first + second

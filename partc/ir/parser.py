@@ -236,7 +236,7 @@ class _TextReader:
         elif word in readers:
             readers[word](text)
         else:
-            raise _Malformed(f"{text!r} is not a line of it")
+            raise _Malformed(f"{text!r} is not a line of the IR")
 
     def _program(self, text: str) -> None:
         match = _matched(
@@ -375,7 +375,7 @@ class _TextReader:
         if match[6] or (items and isinstance(items[-1], _Open) and self._indented):
             loop = items[-1] if items else None
             if not isinstance(loop, _Open):
-                raise _Malformed("this stands in no loop")
+                raise _Malformed("this stands outside a loop")
             loop.statements.append(statement)
             loop.uses.append(int(match[6]) - 1 if match[6] else None)
         else:
@@ -383,7 +383,7 @@ class _TextReader:
 
     def _here_actions(self) -> list[ActionStatement | _Open]:
         if not self._actions:
-            raise _Malformed("this stands in no action")
+            raise _Malformed("this stands outside an action")
         return self._actions[-1][2]
 
     def _schedule(self, text: str) -> None:
@@ -418,7 +418,7 @@ class _TextReader:
 
     def _here(self) -> list[Any]:
         if not self._bodies or not self._bodies[-1].current:
-            raise _Malformed("this stands in no graph")
+            raise _Malformed("this stands outside a graph")
         return self._bodies[-1].graphs[self._bodies[-1].current]
 
     def _inner(self, text: str) -> None:

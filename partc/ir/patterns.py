@@ -27,12 +27,12 @@ _COMMUTATIVE = frozenset({"add", "mul"})
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A tree of operations above one of them, the root."""
+    """A tree of operations, named by its root."""
 
     text: str
 
     def matches(self, root: Op, makers: Mapping[str, Op]) -> Iterator[Bindings]:
-        """The arguments that each name of the pattern stands for, once for each way to match."""
+        """The arguments for which the names of the pattern stand, once for each way to match."""
         tree = _tree(self.text)
         if root.name in _names(tree.func):
             yield from _arguments(tree.args, root, makers, {})
@@ -130,14 +130,16 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrite:
-    """An optional rewrite, which costs fuel: the root becomes another operation, or stays where that is None."""
+    """An optional rewrite, which costs fuel: the root is replaced by another operation, or stays if the replacement is
+    None.
+    """
 
     name: str
     pattern: Pattern
     instead: Callable[[Match], Op | None]
 
     def apply(self, region: Region) -> Region:
-        """The forward graph with every match replaced, and without the operations that are dead then."""
+        """The region with every match in its forward graph replaced, and without operations that are then dead."""
         graph: Graph = region.forward
         types, makers, readers = region.types(graph), graph.makers(), graph.readers()
         ops = []

@@ -44,7 +44,7 @@ from partc.ir.program import (
 from partc.quoting import quoted
 
 NAME = re.compile(r"[A-Za-z_0-9][\w.]*", re.ASCII)
-CALL = "call"  # begins a line that has a name and an equals sign, as an operation does
+CALL = "call"  # a call's line, like an operation's, has a name and an equals sign
 _PLACE = re.compile(r"[^`|]*")
 NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf)(?![\w.])|nan(?![\w.])")
 WORDS: Mapping[str, Arg] = {"None": None, "True": True, "False": False}
@@ -87,7 +87,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
 
 
 def _repetition(repetition: Repetition) -> str:
-    """The number of modules of a unit, and the modules of all units."""
+    """`repeat N: …`, with the number of modules in each unit and the modules of all units."""
     modules = ", ".join(written_name(path) for unit in repetition.units for path in unit)
     return f"repeat {len(repetition.units[0])}: {modules}"
 
@@ -184,7 +184,7 @@ def collective_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> s
 
 
 def fused_bytes(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[int, int]:
-    """The bytes that one kernel reads and writes, and those of its operations one by one; views have none."""
+    """The bytes that a fused kernel reads and writes, and the sum over its operations run one by one (views: 0)."""
     inner = {**types, **{value.name: value.type for step in op.body for value in step.results}}
 
     def moved(step: Op) -> int:

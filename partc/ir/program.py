@@ -24,10 +24,10 @@ ITEMSIZE: Mapping[str, int] = {
     "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
 }  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # the types of computation
-NO_GRAD = "no_grad"  # the attribute of a traced change in place from whose new values no gradient passes
-SPARSE = "sparse"  # the attribute of a table's gradient that is kept as rows
+NO_GRAD = "no_grad"  # marks a traced change in place whose new values have no gradient
+SPARSE = "sparse"  # marks a table's gradient that is kept as rows
 SCAN = "scan"  # a loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`
-# The places that a mask selects, along one of its dimensions: `selected(mask, dim)`; as many as the mask has elements.
+# The places that a mask selects, along one of its dimensions: `selected(mask, dim)`; its length is the mask's size.
 SELECTED = "selected"
 FLOATING = frozenset({"f64", "f32", "bf16", "f16"})
 
@@ -102,8 +102,8 @@ class Choice:
     """The distribution of one operation over one axis.
 
     `factor` names a factor of the operation's rule that is cut after `outer` elements (see layout.Shard). None means
-    that every rank of the axis repeats the operation, on operands whose gradients are partial sums. An axis without a
-    choice repeats the operation on replicated operands.
+    that every rank of the axis repeats the operation on operands whose gradients are partial sums. On an axis without a
+    choice the operation is repeated on replicated operands.
     """
 
     axis: str
@@ -243,7 +243,7 @@ def needed(
     given: Collection[str] = (),
     removable: Callable[[Op], bool] = lambda op: True,
 ) -> tuple[Op, ...]:
-    """The operations, in order, that make `wanted` from `given`; those that are not `removable` stay in any case."""
+    """The operations, in order, that `wanted` needs, given the values in `given`; others stay unless `removable`."""
     live = {name for name in wanted if name not in given}
     found: list[Op] = []
     for op in reversed(ops):
@@ -348,13 +348,13 @@ class Parameter:
     aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights)
     reduce: tuple[str, ...] = ()  # mesh axes over which its gradient is summed once per step
     gather: tuple[str, ...] = ()  # mesh axes over which parts of it are gathered for the calls that read it
-    zero: int = 0  # held in parts: only the optimizer's state (1), the gradient too (2), the parameter too (3)
+    zero: int = 0  # sharded: the optimizer's state (1), also the gradient (2), also the parameter (3)
     buckets: tuple[str, ...] = ()  # the names of the buckets in which its gradient is summed over ranks
     holds: tuple[int, ...] = ()  # the model's own shape, where zeros were added to it
-    sparse: bool = False  # its gradient is kept as the rows that lookups read
-    balance: float = 0.0  # of a router's bias, whose gradient is the load of experts: the size of its update
-    stacked: bool = False  # its rows are parameters of the model, whose numbers take the place of `*` in its name
-    members: tuple[tuple[str, int, int], ...] = ()  # tables of the model that it holds: name, first row, rows
+    sparse: bool = False  # its gradient has only the rows that lookups read
+    balance: float = 0.0  # the size of the update of a router's bias, whose gradient is the load of experts
+    stacked: bool = False  # its rows are parameters of the model: their numbers replace `*` in its name
+    members: tuple[tuple[str, int, int], ...] = ()  # the model's tables in it: name, first row, number of rows
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -377,17 +377,17 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """The way of parameters and gradients between ranks.
+    """How parameters and gradients travel between ranks.
 
-    If only some ranks share a node, an exchange runs inside nodes and between them as two collectives.
+    If there are several nodes, an exchange is two collectives: inside nodes and between them.
     """
 
     near: tuple[str, ...] = ()  # the axes inside nodes; empty if there is one level
-    wire: DType | Literal[""] = ""  # the element type in which gradients travel; "" for their own
+    wire: DType | Literal[""] = ""  # the element type in which gradients are sent; "": their own
     compress: str = ""  # bf16 or int8, for gradients between nodes, or everywhere if `near` is empty; "" for none
 
     def levels(self, over: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Of some axes, those inside nodes and those between nodes."""
+        """Split axes into those inside nodes and those between nodes."""
         return tuple(axis for axis in over if axis in self.near), tuple(axis for axis in over if axis not in self.near)
 
 
@@ -412,7 +412,7 @@ class Action:
     B is the whole backward pass; I and W are its halves, the gradients of inputs and of weights. SEND_F sends a
     microbatch's values to every stage that reads them. RECV_F receives all values that the stage reads from other
     stages. SEND_B and RECV_B do the same for gradients.
-    `ahead` names the actions (0B) whose first gathers this one starts: 0F1>0B. UNSHARD does nothing else.
+    `ahead` names the actions (0B) whose first gathers this one starts: 0F1>0B. UNSHARD only starts gathers.
     """
 
     stage: int
@@ -422,7 +422,7 @@ class Action:
 
     @property
     def name(self) -> str:
-        """The action without what it gathers ahead: 2F0."""
+        """The action without its gathers ahead: 2F0."""
         return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
 
     def __str__(self) -> str:
@@ -434,7 +434,7 @@ class Collective:
     """An operation that every rank of a group enters together, with an operand of `shape`.
 
     The group is the ranks that differ on `axes`; with `places`, the ranks at those pipeline coordinates that agree on
-    every other axis. Numbers may travel in a `code` (int8, bf16), the elements of which have the type `dtype`.
+    every other axis. Numbers may travel encoded (`code`: int8, bf16); `dtype` is then the type of the encoded elements.
     """
 
     op: str
@@ -475,12 +475,12 @@ class ActionStatement:
 
     run F CALL             the forward graph of a call; B, I and W likewise
     start gather CALL      the whole parameters that a call reads, which stay until `free`
-    start refresh CALL     those that ranks keep whole, after an update
-    start scatter CALL     the gradients that a call has made, to the ranks that hold the parts
+    start refresh CALL     parameters that ranks keep whole, after an update
+    start scatter CALL     the gradients that a call has computed, to the ranks that hold the parts
     start bucket NAME      the sum of a bucket of gradients
     start shared WEIGHT    the sum of the gradient of a weight that several pipeline ranks use
     start result VALUE     the sum of the loss, or of a result
-    advance ...            wait for the collectives of an exchange, and start the next ones that it consists of
+    advance ...            wait for the collectives of an exchange, and start its next ones
     wait ...               wait for the last collectives of an exchange
     send VALUE -> STAGE    to a later stage, or a gradient to an earlier one; `receive` only says that a rank is ready
 
@@ -504,7 +504,7 @@ class ActionStatement:
     when: When = ""
 
     def __str__(self) -> str:
-        """Without the name's quotes, which the printer adds."""
+        """The statement as text; names are not quoted, which the printer adds."""
         return self.text(self.of)
 
     def text(self, of: str) -> str:
@@ -538,8 +538,8 @@ class Body:
     """The statements of an action: of a stage, or (END) of a pipeline coordinate.
 
     A rank runs INIT of its stages and SETUP of its stages once; then, each step, PREPARE and REFRESH of its stages, its
-    schedule, and END. UNSHARD at the head of a schedule runs before PREPARE. A batch whose gradients are accumulated
-    has neither REFRESH nor END.
+    schedule, and END. UNSHARD at the head of a schedule runs before PREPARE. A batch whose gradients are only
+    accumulated skips REFRESH and END.
     """
 
     kind: BodyKind
@@ -572,7 +572,7 @@ class Program:
     With `separate_batches` each microbatch is a batch of its own, whose loss counts by its share of the step: shapes
     are those of one microbatch, statistics and losses those of accumulated gradients; all of them read the entries
     `whole_inputs`, whatever their sizes.
-    `draws` counts the random operations of a step, in the order in which one device runs them.
+    `draws` is the number of random operations in a step; they are numbered in the order in which one device runs them.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
     `schedule` holds one list of actions per coordinate on that axis, `bodies` the statements that actions stand for.
     """
@@ -632,7 +632,7 @@ class Program:
 
     @property
     def kernels(self) -> Kernels:
-        """The source of kernels: of the regions that run for every microbatch, of updates and of compression."""
+        """The source of the kernels of microbatch regions, updates and compression."""
         return next((region.kernels for region in self.regions if region.phase == "microbatch"), "aten")
 
     @cached_property
@@ -713,7 +713,7 @@ class Program:
         return {bucket.name: bucket for bucket in self.buckets}
 
     def derived(self, kind: Callable[[Program], Derived]) -> Derived:
-        """An object of facts about the program, made once."""
+        """The instance of `kind` for this program, created once."""
         if kind not in self._derived:
             self._derived[kind] = kind(self)
         return self._derived[kind]  # type: ignore[return-value]
@@ -752,7 +752,7 @@ class Program:
         return {each: tuple(calls) for each, calls in found.items()}
 
     def maker(self, value: str) -> Call:
-        """The first call that makes a program value."""
+        """The first call that computes a program value."""
         return next(call for call in self.calls if value in call.results)
 
     def parameter(self, name: str) -> Parameter:

@@ -1,4 +1,4 @@
-"""Values whose first dimension has as many elements as the data brings: rows that have come to their experts."""
+"""Values with a first dimension of data-dependent length: rows at the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SUMS = frozenset({"expert_matmul_grad_weight", "expert_rows_grad"})
 
 
 def ragged_rows(region: Region) -> frozenset[str]:
-    """The values of a region's graphs that have such rows."""
+    """The names of a region's values whose first dimension depends on the data."""
     known: set[str] = set()
     if any(op.name in ROUTED for graph in region.graphs for op in graph.ops):
         for graph in region.graphs:

@@ -1,4 +1,4 @@
-"""Equal modules in a row: a trace has the operations of four of them.
+"""Chains of equal modules, of which a trace has only four.
 
     repeat layers.0, layers.1, layers.2, layers.3, …, layers.125
     x_0 = …(ids)  x_1 = …(x_0)  x_2 = …(x_1)  x_125 = …(x_2)
@@ -69,7 +69,7 @@ class _Unit:
         return None
 
     def moved(self, name: str, paths: Sequence[str]) -> str:
-        """The name of what the unit with these paths has in place of `name`."""
+        """The name that corresponds to `name` in the unit with these paths."""
         found = self.relative(name)
         return name if found is None else paths[found[0]] + found[1]
 
@@ -106,7 +106,8 @@ class Unfolding:
         return _Unit(paths, dict(sorted(found.items(), key=lambda item: (bool(item[1].module), item[0]))))
 
     def _pairs(self, one: _Unit, other: _Unit, ahead: Mapping[str, str]) -> dict[str, str]:
-        """The values of one unit with those of the next one, which reads values of the first where that reads `ahead`.
+        """Map the values of one unit to those of the next, which reads values of the first in place of those in
+        `ahead`.
 
         Raises UnlikeError if they do not compute the same.
         """
@@ -129,7 +130,7 @@ class Unfolding:
         return pairs
 
     def _drawn_alike(self) -> bool:
-        """Whether the numbers of random operations go on from unit to unit."""
+        """Whether random operations are numbered consecutively from unit to unit."""
         count = len(self._like.draws) if self._program.draws else 0
         pairs = zip(self._like.draws, self._last.draws, strict=True)
         return not count or all(later - number == count for number, later in pairs)
@@ -141,7 +142,7 @@ class Unfolding:
 
     @cached_property
     def places(self) -> Mapping[int, int]:
-        """The operations of the second unit (1), of the third one (2) and of the last one (-1), by identity."""
+        """The units of operations, by the operations' ids: second (1), third (2), last (-1)."""
         units = {1: self._before, 2: self._like, -1: self._last}
         return {id(op): place for place, unit in units.items() for op in unit.ops.values()}
 
@@ -161,7 +162,7 @@ class Unfolding:
         return max(self._like.draws, default=-1)
 
     def moved(self, name: str, paths: Sequence[str]) -> str:
-        """The name of the module or weight that the unit with these paths has in place of one of the third unit."""
+        """The name that corresponds, in the unit with these paths, to a module or weight of the third unit."""
         return self._like.moved(name, paths)
 
     def run(self) -> Program:

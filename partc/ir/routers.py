@@ -11,7 +11,7 @@ from partc.runtime.plan import PlanRouter
 
 
 def choices(region: Region) -> Mapping[str, Op]:
-    """Map each value that has the expert of each row to its first reader. Values from other ranks are left out."""
+    """Map each value that holds the expert of each row to its first reader. Values from other ranks are left out."""
     found: dict[str, Op] = {}
     brought = {value.name for op in region.forward.ops if op.name == "route" for value in op.results}
     for op in region.forward.ops:

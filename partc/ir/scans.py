@@ -10,8 +10,8 @@
 
 The operands are the first states, sequences, of which each step reads one element along a dimension, and constants. The
 attribute `step` is the graph of one step: from states, elements and constants to the next states and one element of
-each sequence that the scan makes. The results are the last states and these sequences. `dims` are the dimensions of
-time, of the sequences read and then of those made. `reverse` runs from the last element to the first.
+each result sequence. The results are the last states and these sequences. `dims` are the time dimensions of the operand
+sequences, then of the result sequences. `reverse` runs from the last element to the first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Scan:
 
     @property
     def fixed(self) -> tuple[Value, ...]:
-        """The constants as a step knows them."""
+        """The constants under their names in the step."""
         return self.step.inputs[len(self.starts) + len(self.sequences) :]
 
     @property
@@ -57,7 +57,7 @@ class Scan:
 
     @property
     def made(self) -> tuple[str, ...]:
-        """The elements that a step makes."""
+        """The elements that a step adds to the result sequences."""
         return self.step.outputs[len(self.starts) :]
 
     @property

@@ -27,7 +27,7 @@ def verify_program(program: Program, facts: Collection[str], after: str, before:
 
 
 def faults_of(program: Program, facts: Collection[str] = (), before: Program | None = None) -> Iterator[str]:
-    """The faults of the program, one sentence each. `facts` are those that the passes so far ensure."""
+    """The faults of the program, one sentence each. `facts` are the properties that the passes so far ensure."""
     if before is None or _outside(program) != _outside(before):
         yield from _program(program)
     for region in changed_regions(program, before):
@@ -62,7 +62,7 @@ def _outside(program: Program) -> tuple[object, ...]:
 
 
 def _made(region: Region) -> list[Value]:
-    """The outputs of a region that exist."""
+    """The outputs of a region that its graph defines."""
     known = region.forward.definitions() | {value.name: value for value in region.params}
     return [known[name] for name in region.forward.outputs if name in known]
 
@@ -103,9 +103,10 @@ def _program(program: Program) -> Iterator[str]:
 
 
 def _calls(program: Program) -> Iterator[str]:
-    """Calls fit their regions, and their stage has the values that they read: made or received there, or of the batch.
+    """Calls fit their regions, and their stage has the values that they read: computed or received there, or from the
+    batch.
 
-    Calls on inputs alone stand once in every stage that reads them.
+    A call on inputs alone appears in every stage that reads it.
     """
     regions = {region.name: region for region in program.regions}
     parameters = {parameter.name: parameter.type for parameter in program.parameters}
@@ -205,7 +206,7 @@ def _region(region: Region, program: Program, facts: Collection[str]) -> Iterato
             if tuple(value.name for value in region.weight.inputs) != region.kept:
                 yield f"the weight graph of {region.name} doesn't take what is kept for it"
             if region.backward.outputs[len(region.backward.outputs) - len(region.kept) :] != region.kept:
-                yield f"the backward graph of {region.name} doesn't hand on what is kept for its weights"
+                yield f"the backward graph of {region.name} doesn't return what is kept for its weights"
         taken = {value.name: value.type for value in region.backward.inputs}
         for name in region.saved:
             if name in made and name not in taken:
@@ -266,7 +267,7 @@ def _body(where: str, op: Op) -> Iterator[str]:
 def _operation(
     where: str, op: Op, types: Mapping[str, TensorType], sizes: Sizes, facts: Collection[str]
 ) -> Iterator[str]:
-    """Properties that are cheap to recompute: the change of the number of elements by collectives and views."""
+    """Axes exist, and collectives and views change the number of elements as they should."""
     axis = dict(op.attrs).get("axis")
     if axis is not None and (not isinstance(axis, str) or axis not in sizes):
         yield f"{where} is over an axis {axis!r} that the mesh doesn't have"

@@ -154,7 +154,7 @@ def placements(op: Op, rule: OpRule, choice: Choice | None) -> tuple[tuple[Place
 
 
 def _dual(placement: Placement) -> Placement:
-    """The placement of a gradient, from that of its tensor."""
+    """The placement of the gradient of a tensor that is placed in this way."""
     match placement:
         case Varying():
             return Partial()
@@ -225,7 +225,7 @@ def _cut(dims: Dims, rule: OpRule, choice: Choice) -> Shard:
 def flops(op: Op, rule: OpRule, *, parts: int = 1) -> int:
     """The floating-point operations of the matrix products in the operation; 0 without products.
 
-    Shapes are global, or local to a rank; `parts` is the number of blocks of keys and values that visit it.
+    Shapes are global, or local to a rank; `parts` is the number of blocks of keys and values that visit the rank.
     """
     attention, whole = Attention.of(op), rule.flops * parts
     if attention is None:
@@ -257,7 +257,7 @@ def is_elementwise(name: str) -> bool:
 
 
 def is_users(name: str) -> bool:
-    """Whether the user registered the operation's rule."""
+    """Whether the operation's rule was registered by the user."""
     entry = TABLE.get(name)
     return entry is not None and entry.user
 

@@ -90,7 +90,7 @@ def _operations(program: Program) -> Iterator[tuple[Op, dict[str, TensorType], i
 
 
 def _work(op: Op, types: dict[str, TensorType]) -> int:
-    """The number of elements that the operation reads and makes: a substitute for its unknown flops."""
+    """The number of elements that the operation reads and writes: a substitute for its unknown flops."""
     made = sum(math.prod(value.type.shape) for value in op.results)
     read = max((math.prod(types[name].shape) for name in op.refs()), default=0)
     return max(made, read)
@@ -115,7 +115,7 @@ def _tried(draft: Missing, op: Op, types: dict[str, TensorType]) -> Missing:
     draft = replace(draft, slots=None if plain else slots)
     if len(slots) < len(types_read := [*op.refs()]):
         return replace(
-            draft, doubt=f"some of its {len(types_read)} operands are not arguments of their own: no rule says so"
+            draft, doubt=f"some of its {len(types_read)} operands are not single arguments: a rule cannot express this"
         )
     notation = parse(draft.draft)
     blocked: list[str] = []
@@ -132,7 +132,7 @@ def _tried(draft: Missing, op: Op, types: dict[str, TensorType]) -> Missing:
             return replace(draft, blocked=tuple(blocked), doubt="could not be tried: check every factor by hand")
         if rule is None or all(factor.kind == "blocked" for factor in rule.factors):
             why = f": {cause}" if cause else ""
-            return replace(draft, blocked=tuple(blocked), doubt=f"no factor of it may be cut by itself{why}")
+            return replace(draft, blocked=tuple(blocked), doubt=f"no factor may be cut alone{why}")
         if not outcome:
             return replace(draft, blocked=tuple(blocked))
         blocked.append(outcome[0].factor)

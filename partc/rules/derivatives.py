@@ -14,7 +14,7 @@ from partc.torch_private import OpOverload, backward_decompositions
 
 @cache
 def differentiable_derivatives() -> Mapping[OpOverload, Callable[..., Any]]:
-    """By operation of torch's backward passes: a function that computes it by operations with derivatives."""
+    """For each operation of torch's backward passes: a function that computes it from differentiable operations."""
     return {**backward_decompositions(), torch.ops.aten.convolution_backward.default: _of_convolution}
 
 

@@ -1,4 +1,4 @@
-"""Layouts of an operation's results from those of its operands, for operations as one rank runs them.
+"""Layouts of an operation's results, inferred from the layouts of its operands and its local shapes.
 
     grad = matmul(a, b)   # a: [8@dp, 16@tp], b: [16@tp, 4]   ->   [8@dp, 4] partial(tp)
 
@@ -21,18 +21,18 @@ from partc.rules.rule import Dims, OpRule, integers, number
 
 Pieces = tuple[SubDim, ...]
 _SAME = KEEPING - spelling("reshape") - spelling("permute") - spelling("expand")
-# Of logits whose classes are cut: each rank has its part of a maximum or of a sum over them.
+# Reductions of logits whose classes are cut: each rank has its part of a maximum or sum over classes.
 _OF_CLASSES = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})
 _LOSSES = frozenset({"cross_entropy", "cross_entropy_shard"})
 _MASKS = frozenset({"mask_classes", "mask_classes_shard"})
-# Derivatives whose first result is laid out like this operand; the first operand is the gradient that comes in.
+# Derivatives whose first result has the layout of this operand; operand 0 is the incoming gradient.
 _LIKE: Mapping[str, int] = {
     "cross_entropy_backward": 1, "dropout_backward": 0, "convolution_backward": 1, "native_group_norm_backward": 1,
     "max_pool2d_with_indices_backward": 1, "avg_pool2d_backward": 1, "native_batch_norm_backward": 1,
 }  # fmt: skip
 # Derivatives of elementwise operations: every result has the layout of the second operand.
 _BY_ELEMENT = frozenset({"_prelu_kernel_backward"})
-# Operations along one dimension that ranks hold whole: the position of its number.
+# Operations along one dimension that ranks hold whole: the position of the argument `dim`.
 _ALONG: Mapping[str, int] = {"select": 1, "unbind": 1, "stack": 1, "slice_backward": 2, "select_backward": 2}
 _PUTS = frozenset({"index_put", "_index_put_impl"})
 _NORMS = frozenset({"rms_norm_backward", "layer_norm_backward"})
@@ -40,7 +40,7 @@ _NORMS = frozenset({"rms_norm_backward", "layer_norm_backward"})
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """The layout of a result. The operation alone does not say how the `open` dimensions are cut, nor whether the
+    """The layout of a result. The operation alone does not determine how the `open` dimensions are cut, nor whether the
     result is partial over the `loose` axes. Nothing is known about axes over which an operand is local.
 
     `doubtful` says that the operands' local shapes allow several layouts, of which this one is the most probable.
@@ -52,7 +52,7 @@ class Inferred:
     doubtful: bool = False
 
     def allows(self, stated: Layout, sizes: Sizes) -> bool:
-        """Whether a stated layout agrees."""
+        """Whether a stated layout agrees with this one."""
         unknown = frozenset(self.layout.local)
         found, stated = (_without(layout, unknown, sizes).normalized(sizes) for layout in (self.layout, stated))
         # One element of a cut dimension is also a contribution to the sum over that dimension.
@@ -76,14 +76,14 @@ def _without(layout: Layout, axes: Set[str], sizes: Sizes) -> Layout:
 
 
 def local(shape: tuple[int, ...], operands: Iterable[TensorType]) -> Layout:
-    """The layout of a result if its operation has no rule: the local shape is all that is known of it."""
+    """The layout of a result whose operation has no rule: only the local shape is known."""
     layouts = [type.layout for type in operands]
     axes = {axis for layout in layouts for axis in (*layout.sharded_axes, *layout.partial, *layout.local)}
     return replace(Layout.replicated(shape), local=tuple(sorted(axes)))
 
 
 def inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
-    """One for each result; None where no rule says anything. Results are read for their local shapes alone."""
+    """The inferred layout of each result; None if no rule determines it. Of the results only local shapes are read."""
     unknown = {axis for name in op.refs() for axis in types[name].layout.local}
     if not unknown:
         return _inferred(op, types, sizes)
@@ -114,7 +114,7 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
     if op.name == "full" and not operands:
         return (_filled(shapes[0], op.args[1], sizes),)
     if op.name == "incoming_gradient":
-        # Its operand has no gradient, and may vary without a mark.
+        # Its operand has no gradient, so a varying one need not be marked.
         return (Inferred(operands[0].layout.dual(), loose=frozenset(sizes)),)
     if op.name == "own_gradient":
         return tuple(Inferred(type.layout) for type in operands[: len(op.results)])
@@ -170,9 +170,9 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
 
 
 def _around(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ...]:
-    """The layouts of attention, or of its gradients, whose keys and values go around the ranks: cut like the queries.
+    """The layouts of ring attention, or of its gradients: cut like the queries.
 
-    A mask that is the same for all rows has a gradient of all ranks' rows, which its layout does not tell.
+    The gradient of a mask that all rows share comes from all ranks' rows, which its layout does not show.
     """
     layouts = [replace(type.layout, varying=()) for type in operands]
     if op.name.endswith("_backward"):
@@ -189,7 +189,7 @@ def _product(bias: Layout, x: Layout, weight: Layout) -> Inferred:
 
 
 def _written(operands: Sequence[Layout], *, adds: bool) -> Inferred:
-    """The layout of a tensor in which values are written at places: a sum over ranks where the values alone are cut."""
+    """The layout of a tensor after values are written at places: partial over an axis that cuts only the values."""
     base, *values = operands
     cut = {axis for layout in values for axis in layout.sharded_axes}.difference(base.sharded_axes)
     partial = {axis for layout in operands for axis in layout.partial} | (cut if adds else set())
@@ -201,8 +201,7 @@ def _written(operands: Sequence[Layout], *, adds: bool) -> Inferred:
 def _along(op: Op, operands: Sequence[TensorType], shape: tuple[int, ...]) -> Inferred:
     """The layout of a result that differs from the operand by one dimension, which each rank has whole.
 
-    Where the operand's dimension is cut, it holds a part of each run of the result's, which takes a sum of several to
-    say: the result is local.
+    Where the operand's dimension is cut, no layout describes the result: it is local.
     """
     layout = operands[0].layout
     dims, place = list(layout.dims), number(op.args[_ALONG[op.name]]) if len(op.args) > _ALONG[op.name] else 0
@@ -236,7 +235,7 @@ def _like_operand(x: Layout, grad: Layout, results: int) -> tuple[Inferred | Non
 
 
 def _filled(shape: tuple[int, ...], number: Arg, sizes: Sizes) -> Inferred:
-    """One number everywhere: any cut holds, and zeros are also parts of zeros."""
+    """A constant: any cut is valid, and zeros are also partial sums of zeros."""
     zero = isinstance(number, int | float) and number == 0
     loose = frozenset(sizes) if zero else frozenset()
     return Inferred(Layout.replicated(shape), frozenset(range(len(shape))), loose)
@@ -252,7 +251,7 @@ def _of_norm(x: Layout, partial: tuple[str, ...], shapes: Sequence[tuple[int, ..
 
 
 def _without_rule(operands: Sequence[TensorType], shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:
-    """Operands that are whole give whole results; those of the result's own shape, a result that is cut like them."""
+    """Whole operands give a whole result; operands of the result's shape give a result that is cut like them."""
     if operands and not any(type.layout.normalized(sizes).axes for type in operands):
         return Inferred(Layout.replicated(shape))
     if not operands or any(type.layout.local_shape(sizes) != shape for type in operands):
@@ -268,7 +267,7 @@ def _by_rule(
     op: Op, rule: OpRule, operands: Sequence[TensorType], shapes: Sequence[tuple[int, ...]], sizes: Sizes
 ) -> tuple[Inferred | None, ...]:
     pieces: dict[str, Pieces] = {}
-    ones: dict[tuple[int, int], Pieces] = {}  # of dimensions with one local element, by rank and place
+    ones: dict[tuple[int, int], Pieces] = {}  # dimensions with one local element, by (number of dimensions, index)
     for type, dims in zip(operands, rule.operands, strict=True):
         for place, (cut, names) in enumerate(zip(type.layout.dims, dims, strict=True)):
             if not names and _axes(cut):
@@ -278,7 +277,7 @@ def _by_rule(
                 return (None,) * len(rule.results)
             for name, each in zip(names, found, strict=True):
                 if name in pieces and _size(pieces[name]) != _size(each):
-                    return (None,) * len(rule.results)  # one of them has a factor of which a rank has one element
+                    return (None,) * len(rule.results)  # local sizes differ: one operand has a single element
                 if not _axes(pieces.get(name, ())):
                     pieces[name] = each
     partial = {axis for type in operands for axis in type.layout.partial}
@@ -288,7 +287,7 @@ def _by_rule(
     loose = {axis for cut in ones.values() for axis in _axes(cut)}
     made: list[Inferred | None] = []
     for dims, shape in zip(rule.results, shapes, strict=False):
-        # A cut factor of another result may be summed in this one, which then has no dimension for it.
+        # A cut factor of another result may be summed here; this result then has no dimension for it.
         gone = {*pieces} - {name for dim in dims for name in dim}
         summed = frozenset(loose | {axis for name in gone for axis in _axes(pieces[name])})
         made.append(_made(dims, shape, pieces, ones, tuple(sorted(partial)), summed, sizes))
@@ -318,7 +317,7 @@ def _made(
             cut.append((SubDim(size),))
             unsure.add(place)
     layout = Layout(tuple(cut), partial)
-    twice = len({*layout.axes}) < len(layout.axes)  # factors of one element have hidden where an axis is
+    twice = len({*layout.axes}) < len(layout.axes)  # factors of one local element hide which dimension an axis cuts
     return None if twice else Inferred(layout, frozenset(unsure), loose, doubtful=bool(loose))
 
 
@@ -333,7 +332,7 @@ def _statistic(first: Inferred | None, shape: tuple[int, ...], sizes: Sizes) -> 
 
 
 def _of_factors(cut: Pieces, factors: Sequence[int], sizes: Sizes) -> list[Pieces] | None:
-    """A dimension's sub-dimensions, dealt to factors of these local sizes, major first."""
+    """Assign a dimension's sub-dimensions to factors of these local sizes, major first; None if they do not fit."""
     if len(factors) < 2:
         return [cut][: len(factors)]
     left = list(cut)
@@ -359,14 +358,14 @@ def _of_factors(cut: Pieces, factors: Sequence[int], sizes: Sizes) -> list[Piece
 
 
 def _spread(layout: Layout, stated: Layout, number: int, sizes: Sizes) -> Inferred:
-    """Equal values divided by the number of ranks are also parts of a sum."""
+    """Replicated values that are divided by the number of ranks are also partial sums."""
     more = [axis for axis in stated.partial if axis not in layout.partial]
     ways = math.prod(sizes[axis] for axis in more)
     return Inferred(replace(layout, partial=stated.partial) if more and ways == number else layout)
 
 
 def reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred | None:
-    """The layout of the same elements in another local shape; None where no sub-dimensions make it."""
+    """The layout of the same elements in another local shape; None if no layout has it."""
     if not shape or 0 in shape:
         return Inferred(replace(layout, dims=tuple((SubDim(size),) for size in shape)), frozenset(range(len(shape))))
     row = tuple(sub for dim in layout.dims for sub in dim if sub.size > 1)
@@ -376,14 +375,15 @@ def reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred |
     dims = tuple(pieces or (SubDim(1),) for pieces in found)
     if 1 in shape or 1 in layout.local_shape(sizes) or any(_local(sub, sizes) == 1 for sub in row):
         return Inferred(replace(layout, dims=dims), frozenset(range(len(shape))), frozenset(sizes), doubtful=True)
-    # A cut at the start of a dimension may also end the one before, which has one element of it then.
+    # A cut at the start of a dimension may also stand at the end of the dimension before, which then has one local
+    # element.
     starts = [dim for dim, pieces in enumerate(dims) if dim and pieces[0].axes]
     unsure = frozenset(starts) | frozenset(dim - 1 for dim in starts)
     return Inferred(replace(layout, dims=dims), unsure, doubtful=bool(unsure))
 
 
 def _with_ones(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> list[Pieces] | None:
-    """The same dimensions with others of one element between them; None if the shape has different ones."""
+    """The same dimensions with dimensions of one element inserted; None if the shape differs otherwise."""
     dims = [dim for dim in layout.dims if _size(dim) > 1]
     if math.prod(shape) < 2 or [math.prod(_local(sub, sizes) for sub in dim) for dim in dims] != [
         size for size in shape if size > 1
@@ -404,7 +404,7 @@ def _of_body(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inf
 
 
 def _routed(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ...]:
-    """Rows are cut like their numbers: `order` where they are at home, `grouped` where their experts are."""
+    """Rows are cut like their indices: `order` at their own rank, `grouped` at the rank of their expert."""
     if op.name == "route":
         return (Inferred(operands[0].layout), None, None, None)
     x, order, grouped, _ = (type.layout for type in operands)
@@ -413,7 +413,7 @@ def _routed(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ..
 
 
 def _by_table(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ...]:
-    """The rows of each table, in proportion to the shares; or of all tables together."""
+    """The layout of each table's rows, in proportion to `shares`; or of the rows of all tables together."""
     if op.name == "divide_rows":
         shares = integers(op.args[2])
         return tuple(Inferred(_scaled(operands[0].layout, share, sum(shares))) for share in shares)
@@ -428,7 +428,7 @@ def _scaled(layout: Layout, times: int, over: int) -> Layout:
 
 
 def _moved(op: Op, layout: Layout, sizes: Sizes) -> Inferred | None:
-    """The layout after a collective, or after its local relative."""
+    """The layout after a collective or a local reshard."""
     attrs = dict(op.attrs)
     axis = str(attrs.get("axis", ""))
     partial = tuple(name for name in layout.partial if name != axis)
@@ -447,7 +447,7 @@ def _moved(op: Op, layout: Layout, sizes: Sizes) -> Inferred | None:
         case "all_to_all":
             dim, outer = number(attrs["split_dim"]), number(attrs.get("split_outer", 1))
             whole = outer == 1 and number(attrs.get("concat_outer", 1)) == 1
-            # Within one dimension, pieces may change places either way.
+            # Within one dimension, the pieces may come in either order.
             if not whole or dim == number(attrs["concat_dim"]):
                 return None
             return _cut(_gathered(layout, axis, sizes), dim, outer, axis, sizes)
@@ -455,7 +455,7 @@ def _moved(op: Op, layout: Layout, sizes: Sizes) -> Inferred | None:
 
 
 def _gathered(layout: Layout, axis: str, sizes: Sizes) -> Layout:
-    """The layout without an axis. Axes that cut within its parts still do: `[16@dp,tp]` over dp is `[2 · 8@tp]`."""
+    """The layout without an axis. Axes that cut its parts remain: `[16@dp,tp]` without dp is `[2 · 8@tp]`."""
 
     def parts(sub: SubDim) -> Iterator[SubDim]:
         if axis not in sub.axes[:-1]:

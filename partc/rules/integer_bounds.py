@@ -1,11 +1,11 @@
-"""Bounds of integers: the least and the largest number that a value can hold.
+"""Bounds of integers: the least and the largest number that a value can have.
 
     s, chosen = topk(scores, 2)      # scores: f32[64, 4]     chosen: 0 to 3
     experts   = reshape(chosen, (128,))                       experts: 0 to 3
     beyond    = ge(experts, 4)                                beyond: 0 to 0, which is always false
 
-Booleans are the integers 0 and 1. A number of a batch or a buffer is known by its dtype alone, until a lookup takes it
-for a place: torch refuses places that do not exist.
+Booleans are the integers 0 and 1. A number from a batch or a buffer is bounded only by its dtype, until a lookup uses
+it as an index: torch refuses indices out of range.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def bounds_of_dtype(dtype: DType) -> IntegerBounds:
 
 @dataclass(frozen=True, slots=True)
 class BoundedCall:
-    """An operation, the known bounds of its operands, and the operations that made them."""
+    """An operation, the known bounds of its operands, and the operations that computed them."""
 
     op: Op
     types: Mapping[str, TensorType]
@@ -68,14 +68,14 @@ class BoundedCall:
         if isinstance(arg, Ref):
             return self.known.get(arg.name) or bounds_of_dtype(self.types[arg.name].dtype)
         if isinstance(arg, int):
-            # A number that the dtype of the computation does not hold wraps around.
+            # A number beyond the range of the computation's dtype wraps around.
             number = IntegerBounds(int(arg), int(arg))
             return number if number in bounds_of_dtype(self.dtype) else ANY
         return ANY
 
     @property
     def dtype(self) -> DType:
-        """The dtype that the operation computes in: that of its result, or of what it compares."""
+        """The dtype in which the operation computes: of its result, or of the numbers that it compares."""
         made = self.op.results[0].type.dtype
         first = next(self.op.refs(), None)
         return self.types[first].dtype if made == "bool" and first is not None else made
@@ -85,13 +85,13 @@ class BoundedCall:
         return self.types[arg.name].shape if isinstance(arg, Ref) else ()
 
     def places(self, index: int, default: int | None) -> IntegerBounds:
-        """Indices along the dimension that an argument names; along all dimensions if it is None."""
+        """The bounds of indices along the dimension that an argument names; along all dimensions if it is None."""
         dim, shape = argument(self.op, index, "dim", default), self.shape()
         size = shape[dim] if isinstance(dim, int) and not isinstance(dim, bool) and shape else math.prod(shape)
         return IntegerBounds(0, max(size - 1, 0))
 
     def chosen(self, x: Arg, mask: Arg, truth: bool) -> IntegerBounds:
-        """The bounds of the elements of x where a mask is true or false, which may compare x with a number."""
+        """The bounds of the elements of x at which a mask equals `truth`; the mask may compare x with a number."""
         found, maker = self.of(x), self.makers.get(mask.name) if isinstance(mask, Ref) else None
         if maker is None or maker.name not in OPPOSITE or maker.args[0] != x:
             return found
@@ -116,7 +116,7 @@ OPPOSITE: Mapping[str, str] = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "
 
 
 def bounds_of(call: BoundedCall) -> dict[str, IntegerBounds]:
-    """The bounds of the results that are integers or booleans, and of operands that the operation takes for places."""
+    """The bounds of the results that are integers or booleans, and of operands that the operation uses as indices."""
     op = call.op
     results = [(place, value) for place, value in enumerate(op.results) if value.type.dtype not in FLOATING]
     made = _looked_up(call)
@@ -131,7 +131,7 @@ def bounds_of(call: BoundedCall) -> dict[str, IntegerBounds]:
 
 
 def _looked_up(call: BoundedCall) -> dict[str, IntegerBounds]:
-    """Places of a lookup, which exist."""
+    """The bounds of a lookup's indices, which are in range."""
     dim, places = {
         "gather": (argument(call.op, 1, "dim"), argument(call.op, 2, "index")),
         "embedding": (0, argument(call.op, 1, "indices")),
@@ -144,7 +144,7 @@ def _looked_up(call: BoundedCall) -> dict[str, IntegerBounds]:
 
 
 def _joined(*given: IntegerBounds) -> IntegerBounds:
-    """Elements of several operands."""
+    """Bounds that contain the elements of several operands."""
     return IntegerBounds(min(each.least for each in given), max(each.most for each in given))
 
 
@@ -157,7 +157,7 @@ def _not(x: IntegerBounds) -> IntegerBounds:
 
 
 def _corners(of: Callable[[int, int], int]) -> _Formula:
-    """A function of two numbers that rises or falls in each of them."""
+    """The bounds of a function of two numbers that is monotone in each of them."""
     return lambda call: IntegerBounds.around([of(*each) for each in product(*map(_ends, (call.at(0), call.at(1))))])
 
 
@@ -288,7 +288,7 @@ def _scattered(call: BoundedCall) -> IntegerBounds:
 
 
 def _repeated(call: BoundedCall) -> IntegerBounds:
-    """Elements, each several times; of counts alone, the place of each count."""
+    """repeat_interleave: elements of the operand; with counts alone, the indices of the counts."""
     return call.places(0, None) if argument(call.op, 1, "repeats") is None else call.at(0)
 
 

@@ -1,9 +1,9 @@
 """Triton expressions of operations; operations without a line here are left to PyTorch.
 
 An elementwise operation is an expression of its operands, with `{0}` for the first; longer code is a function in
-partc/kernels/functions.py. Operands have the type in which the operation computes (fp32 for 16 bits). Views and
-constants are index expressions and move no data. Reductions run along the last dimensions, within the tile of one
-program, or along all other dimensions. Composites consist of these (partc.passes.fuse.composites).
+partc/kernels/functions.py. Operands have the type of the computation (fp32 for 16-bit types). Views and constants are
+index expressions and move no data. Reductions run along the last dimensions, within the tile of one program, or along
+all other dimensions. Composites consist of these (partc.passes.fuse.composites).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CONTIGUOUS = frozenset(
 )  # fmt: skip
 _INDEXED = frozenset({"reshape", "permute", "expand", "slice", "split", "cat", "slice_backward", "alias"})
 CONSTANTS = frozenset({"full", "zeros", "ones", "scalar_tensor"})
-CONDITIONS: Mapping[str, int] = {"where": 0, "masked_fill": 1}  # an operand that is a bool
-LOGICAL = frozenset(  # of bools where they make one, whatever they are given
+CONDITIONS: Mapping[str, int] = {"where": 0, "masked_fill": 1}  # the position of the operand that is a bool
+LOGICAL = frozenset(  # their results are bools, whatever the operands are
     {"logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__", "__xor__"}
 )
-LABELS: Mapping[str, tuple[int, ...]] = {"cross_entropy_rows": (2, 4)}  # operands that stay integers
-LOOKED_UP: Mapping[str, tuple[int, int]] = {"cross_entropy_rows": (3, 2)}  # a table, and its index
+LABELS: Mapping[str, tuple[int, ...]] = {"cross_entropy_rows": (2, 4)}  # positions of operands that stay integers
+LOOKED_UP: Mapping[str, tuple[int, int]] = {"cross_entropy_rows": (3, 2)}  # positions of a table and its index
 REDUCTIONS = frozenset({"sum", "amax", "amin"})
 COMPOSITES = frozenset(
     {
@@ -42,28 +42,28 @@ COMPOSITES = frozenset(
         "logsumexp", "mean", "var", "std", "linalg_vector_norm",
     }
 )  # fmt: skip
-STREAMED = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})  # numbers of rows of any length, read once
-CHUNKED = frozenset({"linear_cross_entropy", "linear_cross_entropy_backward"})  # by kernels of theirs in the runtime
+STREAMED = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})  # reductions that read long rows once
+CHUNKED = frozenset({"linear_cross_entropy", "linear_cross_entropy_backward"})  # computed by kernels of the runtime
 TABLES = frozenset(
     {"embedding_dense_backward", "embedding_shard_backward"}
-)  # gradients of them, by kernels of their own
+)  # their gradients have kernels of their own
 _RANKED = frozenset({"mask_classes", "pick", "smooth_sum", "cross_entropy_backward", "embedding_shard_backward"})
 _LARGEST: Mapping[DType, float] = {
     "f64": (2 - 2.0**-52) * 2.0**1023, "f32": (2 - 2.0**-23) * 2.0**127, "bf16": (2 - 2.0**-7) * 2.0**127,
     "f16": 65504.0,
 }  # fmt: skip
-_SMOOTHED: Mapping[str, tuple[int, int, int]] = {  # class weights, smoothing, and then the weights' total
+_SMOOTHED: Mapping[str, tuple[int, int, int]] = {  # positions: class weights, smoothing, the weights' total
     "cross_entropy": (2, 4, 5), "cross_entropy_rows": (3, 5, 8), "cross_entropy_backward": (4, 6, 7),
 }  # fmt: skip
 # Defaults of the last arguments.
 DEFAULTS: Mapping[str, tuple[float, ...]] = {
     "leaky_relu": (0.01,), "elu": (1, 1, 1), "celu": (1.0,), "softplus": (1, 20), "hardtanh": (-1, 1),
 }  # fmt: skip
-MOST_JOINED = 4  # parts of one `cat`: every element asks which one it is in
+MOST_JOINED = 4  # operands of a fused `cat`: each element tests in which operand it lies
 
 
 def kind(op: Op) -> Kind | None:
-    """The role of the operation in a kernel; None if no kernel computes it."""
+    """The role of the operation in a kernel; None if kernels do not support it."""
     if op.name == "cat":
         return "view" if len(joined(op)[0]) <= MOST_JOINED else None
     if op.name in _INDEXED:
@@ -96,7 +96,7 @@ def arguments(op: Op) -> tuple[Arg, ...]:
 
 
 def fill(op: Op) -> Arg:
-    """The number that fills a constant."""
+    """The number with which a constant is filled."""
     return {"zeros": 0, "ones": 1}.get(op.name, op.args[-1])
 
 
@@ -115,13 +115,13 @@ def ranked(op: Op) -> str:
 
 
 def lacks_total(op: Op) -> Ref | None:
-    """The class weights of a smoothed loss that is not given their sum; kernels do not sum them for every row."""
+    """The class weights of a smoothed loss, if the operation lacks their sum: kernels do not sum them for every row."""
     weight, smoothing, total = _SMOOTHED.get(op.name, (0, 0, 0))
     table = op.args[weight] if total and op.args[smoothing] and len(op.args) <= total else None
     return table if isinstance(table, Ref) else None
 
 
-def told(body: Iterable[Op]) -> dict[str, Op]:
+def launch_scalars(body: Iterable[Op]) -> dict[str, Op]:
     """The scalar parameters of a kernel's launch, each with an operation that needs it."""
     found = {f"{ranked(op)}_rank": op for op in body if ranked(op)}
     drawn = (op for op in body if op.name == "drawn")
@@ -364,10 +364,10 @@ POINTWISE: Mapping[str, Spelling] = {
     "__or__": "{0} | {1}",
     "__xor__": "{0} ^ {1}",
     # of rows
-    "mask_classes": lambda op: "{0}",  # with the class's number, which the lowering knows
+    "mask_classes": lambda op: "{0}",  # the lowering adds the class index
     "log_sum_exp": "{0} + tl.log({1})",
     "cross_entropy_rows": _row_losses,
-    # derivatives: the gradient first
+    # derivatives: operand 0 is the gradient
     "silu_backward": "functions.silu_backward({0}, {1})",
     "gelu_backward": _gelu("_backward"),
     "tanh_backward": "{0} * (1.0 - {1} * {1})",

@@ -1,4 +1,4 @@
-"""Holds every pass's program against the verifier, and every layout against the rules."""
+"""Checks the program after every pass: with the verifier, and its layouts by the rules."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _GRADIENT = "grad_"
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """Verifies the programs of one compilation, pass after pass: what no pass has changed is verified once."""
+    """Verifies the programs of one compilation, pass after pass; unchanged parts are verified once."""
 
     _held: dict[int, tuple[Op, tuple[TensorType, ...], set[str]]] = field(default_factory=dict)
     _sound: dict[bool, Program] = field(default_factory=dict)  # the last programs without and with local shapes
 
     def __call__(self, program: Program, facts: frozenset[str], after: str) -> None:
-        """Raises InternalError with every fault found, naming the pass."""
+        """Raise InternalError with every fault found, naming the pass."""
         local = "local" in facts
         before = self._sound.get(local)
         verify_program(program, facts, after, before)
         faults = list(self.untrue(program, before)) if local else []
         if faults:
             shown = "\n  ".join(faults[:10])
-            raise InternalError(f"{len(faults)} layouts are not true after {after}:\n  {shown}")
+            raise InternalError(f"{len(faults)} layouts are wrong after {after}:\n  {shown}")
         self._sound[local] = program
 
     def untrue(self, program: Program, before: Program | None = None) -> Iterator[str]:
         """Values whose layouts do not follow from their operands' layouts, one sentence each.
 
-        Layouts of intermediate values can be doubtful: a local shape of one element hides where a cut is. Operations
-        on them are passed over, up to the gradients of values of the forward pass whose layouts are not doubtful here.
+        Inferred layouts of intermediate values can be doubtful: a local shape of one element hides which dimension is
+        cut. Operations on them are skipped, up to the gradients of forward values whose layouts are certain.
         """
         for region in changed_regions(program, before):
             sizes = {**program.sizes, TIME_AXIS: 1} if region.phase == "step" else program.sizes
@@ -47,7 +47,7 @@ class Verifier:
     def _graph(self, region: Region, graph: Graph, sizes: Sizes) -> Iterator[str]:
         types = region.types(graph)
         doubtful: set[str] = set()
-        hidden: set[str] = set()  # values of the forward pass that are made here, and follow from doubtful inferences
+        hidden: set[str] = set()  # forward values of this graph whose layouts follow from doubtful inferences
         for op in graph.ops:
             operands = tuple(types[name] for name in op.refs())
             if not doubtful.isdisjoint(op.refs()):
@@ -72,7 +72,7 @@ class Verifier:
 
 
 def _is_given(value: Value, types: Mapping[str, TensorType], hidden: Set[str]) -> bool:
-    """Whether the layout is that of the forward pass: of the value itself, or of the known one whose gradient it is."""
+    """Whether the forward pass gives the layout: of the value itself, or of the known value whose gradient it is."""
     name = value.name.removeprefix(_GRADIENT)
     if name == value.name:
         return True
@@ -83,11 +83,11 @@ def _is_given(value: Value, types: Mapping[str, TensorType], hidden: Set[str]) -
 def _faults(op: Op, found: Sequence[Inferred | None], sizes: Sizes) -> Iterator[str]:
     for value, made in zip(op.results, found, strict=False):
         if made is not None and not made.allows(value.type.layout, sizes):
-            yield f"{value.name} = {op.name} is {value.type}, and its operands make {made.layout}"
+            yield f"{value.name} = {op.name} is {value.type}, but its operands imply {made.layout}"
 
 
 def _faults_within(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[str]:
-    """The faults of the operations that a fused one stands for."""
+    """The faults of the operations inside a fused one."""
     known = {name: types[name] for name in op.refs()}
     for step in op.body:
         yield from _faults(step, inferred(step, known, sizes), sizes)

@@ -1,4 +1,4 @@
-"""Operations on local shards: literal sizes become local, and sharded forms replace operations."""
+"""Operations on local shards: literal sizes become local, and some operations become their sharded forms."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _split(op: Op, sizes: Sizes) -> Op:
 
 
 def _slice(op: Op, sizes: Sizes) -> Op:
-    """Scale the bounds like the result: a cut falls on grains that divide them, or between steps."""
+    """Scale the bounds like the result: a cut is at multiples of a grain that divides them, or between steps."""
     dim = integers(argument(op, 1, "dim", 0))[0]
     whole, local = op.result.type.shape[dim], op.result.type.layout.local_shape(sizes)[dim]
     if whole == local:
@@ -59,7 +59,7 @@ def _slice(op: Op, sizes: Sizes) -> Op:
 
 
 def _convolution(op: Op, sizes: Sizes) -> Op:
-    """Scale the number of groups, if there are groups: they are the cut factor of the channels."""
+    """Scale the number of groups, if there are several: groups are the factor of the channels that is cut."""
     groups = integers(argument(op, 6, "groups", 1))[0]
     whole, local = op.result.type.shape[1], op.result.type.layout.local_shape(sizes)[1]
     if groups == 1 or whole == local:
@@ -92,7 +92,7 @@ def _repeat_interleave(op: Op, sizes: Sizes) -> Op:
 
 
 def _attention(op: Op, sizes: Sizes) -> Op:
-    """Name the positions of this rank's queries, if the scores that they read depend on these, and the ring."""
+    """Add the ring, and the positions of this rank's queries if the scores that they read depend on positions."""
     attention = Attention.of(op)
     assert attention is not None
     ring = next((choice.axis for choice in op.choices if choice.factor == RING and sizes[choice.axis] > 1), None)

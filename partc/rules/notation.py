@@ -17,7 +17,7 @@ from partc.rules.rule import Dims
 
 
 class NotationError(ValueError):
-    """A rule that does not parse, or that does not fit the shapes; the message names the place."""
+    """A rule does not parse or does not fit the shapes; the message says where."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def bind(
     for dims in results:
         for name in (name for dim in dims for name in dim):
             if name not in sizes:
-                raise NotationError(f"the size of factor {name} follows from no operand")
+                raise NotationError(f"no operand gives the size of factor {name}")
     return found, results, sizes
 
 

@@ -1,4 +1,4 @@
-"""Rules of operations of which only the batch may be cut: they treat examples alike, or add them up."""
+"""Rules of operations that may be cut along the batch only: they treat examples alike, or sum over them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from partc.rules.shapes import Builder, Types, named_dims
 
 
 def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int = 1) -> Builder:
-    """Operations that treat the examples of their first dimension alike, in the operands at `slots`.
+    """The rule of operations that treat the examples along their first dimension alike, in the operands at `slots`.
 
-    A first operand of fewer than `least` dimensions is one example.
+    A first operand of fewer than `least` dimensions is a single example.
 
-    `dims` are the arguments that name the dimensions along which they work (position, name, default):
-    none of these may be the first.
+    `dims` are the arguments that name the dimensions along which they work, as (position, name, default): the first
+    dimension may not be among these.
     """
 
     def build(op: Op, types: Types) -> OpRule | None:
@@ -46,9 +46,9 @@ def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int 
 
 
 def counted(op: Op, types: Types) -> OpRule | None:
-    """histc(x, bins, min, max): the counts of all elements, which each rank adds up for its own.
+    """histc(x, bins, min, max): each rank counts its own elements; the counts are partial sums.
 
-    If min and max are equal, torch takes the range of the data, of which a rank sees its own part only.
+    No rule if min and max are equal: torch then takes the range of the data, and a rank sees only a part of them.
     """
     if argument(op, 2, "min", 0) == argument(op, 3, "max", 0):
         return None
@@ -58,7 +58,7 @@ def counted(op: Op, types: Types) -> OpRule | None:
 
 
 def scatter_add(op: Op, types: Types) -> OpRule | None:
-    """scatter_add(x, dim, index, src): along the first dimension of x, the rows of index and src are added up."""
+    """scatter_add(x, dim, index, src): along the first dimension of x, rows of index and src are summed."""
     dim, (x, index, src) = argument(op, 1, "dim"), types
     if dim != 0 or index.shape != src.shape:
         return examples(0, 1, 2, dims=((1, "dim", 0),))(op, types)
@@ -71,7 +71,7 @@ def scatter_add(op: Op, types: Types) -> OpRule | None:
 
 
 def recurrent(op: Op, types: Types) -> OpRule | None:
-    """lstm(x, (h, c), weights, …), gru(x, h, weights, …): only the batch may be cut, of x, of states and of results."""
+    """lstm(x, (h, c), weights, …), gru(x, h, weights, …): only the batch of x, states and results may be cut."""
     if len(types[0].shape) < 3:  # one example
         return None
     first = bool(argument(op, 8, "batch_first", False))

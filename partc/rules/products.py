@@ -13,7 +13,7 @@ from partc.rules.shapes import Types, broadcast_dims, dim_index, named_dims
 
 
 def expert_matmul(op: Op, types: Types) -> OpRule:
-    """x[(g s) i], experts[(g s)], w[(g e) i o] -> [(g s) o]: rows that came to `groups` of experts, else one group."""
+    """x[(g s) i], experts[(g s)], w[(g e) i o] -> [(g s) o]: rows received by `groups` of experts (default 1)."""
     x, _, w = (type.shape for type in types)
     groups = integers(argument(op, 3, "groups", 1))[0]
     sizes = {"g": groups, "s": x[0] // groups, "e": w[0] // groups, "i": w[1], "o": w[2]}
@@ -66,7 +66,7 @@ def index_select(op: Op, types: Types) -> OpRule:
 
 
 def index(op: Op, types: Types) -> OpRule | None:
-    """index(x, (None, i, j)): the indices broadcast together; they replace the dimensions they index."""
+    """index(x, (None, i, j)): the indices broadcast together and replace the dimensions that they index."""
     places = argument(op, 1, "indices")
     if not isinstance(places, tuple) or any(type.dtype == "bool" for type in types[1:]):
         return None
@@ -191,7 +191,7 @@ def convolution(op: Op, types: Types) -> OpRule | None:
     ]
     operands += [((("g", "o"),), type) for type in types[2:]]
     added = tuple(range(2, len(types)))
-    # A cut of c or o inside the groups would leave the literal number of groups wrong for its share.
+    # If c or o were cut inside the groups, the literal number of groups would be wrong for a rank's part.
     blocked = {*space, *(("c", "o") if groups > 1 else ())}
     return make(
         operands,
@@ -221,7 +221,9 @@ def bag_rows(op: Op, types: Types) -> OpRule:
 
 
 def lookup(plain: Callable[[Op, Types], OpRule | None]) -> Callable[[Op, Types], OpRule | None]:
-    """w[(g v) d], ids[(g s)] -> [(g s) d]: ids that came to `groups` of rows; else the rule of a plain lookup."""
+    """w[(g v) d], ids[(g s)] -> [(g s) d]: ids received by `groups` of rows; without groups, the rule of a plain
+    lookup.
+    """
 
     def rule(op: Op, types: Types) -> OpRule | None:
         groups = integers(argument(op, 3, "groups", 1))[0]

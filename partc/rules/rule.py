@@ -11,8 +11,8 @@ from partc.errors import InternalError
 from partc.ir.program import FLOATING, Arg, Op, Ref, TensorType
 
 Kind = Literal["parallel", "contracted", "blocked"]
-Dims = tuple[tuple[str, ...], ...]  # per dimension, the factors that make it, major first; () for a broadcast 1
-RING = "ring"  # Choice.factor of an operation that moves its operands around the ranks of the axis
+Dims = tuple[tuple[str, ...], ...]  # the factors of each dimension, major first; () for a broadcast 1
+RING = "ring"  # Choice.factor of an operation that moves operands around the axis in a ring
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -44,10 +44,10 @@ class OpRule:
     combined: tuple[str, ...] = ()
     sharded: tuple[tuple[str, str], ...] = ()  # factor -> the operation to run where it is cut
     integral: tuple[int, ...] = ()
-    gradients: tuple[int, ...] = ()  # operands that are gradients; their placements are the duals of the tensors'
+    gradients: tuple[int, ...] = ()  # operands that are gradients; their placements are dual to those of their tensors
     makes_gradients: bool = False  # the results are gradients as well
-    unread: tuple[int, ...] = ()  # operands whose values are not read; partial where they lack the cut factor
-    ring: tuple[str, ...] = ()  # factors that are cut together, where the operation moves its operands between ranks
+    unread: tuple[int, ...] = ()  # operands whose values are not read; partial if they lack the cut factor
+    ring: tuple[str, ...] = ()  # factors that are cut together if the operation runs as a ring
     work: tuple[tuple[str, ...], ...] = ()  # one product of factors per matrix product in the operation
 
     @property
@@ -92,7 +92,7 @@ def make(
         return "blocked" if any(times) else "contracted"
 
     def splits(group: Collection[int]) -> bool:
-        """Whether operands that are not sums can be parts of one beside sums: integers have no parts."""
+        """Whether the group's operands that are not Partial can be made Partial; integers cannot."""
         dtypes = {operands[i][1].dtype for i in group}
         return dtypes <= FLOATING or (len(group) == 1 and "bool" not in dtypes)
 

@@ -13,13 +13,13 @@ from partc.rules.rule import Dims, Factor, OpRule, make
 from partc.rules.shapes import Builder, Types
 
 Resolve = Callable[[Op, Mapping[str, TensorType]], OpRule | None]
-Key = tuple[str, int]  # a dimension of a value in the step, or (with a colon) a factor of one of its operations
+Key = tuple[str, int]  # (value, dimension) in the step, or (operation with a colon, factor)
 TIME = "t"
 
 
 @dataclass(slots=True)
 class _LinkedDims:
-    """Dimensions that are one index of the whole step; `stopped` ones must stay whole."""
+    """Sets of dimensions that are cut alike, as a union-find; the dimensions of `stopped` sets must stay whole."""
 
     above: dict[Key, Key] = field(default_factory=dict)
     stopped: set[Key] = field(default_factory=set)
@@ -61,7 +61,7 @@ class _Step:
 
 
 def scans(resolve: Resolve) -> Builder:
-    """Factors of a scan are groups of linked dimensions; time is one that must stay whole."""
+    """The builder of scans' rules: factors are groups of linked dimensions; time must stay whole."""
     return lambda op, types: _rule(op, types, resolve)
 
 
@@ -137,7 +137,9 @@ def localized(op: Op, sizes: Sizes, resolve: Resolve) -> Op:
 
 
 def _analysed(scan: Scan, resolve: Resolve) -> _Step:
-    """Link the dimensions that the operations' rules identify, and states with their next values."""
+    """Link dimensions that the operations' rules identify, and the dimensions of states with those of their next
+    values.
+    """
     groups = _LinkedDims()
     types = {name: value.type for name, value in scan.step.definitions().items()}
     rules = []
@@ -171,7 +173,7 @@ def _analysed(scan: Scan, resolve: Resolve) -> _Step:
 
 
 def _work(step: _Step, factors: set[str]) -> tuple[tuple[Factor, ...], tuple[tuple[str, ...], ...]]:
-    """Factors that occur within the step only, and the products of all steps."""
+    """Factors that occur only within the step, and the matrix products of all steps."""
     inner: dict[str, Factor] = {}
     work: list[tuple[str, ...]] = []
     for index, rule in enumerate(step.rules):

@@ -122,7 +122,7 @@ def along(index: int, name: str = "dim", *, linear: bool = False, default: Arg =
         results = []
         for value in op.results:
             for i, n in enumerate(value.type.shape):
-                if n != shape[i]:  # topk keeps fewer
+                if n != shape[i]:  # topk returns fewer elements
                     sizes[f"k{i}"] = n
                     blocked.add(f"k{i}")
             results.append(tuple((f"k{i}" if n != shape[i] else f"d{i}",) for i, n in enumerate(value.type.shape)))
@@ -214,7 +214,7 @@ def fourier(op: Op, types: Types) -> OpRule:
     return make([(dims, types[0])], [dims], sizes, blocked=blocked, linear=[(0,)])
 
 
-# Gradients that a model gives itself
+# Gradients that a model defines itself
 
 
 def incoming(op: Op, types: Types) -> OpRule:
@@ -222,11 +222,11 @@ def incoming(op: Op, types: Types) -> OpRule:
 
 
 def owned(op: Op, types: Types) -> OpRule:
-    """own_gradient(results, operands, gradients): equal numbers in the attribute `dims` are equal dimensions.
+    """own_gradient(results, operands, gradients): equal numbers in the attribute `dims` are the same factor.
 
-    An operand without a cut dimension has a gradient that is a sum over the ranks; a cut dimension that no result has
-    makes partial results. The attribute `alone` numbers the operands whose gradients need no incoming one: parts of
-    their sum have the gradient of the sum.
+    If an operand lacks a cut factor, its gradient is a sum over the ranks; if all results lack it, they are partial.
+    The attribute `alone` numbers the operands whose gradients need no incoming gradient: a partial sum of such an
+    operand has the gradient of the whole sum.
     """
     results, operands, gradients = (len(each) for each in op.args if isinstance(each, tuple))
     given = dict(op.attrs)["dims"]
@@ -261,14 +261,14 @@ def reshape(op: Op, types: Types) -> OpRule | None:
 
 
 def common_factors(given: Sequence[int], wanted: Sequence[int]) -> tuple[Dims, Dims, dict[str, int], frozenset[str]]:
-    """The finest factors that the dimensions of both shapes consist of, major to minor.
+    """The finest common factors of the dimensions of both shapes, major to minor.
 
     Where boundaries do not nest (2 x 3 viewed as 3 x 2), a common leading part may still be cut; the rest is blocked.
     """
     sides = [list(given), list(wanted)]
     made: list[list[list[str]]] = [[[] for _ in given], [[] for _ in wanted]]
     place = [0, 0]
-    left = [1, 1]  # the rest of the current dimension on each side
+    left = [1, 1]  # the remaining size of the current dimension on each side
     sizes: dict[str, int] = {}
     blocked: set[str] = set()
 
@@ -325,7 +325,7 @@ def _pieces(sizes: Sequence[int]) -> tuple[int, list[int]]:
 
 
 def split(op: Op, types: Types) -> OpRule:
-    """split(x, sizes, dim): pieces share a grain `u`, which may be cut in all of them at once."""
+    """split(x, sizes, dim): the pieces are multiples of a grain `u`, which may be cut in all pieces at once."""
     shape = types[0].shape
     dim = dim_index(integers(argument(op, 2, "dim", 0))[0], len(shape))
     return _along_grain(op, types, dim, [value.type.shape[dim] for value in op.results], joined=False)
@@ -406,7 +406,7 @@ def slice_bounds(op: Op, shape: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 def repeat(op: Op, types: Types) -> OpRule:
-    """repeat(x, counts): each result dimension is [count, size]; the copies stay together."""
+    """repeat(x, counts): each result dimension is [count, size]; `count` stays whole."""
     shape, whole = types[0].shape, op.results[0].type.shape
     new = len(whole) - len(shape)
     dims, sizes = named_dims(shape)

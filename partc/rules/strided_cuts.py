@@ -53,7 +53,7 @@ def tensors(op: Op, rule: OpRule) -> Iterator[tuple[str, Dims]]:
 
 
 def _places(tensors: Iterable[tuple[str, Dims]], rule: OpRule) -> Iterator[tuple[str, int, int, str, int]]:
-    """For every factor that may be cut: value, dimension, number of elements before it, factor and size."""
+    """For every factor that may be cut: value, dimension, product of the more major sizes, factor and size."""
     sizes = {factor.name: factor.size for factor in rule.factors}
     free = {factor.name for factor in rule.factors if factor.kind != "blocked"}
     for name, dims in tensors:

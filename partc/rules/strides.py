@@ -31,9 +31,9 @@ def dense(program: Program) -> Mapping[str, frozenset[str]]:
 
 
 def _strided(program: Program, found: Mapping[str, frozenset[str]]) -> Iterable[tuple[str, set[str]]]:
-    """The inputs and gradients of regions that some call passes without a proof that they are dense."""
+    """The inputs and gradients of regions for which some call passes a value that is not known to be dense."""
     unknown = set(program.inputs)
-    back: set[str] = set()  # program values whose gradient some reader makes strided
+    back: set[str] = set()  # program values with a reader that returns a strided gradient
     for call in program.calls:
         region = program.region(call.region)
         unknown.update(

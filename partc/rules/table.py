@@ -16,7 +16,7 @@ from partc.rules.rule import OpRule, argument, is_ref, make
 from partc.rules.shapes import Builder, Types, along, last_dims
 
 Blocked = str | Callable[[Op], str]
-Precision = Literal["low", "high", "any"]  # with mixed precision: few bits, fp32, or as the operands are
+Precision = Literal["low", "high", "any"]  # under mixed precision: 16 bits, fp32, or the operands' type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class OperationRow:
     build: Builder
     matmul: bool = False
     user: bool = False
-    heavy: bool = False  # takes too long to be done a second time only to save less, whatever it reads
+    heavy: bool = False  # too slow to recompute in order to save memory, whatever it reads
     precision: Precision = "any"
-    elementwise: bool = False  # each element of the result comes from the elements at its place in the operands
+    elementwise: bool = False  # each result element depends only on the operands' elements at its place
 
 
 TABLE: dict[str, OperationRow] = {}
@@ -42,8 +42,8 @@ LOWERED: Mapping[str, str] = {
     "attention_bias_backward": "attention_backward", "attention_dropout_backward": "attention_backward",
     "attention_dropout_bias_backward": "attention_backward",
 }  # fmt: skip
-# Kernels that assume dense operands: the positions of the arguments. torch's composites and derivatives copy such
-# operands first, and regions are differentiated below that level.
+# Kernels that assume dense operands: the positions of these arguments. torch's composites and derivatives copy them
+# first, but regions are differentiated below that level.
 DENSE: dict[str, frozenset[int]] = {}
 
 
@@ -147,7 +147,7 @@ def build(
 
 
 def elementwise(names: str, builder: Builder, precision: Precision = "any") -> None:
-    """Declare operations whose results' elements come from the elements at their places in the operands."""
+    """Declare operations whose result elements depend only on the operands' elements at their place."""
     build(names, builder, precision=precision, elementwise=True)
 
 
@@ -196,7 +196,7 @@ def register(
             f"slots of {name} has {len(slots)} positions",
             help=f"its rule has {len(notation.operands)} operands",
         )
-    name = name.removeprefix("aten::")  # as the program calls torch's own
+    name = name.removeprefix("aten::")  # programs name torch's own operations without it
     rule(name, text, slots=slots, blocked=blocked, linear=linear, work="*" if matmul else "")
     TABLE[name] = OperationRow(build=TABLE[name].build, matmul=matmul, user=True)
 
@@ -290,7 +290,7 @@ rule("bucketize", "x[*d], boundaries[n] -> [*d]", blocked="n", precision="any")
 rule("mask_classes", "logits[*b v] -> [*b v]", sharded={"v": "mask_classes_shard"})
 rule(
     "cross_entropy",
-    "logits[*b v], labels[*b], weight?[w] -> [*b]",  # every rank weighs by its labels: it needs all weights
+    "logits[*b v], labels[*b], weight?[w] -> [*b]",  # labels index the weights, so every rank needs all of them
     blocked="w",
     combined="v",
     sharded={"v": "cross_entropy_shard"},
@@ -412,7 +412,7 @@ elementwise(
 build("alias clone contiguous detach wait", shapes.unary_linear)
 build("empty_like full_like ones_like zeros_like", shapes.pointwise)
 
-# Memory formats that kernels require of their operands
+# Memory formats that kernels require
 dense("native_group_norm", 0, 1, 2)
 dense("native_group_norm_backward", 0, 1, 2, 3, 4)
 dense("native_layer_norm_backward", 3, 4)
@@ -420,11 +420,12 @@ dense("_embedding_bag _embedding_bag_forward_only", 1, 2)
 dense("_embedding_bag_backward", 1, 2, 3, 4, 5)
 dense("_embedding_bag_per_sample_weights_backward", 2, 3, 4)
 dense("nll_loss2d_backward", 1)
-dense("max_pool3d max_pool3d_with_indices", 0)  # of four dimensions: they may be taken for channels-last images
+dense("max_pool3d max_pool3d_with_indices", 0)  # strided 4-d operands may be mistaken for channels-last images
 dense("max_pool3d_with_indices_backward", 0, 1)
 dense("adaptive_max_pool3d_backward", 2)
 dense("fractional_max_pool2d_backward fractional_max_pool3d_backward", 4)
 dense("_pdist_forward", 0)
 dense("_pdist_backward", 1, 3)
-dense("_linalg_det _linalg_slogdet", 0)  # whose factors are the transpose's if it is dense; derivatives know which
+# For a dense operand they factor its transpose, and their derivatives rely on that.
+dense("_linalg_det _linalg_slogdet", 0)
 dense("as_strided as_strided_copy as_strided_scatter", 0)

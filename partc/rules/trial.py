@@ -28,8 +28,8 @@ from partc.runtime.comm.comm import join, split
 
 AXIS = "trial"
 SMALL = (4, 6, 8, 10)
-LARGEST = 13  # parts that a factor is cut in
-MOST = 1 << 18  # elements of the operands that are tried on the shapes of a call
+LARGEST = 13  # the most parts into which a factor is cut
+MOST = 1 << 18  # the most operand elements for trials on the shapes of a call
 KINDS = ("normal", "probability", "sign")
 LIMIT = {torch.float64: 1e-8, torch.float32: 1e-3}
 
@@ -61,7 +61,7 @@ def check_rules(program: Program) -> None:
 
 
 def trial(op: Op, types: Mapping[str, TensorType], build: Build) -> tuple[Fault, ...] | None:
-    """The cuts that change results or gradients under the rule that `build` makes; None if none could be tried.
+    """The cuts that change results or gradients under the rule that `build` returns; None if no trial could run.
 
     Raises NotationError or PartcError if the rule does not fit the call.
     """
@@ -225,7 +225,7 @@ def _draws(op: Op, types: Sequence[TensorType], dtype: torch.dtype) -> Iterator[
         operands = tuple(_numbers(type, chosen.get(i), dtype, i) for i, type in enumerate(types))
         try:
             whole, again = _run(op, operands), _run(op, operands)
-        except Exception:  # whatever an operator says of shapes and numbers that it does not take
+        except Exception:  # operators reject shapes and numbers by any exception
             continue
         if all(not _difference(x, y) for x, y in zip(whole, again, strict=True)):
             yield _Draw(
@@ -309,7 +309,7 @@ def _dual(placement: Placement) -> Placement:
 def _difference(found: Tensor | None, expected: Tensor) -> str:
     """The first difference between two tensors; "" if they are equal to rounding."""
     if found is None:
-        return "another on each rank, and should be the same"
+        return "different on each rank, and should be equal"
     if found.shape != expected.shape:
         return f"of shape {tuple(found.shape)} where the whole gives {tuple(expected.shape)}"
     if not expected.is_floating_point():

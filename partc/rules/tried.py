@@ -1,7 +1,7 @@
-"""Rules by trial: an operation without one that treats examples alike may be cut along its batch.
+"""Rules by trial: an operation without a rule may be cut along its batch if it treats examples alike.
 
 The operation runs on small random operands, whole and in parts along the first dimension, forward and backward. If
-results and gradients agree, its batch may be cut, and nothing else. Operations of other libraries are not run.
+results and gradients agree, only its batch may be cut. Operations of other libraries are not tried.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from partc.rules.trial import trial
 
 
 def rule_of(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
-    """The operation's rule: that of the table, or one by trial; None if it has none."""
+    """The operation's rule, from the table or by trial; None if it has none."""
     if op.name in TABLE:
         return resolve(op, types)
     slots = tried(op, types)
@@ -33,7 +33,7 @@ def rule_of(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
 
 
 def tried(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
-    """The operands that carry the batch of an operation without a row in the table; None if it may not be cut."""
+    """The positions of the operands that carry the batch; None if the operation has a rule or may not be cut."""
     torchs = "::" not in op.name and hasattr(torch.ops.aten, op.name)
     reads = tuple(op.refs())
     if op.name in TABLE or not torchs or op.body or op.name in MOVING | RANDOM or not reads or not op.results:

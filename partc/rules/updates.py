@@ -28,7 +28,7 @@ def model_dims(program: Program) -> dict[str, int]:
 
 
 def dense(name: str, rule: UpdateRule, why: str) -> None:
-    """Note that a gradient cannot be sparse. Raises PartcError P0422 if its optimizer takes no other."""
+    """Note that a gradient cannot be sparse. Raises PartcError P0422 if its optimizer takes only sparse ones."""
     if rule.kind.sparse:
         raise PartcError(
             "P0422",

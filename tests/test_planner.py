@@ -28,7 +28,7 @@ from partc.planner.deadline import TimeUpError, time_limit
 from partc.planner.planning import Planner, Request
 from partc.planner.search import Failure, Played, search
 from partc.planner.space import Space, divisors, fixed, inside, mesh_of, sizes_of
-from partc.planner.stage_fitting import StageNeeds, between, cuttable, fit, largest
+from partc.planner.stage_fitting import StageNeeds, between, cuttable, fit, fit_ways, fits
 from tests.enumeration import Cases, cases, compared
 
 ROUTED = Path(__file__).parent / "models" / "routed.py"
@@ -340,12 +340,20 @@ def test_fitted_stages_are_those_of_enumeration(seed: int) -> None:
     flights, room = [stages - stage for stage in range(stages)], chance.choice((8, 12, 20))
 
     def sums(values: Sequence[float]) -> Any:
-        return between([*itertools.accumulate(values, initial=0.0)])
+        return np.array([*itertools.accumulate(values, initial=0.0)])
 
-    needs = StageNeeds(held=sums(held), saved=np.stack([*map(sums, saved)]), inside=np.stack([*map(largest, inside)]))
-    rows = [[[(stage, flight)]] for stage, flight in enumerate(flights)]
-    allowed = needs.allowed([(0, 1)] * stages, [[stage] for stage in range(stages)], rows, room)
-    found = fit(cuttable(np.stack([*map(sums, seconds)]), places), allowed)
+    needs = StageNeeds(
+        held=sums(held),
+        saved=np.stack([*map(sums, saved)]),
+        inside=np.array(inside),
+        cuts=[(0, 1)] * stages,
+        at=[[stage] for stage in range(stages)],
+        rows=[[[(stage, flight)]] for stage, flight in enumerate(flights)],
+        room=room,
+    )
+    allowed = needs.allowed()
+    found = fit(cuttable(between(np.stack([*map(sums, seconds)])), places), allowed)
+    assert fits(allowed, places) == (found is not None)
 
     possible = []
     for ends in itertools.combinations(places[1:-1], stages - 1):
@@ -363,6 +371,39 @@ def test_fitted_stages_are_those_of_enumeration(seed: int) -> None:
         starts = (0, *(end for end, _ in found))
         takes = [sum(seconds[way][start:end]) for start, (end, way) in zip(starts, found, strict=False)]
         assert (max(takes), sum(takes)) == pytest.approx(min(possible))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_several_stages_of_a_rank_recompute_as_little_as_their_shares_of_its_room_allow(seed: int) -> None:
+    chance = random.Random(seed)
+    ways, each, ranks = chance.randint(1, 3), chance.randint(2, 3), chance.randint(1, 3)
+    stages = each * ranks
+    seconds = [[chance.choice((1, 2, 4)) * (1 + 0.3 * way) for _ in range(stages)] for way in range(ways)]
+    saved = [[chance.choice((1, 2, 3)) / (1 + way) for _ in range(stages)] for way in range(ways)]
+    held, room = [chance.choice((0, 1)) for _ in range(stages)], chance.choice((6, 9, 12))
+    at = [[*range(rank, stages, ranks)] for rank in range(ranks)]
+    flights = {stage: chance.randint(1, 4) for stage in range(stages)}
+    needs = StageNeeds(
+        held=np.cumsum([0, *held]),
+        saved=np.cumsum([[0, *row] for row in saved], axis=1),
+        inside=np.ones((ways, stages)),
+        cuts=[*itertools.pairwise(range(stages + 1))],
+        at=at,
+        rows=[[tuple((stage, flights[stage]) for stage in here), ((here[0], 1),)] for here in at],
+        room=room,
+    )
+    allowed = needs.allowed_ways()
+
+    def bytes(stage: int, way: int) -> float:
+        return 1 + held[stage] + flights[stage] * saved[way][stage]
+
+    expected: list[int] = []
+    for stage in range(stages):
+        share = room * bytes(stage, 0) / sum(bytes(other, 0) for other in at[stage % ranks])
+        possible = [way for way in range(ways) if bytes(stage, way) <= share]
+        assert [*np.flatnonzero(allowed[:, stage])] == possible
+        expected += possible[:1]
+    assert fit_ways(np.array(seconds), allowed) == (expected if len(expected) == stages else None)
 
 
 ROUTES = {"batch": 8, "width": 1024, "hidden": 48, "chosen": 2, "depth": 2, "experts": 6, "seq": 512}
@@ -405,6 +446,19 @@ def test_the_best_plan_of_a_large_space_is_predicted_with_its_own_sizes(monkeypa
     outcome = Planner(planner.request).choice().outcome
     assert outcome.best is not None and outcome.best.plan != best.plan
     assert any(played.plan == best.plan and played.error for played in outcome.others)
+
+
+@pytest.mark.parametrize(("model", "bodies"), [(GPT, 1), (str(ROUTED.with_name("packed.py")), 3)])
+def test_regions_are_lowered_once_for_all_parts_of_the_batch(model: str, bodies: int) -> None:
+    """Also for whole batches, unless the model has further calls where microbatches cut its batch."""
+    cluster = preset("4xH100-80GB")
+    shared, alone = (Simulator(model, cluster, calibration(cluster)) for _ in range(2))
+    found = set()
+    for mesh, count in (("dp=2", 2), ("dp=2", 1), ("pp=2", 1), ("pp=2", 4)):
+        plan = ParallelPlan(mesh=mesh, microbatches=count)
+        found.add(shared.differentiated(plan)[0])
+        assert shared.predict(plan, everywhere=True) == alone.predict(plan)
+    assert len(found) == bodies
 
 
 def test_a_plan_with_one_microbatch_is_predicted_and_bounded_as_it_is_simulated_alone() -> None:

@@ -171,7 +171,7 @@ class Simulator:
         does, and its own mesh has dp.
         """
         options = plan.on(self.cluster).compile_options()
-        return self._whole(plan, options, separate=False, everywhere=everywhere)
+        return self._whole(plan, options, separate=False, everywhere=everywhere)[:2]
 
     def _placed(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
@@ -194,8 +194,8 @@ class Simulator:
 
         start = self._once(("simplify", *trace_key), canonical)
         check_divisible(ready(start))
-        cut = _everywhere(ready(start)) if everywhere else ready(start)
-        placed = _everywhere(ready(start), experts=True) if everywhere else cut  # layouts do not depend on ep's size
+        cut = self._cut(trace_key, ready(start), given) if everywhere else ready(start)
+        placed = _everywhere(cut, experts=True) if everywhere else cut  # layouts do not depend on ep's size
 
         def outlined(places: tuple[int, ...]) -> Program:
             sized = replace(start, mesh=placed.mesh, microbatches=placed.microbatches)
@@ -217,10 +217,34 @@ class Simulator:
         layouts = self._number((laid.regions, laid.calls, laid.values, laid.parameters))
         return (*trace_key, options.kernels, layouts, _local(cut)), laid, cut
 
+    def _cut(self, trace_key: _Key, program: Program, given: Mapping[str, Any]) -> Program:
+        """The program on the mesh on which all plans are lowered that share its regions: a whole batch counts as cut
+        in space or in time, unless the model has other calls where it is cut.
+        """
+        cut, kept = _everywhere(program, uncut=True), _everywhere(program)
+        whole = tuple(axis for axis, size in cut.sizes.items() if size > kept.sizes[axis])
+        if not whole:
+            return kept
+
+        def operations(sized: Program) -> _Key:
+            mesh = Mesh(axes=tuple(axis for axis in sized.mesh.axes if _is_data(axis[0])))
+            regions = passes.between("simplify", "batch", replace(sized, mesh=mesh), given).regions
+            return tuple((region.name, *(op.name for op in region.forward.ops)) for region in regions)
+
+        def alike() -> bool:
+            try:
+                return operations(cut) == operations(kept)
+            except PartcError:
+                return False
+
+        return cut if self._once(("cut", *trace_key, whole), alike) else kept
+
     def _whole(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
-    ) -> tuple[_Key, Program]:
-        """The program before its stages; with `everywhere`, for every size of the batch's axes."""
+    ) -> tuple[_Key, Program, Program]:
+        """The program before its stages, and the one on the mesh on which it is lowered; with `everywhere`, for every
+        size of the batch's axes.
+        """
         shape, laid, cut = self._placed(plan, options, separate=separate, everywhere=everywhere)
         given = options.for_passes
         mesh = with_batch_axis(options.mesh) if everywhere else options.mesh
@@ -251,11 +275,11 @@ class Simulator:
             spread = passes.between("annotate", "tables", apart(laid), again) if cuts else apart(tabled)
             return passes.between("tables", "expand", spread, known)
 
-        return shape, self._once(("expand", *shape), differentiated)
+        return shape, self._once(("expand", *shape), differentiated), cut
 
     def _program(self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False) -> Program:
         everywhere = everywhere and options.budget is None  # a budget depends on the sizes of local batches
-        shape, whole = self._whole(plan, options, separate=separate, everywhere=everywhere)
+        shape, whole, cut = self._whole(plan, options, separate=separate, everywhere=everywhere)
         given, stages = options.for_passes, options.places
         mesh = with_batch_axis(options.mesh) if everywhere else options.mesh
 
@@ -265,9 +289,9 @@ class Simulator:
         kept: _Key = (*shape, options.loss_chunks, options.recompute)
         if options.budget is not None:
             kept = (*kept, mesh, options.microbatches, options.schedule, options.virtual_stages)
-        cut = _everywhere(ready(whole)) if everywhere else ready(whole)
-        piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, options.stage_calls, everywhere, _local(cut))
-        staged = self._once(("stages", *shape, *piped), lambda: passes.between("expand", "stages", cut, given))
+        on = replace(whole, mesh=cut.mesh, microbatches=cut.microbatches)
+        piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, options.stage_calls, everywhere, _local(on))
+        staged = self._once(("stages", *shape, *piped), lambda: passes.between("expand", "stages", on, given))
         recomputed = self._once(
             ("recompute", *kept, *piped), lambda: passes.between("stages", "recompute", staged, given)
         )
@@ -307,14 +331,16 @@ def _holds_alike(axis: str) -> bool:
     return is_batch_axis(axis) and axis != EXPERT_AXIS
 
 
-def _everywhere(program: Program, *, experts: bool = False) -> Program:
+def _everywhere(program: Program, *, uncut: bool = False, experts: bool = False) -> Program:
     """The program on a mesh that cuts the batch in two, in space and in time where it is cut at all, if it divides so;
-    with `experts`, the ranks of experts are two as well.
+    with `uncut`, also where it is not; with `experts`, the ranks of experts are two as well.
     """
     axes = with_batch_axis(program.mesh).axes
-    alike = [name for name, size in axes if (_is_data(name) and size > 1) or (experts and name == EXPERT_AXIS)]
+    alike = [
+        name for name, size in axes if (_is_data(name) and (uncut or size > 1)) or (experts and name == EXPERT_AXIS)
+    ]
     mesh = Mesh(axes=tuple((name, 2 if name in alike else size) for name, size in axes))
-    found = replace(program, mesh=mesh, microbatches=min(2, program.microbatches))
+    found = replace(program, mesh=mesh, microbatches=2 if uncut else min(2, program.microbatches))
     try:
         check_divisible(found)
     except PartcError:

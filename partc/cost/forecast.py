@@ -304,17 +304,19 @@ class Forecast:
     def _operations(self, name: str, graph: Graph) -> tuple[tuple[float, ...], float]:
         """The seconds of each operation (0 for collectives), and the seconds in which the host launches all of them."""
         region, sizes = self.program.region(name), self.program.sizes
+        alone = tuple(axis for axis in self.program.mesh.names if sizes[axis] == 1)  # collectives over these are none
 
         def made() -> tuple[tuple[float, ...], float]:
             types = region.types(graph)
             seconds = (
                 0.0 if _moves(op) or op.name == "wait" else self.rates.operation(op, types, sizes) for op in graph.ops
             )
-            issues = (_ISSUES if op.name in MOVING else op.name not in VIEWS for op in graph.ops)
+            moved = (op for op in graph.ops if not (_moves(op) and dict(op.attrs)["axis"] in alone))
+            issues = (_ISSUES if op.name in MOVING else op.name not in VIEWS for op in moved)
             rounds = ((1 + _ISSUES) * parts(op, sizes) for op in graph.ops if parts(op, sizes) > 1)
             return tuple(seconds), self.rates.host * (sum(issues) + sum(rounds))
 
-        return self.costs.of("seconds", region, graph, sizes, made)
+        return self.costs.of(("seconds", alone), region, graph, sizes, made)
 
     def _new_graph(self, region: str, graph: Graph) -> Iterator[tuple[str, Segment, str]]:
         run: Iterable[OpPiece] = self._pieces(region, graph)

@@ -40,7 +40,7 @@ from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, Action, Parameter, Program, Region
 from partc.passes.stages import staged
 from partc.planner.space import FITTED, Family, expert_parts, inside, sizes_of, stages_of
-from partc.planner.stage_fitting import StageNeeds, between, cuttable, fit, largest, only, slowest
+from partc.planner.stage_fitting import StageNeeds, between, cuttable, fit, fit_ways, fits, slowest
 from partc.planner.tables import LOOKUP, Axes, CallTable, RoomTable, ShareTable, Sums, Tables
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from partc.schedules.per_stage import expanded, shortened, stage_kinds
@@ -161,20 +161,29 @@ class Bounds:
             return None
         stages = self._stages(even[0])
         needs = StageNeeds(
-            held=between(shares.held),
-            saved=np.stack([between(each.saved) for each in rooms if each is not None]),
-            inside=np.stack([largest(stages.inside_calls(each, shares)) for each in rooms if each is not None]),
+            held=np.array(shares.held, dtype=np.float64),
+            saved=np.array([each.saved for each in rooms if each is not None], dtype=np.float64),
+            inside=np.stack([stages.inside_calls(each, shares) for each in rooms if each is not None]),
+            cuts=stages.cuts,
+            at=stages.at,
+            rows=self._in_flight(plan.schedule, stages.ranks, len(stages.places), plan.microbatches),
+            room=bisect_right(range(limit + 1), limit, key=lambda tensors: self.resident(plan, tensors)) - 1,
         )
-        room = bisect_right(range(limit + 1), limit, key=lambda tensors: self.resident(plan, tensors)) - 1
-        rows = self._in_flight(plan.schedule, stages.ranks, len(stages.places), plan.microbatches)
-        allowed, places = needs.allowed(stages.cuts, stages.at, rows, room), self.tables.places(even[0])
-        if len(stages.places) > stages.ranks:
-            allowed = [only(each, cut) for each, cut in zip(allowed, stages.cuts, strict=True)]
-        if fit(cuttable(np.zeros(needs.saved.shape), places), allowed) is None:
+        several, places = len(stages.places) > stages.ranks, self.tables.places(even[0])
+        allowed: Any = needs.allowed_ways() if several else needs.allowed()
+        if not (allowed.any(axis=0).all() if several else fits(allowed, places)):
             return None
         calls = [*map(self.tables.calls, even)]
-        seconds = [self._step(stages, each, shares) for each in calls if each is not None]
-        found = fit(cuttable(np.stack(seconds), places), allowed) if None not in calls else None
+        if None in calls:
+            return None
+        seconds = np.stack([self._step(stages, each, shares) for each in calls if each is not None])
+        found: Sequence[tuple[int, int]] | None
+        if several:
+            starts, ends = np.array(stages.cuts).T
+            best = fit_ways(seconds[:, ends] - seconds[:, starts], allowed)
+            found = None if best is None else [*zip(ends.tolist(), best, strict=True)]
+        else:
+            found = fit(cuttable(between(seconds), places), allowed)
         if found is None:
             return None
         ends, chosen = [end for end, _ in found], [ways[way] for _, way in found]
@@ -186,11 +195,10 @@ class Bounds:
         return replace(plan, stage_calls=None if balanced else numbers, recompute=kinds)
 
     def _step(self, stages: Stages, calls: CallTable, shares: ShareTable) -> Any:
-        """The seconds of a step of the calls from each start to each end, without waits."""
+        """The seconds of a step of the calls before each, without waits."""
         backward = np.add(calls.inputs, calls.weights) if stages.halved else calls.backward
         update = self.tables.rates.update(UPDATE * shares.updated[-1]) / (shares.updated[-1] or 1)
-        each = stages.plan.microbatches * np.add(calls.forward, backward) + update * np.array(shares.updated)
-        return between(each.tolist())
+        return stages.plan.microbatches * np.add(calls.forward, backward) + update * np.array(shares.updated)
 
     def of_family(self, family: Family, known: Bound, limit: float = math.inf) -> Bound:
         """The bound of all plans of a family that hold at most `limit` bytes, or `known`."""
@@ -385,8 +393,9 @@ class Work:
     def alone(self, microbatches: int, *, halved: bool) -> Any:
         """The same of a rank with one stage, from each start to each end."""
         fill, drain = (np.array(sums)[:, np.newaxis] / microbatches for sums in (self.forward, self.first[halved]))
-        beside = between(self.left[halved]) / (1 if halved else microbatches)
-        return fill + between(self.forward) + between(self.backward) + np.maximum(0.0, drain - beside)
+        beside = between(np.array(self.left[halved])) / (1 if halved else microbatches)
+        work = between(np.add(self.forward, self.backward))
+        return fill + work + np.maximum(0.0, drain - beside)
 
 
 def _tables(program: Program) -> Iterator[str]:
@@ -483,12 +492,10 @@ class Stages:
                 most = max(most, 2 * gathered + max(forward, backward + scattered))
         return most
 
-    def inside_calls(self, room: RoomTable, shares: ShareTable) -> Sequence[int]:
+    def inside_calls(self, room: RoomTable, shares: ShareTable) -> Any:
         """The bytes inside each call, on a stage that does not send its gradients before the rest."""
-        found = []
-        for (forward, whole, halves), (gathered, scattered) in zip(room.alive, shares.around, strict=True):
-            found.append(2 * gathered + max(forward, (halves if self.halved else whole) + scattered))
-        return found
+        alive, around = (np.array(each, dtype=np.float64).T for each in (room.alive, shares.around))
+        return 2 * around[0] + np.maximum(alive[0], alive[2 if self.halved else 1] + around[1])
 
 
 @dataclass(frozen=True, kw_only=True)

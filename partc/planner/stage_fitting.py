@@ -8,6 +8,7 @@ stay balanced, and each has a share of the rank's room, in the proportion of wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,47 +22,63 @@ _DIGITS = 9  # of the seconds of stages that are compared: sums in different ord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNeeds:
-    """The bytes of stages from one place between calls to another: arrays by way of recomputing, start and end."""
+    """The bytes and seconds of calls, by way of recomputing, from which those of stages follow.
 
-    held: Array  # through a step, in every way
-    saved: Array  # of a microbatch in flight
-    inside: Array  # the most inside a call, besides saved values
+    `at` has the balanced stages of each rank, from and to the calls of `cuts`, `rows` the sets of microbatches that
+    ranks have in flight. A rank has `room`.
+    """
 
-    def allowed(
-        self,
-        cuts: Sequence[tuple[int, int]],
-        at: Sequence[Sequence[int]],
-        rows: Sequence[Sequence[Sequence[tuple[int, int]]]],
-        room: int,
-    ) -> Sequence[Array]:
-        """For each stage, whether it may have these calls, where a rank has `room`: by way, start and end.
+    held: Array  # bytes through a step of the calls before each, in every way
+    saved: Array  # bytes of a microbatch in flight, of the calls before each
+    inside: Array  # bytes inside each call, besides saved values
+    cuts: Sequence[tuple[int, int]]
+    at: Sequence[Sequence[int]]
+    rows: Sequence[Sequence[Sequence[tuple[int, int]]]]
+    room: int
 
-        `cuts` are balanced stages, `at` those of each rank, `rows` the sets of microbatches that ranks have in flight.
-        """
-        found: dict[int, Array] = {}
-        for stages, mixes in zip(at, rows, strict=True):
-            saved = {stage: self.saved[0][cuts[stage]] for stage in stages}
-            size = lambda mix: sum(count * saved[stage] for stage, count in mix.items())  # noqa: E731, B023
-            mix = max(map(dict, mixes), key=size, default={})
-            needed = {stage: self.held[np.newaxis] + mix.get(stage, 0) * self.saved + self.inside for stage in stages}
-            own = {stage: needed[stage][0][cuts[stage]] for stage in stages}
-            whole = sum(own.values())
-            found |= {stage: needed[stage] <= room * (own[stage] / whole if whole else 1) for stage in stages}
-        return [found[stage] for stage in range(len(cuts))]
+    def allowed(self) -> Sequence[Array]:
+        """For each stage, whether it may have calls: by way, start and end."""
+        held, saved, inside = between(self.held), between(self.saved), largest(self.inside)
+        flights, rooms = self._shares(self._balanced())
+        return [held + count * saved + inside <= room for count, room in zip(flights, rooms, strict=True)]
+
+    def allowed_ways(self) -> Array:
+        """Whether each balanced stage may recompute in each way, by way and stage."""
+        balanced = self._balanced()
+        flights, rooms = self._shares(balanced)
+        held, saved, inside = balanced
+        return held + flights * saved + inside <= rooms
+
+    def _balanced(self) -> tuple[Array, Array, Array]:
+        """The needs of balanced stages."""
+        starts, ends = np.array(self.cuts).T
+        inside = np.maximum.reduceat(self.inside, starts, axis=1)
+        return self.held[ends] - self.held[starts], self.saved[:, ends] - self.saved[:, starts], inside
+
+    def _shares(self, balanced: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        """The microbatches that each stage has in flight, as its rank holds most, and its share of the rank's room."""
+        held, (saved, *_), (inside, *_) = balanced
+        flights, rooms = np.zeros(len(self.cuts)), np.zeros(len(self.cuts))
+        for stages, mixes in zip(self.at, self.rows, strict=True):
+            mix = max(mixes, key=lambda mix: sum(count * saved[stage] for stage, count in mix), default=())
+            for stage, count in mix:
+                flights[stage] = count
+            own = held[stages] + flights[stages] * saved[stages] + inside[stages]
+            rooms[stages] = self.room * (own / own.sum() if own.sum() else 1.0)
+        return flights, rooms
 
 
-def between(sums: Sequence[float]) -> Array:
+def between(sums: Array) -> Array:
     """The sums over calls from each start to each end."""
-    each = np.asarray(sums, dtype=np.float64)
-    return each[np.newaxis, :] - each[:, np.newaxis]
+    return sums[..., np.newaxis, :] - sums[..., :, np.newaxis]
 
 
-def largest(values: Sequence[float]) -> Array:
+def largest(values: Array) -> Array:
     """The largest value of calls from each start to each end."""
-    count = len(values)
-    each = np.triu(np.tile(np.asarray(values, dtype=np.float64), (count, 1)))
-    found = np.zeros((count + 1, count + 1))
-    found[:count, 1:] = np.maximum.accumulate(each, axis=1)
+    *ways, count = values.shape
+    each = np.triu(np.broadcast_to(values[..., np.newaxis, :], (*ways, count, count)))
+    found = np.zeros((*ways, count + 1, count + 1))
+    found[..., :count, 1:] = np.maximum.accumulate(each, axis=-1)
     return found
 
 
@@ -97,19 +114,25 @@ def fit(seconds: Array, allowed: Sequence[Array]) -> Sequence[tuple[int, int]] |
     return found
 
 
+def fit_ways(seconds: Array, allowed: Array) -> Sequence[int] | None:
+    """The quickest way of each stage, of `seconds` by way and stage; None if a stage has no allowed one."""
+    if not allowed.any(axis=0).all():
+        return None
+    takes = np.where(allowed, np.round(seconds / (seconds.max(initial=0.0) or 1.0), _DIGITS), np.inf)
+    return [*takes.argmin(axis=0).tolist()]
+
+
+def fits(allowed: Sequence[Array], places: Sequence[int]) -> bool:
+    """Whether any stages that begin and end at some places are allowed."""
+    return math.isfinite(slowest([cuttable(np.where(each.any(axis=0), 0.0, np.inf), places) for each in allowed]))
+
+
 def cuttable(seconds: Array, places: Sequence[int]) -> Array:
     """The seconds of stages that have calls, and begin and end at places where they may; others are infinite."""
     fits = np.zeros(seconds.shape[-1], dtype=bool)
     fits[list(places)] = True
     wrong = np.tril(np.ones(seconds.shape[-2:], dtype=bool)) | ~(fits[:, np.newaxis] & fits[np.newaxis, :])
     return np.where(wrong, np.inf, seconds)
-
-
-def only(allowed: Array, cut: tuple[int, int]) -> Array:
-    """Stages that have these calls and no others."""
-    found = np.zeros_like(allowed)
-    found[:, cut[0], cut[1]] = allowed[:, cut[0], cut[1]]
-    return found
 
 
 def _nothing(like: Array) -> Array:

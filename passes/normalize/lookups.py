@@ -14,13 +14,43 @@ _MEAN, _MAX = 1, 2  # modes of bags; 0 is the sum
 
 
 def embedding(w: Writer, op: Op) -> None:
-    """embedding(w, ids, padding_idx): the row `padding_idx` gets no gradient."""
-    _refuse_frequencies(op, argument(op, 3, "scale_grad_by_freq", False))
-    padding = argument(op, 2, "padding_idx", -1)
-    if padding is not None and padding != -1:
-        w.add(op, "embedding", (*op.args[:2], padding))
-    else:
-        w.add(op, "embedding", op.args[:2])
+    """embedding(w, ids, padding_idx): the row `padding_idx` gets no gradient.
+
+    With scale_grad_by_freq, an id's gradients are divided by how often the ids name it:
+
+        y = own_gradient((rows,), (rows,), (incoming_gradient(rows) / times[ids],))
+    """
+    ids, padding, out = op.args[1], argument(op, 2, "padding_idx", -1), op.result
+    args = op.args[:2] if padding in (None, -1) else (*op.args[:2], padding)
+    if argument(op, 3, "scale_grad_by_freq", False) is not True:
+        w.add(op, "embedding", args)
+        return
+
+    def made(word: str, shape: tuple[int, ...], dtype: DType = out.type.dtype) -> Value:
+        return w.value(f"{out.name}_{word}", shape, dtype)
+
+    shape, column = out.type.shape, (*w.shape(ids), 1)
+    looked = w.add(op, "embedding", args, made("looked_up", shape))
+    times = w.add(op, "index", (_times(w, op, ids, out), (ids,)), made("each", w.shape(ids), "i64"))
+    numbers = w.add(op, "to", (times, DTypeArg(out.type.dtype)), made("numbers", w.shape(ids)))
+    divisor = w.add(op, "reshape", (numbers, column), made("occurrences", column))
+    rows = w.add(op, "detach", (looked,), made("rows", shape))
+    incoming = w.add(op, "incoming_gradient", (rows,), made("incoming", shape))
+    gradient = w.add(op, "div", (incoming, divisor), made("by_frequency", shape))
+    w.add(op, "own_gradient", ((rows,), (looked,), (gradient,)))
+
+
+def _times(w: Writer, op: Op, ids: Arg, like: Value) -> Ref:
+    """How often `ids` name each row of the operation's table."""
+    rows, count = w.shape(op.args[0])[0], math.prod(w.shape(ids))
+
+    def made(word: str, size: int, dtype: DType = "i64") -> Value:
+        return w.value(f"{like.name}_{word}", (size,), dtype)
+
+    flat = w.add(op, "reshape", (ids, (count,)), made("row_ids", count, w.types[ref(ids).name].dtype))
+    ones = w.add(op, "full", ((count,), 1), made("ones", count), dtype=DTypeArg("i64"))
+    zeros = w.add(op, "full", ((rows,), 0), made("zeros", rows), dtype=DTypeArg("i64"))
+    return w.add(op, "index_add", (zeros, 0, flat, ones), made("times", rows))
 
 
 def embedding_renorm(w: Writer, op: Op) -> None:
@@ -30,18 +60,14 @@ def embedding_renorm(w: Writer, op: Op) -> None:
     y     = where(named and norm(table) > most, table * most / (norm(table) + 1e-7), table)
     """
     table, ids, most, order = op.args
-    (rows, _), out, count = op.result.type.shape, op.result, math.prod(w.shape(ids))
+    (rows, _), out = op.result.type.shape, op.result
 
     def made(word: str, shape: tuple[int, ...], dtype: DType = out.type.dtype) -> Value:
         return w.value(f"{out.name}_{word}", shape, dtype)
 
-    flat = w.add(op, "reshape", (ids, (count,)), made("ids", (count,), w.types[ref(ids).name].dtype))
-    ones = w.add(op, "full", ((count,), 1), made("ones", (count,), "i64"), dtype=DTypeArg("i64"))
-    zeros = w.add(op, "full", ((rows,), 0), made("zeros", (rows,), "i64"), dtype=DTypeArg("i64"))
-    times = w.add(op, "index_add", (zeros, 0, flat, ones), made("times", (rows,), "i64"))
     norm = w.add(op, "linalg_vector_norm", (table, order, (1,), False), made("norm", (rows,)))
     long = w.add(op, "gt", (norm, most), made("long", (rows,), "bool"))
-    named = w.add(op, "gt", (times, 0), made("named", (rows,), "bool"))
+    named = w.add(op, "gt", (_times(w, op, ids, out), 0), made("named", (rows,), "bool"))
     both = w.add(op, "logical_and", (long, named), made("scaled_rows", (rows,), "bool"))
     more = w.add(op, "add", (norm, 1e-7), made("divisor", (rows,)))
     inverse = w.add(op, "reciprocal", (more,), made("inverse", (rows,)))
@@ -54,7 +80,13 @@ def embedding_renorm(w: Writer, op: Op) -> None:
 
 def embedding_bag(w: Writer, op: Op) -> None:
     """The sum, mean or maximum of each bag's rows; zeros if it is empty. Bags are rows of ids, or begin at offsets."""
-    _refuse_frequencies(op, argument(op, 3, "scale_grad_by_freq", False))
+    if argument(op, 3, "scale_grad_by_freq", False) is True:
+        raise PartcError(
+            "P0402",
+            "scale_grad_by_freq=True of bags is not supported: PyTorch's kernel for CPUs divides by other rows' counts",
+            help="take nn.Embedding(scale_grad_by_freq=True), and sum the rows of each bag",
+            source=op.source,
+        )
     table, ids = op.args[:2]
     weights = argument(op, 6, "per_sample_weights")
     padding = argument(op, 8, "padding_idx", -1)
@@ -160,17 +192,6 @@ def _ragged_bags(w: Writer, op: Op, weights: Arg, padding: int | None) -> None:
     numbers = w.add(op, "bag_sum", (members, starts, ends), made("count", (bags, 1), dtype))
     divisor = w.add(op, "clamp_min", (numbers, 1), made("divisor", (bags, 1), dtype))
     w.add(op, "div", (total, divisor), out)
-
-
-def _refuse_frequencies(op: Op, scaled: Arg) -> None:
-    """Raise PartcError P0402 for gradients that are divided by the number of times that the batch has an id."""
-    if scaled is True:
-        raise PartcError(
-            "P0402",
-            "scale_grad_by_freq=True divides gradients by counts over the whole batch, which no rank has",
-            help="make the table without it",
-            source=op.source,
-        )
 
 
 def _unflattened(w: Writer, x: Arg, shape: tuple[int, ...]) -> Arg:

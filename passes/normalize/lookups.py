@@ -41,7 +41,7 @@ def embedding(w: Writer, op: Op) -> None:
 
 
 def _times(w: Writer, op: Op, ids: Arg, like: Value) -> Ref:
-    """How often `ids` name each row of the operation's table."""
+    """The number of times that `ids` name each row of the operation's table."""
     rows, count = w.shape(op.args[0])[0], math.prod(w.shape(ids))
 
     def made(word: str, size: int, dtype: DType = "i64") -> Value:

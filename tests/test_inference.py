@@ -208,7 +208,7 @@ def test_verify_compares_results(tmp_path: Path) -> None:
     region = package / "regions" / "head.py"
     region.write_text(region.read_text().replace("def head(", "def wrong(", 1) + WRONG)
     assert not verify(package, steps=1, virtual=True).ok
-    with pytest.raises(PartcError, match="P0504.*run 9 batches, and the comparison 1"):
+    with pytest.raises(PartcError, match=r"P0504.*run 9 batches, and the comparison 1"):
         verify(package, steps=1, virtual=True, arguments=["--batches", "9"])
 
 

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification in operations on examples (Graves et al. 2006).
+"""Connectionist temporal classification (CTC) in operations on examples (Graves et al. 2006).
 
 Torch's own function reads the lengths as numbers, which a trace does not have. Here lengths stay tensors: sums over
 alignments are computed for the longest label, step by step, and a step beyond an example's end leaves its sums as they
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _NEVER = -1e30  # the logarithm of zero: differences of infinities have no gradient
-_IMPOSSIBLE = 1e29  # a loss above it is that of a label which fits no alignment
+_IMPOSSIBLE = 1e29  # a loss above it means that the label fits no alignment
 
 
 def ctc_loss(
@@ -49,7 +49,7 @@ def ctc_loss(
     ends = torch.arange(places) - 2 * lengths[:, None]
     ending = (ends == 0) | ((ends == -1) & (lengths > 0)[:, None])
     losses = -torch.where(ending, state, _NEVER).logsumexp(1)
-    # Torch's gradient is that of scores which are logarithms of probabilities, whose sum stays one.
+    # Torch's gradient is with respect to log-probabilities whose probabilities keep the sum one.
     total = torch.where(running[:, :, None], scores, -torch.inf).exp().sum((1, 2))
     losses = losses + (total - total.detach())
     losses = torch.where(losses < _IMPOSSIBLE, losses, 0.0 if zero_infinity else torch.inf)

@@ -1,9 +1,9 @@
-"""Indices from entries of the batch that number rows of the whole batch, such as the two ends of a graph's edges.
+"""Indices in batch entries that refer to rows of the whole batch, such as the two ends of a graph's edges.
 
     out = x.new_zeros(x.shape).index_add(0, ends, x[starts])      x: 32 rows, of which a microbatch has 8
                                                                   starts, ends: numbers below 32
 
-If each microbatch is a batch of its own, such numbers reach beyond its rows. The indices of the example batch are
+If each microbatch is a batch of its own, such indices reach beyond its rows. The indices of the example batch are
 computed from its integers alone, part by part.
 """
 
@@ -47,7 +47,7 @@ def check_indices(exported: ExportedProgram, names: Sequence[str], parts: Sequen
 
 
 def _follow(node: fx.Node, known: dict[fx.Node, Any]) -> None:
-    """Compute a node whose operands are known; one that changes its operand makes it unknown."""
+    """Compute a node whose operands are known; a change in place makes its operand unknown."""
     target: Any = node.target
     schema = getattr(target, "_schema", None)
     if schema is not None and schema.is_mutable:
@@ -60,7 +60,7 @@ def _follow(node: fx.Node, known: dict[fx.Node, Any]) -> None:
         with without_modes():
             try:
                 known[node] = target(*args, **kwargs)
-            except Exception:  # an operand of other sizes than in the trace
+            except Exception:  # an operand's sizes differ from the trace
                 return
 
 
@@ -86,7 +86,7 @@ def _lookups(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 def _refusal(node: fx.Node, number: int, size: int, parts: int) -> PartcError:
     return PartcError(
         "P0402",
-        f"the batch has numbers up to {number} of rows of the whole batch; each of {parts} microbatches has {size}",
-        help="compile with --microbatches 1, or let numbers count the rows of each example",
+        f"the batch has indices up to {number} of rows of the whole batch; each of {parts} microbatches has {size}",
+        help="compile with --microbatches 1, or count rows within each example",
         source=source_of(node),
     )

@@ -1,8 +1,8 @@
-"""Python's `len`, `max`, `min` and `type` where a model's own modules apply them to numbers that a trace does not know.
+"""Python's `len`, `max`, `min` and `type` in a model's modules, for numbers that are unknown in a trace.
 
     loss / max(1, len(x[mask]))     ->     loss / mask.sum().clamp(min=1)
 
-Python's `len` returns plain integers alone, and its `max` compares, which a trace without values cannot.
+Python's `len` only returns plain integers, and its `max` compares, which is impossible without values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _extreme(plain: Callable[..., Any], limit: str, both: Callable[[Tensor, Tens
 
 
 class _Kinds(type):
-    """The metaclass of `_Type`: checks and calls behave as those of Python's own `type`."""
+    """The metaclass of `_Type`: instance checks and calls behave like those of Python's `type`."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         found = builtins.type(*args, **kwargs)
@@ -76,7 +76,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 @contextmanager
 def counting(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """A context in which these modules find the functions above in place of Python's."""
+    """A context in which these modules use the functions above in place of Python's."""
     given = [(vars(module), name) for module in modules for name in _FUNCTIONS if name not in vars(module)]
     for names, name in given:
         names[name] = _FUNCTIONS[name]

@@ -1,4 +1,4 @@
-"""Facts about tensors."""
+"""A map from tensors to facts about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Fact = TypeVar("Fact")
 
 
 class ByTensor(Generic[Fact]):
-    """A map from tensors, by identity. It keeps no tensor alive; a later tensor in the same place has no entry."""
+    """A map from tensors, by identity. It keeps no tensor alive; a new tensor with a reused id has no entry."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[weakref.ref[Tensor], Fact]] = {}

@@ -20,7 +20,7 @@ def caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
 
 
 def _inside(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
-    """The value itself, or what a decorated function calls."""
+    """The caches in a value: the value itself, or functions that a decorated function calls."""
     value = getattr(value, "__func__", value)
     cells = getattr(value, "__closure__", None) or ()
     held = (getattr(cell, "cell_contents", None) for cell in cells)  # a cell may be empty

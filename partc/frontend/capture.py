@@ -50,7 +50,7 @@ _Given = ParamSpec("_Given")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """An exported program, and the module behind it: its names and ties.
+    """An exported program, and its module with names and ties.
 
     `batch` has the tensors of the batch by path, or their first parts and the `whole` entries that are not divided;
     `constants` has the text of its other entries.
@@ -67,25 +67,26 @@ class Captured:
     precision: str
     trained: frozenset[str]
     calls: Mapping[int, CallMark]  # the marks in the exported graph
-    rows: tuple[Repetition, ...]  # of which the exported graph has some modules
+    rows: tuple[Repetition, ...]  # chains of equal modules, of which the exported graph has only some
     results: tuple[str, ...] = ()  # paths of the graph's outputs, where it returns more than a loss
     assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
-    tests: tuple[Source, ...] = ()  # of whether a mask selects anything
-    most_tests: int = 0  # different ones of one call
+    tests: tuple[Source, ...] = ()  # lines that test whether a mask selects anything
+    most_tests: int = 0  # the largest number of different tests in one call
     passed: Mapping[str, Set[Hashable]] = field(default_factory=dict)  # Python values at calls of equal modules
-    integers: tuple[Mapping[str, Tensor], ...] = ()  # entries of integers of each part, with values
-    numbers: tuple[Source, ...] = ()  # of rows that a mask selects, as integers
+    integers: tuple[Mapping[str, Tensor], ...] = ()  # for each part of the batch: its integer entries, with values
+    numbers: tuple[Source, ...] = ()  # lines that use the number of selected rows as an integer
     pairs: Mapping[str, str] = field(default_factory=dict)  # buffers, each with another in its memory
 
 
 class _ChangedError(Exception):
-    """Forward changes the buffer of this name, whose values counted as constants."""
+    """Forward changes the buffer of this name, whose values were taken for constants."""
 
 
 class _TracedStep(nn.Module):
-    """The traced module: from the tensors of one batch, in the order of `names`, to one loss, or to what `read` finds.
+    """The traced module: maps the tensors of a batch, in the order of `names`, to a loss or to the tensors that `read`
+    finds.
 
-    `form` is a batch with the constants, into which the tensors are put. `report` receives
+    `form` is a batch with its constants, into which the tensors are put. `report` receives
     the parameters with a gradient, the paths of what `read` finds, the marked calls and the selections of rows.
     """
 
@@ -148,7 +149,7 @@ class _TracedStep(nn.Module):
             self._assumed.update(dict.fromkeys(values.sentences))
         except (PartcError, UnequalError, WholeTrace):
             raise
-        except Exception as error:  # torch.export would print the graph so far beside it, or its whole message
+        except Exception as error:  # torch.export would also print the graph so far, or a long message
             raise explained(error, self.model, self._path, self._parts, values.selections.any) from error
         for name, constant in constants.items():
             if self.model.get_buffer(name) is not constant or constant._version != before[name]:
@@ -245,10 +246,10 @@ def capture(
 
     With `read`, the outputs are the tensors that it finds in the result of `loss`, or of the model. Equal modules are
     traced once, except the groups and rows `excluded`; None traces all calls. `outcomes` are
-    those of branches on random numbers.
+    the outcomes of branches on random numbers.
 
-    Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is no
-    scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
+    Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is not
+    a scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
     """
     dtype = held_in(precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -259,7 +260,7 @@ def capture(
     modules = ModuleTree(model)
     rows = ModuleRows(modules.named, modules.groups, modules.weights, excluded)
     if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
-        raise WholeTrace  # modules that are alike in all else may have other numbers
+        raise WholeTrace  # otherwise equal modules may have different numbers
     hooks = own_hooks(modules.named)
     reports: list[tuple[frozenset[str], tuple[str, ...], Repeats, Selections]] = []
     assumed: dict[str, None] = {}
@@ -339,7 +340,7 @@ def capture(
 
 
 def _with_gradient(model: nn.Module, loss: Tensor, repeats: Repeats) -> frozenset[str]:
-    """The parameters at the leaves of the loss's autograd graph, under all of their names.
+    """The names of the parameters at the leaves of the loss's autograd graph, aliases included.
 
     This is torch's own definition of differentiability: `round(w)` has a gradient of zeros; `argmax(w)` and values that
     are detached or computed under no_grad have none.
@@ -380,7 +381,7 @@ def _without_advice() -> Iterator[None]:
 
 
 class _ValuesOfRanges(TorchFunctionMode):
-    """Gives values to ranges and literals on the meta device, from which constructors compute rates and sizes."""
+    """Gives ranges and literals on the meta device values, from which constructors compute rates and sizes."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -392,7 +393,7 @@ class _ValuesOfRanges(TorchFunctionMode):
 
 @contextmanager
 def _conversions() -> Iterator[None]:
-    """A context in which conversions of modules that change nothing do nothing; others fail on traced weights."""
+    """A context in which conversions that would change no tensor are skipped; others fail on traced weights."""
     convert = nn.Module._apply
 
     def unchanged(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -408,7 +409,7 @@ def _conversions() -> Iterator[None]:
 
 @contextmanager
 def _inference() -> Iterator[None]:
-    """A context in which inference mode switches gradients off, as no_grad does; a trace would not record it."""
+    """A context in which inference mode acts like no_grad; a trace would not record inference mode."""
     mode = torch.inference_mode
     enter, leave = mode.__enter__, mode.__exit__
     inside: list[torch.set_grad_enabled] = []
@@ -473,7 +474,7 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
             raise PartcError(
                 "P0205",
                 f"{name} of model() has no shape yet",
-                help="use modules that are told their sizes, not lazy ones",
+                help="use modules that are given their sizes, not lazy ones",
             )
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
             kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
@@ -500,7 +501,7 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
 def _make_fake(modules: Mapping[str, nn.Module], dtype: torch.dtype, mode: FakeTensorMode, left_out: Set[str]) -> None:
     """Replace every parameter and buffer by a fake one on the CPU; ties are kept, floats are cast.
 
-    Those of modules that the trace leaves out stay as they are if no cast is needed.
+    Tensors of modules that the trace leaves out stay as they are if no cast is needed.
     """
     made: dict[int, Tensor] = {}
 
@@ -522,7 +523,7 @@ def _batch(make: Callable[[], Any], path: Path | None) -> tuple[Any, dict[str, A
     try:
         try:
             batch = make()
-        except Exception:  # code that reads values, as a DataLoader's order does, needs tensors that have some
+        except Exception:  # code that reads values, such as a DataLoader's order, needs tensors with memory
             with without_modes():
                 batch = make()
     except (Exception, SystemExit) as error:
@@ -561,7 +562,7 @@ def _part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
 
 
 def _integers(make: Callable[[], Any], parts: int) -> tuple[dict[str, Tensor], ...]:
-    """The entries of integers of every part of the batch."""
+    """The integer entries of every part of the batch."""
     with without_modes():
         every = {name: x for name, x in entries(make()).items() if isinstance(x, Tensor)}
         rows = next((x.shape[0] for x in every.values() if x.dim()), 0)

@@ -4,11 +4,11 @@
   ->
     mul = stack((sub(mul(a, c), mul(b, d)), add(mul(b, c), mul(a, d))), -1)  # f32[16, 32, 4, 8, 2]
 
-`view_as_complex` and `view_as_real` are then no operations. Real arithmetic has the derivatives of torch's complex
-autograd, whose gradient of a complex tensor is the gradient of its pair.
+`view_as_complex` and `view_as_real` then disappear. The derivatives of this real arithmetic equal torch's complex
+autograd, in which the gradient of a complex tensor is the gradient of its pair.
 
-`REWRITES` has one function for each operation. Its complex operands are `Pair`s, its result is the pair of the
-operation's own, and the trace has the operations that the function runs.
+`REWRITES` has one function for each operation. Complex operands are `Pair`s, a complex result is returned as a `Pair`,
+and the trace records the operations that the function runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partc.ir.operators import resolve
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A complex tensor: its parts in the last dimension."""
+    """A complex tensor as a real one; the last dimension holds the real and the imaginary part."""
 
     parts: Tensor
 
@@ -137,7 +137,7 @@ def pair(real: Tensor, imag: Tensor) -> Pair:
 
 
 def _as_pair(x: Operand, like: Tensor) -> Pair:
-    """An operand as complex numbers of the result's precision."""
+    """An operand as a pair of the result's precision."""
     if isinstance(x, Pair):
         return x
     if isinstance(x, Tensor):
@@ -168,7 +168,7 @@ def _mul(like: Tensor, x: Operand, y: Operand) -> Pair:
 
 
 def _parts(x: Operand) -> tuple[Any, Any]:
-    """The real and the imaginary part; None for that of a real tensor."""
+    """The real and the imaginary part; the latter is None for a real tensor."""
     if isinstance(x, Pair):
         return x.real, x.imag
     if isinstance(x, Tensor):
@@ -200,7 +200,7 @@ def _both(change: Callable[..., Tensor]) -> Rewrite:
 
 
 def _apart(change: Callable[..., Tensor]) -> Rewrite:
-    """The same operation on each of the parts, whose dimensions are those of the complex tensor."""
+    """The same operation on the real and the imaginary part separately, each in the complex tensor's shape."""
     return lambda like, x, *args, **kwargs: pair(change(x.real, *args, **kwargs), change(x.imag, *args, **kwargs))
 
 
@@ -253,7 +253,7 @@ def _reduced(call: Callable[[Tensor, list[int], bool], Tensor]) -> Rewrite:
 
 
 def _bilinear(call: Callable[[Any, Any], Tensor]) -> Rewrite:
-    """A product: four real ones."""
+    """A complex product as four real ones."""
 
     def rewrite(like: Tensor, x: Operand, y: Operand) -> Pair:
         (a, b), (c, d) = _parts(x), _parts(y)
@@ -351,7 +351,7 @@ def _empty(like: Tensor, *_: Any, **__: Any) -> Pair:
 
 
 def _filled(number: int | None) -> Rewrite:
-    """zeros, ones, full, and their kin with a tensor whose shape they take."""
+    """zeros, ones, full, and their variants that take the shape of a tensor."""
 
     def rewrite(like: Tensor, *args: Any, **_: Any) -> Pair:
         value = number if number is not None else args[1]
@@ -417,7 +417,7 @@ def _fourier(dims: int | None, *, inverse: bool, real: bool = False) -> Rewrite:
             whole[-1] = like.shape[last]
             given = whole[-1] // 2 + 1
             value = _resized(value, over, [*whole[:-1], given])
-            # The other half is the conjugate of this one: a real result has twice the real part of one.
+            # The other half of the spectrum is the conjugate: a real result is twice the real part of this half.
             once = _span(value.parts, last, 0, 1)
             twice = _span(value.parts, last, 1, (whole[-1] + 1) // 2) * 2
             middle = [_span(value.parts, last, given - 1, given)] if whole[-1] % 2 == 0 else []
@@ -464,7 +464,7 @@ def _short_time(
 
 
 def _resized(x: Pair, dims: Sequence[int], sizes: Sequence[int]) -> Pair:
-    """Each dimension cut, or filled up with zeros, to its size."""
+    """The pair with each dimension cut or zero-padded to its size."""
     parts = x.parts
     for dim, size in zip(dims, sizes, strict=True):
         size = parts.shape[dim] if size == -1 else size
@@ -583,7 +583,7 @@ REWRITES: Mapping[str, Rewrite] = {
     **_each("full new_full full_like fill", _filled(None)),
     "zero": _filled(0),
     "copy": lambda like, x, source: Pair(_as_pair(source, like).parts.expand(*like.shape, 2)),
-    # Gradients that a model gives itself
+    # Gradients that a model defines itself
     "incoming_gradient": lambda like, x: Pair(resolve("incoming_gradient")(x.parts)),
     "own_gradient": _owned,
     # Fourier transforms

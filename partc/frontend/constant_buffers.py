@@ -2,13 +2,13 @@
 
     register_buffer("bias", torch.tril(torch.ones(s, s)).view(1, 1, s, s))   ->   view(tril(ones(s, s)), (1, 1, s, s))
 
-Models are built without values. `Recipes` notes the calls that make tensors from sizes alone. A buffer whose recipe
-has `tril` or `triu` is made again while the model is traced, so that attention learns the structure of its mask at any
+Models are built without values. `Recipes` notes the calls that make tensors from sizes alone. A buffer whose recipe has
+`tril` or `triu` is computed again while the model is traced, so that the structure of an attention mask is known at any
 size. Equal recipes give one tensor.
 
     register_buffer("stride", torch.tensor(4), persistent=False)
 
-The values of a few integers that state dicts do not have are known while the model is traced. They stay buffers.
+Buffers of a few integers that are not in state dicts have known values while the model is traced. They stay buffers.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ Recipe = tuple[Any, ...]  # the function, its arguments with recipes in place of
 
 
 class Recipes(TorchFunctionMode):
-    """A mode that notes how constants are made while a model is built.
+    """A mode that records how constants are computed while a model is built.
 
-    A tensor that is written to afterwards, itself or through a view, has another version and no recipe any more; a copy
-    into the whole tensor gives it the recipe of its source. Writes through `.data` leave the version as it is, so that
-    such an access ends all recipes.
+    A tensor that is written to afterwards, directly or through a view, changes its version and loses its recipe; a copy
+    into the whole tensor gives it the recipe of its source. Writes through `.data` do not change the version, so such
+    an access drops all recipes.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: ByTensor[tuple[int, Recipe]] = ByTensor()  # with the version that it describes
+        self._known: ByTensor[tuple[int, Recipe]] = ByTensor()  # (tensor version, recipe)
         self._drawn: set[tuple[Any, ...]] = set()  # initializations that have been tried
 
     def __torch_function__(
@@ -73,7 +73,9 @@ class Recipes(TorchFunctionMode):
         return made
 
     def _initialized(self, func: Callable[..., Tensor], tensor: Tensor, **options: Any) -> Tensor:
-        """The tensor, which has no values to initialize. Each kind of it is tried once, as a function may refuse it."""
+        """The tensor, which has no values to initialize. Each combination of function, shape and dtype is tried once,
+        as the function may refuse it.
+        """
         key = func, tensor.dtype, tensor.shape, *options.items()
         if not tensor.is_meta or key not in self._drawn:
             self._drawn.add(key)
@@ -91,7 +93,7 @@ class Recipes(TorchFunctionMode):
         return {name: recipe for name, recipe in found.items() if recipe is not None and _has_mask(recipe)}
 
     def numbers(self, model: nn.Module) -> dict[str, Tensor]:
-        """The values of small buffers of integers that no state dict has, by name."""
+        """The values of small, non-persistent integer buffers, by name."""
         found = {}
         for path, module in model.named_modules():
             for name in module._non_persistent_buffers_set:
@@ -121,14 +123,14 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def _is_plain(arg: Any) -> bool:
-    """Whether an argument of a recipe is a recipe, a number or text, or has nothing else."""
+    """Whether an argument of a recipe is a recipe, a number or text, or a container of these."""
     if isinstance(arg, _Inner):
         return arg.recipe is not None
     return all(map(_is_plain, arg)) if isinstance(arg, tuple) else isinstance(arg, _PLAIN)
 
 
 def _alike(written: Tensor, source: Any) -> bool:
-    """Whether a copy gives the tensor all that a recipe of the source describes."""
+    """Whether a copy leaves the tensor equal to its source, so that the source's recipe describes it."""
     return isinstance(source, Tensor) and source.shape == written.shape and source.dtype == written.dtype
 
 
@@ -144,7 +146,7 @@ def _has_mask(recipe: Recipe) -> bool:
 
 
 def made(recipes: Mapping[str, Recipe]) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of these names, made again."""
+    """The buffers by name, computed again."""
     done: dict[Recipe, Tensor] = {}
 
     def make(recipe: Recipe) -> Tensor:

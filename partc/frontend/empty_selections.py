@@ -8,11 +8,12 @@
                                                   index_put_(out, (rows,), y)
         count = count + 1                         add(count, 1)                add(count, 1)
 
-A package always runs the body, for it does not know the number of rows. That is right if the body only writes rows of
-the tested mask, or fills elements where it is true (`masked_fill`, `where`). Traces show it, one in which every test
-finds something, and others in which none or some do: the operations of the others are those of the first without some,
-and these change nothing if the mask that was tested before them is zero. Where a counter, a list or a stored outcome
-carries one test's outcome to the code behind another one, a trace in which only one of them finds something differs.
+A package always runs the body, for it does not know the number of rows. That is correct if the body only writes rows of
+the tested mask, or fills elements where it is true (`masked_fill`, `where`). The proof compares traces: one in which
+every test finds something, and others in which none or some do. The others must equal the first without some
+operations, and these must change nothing if the mask that was tested before them is zero. Where a counter, a list or a
+stored outcome carries one test's outcome to the code behind another test, a trace in which only one of them finds
+something differs.
 
 A loop over the places of a mask tests one element in each iteration:
 
@@ -34,11 +35,12 @@ from partc.frontend.selection_tests import TESTED
 from partc.ir.operations import KEEPING, SHOWING, spelling
 from partc.ir.program import SELECTED, Graph, Op, Ref, Value, is_change
 
-LONGEST = 16  # operations between two masks and the values that both are computed from
-_ALIKE = KEEPING - spelling("permute") - spelling("expand")  # elements in their order
-_TOTALS = frozenset({"any", "sum", "count_nonzero", "max", "amax"})  # zero only if all elements are
+LONGEST = 16  # the most operations between two masks and their common source
+_ALIKE = KEEPING - spelling("permute") - spelling("expand")  # the result has the operand's elements in order
+# For non-negative operands, zero only if all elements are.
+_TOTALS = frozenset({"any", "sum", "count_nonzero", "max", "amax"})
 _POSITIVE = frozenset({"one_hot", "bincount"})
-# Operations of zeros that are zero.
+# Operations whose result is zero if the operand is.
 _ZERO = KEEPING | SHOWING | _TOTALS | {"index", "index_select", "gather", "cumsum", "repeat", "repeat_interleave"}
 _OF_PARTS = frozenset({"repeat_interleave", "eq", SELECTED})
 _BOTH = frozenset({"logical_and", "bitwise_and", "__and__"})
@@ -84,7 +86,7 @@ class _Zero:
 
 @dataclass(slots=True)
 class _Zeros:
-    """The values that are zero, in a part or everywhere, if a tested tensor is."""
+    """The values that are zero, in part or everywhere, if a tested tensor is zero."""
 
     makers: Mapping[str, Op]
     values: Mapping[str, Value]
@@ -108,15 +110,15 @@ class _Zeros:
                     self.seeds.append(replace(seed, name=given, dim=dim))
 
     def _rounds(self, op: Op) -> bool:
-        """Whether an operation makes integers of numbers that may be no integers."""
+        """Whether an operation may round a fraction away; masks and counts have none."""
         given = next(op.refs())
         rounds = self.values[given].type.differentiable and op.results[0].type.dtype.startswith(("i", "u"))
         return rounds and not self._positive(given)
 
     def _maker(self, name: str) -> Op | None:
-        """The operation that makes a value; None for a value that is changed.
+        """The operation that computes a value; None if the value is changed in place.
 
-        None, too, for the places of largest elements and for the larger ones of two tensors.
+        Also None for argmax's and max's indices, and for the maximum of two tensors.
         """
         op = None if name in self.changed else self.makers.get(name)
         if op is not None and op.name in _TOTALS and (op.results[0].name != name or len([*op.refs()]) > 1):
@@ -127,7 +129,9 @@ class _Zeros:
         return self.values[name].type.shape
 
     def _dim_before(self, op: Op, dim: int) -> int | None:
-        """The dimension of the first operand that a result's dimension is, in all its size; None if there is none."""
+        """The dimension of the first operand that becomes the result's dimension `dim` unchanged; None if there is
+        none.
+        """
         before, after = self._shape(next(op.refs())), op.results[0].type.shape
         if op.name == "permute":
             return _axes(op.args[1:], before)[dim]
@@ -174,7 +178,7 @@ class _Zeros:
         return self._is_unmet(op)
 
     def _is_part(self, op: Op) -> bool:
-        """Whether an operation takes one index or more of a dimension, at which its operand is zero."""
+        """Whether an operation selects indices of a dimension at which its operand is zero."""
         match op.args:
             case (Ref(name), int(dim), int(first)) if op.name == "select":
                 part = range(first, first + 1)
@@ -202,7 +206,7 @@ class _Zeros:
         return before is not None and self._has_slice(given[0], before, index)
 
     def _is_unmet(self, op: Op) -> bool:
-        """Whether an operation compares numbers with one that none of them is, for its count is zero."""
+        """Whether an operation compares numbers with one whose count among them is zero."""
         if op.name != "eq" or not isinstance(op.args[0], Ref) or not isinstance(op.args[1], int):
             return False
         name, number = op.args[0].name, op.args[1]
@@ -220,7 +224,7 @@ class _Zeros:
         return False
 
     def _counted(self, op: Op) -> str | None:
-        """The numbers that an operation counts, or marks, at their indices; None for other operations."""
+        """The operand whose numbers an operation counts (bincount) or marks (one-hot); None for other operations."""
         if op.name == "one_hot":
             return next(op.refs())
         if op.name == "scatter_add" and len(op.results[0].type.shape) == 1:  # torch.bincount
@@ -230,7 +234,7 @@ class _Zeros:
         return None
 
     def _rearranged_source(self, name: str) -> str:
-        """The value from which one was made by operations that keep every element."""
+        """The source of a value behind operations that keep every element."""
         while (op := self._maker(name)) is not None and op.name in KEEPING:
             name = next(op.refs())
         return name
@@ -246,7 +250,7 @@ class _Zeros:
         return numbers not in self.changed
 
     def _equal(self, one: str, other: str, steps: int = LONGEST) -> bool:
-        """Whether two values are computed alike, from the same ones, in a few steps."""
+        """Whether two values are equal: computed by the same few operations from the same values."""
         if one == other:
             return True
         if not steps:
@@ -264,20 +268,20 @@ class _Zeros:
 
 
 class _Alignment:
-    """The values of the second trace in place of those of the first."""
+    """Maps values of the first trace to those of the second, and follows the tests of masks."""
 
     def __init__(self, full: Graph, test: Source) -> None:
         self._test = test
         self._makers = full.makers()
         self._values: Mapping[str, Value] = full.definitions()
         self._changed = frozenset(self._roots(full.ops))
-        self._tests: list[_Zeros] = []  # so far
-        self._active: Sequence[_Zeros] = ()  # since the last operation that both traces have
+        self._tests: list[_Zeros] = []  # the tests met so far
+        self._active: Sequence[_Zeros] = ()  # the tests since the last operation that both traces have
         self._decided: dict[str, Sequence[_Zeros]] = {}  # the active tests of each operation that is left out
         self.same: dict[str, str] = {}
 
     def _roots(self, ops: Sequence[Op]) -> set[str]:
-        """Values whose memory an operation changes, and their views that it changes them by."""
+        """The values that operations change in place, and the views through which they do so."""
         found: set[str] = set()
         for op in ops:
             name = op.args[0].name if is_change(op) and op.args and isinstance(op.args[0], Ref) else ""
@@ -289,7 +293,9 @@ class _Alignment:
         return found
 
     def there(self, name: str) -> str:
-        """The value that the second trace has in place of one; "" for those that it lacks. States have one name."""
+        """The second trace's value for a value of the first; "" if the second lacks it. A changed state keeps one
+        name.
+        """
         start = name
         while name in self._decided:
             name = self._unchanged(self._makers[name], self._decided[name])
@@ -307,9 +313,9 @@ class _Alignment:
         return True
 
     def place_behind(self, ops: Sequence[Op], first: int, wanted: Op) -> int | PartcError:
-        """The place behind the pair of an operation, which is the first one or follows others that are left out.
+        """Find the operation that pairs with `wanted`, at `first` or later; operations before it are left out.
 
-        The error that tells why there is none. Then nothing is left out.
+        Returns the index behind it; or the error that says why there is none, and then leaves nothing out.
         """
         if first < len(ops) and self.pairs(ops[first], wanted):
             return first + 1
@@ -326,7 +332,7 @@ class _Alignment:
         return refusal
 
     def pairs_left_out(self, wanted: Op) -> bool:
-        """Pair one of the operations that make the masks of parts, where they are first read, with one left out."""
+        """Pair `wanted`, which computes masks of parts, with an equal operation that was left out earlier."""
         for name in self._decided if wanted.name in _OF_PARTS else ():
             op = self._makers[name]
             constant = self._changed.isdisjoint([*op.refs(), *(value.name for value in op.results)])
@@ -338,7 +344,9 @@ class _Alignment:
         return False
 
     def _meet(self, test: Op) -> None:
-        """Follow a test; that of a loop's iteration takes the place of the test before, and none ends the loop."""
+        """Follow a test. An iteration's test replaces that of the iteration before; a test without masks ends the
+        loop.
+        """
         _, first, _, depth, _ = test.args
         if depth and first != 0:
             before = [place for place, zeros in enumerate(self._active) if zeros.test.args[3] == depth]
@@ -363,7 +371,7 @@ class _Alignment:
             raise self.refusal(op)
 
     def _unchanged(self, op: Op, active: Sequence[_Zeros]) -> str:
-        """The operand that an operation gives back if the tested masks are zero; "" for other operations."""
+        """The operand that an operation returns unchanged if the tested masks are zero; "" for other operations."""
         operands = [arg.name if isinstance(arg, Ref) else "" for arg in op.args]
         if op.name in _ALIKE & SHOWING:
             return operands[0]
@@ -383,7 +391,7 @@ class _Alignment:
         return ""
 
     def _mask_of_places(self, name: str) -> str:
-        """The mask whose places a value has, or a mask itself; "" for other values."""
+        """The mask to whose places a value refers, or the value itself if it is a mask; "" for other values."""
         if name in self._values and self._values[name].type.dtype == "bool":
             return name
         op = self._makers.get(name)
@@ -392,7 +400,7 @@ class _Alignment:
         return next(op.refs()) if op is not None and op.name == SELECTED else ""
 
     def _is_zero(self, mask: str, active: Sequence[_Zeros]) -> bool:
-        """Whether a mask is zero where any active test fails; where none is active, where any test so far does."""
+        """Whether a mask is zero if any active test finds nothing; without active tests, if any test so far does."""
         return bool(self._tests) and all(zeros.has(mask) for zeros in active or self._tests)
 
     def refusal(self, op: Op) -> PartcError:
@@ -406,14 +414,14 @@ class _Alignment:
 
 
 def _axes(listed: Any, shape: tuple[int, ...]) -> list[int]:
-    """The dimensions that arguments of an operation on a tensor name, from the first."""
+    """The dimensions that are listed in an operation's arguments, as non-negative numbers."""
     if isinstance(listed, tuple):
         return [axis for one in listed for axis in _axes(one, shape)]
     return [listed % len(shape)] if isinstance(listed, int) else []
 
 
 def _is_test(op: Op) -> bool:
-    """Whether an operation tells which elements are not zero; of those without a sign."""
+    """Whether an operation tests which elements are nonzero, or positive."""
     return op.name in ("gt", "greater", "ne", "not_equal") and op.args[1:] == (0,)
 
 

@@ -33,7 +33,7 @@ def copy_examples(directory: Path) -> list[Path]:
 
 
 def hint(path: Path) -> str:
-    """The help for a missing model file: the location of the examples, if the name is one of theirs."""
+    """The help for a missing model file: the command that copies the examples, if one has this name."""
     if path.name in FILES:
         return f"`partc examples` copies partc's own {path.name} and others to examples/"
     return "give a Python file or hf:PATH/config.json; `partc examples` copies a few to examples/"

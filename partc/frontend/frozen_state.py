@@ -1,4 +1,4 @@
-"""State that a trace would silently freeze: changes outside the graph and random draws in forward, and their effect.
+"""State that a trace would silently freeze: changes outside the graph, and random draws, in forward.
 
     def forward(self, x):
         self.calls += 1                       # harmless: nothing that is traced reads it
@@ -36,8 +36,8 @@ from partc.torch_private import without_modes
 DEPTH, ITEMS = 4, 4096
 TRIES = 5  # traces with other random numbers
 CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
-SHIFT = 200_451.37  # seconds by which clocks go ahead in a second trace: another hour of another day of the week
-# Names in the user's code that may have another value in each step.
+SHIFT = 200_451.37  # seconds by which a second trace sets clocks ahead: another hour and another weekday
+# Names in the user's code whose values may differ from step to step.
 FICKLE = frozenset({*CLOCKS, "random", "datetime", "now", "today", "urandom", "uuid1", "uuid4", "secrets", "ctime"})
 _CONSTANTS = frozenset({bool, int, float, str, bytes, complex, torch.dtype, torch.device, type(None)})
 _PLAIN = tuple(_CONSTANTS)
@@ -53,7 +53,7 @@ class Change:
     owner: Any  # the class, module or function whose code changes it
     name: str
     tensors: bool  # whether tensors are all that changed
-    always: bool = False  # whether it matters whatever the graph is
+    always: bool = False  # whether it is refused even if the graphs are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Held:
     parameters: dict[str, Any]
     modules: dict[str, Any]
     buffers: dict[str, Any]
-    hidden: frozenset[str]  # buffers that no checkpoint has: one that waits for values is like an attribute
+    hidden: frozenset[str]  # non-persistent buffers: one without values is treated like an attribute
     trained: dict[str, bool]
 
     @classmethod
@@ -85,7 +85,7 @@ class _Held:
         return cls(path, type(module), constants, others, parameters, modules, buffers, hidden, trained)
 
     def same(self, other: _Held) -> bool:
-        """Whether everything is the very object that it was."""
+        """Whether all values are the same objects."""
         pairs = (
             (self.constants, other.constants),
             (self.parameters, other.parameters),
@@ -104,7 +104,7 @@ class _Held:
         return ((name, x is not None) for name, x in self.buffers.items())
 
     def entries(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        """The values in a form in which equal values are equal, by places and names."""
+        """The values in comparable form, by (kind, name)."""
         plain = lambda value: frozen(value, [], DEPTH, {})  # noqa: E731
         where = f"self of {self.path}" if self.path else "self"
         for name, value in self.constants.items():
@@ -120,7 +120,7 @@ class _Held:
 
 
 def _copied(store: Any) -> dict[str, Any]:
-    """The members in a store; none of those that a trace leaves out."""
+    """The members in a store, without those that a trace leaves out."""
     return dict.copy(store) if isinstance(store, dict) else dict(store.items())
 
 
@@ -133,12 +133,12 @@ class State:
     held: dict[str, _Held] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     owners: dict[tuple[str, str], Any] = field(default_factory=dict)
-    known: dict[int, Any] = field(default_factory=dict)  # objects that several modules hold, a configuration
+    known: dict[int, Any] = field(default_factory=dict)  # objects that several modules share, such as a configuration
     kept: list[Any] = field(default_factory=list)  # keeps objects alive, so that their identities are not reused
 
     @classmethod
     def of(cls, model: nn.Module, loss: Any, named: Mapping[str, nn.Module]) -> State:
-        """The state of the model with these modules, and of the user's code."""
+        """A snapshot of the model with these modules, and of the user's code."""
         kinds = {kind for found in {type(module) for module in named.values()} for kind in found.__mro__}
         classes = [kind for kind in kinds if _is_users(kind)]
         homes = {sys.modules.get(item.__module__) for item in (*classes, loss) if getattr(item, "__module__", None)}
@@ -297,7 +297,7 @@ _GENERATOR = "default_generator"  # which torch.manual_seed seeds
 
 
 class _Seeds:
-    """Torch's generator, which records that it is seeded: the seed can be the one before, or be set back afterwards."""
+    """Torch's generator, which records every seeding, even one that sets the same seed or is undone later."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator, self.given = generator, False
@@ -312,13 +312,14 @@ class _Seeds:
 
 @dataclass(slots=True)
 class StateWatch:
-    """Records the changes by forward of a model that is traced; an export restores attributes afterwards."""
+    """Records the changes that forward makes while it is traced; an export undoes those of attributes."""
 
     model: nn.Module
     named: Mapping[str, nn.Module]  # its modules
     loss: Any
     changes: dict[tuple[str, str], Change] = field(default_factory=dict)
-    ends: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # attributes as they were left
+    # (store, name, value) of attributes as forward left them.
+    ends: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     state: State | None = None
     modules: tuple[types.ModuleType, ...] = ()  # the user's own
 
@@ -392,7 +393,7 @@ def check(
         try:
             with other_times(state, attempt):
                 other = signature(again(), known)
-        except (PartcError, AssertionError):  # of an export that meets a kept tensor in its own memory
+        except (PartcError, AssertionError):  # the export meets a tensor that the first trace kept
             other = ()
         finally:
             for store, held in before:
@@ -413,14 +414,14 @@ def draws(exported: torch.export.ExportedProgram) -> bool:
 # -- comparing traces --------------------------------------------------------------------------
 
 
-_FILLED = "filled"  # stands for the values of a tensor that the first trace kept
+_FILLED = "filled"  # replaces the values of a tensor that the first trace kept
 
 
 def signature(exported: torch.export.ExportedProgram, known: Set[str] | None = None) -> tuple[Any, ...]:
-    """The computation of the loss and the changes in place, node by node, each with the constants that it reads.
+    """The nodes that compute the loss and the changes in place, with the constants that they read, in comparable form.
 
-    Buffers that forward does not change are constants too. Those that are not `known` are tensors that the first trace
-    kept.
+    Buffers that forward does not change count as constants. Constants that are not `known` are tensors that the first
+    trace kept.
     """
     module = exported.graph_module
     lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
@@ -445,7 +446,7 @@ def signature(exported: torch.export.ExportedProgram, known: Set[str] | None = N
 
 
 def alike(plain: tuple[Any, ...], other: tuple[Any, ...], *, filled: bool) -> bool:
-    """Whether two traces compute the same; with `filled`, the second may read constants that the first has made."""
+    """Whether two traces compute the same; with `filled`, the second may read constants that the first computed."""
     if len(plain) != len(other):
         return False
     return all(
@@ -470,7 +471,7 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def _changed(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The tensors that operations change in place, and those of which these may be views."""
+    """The tensors that operations change in place, and the tensors of which these may be views."""
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable and schema.name != "aten::detach_":
@@ -583,14 +584,14 @@ def refusal(change: Change | None, state: State) -> PartcError:
             helped = "draw with torch.rand, torch.randn or dropout, which packages draw anew in every step"
         return PartcError(
             "P0225",
-            f"{what}, and computes another thing then: a package would do as in the first step",
+            f"{what}, and then computes something else: a package would repeat the first step",
             help=helped,
             source=where(change, state),
         )
     return PartcError(
         "P0225",
-        "forward computes another thing each time it is traced, though nothing that it holds has changed",
-        help="clocks and random numbers of Python's would be frozen: draw with torch.rand, or give them in the batch",
+        "forward computes something else each time it is traced, though no state of the model has changed",
+        help="clocks and Python's random numbers would be frozen: draw with torch.rand, or pass them in the batch",
         source=next(
             _lines(state, lambda node: isinstance(node, ast.Attribute | ast.Name) and _word(node) in FICKLE), None
         ),

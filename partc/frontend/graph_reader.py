@@ -31,13 +31,13 @@ from partc.ir.program import NO_GRAD, Arg, DTypeArg, Graph, Op, Ref, TensorType,
 from partc.torch_private import OpOverload
 
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
-_NUMBERS = (bool, int, float)  # values of operations on constants
+_NUMBERS = (bool, int, float)  # types of the values of operations on constants
 _INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
 _AUTOCAST = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }  # the types to which products cast fp32, and other types that they take
-# Operations whose tensors must share one dtype; tracing without values does not check it.
+# Operations whose tensors must share one dtype, which a trace without values does not check.
 _PRODUCTS = frozenset({
     "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm", "addmv", "addbmm", "baddbmm", "addr",
     "einsum", "tensordot", "bilinear", "cdist", "prelu", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
@@ -47,7 +47,7 @@ _DROPPED = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scala
 
 
 def tensor_type(tensor: Tensor, name: str) -> TensorType:
-    """The type of a dense tensor that no axis cuts yet; a complex tensor has that of its pairs.
+    """The type of a dense, replicated tensor; a complex tensor has the type of its pairs.
 
     Raises PartcError P0209 for other tensors, and P0206 for sizes that depend on values.
     """
@@ -79,12 +79,12 @@ class GraphReader:
         self.params: list[Value] = []
         self.inputs: list[Value] = []
         self.branches: list[RandomBranch] = []
-        self.states: dict[str, str] = {}  # parameter, by its first name -> its value
+        self.states: dict[str, str] = {}  # first name of a parameter -> name of its value
         self._owners = owners
         self._repeated: RepeatedOps | None = None
         self._low = _AUTOCAST.get(captured.precision)
         self._trained = captured.trained
-        self._hooked: set[str] = set()  # values whose gradient a hook changes
+        self._hooked: set[str] = set()  # values whose gradient is changed by a hook
         self._taken = {node.name for part in captured.exported.graph_module.modules() for node in _nodes(part)}
 
     def read(self) -> Graph:
@@ -98,7 +98,7 @@ class GraphReader:
             self._names[node] = unique(unreserved(identifier(entry)), taken)
         for node in places:
             self._placeholder(node, specs[node.name])
-        self._taken.update(self._names.values())  # entries of the batch may be called like copies
+        self._taken.update(self._names.values())  # batch entries may have the names of copies
         self._repeated = RepeatedOps(self._calls, self._ops, self._taken)
         self._weights = {name: self.states[owner] for name, owner in self._owners.items() if owner in self.states}
         outputs = self._body(module)
@@ -114,7 +114,7 @@ class GraphReader:
             case InputKind.PARAMETER | InputKind.BUFFER:
                 owner = self._owners[spec.target.removeprefix("model.")]
                 self._names[node] = self.states.setdefault(owner, node.name)
-                if self._names[node] == node.name:  # not another name of a tied one
+                if self._names[node] == node.name:  # not an alias of a tied parameter
                     type = tensor_type(node.meta["val"], f"{owner} of the model")
                     self.params.append(Value(name=node.name, type=type))
             case InputKind.CONSTANT_TENSOR:
@@ -196,7 +196,9 @@ class GraphReader:
         self._add("copy_", (out, Ref(made.name)), (), results, source_of(node))
 
     def _is_windows(self, node: fx.Node) -> bool:
-        """Write overlapping windows of rows as such. Raises PartcError P0206 for other reads of scattered memory."""
+        """Rewrite `as_strided` that reads overlapping windows of rows. Raises PartcError P0206 for other strided
+        reads.
+        """
         given, size, stride, *offset = node.args
         assert isinstance(given, fx.Node)
         x: Tensor = given.meta["val"]
@@ -230,7 +232,7 @@ class GraphReader:
         return True
 
     def _mark(self, node: fx.Node) -> None:
-        """Put the operations of a call that was not traced in place of its empty outputs."""
+        """Replace the empty outputs of a call that was not traced by copies of its record's operations."""
         tensors: list[fx.Node] = node.args[0]  # type: ignore[assignment]
         number: int = node.args[1]  # type: ignore[assignment]
         assert self._repeated is not None
@@ -240,7 +242,7 @@ class GraphReader:
             self._names[tensor] = found.get(self._names[tensor], self._names[tensor])
 
     def _hook(self, node: fx.Node) -> None:
-        """Let what follows read a hooked tensor from the operation that gives it the hook's gradient."""
+        """Let later operations read a hooked tensor from the operation that applies the hook to its gradient."""
         value, hooked, gradient = (self._names[arg] for arg in node.all_input_nodes)
         readers = [reader for reader in node.all_input_nodes[1].users if reader < node]
         if hooked in self._hooked or not all(map(_without_gradient, readers)):
@@ -257,7 +259,7 @@ class GraphReader:
         self._names[node.all_input_nodes[1]] = node.name
 
     def _check(self, node: fx.Node, name: str) -> None:
-        """Refuse higher-order functions, and products of different dtypes, which fail once there are values.
+        """Refuse higher-order functions, and products of mixed dtypes, which would fail at run time.
 
         Raises PartcError P0222 and P0223.
         """
@@ -340,9 +342,9 @@ class GraphReader:
                 self._names[user] = made if node.args[0] is not False else self._stopped(user, made)
 
     def _silence(self, start: int) -> None:
-        """Mark changes under no_grad, whose new values have no gradient.
+        """Mark changes in place under no_grad, whose new values have no gradient.
 
-        Raises PartcError P0212 where a gradient would pass by the change, to the tensor as it was.
+        Raises PartcError P0212 where a gradient would reach the tensor's value before the change.
         """
         changes = [place for place in range(start, len(self._ops)) if is_change(self._ops[place])]
         if not changes:
@@ -428,7 +430,7 @@ class GraphReader:
         if isinstance(arg, list | tuple):
             return tuple(self._arg(item) for item in arg)
         if isinstance(arg, float) and math.isnan(arg):
-            return math.nan  # one object, so that operations with it are equal
+            return math.nan  # the same object, so that operations with it compare equal
         if arg is None or isinstance(arg, bool | int | float | str):
             return arg
         if isinstance(arg, torch.device | torch.layout | torch.memory_format):
@@ -437,7 +439,7 @@ class GraphReader:
 
 
 def _is_unread(node: fx.Node) -> bool:
-    """Whether a node makes a number that is known, or that only other numbers depend on, as in guards."""
+    """Whether a node computes a known number, or one that only other numbers read, as in guards."""
     value = node.meta.get("val")
     if isinstance(value, _NUMBERS):
         return True
@@ -446,7 +448,7 @@ def _is_unread(node: fx.Node) -> bool:
 
 
 def _without_gradient(node: fx.Node) -> bool:
-    """Whether a tensor is read here for values alone: by detach, or by operations whose results only detach reads."""
+    """Whether a node reads a tensor without passing a gradient: it is a detach, or only detach reads its results."""
     name = _name(node)
     used = bool(node.users) and not name.endswith("_")
     return name == "detach" or (used and all(map(_without_gradient, node.users)))
@@ -456,7 +458,7 @@ def _nodes(module: nn.Module) -> Iterable[fx.Node]:
     return module.graph.nodes if isinstance(module, fx.GraphModule) else ()
 
 
-# Operators of Python that change their operand, such as `|=`, by the names of other changes.
+# Python operators that change their operand, such as `|=`, and the torch operations that do the same.
 _CHANGES = {
     "__iand__": "bitwise_and_", "__ior__": "bitwise_or_", "__ixor__": "bitwise_xor_",
     "__ilshift__": "bitwise_left_shift_", "__irshift__": "bitwise_right_shift_",
@@ -479,7 +481,7 @@ def _module(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> Source | None:
-    """The innermost line of model code that made a node, and the module that ran it."""
+    """The innermost line of model code that created a node, and the module that ran it."""
     module = _module(node)
     frames = re.findall(r'(?m)^\s*File "(.+)", line (\d+), in ', node.meta.get("stack_trace") or "")
     chosen = next(((f, n) for f, n in reversed(frames) if not is_machinery(f)), None)

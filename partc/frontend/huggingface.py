@@ -42,10 +42,10 @@ _TASKS = {
 }
 
 
-# Any other implementation of attention is code that transformers would fetch and run.
+# For any other implementation of attention, transformers would fetch and run code.
 _IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 _OWN = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-_LONGEST = {"pairs": 77}  # positions, where a configuration doesn't say
+_LONGEST = {"pairs": 77}  # positions, if the configuration has no number
 
 
 def is_configuration(model: object) -> bool:
@@ -157,5 +157,5 @@ def _default(config: Mapping[str, Any], key: str) -> object:
 
     try:
         return getattr(transformers.AutoConfig.for_model(**config), key, None)
-    except Exception:  # whatever transformers makes of a configuration that says something else
+    except Exception:  # transformers raises anything for unexpected values
         return None

@@ -3,9 +3,8 @@
     e = model(x)                                           e = …
     g, = torch.autograd.grad(e.sum(), x, create_graph=True)    g = inner_gradient((sum,), (x,), (ones,))
 
-The trace records the call as one operation, and `partc.passes.normalize.inner_gradients` writes out what it computes.
-Its results stand in torch's own graph of autograd, so that calls can be nested and an optimizer knows which parameters
-have a gradient.
+The trace records the call as one operation, and `partc.passes.normalize.inner_gradients` expands it. Its results are
+part of torch's autograd graph, so that calls can be nested and the parameters with a gradient are known.
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ _library.impl("inner_gradient", torch.library.fallthrough_kernel, "Autograd")
 
 
 class _Standing(torch.autograd.Function):
-    """Replaces values that autograd computed by equal recorded ones; gradients flow on into autograd's graph."""
+    """Replaces values that autograd computed by the equal recorded ones; gradients still flow through autograd's
+    graph.
+    """
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

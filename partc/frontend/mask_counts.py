@@ -22,8 +22,9 @@ class MaskCounts:
     def __init__(self) -> None:
         self._counts: ByTensor[Tensor] = ByTensor()  # a count of a mask's elements
         self._row_counts: ByTensor[Tensor] = ByTensor()  # the counts of a matrix's rows
-        self._views: ByTensor[Tensor] = ByTensor()  # a mask in another shape, and the mask
-        self._answers: ByTensor[tuple[bool, Tensor]] = ByTensor()  # a test of a count: if that is not zero; the mask
+        self._views: ByTensor[Tensor] = ByTensor()  # reshaped mask -> mask
+        # Test of a count -> its outcome for a nonzero count, and the mask.
+        self._answers: ByTensor[tuple[bool, Tensor]] = ByTensor()
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
         """Follow the result of a call."""
@@ -58,10 +59,10 @@ class MaskCounts:
         return self._row_counts.get(x)
 
     def whole(self, mask: Tensor) -> Tensor:
-        """The mask that one has been in another shape."""
+        """The mask of which this one is a reshape, else the mask itself."""
         found = self._views.get(mask)
         return mask if found is None else found
 
     def answer(self, x: Any) -> tuple[bool, Tensor] | None:
-        """The value of a test if the mask that it tests selects anything, and the mask."""
+        """The outcome of a test if its mask selects anything, and the mask; None for other tensors."""
         return self._answers.get(x)

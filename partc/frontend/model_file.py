@@ -79,10 +79,10 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
 
 
 def is_file(path: Path) -> bool:
-    """Whether the path is a file; False also for invalid names."""
+    """Whether the path is a file; False for invalid names."""
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # an invalid file name
         return False
 
 
@@ -119,7 +119,7 @@ def _imported(path: Path) -> ModuleType:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[None]:
-    """A context in which modules next to the file can be imported, as when Python runs it."""
+    """A context in which modules in the file's folder can be imported, as when Python runs the file."""
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
     try:
@@ -192,7 +192,7 @@ def _takes_any(function: Any) -> bool:
 
 
 def _signature(function: Any) -> inspect.Signature:
-    """The parameters of a callable; builtins such as dict report none."""
+    """The parameters of a callable; none for builtins such as dict, which do not report them."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):

@@ -36,7 +36,7 @@ from partc.runtime.train.entries import constants, entries, rebuilt, types
 from partc.settings import PASSES, settings
 
 WEIGHTS, BATCH = "model.pt", "batch.pt"
-_RENAMED = "given_model"  # for a function's file whose own name a package has already
+_RENAMED = "given_model"  # replaces the name of a function's file if packages use that name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """The functions of the user beside a model that is given as an object."""
+    """The user's functions that accompany a model given as an object."""
 
     loss: Callable[..., Any] | None = None
     evaluate: Callable[..., Any] | None = None
     infer: Callable[..., Any] | None = None
 
     def lines(self, extra: dict[str, bytes]) -> list[str]:
-        """The lines that import them; their files are added to `extra`."""
+        """The lines that import the functions; their files are added to `extra`."""
         given = {"loss": self.loss, "evaluate": self.evaluate, "infer": self.infer}
         return [_import(function, name, extra) for name, function in given.items() if function is not None]
 
@@ -81,7 +81,7 @@ def trace(
     precision: str,
     purpose: Purpose = "loss",
 ) -> Origin:
-    """Trace any model that `partc.compile` accepts. Raises PartcError P0214, P0215 and those of the trace."""
+    """Trace any model that `partc.compile` accepts. Raises PartcError P0214, P0215 and the errors of the trace."""
     with _quiet():
         if isinstance(model, str | os.PathLike):
             text = {name: str(value) for name, value in options.items()}
@@ -233,7 +233,7 @@ def _module_of(item: Any) -> str:
 
 
 def _require_guard(function: Any) -> None:
-    """Check that importing a script only defines names, since its package imports it. Raises PartcError P0215."""
+    """Check that a script only defines names on import, since its package imports it. Raises PartcError P0215."""
     path = inspect.getsourcefile(function)
     statements = ast.parse(Path(path).read_text()).body if path and Path(path).is_file() else [ast.Pass()]
     defines = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
@@ -244,7 +244,7 @@ def _require_guard(function: Any) -> None:
         if calls or not (guarded or text or isinstance(node, defines)):
             raise PartcError(
                 "P0215",
-                f"{function.__qualname__} is defined in a script that does more than define when it is imported",
+                f"{function.__qualname__} is defined in a script that does more than define names when it is imported",
                 help='put its actions under `if __name__ == "__main__":`, or the function in a module',
             )
 
@@ -253,17 +253,19 @@ def _saved(item: Any) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(item, buffer)
-    except Exception as error:  # whatever pickle finds that it can't give a name
+    except Exception as error:  # pickle raises anything for objects that it cannot name
         raise PartcError(
             "P0215",
-            f"a package could not load what torch.save makes of the model or its batch: {first_line(error)}",
+            f"torch.save cannot save the model or its batch for a package: {first_line(error)}",
             help="define classes at the top level of a module, or give a function that builds the model",
         ) from error
     return buffer.getvalue()
 
 
 def _text(batch: Any, extra: dict[str, bytes], *, imports: list[str], weights: str) -> str:
-    """The model file; the batch's file, and the code of its types unless they are installed, are added to `extra`."""
+    """The text of the model file. The batch's file is added to `extra`, with the code of types that are not
+    installed.
+    """
     extra[BATCH] = _saved(dict(batch) if type(batch) is dict else batch)
     plain = _is_plain(extra[BATCH])
     for module in set() if plain else {_module_of(kind) for kind in types(batch)}:
@@ -275,7 +277,7 @@ def _text(batch: Any, extra: dict[str, bytes], *, imports: list[str], weights: s
 
 
 def _is_plain(saved: bytes) -> bool:
-    """Whether a saved batch can be read without the code of other types."""
+    """Whether a saved batch can be read without the code of further types."""
     try:
         torch.load(io.BytesIO(saved), weights_only=True)
     except pickle.UnpicklingError:

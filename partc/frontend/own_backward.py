@@ -1,4 +1,4 @@
-"""Gradients that a model gives itself: its `torch.autograd.Function`s and the hooks on gradients of its tensors.
+"""Gradients that a model defines itself: `torch.autograd.Function`s, and hooks on gradients of tensors.
 
     y = Double.apply(x)               # backward returns grad * 2
   ->
@@ -7,8 +7,8 @@
     twice   = mul(grad, 2)            # backward's operations
     y       = own_gradient((y_value,), (x,), (twice,))
 
-Both functions run once while the model is traced. The operations of backward are operations of the graph, so that rules
-cut them like all others. Only `partc.passes.differentiate` moves them behind the gradient that they take.
+Both functions run once while the model is traced. The operations of backward are part of the graph, so that rules cut
+them like all others. `partc.passes.differentiate` later moves them behind the gradient that they read.
 """
 
 from __future__ import annotations
@@ -45,21 +45,23 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 def own_hooks(modules: Mapping[str, nn.Module]) -> Mapping[str, tuple[Hook, ...]]:
-    """The hooks on gradients of weights. Raises PartcError P0216 for those that see more than a gradient."""
+    """The hooks on gradients of weights. Raises PartcError P0216 for hooks that wait for an accumulated gradient."""
     hooks, later = TENSOR_HOOKS
     found: dict[int, tuple[str, tuple[Hook, ...]]] = {}
     weights = ((path, *item) for path, module in modules.items() for item in module._parameters.items())
     for path, name, weight in weights:
         if getattr(weight, later, None):
             hook = next(iter(getattr(weight, later).values()))
-            raise _refused(f"{path}.{name} has a hook that waits for its gradient's sum".lstrip("."), hook)
+            raise _refused(f"{path}.{name} has a hook that waits for its accumulated gradient".lstrip("."), hook)
         if held := getattr(weight, hooks, None):
             found.setdefault(id(weight), (f"{path}.{name}".lstrip("."), tuple(held.values())))
     return dict(found.values())
 
 
 class _GradientOfResult:
-    """Stands for the gradient of a module's result, which a hook on its operands' gradients cannot read in a trace."""
+    """Stands for the gradient of a module's result, which hooks on the gradients of its operands cannot read in a
+    trace.
+    """
 
     def _read(self, *_: Any) -> Any:
         raise _refused("a hook on a module's backward pass reads the gradient of its result")
@@ -69,7 +71,7 @@ class _GradientOfResult:
 
 @contextmanager
 def module_hooks(model: nn.Module, parts: int = 1) -> Iterator[None]:
-    """A context in which hooks on the backward passes of modules are traced around their operands and results."""
+    """A context in which hooks on modules' backward passes are traced as hooks on their operands and results."""
     before, after = GRADIENT_HOOKS[1], GRADIENT_HOOKS[0]
     stores: list[tuple[nn.Module, dict[str, Any]]] = []
     handles: list[RemovableHandle] = []
@@ -99,7 +101,7 @@ def module_hooks(model: nn.Module, parts: int = 1) -> Iterator[None]:
 
 
 def _around(changed: Callable[..., Any], hook: Any, parts: int, *, results: bool) -> Callable[..., Any]:
-    """A forward hook that gives a module's operands, or its results, the gradients that a hook returns."""
+    """A forward hook that applies a backward hook to the gradients of a module's operands, or of its results."""
 
     class Hooked(torch.autograd.Function):
         @staticmethod
@@ -116,7 +118,7 @@ def _around(changed: Callable[..., Any], hook: Any, parts: int, *, results: bool
     def run(module: nn.Module, args: tuple[Any, ...], *made: Any) -> Any:
         given = made[0] if results else args
         if not isinstance(given, Tensor | tuple):
-            raise _refused("a hook is on the backward pass of a module that returns no tensor or tuple")
+            raise _refused("a hook is on the backward pass of a module that returns neither a tensor nor a tuple")
         listed = given if isinstance(given, tuple) else (given,)
         if not torch.is_grad_enabled():
             return None
@@ -131,7 +133,7 @@ def _around(changed: Callable[..., Any], hook: Any, parts: int, *, results: bool
 
 
 class _Context:
-    """The `ctx` of a traced function: what forward gives to backward."""
+    """The `ctx` of a traced function, with which forward passes values to backward."""
 
     def __init__(self, needs: Sequence[bool]) -> None:
         self.needs_input_grad = tuple(needs)
@@ -161,9 +163,9 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
 
     Calls of `torch.autograd.grad` are recorded; unless the trace is `whole`, they raise WholeTrace.
 
-    The loss of the traced batch counts as one of `parts`. So do gradients that functions add themselves. Calls of
-    `torch.utils.checkpoint` change nothing, which `say` is told; as in eager mode, reentrant ones pass no gradient on
-    if no argument requires one.
+    The loss of the traced batch is divided by `parts`, and so are gradients that functions add themselves. Calls of
+    `torch.utils.checkpoint` change nothing, and are reported to `say`; as in eager mode, reentrant calls return no
+    gradient if no argument requires one.
     """
     apply, hook = vars(torch.autograd.Function)["apply"], Tensor.register_hook
     grad, backward = torch.autograd.grad, torch.autograd.backward
@@ -174,7 +176,7 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
             report(sys._getframe(1))
             if any(isinstance(x, Tensor) and x.requires_grad for x in args[2:]):
                 return args[0](*args[2:])
-            if not whole:  # results of modules that are left out may have a gradient
+            if not whole:  # arguments that modules left out of the trace return may have a gradient
                 raise WholeTrace
             with torch.no_grad():
                 return args[0](*args[2:])
@@ -218,7 +220,7 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
 
 
 def register_hook(x: Tensor, hook: Hook, parts: int = 1) -> RemovableHandle:
-    """Trace a hook on a tensor's gradient; the readers of the tensor then read the result of `hook_gradient`."""
+    """Trace a hook on a tensor's gradient; later readers of the tensor read the result of `hook_gradient`."""
     if not x.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     value = x.detach()
@@ -230,9 +232,9 @@ def register_hook(x: Tensor, hook: Hook, parts: int = 1) -> RemovableHandle:
 
 
 def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: list[type], parts: int) -> Any:
-    """The results of a function, whose gradients are the function's own."""
+    """The results of an autograd function, with the gradients that its backward defines."""
     apart = cls.setup_context is not torch.autograd.Function.setup_context
-    if apart:  # forward takes no context, and arguments by name
+    if apart:  # forward takes no context, but arguments by name
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         args = bound.args
@@ -279,11 +281,11 @@ _Returned = tuple[Tensor | None, ...]
 def _backward(
     cls: Any, context: _Context, incoming: Sequence[Tensor | None], carrying: list[int], inside: list[type]
 ) -> list[tuple[list[int], _Returned]]:
-    """Sets of results, each with the gradients that the function's backward returns for theirs.
+    """Groups of results, each with the operands' gradients that backward returns for it.
 
-    Without materialized gradients a result that the loss does not read has the gradient None. A trace learns at its end
-    which ones it reads, so backward runs once for each result, with None for the others; their sum is the gradient of
-    all. A backward that fails on None reads them all.
+    Without materialized gradients, the gradient of a result that the loss does not read is None. A trace only knows at
+    its end which results are read. So backward runs once for each result, with None for the others, and the gradients
+    are summed. If it fails on None, it runs once with all gradients.
     """
 
     def run(given: Sequence[Tensor | None]) -> _Returned:
@@ -301,13 +303,13 @@ def _backward(
 
 
 def _incoming(x: Tensor, parts: int) -> Tensor:
-    """The gradient of x if the loss of the traced batch counted whole."""
+    """The incoming gradient of x for the undivided loss of the traced batch."""
     incoming: Tensor = torch.ops.partc.incoming_gradient(x)
     return incoming if parts == 1 else incoming * parts
 
 
 def _fitted(gradient: Tensor, x: Tensor, parts: int) -> Tensor:
-    """A gradient in the tensor's shape and dtype, as autograd takes it, for a loss that counts as one of `parts`."""
+    """A gradient in the tensor's shape and dtype, as autograd requires, divided by `parts` like the loss."""
     gradient = gradient if parts == 1 else gradient / parts
     if gradient.shape != x.shape:
         gradient = gradient.sum_to_size(x.shape)

@@ -1,4 +1,4 @@
-"""The optimizer that a model file's `optimizer(model)` returns, as the options of `train.py` that say the same.
+"""The optimizer that a model file's `optimizer(model)` returns, as equivalent options of `train.py`.
 
 `optimizer(model)` returns one of torch's optimizers, or a list of several for different parameters. Parameters in none
 of them keep their values, as in eager training.
@@ -24,7 +24,7 @@ from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule, written
 
 Build = Callable[[nn.Module], Any]
 _RATE = 1e-3  # train.py's default
-_KEPT = UpdateRule(name="sgd", lr_scale=0.0)  # of parameters in no optimizer: without state
+_KEPT = UpdateRule(name="sgd", lr_scale=0.0)  # the update of parameters in no optimizer: none, and no state
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
@@ -40,11 +40,11 @@ class OwnOptimizer:
 def own_optimizer(build: Build, model: nn.Module, path: Path) -> OwnOptimizer:
     """Call `build` with the model, and read the classes, options and groups that it chose.
 
-    Raises PartcError P0551: it fails, or returns something that options of train.py cannot say.
+    Raises PartcError P0551 if it fails, or returns something that options of train.py cannot express.
     """
     try:
         found = build(model)
-    except Exception as error:  # whatever a user's function raises
+    except Exception as error:  # a user's function may raise anything
         raise _refusal(f"optimizer() fails: {type(error).__name__}: {first_line(error)}", path, error) from error
     made = list(found) if isinstance(found, list | tuple) else [found]
     for each in made or [None]:
@@ -127,9 +127,9 @@ def _groups(rules: Mapping[str, UpdateRule], base: str, options: Mapping[str, An
 
 
 def _patterns(names: list[str], others: list[str]) -> Iterator[str]:
-    """Few patterns that match the names and none of the others: equal names of layers become `layers.*.weight`."""
+    """Patterns, as few as possible, that match the names and none of the others, such as `layers.*.weight`."""
     left = names
-    for count in (0, 1):  # all numbers in a name, or the first
+    for count in (0, 1):  # `*` for all numbers in a name, or for the first one
         known: dict[str, list[str]] = {}
         for name in left:
             known.setdefault(_NUMBER.sub("*", _quoted(name), count=count), []).append(name)
@@ -142,12 +142,12 @@ def _patterns(names: list[str], others: list[str]) -> Iterator[str]:
 
 
 def _quoted(name: str) -> str:
-    """A pattern that matches the name; characters that patterns of groups cannot have match as `?`."""
+    """A pattern that matches the name, with `?` for characters that are special in --group."""
     return re.sub(r"[,:]", "?", re.sub(r"[*?\[]", r"[\g<0>]", name))
 
 
 def _check(found: OwnOptimizer, rules: Mapping[str, UpdateRule], dims: Mapping[str, int], path: Path) -> None:
-    """Raise PartcError P0551 unless the options say for each parameter what optimizer() says."""
+    """Raise PartcError P0551 unless the options give each parameter the update that optimizer() gives it."""
     try:
         recipe = Recipe.of(found.optimizer, groups=found.groups)
         said = recipe.all_settings(dims)
@@ -157,7 +157,7 @@ def _check(found: OwnOptimizer, rules: Mapping[str, UpdateRule], dims: Mapping[s
         mine = said[name]
         same = mine.name == rule.name and math.isclose(mine.lr_scale, rule.lr_scale, rel_tol=1e-12)
         if not same or _options(mine.kind, dict(mine.options)) != dict(rule.options):
-            raise _refusal(f"the update that optimizer() chooses for {name} cannot be said by --group", path)
+            raise _refusal(f"the update that optimizer() chooses for {name} cannot be expressed by --group", path)
 
 
 def _refusal(cause: str, path: Path, error: BaseException | None = None) -> PartcError:

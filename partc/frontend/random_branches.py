@@ -1,13 +1,13 @@
-"""Branches on random numbers, such as layers that are dropped: both outcomes are traced, and the number chooses.
+"""Branches on random numbers, such as dropped layers: both outcomes are traced, and the number chooses at run time.
 
     for layer in layers:                          u = rand(())
         if torch.rand(()) < 0.1:                  t = lt(u, 0.1)
             continue                     ->       y = layer(x)
         x = layer(x)                              x_1 = where(t, x, y)
 
-The program has the operations of the longer outcome. Traces in which every second branch has the other outcome lack
-some of them, and show by which values later operations replace the missing ones: here x for y. A buffer that a branch
-changes gets its value of before back where the branch is left out.
+The program has the operations of the longer outcome. Traces in which some branches have the other outcome lack some of
+them, and show which values replace the missing ones in later operations: here x for y. A buffer that a branch changes
+keeps its old value where the branch is not taken.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ TESTS = frozenset({"__bool__", "is_nonzero"})
 
 
 class Outcomes(enum.Enum):
-    """The outcomes of a trace's branches: the number is at least the limit (ABOVE), below it, or by turns.
+    """The outcomes of a trace's branches on random numbers and tests of masks.
 
-    In those of `PARTLY_BELOW`, some numbers are below. In a trace of EMPTY, masks select nothing as well, and in those
-    of `PARTLY_EMPTY` some do not; in all others they select something. In those of ONE_ROW and HALF_THE_ROWS, numbers
-    of selected rows are other integers.
+    The random number is at least the limit (ABOVE), below it (BELOW), or below it in every second branch. In the traces
+    of `PARTLY_BELOW`, some numbers are below. In a trace of EMPTY all masks select nothing, in those of `PARTLY_EMPTY`
+    some masks, in all others none. In those of ONE_ROW and HALF_THE_ROWS, other integers stand for the numbers of
+    selected rows.
     """
 
     ABOVE = (False, False)
@@ -71,7 +72,7 @@ class Outcomes(enum.Enum):
         return self._takes(branch) if self in PARTLY_BELOW else bool(self.value[branch % 2])
 
     def selects(self, test: int) -> bool:
-        """The outcome of the test of this number whether a mask selects anything."""
+        """Whether the mask of the test with this number selects something."""
         return self._takes(test) if self in PARTLY_EMPTY else self is not Outcomes.EMPTY
 
     def _takes(self, number: int) -> bool:
@@ -79,14 +80,17 @@ class Outcomes(enum.Enum):
         return bool((number & bits).bit_count() % 2 == kept)
 
 
-# Of any two tests among the first 2**n, in one of the first 2n traces the first one selects nothing and the other one
-# something. Of any two branches, in one of FIRST_BELOW, SECOND_BELOW and the first 2n - 2 only the first one is below.
+# For any two of the first 2**n tests, one of the first 2n traces has a mask that selects nothing in the first test and
+# something in the second. For any two branches, in one of FIRST_BELOW, SECOND_BELOW and the first 2n - 2 traces only
+# the first branch is below its limit.
 PARTLY_EMPTY = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 4 and not outcomes.value[0])
 PARTLY_BELOW = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 4 and outcomes.value[0])
 
 
 def told_apart(count: int, sources: Iterable[Source | None]) -> int:
-    """The number of bits that tell tests apart; of many at one line, as in a loop over layers, neighbours only."""
+    """The number of bits that distinguish tests. Of many tests on one line, as in a loop over layers, only neighbours
+    are distinguished.
+    """
     return (min(count, max(8, len(set(sources)))) - 1).bit_length()
 
 
@@ -112,13 +116,13 @@ class RandomTests:
         return x in self._uniform
 
     def number(self, x: Tensor) -> Tensor:
-        """A random number in place of its item(), which a trace has not: comparisons of it are tests as well."""
+        """A random number in place of its item(), which is unknown in a trace: comparisons of it are tests as well."""
         made = x.reshape(())
         self._uniform[made] = True
         return made
 
     def of(self, x: Any) -> tuple[float, bool] | None:
-        """The limit of a test, and whether numbers below it pass; None for other values."""
+        """The limit of a test, and whether numbers below it pass; None for other tensors."""
         return self._tests.get(x)
 
 
@@ -141,7 +145,7 @@ class Branching:
     branches: tuple[RandomBranch, ...]
 
     def parts(self) -> Iterator[tuple[Op, ...]]:
-        """The operations before the first branch, and those behind each branch."""
+        """The operations before the first branch, then those behind each branch."""
         ends = (0, *(branch.position for branch in self.branches), len(self.graph.ops))
         for start, end in pairwise(ends):
             yield tuple(op for op in self.graph.ops[start:end] if op.name != "constant")
@@ -150,7 +154,7 @@ class Branching:
 def joined(found: Branching, trace: Callable[[Outcomes], Branching]) -> tuple[Graph, Outcomes]:
     """The graph that chooses between the outcomes of every branch, and the outcomes of its operations.
 
-    `found` is the trace of ABOVE. Raises PartcError P0206 if outcomes differ by more than operations that are left out.
+    `found` is the trace of ABOVE. Raises PartcError P0206 if the outcomes differ in more than left-out operations.
     """
     first = trace(Outcomes.FIRST_BELOW)
     kept, longer = found, Outcomes.ABOVE
@@ -171,7 +175,7 @@ def joined(found: Branching, trace: Callable[[Outcomes], Branching]) -> tuple[Gr
 
 @dataclass(slots=True)
 class _Join:
-    """The values of the longer outcome, each with the one in its place where its branch goes the other way."""
+    """The values of the longer outcome, each with its replacement where its branch goes the other way."""
 
     kept: Branching
     replaced: dict[int, dict[str, str]] = field(default_factory=dict)  # by branch
@@ -183,9 +187,9 @@ class _Join:
 
     def compare(self, other: Branching, shortened: Sequence[bool]) -> None:
         if len(other.branches) != len(self.kept.branches):
-            raise self._refusal(0, "it decides whether another one is made")
+            raise self._refusal(0, "it decides whether another branch is reached")
         constants = _constants(self.kept.graph), _constants(other.graph)
-        same: dict[str, str] = {}  # a value of the other trace -> that of the kept one
+        same: dict[str, str] = {}  # value of the other trace -> value of the kept one
         missing: dict[str, int] = {}
         for place, (mine, its) in enumerate(zip(self.kept.parts(), other.parts(), strict=True)):
             branch = place - 1
@@ -225,17 +229,18 @@ class _Join:
             elif instead != wanted:
                 if wanted not in missing or instead in missing:
                     raise self._refusal(max(branch, 0), f"it changes the order of the operands of {one.name}")
-                last = wanted  # of the values that this trace leaves out, each in the place of the one before
+                # The last of the values that this trace leaves out, each of which replaces the one before.
+                last = wanted
                 while last in missing and last in self.replaced[missing[last]]:
                     last = self.replaced[missing[last]][last]
                 if last in missing:
                     self.replaced[missing[last]][last] = instead
                 elif last != instead:
-                    raise self._refusal(missing[wanted], "one value takes the place of several")
+                    raise self._refusal(missing[wanted], "one value replaces several")
         same.update((b.name, a.name) for a, b in zip(one.results, two.results, strict=True))
 
     def _changes(self, result: str, operand: str) -> bool:
-        """Whether a value is the result of changes of another one in place, which is the same tensor."""
+        """Whether a value is the result of in-place changes of another one, and so the same tensor."""
         op = self.makers.get(result)
         while op is not None and is_change(op):
             result = next(op.refs())
@@ -243,7 +248,7 @@ class _Join:
         return result == operand
 
     def _changed(self, ops: Sequence[Op]) -> Iterator[str]:
-        """The values of others that operations of a branch change in place. Views stand for their tensor."""
+        """The values from outside a branch that its operations change in place. Views stand for their tensor."""
         own = {value.name: op for op in ops for value in op.results}
         for op in ops:
             changed: Iterable[Arg] = op.args[:1] if is_change(op) else ()

@@ -1,4 +1,4 @@
-"""The operations of marked calls: equal calls get copies of the operations of a record, with weights of their own."""
+"""The operations of marked calls: equal calls get copies of a record's operations, with their own weights."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RepeatedOps:
     def mark(self, number: int, path: str, tensors: tuple[str, ...], weights: Mapping[str, str]) -> dict[str, str]:
         """Read one mark of a call of the module at `path`; `weights` are the values of the model's weights by name.
 
-        The result maps the names of empty output tensors, whose operations are dropped, to the copies. Raises
-        UnequalError if the second call of a kind is unlike its record.
+        Returns a map from the names of empty output tensors, whose operations are dropped, to the copies. Raises
+        UnequalError if the second call of a kind differs from its record.
         """
         call = self._calls[number]
         if call.traced and number not in self._open:
@@ -106,7 +106,7 @@ class RepeatedOps:
         return {name: names.get(output, output) for name, output in zip(empty, made, strict=True)}
 
     def _copy_constants(self, op: Op, names: dict[str, str], number: int) -> None:
-        """Give each copy its own constants, as a trace of the call would."""
+        """Copy the constants too, so that each copy has its own, as in a trace of the call."""
         for ref in op.refs():
             if ref in self._constants and ref not in names:
                 made = self._constants[ref]
@@ -116,7 +116,7 @@ class RepeatedOps:
     def _names(
         self, call: CallMark, record: _Span, inputs: Iterable[str], weights: Mapping[str, str]
     ) -> dict[str, str]:
-        """The values that the recorded call reads -> those of this call."""
+        """Map the values that the recorded call reads to those of this call."""
         names: dict[str, str] = {}
         for one, other in (*zip(record.inputs, inputs, strict=True), *_values(call.weights, weights)):
             if names.setdefault(one, other) != other:
@@ -135,7 +135,7 @@ def _content(op: Op) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]
 
 
 def _moved(source: Source | None, one: str, other: str) -> Source | None:
-    """The place of a copied operation: the same line, run by the module at `other` in place of `one`."""
+    """The source of a copied operation: the same line, run by the module at `other` instead of `one`."""
     if source is None or (source.module != one and not source.module.startswith(f"{one}.")):
         return source
     return replace(source, module=other + source.module[len(one) :])

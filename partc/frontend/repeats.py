@@ -8,8 +8,8 @@ A call is equal to a record if the modules have equal trees of classes and weigh
 and values, and every attribute that the recorded call read has an equal value. A call is recorded if it changes no
 attribute and returns tensors and plain values. The time of a trace then depends on the number of distinct modules.
 
-Assumptions that only the graph shows are checked there: the second call of each kind computes the same, and no value
-inside a record is read outside it. If one fails, the model is traced again without the group of modules concerned.
+Two assumptions are checked in the finished graph: the second call of each kind computes the same as its record, and no
+value inside a record is read outside it. If one fails, the model is traced again without this group of modules.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from partc.ir.repetitions import KEPT
 from partc.torch_private import MODULE_CALL, TreeSpec, tree_flatten, tree_unflatten, without_overriding
 
 MARK = "module_call"
-RECORDS = 8  # different records of one group; further calls are traced
-DEPTH = 6  # of values of attributes that are compared
+RECORDS = 8  # the most records of a group; further calls are traced
+DEPTH = 6  # nesting depth to which attribute values are compared
 _PLAIN = (bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 _KEPT_APART = ("_parameters", "_buffers", "_modules")
@@ -54,10 +54,10 @@ Edge = tuple[torch.autograd.graph.Node, int]  # an output of a node of the autog
 class CallMark:
     """A marked call of a module: the call that recorded it, and whether its operations are traced.
 
-    The first mark of a traced call stands before its operations and lists the input tensors, the second one stands
-    behind them and lists the output tensors. The mark of a call that is not traced lists its inputs and then empty
-    tensors in place of its outputs; `outputs` are their places among the output tensors of the record. `weights` maps
-    names of parameters and buffers of the recorded call to those of this call.
+    A traced call has two marks: one before its operations, which lists the input tensors, and one behind them, which
+    lists the output tensors. A call that is not traced has one mark, which lists its inputs and then empty tensors in
+    place of its outputs; `outputs` are their indices among the output tensors of the record. `weights` maps names of
+    parameters and buffers of the recorded call to those of this call.
     """
 
     group: int
@@ -84,7 +84,9 @@ class _TensorKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """The inputs of a call: their tree, and its leaves as kinds of tensors, earlier equal leaves, and plain values."""
+    """The inputs of a call: their tree, and its leaves as kinds of tensors, references to earlier leaves, or plain
+    values.
+    """
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -100,7 +102,7 @@ class _Record:
     path: str
     given: _Given
     reads: set[tuple[int, str]] = field(default_factory=set)
-    values: list[dict[str, Any]] = field(default_factory=list)  # of each part: attribute -> value
+    values: list[dict[str, Any]] = field(default_factory=list)  # attribute -> value, for each part of the module
     spec: TreeSpec | None = None
     results: tuple[Any, ...] = ()  # an index of an input, the name of a weight, a kind of tensor, or a plain value
     reach: tuple[tuple[Any, ...], ...] = ()  # for each result: inputs, weights and other leaves with gradients
@@ -109,7 +111,7 @@ class _Record:
 
 
 class ModuleTree:
-    """The modules of a model by the identity of their attributes, which tracing's proxies of modules share."""
+    """The modules of a model by the identity of their `__dict__`, which torch.export's proxies of modules share."""
 
     def __init__(self, model: nn.Module) -> None:
         self.named = dict(model.named_modules())
@@ -121,7 +123,7 @@ class ModuleTree:
 
 @dataclass(frozen=True, slots=True)
 class _RowCall:
-    """A call of a module in a row: its record, the tensors among its inputs, and the leaves of its result."""
+    """A call of a module in a row of equal ones: its record, its input tensors, and the leaves of its result."""
 
     path: str
     record: _Record
@@ -131,11 +133,13 @@ class _RowCall:
 
 
 class Repeats:
-    """The calls of one trace of a model. `excluded` are groups of modules whose calls are all traced; None is all."""
+    """The calls of one trace of a model. `excluded` are groups of modules whose calls are all traced; None: all
+    groups.
+    """
 
     def __init__(self, modules: ModuleTree, excluded: Excluded | None, rows: ModuleRows) -> None:
         self.calls: dict[int, CallMark] = {}
-        self.passed: dict[str, set[Hashable]] = {}  # by the module: Python values that calls of equal modules pass
+        self.passed: dict[str, set[Hashable]] = {}  # by module: the Python values that calls of equal modules pass
         self.rows = rows
         self._rows = {path: (row, place) for row in rows.all for place, path in enumerate(chain(*row.units))}
         self._row_calls: dict[str, list[_RowCall]] = {container_of(row): [] for row in rows.all}
@@ -144,16 +148,16 @@ class Repeats:
         self._paths = modules.paths
         self._modules = modules.modules
         self._weights = modules.weights
-        # A module without an equal one is recorded in its second call, if there is one.
+        # A module without an equal one is recorded only when it is called a second time.
         self._met = {group for group, count in Counter(modules.groups.values()).items() if count > 1}
         self._records: dict[int, list[_Record]] = {}
         self._active: list[_Record] = []
-        self._inside: list[int] = []  # the marked calls that run
+        self._inside: list[int] = []  # the marked calls that are running
         self._made: dict[int, tuple[Tensor, _Record, Sequence[Any], nn.Module, int]] = {}
         self._numbers = 0
 
     def refuse_branch(self) -> None:
-        """Raise UnequalError inside of a call that others would copy, with the outcome of its branch."""
+        """Raise UnequalError for a branch inside a marked call: copies of the call would repeat its outcome."""
         if self._inside:
             raise UnequalError(self.calls[self._inside[0]].group)
 
@@ -225,7 +229,7 @@ class Repeats:
     def _in_row(
         self, module: nn.Module, group: int, given: _Given | None, tensors: list[Tensor], run: Callable[[], Any]
     ) -> Any:
-        """The result of a call in a row that is traced. Raises UnequalError if its row is not as planned."""
+        """The result of a traced call in a row. Raises UnequalError if the row differs from its plan."""
         path = self._paths[id(vars(module))]
         row, index = self._rows[path]
         calls, size = self._row_calls[container_of(row)], len(row.units[0])
@@ -238,10 +242,11 @@ class Repeats:
         return result
 
     def _left_out(self, module: nn.Module, given: _Given | None, tensors: list[Tensor]) -> _RowCall | None:
-        """The call of the third unit whose results a call returns that the trace leaves out; None if it is traced.
+        """For a call that the trace leaves out, the call of the third unit whose results it returns; None if it is
+        traced.
 
-        Raises UnequalError if the row's modules are not called one after the other, each with the results of the one
-        before it, as the third unit is called.
+        Raises UnequalError unless the row's modules are called one after the other like the third unit, each on the
+        results of the one before.
         """
         row, index = self._rows[self._paths[id(vars(module))]]
         calls, size = self._row_calls[container_of(row)], len(row.units[0])
@@ -307,7 +312,9 @@ class Repeats:
         return result
 
     def _repeated(self, record: _Record, module: nn.Module, group: int, tensors: list[Tensor]) -> Any:
-        """The results of an equal call: new tensors behind one mark, and inputs and weights that the record returns."""
+        """The results of an equal call: new tensors behind one mark, or inputs and weights where the record returns
+        these.
+        """
         returned = [result for result in record.results if isinstance(result, _TensorKind) or result[0] != "plain"]
         outputs = tuple(index for index, result in enumerate(returned) if isinstance(result, _TensorKind))
         number = self._mark(record, module, group, len(tensors), outputs)
@@ -349,7 +356,7 @@ class Repeats:
         return number
 
     def _matched(self, one: str, other: str) -> dict[str, str] | None:
-        """The first names of the weights of one module -> those of the other; None if ties differ."""
+        """Map the first names of one module's weights to those of the other; None if ties differ."""
         pairs: dict[str, str] = {}
         for below, name in self._weights.get(one, {}).items():
             if pairs.setdefault(name, self._weights[other][below]) != self._weights[other][below]:
@@ -434,7 +441,7 @@ def _edge(x: Tensor) -> Edge | None:
 
 
 def _grouped(modules: Iterable[nn.Module]) -> Iterator[tuple[int, int]]:
-    """The modules of a model that have parts, by the identity of their attributes, with the number of their group."""
+    """The group number of each module that has parts, by the identity of the module's `__dict__`."""
     numbers: dict[Any, int] = {}
     known: dict[int, int] = {}
 
@@ -497,7 +504,7 @@ def _parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _attributes(module: nn.Module) -> list[tuple[int, dict[str, Any]]]:
-    """The attributes of the module's parts, without weights and parts, and the identities of these."""
+    """For each part of a module: the id of its `__dict__`, and its attributes other than weights and parts."""
     return [
         (id(vars(part)), {name: value for name, value in vars(part).items() if name not in _KEPT_APART})
         for part in _parts(module)
@@ -505,7 +512,7 @@ def _attributes(module: nn.Module) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _read(attributes: Sequence[tuple[int, dict[str, Any]]], reads: Set[tuple[int, str]]) -> list[dict[str, Any]]:
-    """Of the attributes of a module's parts, those that were read."""
+    """The attributes of a module's parts that were read."""
     return [
         {name: value for name, value in held.items() if (key, name) in reads or (key, "__dict__") in reads}
         for key, held in attributes
@@ -533,7 +540,7 @@ def _below(path: str | None, top: str) -> str | None:
 
 @contextmanager
 def _reads(active: list[_Record]) -> Iterator[None]:
-    """Note the attributes of modules that are read, in every record that is being made."""
+    """A context in which reads of modules' attributes are noted in every active record."""
     if len(active) > 1:
         yield
         return
@@ -555,7 +562,7 @@ def _reads(active: list[_Record]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Comparison of values that two modules hold; a part of one equals the part of the other at its place."""
+    """Comparison of values in two modules; a part of one equals the corresponding part of the other."""
 
     paths: Mapping[int, str]
     one: str
@@ -597,8 +604,8 @@ _UNKNOWN = _Unknown()
 
 
 def _given(spec: TreeSpec, leaves: Iterable[Any]) -> _Given | None:
-    """The inputs of a call as they are compared; None if they have objects whose state cannot be compared."""
-    with without_overriding():  # modes of the trace would see every read of a shape
+    """The inputs of a call in comparable form; None if they contain objects whose state cannot be compared."""
+    with without_overriding():  # the trace's modes would intercept every read of a shape
         return _compared(spec, leaves)
 
 
@@ -624,7 +631,7 @@ def _compared(spec: TreeSpec, leaves: Iterable[Any]) -> _Given | None:
 
 
 def _python_values(tree: Any) -> Hashable:
-    """The kinds of a tree's leaves, with the values of those that are plain."""
+    """The leaves of a tree in hashable form: their kinds, and the values of plain ones."""
     leaves, spec = tree_flatten(tree)
     return str(spec), tuple((type(x), repr(x) if isinstance(x, _PLAIN) else None) for x in leaves)
 

@@ -1,4 +1,4 @@
-"""Buffers in whose places forward puts other tensors.
+"""Buffers that forward replaces by other tensors.
 
 self.old, self.new = self.new, x.mean(0)      the buffers' next values, which an export would drop
 self.mean = self.weight                       refused: from now on, both names have one memory
@@ -66,9 +66,9 @@ class Buffers:
         return cls(model=model, places=tuple(places))
 
     def keep(self, line: Callable[[str], Source | None], is_constant: Callable[[Tensor], bool]) -> None:
-        """Copy each new tensor into the buffer in whose place it is, and put all buffers back.
+        """Copy each new tensor into the buffer that it replaced, and restore all buffers.
 
-        A constant of another shape, in place of a buffer that no state dict has, is left out: each step makes it again.
+        A constant of another shape in place of a non-persistent buffer is not copied: each step computes it again.
         `line` finds the user's line that assigns to a name. Raises PartcError P0225 where the next step would differ
         from an eager one: a ReplacedError.
         """
@@ -78,7 +78,7 @@ class Buffers:
                 continue
             each.store[each.name] = buffer
         replaced = [each for each in self.places if each.now is not each.buffer]
-        if not replaced:  # a switch of gradients would be a graph of its own
+        if not replaced:  # switching gradients off would add a subgraph
             return
         weights = {storage_key(x): name for name, x in self.model.named_parameters()}
         for each in replaced:

@@ -1,4 +1,4 @@
-"""The tensors that functions which only run forward return: scalars of `evaluate`, tensors of any shape of `infer`."""
+"""The results of forward-only functions: scalars from `evaluate`, tensors of any shape from `infer`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from partc.errors import PartcError
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import entries
 
-Purpose = Literal["loss", "evaluate", "infer"]  # of a trace
+Purpose = Literal["loss", "evaluate", "infer"]  # the function that a trace follows
 Read = Callable[[Any], Mapping[str, Tensor]]
 
 
 def read_for(purpose: Purpose, *, own: bool) -> Read | None:
-    """How the result of a trace's function is read. `own` says whether the function is the user's for this purpose."""
+    """The function that reads a result for this purpose; None for a loss. `own`: the user defined a function for it."""
     if purpose == "evaluate" and not own:
         return loss_alone
     return {"loss": None, "evaluate": scalars, "infer": tensors}[purpose]
@@ -28,14 +28,14 @@ def in_evaluation(model: Any) -> Any:
 
 
 def loss_alone(found: Any) -> dict[str, Tensor]:
-    """The loss, as the default of an evaluation."""
+    """The loss, which is the default evaluation."""
     return scalars({"": found["loss"] if isinstance(found, Mapping) else getattr(found, "loss", found)})
 
 
 def scalars(found: Any) -> dict[str, Tensor]:
     """The scalars that `evaluate` returns: one, or a dict of them. An object with a loss stands for its loss.
 
-    Integers and booleans become numbers of fp64, in which counts are exact. Raises PartcError P0206 and P0208.
+    Integers and booleans become fp64, in which counts are exact. Raises PartcError P0206 and P0208.
     """
     if not isinstance(found, Tensor) and type(found) is not dict:
         found = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", found)

@@ -1,11 +1,11 @@
-"""Numbers of the rows that masks select, while a model is traced: integers that are not known.
+"""Numbers of rows that masks select, which are unknown integers while a model is traced.
 
     len(x[mask]) == 0      a test, whose outcome the trace chooses
     torch.zeros(count)     a size: all rows, of which some are selected
     total / count          a tensor: total / mask.sum()
     range(count)           an integer: refused, because a trace with another number differs
 
-`selections` makes them.
+`selections` creates them.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from partc.errors import PartcError, Source
 from partc.installed import shortened, user_frame
 from partc.ir.program import Graph
 
-# A comparison with an integer that only tells whether a count is zero, and its answer if the count is not.
+# Comparisons with an integer that only test whether a count is zero, and their results if it is not.
 TESTS_OF_ZERO: Mapping[tuple[str, int], bool] = {
     ("eq", 0): False, ("ne", 0): True, ("gt", 0): True, ("ge", 1): True, ("lt", 1): False, ("le", 0): False,
 }  # fmt: skip
-# Arithmetic of numbers of rows, and that which would lose the fact that a number is not known.
+# Arithmetic on numbers of rows; below, arithmetic that is refused because its result would look like a known number.
 _COMPUTED = "add sub mul truediv floordiv pow"
 _REFUSED = "mod rmod abs round divmod rdivmod lshift rshift and or xor ceil floor trunc invert"
 
 
 class Tests(Protocol):
-    """The tests of a trace whether masks select anything."""
+    """The interface for tests whether masks select anything."""
 
     def nonempty(self, tested: Tensor, first: int = -1, last: int = -1) -> bool:
-        """The answer to a test whether a mask selects anything, or whether its elements `first` to `last - 1` do."""
+        """Whether a mask selects anything, or whether one of its elements `first` to `last - 1` is set, in this
+        trace.
+        """
 
     def parts(self, counts: Tensor, first: int, last: int) -> list[int]:
-        """The parts `first` to `last - 1` without those that tests have found empty."""
+        """The parts `first` to `last - 1`, except those that tests have found empty."""
 
     def compares_inside_torch(self) -> bool:
         """Whether a function of torch compares two numbers."""
@@ -50,7 +52,7 @@ class Tests(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """A comparison of numbers whose outcome is not known: a function that it is passed to may only guard with it."""
+    """A comparison of numbers with an unknown outcome: a function that receives it may only use it in a guard."""
 
     _selections: Tests
 
@@ -64,7 +66,7 @@ class Unsettled:
 class RowCount(int):
     """The number of rows that a mask selects, or a number computed from it.
 
-    As an integer, `whole` with all rows in place of the selected ones; another number in the other traces.
+    As an integer it is the number of all rows (`whole`), or another integer in the other traces.
     """
 
     whole: int
@@ -82,7 +84,7 @@ class RowCount(int):
         mask: Tensor | None = None,
         tested: Tensor | None = None,
     ) -> RowCount:
-        """`mask` is None for numbers that were computed from the number of rows; `tested` also has it for multiples."""
+        """`mask` is None for numbers computed from the number of rows; `tested` is the mask also of multiples."""
         made = super().__new__(cls, shown)
         made.whole, made._selections, made._tensor, made._mask, made._tested = whole, selections, tensor, mask, tested
         return made
@@ -132,7 +134,7 @@ class RowCount(int):
         return self._compared("le", other)
 
     def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
-        """The result of an operation on this number and another one, or on the other one and this number."""
+        """The result of a binary operation; this number is the right operand if `turned`."""
 
         def run(mine: Any, its: Any) -> Any:
             return operate(its, mine) if turned else operate(mine, its)
@@ -175,7 +177,9 @@ class PartSize(RowCount):
         return self._selections.nonempty(self.counts, self.first, self.last)
 
     def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
-        """A sum of sizes of neighbouring parts is the size of one larger part; empty parts may lie between them."""
+        """The result of a binary operation. The sum of the sizes of adjacent parts is the size of the joined part;
+        empty parts may lie between them.
+        """
         if operate is operator.add and isinstance(other, int):
             if not isinstance(other, RowCount) and other == 0:
                 return self
@@ -203,7 +207,7 @@ for _word in _REFUSED.split():
 
 
 def without_counts(item: Any, arithmetic: bool) -> Any:
-    """Arguments with sizes in place of numbers of rows; for arithmetic, with the numbers as tensors."""
+    """The arguments with numbers of rows replaced by sizes, or by tensors for arithmetic."""
     if isinstance(item, RowCount):
         return item.tensor() if arithmetic else item.whole
     if isinstance(item, dict):
@@ -215,9 +219,9 @@ def without_counts(item: Any, arithmetic: bool) -> Any:
 
 
 def check_numbers(graph: Graph, other: Graph | None, number: Source) -> None:
-    """Check that no operation depends on the integer which stands for a number of rows.
+    """Check that no operation depends on the integer that stands for a number of rows.
 
-    `other` is a trace with another integer; None if it failed. `number` is the first place that reads one.
+    `other` is a trace with another integer; None if it failed. `number` is the first line that reads a number of rows.
     Raises PartcError P0206.
     """
     if other is None or len(graph.ops) != len(other.ops):
@@ -228,7 +232,7 @@ def check_numbers(graph: Graph, other: Graph | None, number: Source) -> None:
 
 
 def unknown_number(source: Source | None = None) -> PartcError:
-    """The error of code that needs a number of rows as an integer, at the line that runs if no other is given."""
+    """The error for code that needs a number of rows as an integer, at `source` or else the line that runs."""
     frame = user_frame(sys._getframe(1))
     if source is None and frame is not None:
         source = Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)

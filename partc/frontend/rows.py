@@ -1,12 +1,12 @@
-"""Rows of equal modules, of which a trace leaves most out.
+"""Rows of equal modules, most of which a trace leaves out.
 
     layers.0 … layers.125  ->  layers.0, layers.1, layers.2 and layers.125 are traced; layers.3 to layers.124 are not
 
-A row is planned where a container has equal modules one after the other, or equal units of up to six modules. While the
-model is traced, those between the third unit and the last one have no weights, and their calls return the results of
-the third unit. Outside of forward they have no parts either, so that an export passes over them. `repeats.Repeats`
-holds each call against that of the third unit, and every read of a weight that is left out ends the trace: the model is
-then traced without the row.
+A row is planned where a container has consecutive equal modules, or equal units of up to six modules. While the model
+is traced, the units between the third and the last have no weights, and their calls return the results of the third
+unit. Outside of forward they have no submodules either, so that an export skips them. `repeats.Repeats` compares each
+call with that of the third unit, and every read of a missing weight ends the trace: the model is then traced without
+the row.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from partc.ir.naming import is_number
 from partc.ir.program import Repetition
 from partc.ir.repetitions import KEPT
 
-LONGEST = 6  # modules of a unit
-FEWEST = KEPT + 3  # units of a row
+LONGEST = 6  # the most modules in a unit
+FEWEST = KEPT + 3  # the fewest units in a row
 
 
 class UnequalError(Exception):
-    """The modules of `group`, or of the rows in the container at this path, are not what their record says.
+    """The modules of `group`, or of the rows in the container at this path, are not equal.
 
-    The model has to be traced without it.
+    The model has to be traced again without this group or row.
     """
 
     def __init__(self, group: int | str) -> None:
@@ -38,7 +38,7 @@ class UnequalError(Exception):
 
 
 class WholeTrace(Exception):
-    """Raised if a trace without repeated modules meets code that needs all calls of all modules."""
+    """Raised by code that needs all calls of all modules, in a trace that leaves some out."""
 
 
 def container_of(row: Repetition) -> str:
@@ -46,7 +46,7 @@ def container_of(row: Repetition) -> str:
 
 
 def left_out(row: Repetition) -> tuple[tuple[str, ...], ...]:
-    """The units that a trace does not have."""
+    """The units that a trace leaves out."""
     return row.units[KEPT:-1]
 
 
@@ -69,7 +69,7 @@ class ModuleRows:
         tops = [modules[path] for row in found for unit in left_out(row) for path in unit]
         inside = {id(part) for top in tops for part in top.modules()}
         self.left_out = frozenset(path for path, module in modules.items() if id(module) in inside)
-        self.running = False  # whether the model's own code runs
+        self.running = False  # whether forward is running
         self._parts: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
 
     def _found(self, path: str, module: nn.Module, excluded: Collection[int | str]) -> Iterator[Repetition]:
@@ -90,7 +90,7 @@ class ModuleRows:
                 index += 1
 
     def _kind(self, name: str, module: nn.Module, excluded: Collection[int | str]) -> Any:
-        """Equal for modules that are likely to do the same; None for those that are in no row."""
+        """A key that is equal for modules that are probably equal; None for modules that cannot be in a row."""
         group = self._groups.get(id(vars(module)))
         if group is None or group in excluded or not is_number(name):
             return None
@@ -103,14 +103,14 @@ class ModuleRows:
         return group, attributes
 
     def _own(self, path: str) -> bool:
-        """Whether no other module has the weights of this one."""
+        """Whether the module shares no weights with others."""
         return all(
             name == f"{path}.{below}" and name not in self._tied for below, name in self._weights.get(path, {}).items()
         )
 
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """A context in which modules that are left out have no weights, and no parts except in `with_parts`."""
+        """A context in which left-out modules have no weights, and no submodules except in `with_parts`."""
         tops = [(self._modules[path], container_of(row)) for row in self.all for unit in left_out(row) for path in unit]
         kept = [
             (part, store, vars(part)[store], row)
@@ -131,7 +131,7 @@ class ModuleRows:
 
     @contextmanager
     def with_parts(self) -> Iterator[None]:
-        """A context in which modules that are left out have their parts."""
+        """A context in which left-out modules have their submodules."""
         self._show()
         try:
             yield
@@ -147,7 +147,7 @@ class ModuleRows:
             vars(module)["_modules"] = {}
 
     def with_left_out(self, names: frozenset[str]) -> frozenset[str]:
-        """The names of weights, and those of modules that are left out in their places."""
+        """The names of weights, with the corresponding names in the left-out modules."""
         like = {
             template: [unit[place] for unit in left_out(row)]
             for row in self.all
@@ -163,7 +163,7 @@ class ModuleRows:
 
 
 def _longest(kinds: list[Any], index: int) -> tuple[int, int]:
-    """The modules of a unit of the row that begins at this place, and its number of units; 0 if there is none."""
+    """The row that begins at this index, as (modules in a unit, number of units); 0 units if there is none."""
     for size in range(1, LONGEST + 1):
         unit = kinds[index : index + size]
         units = 1
@@ -175,7 +175,7 @@ def _longest(kinds: list[Any], index: int) -> tuple[int, int]:
 
 
 class _Absent(dict[str, Any]):
-    """In place of weights: empty, and not to be read by the model's own code."""
+    """Replaces the weights of a left-out module: empty, and an error if forward reads it."""
 
     def __init__(self, weights: Mapping[str, Any], row: str, rows: ModuleRows) -> None:
         super().__init__()

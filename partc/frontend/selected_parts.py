@@ -1,4 +1,4 @@
-"""Parts of a tensor by counts that a model lists, while it is traced: x.split(counts.tolist())."""
+"""Parts of a tensor by data-dependent counts, while a model is traced: x.split(counts.tolist())."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from partc.frontend.selected_rows import NOT_SELECTED, SelectedRows
 
 
 class SelectedParts:
-    """Each part is a selection: that of the rows whose number of the part is its own."""
+    """Represents each part as a selection of rows: those with the part's number."""
 
     def __init__(
         self, rows: SelectedRows, counts: MaskCounts, nonempty: Callable[[Tensor, int, int], Sequence[int]]
     ) -> None:
-        """`nonempty` leaves out the parts that tests have found empty."""
+        """`nonempty` returns the parts of a range without those that tests have found empty."""
         self._rows, self._counts, self._nonempty = rows, counts, nonempty
-        self._listed: ByTensor[tuple[Tensor, int]] = ByTensor()  # elements of integers, which may be counts
-        self._parts: dict[tuple[int, int], tuple[Tensor, Sequence[Tensor]]] = {}  # counts, and the mask of each part
-        self._examples: ByTensor[tuple[Tensor, int]] = ByTensor()  # rows of one example: all rows, and its number
+        # An element of integers, which may be counts -> the integers, its index.
+        self._listed: ByTensor[tuple[Tensor, int]] = ByTensor()
+        self._parts: dict[tuple[int, int], tuple[Tensor, Sequence[Tensor]]] = {}  # counts, and each part's mask
+        # Rows of one example -> all rows, the example's number.
+        self._examples: ByTensor[tuple[Tensor, int]] = ByTensor()
 
     def follow(self, counts: Tensor, made: Any, index: tuple[Any, ...]) -> None:
         """Follow the elements of a list of integers."""
@@ -34,7 +36,7 @@ class SelectedParts:
                 self._listed[x] = counts, number
 
     def listed(self, x: Any) -> tuple[Tensor, int] | None:
-        """The list that a number is an element of, and its place there."""
+        """The list of which a number is an element, and its index; None for other numbers."""
         return self._listed.get(x)
 
     def _masks(self, counts: Tensor, rows: int) -> Sequence[Tensor]:
@@ -61,7 +63,7 @@ class SelectedParts:
         return tuple(self._rows.selected(x, (*before, *self._rows.places(mask))) for mask in masks)
 
     def _of_examples(self, x: Tensor, counts: Tensor) -> tuple[Tensor, ...] | None:
-        """Selected rows by example: the mask has a row for each example, and `counts` are the sums of its rows."""
+        """Selected rows divided by example: the mask has a row for each example, and `counts` are its row sums."""
         held, counted = self._rows.of(x), self._counts.counted_by_row(counts)
         if held is None or held.dim or counted is None or held.mask is not self._counts.whole(counted):
             return None
@@ -73,13 +75,15 @@ class SelectedParts:
         return tuple(parts)
 
     def reshaped(self, x: Tensor, made: Tensor) -> None:
-        """Note rows of one example in another shape."""
+        """Note that `made` has the rows of one example in another shape."""
         example = self._examples.get(x)
         if example is not None:
             self._examples[made] = example
 
     def _all_examples(self, parts: Sequence[Any]) -> Tensor | None:
-        """The rows of all examples in their order, each example's as they are or reshaped alike."""
+        """The rows of all examples in order, reshaped if every example's rows were reshaped alike; None for other
+        parts.
+        """
         found = [self._examples.get(part) for part in parts]
         x = found[0][0] if found and found[0] is not None else None
         if x is None or any(known is None or known[0] is not x or known[1] != at for at, known in enumerate(found)):
@@ -92,7 +96,7 @@ class SelectedParts:
         return x if x.shape[1:] == inner else self._rows.merged(x, (-1, *inner))
 
     def with_places(self, x: Tensor, index: Any) -> Any:
-        """An index with the places of a part in place of its slice, x[start : start + count]."""
+        """An index in which the slice of a part, start : start + count, is replaced by the part's places."""
         items = index if isinstance(index, tuple) else (index,)
         ends = [
             [isinstance(end, PartSize) for end in (item.start, item.stop)] if isinstance(item, slice) else [False]
@@ -117,7 +121,7 @@ class SelectedParts:
         return (*items[:dim], *places, *items[dim + 1 :])
 
     def joined(self, parts: Sequence[Any], dim: int) -> Any:
-        """All parts of a tensor's rows, put together in their order."""
+        """The concatenation of all parts of a tensor's rows, in order."""
         if not dim and (whole := self._all_examples(parts)) is not None:
             return whole
         held = [self._rows.of(x) for x in parts]

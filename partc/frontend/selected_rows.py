@@ -1,4 +1,4 @@
-"""The tensors of a trace that hold rows selected by masks, and what indexing makes of them."""
+"""The tensors of a trace that hold rows selected by masks, and indexing with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _library.impl(
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """The rows of a tensor: the mask that selects some of them, and their dimension."""
+    """The mask that selects some of a tensor's rows, and the dimension of the rows."""
 
     mask: Tensor
     dim: int
@@ -38,19 +38,19 @@ class MaskedRows:
         return self.mask if self.mask.dtype is torch.bool else self.mask.ne(0)
 
     def only(self, x: Tensor) -> Tensor:
-        """The selected rows, with zeros in place of the others."""
+        """x with zeros in place of the rows that are not selected."""
         return torch.where(self.chosen.reshape([-1 if dim == self.dim else 1 for dim in range(x.dim())]), x, 0)
 
 
 class SelectedRows:
-    """The rows of each tensor. `value` and `know` read and write the values of constants."""
+    """Which rows each tensor holds. `value` and `know` read and write the values of constants."""
 
     def __init__(self, value: Callable[[Tensor], Tensor | None], know: Callable[[Any, Any], None]) -> None:
         self.value, self.know = value, know
         self._rows: ByTensor[MaskedRows] = ByTensor()
-        self._places: ByTensor[tuple[Tensor, ...]] = ByTensor()  # by the mask
-        self._constants: ByTensor[bool] = ByTensor()  # places that nonzero() found, as constants
-        self._numbered: ByTensor[int] = ByTensor()  # numbers of selected rows, with the dimension that they run along
+        self._places: ByTensor[tuple[Tensor, ...]] = ByTensor()  # mask -> places along each dimension
+        self._constants: ByTensor[bool] = ByTensor()  # constants that are places found by nonzero()
+        self._numbered: ByTensor[int] = ByTensor()  # row numbers 0, 1, … of selected rows -> their dimension
 
     @property
     def any(self) -> bool:
@@ -64,7 +64,7 @@ class SelectedRows:
         self._rows[x] = MaskedRows(mask, dim)
 
     def hold_like(self, operands: Sequence[Any], made: Any) -> None:
-        """Let results that have as many rows hold rows of the same mask."""
+        """Note that results with as many rows as the operands hold rows of the same mask."""
         held = next(filter(None, map(self.of, operands)), None)
         if held is None:
             return
@@ -92,7 +92,7 @@ class SelectedRows:
         return made
 
     def places(self, mask: Tensor) -> tuple[Tensor, ...]:
-        """The same along each dimension."""
+        """The places of a mask's elements, one tensor for each dimension."""
         known = self._places.get(mask)
         if known is not None:
             return known
@@ -106,7 +106,7 @@ class SelectedRows:
         return indices
 
     def as_constants(self, real: Tensor) -> list[Tensor]:
-        """Places, one after the other, as constants."""
+        """The places one by one, as constants."""
         with without_modes():
             numbers, values = real.tolist(), real.unbind(0)
         rows = []
@@ -120,18 +120,18 @@ class SelectedRows:
     # -- numbers of rows -----------------------------------------------------------------------------
 
     def number(self, x: Tensor, dim: int) -> None:
-        """Note the numbers 0, 1, … of selected rows."""
+        """Note that x has the numbers 0, 1, … of selected rows along a dimension."""
         self._numbered[x] = dim
 
     def number_like(self, numbers: Any, made: Any) -> None:
-        """Follow a result with the elements of row numbers, in their order."""
+        """Follow a result that has the elements of row numbers, in order."""
         if numbers in self._numbered and isinstance(made, Tensor) and made.numel() == numbers.numel():
             wide = [dim for dim, size in enumerate(made.shape) if size != 1]
             if len(wide) == 1:
                 self._numbered[made] = wide[0]
 
     def _of_all_rows(self, x: Tensor, index: tuple[Any, ...]) -> Tensor | None:
-        """rows[numbers, i, …] where the numbers are those of all selected rows, as rows[:, i, …]."""
+        """rows[numbers, i, …] as rows[:, i, …], if `numbers` are all row numbers; None for other indices."""
         held, own = self.of(x), self.of(index[0])
         dim, others = self._numbered.get(index[0]), index[1:]
         if dim is None or held is None or own is None or held.mask is not own.mask or held.dim:
@@ -186,7 +186,7 @@ class SelectedRows:
         return made
 
     def with_constants(self, index: Any) -> tuple[Any, bool]:
-        """An index with places in place of masks that are constants, and whether it had some."""
+        """An index in which constant masks are replaced by their places, and whether there were any."""
         items = index if isinstance(index, tuple) else (index,)
         found: list[Any] = []
         masked = False
@@ -206,7 +206,7 @@ class SelectedRows:
         return (tuple(found) if masked else index), masked
 
     def as_indices(self, index: Any) -> tuple[Any, ...]:
-        """An index with the places of masks in place of the masks."""
+        """An index in which masks are replaced by their places."""
         items = index if isinstance(index, tuple) else (index,)
         found: list[Any] = []
         for item in items:
@@ -217,13 +217,13 @@ class SelectedRows:
         return tuple(found)
 
     def _unknown(self, item: Any) -> bool:
-        """Whether a part of an index is an integer tensor of no dimension, whose value a trace would ask for."""
+        """Whether an item of an index is an integer scalar tensor, whose value a trace would read."""
         return isinstance(item, Tensor) and not item.dim() and item.dtype in INTEGERS and self.value(item) is None
 
     def written(self, func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Any:
         """x[:, i] = value as x.movedim(1, 0)[i.reshape(1)] = value; rows of x[mask] = rows in the order of the mask.
 
-        x[mask] = row repeats the row for all rows of x, and selects those at the mask.
+        x[mask] = row repeats the row for all rows of x, and selects those where the mask is set.
         """
         items = index if isinstance(index, tuple) else (index,)
         masked = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() and isinstance(value, Tensor)
@@ -265,9 +265,10 @@ class SelectedRows:
         return x, tuple(found)
 
     def _number(self, item: Any, x: Tensor, dim: int) -> Any:
-        """A constant number of an index as a number, for a trace would take its value from the tensor.
+        """A constant scalar tensor in an index as a number, because a trace would read the tensor's value.
 
-        A place for which the model has nothing, such as a class that no token chooses, is never found.
+        A place that nonzero() found is limited to the dimension: one beyond it, such as a class that no token chooses,
+        never occurs.
         """
         real = self.value(item) if isinstance(item, Tensor) and item.shape in ((), (1,)) else None
         if real is None or real.dtype is torch.bool:
@@ -276,7 +277,7 @@ class SelectedRows:
         return slice(number, number + 1) if real.dim() and number >= 0 else item if real.dim() else number
 
     def merged(self, x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-        """Selected rows whose dimension becomes one with those behind it: every row is several ones."""
+        """Selected rows whose dimension is merged with the ones behind it: each row becomes several."""
         held = self.of(x)
         made = x.new_empty(0) if held is None or held.dim else held.only(x).reshape(shape)
         if held is None or not len(made) or len(made) == len(x) or len(made) % len(x):
@@ -285,7 +286,9 @@ class SelectedRows:
         return self.selected(made, mask)
 
     def packed(self, x: Any) -> Tensor | None:
-        """Selected rows, and behind them rows of nan, which show where more are read; None for other tensors."""
+        """Selected rows moved to the front, followed by rows of nan, which reveal reads beyond them; None for other
+        tensors.
+        """
         held = self.of(x)
         if held is None or held.dim:
             return None

@@ -1,4 +1,4 @@
-"""Tests of a traced model whether masks select anything: a trace chooses their outcomes, and its graph records them."""
+"""Tests whether masks select anything: a trace chooses their outcomes, and its graph records them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from partc.frontend.by_tensor import ByTensor
 from partc.frontend.statements import around
 from partc.installed import is_machinery, shortened, user_frame
 
-# A mark of a test whether tensors are zero, in one part of their rows or in all, and its outcome. An iteration of a
-# loop has the depth of the loop in its mark; the mark at the end of a loop has no tensors.
+# The mark of a test whether tensors are zero, in the elements `first` to `last - 1` or in all, and its outcome. A
+# loop's iterations carry the loop's depth; the mark at the end of a loop has no tensors.
 TESTED = "selection_tested"
-MOST_TESTS = 32  # in `while` loops, beyond which they have no end
+MOST_TESTS = 32  # tests after which a `while` loop counts as endless
 _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{TESTED}(Tensor[] tested, int first, int last, int loop, bool outcome) -> ()")
 _library.impl(TESTED, lambda tested, first, last, loop, outcome: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.selection_tested.default)
-# Files whose frames stand between a model's code and a test.
+# Files whose frames lie between a model's code and a test.
 _OWN = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
     for name in ("selections", "selected_rows", "selected_parts", "selection_tests", "row_counts")
 )
-_Elements = tuple[int, int, int]  # the version of a mask, and some of its elements
+_Elements = tuple[int, int, int]  # (version of a mask, first element, last element)
 
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """The places of a mask's elements, which a loop may go through, and nothing else."""
+    """The places of a mask's elements; the model may only iterate over them."""
 
     _tests: SelectionTests
     _mask: Tensor
@@ -49,7 +49,7 @@ class Iterations:
 
 
 class SelectionTests:
-    """The tests of one trace. `frame` is that of the model's code which runs."""
+    """The tests of one trace. `frame` is the running frame of the model's code."""
 
     def __init__(
         self,
@@ -57,19 +57,19 @@ class SelectionTests:
         call: Callable[[], int],
         guard: Callable[[FrameType | None], bool | None],
     ) -> None:
-        """`selects` gives the outcome of a test from its number in its `call`; `guard` the outcome of a test in a
-        frame whose other outcome only raises.
+        """`selects` returns the outcome of a test, given its number within its `call`. `guard` returns the outcome of a
+        test in a frame if its other outcome only raises.
         """
         self.sources: list[Source] = []
         self.frame: FrameType | None = None
         self._selects, self._call, self._guard = selects, call, guard
-        self._loops = 0  # over places that have begun and not ended
+        self._loops = 0  # the number of running loops over places
         self._outcomes: ByTensor[dict[_Elements, bool]] = ByTensor()
-        self._numbers: Counter[int] = Counter()  # of tests in each call
+        self._numbers: Counter[int] = Counter()  # the number of tests in each call
         self._in_while = 0
 
     def nonempty(self, tested: Tensor, first: int = -1, last: int = -1) -> bool:
-        """The answer to a test whether a mask selects anything, or whether its elements `first` to `last - 1` do.
+        """Whether a mask selects anything, or whether one of its elements `first` to `last - 1` is set, in this trace.
 
         The graph records the test.
         """
@@ -100,11 +100,11 @@ class SelectionTests:
 
     @property
     def most(self) -> int:
-        """The largest number of different tests of one call."""
+        """The largest number of different tests in one call."""
         return max(self._numbers.values(), default=0)
 
     def iterations(self, mask: Tensor, places: Sequence[Any], sources: Sequence[Source]) -> Iterator[Any]:
-        """The places of a mask's elements, each with a test of its element."""
+        """Iterate over the places of a mask's elements, with a recorded test for each."""
         self.sources.extend(sources)
         self._loops += 1
         loop = self._loops
@@ -119,7 +119,7 @@ class SelectionTests:
             self._loops -= 1
 
     def source(self) -> Iterator[Source]:
-        """The model's line that runs, if it is known."""
+        """Yield the model's running line, if it is known."""
         frame = user_frame(self.frame)
         if frame is not None:
             yield Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
@@ -134,12 +134,12 @@ class SelectionTests:
         return self._guard(outside())
 
     def inside_torch(self) -> bool:
-        """Whether code of torch runs."""
+        """Whether code of torch is running."""
         return self.frame is not None and is_machinery(self.frame.f_code.co_filename)
 
 
 def outside() -> FrameType | None:
-    """The frame that called a method of selections or of numbers of rows."""
+    """The innermost frame outside this module and those of selections and row counts."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in _OWN:
         frame = frame.f_back

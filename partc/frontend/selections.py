@@ -1,7 +1,7 @@
-"""Rows that a mask selects, while a model is traced: all rows, with the mask beside them.
+"""Rows that a mask selects, while a model is traced: all rows, together with the mask.
 
-    rows = torch.where(chosen == e)[0]       rows  = selected(eq(chosen, e), 0)      as many as the mask has elements
-    y    = expert(x[rows])              ->   y     = expert(x[rows])                 of all of them
+    rows = torch.where(chosen == e)[0]       rows  = selected(eq(chosen, e), 0)      one for each element of the mask
+    y    = expert(x[rows])              ->   y     = expert(x[rows])                 for all rows
     out.index_add_(0, rows, y)               out.index_add_(0, rows, y)              `route` leaves out the rest
 
 A trace has no values, so that the number of selected rows is unknown. Every row is kept, in the order of the mask's
@@ -9,9 +9,8 @@ elements. The pass `route` checks that rows are computed one by one, and that on
 
 A number of rows is an integer that can be tested against zero, be a size, and be an operand of tensors. Tests whether
 anything is selected (`mask.any()`, `len(rows) == 0`, a loop over `nonzero()`) pass as if it were; `check_empty`
-compares with traces in which all or some of them fail. `check_numbers` compares with traces in which these integers are
-other ones: a loop, an index, a threshold or a library's function that reads one as a plain integer changes such a
-trace.
+compares with traces in which all or some of them fail. `check_numbers` compares with traces with other integers: a
+loop, an index, a threshold or a library function that reads one as a plain integer changes such a trace.
 
 Counts that a model lists (`counts.tolist()`) divide a tensor into parts of consecutive rows. A part is a selection too:
 
@@ -63,7 +62,8 @@ _METHODS = (
     torch.Tensor.__format__.__code__.co_filename, torch.overrides.__file__,
     str(Path(__file__).with_name("builtin_numbers.py")),
 )  # fmt: skip
-_RESHAPED = frozenset({*SHAPES, "unsqueeze", "to", "long", "contiguous", "clone"})  # of one dimension, all elements
+# Keep the elements of one dimension in order.
+_RESHAPED = frozenset({*SHAPES, "unsqueeze", "to", "long", "contiguous", "clone"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class _TorchCall:
 
 
 class Selections:
-    """The calls of a trace that are other ones for rows selected by masks."""
+    """Replaces calls of torch functions on rows selected by masks, in one trace."""
 
     def __init__(
         self,
@@ -101,17 +101,18 @@ class Selections:
         know: Callable[[Any, Any], None],
         guard: Callable[[FrameType | None], bool | None],
     ) -> None:
-        """`value` and `know` are of constants. `selects`, `call` and `guard` are those of `SelectionTests`.
+        """`value` and `know` read and write the values of constants; for `selects`, `call` and `guard` see
+        `SelectionTests`.
 
-        `shown` gives the integer that stands for a number of selected rows, from the number of all rows.
+        `shown` maps the number of all rows to the integer that stands for a number of selected rows.
         """
         self.tests = SelectionTests(selects, call, guard)
-        self.numbers: list[Source] = []  # of rows, that the model reads
+        self.numbers: list[Source] = []  # lines that read a number of rows
         self._shown, self._value, self._know = shown, value, know
         self._rows = SelectedRows(value, know)
         self._counts = MaskCounts()
         self._parts = SelectedParts(self._rows, self._counts, self.tests.parts)
-        self._packed: ByTensor[tuple[Tensor, Tensor]] = ByTensor()  # by masked_select: x, mask
+        self._packed: ByTensor[tuple[Tensor, Tensor]] = ByTensor()  # result of masked_select -> x, mask
 
     @property
     def any(self) -> bool:
@@ -121,7 +122,7 @@ class Selections:
     def sized(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments of a call with sizes in place of numbers of rows; for arithmetic, with tensors."""
+        """The arguments of a call with numbers of rows replaced by sizes, or by tensors for arithmetic."""
         if (name in _ARITHMETIC or name in SHAPES) and any(isinstance(x, RowCount) for x in leaves((args, kwargs))):
             arithmetic = name in _ARITHMETIC
             return without_counts(args, arithmetic), without_counts(kwargs, arithmetic)
@@ -130,7 +131,7 @@ class Selections:
     def call(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> Any:
-        """The result of a call that is another one for selected rows; NOT_SELECTED for other calls."""
+        """The result of a call that selected rows change; NOT_SELECTED for other calls."""
         while frame.f_back is not None and frame.f_code.co_filename in _METHODS:
             frame = frame.f_back
         self.tests.frame = frame
@@ -142,7 +143,7 @@ class Selections:
         return NOT_SELECTED if of_rows is None or held is None else of_rows(self, call, held)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> bool:
-        """Follow any other call; whether its result may be computed from the values of constants."""
+        """Follow any other call; return whether its result may be computed from the values of constants."""
         self._counts.follow(name, args, kwargs, made)
         if name in ("unbind", "__getitem__") and args[0].dim() == 1 and args[0].dtype in INTEGERS:
             self._parts.follow(args[0], made, args[1:])
@@ -151,7 +152,7 @@ class Selections:
         if name in _RESHAPED and args:
             self._rows.number_like(args[0], made)
         operands = [x for x in leaves((args, kwargs)) if self._rows.of(x) is not None]
-        # A call of a module that is not traced lists its empty results behind its operands.
+        # The mark of a call that is not traced lists its empty results behind its operands.
         self._rows.hold_like(operands, args[0] if name == f"{MARK}.default" else made)
         return not operands or all(self._rows.of(x) is not None for x in leaves(made) if isinstance(x, Tensor))
 
@@ -163,7 +164,7 @@ class Selections:
         return call.given.tensor().to(call.kwargs.get("dtype") or torch.int64)
 
     def _made(self, call: _TorchCall) -> Any:
-        """A tensor that is made with as many rows as a mask selects: the selected rows of one with all of them."""
+        """A new tensor with one row for each selected row: the selected rows of a tensor with all rows."""
         args, kwargs = call.args, call.kwargs
         first = 1 if isinstance(call.given, Tensor) else 0
         if "size" in kwargs:
@@ -225,7 +226,7 @@ class Selections:
         return made
 
     def _scattered(self, call: _TorchCall) -> Any:
-        """x.masked_scatter(mask, source) as one example, for examples may select other numbers of rows."""
+        """x.masked_scatter(mask, source) on all examples as one, because each may select another number of rows."""
         source = self._rows.packed(call.argument(2, "source"))
         if source is None:
             return NOT_SELECTED
@@ -249,7 +250,9 @@ class Selections:
         return self._parts.joined(call.given, call.argument(1, "dim", 0))
 
     def _spread(self, call: _TorchCall) -> Any:
-        """Arithmetic of selected rows and as many plain ones as the mask selects, which get the places of these."""
+        """Arithmetic on selected rows and a plain tensor with one row for each of them; its rows move to the selected
+        places.
+        """
         selected = next((x for x in call.args if (held := self._rows.of(x)) is not None and not held.dim), None)
         if selected is None or not all(isinstance(x, Tensor) and x.dim() == selected.dim() for x in call.args):
             return NOT_SELECTED
@@ -277,7 +280,7 @@ class Selections:
         return merged
 
     def _each(self, call: _TorchCall, held: MaskedRows) -> Any:
-        """The places that nonzero() found, one after the other, as constants; NOT_SELECTED for other rows."""
+        """Iterating over the places that nonzero() found: constants, one by one; NOT_SELECTED for other rows."""
         real = None if held.dim or call.argument(1, "dim", 0) else self._value(call.given)
         if real is None:
             return NOT_SELECTED
@@ -293,7 +296,7 @@ class Selections:
             return Iterations(self.tests, held.mask, real.tolist(), [*self.tests.source()])
 
     def _reduced(self, call: _TorchCall, held: MaskedRows) -> Any:
-        """The sum or the mean of the selected rows."""
+        """The sum or mean of the selected rows."""
         x, *rest = call.args
         dims = call.argument(1, "dim")
         listed = range(x.dim()) if dims is None or dims == () else [dims] if isinstance(dims, int) else dims
@@ -306,7 +309,7 @@ class Selections:
         return total / (held.mask.ne(0).sum() * math.prod(x.shape[dim] for dim in over - {held.dim}))
 
     def _loss(self, call: _TorchCall, held: MaskedRows) -> Any:
-        """A loss of the selected rows: their losses, summed, over their number."""
+        """The mean loss of the selected rows: the sum of their losses over their number."""
         args, kwargs = call.args, call.kwargs
         given = kwargs.get("reduction", "mean")
         if given == "none" or held.dim or kwargs.get("weight") is not None or len(args) > 2:
@@ -326,7 +329,7 @@ class Selections:
     # -- numbers of rows -----------------------------------------------------------------------------
 
     def _number_of(self, mask: Tensor, times: int = 1) -> RowCount:
-        """The number of selected rows, or a multiple."""
+        """The number of selected rows, times `times`."""
         self.numbers.extend(self.tests.source())
         whole, shown = mask.numel() * times, self._shown(mask.numel()) * times
         counted = lambda: mask.ne(0).sum() * times if times != 1 else mask.ne(0).sum()  # noqa: E731
@@ -348,14 +351,14 @@ class Selections:
         if isinstance(made, torch.Size):
             number = self._number_of(held.mask)
             return torch.Size([number if dim == held.dim else size for dim, size in enumerate(made)])
-        depends = True  # a number of elements or bytes
+        depends = True  # the number of elements or bytes
         if call.name in ("stride", "size"):
             dim = call.argument(1, "dim") % call.given.dim()
             depends = dim == held.dim if call.name == "size" else dim < held.dim
         return self._number_of(held.mask, made // held.mask.numel()) if depends else made
 
     def _tests_length(self) -> bool:
-        """Whether the code that takes this len() only tests whether it is zero."""
+        """Whether the code that calls this len() only tests whether it is zero."""
         path = around(self.tests.frame)
         outer = next((node for node in reversed(path[:-1]) if isinstance(node, ast.expr | ast.stmt)), None)
         if isinstance(outer, ast.Compare) and len(outer.ops) == 1:
@@ -365,9 +368,9 @@ class Selections:
         return isinstance(outer, ast.If | ast.UnaryOp | ast.BoolOp)
 
     def labels(self, targets: Any, lengths: Any) -> Any:
-        """Labels of all examples in a row, labels.masked_select(mask), as a matrix with their examples as rows.
+        """Concatenated labels of all examples, labels.masked_select(mask), as a matrix with one row per example.
 
-        `lengths` are the counts of the mask's rows; other targets stay.
+        `lengths` are the counts of the mask's rows; other targets are returned as they are.
         """
         found = self._packed.get(targets)
         if found is None or self._counts.counted_by_row(lengths) is not found[1]:
@@ -378,7 +381,7 @@ class Selections:
         return x.new_zeros(rows, width + 1).scatter(1, places, x)[:, :width]
 
     def answer(self, name: str, x: Any) -> Any:
-        """The value of a test whether a mask selects anything, or of a count."""
+        """The value of a test whether a mask selects anything, or of a count; NOT_SELECTED for other tensors."""
         if self._value(x) is not None:
             return NOT_SELECTED
         listed = self._parts.listed(x)
@@ -402,7 +405,7 @@ def _named(names: str, rewrite: Callable[..., Any]) -> dict[str, Callable[..., A
     return dict.fromkeys(names.split(), rewrite)
 
 
-# The other call, or NOT_SELECTED, of a call by the name of its function.
+# For each function, the method that returns its result for selected rows, or NOT_SELECTED.
 _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **_named("tensor as_tensor scalar_tensor", Selections._tensor),
     **_named("zeros ones full new_zeros new_ones new_full expand broadcast_to", Selections._made),
@@ -416,7 +419,7 @@ _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **_named("masked_scatter masked_scatter_", Selections._scattered),
     **dict.fromkeys(_ARITHMETIC, Selections._spread),
 }
-# Those of calls whose first argument holds selected rows.
+# The same for calls whose first argument holds selected rows.
 _CALLS_OF_ROWS: Mapping[str, Callable[[Selections, _TorchCall, MaskedRows], Any]] = {
     **_named("reshape view", Selections._merged),
     **_named("sum mean", Selections._reduced),

@@ -1,8 +1,8 @@
-"""Weights that are different tensors in one memory.
+"""Weights that are different tensors in the same memory.
 
 decoder.weight = encoder.weight                     one weight of two names: a tie
 decoder.weight.data = encoder.weight.data           two weights, each of which the optimizer updates in place
-q, k = (nn.Parameter(x) for x in both.split(8))     two weights side by side, which do not meet
+q, k = (nn.Parameter(x) for x in both.split(8))     two weights side by side, which do not overlap
 self.cos = self.table[0]                            two buffers, neither of which forward may change in place
 """
 
@@ -19,7 +19,7 @@ from partc.ir.operations import owner
 from partc.ir.program import Graph, TensorType, is_change, makers
 from partc.runtime.torch_private import storage_key
 
-LARGEST = 1 << 24  # elements whose places are compared one by one
+LARGEST = 1 << 24  # the most elements whose addresses are compared one by one
 
 
 def shared_with(model: nn.Module) -> tuple[str, str] | None:
@@ -75,7 +75,7 @@ def _meet(x: Tensor, y: Tensor) -> bool:
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """The first and the last place in bytes."""
+    """The first and last byte address of a tensor's elements."""
     first, size = int(x.storage_offset()), x.element_size()
     last = first + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return first * size, (last + 1) * size - 1

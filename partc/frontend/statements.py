@@ -1,4 +1,4 @@
-"""The place in the source of the value that a frame tests or computes, as nodes of the syntax tree."""
+"""The expression that a frame is evaluating or testing, as nodes of the syntax tree."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ Span = tuple[int, int, int, int]  # first line and column, last line and column
 
 
 def span_of(frame: FrameType) -> Span | None:
-    """The place in the source of the value that a frame tests or computes; None before Python 3.11."""
+    """The span in the source of the value that a frame tests or computes; None before Python 3.11."""
     positions = getattr(frame.f_code, "co_positions", None)
     if positions is None:
         return None
     before = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
-    tests = "JUMP" in before[-1].opname or before[-1].opname == "UNARY_NOT"  # of the value that was made just before
+    # The frame tests the value that was computed just before.
+    tests = "JUMP" in before[-1].opname or before[-1].opname == "UNARY_NOT"
     line, last, column, end = list(positions())[before[-2 if tests else -1].offset // 2]
     return None if None in (line, last, column, end) else (line, column, last, end)
 
@@ -32,7 +33,7 @@ def tree_of(file: str) -> ast.Module | None:
 
 
 def path_to(tree: ast.AST, span: Span) -> list[ast.AST]:
-    """The nodes around a span, outermost first."""
+    """The nodes that enclose a span, outermost first."""
     found: list[ast.AST] = []
     node: ast.AST | None = tree
     while node is not None:
@@ -57,6 +58,6 @@ def _covers(node: ast.AST, span: Span) -> bool:
 
 
 def around(frame: FrameType | None) -> list[ast.AST]:
-    """The syntax nodes that enclose the value which a frame computes, outermost first; empty without source code."""
+    """The syntax nodes around the value that a frame computes, outermost first; empty without source code."""
     span, tree = (None, None) if frame is None else (span_of(frame), tree_of(frame.f_code.co_filename))
     return [] if span is None or tree is None else path_to(tree, span)

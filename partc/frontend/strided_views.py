@@ -1,4 +1,4 @@
-"""Views that read memory by strides (`as_strided`): overlapping windows of rows, as `unfold` gives them."""
+"""`as_strided` views that are overlapping windows of rows, as `unfold` returns them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """`count` windows of `size` rows, one every `step` rows; `shape` is the operand's with all rows in one."""
+    """`count` windows of `size` rows, one every `step` rows; `shape` is the operand's with all rows in one
+    dimension.
+    """
 
     shape: tuple[int, ...]
     dim: int
@@ -22,9 +24,10 @@ class Windows:
 
 
 def windows(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Windows | None:
-    """The windows that `x.as_strided(size, stride, offset)` is; None if it is something else.
+    """The windows that `x.as_strided(size, stride, offset)` reads; None if it reads something else.
 
-    Leading and trailing dimensions are those of x; between them, x has rows and the result windows and their rows.
+    Leading and trailing dimensions equal those of x; between them, x has rows, and the result has windows and their
+    rows.
     """
     if len(size) < 2 or offset not in (None, x.storage_offset()):
         return None

@@ -1,4 +1,4 @@
-"""The number of values that an entry of the batch may have: the rows of the tables and the classes that it indexes."""
+"""Upper bounds on integers in the batch: the rows of the tables, or the classes, that they index."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from partc.ir.operations import KEEPING, spelling
 from partc.ir.program import Op, Program, Ref
 
-_SAME = KEEPING | spelling("slice")  # the result has elements of the first operand
+_SAME = KEEPING | spelling("slice")  # the result only has elements of the first operand
 _LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 
 
 def token_limits(program: Program) -> dict[str, int]:
-    """For the integer entries of a traced program that index tables or classes, the smallest of their numbers."""
+    """For each integer entry that indexes tables or classes: the smallest number of rows or classes."""
     types = program.value_types()
     found: dict[str, int] = {}
     for call in program.calls:

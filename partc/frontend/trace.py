@@ -45,7 +45,7 @@ from partc.settings import PASSES, tell
 from partc.torch_private import compiling_unsaid, optimized_execution
 
 MAIN = "main"
-TRIES = 6  # traces, each without one more group or row of modules
+TRIES = 6  # the most traces; each excludes one more group or row of modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Batches:
 
     @property
     def parts(self) -> int:
-        """The number of parts into which the batch is cut before the model sees one."""
+        """The number of parts into which the batch is cut; the model sees one part at a time."""
         return self.microbatches if self.separate else 1
 
 
@@ -189,12 +189,12 @@ Capture = Callable[[Excluded | None, Outcomes], Captured]
 
 
 def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
-    """Trace equal modules once; without a group of modules that are not equal, and as a whole if that fails.
+    """Trace equal modules once. Groups that prove unequal are excluded; if that fails too, every call is traced.
 
-    Code that asks whether it is traced does what it does eagerly; if that cannot be traced, it is told of the trace.
+    torch.compiler.is_compiling() returns False in the trace; if the trace fails, it returns True in another one.
     """
     excluded: Excluded = frozenset()
-    # Where TorchScript optimizes a function, it detaches the operands that it differentiates by itself.
+    # TorchScript's optimizer detaches the operands of functions that it differentiates itself.
     with compiling_unsaid(), optimized_execution(False):
         for _ in range(TRIES):
             try:
@@ -211,10 +211,10 @@ def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tu
             if error.code != "P0206":
                 raise
             refusal = error
-    tell(PASSES, "the model is traced as code that is told of the trace")
+    tell(PASSES, "the model is traced with is_compiling() returning True")
     try:
         return _of_all_outcomes(captured, None, name=name, mesh=mesh, batches=batches)
-    except PartcError as later:  # a failure of code that asks says less than the refusal of an operation
+    except PartcError as later:  # the refusal of an operation says more than a failure in code that asks
         raise (later if "forward raises" in refusal.cause else refusal) from None
 
 
@@ -237,7 +237,7 @@ def _of_all_outcomes(
         graph = trace(outcomes).graph
         full, partly = made[Outcomes.ABOVE][0].passed, made[outcomes][0].passed
         if any(not values <= full.get(path, values) for path, values in partly.items()):
-            raise WholeTrace  # in which tests of different calls have different numbers
+            raise WholeTrace  # a whole trace numbers the tests of all calls differently
         return graph
 
     found = trace(Outcomes.ABOVE)
@@ -253,7 +253,7 @@ def _of_all_outcomes(
             except PartcError:
                 other = None
             check_numbers(found.graph, other, numbers[0])
-    if tests:  # after the checks that most often end in another trace of the whole model
+    if tests:  # last, because earlier checks most often end in another trace of the whole model
         for outcomes in PARTLY_EMPTY[: 2 * told_apart(made[Outcomes.ABOVE][0].most_tests, tests)]:
             try:
                 with _unlogged():
@@ -261,7 +261,7 @@ def _of_all_outcomes(
             except PartcError as error:
                 if "forward raises" not in error.cause:
                     raise
-                continue  # eagerly, these outcomes raise as well, if they exist
+                continue  # if these outcomes occur at all, they also raise eagerly
             check_empty(found.graph, partly, tests[0])
     graph, longer = joined(found, trace) if found.branches else (found.graph, Outcomes.ABOVE)
     capture, program = made[longer]
@@ -273,7 +273,7 @@ def _of_all_outcomes(
 
 
 def _skipped(program: Program, others: Sequence[Program], source: Source | None) -> Iterator[str]:
-    """A sentence on the trained parameters that some outcomes of branches do not read."""
+    """A warning about trained parameters that some outcomes of branches do not read."""
     always: set[str] = set.intersection(*map(_read_parameters, others))
     sometimes = _read_parameters(program) - always
     skipped = [item.name for item in program.parameters if item.trainable and item.name in sometimes]
@@ -294,7 +294,7 @@ def _read_parameters(program: Program) -> set[str]:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """A context without torch's messages on operations that fail, such as on sizes that do not fit."""
+    """A context without torch's log messages about failing operations, such as on sizes that do not fit."""
     logging.disable(logging.ERROR)
     try:
         yield
@@ -305,7 +305,7 @@ def _unlogged() -> Iterator[None]:
 def program_of(
     captured: Captured, *, name: str, mesh: Mesh, batches: Batches
 ) -> tuple[Program, tuple[RandomBranch, ...]]:
-    """The program of an exported model: the region `main`, called once. With the branches on random numbers."""
+    """The program of an exported model (the region `main`, called once), and its branches on random numbers."""
     parameters = _parameters(captured.model, captured.trained)
     owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
     check_indices(captured.exported, tuple(captured.batch), captured.integers)
@@ -379,7 +379,7 @@ def _check_loss(graph: Graph, loss: Value) -> None:
 
 
 def _shared(graph: Graph, made: Mapping[str, Value], count: int) -> Graph:
-    """Divide the loss, or the scalars, of one of `count` batches by `count`."""
+    """The graph with the loss, or the scalars, of one of `count` batches divided by `count`."""
     shares = [Value(name=f"{name}_share", type=made[name].type) for name in graph.outputs]
     ops = [
         Op(name="div", args=(Ref(name), count), results=(share,))

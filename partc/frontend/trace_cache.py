@@ -1,8 +1,8 @@
 """Traced programs of earlier compiles, as text in a folder of the user's.
 
 A trace follows from the model's sources, its options, the precision, and the versions of partc and of the packages that
-the sources import. These are an entry's key; mesh and microbatches are not. An entry also names the files that were
-read while the model was built, and holds as long as they stay unchanged.
+the sources import. These form an entry's key; mesh and microbatches do not. An entry also names the files that were
+read while the model was built, and is valid as long as they are unchanged.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ def _kept(
             evaluates = file.evaluate is not None
             return replace(known, model_source=file.source, options=file.options, evaluates=evaluates)
         traced = trace_loaded(file, mesh=mesh, batches=batches, precision=how["precision"], purpose=how["purpose"])
-    if imported_by(path) == own:  # else forward imports modules that the key does not know
+    if imported_by(path) == own:  # otherwise forward imports modules that are not in the key
         _write(folder / f"{key}.json", traced, path, read)
     return traced
 
 
 def _key(sources: Mapping[str, bytes], options: Mapping[str, str], how: Mapping[str, Any]) -> str:
-    """The digest of everything that a trace follows from."""
+    """The digest of everything on which a trace depends."""
     imported = {name for text in sources.values() for name in _imported(text)}
     facts: dict[str, Any] = {
         "sources": {name: hashlib.sha256(text).hexdigest() for name, text in sorted(sources.items())},
@@ -132,7 +132,7 @@ def _version(package: str) -> str:
 
 @functools.cache
 def _compiler() -> str:
-    """The digest of partc's own sources that make a trace."""
+    """The digest of partc's sources on which a trace depends."""
     root = Path(__file__).parents[1]
     folders = [root.glob("*.py"), *((root / name).rglob("*.py") for name in ("frontend", "ir", "rules", "runtime"))]
     texts = (path.read_bytes() for found in folders for path in sorted(found))
@@ -162,7 +162,7 @@ def _read(entry: Path, name: str, path: str, *, mesh: Mesh, batches: Batches) ->
             return None
         program = parse(found["program"])
         entry.touch()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, PartcError):  # cut short, or another's file
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, PartcError):  # truncated, or not an entry
         return None
     program = _placed(program, _MODEL, path)
     own = found["optimizer"]
@@ -177,7 +177,7 @@ def _read(entry: Path, name: str, path: str, *, mesh: Mesh, batches: Batches) ->
 
 
 def _write(entry: Path, traced: Traced, path: Path, read: Iterable[str]) -> None:
-    """Add an entry. A folder that cannot be written to stays without one."""
+    """Add an entry, unless the folder cannot be written."""
     others = (file for file in dict.fromkeys(read) if Path(file).parent != entry.parent.absolute())
     files = {file: _state(Path(file)) for file in others}
     document = {
@@ -201,7 +201,7 @@ def _write(entry: Path, traced: Traced, path: Path, read: Iterable[str]) -> None
 
 
 def _placed(program: Program, before: str, after: str) -> Program:
-    """The program with operations of one file said to be of another."""
+    """The program with the source file of its operations replaced."""
 
     def op(each: Any) -> Any:
         moved = each.source is not None and each.source.file == before
@@ -217,7 +217,7 @@ def _placed(program: Program, before: str, after: str) -> Program:
 
 
 def _state(path: Path) -> list[int]:
-    """The size and time of change of a file; empty if there is none."""
+    """A file's size and modification time; empty if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -242,14 +242,14 @@ def _reading() -> Iterator[list[str]]:
 
 @functools.cache
 def _readers() -> list[list[str]]:
-    """The lists that every opening of a file is written to. An audit hook stays until the process ends."""
+    """The lists that receive the path of every opened file. The audit hook stays until the process ends."""
     readers: list[list[str]] = []
 
     def opened(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open" or not readers or not isinstance(arguments[0], str | bytes):
             return
         path = Path(os.fsdecode(arguments[0])).absolute()
-        code = path.suffix in (".py", ".pyc")  # modules are of the key
+        code = path.suffix in (".py", ".pyc")  # imported modules are in the key
         if not code and not is_installed(path):
             for each in readers:
                 each.append(str(path))

@@ -29,8 +29,8 @@ _PART = (
 class Known:
     """A pattern over `Type: first line` of an exception, its cause, and a remedy.
 
-    `{0}`, `{1}` are the pattern's groups; an empty cause keeps the exception's own message. `inside` blames the line
-    that reads values, in place of the user's line that calls it.
+    `{0}`, `{1}` are the pattern's groups; an empty cause keeps the exception's own message. With `inside`, the error
+    names the line that reads values instead of the user's line that calls it.
     """
 
     pattern: str
@@ -109,7 +109,7 @@ def explained(
 ) -> PartcError:
     """The error P0206 for an exception that ended a trace, at the model's own line.
 
-    The trace is of one of `parts` of the batch, and `selected` if a mask has selected rows in it.
+    The trace used one of `parts` parts of the batch; `selected`: a mask has selected rows.
     """
     said = first_line(error)
     text = f"{type(error).__name__}: {said}"
@@ -145,7 +145,7 @@ def innermost(error: BaseException) -> Source | None:
 
 
 def _raised_by_the_model(error: BaseException) -> bool:
-    """Whether a raise or an assert outside torch made the exception, so that its message is the author's."""
+    """Whether the exception was raised outside torch, so that its message is the author's."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or is_machinery(frames[-1].filename):
         return False

@@ -4,7 +4,7 @@
     torch.func.jvp(f, (x,), (t,))                ->    those of f and of its derivative
     torch.func.grad(f)(x)                        ->    those of f and of its gradient
 
-torch's own rules of batches and derivatives make the operations, in a trace of the call alone.
+torch's own batching and derivative rules produce the operations, in a separate trace of the call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def transformed(*, whole: bool) -> Iterator[None]:
     """A context in which transforms are traced, also those that modules have imported by name.
 
     Raises PartcError P0216 for vjp and jacrev outside another transform. Unless the trace is `whole`, gradients raise
-    WholeTrace: calls of modules that are left out of a trace have none.
+    WholeTrace: calls that the trace leaves out have none.
     """
     own = {name: getattr(module, attribute) for name, (module, attribute) in TRANSFORMS.items()}
     for name, function in own.items():
@@ -49,7 +49,7 @@ def transformed(*, whole: bool) -> Iterator[None]:
 
 
 def _followed(name: str, function: Callable[..., Any], whole: bool) -> Callable[..., Any]:
-    """A transform that runs as the operations of a trace of its own; inside another one it runs as it is."""
+    """A transform that runs as the operations of a separate trace; inside another transform it runs unchanged."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -85,18 +85,19 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     tensors = [leaves[place] for place in places]
     with without_modes():
         graph = make_fx(run)(*tensors)
-        if any("_backward" in str(node.target) for node in graph.graph.nodes):  # it has to be differentiated again
+        # A derivative has to be differentiated again.
+        if any("_backward" in str(node.target) for node in graph.graph.nodes):
             with sdpa_kernel(SDPBackend.MATH):
                 graph = make_fx(run, decomposition_table={**differentiable_derivatives(), **norm_decompositions()})(
                     *tensors
                 )
-    graph.graph.eliminate_dead_code()  # tests of sizes
+    graph.graph.eliminate_dead_code()  # removes tests of sizes
     graph.recompile()
     return tree_unflatten(_Replay(graph).run(*tensors), shape[0])
 
 
 class _Replay(fx.Interpreter):
-    """Operations run once more, where autograd follows them. Raises PartcError P0216 if it would lose a gradient."""
+    """Runs operations again under autograd. Raises PartcError P0216 if a gradient would be lost."""
 
     def run_node(self, node: fx.Node) -> Any:
         made = super().run_node(node)

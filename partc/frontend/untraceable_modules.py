@@ -1,7 +1,7 @@
-"""Forward passes of torch's modules that read values as Python numbers, in operations that a trace can follow.
+"""Traceable forward passes for modules of torch that read values as Python numbers.
 
-nn.BatchNorm*d(momentum=None)       the number of batches is a tensor, of which torch makes a number
-nn.AdaptiveLogSoftmaxWithLoss       every cluster computes all rows, of which torch selects those of its classes
+nn.BatchNorm*d(momentum=None)       torch converts the tensor that counts batches to a number
+nn.AdaptiveLogSoftmaxWithLoss       every cluster computes all rows; torch selects the rows of its classes
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def untraceable_modules() -> Iterator[None]:
         for kind, forward in _FORWARD.items():
             plain = vars(kind)["forward"]
             stack.callback(setattr, kind, "forward", plain)
-            setattr(kind, "forward", forward(plain))  # noqa: B010 (a class of torch, which mypy would not assign to)
+            setattr(kind, "forward", forward(plain))  # noqa: B010 (mypy rejects an assignment to a class's method)
         yield
 
 

@@ -19,7 +19,7 @@ RESERVED = frozenset({"regions", "stages", "ranks", "runtime", "kernels", "evalu
 def imported_by(path: Path, package: str = "") -> dict[str, bytes]:
     """The user's own modules that a file imports, directly and indirectly.
 
-    `path` is the file, of a module in `package`. Files go by their paths in the package. Imports inside functions count
+    `path` is the file of a module in `package`. Keys are paths in the package. Imports inside functions count
     once they have run. Raises PartcError P0215 for a name that packages use themselves.
     """
     found: dict[str, bytes] = {}
@@ -33,7 +33,7 @@ def imported_by(path: Path, package: str = "") -> dict[str, bytes]:
             if name.partition(".")[0] in RESERVED:
                 raise PartcError(
                     "P0215",
-                    f"{at.name} imports {name}, and packages have a module of that name themselves",
+                    f"{at.name} imports {name}, which is also a module of every package",
                     help=f"rename {file.name}; taken are {', '.join(sorted(RESERVED))}",
                     source=Source(file=str(at), line=line),
                 )

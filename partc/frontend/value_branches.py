@@ -1,4 +1,4 @@
-"""Python branches on the values of tensors, which a trace does not have.
+"""Python branches on the values of tensors, which are unknown in a trace.
 
     if torch.ones(4).any():                          constants: computed beside the trace
     if torch.rand(()) < 0.0:                         draws from [0, 1) against numbers outside: always or never
@@ -7,8 +7,8 @@
     if not torch.isfinite(x).all(): x = x.clamp(…)   numbers are assumed to be finite, which `assumed` lists too
     if x.mean() > 0:                                 everything else: refused by the trace
 
-Packages do not run guards. A guard is a test whose one outcome only raises or warns, and nothing catches what it
-raises; asserts are guards.
+Packages do not run guards. A guard is a test with an outcome that only raises an uncaught exception, or warns; asserts
+are guards.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from partc.frontend.statements import around, path_to, span_of, tree_of
 from partc.installed import is_machinery, shortened, user_frame
 from partc.torch_private import GuardOnValues, checks, lists, without_modes
 
-LARGEST = 1 << 16  # elements of a constant whose values are computed
+LARGEST = 1 << 16  # the most elements of a constant whose values are computed
 _TRACED_FROM = str(Path(__file__).with_name("capture.py"))  # the file that calls the model
-CALLS = 4  # between a value and the statement that tests it
+CALLS = 4  # the most frames between a value and the statement that tests it
 _TESTS = frozenset({*TESTS, "equal", "allclose"})
 _READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__", "__format__"})
 _DRAWS = frozenset({
@@ -49,29 +49,32 @@ _DRAWS = frozenset({
     "dropout3d", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "rrelu", "gumbel_softmax",
     "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_",
 })  # fmt: skip
-# Factories whose operand gives a shape and a dtype only.
+# Factories that only read the shape and dtype of their operand.
 _SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"})
-# Operations whose result has as many rows as the values say.
+# Operations whose result has a data-dependent shape.
 _SIZED_BY_VALUES = frozenset({
     "repeat_interleave", "nonzero", "argwhere", "where", "unique", "unique_consecutive", "masked_select", "bincount",
     "combinations",
 })  # fmt: skip
-# Operations that read integer tensors as sizes or places: all of their arguments, or those behind the first.
+# Operations that use integer tensors as sizes or indices: in all arguments (factories), or in all but the first.
 _FACTORIES = frozenset({"arange", "linspace", "zeros", "ones", "full", "empty", "eye"})
 _PLACED = frozenset({
     "new_zeros", "new_ones", "new_full", "narrow", "select", "split", "split_with_sizes", "chunk",
     "view", "reshape", "unflatten", "expand", "repeat", "tile", "unfold", "pad", "roll", "interpolate",
 })  # fmt: skip
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_FOREACH = "_foreach_"  # operations on lists, as of updates of a teacher
-_COUNTED = frozenset({"repeat_interleave", "tensor_split"})  # results whose sizes are numbers in the second operand
-_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}  # if all are finite
+_FOREACH = "_foreach_"  # operations on lists, such as the update of a teacher
+# The second operand's numbers determine the sizes of results.
+_COUNTED = frozenset({"repeat_interleave", "tensor_split"})
+# Tests for infinities and NaN, with their outcomes for finite numbers.
+_FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
 _UNKNOWN = object()
 RANDOM_BRANCH = "random_branch"
 # The integers that stand for a number of selected rows in traces that are compared with the first one.
 _SHOWN: Mapping[Outcomes, Callable[[int], int]] = {
     Outcomes.ONE_ROW: lambda rows: 1 if rows > 1 else 3,
-    Outcomes.HALF_THE_ROWS: lambda rows: rows // 2 + (rows // 2 - rows + 1) % 2,  # odd where all rows are even
+    # Odd if the number of all rows is even, and even if it is odd.
+    Outcomes.HALF_THE_ROWS: lambda rows: rows // 2 + (rows // 2 - rows + 1) % 2,
 }
 _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{RANDOM_BRANCH}(Tensor test, bool outcome) -> ()")
@@ -81,7 +84,7 @@ _SPOKEN = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "de
 
 
 class ValueWatch(TorchFunctionMode):
-    """A mode that knows the values of constants while a model is traced, and collects the guards that it passes."""
+    """A mode that knows the values of constants while a model is traced, and collects the guards that pass."""
 
     def __init__(
         self,
@@ -89,7 +92,9 @@ class ValueWatch(TorchFunctionMode):
         branching: Callable[[], None] = lambda: None,
         call: Callable[[], int] = lambda: -1,
     ) -> None:
-        """`branching` is called at each branch on a random number. `call` numbers the module calls that are copied."""
+        """`branching` is called at each branch on a random number. `call` returns the number of the running module
+        call.
+        """
         super().__init__()
         self._outcomes = outcomes
         self._branching = branching
@@ -97,7 +102,7 @@ class ValueWatch(TorchFunctionMode):
         self._drawn = RandomTests()
         self.assumed: dict[Source, str] = {}  # the text of each guard
         self._known: ByTensor[Tensor] = ByTensor()
-        self._finite: ByTensor[bool] = ByTensor()  # tests of numbers, and their finite outcome
+        self._finite: ByTensor[bool] = ByTensor()  # tests for finite numbers -> their outcome if all are finite
         self.selections = Selections(
             selects=outcomes.selects,
             call=call,
@@ -156,9 +161,9 @@ class ValueWatch(TorchFunctionMode):
 
     @contextmanager
     def _constants_are_read(self) -> Iterator[None]:
-        """A context in which transformers looks at the values of constants, as it does of tensors with memory.
+        """A context in which transformers reads the values of constants, as it does for tensors with memory.
 
-        Of tensors without values it makes masks that hide nothing, and masks for packed sequences.
+        Without values it would build masks that hide nothing, and masks for packed sequences.
         """
         tools = sys.modules.get("transformers.utils.import_utils")
         fake = getattr(tools, "is_fake_tensor", None)
@@ -253,7 +258,9 @@ class ValueWatch(TorchFunctionMode):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """A context for a Python function of torch, where this mode is off: its tests of tensors are guards too."""
+        """A context for a Python function of torch, in which this mode is off but tests of tensors still count as
+        guards.
+        """
         truth = Tensor.__bool__
 
         @functools.wraps(truth)
@@ -270,7 +277,7 @@ class ValueWatch(TorchFunctionMode):
     # -- known values --------------------------------------------------------------------------
 
     def _numbers(self, item: Any) -> Any:
-        """Arguments of a call, with numbers in place of integer tensors of one element whose values are known."""
+        """The arguments of a call, with known integer tensors of one element replaced by numbers."""
         if isinstance(item, Tensor):
             known = self._known.get(item) if not item.dim() and item.dtype in _INTEGERS else None
             with without_modes():
@@ -286,7 +293,7 @@ class ValueWatch(TorchFunctionMode):
         return x in self._known
 
     def know(self, x: Any, real: Any) -> None:
-        """Take a tensor for a constant of these values."""
+        """Note that a tensor is a constant with these values."""
         if isinstance(x, Tensor) and isinstance(real, Tensor):
             if x.shape == real.shape and x.dtype == real.dtype and real.device.type == "cpu":
                 self._known[x] = real
@@ -295,7 +302,7 @@ class ValueWatch(TorchFunctionMode):
                 self.know(one, other)
 
     def _constant(self, real: Any) -> Any:
-        """Known values of integers as constants of the trace; _UNKNOWN for others."""
+        """Known integer values as a constant of the trace; _UNKNOWN for others."""
         if isinstance(real, tuple | list):
             found = [self._constant(each) for each in real]
             return _UNKNOWN if any(each is _UNKNOWN for each in found) else tuple(found)
@@ -308,7 +315,7 @@ class ValueWatch(TorchFunctionMode):
         return made
 
     def _counted(self, name: str, x: Tensor, numbers: Tensor, dim: int | None = None, **_: Any) -> Any:
-        """The pieces of x that end at known places, or x with each row repeated as often as the known numbers say."""
+        """tensor_split at known indices, or repeat_interleave by known numbers."""
         with without_modes():
             places = numbers.tolist()
         if name == "tensor_split":
@@ -320,7 +327,8 @@ class ValueWatch(TorchFunctionMode):
     def _drawn_by_own(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Tensor:
-        """A constant: numbers of a generator of the model's own, which `frozen_state` refuses if it goes on.
+        """Numbers drawn from the model's own generator, as a constant; `frozen_state` refuses a generator that
+        advances.
 
         Raises PartcError P0225 if their number or distribution depends on other values.
         """
@@ -352,7 +360,7 @@ class ValueWatch(TorchFunctionMode):
         self._drawn.follow(name, args, made)
         self._follow_finite(name, args, made)
         test = self._drawn.of(made)
-        if test is not None and not 0 < test[0] < 1:  # of numbers from [0, 1)
+        if test is not None and not 0 < test[0] < 1:  # the numbers are from [0, 1)
             with without_modes():
                 self.know(made, torch.full(made.shape, (test[0] >= 1) == test[1], dtype=torch.bool))
             return
@@ -368,7 +376,7 @@ class ValueWatch(TorchFunctionMode):
             self._forget(written)
 
     def _branch(self, test: Tensor, below: bool) -> bool:
-        """The outcome of a branch on a random number, which the graph records."""
+        """Choose the outcome of a branch on a random number, and record the branch in the graph."""
         self._branching()
         outcome = self._outcomes.below(self._branches) == below
         self._branches += 1
@@ -376,7 +384,7 @@ class ValueWatch(TorchFunctionMode):
         return outcome
 
     def _forget(self, written: Tensor) -> None:
-        """Forget a tensor that gets unknown values, and all views of its memory."""
+        """Forget the values of a tensor that is changed to unknown values, and of all views of its memory."""
         held = self._known.get(written)
         if held is None:
             return
@@ -384,17 +392,17 @@ class ValueWatch(TorchFunctionMode):
         self._known.drop(lambda own: own.untyped_storage().data_ptr() == memory)
 
     def _computed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result on known values; _UNKNOWN if an operand's values are, or if the result is random."""
+        """The result on known values; _UNKNOWN if an operand is unknown or the result is random."""
         if name in _DRAWS or kwargs.get("training"):
             return _UNKNOWN
         try:
             given = self._real((args, dict(kwargs)), shaped=name in _SHAPED)
         except _UnknownError:
             return _UNKNOWN
-        with without_modes():  # not no_grad, which the tracer would record
+        with without_modes():  # no_grad would be recorded by the tracer
             try:
                 return func(*given[0], **given[1])
-            except Exception:  # the traced call has succeeded, or will raise this itself
+            except Exception:  # the traced call has succeeded, or will raise the same
                 return _UNKNOWN
 
     def _real(self, item: Any, *, shaped: bool) -> Any:
@@ -418,7 +426,9 @@ class ValueWatch(TorchFunctionMode):
     # -- guards --------------------------------------------------------------------------------
 
     def _assume(self, frame: FrameType | None) -> None:
-        """List a call of torch's own checks, at the line of the function that is not handed the condition."""
+        """List a call of torch's checks as a guard, at the innermost line outside the functions that receive its
+        condition.
+        """
         frame = user_frame(frame)
         for _ in range(CALLS):
             call = _called(frame)
@@ -455,7 +465,7 @@ class ValueWatch(TorchFunctionMode):
             self._finite[made] = outcome
 
     def _assumed_finite(self, test: Any, frame: FrameType | None) -> bool | None:
-        """The outcome of a test for finite numbers, which is listed; None for other tests."""
+        """List a test for finite numbers as assumed, and return its outcome; None for other tests."""
         outcome = self._finite.get(test)
         if outcome is None or frame is None:
             return None
@@ -467,9 +477,9 @@ class ValueWatch(TorchFunctionMode):
 
 
 def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
-    """bincount of numbers below `minlength`, whose size does not depend on them; None for others.
+    """bincount with a `minlength`, which fixes the size of the result; None without it.
 
-    A larger number is an error of the step that meets it.
+    A number of `minlength` or more is an error in the step that reads it.
     """
     if not minlength:
         return None
@@ -480,8 +490,8 @@ def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Ten
 
 
 def for_each(name: str, tensors: Sequence[Tensor], *operands: Any, **named: Any) -> list[Tensor] | None:
-    """An operation on each tensor of a list, with operands of its own or of all."""
-    if name in ("norm", "addcmul", "addcmul_", "addcdiv", "addcdiv_"):  # whose numbers have names
+    """A `_foreach_` operation as one operation for each tensor of a list; None if it is unknown."""
+    if name in ("norm", "addcmul", "addcmul_", "addcdiv", "addcdiv_"):  # their scalar arguments have names
         lists, word = (0, "ord") if name == "norm" else (2, "value")
         named = {word if key == "scalars" else key: x for key, x in named.items()}
         named.update(zip([word], operands[lists:], strict=False))
@@ -496,7 +506,7 @@ def for_each(name: str, tensors: Sequence[Tensor], *operands: Any, **named: Any)
 
 
 def fake_quantized(x: Tensor, scale: float, zero: int, low: int, high: int) -> Tensor:
-    """torch.fake_quantize_per_tensor_affine, which has no kernel for tensors without memory, and computes in fp32."""
+    """torch.fake_quantize_per_tensor_affine in fp32; torch has no kernel for tensors without memory."""
     single = torch.tensor(scale, dtype=torch.float32)
     step, inverse = float(single), float(1 / single)
     number = torch.round(x.detach() * inverse) + zero
@@ -507,7 +517,7 @@ def fake_quantized(x: Tensor, scale: float, zero: int, low: int, high: int) -> T
 
 
 def covariance(x: Tensor, *, correction: int = 1) -> Tensor:
-    """torch.cov without weights, which compares values to find them."""
+    """torch.cov without weights; torch's own function compares values."""
     x = x if x.dim() == 2 else x.reshape(1, -1)
     centered = x - x.mean(1, keepdim=True)
     return (centered @ centered.T / max(x.shape[1] - correction, 0)).squeeze()
@@ -525,7 +535,9 @@ def correlation(x: Tensor) -> Tensor:
 def multilabel_margin_loss(
     input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
 ) -> Tensor:
-    """F.multilabel_margin_loss in operations; torch's own decomposition counts labels behind the first -1."""
+    """F.multilabel_margin_loss in traceable operations; torch's decomposition wrongly counts labels behind the first
+    -1.
+    """
     if size_average is not None or reduce is not None:
         reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     scores, labels = torch.atleast_2d(input), torch.atleast_2d(target)
@@ -541,7 +553,7 @@ def multilabel_margin_loss(
 
 
 def _without_data(func: Callable[..., Any], x: Tensor, *value: Tensor) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
-    """The call that `x.data` or `x.data = value` stands for: `x.detach()`, or a copy into it."""
+    """The call for which `x.data` or `x.data = value` stands: `x.detach()`, or a copy into it."""
     if not value:
         return Tensor.detach, (x,)
     if (x.shape, x.dtype) != (value[0].shape, value[0].dtype):
@@ -562,7 +574,7 @@ class _UnknownError(Exception):
 
 
 def _elements(made: Any) -> int:
-    """The number of elements of the largest tensor of a result; a size that depends on values counts as large."""
+    """The number of elements of a result's largest tensor; data-dependent sizes count as large."""
     if isinstance(made, Tensor):
         count = made.numel()
         return count if isinstance(count, int) else LARGEST + 1
@@ -570,7 +582,9 @@ def _elements(made: Any) -> int:
 
 
 def _guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | None:
-    """The guard that tests the value which this frame computes, with the value that passes it."""
+    """The guard that tests the value computed by this frame, as (line, text, passing outcome); None if there is
+    none.
+    """
     if frame is None or not calls:
         return None
     span = span_of(frame)
@@ -598,7 +612,7 @@ def _guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | No
 
 
 def _called(frame: FrameType | None) -> ast.Call | None:
-    """The innermost call in the source that a frame runs."""
+    """The innermost call expression that a frame is evaluating."""
     span, tree = (None, None) if frame is None else (span_of(frame), tree_of(frame.f_code.co_filename))
     if span is None or tree is None:
         return None
@@ -606,7 +620,7 @@ def _called(frame: FrameType | None) -> ast.Call | None:
 
 
 def _tested(expression: ast.expr, flipped: bool = False) -> Iterator[tuple[ast.expr, bool]]:
-    """The values that `not`, `and` and `or` combine, and whether the expression has the opposite truth."""
+    """The operands of `not`, `and` and `or`, and whether each is negated."""
     if isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not):
         yield from _tested(expression.operand, not flipped)
     elif isinstance(expression, ast.BoolOp):
@@ -626,7 +640,7 @@ def _quiet_outcome(statement: ast.If | ast.Assert) -> bool | None:
 
 
 def _is_caught(frame: FrameType | None) -> bool:
-    """Whether the model catches exceptions around a statement, in its function or in a caller's."""
+    """Whether the model catches exceptions around the running statement, in its function or in a caller."""
     while frame is not None and frame.f_code.co_filename != _TRACED_FROM:
         if not is_machinery(frame.f_code.co_filename):
             for node, inner in pairwise(around(frame)):
@@ -644,7 +658,7 @@ def _speaks(body: list[ast.stmt]) -> bool:
 def _is_speech(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Raise | ast.Pass):
         return True
-    if isinstance(statement, ast.Assign):  # of a message
+    if isinstance(statement, ast.Assign):  # builds a message
         return isinstance(statement.value, ast.Constant | ast.JoinedStr)
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         called = statement.value.func

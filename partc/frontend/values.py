@@ -1,7 +1,7 @@
 """Models whose constructors read values of their weights, such as orthogonal parametrisations and pruning.
 
-They are built in memory. What a trace keeps of a constructor, its numbers and plain tensors, must not depend on random
-weights: a package may start from other ones.
+They are built in memory. The numbers and plain tensors that a trace keeps from a constructor must not depend on random
+weights: a package may start from other weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGEST = 4 << 30  # bytes
 
 
 class _Bounded(TorchDispatchMode):
-    """Refuses to make tensors of more than `LARGEST` bytes in all."""
+    """Refuses to allocate tensors of more than `LARGEST` bytes in total."""
 
     made = 0
 
@@ -53,7 +53,7 @@ def with_values(build: Callable[[], Any]) -> Any:
         raise PartcError(
             "P0205",
             f"the attribute {differing[0]} of the model depends on random weights",
-            help="register it as a buffer, so that a package starts from its own weights' value",
+            help="register it as a buffer, so that a package computes it from its own weights",
         )
     for part, name, value in list(_of_weights(models[0])):
         setattr(part, name, value.detach().to("meta"))
@@ -61,9 +61,9 @@ def with_values(build: Callable[[], Any]) -> Any:
 
 
 def _of_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The plain tensors that are computed from weights, or share their memory; hooks set them anew before forward.
+    """The plain tensors that are computed from weights, or share their memory; hooks recompute them before forward.
 
-    As tensors without values they cannot become constants of a trace: a forward that reads one is refused.
+    They have no values, so they cannot become constants of a trace: a forward that reads one is refused.
     """
     weights = {x.untyped_storage().data_ptr() for x in model.parameters() if x.numel()}
     for part in model.modules():

@@ -30,18 +30,18 @@ class Pass:
     """A pass as the runner sees it; `name` names both its file and its function."""
 
     name: str
-    label: str  # of its line while compiling
+    label: str  # the name of its progress line
     does: str
     requires: tuple[str, ...] = ()
     ensures: tuple[str, ...] = ()
     after: tuple[str, ...] = ()  # passes that run before this one unless they are left out
     options: tuple[str, ...] = ()  # the compile options that it takes
-    reads: tuple[str, ...] = ("mesh", "microbatches")  # the facts about the compile that it reads in the program
+    reads: tuple[str, ...] = ("mesh", "microbatches")  # the facts about the compile that it reads from the program
     optional: bool = False  # the program still compiles, and trains the same, without it
 
     @property
     def run(self) -> Callable[..., Program]:
-        """The function; its module is imported here, so that listing the passes imports no torch."""
+        """The pass's function. Its module is imported only here, so that listing the passes does not import torch."""
         found: Callable[..., Program] = getattr(importlib.import_module(f"partc.passes.{self.name}"), self.name)
         return found
 
@@ -368,7 +368,7 @@ class PassResult:
     label: str
     program: Program
     seconds: float
-    added: tuple[tuple[str, int], ...] = ()  # operation -> how many more there are than before
+    added: tuple[tuple[str, int], ...] = ()  # (operation, change in its number)
 
 
 Observer = Callable[[PassResult], None]
@@ -377,13 +377,14 @@ Verify = Callable[[Program, frozenset[str], str], None]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Results of passes over traced programs. Runs with other options share passes that read equal ones."""
+    """Results of passes over traced programs. Runs share the passes for which their options and inputs are equal."""
 
-    _steps: dict[Hashable, tuple[int, PassResult]] = field(default_factory=dict)  # each with a number of its own
+    # Key of a pass and its input -> the result, with its number.
+    _steps: dict[Hashable, tuple[int, PassResult]] = field(default_factory=dict)
     _traced: list[Program] = field(default_factory=list)
 
     def start(self, traced: Program) -> int:
-        """The number of a traced program; its mesh and its microbatches do not matter."""
+        """The number of a traced program, whatever its mesh and microbatches."""
         for number, other in enumerate(self._traced):
             if other.regions is traced.regions:
                 return -1 - number
@@ -393,7 +394,7 @@ class Shared:
     def step(
         self, entry: Pass, before: int, program: Program, given: Mapping[str, Any], apply: Callable[[], PassResult]
     ) -> tuple[int, PassResult]:
-        """The result of a pass over result number `before`, which is `program`, and its own number."""
+        """The result of a pass on `program`, which is result number `before`, and the new result's number."""
         facts = {**given, **{name: getattr(program, name) for name in entry.reads}}
         key = before, entry.name, tuple((name, _hashable(value)) for name, value in facts.items())
         if key not in self._steps:
@@ -422,16 +423,16 @@ def run(
     """Run the passes in order, up to and including `until`, and report every step to `observe`.
 
     `behind` names a pass that has already run on the given program: only later passes run. `verify(program, facts,
-    name)` runs after each pass. `shared` has the results of earlier runs, of which those that this one would repeat are
-    taken; the program is then a traced one. Raises PartcError P0604 for an unknown pass, and P0702 for one that cannot
-    be left out.
+    name)` runs after each pass. `shared` has the results of earlier runs, which replace passes that this run would
+    repeat; `program` must then be a traced one. Raises PartcError P0604 for an unknown pass, and P0702 for one that
+    cannot be left out.
     """
     if until == FIRST:
         return ()
     try:
         return _run(program, options, until, behind, verify, observe, shared)
     except UnlikeError as error:
-        tell(PASSES, f"{error.repetition.units[0][0]} and modules like it became unlike: all of them pass")
+        tell(PASSES, f"{error.repetition.units[0][0]} and modules like it are no longer equal: passes get all of them")
         return _run(restored(program), options, until, behind, verify, observe, shared)
 
 
@@ -531,7 +532,7 @@ def disabled() -> frozenset[str]:
 
 
 def provenance(traced: Program, steps: tuple[PassResult, ...]) -> dict[str, str]:
-    """The pass that first made each value: "region.value" -> name of the pass, or `trace`."""
+    """The pass that created each value: "region.value" -> name of the pass, or `trace`."""
     found: dict[str, str] = {}
     for name, program in ((FIRST, traced), *((step.name, step.program) for step in steps)):
         for region in program.regions:

@@ -80,7 +80,7 @@ class _BodyWriter:
     def bodies(self) -> Iterator[Body]:
         kinds = {*self._kinds}
         if self._split and "B" in kinds:
-            kinds |= {"I", "W"}  # whose code a whole backward pass runs
+            kinds |= {"I", "W"}  # a whole backward pass runs the code of both halves
         trained = not self.program.results
         written: Mapping[BodyKind, Iterable[ActionStatement]] = {
             "INIT": () if trained else self._refreshes(), "SETUP": self._once("setup"), "PREPARE": self._once("step"),
@@ -118,7 +118,7 @@ class _BodyWriter:
     def _transfers(self, kind: Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]) -> Iterator[ActionStatement]:
         verb: Verb = "send" if kind.startswith("SEND") else "receive"
         forward = kind.endswith("_F")
-        leaving = (verb == "send") == forward  # values leave where they are made; their gradients come back there
+        leaving = (verb == "send") == forward  # the stage that computes a value sends it and receives its gradient
         found = [
             transfer
             for transfer in filter(self.program.travels, self.program.transfers)
@@ -159,12 +159,12 @@ class _BodyWriter:
 
     @cached_property
     def _split(self) -> bool:
-        """Whether the stage's backward passes have two halves, the second of which completes gradients."""
+        """Whether the stage's backward passes have two halves; the second one completes gradients of weights."""
         return "I" in self._kinds or self.index in self.program.split_stages
 
     @property
     def _completing(self) -> GraphKind:
-        """The graphs that complete gradients."""
+        """The kind of graph that completes gradients of weights."""
         return "W" if self._split else "B"
 
     def _call(self, call: Call, kind: GraphKind) -> Iterator[ActionStatement]:
@@ -185,7 +185,7 @@ class _BodyWriter:
         return all(self.program.transport.levels(bucket.over))
 
     def _reduce(self) -> Iterator[ActionStatement]:
-        """Ends of the sums that have started; then the others, as sums may be of parts that ranks keep of scatters."""
+        """The ends of sums that have started; then the other sums, which may read the results of scatters."""
         kind, calls = self._runs(self._completing)[-1]
         graphs = ((call.name, graph_of(self.program.region(call.region), kind)) for call in calls)
         order = [name for name, graph in graphs if graph is not None]

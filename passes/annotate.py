@@ -53,9 +53,10 @@ _NAMES = "use a parameter's full name, a program value, or region.value"
 
 
 def annotate(program: Program, *, pins: Sequence[Pin] = (), expert_axes: tuple[str, ...] = ()) -> Program:
-    """Set choices and layouts on the axes cp and tp; `expert_axes` cut rows of experts, which travel over them later.
+    """Set choices and layouts on the axes cp and tp; `expert_axes` cut the rows of experts, which later travel over
+    these axes.
 
-    Raises PartcError P0302 and P0303 for a pin that cannot be met, and P0315 for a wrong rule of the user's.
+    Raises PartcError P0302 and P0303 for a pin that cannot be met, and P0315 for a wrong rule of the user.
     """
     check_pins(program, pins)
     check_rules(program)
@@ -71,7 +72,7 @@ def annotate(program: Program, *, pins: Sequence[Pin] = (), expert_axes: tuple[s
 def _written(program: Program, axis: str, places: Places, solution: Solution) -> Program:
     """The program with the solution's choices and layouts."""
 
-    made: dict[tuple[int, Placement], TensorType] = {}  # by the old type: layers that are equal share types
+    made: dict[tuple[int, Placement], TensorType] = {}  # by the old type, because equal layers share types
 
     def typed(type: TensorType, placement: Placement) -> TensorType:
         if (id(type), placement) not in made:
@@ -124,8 +125,8 @@ def _written(program: Program, axis: str, places: Places, solution: Solution) ->
 def _varied(program: Program, places: Places, solution: Solution) -> set[Hashable]:
     """The weights that some operation, in any region, uses differently on each rank.
 
-    Their gradients are then partial sums everywhere, also where another region uses them alike: one reduction at the
-    end of the step serves all uses.
+    Their gradients are then partial sums everywhere, also in a region that uses them alike on all ranks: one reduction
+    at the end of the step serves all uses.
     """
     found: set[Hashable] = set()
     for region in program.regions:
@@ -151,7 +152,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The reasons for the placement of a value or parameter: the chosen one, then the others from best to worst."""
+    """The options for the placement of a value or parameter: the chosen one, then the others from best to worst."""
 
     name: str
     axis: str
@@ -164,7 +165,7 @@ def explain(
 ) -> tuple[Explanation, ...]:
     """The placement of a parameter, a program value or a `region.value` on cp and tp, with alternatives.
 
-    `program` is as annotate takes it. Each alternative is solved anew with the placement forced; its cost is the
+    `program` is annotate's input. Each alternative is solved again with the placement forced; its cost is the
     difference. Raises PartcError P0304 for an unknown name.
     """
     owners = {alias: parameter.name for parameter in program.parameters for alias in parameter.aliases}
@@ -201,7 +202,7 @@ def explain(
 
 
 def _attention(program: Program, node: Hashable) -> bool:
-    """Whether a node of the integer program is an attention."""
+    """Whether a node of the integer program is an attention operation."""
     match node:
         case ("op", str(region), int(index)):
             return Attention.of(program.region(region).forward.ops[index]) is not None
@@ -209,7 +210,7 @@ def _attention(program: Program, node: Hashable) -> bool:
 
 
 def _kind(seen: Callable[[Alternative], Placement], attends: bool, choice: Alternative) -> tuple[Placement, str]:
-    """An alternative's placement of the value, and the form of the attention that makes it, in the words of pins."""
+    """An alternative's placement of the value, and the form of the attention that computes it, as in pins."""
     placement = seen(choice)
     if not attends or not isinstance(placement, Shard) or not isinstance(choice.label, tuple):
         return placement, ""

@@ -79,7 +79,7 @@ def balance(program: Program, *, router_bias_rate: float = 0.0) -> Program:
 
 
 def _of_all_units(units: Sequence[Sequence[str]], found: set[str]) -> Iterator[str]:
-    """The biases of units of which the trace has no operations: those of the last one that it has, moved."""
+    """The biases of units that the trace leaves out: the names that correspond to the last traced unit's."""
     for place, path in enumerate(units[KEPT - 1]):
         for name in found:
             if name.startswith(f"{path}."):
@@ -104,7 +104,7 @@ class _Counting:
         self.biases = {bias for bias, _ in routed.values()}
         for op in self._graph.ops:
             w.source = op.source
-            for bias in self.biases.intersection(op.refs()) - same.keys():  # other readers give no gradient
+            for bias in self.biases.intersection(op.refs()) - same.keys():  # other readers contribute no gradient
                 same[bias] = w.add("detach", (Ref(bias),), w.shape(bias), w.types[bias].dtype, bias)
             if (product := ExpertMatmul.of(op)) and product.chosen in routed:
                 bias, count = routed.pop(product.chosen)
@@ -115,7 +115,7 @@ class _Counting:
         return replace(self._graph, ops=tuple(w.ops), outputs=outputs)
 
     def _routed(self) -> dict[str, tuple[str, int]]:
-        """Choices of experts with their bias, and the number of experts."""
+        """Map each choice of experts to its bias and the number of experts."""
         found: dict[str, tuple[str, int]] = {}
         for op in self._graph.ops:
             if product := ExpertMatmul.of(op):
@@ -126,7 +126,7 @@ class _Counting:
         return found
 
     def _bias(self, chosen: str, count: int) -> str | None:
-        """The bias that takes part in a choice among `count` experts; None if there is none."""
+        """The bias that is added to the scores of a choice among `count` experts; None if there is none."""
         waiting, met = [chosen], {chosen}
         while waiting:
             op = self._makers.get(waiting.pop())
@@ -146,7 +146,7 @@ class _Counting:
         return name
 
     def _with_load(self, rows: str, bias: str, chosen: str, count: int) -> str:
-        """Rows from which the load of `chosen` returns to the bias."""
+        """The rows as the result of an `own_gradient` that gives the bias the load of `chosen` as its gradient."""
         w = self._writer
         shape, type, held = w.shape(rows), w.types[rows], w.types[bias]
         value = w.add("detach", (Ref(rows),), shape, type.dtype, f"{rows}_value")

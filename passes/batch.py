@@ -14,7 +14,7 @@
 
 The batch dimension is followed through the factors of every operation. Values without it vary, so that their gradients
 are summed over the batch once, at the end of a step. A value that needs the whole batch (such as the number of labels
-that count) is computed once per step, if it depends on inputs only: inside a region, it gets a call of its own first.
+that count) is computed once per step, if it depends on inputs only: inside a region, it first gets a call of its own.
 Any other operation that needs the whole batch in the middle of a microbatch is an error.
 """
 
@@ -48,7 +48,7 @@ def batch(program: Program) -> Program:
     axes = batch_axes(program.sizes) or (TIME_AXIS,)
     check_divisible(program)
     _check_updates(program)
-    summed: frozenset[str] = frozenset()  # program values that must be complete over the batch
+    summed: frozenset[str] = frozenset()  # program values that are needed complete, summed over the batch
     while True:
         walk = _Walk(program, axes, summed)
         result = walk.run()
@@ -65,9 +65,10 @@ def batch(program: Program) -> Program:
 
 
 def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set[str]]:
-    """The program with calls that compute a value of a region from inputs and constants, and the names of its results.
+    """Compute a value of a region in calls of its own, from inputs and constants.
 
-    The program itself, and no names, if the value depends on anything else, or if calls made before made it dead.
+    Returns the new program and the names of the calls' results; the same program and no names if the value depends on
+    anything else, or if it is already dead.
     """
     region = program.region(name)
     if value not in region.forward.definitions():
@@ -115,7 +116,7 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
 
 
 def _beside(op: Op, value: str, taken: set[str]) -> tuple[Op, ...]:
-    """The operation for its results beside `value`, which is made elsewhere; none if there are no others."""
+    """The operation for its results other than `value`, which is computed elsewhere; empty if there are none."""
     if all(result.name != value for result in op.results):
         return (op,)
     if len(op.results) == 1:
@@ -125,7 +126,7 @@ def _beside(op: Op, value: str, taken: set[str]) -> tuple[Op, ...]:
 
 
 def _some(program: Program, call: Call, results: tuple[str, ...]) -> tuple[Region, Call]:
-    """A call for some of a call's results, with its region: both under the names that they have."""
+    """A region and call that compute only some of a call's results, under the same names."""
     region = program.region(call.region)
     outputs = dict(zip(call.results, region.forward.outputs, strict=True))
     graph = replace(region.forward, outputs=tuple(outputs[name] for name in results)).without_dead()
@@ -133,7 +134,7 @@ def _some(program: Program, call: Call, results: tuple[str, ...]) -> tuple[Regio
     if random is not None:
         raise PartcError(
             "P0402",
-            "random numbers are drawn beside a value that is computed from the whole batch",
+            "a call draws random numbers and computes a value from the whole batch",
             help="use --microbatches 1",
             source=random.source,
         )
@@ -148,10 +149,11 @@ def _some(program: Program, call: Call, results: tuple[str, ...]) -> tuple[Regio
 
 
 def _apart(program: Program, walked: Program, summed: frozenset[str]) -> tuple[Program, set[str]]:
-    """The program with calls of their own for values that are made once a step, and the names of new values.
+    """Give values that are computed once a step calls of their own; returns the program and the names of new values.
 
-    `walked` has the phases of the calls. Values that are not in `summed` are made in parts, by microbatches. A call
-    that makes both kinds becomes two. A call that runs once a step and reads parts reads NAME_whole, of a further call.
+    `walked` has the phases of the calls. Values that are not in `summed` are computed in parts, one per microbatch. A
+    call that computes both kinds becomes two. If a call that runs once a step reads parts, a further call computes
+    NAME_whole for it.
     """
     phases = {region.name: region.phase for region in walked.regions}
     parts = {name for call in walked.calls if phases[call.region] != "setup" for name in call.results} - summed
@@ -200,7 +202,7 @@ def check_divisible(program: Program) -> None:
     if not entries:
         raise PartcError(
             "P0401",
-            "no entry of the batch has a dimension to split",
+            "every entry of the batch is a scalar",
             help="give batch() a tensor whose first dimension is the batch",
         )
     size, dp, steps = types[entries[0]].shape[0], _ways(program), program.sizes[TIME_AXIS]
@@ -218,7 +220,7 @@ def _check_updates(program: Program) -> None:
     buffer, made = program.updates[0]
     raise PartcError(
         "P0402",
-        f"forward updates {buffer}, in each microbatch again",
+        f"forward updates {buffer} once for each microbatch",
         help="use --microbatches 1",
         source=program.source_of(made),
     )
@@ -236,7 +238,7 @@ class _Walk:
         self.axes = axes
         self.summed = summed
         self.demanded: set[str] = set()
-        self.inside: dict[tuple[str, str], None] = {}  # (region, value of it) that must be complete over the batch
+        self.inside: dict[tuple[str, str], None] = {}  # (region, value) that must be complete over the batch
         self.names = {region.name for region in program.regions}
         self.variants: dict[tuple[str, tuple[Placement, ...]], tuple[Region, tuple[Placement, ...]]] = {}
         self.values: dict[str, Placement] = {}
@@ -322,16 +324,17 @@ class _Walk:
         call: Call,
         arguments: Mapping[str, str],
     ) -> frozenset[str]:
-        """The sums over the batch that some reader needs complete: every reader has them from one collective.
+        """The sums over the batch that some reader needs complete; every reader then reads the result of one
+        collective.
 
-        A difference of two equal sums would otherwise be rounding, where one of them is complete and the other is the
-        sum of the ranks' differences. A product with a number, or a view, of a sum is complete if the sum is.
+        Otherwise the difference of two equal sums might not be zero: one would be complete, and the other a sum of
+        differences over ranks, which rounds differently. Views and multiples of a complete sum are complete, too.
         """
         if self.program.sizes[TIME_AXIS] > 1:
             return frozenset()  # sums over microbatches are complete at the end of a step
         updated = (x for x, name in zip(region.forward.outputs, call.results, strict=True) if name in self.updates)
         needed: set[str] = set()
-        made: dict[str, str] = {}  # by a linear operation: its only partial operand, if it is no larger
+        made: dict[str, str] = {}  # result of a linear operation -> its only partial operand, if that is no larger
         elements = {name: math.prod(type.shape) for name, type in types.items()}
         for op in region.forward.ops:
             rule, names = rule_of(op, types), [*op.refs()]
@@ -354,7 +357,9 @@ class _Walk:
     def _choices(
         self, op: Op, rule: OpRule | None, given: list[Placement], arguments: Mapping[str, str]
     ) -> tuple[tuple[Choice, ...], tuple[str, ...]]:
-        """The factor that carries the batch; or that of a passed-on sum; or none. And the values it needs whole."""
+        """The choices on the batch axes: the factor that carries the batch, a partial sum that passes through, or none.
+        And the values that the operation needs complete.
+        """
         if rule is not None and (copies := self._copies(op, rule)) is not None:
             return tuple(Choice(axis=axis, factor=copies) for axis in self.axes), ()
         cut = [(index, placement) for index, placement in enumerate(given) if isinstance(placement, Shard)]
@@ -381,26 +386,28 @@ class _Walk:
         return tuple(Choice(axis=axis, factor=None) for axis in self.axes), results
 
     def _divides(self, factor: Factor, outer: int) -> bool:
-        """Whether all axes of the batch can cut a factor: a view as 2 x 12 has no 4 parts, the batch of 24 has."""
+        """Whether the batch axes together divide a factor: 4 ranks divide a batch of 24, but not the 2 of its view 2 x
+        12.
+        """
         ways = math.prod(self.program.sizes[axis] for axis in self.axes)
         return factor.kind != "blocked" and factor.size // outer % ways == 0
 
     def _check_bags(self, op: Op, given: list[Placement]) -> None:
-        """Raise PartcError P0402 if the batch is taken for one of ids, where bags are its examples."""
+        """Raise PartcError P0402 if a list of ids is taken for the batch, although bags are its examples."""
         if op.name in _BAGS and op.result.type.shape[0] != self.batch and isinstance(given[0], Shard):
             first = self.program.batch_entries[0]
             raise PartcError(
                 "P0402",
-                f"bags begin at offsets in {first!r}, which is taken for a batch of {self.batch} examples",
-                help="the first entry of batch() tells the number of examples: put one before the ids that has "
+                f"bags begin at offsets in {first!r}, which counts as a batch of {self.batch} examples",
+                help="the first entry of batch() gives the number of examples: put one before the ids that has "
                 f"{op.result.type.shape[0]} rows, a row for each bag",
                 source=op.source,
             )
 
     def _copies(self, op: Op, rule: OpRule) -> str | None:
-        """The factor of an operation that makes an example of operands that all have: each rank makes its own.
+        """The batch factor of an operation whose operands are equal on all ranks: each rank computes its own examples.
 
-        An expand copies one row for every example, and bags are sums and maxima of rows.
+        Such are an expand that copies one row for every example, and bags, which are sums or maxima of rows.
         """
         shape = op.results[0].type.shape if op.name == "expand" or op.name in _BAGS else ()
         if not shape or shape[0] != self.batch or not rule.results[0][0]:

@@ -4,8 +4,8 @@
     add    = add(matmul, bias)      add           = linear(x, weight_turned, bias)
 
 Requires that nothing else reads the product, that the weight is a matrix and the bias has one number for each of its
-columns, and that all have one type and each rank adds its own bias. Models whose weights are stored [in, out], such as
-GPT-2's, spell their layers this way.
+columns, that all have the same dtype, and that each rank adds its own part of the bias. Models whose weights are stored
+[in, out], such as GPT-2's, spell their layers this way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decide when the sums of gradients over ranks start: while backward goes on, in buckets of a size.
+"""Decide when the sums of gradients over ranks start: in buckets, during the backward pass.
 
     parameter embed.weight: f32[256, 64] reduce(dp)  ->  parameter embed.weight: f32[256, 64] reduce(dp) bucket(embed)
     parameter blocks.0.w: f32[64, 64] reduce(dp)         parameter blocks.0.w: f32[64, 64] reduce(dp) bucket(embed)
@@ -7,10 +7,10 @@
                                                          bucket embed: sum over dp in stage 0 after embed
                                                          bucket blocks.1: sum over dp in stage 0 after blocks.1
 
-A gradient is complete when the last microbatch has been through the backward of the last call that uses its
-parameter. Gradients that are summed over the same axes collect in a bucket. Its sum starts right after the call that
-completes it (Li et al. 2020, PyTorch Distributed, section 3.2.3), and is waited for at the step's end. ZeRO 1 scatters
-buckets in the same way, each when whole gradients fill it; ZeRO 2 and 3 scatter gradients after every microbatch.
+A gradient is complete when the last microbatch has passed the backward of the last call that uses its parameter.
+Gradients that are summed over the same axes collect in a bucket. Its sum starts right after the call that completes it
+(Li et al. 2020, PyTorch Distributed, section 3.2.3), and is waited for at the step's end. ZeRO 1 scatters buckets in
+the same way, where whole gradients count towards the size; ZeRO 2 and 3 scatter gradients after every microbatch.
 Gradients of weights that several stages share are summed at the step's end: if several stages of a rank use a weight,
 by the last of them.
 """
@@ -27,8 +27,8 @@ from partc.ir.layout import Sizes
 from partc.ir.naming import unique
 from partc.ir.program import Bucket, Call, DType, Graph, Parameter, Program, Transport, Value
 
-BUCKET = 25_000_000  # bytes of gradients that are summed together, at least
-_PART = 1_000_000  # bytes of a scattered bucket for each rank; of smaller parts, latency decides the time
+BUCKET = 25_000_000  # the least number of bytes in a bucket
+_PART = 1_000_000  # the least bytes of a scattered bucket for each rank; smaller parts are bound by latency
 
 
 def bucket(
@@ -40,7 +40,7 @@ def bucket(
     wire: DType | Literal[""] = "",
     compress: str = "",
 ) -> Program:
-    """Set the buckets of gradients, and the way in which parameters and gradients travel.
+    """Set the buckets of gradients and the program's `transport`.
 
     With `halves`, every backward pass runs in two parts, and gradients of parameters are complete after the second.
     """
@@ -66,8 +66,8 @@ def bucket(
 
 
 def _together_in(sums: GradientSums, after: Mapping[str, str]) -> Iterator[tuple[Bucket, list[str]]]:
-    """The buckets of a stage and their parameters: those that are scattered, by every stage that uses the weight, then
-    those that are summed.
+    """The buckets of a stage with their parameters: first the scattered ones, which every stage that uses a weight has,
+    then the summed ones.
     """
     found: dict[tuple[Bucket, str], list[str]] = {}
     for parameter in sums.trained:
@@ -83,7 +83,7 @@ def _together_in(sums: GradientSums, after: Mapping[str, str]) -> Iterator[tuple
 
 
 def _of_stage(program: Program, stage: int, bucket: int, halves: bool) -> Iterator[tuple[str, str]]:
-    """The parameters that one stage alone uses, each with the call that completes its bucket."""
+    """The parameters that only this stage uses, each with the call that completes its bucket."""
     holders = program.holders()
     waiting: dict[tuple[object, ...], list[str]] = {}
     call = ""
@@ -99,7 +99,7 @@ def _of_stage(program: Program, stage: int, bucket: int, halves: bool) -> Iterat
 
 
 def _is_full(parameters: Sequence[Parameter], sizes: Sizes, bucket: int) -> bool:
-    """Whether gradients of one bucket are enough; those that ranks scatter are counted whole."""
+    """Whether a bucket has reached its size; scattered gradients are counted whole."""
     ways = math.prod(sizes[axis] for axis in parameters[0].gather)
     part = sum(parameter.type.local_bytes(sizes) for parameter in parameters)
     return part >= max(bucket / ways, min(bucket, _PART))
@@ -112,9 +112,9 @@ def _together(parameter: Parameter, sizes: Sizes) -> tuple[object, ...]:
 
 
 def _completed(program: Program, stage: int, split: bool) -> Iterator[tuple[str, list[str]]]:
-    """Calls in the order of their backward passes, each with the parameters that it is the last to add a gradient to.
+    """Calls in the order of their backward passes, each with the parameters whose gradients it completes.
 
-    Where gradients of weights are made apart, all others have been made before the first of them.
+    Separate graphs for gradients of weights run after all other backward graphs.
     """
     calls = program.calls_of(stage)
     makers: dict[str, str] = {}
@@ -134,6 +134,6 @@ def _completed(program: Program, stage: int, split: bool) -> Iterator[tuple[str,
 
 
 def _gradients(call: Call, graph: Graph | None, params: tuple[Value, ...]) -> list[str]:
-    """The parameters that this graph makes gradients of."""
+    """The parameters whose gradients this graph computes."""
     made = set(graph.outputs) if graph is not None else set()
     return [name for value, name in zip(params, call.params, strict=True) if f"grad_{value.name}" in made]

@@ -17,7 +17,7 @@
     nothing       = full((), 0)                               # f32[]
     matmul_1_…    = where(kept_3, matmul_1_…all, nothing)     # f32[128, 16]
 
-The number 8 is that of no expert: such rows are not computed, and do not travel.
+The number 4 belongs to no expert: such rows are not computed, and do not travel.
 
 An expert takes its first rows of each scope, in the order of tokens and of their choices. The scope is a sequence or a
 microbatch, which no mesh changes: where ranks hold parts of it, they gather the choices. A rank is not a scope, as the
@@ -70,8 +70,8 @@ def _bounded(region: Region, found: Capacity, batch: int, *, travel: bool) -> Re
     last = {product.chosen: op for op in graph.ops if (product := ExpertMatmul.of(op))}
     ends = {_with_bias(op, graph.ops, chosen): chosen for chosen, op in last.items()}
     w = RowWriter(types=types, taken=set(types))
-    kept: dict[str, str] = {}  # by choice of experts, the rows that are not dropped
-    taken: dict[str, str] = {}  # the choice with the number of no expert for other rows
+    kept: dict[str, str] = {}  # choice of experts -> mask of the rows that are kept
+    taken: dict[str, str] = {}  # choice of experts -> the same with an unused number for dropped rows
     for op in graph.ops:
         product = ExpertMatmul.of(op)
         if product and product.chosen not in kept and fuel.allowed("capacity", op.source):
@@ -103,7 +103,7 @@ def _within_capacity(w: RowWriter, found: Capacity, batch: int, chosen: str, exp
     if count % scopes:
         raise PartcError(
             "P0109",
-            f"--expert-capacity {found}: {count} rows of experts are not those of {scopes} sequences",
+            f"--expert-capacity {found}: {count} rows of experts do not divide into {scopes} sequences",
             help="leave the option out",
             source=w.source,
         )

@@ -5,9 +5,9 @@
 
 The pass returns the program unchanged. Every statement must state the collectives that follow from the types of its
 parameters and gradients, and every exchange that starts is waited for once. Then it plays the communication of all
-ranks. Every pair of stages has a channel in each direction. Sends and receives are posted and wait for nothing; the
-first receive of a channel gets its first send, and the reader of a value waits for it. A collective waits at its start
-until every rank of its group is there; waiting at its end would only be more lenient. An operation that differs between
+ranks. Every pair of stages has a channel in each direction. Sends and receives are posted and do not wait; the first
+receive of a channel gets its first send, and the reader of a value waits for it. A collective waits at its start until
+every rank of its group is there; waiting at its end would only be more lenient. An operation that differs between
 ranks, a value that stays unread or an endless wait is an internal error that names ranks, actions and lines.
 
 The ranks of one stage run the same code and have the same events, so they enter their collectives in the same order.
@@ -31,7 +31,7 @@ def check(program: Program) -> Program:
     for place, actions in enumerate(program.schedule):
         strays = [action for action in actions if program.place(action.stage) != place]
         if strays:
-            raise InternalError(f"pipeline rank {place} was given action {strays[0]}")
+            raise InternalError(f"pipeline rank {place} has the foreign action {strays[0]}")
         for stage in program.stages_at(place):
             _check_order(program, stage, tuple(action for action in actions if action.stage == stage))
         _check_handed(program, actions)
@@ -49,7 +49,7 @@ def prove(plan: CommunicationPlan) -> None:
 
 
 def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> None:
-    """Check that a stage runs each microbatch forward and backward once, in this order, between its transfers."""
+    """Check that a stage runs each microbatch once forward, then once backward, between its transfers."""
     travelling = [transfer for transfer in program.transfers if program.travels(transfer)]
     into = any(transfer.target == stage for transfer in travelling)
     out = any(transfer.source == stage for transfer in travelling)
@@ -77,7 +77,7 @@ def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> N
 
 
 def _check_handed(program: Program, actions: tuple[Action, ...]) -> None:
-    """Check two stages of one rank: forward the maker of a value runs before its reader, backward after it."""
+    """Check stages that share a rank: the producer of a value runs before its reader forward, and after it backward."""
     forward = {(a.stage, a.microbatch): index for index, a in enumerate(actions) if a.kind == "F"}
     backward = {(a.stage, a.microbatch): index for index, a in enumerate(actions) if a.kind in ("B", "I")}
     for item in program.transfers:

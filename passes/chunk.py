@@ -1,4 +1,4 @@
-"""Compute logits in chunks of rows; each chunk lives only as long as its part of the loss takes.
+"""Compute logits in chunks of rows; each chunk exists only while its part of the loss is computed.
 
     head             = linear(x, head.weight)
     nll, nll_lse     = cross_entropy(head, labels, …)
@@ -35,7 +35,7 @@ _GRADIENTS: Mapping[str, int] = {"linear_grad_input": 0, "linear_grad_weight": 1
 
 
 def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
-    """Rewrite every loss of logits that a product makes. Raises PartcError P0418 if none can be rewritten."""
+    """Rewrite every loss whose logits are the result of a product. Raises PartcError P0418 if none can be rewritten."""
     if loss_chunks == 1:
         return program
     regions, refused = _chunked(program, loss_chunks)
@@ -43,7 +43,7 @@ def chunk(program: Program, *, loss_chunks: int = 1) -> Program:
         refused = refused or [_Refused("the model has no cross-entropy", None)]
         raise PartcError(
             "P0418",
-            f"no loss can be made in chunks: {'; '.join(dict.fromkeys(each.cause for each in refused))}",
+            f"no loss can be computed in chunks: {'; '.join(dict.fromkeys(each.cause for each in refused))}",
             source=refused[0].source,
             help="leave out --loss-chunks, or give the loss the result of one linear layer",
         )
@@ -55,7 +55,7 @@ def left_whole(program: Program, *, loss_chunks: int) -> tuple[str, ...]:
     _, refused = _chunked(program, loss_chunks) if loss_chunks > 1 else ((), [])
     return tuple(
         f"{f'{each.source.file}:{each.source.line}: ' if each.source else ''}"
-        f"a loss is made of whole logits, not in {loss_chunks} chunks: {each.cause}"
+        f"a loss is computed from whole logits, not in {loss_chunks} chunks: {each.cause}"
         for each in refused
     )
 
@@ -80,7 +80,7 @@ class _Head:
     pieces: tuple[Op, ...]
     gradient: Op
     back: tuple[Op, ...]  # backward, from the loss to the product
-    ends: Mapping[int, Op]  # the makers of the gradients of input, weight, bias
+    ends: Mapping[int, Op]  # the operations that compute the gradients of input, weight and bias
 
     @property
     def logits(self) -> str:
@@ -123,7 +123,7 @@ class _Losses:
     # -- which losses ---------------------------------------------------------------------------
 
     def _head(self, logits: str) -> _Head | None:
-        """The head that makes some logits; None, with a reason recorded, if it cannot be chunked."""
+        """The head that computes some logits; None, with a reason recorded, if it cannot be chunked."""
         pieces = tuple(op for op in self.readers[logits] if op.name in _PIECES)
         if len({op.name for op in pieces}) < len(pieces):
             return self._refuse("several losses read its logits", pieces[-1])
@@ -162,7 +162,7 @@ class _Losses:
         return False
 
     def _vector(self, op: Op, classes: int) -> Ref | None:
-        """The vector over classes that an addition adds."""
+        """The vector over classes that an addition adds to logits; None for other additions."""
         second = op.args[1]
         return second if isinstance(second, Ref) and self.types[second.name].shape == (classes,) else None
 
@@ -186,7 +186,7 @@ class _Losses:
                 else:
                     return self._refuse(f"{op.name} reads the gradient of its logits", linear)
         if 0 not in ends or 1 not in ends:
-            return self._refuse("its head's weight, or what it is multiplied with, is not trained", linear)
+            return self._refuse("the weight or the input of its head is not trained", linear)
         classes = self.types[linear.result.name].shape[-1]
         if 2 in ends and ends[2].result.type.shape != (classes,):
             return self._refuse(f"{ends[2].name} reads the gradient of its logits", linear)
@@ -197,7 +197,7 @@ class _Losses:
         return None
 
     def _places(self, ops: Sequence[Op]) -> Iterator[Source]:
-        """The lines in the user's code of these operations, or else of their operands."""
+        """The user's lines of these operations, or else of their operands."""
         found = list(ops)
         for op in found:
             if op.source and op.source.line:
@@ -227,7 +227,7 @@ class _Losses:
         return new_forward, replace(backward, ops=tuple(ops))
 
     def _rows(self, head: _Head) -> tuple[Ref, list[Op]]:
-        """The rows that are multiplied, in the shape that the logits have at the loss."""
+        """The rows that are multiplied, with the leading dimensions of the logits at the loss."""
         x = next(head.linear.refs())
         width = self.types[x].layout.dims[-1]
         views: list[Op] = []

@@ -1,4 +1,4 @@
-"""Mixtures that send every token through every expert: the same computation as products by expert, for the axis ep.
+"""Rewrite mixtures that send every token through every expert as products by expert, for the axis ep.
 
     einsum         = einsum("btd,edh->bteh", (layer_norm, …up))               # f32[16, 8, 4, 32]
     silu           = silu(einsum)                                             # f32[16, 8, 4, 32]
@@ -16,13 +16,13 @@
     einsum_1_apart = reshape(einsum_1_rows, (16, 8, 4, 16))                   # f32[16, 8, 4, 16]
     einsum_1       = einsum("bted,bte->btd", (einsum_1_apart, softmax))       # f32[16, 8, 16]
 
-A token has one row for each expert, side by side, so that the batch cuts rows as it cuts tokens; `experts` counts the
-experts of each token. Elementwise operations between two products stay on rows. Batched products of other operands than
-copies of tokens, such as those by head, are not mixtures. The first letter of the weights in an einsum is the experts'.
-A sum of experts' results, each times its own part of an activation (a dense mask), becomes einsums first. So do stacks
-of experts' results, which are weighted or chosen by token.
+A token has one row for each expert, side by side, so that a cut of the batch cuts rows like tokens; `experts` has the
+expert of each row. Elementwise operations between two products stay on rows. Batched products of operands other than
+copies of tokens, such as products by head, are not mixtures. In an einsum, the weights' first letter stands for
+experts. A sum of experts' results, each times its own part of an activation (a dense mask), becomes einsums first. So
+do stacks of experts' results that are weighted or chosen by token.
 
-Without the axis, only products with matrices that a model reads for each row are rewritten, as it would copy them:
+Without the axis, only products with matrices that are read for each row are rewritten, since reading would copy them:
 
     index       = index(…up, (getitem_1,))                             # f32[32, 2, 8, 16]
     einsum      = einsum("bekc,bk->bec", (index, reshape))             # f32[32, 2, 16]
@@ -31,7 +31,8 @@ Without the axis, only products with matrices that a model reads for each row ar
     …each_each  = expand(…each, (32, 2, 8))                            # f32[32, 2, 8]
     …rows       = reshape(…each_each, (64, 8))                         # f32[64, 8]
     experts     = reshape(getitem_1, (64,))                            # i64[64]
-    einsum_rows = expert_matmul(…rows, experts, …up)                   # f32[64, 16]"""
+    einsum_rows = expert_matmul(…rows, experts, …up)                   # f32[64, 16]
+"""
 
 from __future__ import annotations
 
@@ -49,12 +50,12 @@ from partc.rules import is_elementwise
 from partc.rules.rule import argument, integers
 
 _PARTS = KEEPING | {"slice", "split"}
-_PLACES = frozenset({"topk", "sort", "argsort", "argmax", "max"})  # their last results are places
+_PLACES = frozenset({"topk", "sort", "argsort", "argmax", "max"})  # their last results are indices
 _COPIES = frozenset({"expand", "repeat"})
 
 
 def dense(program: Program, *, expert_axes: tuple[str, ...] = ()) -> Program:
-    """Rewrite products with chosen matrices, and where axes cut experts dense mixtures as well, in all regions."""
+    """Rewrite products with chosen matrices in all regions; with `expert_axes` also dense mixtures."""
     return replace(program, regions=tuple(_rewritten(region, bool(expert_axes)) for region in program.regions))
 
 
@@ -153,7 +154,7 @@ def _scored(stacked: Value, dim: int, graph: Graph, types: Mapping[str, TensorTy
 
 
 def _addends(op: Op, makers: Mapping[str, Op], readers: Mapping[str, Sequence[Op]]) -> list[str]:
-    """The values whose sum, one after the other, is the result of an addition."""
+    """The summands of a chain of additions, in order."""
     found: list[str] = []
     while op.name == "add" and len(names := [*op.refs()]) == 2 and not op.attrs:
         found.append(names[1])
@@ -168,7 +169,7 @@ def _addends(op: Op, makers: Mapping[str, Op], readers: Mapping[str, Sequence[Op
 def _facts(
     region: Region,
 ) -> tuple[Mapping[str, Op], Mapping[str, Sequence[Op]], Mapping[str, TensorType], set[str]]:
-    """The makers, readers and types of values, and those that depend on parameters alone."""
+    """The makers, readers and types of values, and the values that depend on parameters alone."""
     graph = region.forward
     return graph.makers(), graph.readers(), region.types(graph), _of_weights(region)
 
@@ -176,7 +177,7 @@ def _facts(
 def _letters(
     op: Op, types: Mapping[str, TensorType]
 ) -> tuple[tuple[str, ...], tuple[tuple[str | None, ...], ...], tuple[str, ...]] | None:
-    """The operands of a product of two, a letter for each of their dimensions, and the letters of its result.
+    """For a product of two operands: these, the letters of their dimensions, and the letters of its result.
 
     A dimension without a letter is broadcast. None for other operations.
     """
@@ -204,7 +205,7 @@ def _letters(
 
 
 def _reads_rows(op: Op) -> bool:
-    """Whether an operation reads a matrix for each of several numbers."""
+    """Whether an operation looks up a matrix for each of several indices."""
     return op.name == "index" and len(op.args[1:]) == 1 and len([*op.refs()]) == 2 and len(op.results[0].type.shape) > 2
 
 
@@ -222,7 +223,7 @@ class _AllExperts(Lift):
     """The operations of all experts at once, on all tokens."""
 
     weights: set[str] = field(default_factory=set)
-    gated: bool = False  # experts have gates of their own: parts of one activation
+    gated: bool = False  # each expert has its own gate, a part of one activation
     multiplied: bool = False
 
     def _numbered(self, ops: Sequence[Op], operands: Sequence[Lifted]) -> Lifted:
@@ -244,7 +245,9 @@ class _AllExperts(Lift):
         return Lifted("stacked", w.add("einsum", args, shape, result.type.dtype, f"{result.name}_of_experts"))
 
     def joined(self, name: str, dim: int, last: Op) -> list[Op]:
-        """The operations that lay all experts' results along `dim`. The last one defines the result of the stack."""
+        """The operations that compute all experts' results along `dim`. The last one defines the result of the
+        stack.
+        """
         w, made = self.writer, last.result
         count, *rest = w.shape(name)
         alone = w.reshape(name, (count, *rest[:dim], *rest[dim + 1 :]), f"{made.name}_alone")
@@ -253,7 +256,7 @@ class _AllExperts(Lift):
         return w.ops
 
     def summed(self, name: str, base: Sequence[str], last: Op) -> list[Op]:
-        """The operations, and the sum of all experts' values, which defines the result of the last addition."""
+        """The operations of all experts and the sum of their results, which defines the result of the last addition."""
         w, made = self.writer, last.result
         w.source = last.source
         args = (Ref(name), (0,), False)
@@ -267,7 +270,7 @@ class _AllExperts(Lift):
 
 @dataclass(frozen=True, slots=True)
 class _ByRow:
-    """A value by row, [tokens · experts, …]; in its own form, experts have a place among the dimensions of tokens.
+    """A value by row, [tokens · experts, …]; in its original form, experts are one dimension among those of tokens.
 
     `chosen` has the numbers of each token's experts; without it, each token has a row for every expert.
     """
@@ -292,16 +295,16 @@ class _ByRow:
 
 @dataclass(slots=True)
 class _Dense:
-    """The operations of a region, with values of all tokens and all experts by row."""
+    """Rewrites the operations of a region, with values of tokens and experts in rows."""
 
     region: Region
-    mixtures: bool  # whether products of all tokens with all experts are written by row
+    mixtures: bool  # whether products of all tokens with all experts are rewritten, too
     writer: RowWriter = field(init=False)
     makers: Mapping[str, Op] = field(init=False)
     weights: set[str] = field(init=False)  # values that depend on parameters alone
     rows: dict[str, _ByRow] = field(default_factory=dict)
     numbers: dict[tuple[int, int, str], str] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)  # values by row that are there in their own form too
+    written: set[str] = field(default_factory=set)  # values in rows that also exist in their original form
 
     def __post_init__(self) -> None:
         types = dict(self.region.types(self.region.forward))
@@ -320,7 +323,7 @@ class _Dense:
         self.writer.keep(op)
 
     def plain(self, name: str) -> None:
-        """Write a value in its own form, for readers that do not work on rows."""
+        """Write a value in its original form, for readers that do not work on rows."""
         w, found = self.writer, self.rows.get(name)
         if found is None or name in self.written:
             return
@@ -331,7 +334,7 @@ class _Dense:
         w.define("permute", (Ref(apart), order), (*found.leading, *rest), w.types[name].dtype, name)
 
     def _product(self, op: Op) -> bool:
-        """Write matmul(x [experts, tokens, in], weights [experts, in, out]) by row."""
+        """Write matmul(x [experts, tokens, in], weights [experts, in, out]) by row; False for other products."""
         if op.name not in ("matmul", "bmm"):
             return False
         w, (x, weights) = self.writer, op.refs()
@@ -453,7 +456,7 @@ class _Dense:
         return w.reshape(x, shape, f"{x}_rows")
 
     def _beneath_permutes(self, name: str) -> tuple[Op | None, tuple[int, ...]]:
-        """The operation that made a value before permutations, and the dimensions of its result in their order."""
+        """The operation behind the permutations that made a value, and the order in which they put its dimensions."""
         order = tuple(range(len(self.writer.shape(name))))
         while (op := self.makers.get(name)) is not None and op.name == "permute":
             (name,) = op.refs()
@@ -462,7 +465,7 @@ class _Dense:
         return op, order
 
     def _choice_of(self, op: Op | None) -> str:
-        """The numbers by which an operation reads matrices, if they are places among scores; "" for others."""
+        """The indices by which an operation reads matrices, if they are chosen by scores; "" for others."""
         match op:
             case Op(name="index", args=(Ref(table), (Ref(chosen),))) if table in self.weights:
                 name = chosen if len(self.writer.shape(table)) == 3 else ""
@@ -473,7 +476,7 @@ class _Dense:
         return chosen if made is not None and made.name in _PLACES and made.results[-1].name == name else ""
 
     def _looked_up(self, name: str, form: _ByRow) -> str | None:
-        """By row, what a model reads of a table for the chosen experts, such as their biases; None for other values."""
+        """A lookup in a table for the chosen experts, such as their biases, by row; None for other values."""
         w, op, shape = self.writer, self.makers.get(name), self.writer.shape(name)
         while op is not None and op.name == "reshape" and w.shape(next(op.refs()))[: len(form.leading)] == form.leading:
             op = self.makers.get(next(op.refs()))
@@ -517,7 +520,7 @@ class _Dense:
         return False
 
     def _by_row(self, name: str, place: int, tokens: int) -> _ByRow:
-        """A value whose leading dimensions are those of tokens, with the experts' at a place, by row."""
+        """A value by row whose leading dimensions are those of tokens, with the experts' dimension at `place`."""
         w, found = self.writer, self.rows.get(name)
         if found is None:
             self.written.add(name)

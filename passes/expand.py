@@ -54,7 +54,7 @@ def _expanded(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> G
 
 
 def _same_movement(name: str) -> Callable[[Op, Mapping[str, TensorType], Sizes], tuple[Op, ...]]:
-    """An expansion of a reshard without gradients: the collective that moves the same data."""
+    """The expansion of a reshard without a gradient: the collective that moves the same data."""
     return lambda op, types, sizes: (replace(op, name=name),)
 
 

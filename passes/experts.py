@@ -17,8 +17,8 @@
 
 Outside, ep cuts the batch. From the first product by expert to the last, each row is computed by itself, so that it may
 be on any rank. Between them a value's first dimension is `2@ep · 64@dp,mb`: the rows of each rank's experts. Their
-number is the data's, of which the layout has the mean. Rows come back to their places before their scores multiply
-them, so that sums over a token's experts do not depend on ep.
+number depends on the data; the layout has its mean. Rows come back to their places before their scores multiply them,
+so that sums over a token's experts do not depend on ep.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from partc.rules.rule import argument, integers
 from partc.sharding.choices import axis_order, choice_on, layouts, weight_axes
 from partc.sharding.pins import Pin
 
-_GROUPS, _ROWS = "g", "s"  # factors of its rule
+_GROUPS, _ROWS = "g", "s"  # factors in the rule of expert_matmul
 
 
 def experts(
@@ -50,10 +50,10 @@ def experts(
     expert_capacity: Capacity | None = None,
     expert_rows: float | None = None,
 ) -> Program:
-    """Cut all experts. Raises PartcError P0107 where there are none, or where some cannot be cut, and P0302.
+    """Cut all experts. Raises PartcError P0107 if there are none or some cannot be cut, and P0302.
 
-    Over several axes, rows travel over one after the other. With `expert_capacity` some have no expert, and stay.
-    `expert_rows` times the mean is the number of rows that the memory account has.
+    With several axes, rows travel over one after the other. With `expert_capacity`, rows without an expert stay. The
+    memory account assumes `expert_rows` times the mean number of rows.
     """
     how = (expert_capacity is not None, expert_rows or 0.0)
     given = program
@@ -67,7 +67,7 @@ def experts(
 
 
 def _check_pins(weight: Parameter, axes: Sequence[str], pins: Sequence[Pin]) -> None:
-    """Check that pins on a weight of experts which name their axes cut it by experts. Raises PartcError P0302."""
+    """Check that pins over the experts' axes cut a weight of experts by experts. Raises PartcError P0302."""
     for pin in pins:
         named = {axis for entries in pin.dims for _, found in entries for axis in found}
         for axis in named.intersection(axes) if pin.matches(weight.name) else ():
@@ -80,7 +80,7 @@ def _check_pins(weight: Parameter, axes: Sequence[str], pins: Sequence[Pin]) -> 
 
 
 def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, float]) -> Program:
-    """Cut all experts over an axis, of which `earlier` ones have cut them into parts."""
+    """Cut all experts over an axis, after the axes `earlier` have cut them into parts."""
     regions = [_Experts(region, axis, earlier, program, how) for region in program.regions]
     params = {found.region.name: [found.weights.get(value.name) for value in found.region.params] for found in regions}
     slots: dict[str, set[Layout | None]] = {item.name: set() for item in program.parameters}
@@ -91,10 +91,10 @@ def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, 
         if len(found_cut) > 1:
             raise PartcError(
                 "P0107",
-                f"{axis} cannot cut the experts of {name}, which other calls read otherwise",
+                f"{axis} cannot cut the experts of {name}, which other calls read in another way",
                 help=f"leave {axis} out of the mesh",
             )
-    tables = axis not in weight_axes(program.sizes)  # which may be cut instead of experts
+    tables = axis not in weight_axes(program.sizes)  # tables may be cut instead of experts
     held = tables and any(axis in item.type.layout.sharded_axes for item in program.parameters)
     if not any(found.weights for found in regions) and not held:
         raise PartcError(
@@ -111,7 +111,9 @@ def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, 
 
 
 def _expert_layout(type: TensorType, axis: str, place: Shard, sizes: Sizes) -> Layout | None:
-    """The layout of a weight of which each rank has its own experts; None if its size does not divide."""
+    """The layout of a weight in which each rank holds its own experts; None if the axis does not divide their
+    number.
+    """
     return Layout.build(type.shape, {**type.layout.placements(axis_order(sizes)), axis: place}, sizes)
 
 
@@ -136,7 +138,8 @@ def _with_lookups(region: Region, types: Mapping[str, TensorType]) -> Iterator[O
                 choices = {
                     each.axis: replace(each, factor=named.get(each.factor or "", each.factor)) for each in op.choices
                 }
-                # Numbers of experts that are equal for all tokens are whole; the rows that they are added to are not.
+                # Expert numbers that are equal for all tokens are replicated; the rows to which lookups are added are
+                # not.
                 rows = {each.axis: each for each in products[experts].choices if each.factor == _ROWS}
                 return replace(found, choices=tuple((choices | rows).values()))
         return op
@@ -146,9 +149,9 @@ def _with_lookups(region: Region, types: Mapping[str, TensorType]) -> Iterator[O
 
 @dataclass(frozen=True)
 class _Chain:
-    """The operations on rows from one product to another with the same choice of experts.
+    """The operations on rows from the first to the last product with the same choice of experts.
 
-    Products are those with the experts' matrices, and lookups of a row for each expert.
+    Products are products with the experts' matrices, and lookups of a row for each expert.
     """
 
     chosen: str
@@ -157,12 +160,12 @@ class _Chain:
 
 
 class _Experts:
-    """The chains of a region, the weights that they alone read, and the operations that make them of parameters."""
+    """The chains of a region, the weights that only they read, and the operations that derive these from parameters."""
 
     def __init__(
         self, region: Region, axis: str, earlier: frozenset[str], program: Program, how: tuple[bool, float]
     ) -> None:
-        self.how = how  # whether rows may stay, and the number of rows over the mean
+        self.how = how  # whether rows may stay, and the assumed rows as a multiple of the mean
         self.region = region
         self.axis = axis
         self.earlier = earlier
@@ -171,7 +174,7 @@ class _Experts:
         self.types = region.types(region.forward)
         self.ops = [*_with_lookups(region, self.types)]
         self.rules: dict[int, OpRule] = {}
-        self.weights: dict[str, Layout] = {}  # with the experts of each rank
+        self.weights: dict[str, Layout] = {}  # weight -> its layout with each rank's experts
         self.views: dict[int, Choice] = {}  # operations on weights
         self.makers = {value.name: index for index, op in enumerate(self.ops) for value in op.results}
         self.readers: dict[str, list[int]] = {}
@@ -203,7 +206,7 @@ class _Experts:
                 start = end
 
     def _between(self, products: Sequence[int]) -> list[int]:
-        """The operations from the first product to the last on results of products, with all products."""
+        """The products, and the operations between the first and the last that read results of products."""
         behind: set[int] = set()
         made: set[str] = set()
         for index in range(products[0], products[-1] + 1):
@@ -222,7 +225,8 @@ class _Experts:
     def _chain(self, chosen: str, products: tuple[int, ...]) -> _Chain:
         between = self._between(products)
         made = {value.name for index in between for value in self.ops[index].results}
-        forms: dict[str, tuple[int, ...]] = dict.fromkeys(made, ())  # results in other dtypes or shapes: their makers
+        # Results in other dtypes or shapes, by the operations that made them.
+        forms: dict[str, tuple[int, ...]] = dict.fromkeys(made, ())
         for index in range(products[0], len(self.ops)):
             op = self.ops[index]
             if index in between or not forms.keys() >= set(op.refs()):
@@ -230,7 +234,7 @@ class _Experts:
             makers = (*dict.fromkeys(each for name in op.refs() for each in forms[name]), index)
             if op.name in ("to", "reshape"):
                 forms[op.result.name] = makers
-            # A bias of the last product: it reads two values of the chain, and no other rows.
+            # The bias of the last product: the addition reads two values of the chain, and no other rows.
             elif len(set(op.refs())) > 1 and all(map(self._by_row, makers)):
                 between += [each for each in makers if each not in between]
                 forms.update((value.name, ()) for value in op.results)
@@ -248,9 +252,9 @@ class _Experts:
         return _Chain(chosen, tuple(sorted(between)), products)
 
     def _align(self, between: Sequence[int], products: Sequence[int]) -> None:
-        """Repeat operations over axes that cut their rows, but not those of the first product with matrices.
+        """Uncut operations on axes that cut their rows but not those of the first product with matrices.
 
-        Rows that have travelled stay where they are until they return: their numbers differ from rank to rank.
+        Rows that have travelled stay where they are until they return: their numbers differ between ranks.
         """
         first = next((index for index in products if ExpertMatmul.of(self.ops[index])), products[0])
         cut = {each.axis for each in self.ops[first].choices if each.factor in (_GROUPS, _ROWS)}
@@ -262,7 +266,7 @@ class _Experts:
             self.ops[index] = replace(op, choices=tuple(choices))
 
     def _by_row(self, index: int) -> bool:
-        """Whether an operation computes each row by itself, on rows that the axis cuts; its rule is noted."""
+        """Whether an operation computes each row separately, on rows that the axis cuts; its rule is recorded."""
         op = self.ops[index]
         rule = resolve(op, self.types)
         choice = choice_on(op, self.axis)
@@ -273,7 +277,7 @@ class _Experts:
         return True
 
     def _row(self, rule: OpRule | None, op: Op) -> str | None:
-        """The factor of the rows, which is the first dimension of all results."""
+        """The factor of the rows: the first dimension of all results; None if they differ."""
         firsts = {dims[:1] for dims in rule.results} if rule is not None else set()
         if rule is None or len(firsts) != 1:
             return None
@@ -285,7 +289,7 @@ class _Experts:
         return names[-1] if all(dims[0] == names for dims in carried) else None
 
     def _take(self, name: str, reader: int, place: Shard) -> None:
-        """Note a weight whose experts lie at a place, and the operations that make it of parameters."""
+        """Record a weight with the position of its experts, and the operations that derive it from parameters."""
         maker = self.makers.get(name)
         if maker is None and any(value.name == name for value in self.region.params):
             layout = _expert_layout(self.types[name], self.axis, place, self.sizes)
@@ -308,7 +312,7 @@ class _Experts:
                 self._take(ref, maker, asked)
 
     def _choice(self, maker: int, name: str, place: Shard) -> Choice | None:
-        """The choice under which the axis cuts a result of an operation on weights at a place."""
+        """The choice under which the axis cuts the result of an operation on weights at this place."""
         op = self.ops[maker]
         rule = resolve(op, self.types)
         if rule is None or op.name in RANDOM:
@@ -323,7 +327,7 @@ class _Experts:
         return None
 
     def _own(self, weight: str) -> int:
-        """The number of experts of which a rank has the weights."""
+        """The number of experts whose weights a rank holds."""
         return self.types[weight].layout.local_shape(self.sizes)[0]
 
     def _refused(self, op: Op, cause: str, help: str = "") -> PartcError:
@@ -346,7 +350,7 @@ class _Experts:
         inside = {index: chain for chain in self.chains for index in chain.ops}
         taken = {*self.types}
         plans: dict[str, tuple[str, ...]] = {}
-        here: dict[tuple[str, str], str] = {}  # by choice of experts, a value at home -> the same at its expert
+        here: dict[tuple[str, str], str] = {}  # (choice of experts, value) -> the value at the ranks of its experts
         ops: list[Op] = []
         for index, op in enumerate(self.ops):
             if index in self.views:
@@ -364,7 +368,7 @@ class _Experts:
         return self._typed(replace(op, choices=(*kept, self.views[index])), self.rules[index])
 
     def _typed(self, op: Op, rule: OpRule | None) -> Op:
-        """The operation with the layouts that its choices make."""
+        """The operation with result layouts that follow from its choices."""
         found = layouts(op, rule, self.types, self.sizes)
         if found is None:
             raise self._refused(op, f"the rows of {op.results[0].name} do not divide")
@@ -438,7 +442,7 @@ class _Experts:
         return found[0]
 
     def _led(self, choice: Choice, cut: list[Choice], *, product: bool) -> Choice:
-        """The choice on rows of which the axis cuts the major part."""
+        """The choice on rows after the axis has become their major cut."""
         if choice not in cut or choice.axis in self.earlier:
             return choice
         if choice.axis == self.axis:
@@ -454,7 +458,7 @@ class _Experts:
     def _plan(
         self, op: Op, chosen: str, home: Layout, rows: Layout, plans: dict[str, tuple[str, ...]], taken: set[str]
     ) -> Op:
-        """The plan of movements between the layouts of the choice of experts at home and with the experts."""
+        """The `route` operation for a choice of experts, which plans how its rows travel."""
         product = _read(op)
         assert product is not None
         count = self._own(product.weights) * self.ways

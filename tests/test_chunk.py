@@ -261,7 +261,7 @@ def loss(model, batch):
     place = 1 + text.splitlines().index("        return self.head(h + self.mixed(h))")
     (told,) = partc.compile(tmp_path / "m.py", mesh="2", loss_chunks=2).warnings
     assert told.endswith("tanh stands between it and the product that makes its logits")
-    assert f"m.py:{place}: a loss is made of whole logits, not in 2 chunks" in told
+    assert f"m.py:{place}: a loss is computed from whole logits, not in 2 chunks" in told
     assert partc.compile(SHIFTED, mesh="2", loss_chunks=2).warnings == ()
 
 

@@ -43,7 +43,7 @@ class MaskedRows:
 
 
 class SelectedRows:
-    """Which rows each tensor holds. `value` and `know` read and write the values of constants."""
+    """Records the rows that each tensor holds. `value` and `know` read and write the values of constants."""
 
     def __init__(self, value: Callable[[Tensor], Tensor | None], know: Callable[[Any, Any], None]) -> None:
         self.value, self.know = value, know

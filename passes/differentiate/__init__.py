@@ -1,4 +1,4 @@
-"""Derive every region's backward graph from its local forward.
+"""Derive every region's backward graph from its local forward graph.
 
     region head phase microbatch:          region head phase microbatch:
       forward:                               forward:
@@ -68,8 +68,7 @@ from partc.torch_private import (
     without_order,
 )
 
-# By regions without sizes and batch axes: the batch axes of some regions, themselves, their derivatives, and the sizes
-# of all axes.
+# By region without sizes and batch axes: regions with their batch axes, their derivatives, and the sizes of all axes.
 Derivatives = MutableMapping[tuple[object, ...], list[tuple[frozenset[str], Region, Region, Sizes]]]
 _Named = Callable[[Tensor, str], Tensor]  # gives a tensor and its gradient a name in the traced graph
 
@@ -79,8 +78,8 @@ def differentiate(
 ) -> Program:
     """Give a backward graph to every region that a gradient passes through.
 
-    `derivatives` has regions of other programs, which are taken where they are alike but for local sizes and for
-    batch axes that cut them besides, and gets this program's.
+    `derivatives` has derivatives of other programs' regions, and receives this program's. One is used for a region that
+    differs only in local sizes or lacks some of its batch axes.
 
     Raises PartcError P0422 for a dense gradient whose optimizer needs a sparse one.
     """
@@ -103,8 +102,8 @@ def _known(
 ) -> Region:
     """The region's derivative.
 
-    A known derivative of the same region on a mesh with more batch axes is used again, without those axes: they change
-    nothing but layouts.
+    A known derivative of the same region on a mesh with more batch axes is used without those axes: they only change
+    layouts.
     """
     axes = frozenset(batch_axes(sizes))
     blank, ones = _sizeless(without_axes(region, {TIME_AXIS} - axes, sizes), sizes)
@@ -118,7 +117,7 @@ def _known(
 
 
 def _resized(region: Region, sizes: Sizes, other: Region, before: Sizes) -> Region:
-    """The region with its own local shapes in place of those of another one, which is alike, among its literals."""
+    """The region with its own local shapes instead of the literals of `other`, which is equal but for local sizes."""
 
     def op(new: Op, old: Op) -> Op:
         types = zip(old.results, new.results, strict=True)
@@ -137,9 +136,9 @@ def _resized(region: Region, sizes: Sizes, other: Region, before: Sizes) -> Regi
 
 
 def _sizeless(region: Region, sizes: Sizes) -> tuple[Region, tuple[object, ...]]:
-    """A region without the local sizes among its literals, and its local dimensions of one element, which broadcast.
+    """A region without its literal local sizes, and its local dimensions of size 1, which broadcast.
 
-    Regions that agree in both have the same derivative, but for local sizes.
+    Regions that agree in both have the same derivative but for local sizes.
     """
 
     def literals(op: Op) -> Op:
@@ -154,7 +153,7 @@ def _sizeless(region: Region, sizes: Sizes) -> tuple[Region, tuple[object, ...]]
 
 
 def _with_rows(program: Program, optimizer: str, group: Sequence[str]) -> Program:
-    """Mark the gradients of tables that are kept as rows; those of tables on several pipeline ranks are dense."""
+    """Mark the gradients of tables that are kept as rows; tables on several pipeline ranks have dense ones."""
     sparse = {parameter.name for parameter in program.parameters if parameter.sparse and parameter.trainable}
     if not sparse:
         return program
@@ -190,7 +189,7 @@ def _with_rows(program: Program, optimizer: str, group: Sequence[str]) -> Progra
 
 
 def _neighbours(program: Program, names: Collection[str]) -> set[str]:
-    """The parameters that calls of a region read in the place of one of these."""
+    """The parameters that other calls of a region read in the same place as one of these."""
     places = {(call.region, index) for call in program.calls for index, name in enumerate(call.params) if name in names}
     return {name for call in program.calls for index, name in enumerate(call.params) if (call.region, index) in places}
 
@@ -205,9 +204,9 @@ def _differentiate_region(region: Region, inputs: frozenset[str], params: frozen
 
 
 def _plain_sums(graph: Graph, sizes: Sizes) -> Graph:
-    """reshape(sum(x, dims, True), shape) is sum(x, dims, False) if the reshape drops the kept dimensions.
+    """Replace reshape(sum(x, dims, True), shape) by sum(x, dims, False) if the reshape drops the kept dimensions.
 
-    This is the traced gradient of a broadcast operand, such as a bias that is added in the product before it.
+    The first form is the traced gradient of a broadcast operand, such as a bias.
     """
     readers = graph.readers()
     plain: dict[str, Op] = {}
@@ -226,10 +225,10 @@ def _plain_sums(graph: Graph, sizes: Sizes) -> Graph:
 
 
 def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
-    """cat((reshape(a, [b, s, h·d]), …), 2) of a[b, s, h, d] is reshape(cat((a, …), 2), [b, s, …]).
+    """Replace cat((reshape(a, [b, s, h·d]), …), 2) of a[b, s, h, d] by reshape(cat((a, …), 2), [b, s, …]).
 
     The gradients of the parts of a joint product end in this way. Each part is a view of a result of attention's
-    backward, which its own reshape may have to copy first.
+    backward, which a reshape of the part alone may copy.
     """
     makers = graph.makers()
     types = {value.name: value.type for value in region.params} | {
@@ -274,7 +273,7 @@ def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
 def _with_copies(region: Region, changed: frozenset[str]) -> Region:
     """Save copies of buffers that forward changes, in this microbatch or later ones: backward reads the old values.
 
-    Parts of such a buffer that are saved, or returned to regions that may save them, are parts of the copy.
+    Views of such a buffer that are saved, or returned to regions that may save them, become views of the copy.
     """
     if not changed:
         return region
@@ -318,7 +317,7 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
         for name in values:
             if name in roots:
                 values[name] = named(values[name], name)
-        later: list[Op] = []  # the operations of backward passes of the model's own
+        later: list[Op] = []  # the operations of the model's own backward passes
         found: set[str] = set()  # their results
         for op in region.forward.ops:
             if op.name == SCAN:
@@ -342,7 +341,7 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
                 outputs = local_forward(*tensors, named=recorder.named)
                 carrying = [x for x, name in zip(outputs, region.forward.outputs, strict=True) if name in live]
                 wanted = [x for x in tensors if x.requires_grad]
-                with torch.autograd.detect_anomaly(check_nan=False):  # which names the operation that fails
+                with torch.autograd.detect_anomaly(check_nan=False):  # it names the operation that fails
                     found = iter(torch.autograd.grad(carrying, wanted, incoming, allow_unused=True))
             if not recorder.changes_operands:
                 return recorder.returns([*outputs, *(next(found) if x.requires_grad else None for x in tensors)])

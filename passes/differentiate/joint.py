@@ -23,11 +23,11 @@ from partc.rules.inference import Inferred, inferred, local
 from partc.torch_private import OpOverload
 
 _RESHAPES = spelling("reshape")
-# Operations that return their operand; among reshards, those of which only the transposes move data.
+# Operations that return their operand, such as reshards of which only the transpose moves data.
 _NOTHING = frozenset(
     {"detach", "alias", "clone", "contiguous", "lift_fresh_copy", "mark", "mark_grad", "vary", "settle"}
 )
-# Operations that fill a tensor like another one, whose elements they do not read; None: with their last argument.
+# Operations that fill a tensor of the operand's shape with a number; None: with their last argument.
 _FILLED: Mapping[str, int | None] = {
     "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None, "fill": None,
 }  # fmt: skip
@@ -59,7 +59,7 @@ _TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_cla
 
 
 def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str], sizes: Sizes) -> Region:
-    """The region with `forward`, `saved` and `backward` as `traced` computes them.
+    """The region with `forward`, `saved` and `backward` from the joint graph `traced`.
 
     `traced` takes the region's inputs, its params and a gradient for each output in `live`. It returns the outputs,
     then the gradients of inputs and params (None where there is none). Raises InternalError if the gradient of one of
@@ -86,8 +86,8 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
     ops = with_one_product(reader.read(nodes, incoming), reader.fresh)
 
     found = tuple(reader.name_of(node) for node in outputs)
-    # A value that is returned twice, or an input with a gradient of the model's own, has a second name: its gradients
-    # differ.
+    # A value that is returned twice, or an input with a gradient defined by the model, has a second name, because the
+    # gradients under the two names differ.
     pairs = tuple(zip(region.forward.outputs, found, strict=True))
     reaching = {name for pair in pairs for name in pair if not live.isdisjoint(pair)}
     again = {
@@ -113,9 +113,9 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
 
 
 def _following(graph: Graph, outputs: tuple[str, ...], returned: tuple[str, ...]) -> Graph:
-    """Name the incoming gradient after the forward pass's output.
+    """Rename incoming gradients after the outputs of the final forward graph.
 
-    They differ if the last reshard does not move data: `return loss_tp` became `return loss`.
+    The names differ if the last reshard does not move data: `return loss_tp` became `return loss`.
     """
     names: dict[str, str] = {}
     for was, now in zip(outputs, returned, strict=True):
@@ -134,8 +134,8 @@ def _wanted(
 ) -> dict[str, fx.Node]:
     """The gradients to return, by the name of their input or parameter.
 
-    An unused parameter has none. A gradient that exists but depends on no incoming one, and on none that the model
-    gives itself, would silently train wrongly (nll_loss on meta tensors loses its gradient in this way): it is refused.
+    An unused parameter has none. A gradient that depends on no incoming gradient, and on none that the model defines
+    itself, is refused: training would silently be wrong (nll_loss on meta tensors loses its gradient in this way).
     """
     wanted = {name: node for name, node in gradients.items() if name in roots and node is not None}
     for name, node in wanted.items():
@@ -148,13 +148,13 @@ def _wanted(
 
 
 def _own_gradients(nodes: Iterable[fx.Node], region: Region) -> Iterator[fx.Node]:
-    """The gradients that a model gives itself, which need not depend on incoming ones."""
+    """The gradients that a model defines itself, which need not depend on incoming ones."""
     names = {ref.name for op in region.forward.ops if op.name == "own_gradient" for ref in op.args[2]}  # type: ignore[union-attr]
     yield from (node for node in nodes if _packet(node) == "mark" and node.args[1] in names)
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Whether a gradient consists of zeros only, as that of a piecewise constant operation."""
+    """Whether a gradient consists of zeros, like that of a piecewise constant operation."""
     name = _packet(node)
     if name in _FILLED or name in ("zeros", "full"):
         number = 0 if name == "zeros" else node.args[-1] if _FILLED.get(name) is None else _FILLED[name]
@@ -166,7 +166,7 @@ def _is_zero(node: fx.Node) -> bool:
 
 
 def _carriers(region: Region, roots: frozenset[str]) -> set[str]:
-    """Values that the gradient of an output must pass through or end in."""
+    """The values through which an output's gradient must pass to reach a root, the roots included."""
     live = reached(region.forward, roots)
     found = live.intersection(region.forward.outputs)
     for op in reversed(region.forward.ops):
@@ -215,7 +215,7 @@ def _gradient(type: TensorType) -> TensorType:
 
 
 class _Reader:
-    """Turns fx nodes into IR operations under the names of their marks."""
+    """Translates fx nodes to IR operations, named by the marks."""
 
     def __init__(self, region: Region, sizes: Sizes) -> None:
         values = {value.name: value for value in region.params} | region.forward.definitions()
@@ -227,8 +227,8 @@ class _Reader:
         self._labels: dict[fx.Node, str] = {}
         # A gradient's name identifies its value: no other value may have it.
         self._taken: set[str] = {*values, *(f"grad_{name}" for name in values)}
-        self._gradients: dict[str, str] = {}  # gradient's name -> the value it belongs to
-        self._known: set[str] = set()  # values whose layout the forward pass decides
+        self._gradients: dict[str, str] = {}  # name of a gradient -> the value to which it belongs
+        self._known: set[str] = set()  # values whose layout is known from the forward pass
         self._made = dict(self.types)  # the types of all values that have been read
 
     def name_of(self, node: fx.Node) -> str:
@@ -239,7 +239,7 @@ class _Reader:
         return Op(name="alias", args=(Ref(of),), results=(Value(name=name, type=self.types[name]),))
 
     def claim_all(self, claims: Iterable[tuple[fx.Node, str]]) -> None:
-        """Give nodes these names, unless the values behind them have names."""
+        """Give nodes these names, unless the values behind them are named already."""
         for node, name in claims:
             if _origin(node) not in self._names:
                 self._names[_origin(node)] = name
@@ -247,7 +247,7 @@ class _Reader:
                 self._taken.add(name)
 
     def name(self, nodes: list[fx.Node]) -> None:
-        """Name every node: by its mark, else after the named value that it leads to."""
+        """Name every node: by its mark, else after the next named value that depends on it."""
         for node in nodes:
             if _packet(node) in ("mark", "mark_grad"):
                 name = str(node.args[1])
@@ -260,9 +260,10 @@ class _Reader:
                 self._names[_origin(node)] = self.fresh(self._unmarked_name(_origin(node)))
 
     def _gradient_name(self, name: str, node: fx.Node) -> str:
-        """The gradient of a partial sum is whole on every rank: `grad_y_full` for `y_partial`.
+        """The name of a value's gradient.
 
-        The gradient of an output that the region also reads is the incoming one plus others: a `_total`.
+        The gradient of a partial sum is whole on every rank: `grad_y_full` for `y_partial`. If the region also reads an
+        output, its gradient is the incoming one plus others: a `_total`.
         """
         found = f"grad_{name.removesuffix('_partial')}_full" if name.endswith("_partial") else f"grad_{name}"
         holder = self._holders.setdefault(found, _origin(node))
@@ -295,7 +296,7 @@ class _Reader:
             self._operation(node)
             for node in nodes
             if node.op == "call_function" and node.target is not operator.getitem and _origin(node) is node
-            if "val" in node.meta  # an assertion makes nothing
+            if "val" in node.meta  # an assertion has no result
         )
 
     def _operation(self, node: fx.Node) -> Op:
@@ -310,7 +311,7 @@ class _Reader:
         return Op(name=name, args=args, attrs=attrs, results=results, source=source)
 
     def _laid_out(self, op: Op, heir: str) -> tuple[Value, ...]:
-        """The results with true layouts: their own, or else the one that follows from the operation."""
+        """The results with their layouts: known from the forward pass, or inferred from the operation."""
         found = inferred(op, self._made, self._sizes)
         operands = [self._made[name] for name in op.refs()]
         results = tuple(
@@ -343,7 +344,7 @@ class _Reader:
         return tuple(
             self._value(
                 self._names[_origin(items[i])] if i in items else self.fresh(f"{label}_unused"),
-                known.new_empty(()) if val is None else val,  # a gradient that wasn't asked for
+                known.new_empty(()) if val is None else val,  # a gradient that was not requested
             )
             for i, val in enumerate(node.meta["val"])
         )
@@ -361,7 +362,7 @@ class _Reader:
         return value
 
     def _gradient_type(self, name: str) -> TensorType | None:
-        """The type of a value of the forward pass, or of the gradient of one, by name."""
+        """The type of a forward value or of its gradient, by name; None for other names."""
         if name in self.types:
             return self.types[name]
         owner = self._gradients.get(name, name.removeprefix("grad_"))
@@ -390,7 +391,7 @@ def _item(node: fx.Node) -> tuple[fx.Node, int]:
     """The operand and the operation of a getitem."""
     call, index = node.args[:2]
     if not isinstance(call, fx.Node) or not isinstance(index, int):
-        raise InternalError(f"{node.name} takes no numbered result")
+        raise InternalError(f"{node.name} does not select a result")
     return call, index
 
 
@@ -399,7 +400,7 @@ def _is_tuple(node: fx.Node) -> bool:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """The node whose value this one passes on."""
+    """The node whose value this one returns unchanged."""
     while _packet(node) in _NOTHING:
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -435,7 +436,7 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
         row = COLLECTIVES[name]
         return row.runs_as or name, args[:1], tuple(zip(row.attrs, args[1:-1], strict=True))
     if name == "embedding_shard":
-        return name, args[:2], (("axis", args[-1]),)  # padding matters to its gradient alone
+        return name, args[:2], (("axis", args[-1]),)  # only its gradient depends on padding
     if name == "embedding_shard_backward":
         return name, args[:3] if args[3] == -1 else args[:4], (("axis", args[-1]),)
     if name in _TRAILING_AXIS:

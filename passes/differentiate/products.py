@@ -1,11 +1,11 @@
-"""The gradient of a product of a matrix with its own transpose: one product in place of two.
+"""The gradient of a matrix times its own transpose: one product instead of two.
 
     y     = matmul(x, permute(x))
     left  = matmul_grad_left(g, permute(x))              mirrored = permute(g)
     right = matmul_grad_right(g, x)                ->    both     = add(g, mirrored)
     grad  = add(left, permute(right))                    grad     = matmul(both, x)
 
-Scores of all pairs, as in recommenders and contrastive losses, are such products.
+Scores of all pairs, as in recommenders and contrastive losses, are products of this kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from partc.ir.program import Op, Ref, Value
 
 
 def with_one_product(ops: Sequence[Op], fresh: Callable[[str], str]) -> tuple[Op, ...]:
-    """The operations of a joint graph with such gradients rewritten; `fresh` makes names that begin with a stem."""
+    """The operations of a joint graph with such gradients rewritten; `fresh` returns a new name that begins with a
+    stem.
+    """
     makers = {value.name: op for op in ops for value in op.results}
     reads = Counter(name for op in ops for name in op.refs())
     found: list[Op] = []

@@ -17,26 +17,26 @@ from partc.torch_private import OpOverload, TorchDispatchMode
 
 _MARK, _MARK_GRAD = torch.ops.partc.mark.default, torch.ops.partc.mark_grad.default
 _DEVICE = torch.ops.prim.device.default
-# Autograd's zeros without memory, as of piecewise constant operations, are recorded as ordinary ones.
+# Autograd's zeros without memory, as for piecewise constant operations, are recorded as ordinary zeros.
 _ZEROS_WITHOUT_MEMORY, _ZEROS = torch.ops.aten._efficientzerotensor.default, torch.ops.aten.zeros.default
 
 
 class Recorder(TorchDispatchMode):
-    """The operations that run in its context, on `given` tensors and those made from them."""
+    """Records the operations that run in its context, on `given` tensors and on results of recorded operations."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.changes_operands = False  # whether an operation works in place, as a few of autograd's own do
+        self.changes_operands = False  # whether an operation works in place, as a few of autograd's do
         self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[Tensor] = []  # so that no two tensors have one number
+        self._alive: list[Tensor] = []  # keeps tensors alive, so that no two have the same id
         self._named: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         for index, tensor in enumerate(given):
             self._made(self.graph.placeholder(f"given_{index}"), tensor)
 
     def named(self, x: Tensor, name: str) -> Tensor:
-        """The tensor, dense, as a value with this name; its gradient is named as well."""
+        """The tensor, dense, as a value with this name; its gradient gets a name too."""
         if not x.is_contiguous():
             x = x.contiguous()
         elif id(x) in self._named:  # a value and its alias have gradients of their own
@@ -48,12 +48,12 @@ class Recorder(TorchDispatchMode):
         return x
 
     def close(self) -> None:
-        """Let go of the tensors, which are in cycles that Python's collector does not see."""
+        """Release the tensors, which are in reference cycles that Python's collector cannot see."""
         for hook in self._hooks:
             hook.remove()
 
     def _gradient(self, x: Tensor | None, name: str) -> Tensor | None:
-        if x is None:  # no gradient arrives, as of a scan's results that nothing reads
+        if x is None:  # no gradient, such as that of an unread result of a scan
             return None
         x = x.contiguous()
         self._mark(_MARK_GRAD, x, name)
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:  # three of four questions, which would go through all of torch's dispatch
+        if func is _DEVICE:  # three of four calls are this query, which would pass through all of torch's dispatcher
             return torch.device("cpu")
         func = _ZEROS if func is _ZEROS_WITHOUT_MEMORY else func
         given = dict(kwargs or {})

@@ -1,6 +1,6 @@
 """The derivative of a scan: a scan in the other direction, whose states are the gradients of the states.
 
-A step of it computes the forward step again, from the states before each step, and then the step's own derivative. The
+Each of its steps computes the forward step again, from the states before it, and then the step's derivative. The
 gradients of constants are states too: sums over the steps.
 """
 
@@ -28,9 +28,9 @@ Split = Callable[[Region, frozenset[str], set[str]], Region]
 class Derivative:
     """A scan and the step of its derivative; without a gradient, `step` is None.
 
-    `forward` also makes the sequences of the states before each step, `before`, unless they are other results.
-    The step reads the gradients of `states` and `made`, the values `saved` and constants. It makes the gradients of
-    states, of `constants` (summed) and of `elements`. All of these are positions.
+    `forward` also returns the sequences of states before each step, `before`, unless they equal other results. The step
+    reads the gradients of `states` and `made`, the values `saved` and constants. It computes the gradients of states,
+    of `constants` (summed) and of `elements`. All of these fields hold positions.
     """
 
     forward: Scan
@@ -156,7 +156,7 @@ class _DerivativeBuilder:
         return Value(name=unique(name, self.taken), type=like.type.shaped(like.type.shape))
 
     def _total(self, names: Sequence[str], result: Value) -> str:
-        """The name of the sum of some values; `result` is made for it unless it is one of these."""
+        """The name of the sum of some values, which `result` names; a lone value needs no sum."""
         if not names:
             args = (result.type.shape, 0)
             self.ops.append(

@@ -213,8 +213,11 @@ class Simulator:
         sized = replace(calls, mesh=placed.mesh, microbatches=placed.microbatches)
         sizes: _Key = (_local(sized), most_repeated(sized))
 
-        laid = self._once(("annotate", *widths, *sizes), lambda: passes.between("outline", "annotate", sized, given))
-        layouts = self._number((laid.regions, laid.calls, laid.values, laid.parameters))
+        def annotated() -> tuple[Program, int]:
+            laid = passes.between("outline", "annotate", sized, given)
+            return laid, self._number((laid.regions, laid.calls, laid.values, laid.parameters))
+
+        laid, layouts = self._once(("annotate", *widths, *sizes), annotated)
         return (*trace_key, options.kernels, layouts, _local(cut)), laid, cut
 
     def _cut(self, trace_key: _Key, program: Program, given: Mapping[str, Any]) -> Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from partc.errors import PartcError
 from partc.ir.program import Program
@@ -14,12 +15,19 @@ __all__ = ["DEFAULT", "UpdateRule", "dense", "updates"]
 
 def updates(program: Program, optimizer: str, group: Sequence[str]) -> Mapping[str, UpdateRule]:
     """The update of each parameter. Raises PartcError P0551."""
-    rates = {item.name: item.balance for item in program.parameters if item.balance}
+    rates = tuple((item.name, item.balance) for item in program.parameters if item.balance)
     try:
-        found = Recipe.of(optimizer, groups=group, balance=rates).all_settings(model_dims(program))
+        found = _settings(optimizer, tuple(group), rates, tuple(model_dims(program).items()))
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from None
     return {item.name: found[item.names[0]] for item in program.parameters}
+
+
+@lru_cache(maxsize=8)
+def _settings(
+    optimizer: str, group: tuple[str, ...], rates: tuple[tuple[str, float], ...], dims: tuple[tuple[str, int], ...]
+) -> Mapping[str, UpdateRule]:
+    return Recipe.of(optimizer, groups=group, balance=dict(rates)).all_settings(dict(dims))
 
 
 def model_dims(program: Program) -> dict[str, int]:

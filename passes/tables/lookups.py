@@ -195,7 +195,7 @@ def find(program: Program) -> Lookups:
                     lookups[region.name, value.name] = found
                     axes[region.name, value.name] = over
     parameters = {parameter.name: parameter for parameter in program.parameters}
-    return Lookups(program, slots_of(program), parameters, lookups, types, axes)
+    return Lookups(program, program.derived(slots_of), parameters, lookups, types, axes)
 
 
 def _looks_up(op: Op, table: Value, axes: Sequence[str]) -> bool:

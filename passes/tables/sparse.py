@@ -13,7 +13,7 @@ from partc.rules.updates import UpdateRule, dense
 
 def with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
     """Leave sparse gradients to parameters whose optimizer updates single rows, and add them where it is by rows."""
-    read = {name for name, slots in slots_of(program).items() if slots}
+    read = {name for name, slots in program.derived(slots_of).items() if slots}
     parameters = []
     for item in program.parameters:
         rule = rules[item.name]
@@ -22,13 +22,14 @@ def with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
         if item.trainable and not sparse:
             dense(item.name, rule, "no lookup asks for rows")
         parameters.append(item if sparse == item.sparse else replace(item, sparse=sparse))
-    return replace(program, parameters=tuple(parameters))
+    changed = any(new is not old for new, old in zip(parameters, program.parameters, strict=True))
+    return replace(program, parameters=tuple(parameters)) if changed else program
 
 
 def apart(program: Program) -> Program:
     """The program with a parameter of the region for each lookup of a sparse table, so that each adds its rows."""
     sparse = {parameter.name for parameter in program.parameters if parameter.sparse}
-    owned = {slot: name for name, slots in slots_of(program).items() if name in sparse for slot in slots}
+    owned = {slot: name for name, slots in program.derived(slots_of).items() if name in sparse for slot in slots}
     for region in program.regions:
         readers, taken = region.forward.readers(), {*region.types(region.forward)}
         more: dict[str, list[Value]] = {}

@@ -326,7 +326,10 @@ class Planner:
         max_seconds: float | None = None,
         on_played: Callable[[Played], None] = lambda played: None,
     ) -> PlanChoice:
-        """The best plan that holds at most `limit` bytes on a rank. Raises PartcError P0812."""
+        """The best plan that holds at most `limit` bytes on a rank. Raises PartcError P0812.
+
+        The request's own limit of time gives the search at least the plans that it tries first; `max_seconds` may not.
+        """
         request = self.request if limit is None else replace(self.request, limit=limit)
         outcome = search(
             self.space.families(),
@@ -340,6 +343,7 @@ class Planner:
             hope=self._hope,
             promise=self._promise,
             max_seconds=request.max_seconds if max_seconds is None else max_seconds,
+            patient=max_seconds is None,
             on_played=on_played,
         )
         return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens)

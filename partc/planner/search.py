@@ -135,6 +135,7 @@ def search(
     hope: Callable[[ParallelPlan], tuple[bool, float]] = lambda plan: (False, 0.0),
     promise: Callable[[Family], tuple[bool, float]] = lambda family: (False, 0.0),
     max_seconds: float | None = None,
+    patient: bool = False,
     on_played: Callable[[Played], None] = lambda played: None,
 ) -> Outcome:
     """The quickest of the plans of all families that hold at most `limit` bytes.
@@ -146,8 +147,9 @@ def search(
     these are still to be fitted; None if it is not compared with others.
 
     `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
-    takes half of the time at most, or all of it while no plan fits. Of plans with equal bounds, those with the least
-    `hope` come first, and families by their `promise`.
+    takes half of the time at most, or all of it while no plan fits. A `patient` search tries `starts` until one fits,
+    even if this takes longer. Of plans with equal bounds, those with the least `hope` come first, and families by
+    their `promise`.
     """
     start = time.perf_counter()
     queue: list[_Waiting] = []
@@ -226,7 +228,7 @@ def search(
     def run() -> bool:
         """Search until the best plan is proved; whether it is, and the time is not up before."""
         nonlocal reached
-        for plan in starts:
+        for plan in left:
             if not late(_STARTING if fitting else 1.0):
                 first(plan)
         better = bool(fitting)
@@ -264,7 +266,9 @@ def search(
         reached = queue[0].seconds if queue else best
         return True
 
-    complete = False
+    complete, left = False, iter(starts)
+    while patient and not fitting and (plan := next(left, None)) is not None:
+        first(plan)
     with suppress(TimeUpError), time_limit(None if max_seconds is None else start + max_seconds - time.perf_counter()):
         complete = run()
     fitting.sort(key=lambda played: (played.seconds, played.bytes))

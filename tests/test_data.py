@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 import partc
+from partc.errors import PartcError
+from partc.package import launch
 from partc.package.verify import verify
 from partc.runtime.checkpoint.manifest import checkpoints, read
 from partc.runtime.documents import Malformed
@@ -193,6 +195,8 @@ def test_options_reach_iterables(tmp_path: Path) -> None:
     package = partc.compile(file, mesh="dp=2", options={"count": 2}).write(tmp_path / "build")
     stopped = train(package, "--steps", 3, "--data-end", "error")
     assert "ends after 2 batches" in stopped.stderr
+    with pytest.raises(PartcError, match=r"P0544: .* ends after 2 batches"):  # an error of the ranks
+        launch.run(package, steps=3, arguments=["--virtual", "--data-end", "error"])
 
 
 def test_states_come_back_as_they_were() -> None:

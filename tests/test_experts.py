@@ -590,7 +590,7 @@ def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _verified(build: Path, folder: Path) -> bool:
     try:
         return verify(build, arguments=["--clip", "0.01"], steps=1, virtual=True, reference=folder / "reference").ok
-    except RunFailed:
+    except (PartcError, RunFailed):
         return False
 
 

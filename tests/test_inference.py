@@ -148,6 +148,7 @@ def test_results_equal_those_of_one_device(tmp_path: Path, case: str) -> None:
     schema = json.loads((Path(partc.__file__).parent / "templates" / "plan.schema.json").read_text())
     jsonschema.validate(json.loads((package / "plan.json").read_text()), schema)
     assert given.memory is not None and not given.memory.worst.categories.get("gradients")
+    assert given.memory.worst.host == 0  # it writes no checkpoint
 
 
 @pytest.mark.slow

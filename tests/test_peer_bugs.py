@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import partc
+from partc.errors import PartcError
 from partc.package.launch import RunFailed
 from partc.package.verify import verify
 from tests.pairwise import Row
@@ -120,7 +121,7 @@ def equal(build: Path, mutant: Mutant, reference: Path) -> bool:
     """Whether a package trains, and ends where the single-device model does."""
     try:
         return verify(build, virtual=True, arguments=mutant.arguments, reference=reference).ok
-    except RunFailed:
+    except (PartcError, RunFailed):
         return False
 
 

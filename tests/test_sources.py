@@ -12,6 +12,9 @@ import pytest
 import partc
 from partc.errors import PartcError
 
+ROOT = Path(__file__).parent.parent
+
+
 PROJECT = {
     "job.py": """
 import torch
@@ -92,6 +95,9 @@ def test_a_model_file_among_others(tmp_path: Path) -> None:
     folder = package.write(tmp_path / "build")
     (tmp_path / "project").rename(tmp_path / "gone")
     _train(folder)
+    inspected = [sys.executable, "-m", "partc", "inspect", str(folder), "--after", "trace"]
+    done = subprocess.run(inspected, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_function_in_a_package_of_the_user_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

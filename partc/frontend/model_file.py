@@ -15,6 +15,7 @@ from typing import Any
 
 from partc.errors import PartcError, Source, first_line
 from partc.frontend.example_files import hint
+from partc.frontend.user_modules import FOLDER
 from partc.installed import is_machinery
 
 Option = int | float | bool | str
@@ -119,13 +120,16 @@ def _imported(path: Path) -> ModuleType:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[None]:
-    """A context in which modules in the file's folder can be imported, as when Python runs the file."""
-    folder = str(path.parent.resolve())
-    sys.path.insert(0, folder)
+    """A context in which modules in the file's folder can be imported, as when Python runs it; also a package's sources."""
+    folder = path.parent.resolve()
+    inside = [folder / FOLDER] if is_file(folder / "plan.json") else []
+    added = [str(each) for each in (*inside, folder)]
+    sys.path[:0] = added
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        for each in added:
+            sys.path.remove(each)
 
 
 def blame(error: BaseException, path: Path | None = None) -> Source | None:

@@ -142,7 +142,8 @@ def run(
 ) -> RunResult:
     """Train a package for some steps with real processes; `tell` receives the torchrun command first.
 
-    The ranks' output goes to stderr as it comes. Raises RunFailed, and PartcError for arguments that train.py rejects.
+    The ranks' output goes to stderr as it comes. Raises PartcError if train.py or its ranks reject their input, and
+    RunFailed if they stop otherwise.
     """
     from partc.runtime.device.cuda_graphs import need_gpus
     from partc.runtime.errors import UsageError
@@ -180,7 +181,7 @@ def run(
             _copy_reports(folder, job.report)
         # torchrun fails when it is stopped, even if its ranks have saved and exited successfully.
         if code and not (stopped and len(reports) == job.world_size):
-            raise RunFailed("the package", code, "")
+            raise refusal(folder) or RunFailed("the package", code, "")
     from partc.runtime.layout import tokens_per_step  # which loads torch
 
     logging = next(report for report in reports if report["logs"])
@@ -248,6 +249,15 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
     """The final report of each rank, by rank."""
     reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
     return sorted(reports, key=lambda report: int(report["rank"]))
+
+
+def refusal(folder: Path) -> PartcError | None:
+    """The error for which ranks rejected their input, from the folder of their reports; None if they did not."""
+    path = folder / "refusal.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text())
+    return PartcError(found["code"], found["cause"], help=found["help"])
 
 
 def local_environment() -> dict[str, str]:

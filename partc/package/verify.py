@@ -32,6 +32,7 @@ from partc.package.launch import (
     read_package,
     read_plan,
     read_reports,
+    refusal,
     searching,
     started,
     torchrun_command,
@@ -68,8 +69,8 @@ def verify(
 
     `arguments` are training options of train.py; its defaults apply, and gradients are clipped (`CLIP`). With
     `virtual`, all ranks run in one process. `reference` is a folder for the single-device run: a run that is there is
-    used again, so that packages of one model on many meshes share it. Raises RunFailed if a training stops, and
-    PartcError P0504 and those of train.py for invalid options.
+    used again, so that packages of one model on many meshes share it. Raises PartcError P0504 for invalid options and
+    train.py's errors for wrong input, and RunFailed if a training stops otherwise.
     """
     plan = read_package(directory)
     if steps < 1:
@@ -166,7 +167,8 @@ def _train_both(
             process.terminate()
     for what, code in codes.items():
         if code:
-            raise RunFailed(what, code, outputs[what].read_text(errors="replace"))
+            refused = refusal(folder / "report") if what == "the package" else None
+            raise refused or RunFailed(what, code, outputs[what].read_text(errors="replace"))
 
 
 def _options(recipe: Mapping[str, Any]) -> Iterator[str]:

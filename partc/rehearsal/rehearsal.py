@@ -303,7 +303,12 @@ class _Rehearsal:
         }
 
     def copied(self, place: int) -> int:
-        """The bytes that a rank at a place writes into a checkpoint; on large meshes, equal ranks write as many."""
+        """The bytes that a rank at a place writes into a checkpoint; on large meshes, equal ranks write as many.
+
+        Zero for programs that only run forward, which write none.
+        """
+        if self._program.results:
+            return 0
         key = place if self._few else self._composer.signature(place)
         if key not in self._hosts:
             self._hosts[key] = self._copied(place, self._shards(place))

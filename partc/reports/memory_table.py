@@ -52,7 +52,8 @@ def page(account: Account, mesh: Mesh, *, place: int | None = None, width: int =
     console.print(
         f"\non a GPU: about {readable(RESERVE)} more, for CUDA, NCCL and libraries' work spaces", soft_wrap=True
     )
-    console.print(f"\nin steps after the first, with {account.optimizer}")
+    trains = any(each.host for each in account.ranks)
+    console.print(f"\nin steps after the first, with {account.optimizer}" if trains else "\nin batches after the first")
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,7 @@ from ..processes.rendezvous import meet, world, world_size
 from ..processes.signals import Caught, release
 from ..processes.watchdog import Watchdog, breaking_off
 from ..torch_private import lone_store
+from ..whole_files import write_whole
 from .command_line import parse
 from .data import BatchSource, Tokens, load_model_file, source
 from .job import Job, check_places, prepared, told_of_memory
@@ -52,8 +54,10 @@ def main(argv: Sequence[str], root: Path) -> int:
 
 def run(job_of: Callable[[], Job], task: Task) -> int:
     """Do a task on all ranks, or on this one under torchrun. Returns the exit code."""
+    report: Path | None = None
     try:
         job = job_of()
+        report = job.report
         here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # all ranks are on this machine
         if job.virtual or here:
             check_places(job)
@@ -63,10 +67,19 @@ def run(job_of: Callable[[], Job], task: Task) -> int:
     except UsageError as error:
         if not error.alike or os.environ.get("RANK", "0") == "0":
             tell(str(error))
+            if report is not None and error.exit_code == 2:
+                _report_refusal(report, error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     return job.exit_code if stopped else 0
+
+
+def _report_refusal(folder: Path, error: UsageError) -> None:
+    """Write the error for wrong input to the reports: the exit code of torchrun does not tell it from a crash."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "refusal.json", json.dumps({"code": error.code, "cause": error.cause, "help": error.help}))
 
 
 def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:

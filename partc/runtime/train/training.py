@@ -314,6 +314,7 @@ class _Training:
 
     def _write_report(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "refusal.json").unlink(missing_ok=True)  # of an earlier run
         report = {
             "rank": self.rank.number,
             "peak_bytes": peak_bytes(self.device),

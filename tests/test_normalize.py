@@ -105,6 +105,12 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
         ["sin", "reshape", "reshape", "cat", "cumsum"],
     ),
     "empty cat": (lambda m, x: torch.cat([x[:0].view(0), x.flatten()]).sin().sum(), ["sin"]),
+    "an empty part": (
+        lambda m, x: (lambda a, b, c: torch.cat([a.sin(), b.cos(), c], -1).sum() + b.sum())(*x.split([2, 0, 4], -1)),
+        ["full", "split", "sin", "cat", "sum", "sum", "add"],
+    ),
+    "one part that is not empty": (lambda m, x: x.split([0, 6], -1)[1].sin().sum(), ["sin"]),
+    "nothing": (lambda m, x: x.sin().sum() + (F.dropout(x[:, 3:] * 2, 0.5).exp() * m.v[0]).sum(), ["sin", "sum", "full", "sum", "add"]),
     "linear": (lambda m, x: F.linear(x, m.w, m.w[:, 0]).sum(), ["slice", "reshape", "linear", "add"]),
     "product with a transpose": (lambda m, x: (x @ m.w.T).sum(), ["linear"]),
     "rows": (lambda m, x: (x.view(-1, 6) @ m.w.T).view(5, 3, 7).cumsum(1).sum(), ["linear", "cumsum"]),

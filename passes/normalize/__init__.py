@@ -32,7 +32,7 @@ from partc.passes.normalize.inner_gradients import with_inner_gradients
 from partc.passes.normalize.inplace import without_mutation
 from partc.passes.normalize.norms import plain_norms
 from partc.passes.normalize.own_gradients import with_dims
-from partc.passes.normalize.random import RANDOM, refuse_unknown
+from partc.passes.normalize.random import RANDOM, draws, refuse_unknown
 from partc.passes.normalize.recurrent import recurrent
 from partc.passes.normalize.solves import with_solves
 from partc.passes.normalize.writer import Rewrite, Writer, ref, with_dtypes
@@ -87,7 +87,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     graph, updated = without_mutation(plain_norms(region.forward, types), types, trained)
     for op in with_inner_gradients(graph, types | {value.name: value.type for value in values}).ops:
         op = replace(op.renamed(writer.same), name=_ALIASES.get(op.name, op.name))
-        _TABLE.get(op.name, _kept)(writer, op)
+        (_without_elements if _is_empty(op) else _TABLE.get(op.name, _kept))(writer, op)
     outputs = tuple(writer.same.get(name, name) for name in graph.outputs)
     nexts: dict[str, str] = {}
     for buffer, made in updated.items():
@@ -109,6 +109,20 @@ def _next(w: Writer, buffer: str, made: str) -> str:
     place = next((index + 1 for index, op in enumerate(w.ops) if op is w.made.get(made)), len(w.ops) - 1)
     w.ops.insert(place, w.ops.pop())
     return value.name
+
+
+def _is_empty(op: Op) -> bool:
+    """Whether results have no elements. Random numbers are counted also where they are none, except by dropouts."""
+    return (
+        bool(op.results)
+        and all(0 in value.type.shape for value in op.results)
+        and (not draws(op.name) or "dropout" in op.name)
+    )
+
+
+def _without_elements(w: Writer, op: Op) -> None:
+    for value in op.results:
+        w.add(op, "full", (value.type.shape, 0), value, dtype=DTypeArg(value.type.dtype))
 
 
 def _kept(w: Writer, op: Op) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from partc.ir.program import Arg, Op, Ref
+from partc.ir.program import Arg, DTypeArg, Op, Ref
 from partc.passes.normalize.writer import Rewrite, Writer, ref
 from partc.rules.rule import argument, number
 
@@ -89,8 +89,15 @@ def split(w: Writer, op: Op) -> None:
         for part, value in zip(parts, op.results, strict=True):
             w.add(op, "reshape", (Ref(part.name), value.type.shape), value)
         return
-    sizes = tuple(value.type.shape[dim] for value in op.results)
-    w.keep(replace(op, name="split", args=(op.args[0], sizes, dim), attrs=()))
+    full = tuple(value for value in op.results if 0 not in value.type.shape)
+    for value in op.results:
+        if value not in full:
+            w.add(op, "full", (value.type.shape, 0), value, dtype=DTypeArg(value.type.dtype))
+    if len(full) == 1:
+        w.alias(full[0].name, ref(op.args[0]).name)
+        return
+    sizes = tuple(value.type.shape[dim] for value in full)
+    w.keep(replace(op, name="split", args=(op.args[0], sizes, dim), attrs=(), results=full))
 
 
 def select(w: Writer, op: Op) -> None:

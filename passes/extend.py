@@ -1,4 +1,4 @@
-"""Extend sequences that cp does not divide: added positions repeat the last one, and nothing counts them.
+"""Pad sequences that cp does not divide: added positions repeat the last one, and nothing counts them.
 
     slice_1      = slice(linear_12, 1, 0, 15, 1)                       # f32[4, 15, 32]
     slice_2      = slice(ids, 1, 1, 16, 1)                             # i64[4, 15]
@@ -15,12 +15,13 @@
     nll…counted  = masked_fill(nll…, added, 0)                         # f32[4, 16]
     nll_sum      = sum(nll…counted, (0, 1), False)
 
-From attention on, everything that treats positions alike takes over the longer sequence. It is made where sequences
-come from: ids, labels, position numbers, masks. Sums over positions get zeros for the added ones. Anything else reads
-the true positions: keys and values of attention that is not causal, a convolution, a result of the model. A slice that
-drops the last positions of a sequence (`logits[:, :-1]`) is such a sequence too, with one more position added.
+Starting from attention, the longer sequence spreads through every operation that treats positions alike, back to the
+origins of sequences: ids, labels, position numbers, masks. There positions are added. Sums over positions get zeros for
+the added ones. Anything else reads the true positions: keys and values of attention that is not causal, a convolution,
+a result of the model. A slice that drops the last positions of a sequence (`logits[:, :-1]`) is also extended, by one
+position more.
 
-The numbers at added positions are those of the last position, hence finite. Their gradients are zeros.
+Added positions have the numbers of the last position, hence finite ones. Their gradients are zero.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ from partc.rules.strided_cuts import tensors
 from partc.sharding.choices import weight_axes
 from partc.sharding.pins import Pin
 
-_SPARE = 16  # the largest share of positions added for the tensor axes is one of this many
-_MOST = 2  # positions after the extension, as a multiple of those before
+_SPARE = 16  # the tensor axes may add at most 1/16 of the positions
+_MOST = 2  # the most positions after the extension, as a multiple of those before
 _ALONG = frozenset({"slice", "split", "repeat_interleave"})  # their arguments count elements of a dimension
 
 
 class Extent(NamedTuple):
-    """The positions of a sequence, and with them those that are added."""
+    """The number of a sequence's positions, and the number with the added ones."""
 
     true: int
     whole: int
@@ -98,7 +99,7 @@ def extend(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
 
 
 def _whole(size: int, step: int, ways: int) -> int:
-    """The least multiple of `step`, for all ways if that takes few positions more; the size if these are too many."""
+    """The least multiple of `step * ways`, or of `step` if that adds too many positions; `size` itself if both do."""
     if size % step == 0:
         return size
     fine, coarse = (-(-size // each) * each for each in (step, step * ways))
@@ -113,11 +114,12 @@ class _UnclearError(Exception):
 @dataclass(slots=True)
 class _LongerSequences:
     main: Region
-    extents: dict[int, Extent]  # of the sequences of attention
-    least: int  # a slice with more positions less is another sequence
+    extents: dict[int, Extent]  # size of a sequence of attention -> its extent
+    least: int  # slices with fewer positions are other sequences
     types: dict[str, TensorType] = field(init=False)
-    rules: dict[int, OpRule | None] = field(init=False)  # by the identity of operations
-    places: dict[tuple[str, int], tuple[int, Extent]] = field(default_factory=dict)  # value, dimension -> outer, extent
+    rules: dict[int, OpRule | None] = field(init=False)  # by the id of the operation
+    # (value, dimension) -> (outer, extent).
+    places: dict[tuple[str, int], tuple[int, Extent]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.types = self.main.types(self.main.forward)
@@ -125,11 +127,11 @@ class _LongerSequences:
 
     @property
     def longer(self) -> bool:
-        """Whether a sequence has added positions."""
+        """Whether any sequence has added positions."""
         return any(extent.true != extent.whole for _, extent in self.places.values())
 
     def follow(self, attentions: Sequence[tuple[Op, Attention]]) -> None:
-        """Find every place that has a longer sequence. Raises _UnclearError where two of them meet."""
+        """Find every place that holds a longer sequence. Raises _UnclearError if a dimension would hold two."""
         graph = self.main.forward
         makers, readers = graph.makers(), graph.readers()
         queue: list[tuple[Place, Extent]] = []
@@ -162,11 +164,11 @@ class _LongerSequences:
                             queue.append(((source, at, 1), longer))
 
     def _reads_added(self, attention: Attention, columns: Extent) -> bool:
-        """Whether keys and values may have added positions: no true row reads them."""
+        """Whether keys and values may have added positions, because no true row reads them."""
         return columns.true == columns.whole or is_causal(attention, self.types) or bool(attention.limits)
 
     def prefix(self, op: Op) -> tuple[int, int] | None:
-        """The dimension and the size of a slice of the first positions."""
+        """The dimension and size of a slice of the first positions; None for other operations."""
         if op.name != "slice":
             return None
         dim, start, end, step = slice_bounds(op, self.types[next(op.refs())].shape)
@@ -186,13 +188,13 @@ class _LongerSequences:
                 yield spot
 
     def _alike(self, op: Op, rule: OpRule, name: str, extent: Extent) -> bool:
-        """Whether an operation treats the positions of a factor alike, or adds them up."""
+        """Whether an operation treats the positions of a factor alike, or sums over them."""
         attention = Attention.of(op)
         if attention is not None and name in rule.ring:
             if name != rule.ring[0]:
                 return self._reads_added(attention, extent)
             near = not attention.causal and 0 < attention.window <= extent.whole - extent.true
-            return not near  # else added rows read nothing
+            return not near  # otherwise added rows would read nothing
         factor = rule.factor(name)
         if dict(rule.sharded).get(name) or factor.kind == "blocked":
             return False
@@ -211,15 +213,16 @@ class _LongerSequences:
 
 @dataclass(slots=True)
 class _LongerRegion:
-    """The region with longer sequences."""
+    """Rewrites a region with longer sequences."""
 
     found: _LongerSequences
     taken: set[str] = field(init=False)
     ops: list[Op] = field(default_factory=list)
-    forms: dict[tuple[str, frozenset[int]], str] = field(default_factory=dict)  # by value and its longer dimensions
-    shapes: dict[str, TensorType] = field(default_factory=dict)  # of new values, and of those that became longer
-    added: dict[tuple[Extent, int, int, int], str] = field(default_factory=dict)  # whether a position is
-    reader: Source | None = None  # of the operation whose operands get another form
+    # (value, its extended dimensions) -> name.
+    forms: dict[tuple[str, frozenset[int]], str] = field(default_factory=dict)
+    shapes: dict[str, TensorType] = field(default_factory=dict)  # types of new values, and of values that became longer
+    added: dict[tuple[Extent, int, int, int], str] = field(default_factory=dict)  # masks of added positions
+    reader: Source | None = None  # source of the operation whose operands are rewritten
 
     def __post_init__(self) -> None:
         self.taken = {*self.found.types}
@@ -235,7 +238,7 @@ class _LongerRegion:
         return replace(main, forward=replace(graph, ops=tuple(self.ops), outputs=outputs))
 
     def _longer(self, name: str) -> frozenset[int]:
-        """The dimensions of a value that have added positions."""
+        """The dimensions of a value that are extended."""
         rank = len(self.found.types[name].shape)
         known = ((dim, self.found.places.get((name, dim))) for dim in range(rank))
         return frozenset(dim for dim, each in known if each is not None and each[1].true != each[1].whole)
@@ -287,7 +290,7 @@ class _LongerRegion:
             self._made(value, dims)
 
     def _passed_on(self, op: Op) -> bool:
-        """Whether a slice drops the last positions of a sequence, which are then added ones."""
+        """Whether a slice drops the last positions of a sequence, which then become added positions."""
         shorter = self.found.prefix(op)
         if shorter is None:
             return False
@@ -299,7 +302,7 @@ class _LongerRegion:
         return True
 
     def _drawing(self, new: Op, op: Op, rule: OpRule, dims: frozenset[int]) -> Op:
-        """The operation, whose random numbers are those of true positions."""
+        """The operation with random numbers numbered by true positions."""
         for dim in drawn_dims(op, dims):
             new = numbered(new, (dim,), self.found.places[op.results[0].name, dim][1].true)
         attention = Attention.of(op)
@@ -308,7 +311,7 @@ class _LongerRegion:
         return new
 
     def _passing(self, op: Op, rule: OpRule, name: str, dims: Dims) -> frozenset[int]:
-        """The dimensions that an operation takes or makes longer."""
+        """The dimensions of an operand or result that are extended when an operation is."""
         kept = set()
         for dim in self._longer(name):
             outer, extent = self.found.places[name, dim]
@@ -318,7 +321,7 @@ class _LongerRegion:
         return frozenset(kept)
 
     def _mask_sums(self, op: Op, rule: OpRule, wanted: list[str]) -> None:
-        """Set added positions to zero in one operand of each sum over a sequence: the first one that has them."""
+        """For each sum over a sequence, set the added positions to zero in the first operand that has them."""
         done: set[str] = set()
         for index, (name, dims) in enumerate(zip(op.refs(), rule.operands, strict=True)):
             for dim in sorted(self._passing(op, rule, name, dims)):
@@ -356,7 +359,7 @@ class _LongerRegion:
         return self._add(f"{base}{EXTENDED}", "reshape", (Ref(made), tuple(shape)), type, shape)
 
     def _apart(self, shape: Sequence[int], dim: int, outer: int, size: int) -> list[int]:
-        """The shape with the sequence as a dimension of its own."""
+        """The shape with the sequence as a separate dimension."""
         if shape[dim] == size:
             return list(shape)
         return [*shape[:dim], outer, size, shape[dim] // (outer * size), *shape[dim + 1 :]]

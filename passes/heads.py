@@ -6,11 +6,11 @@
     slice_1_heads_2 = repeat_interleave(slice_1, 2, 1)  # f32[8, 2, 4, 2]
     scaled_…        = attention(transpose, slice_1_heads, slice_1_heads_2, None, False, None)
 
-Key and value heads are repeated until each rank can have whole ones. Their projections stay as they are: annotate cuts
+Key and value heads are repeated until each rank can have whole heads. Their projections do not change: annotate cuts
 them finer than heads, and an all-to-all gives each rank the heads that its queries read.
 
-Over cp, attention may keep its queries' rows cut and gather keys and values: their heads are repeated for an exchange
-of rows for heads only where this moves fewer bytes, and no heads are padded.
+Over cp, attention may keep rows cut and gather keys and values. Heads are repeated for an exchange of rows for heads
+only if this moves fewer bytes, and no heads are padded for cp.
 
 Where the query heads do not divide (14 on tp=4), heads of zeros are added: the weights that make queries, keys and
 values get rows of zeros, the weight that reads the result gets columns of zeros. An added head has values of zero, so
@@ -31,14 +31,14 @@ from partc.rules import resolve
 from partc.rules.strided_cuts import tensors
 from partc.sharding.choices import placed_axes, weight_axes
 
-_MOST = 2  # heads after padding, as a multiple of the heads before
+_MOST = 2  # the most heads after padding, as a multiple of those before
 Place = tuple[str, int]  # a value and one of its dimensions
-# Operations that keep heads apart and zeros zero; their literal sizes are in the argument at this position.
+# Operations that keep heads apart and map zeros to zeros; the argument at this position holds literal sizes.
 _PARALLEL: Mapping[str, int | None] = {
     "linear": None, "reshape": 1, "expand": 1, "permute": None, "to": None, "neg": None, "mul": None, "add": None,
     "sub": None, "cat": None, "slice": None, "rotary": None, "rms_norm": None, "contiguous": None, "clone": None,
 }  # fmt: skip
-_OF_SCORES = frozenset({"layer_norm"})  # also allowed before scores, where zeros need not stay zeros
+_OF_SCORES = frozenset({"layer_norm"})  # also allowed on queries and keys, whose added heads need not be zero
 _ZEROS_IN_ALL = frozenset({"add", "sub", "expand"})  # the result is zero if all tensors have the added heads
 
 
@@ -61,21 +61,21 @@ def heads(program: Program) -> Program:
 
 
 class _UnpaddableError(Exception):
-    """A reader or maker of heads that cannot be padded."""
+    """An operation that reads or makes heads cannot be padded."""
 
 
 @dataclass(slots=True)
 class _Heads:
     main: Region
-    ways: int  # ranks that share the heads in any case
-    rows: int  # ranks that share the rows, or exchange them for heads
+    ways: int  # ranks over which heads are cut in any case
+    rows: int  # ranks over which rows are cut, or exchanged for heads
     types: dict[str, TensorType] = field(init=False)
     makers: Mapping[str, Op] = field(init=False)
     readers: Mapping[str, list[Op]] = field(init=False)
     padded: dict[Place, int] = field(default_factory=dict)  # the new size of a dimension
     repeats: dict[str, int] = field(
         default_factory=dict
-    )  # result of attention -> times that its key heads are repeated
+    )  # result of attention -> the number of repetitions of its key heads
 
     def __post_init__(self) -> None:
         graph = self.main.forward
@@ -98,7 +98,8 @@ class _Heads:
         """Decide on one attention."""
         count, groups = (self.types[name].shape[HEADS] for name in (attention.q, attention.k))
         every = self.ways * self.rows
-        whole = math.lcm(groups, every)  # queries, keys, values and results move, instead of keys and values alone
+        # All-to-alls move queries, keys, values and results; gathers only keys and values.
+        whole = math.lcm(groups, every)
         if count % every == 0 and groups % every and count + whole < groups * self.rows:
             if fuel.allowed("repeated heads", op.source):
                 self.repeats[op.results[0].name] = whole // groups
@@ -110,7 +111,7 @@ class _Heads:
                 self.repeats[op.results[0].name] = math.lcm(groups, self.ways) // groups
             return
         whole = -(-count // self.ways) * self.ways
-        if whole > _MOST * count or attention.drops:  # its random numbers count heads
+        if whole > _MOST * count or attention.drops:  # random numbers depend on the number of heads
             return
         try:
             found = _HeadPadding(self, op, attention, whole).run()
@@ -141,7 +142,7 @@ class _Heads:
         yield replace(op, results=results)
 
     def _repeated(self, op: Op, index: int, times: int, whole: int, taken: set[str]) -> Iterator[Op]:
-        """Repeat the heads of an operand, and add heads of zeros if there are fewer than the queries' then."""
+        """Repeat the heads of an operand, then add heads of zeros up to the number of query heads."""
         operand = op.args[index]
         assert isinstance(operand, Ref)
         type = self.types[operand.name]
@@ -159,7 +160,7 @@ class _Heads:
 
 @dataclass(slots=True)
 class _HeadPadding:
-    """The padding of one attention's heads, followed through all makers and readers to the weights."""
+    """Pads one attention's heads, followed through all producers and readers to the weights."""
 
     heads: _Heads
     op: Op
@@ -168,7 +169,7 @@ class _HeadPadding:
     found: dict[Place, int] = field(default_factory=dict)
 
     def run(self) -> dict[Place, int]:
-        """The new sizes. Raises _UnpaddableError if a maker or reader does not keep heads apart."""
+        """The new sizes of padded dimensions. Raises _UnpaddableError if an operation does not keep heads apart."""
         q, k, v = self.attention.q, self.attention.k, self.attention.v
         types = self.heads.types
         mask = types[self.attention.mask].shape if self.attention.mask else ()

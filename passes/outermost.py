@@ -32,7 +32,7 @@ from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, V
 from partc.rules import is_elementwise
 from partc.rules.rule import integers
 
-_TURN = {0: 1, 1: 0}  # where the two first dimensions go
+_TURN = {0: 1, 1: 0}  # the first two dimensions change places
 _SEEDS = ("all_gather", "reduce_scatter")
 
 
@@ -60,7 +60,7 @@ class _Permutations:
     sizes: Sizes
 
     def is_seed(self, op: Op) -> bool:
-        """Whether the collective causes a copy: along the second dimension, after a first one larger than 1."""
+        """Whether the collective causes a copy: it works along dimension 1, and dimension 0 is larger than 1."""
         if op.name not in _SEEDS:
             return False
         where, shape = dict(op.attrs), self._shape(next(op.refs()))

@@ -1,4 +1,4 @@
-"""Pad vocabularies to multiples of the tensor axes, so that they can be cut, and to the lines that kernels read.
+"""Pad vocabularies to multiples of the tensor axes, so that they can be cut, and to whole cache lines for kernels.
 
     parameter head.weight: f32[13, 8]                   parameter head.weight: f32[14, 8] holds(13,8)
     linear_4  = linear(add_1, …head_weight)         ->  linear_4         = linear(add_1, …head_weight)
@@ -22,14 +22,14 @@ from partc.rules import is_elementwise
 from partc.runtime.ops.chunked_loss import LINE
 from partc.sharding.choices import weight_axes
 
-_LEAST = 4  # rows on each rank, below which a cut is not worth a mask
+_LEAST = 4  # the fewest rows on a rank for which a cut is worth a mask
 _PIECE = 8  # 16-bit numbers of a memory line
-_SPARE = 16  # the largest share of rows added to fill lines is one of this many
-Sizes = tuple[int, int]  # classes, and with them the rows that are none
+_SPARE = 16  # at most 1/16 of the rows may be added to fill lines
+Sizes = tuple[int, int]  # the number of classes, and of rows with padding
 
 
 def pad(program: Program, *, kernels: str = "aten") -> Program:
-    """Pad the tables and heads that need it, with their biases; for Triton `kernels` to whole lines too."""
+    """Pad the tables and heads that need it, with their biases; for Triton `kernels` also to whole lines."""
     ways = math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
     (main,), (call,) = program.regions, program.calls
     found = _Padding(main, ways, lines=kernels == "triton").run()
@@ -56,13 +56,13 @@ def _up(size: int, multiple: int) -> int:
 
 @dataclass(slots=True)
 class _Padding:
-    """The padding of a region: parameters with their new sizes, and values whose last dimension is classes."""
+    """Pads a region: parameters with their new sizes, and values whose last dimension is classes."""
 
     main: Region
     ways: int
     lines: bool
     padded: dict[str, int] = field(default_factory=dict)
-    classes: dict[str, Sizes] = field(default_factory=dict)  # of values, along their last dimension
+    classes: dict[str, Sizes] = field(default_factory=dict)  # value -> sizes of its last dimension
     readers: dict[str, list[Op]] = field(default_factory=dict)
     types: dict[str, TensorType] = field(default_factory=dict)
 
@@ -86,7 +86,7 @@ class _Padding:
         return whole if even or (lines - size) * _SPARE > size else lines
 
     def _try(self, name: str, sizes: Sizes) -> None:
-        """Pad a table if all its readers look rows up, or make logits that end in a cross-entropy."""
+        """Pad a table if all its readers look rows up, or compute logits that end in a cross-entropy."""
         classes: dict[str, Sizes] = {}
         biases: dict[str, int] = {}
         for op in self.readers.get(name, ()):

@@ -42,7 +42,7 @@ _SUFFIX = {
     "take": "shard",
 }
 _REDUCING = frozenset({"all_reduce", "reduce_scatter"})
-# Reshards that need no other microbatch; without a gradient, also `shard`.
+# Reshards that need no other microbatch; for values without a gradient, also `shard`.
 _IN_TIME = frozenset({"settle", "spread", "take"})
 
 
@@ -64,7 +64,7 @@ def partition(program: Program) -> Program:
 
 
 def _boundaries(program: Program) -> dict[str, tuple[Layout, ...]]:
-    """The layouts that readers require of each region's outputs."""
+    """For each region, the layouts that readers require of its outputs."""
     types = program.value_types()
     return {call.region: tuple(types[name].layout for name in call.results) for call in program.calls}
 
@@ -137,7 +137,7 @@ class _Local:
         self.ops.append(local.reading(operands))
 
     def _routed(self, op: Op) -> None:
-        """Rows that travel keep their layout, but for the ranks that have them."""
+        """Rows that travel keep their layout except on the axis over which they travel."""
         moved, *plan = op.refs()
         layout = op.results[0].type.layout
         if plan:
@@ -147,7 +147,7 @@ class _Local:
         self.ops.append(op.reading([self._resharded(moved, layout, op), *plan]))
 
     def _incoming(self, op: Op) -> None:
-        """A gradient that comes in has the layout of its result's, whatever its readers prefer."""
+        """An incoming gradient has the dual of its result's layout, whatever its readers prefer."""
         (name,) = op.refs()
         owners = (each for each in self.region.forward.ops if each.name == "own_gradient")
         placed = {ref: value for each in owners for ref, value in zip(each.refs(), each.results, strict=False)}
@@ -160,7 +160,7 @@ class _Local:
         """The name of the value in this layout; inserts the reshards if needed."""
         type = self.types[name]
         source, target = type.layout, layout
-        if name not in self.live:  # without a gradient, varying and replicated are the same
+        if name not in self.live:  # without a gradient, varying and replicated are equivalent
             source, target = replace(source, varying=()), replace(target, varying=())
         if source == target:
             return name
@@ -206,7 +206,7 @@ class _Local:
 
 
 def _whole_batch(region: Region) -> Region:
-    """A region that runs once per step sees all microbatches of its rank at once."""
+    """The region with whole batches: a region that runs once per step sees all microbatches of its rank at once."""
     still = lambda value: replace(value, type=replace(value.type, layout=value.type.layout.without(TIME_AXIS)))  # noqa: E731
     ops = tuple(
         replace(
@@ -221,7 +221,9 @@ def _whole_batch(region: Region) -> Region:
 
 
 def _with_plain_names(region: Region) -> Region:
-    """Give a complete sum the plain name if it is the only reader of its partial value: `down`, from `down_partial`."""
+    """Rename a partial value whose only reader completes it, so that the complete sum has the plain name:
+    `down_partial`, then `down`.
+    """
     graph = region.forward
     uses = _uses(region)
     made = {value.name for op in graph.ops for value in op.results}

@@ -16,8 +16,8 @@ The operation table assigns each operation `low` (16 bits), `high` (fp32) or `an
 fp32 inside. A bias, also one of each expert, is added in the precision of its product, as if one operation computed
 both. Activations between calls have 16 bits; single numbers do not. A parameter is read in 16 bits if some operation
 wants it so. The optimizer's copy, and gradients summed over microbatches, stay fp32 (Micikevicius et al. 2018, Mixed
-Precision Training, sections 3.1 and 3.3). Of tables with sparse gradients, the rows that a step looks up are cast, and
-not the table. Constants, and values computed once per step, are unchanged.
+Precision Training, sections 3.1 and 3.3). If a table has sparse gradients, only the rows that a step looks up are cast.
+Constants, and values computed once per step, are unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VIEWS = VIEWS | {"cat", "repeat"}
 def precision(program: Program, *, low: DType | None = None, casts: Mapping[str, Precision] | None = None) -> Program:
     """Set element types and insert casts. `casts` overrides the table's precision of operations, by name.
 
-    Raises PartcError P0216 for a gradient that a model gives itself and that fp16's factor of the loss would change.
+    Raises PartcError P0216 for a gradient that the model defines itself and that fp16's loss scale would change.
     """
     if low is None:
         return program
@@ -133,7 +133,7 @@ class _Mixed:
             yield op, wanted
 
     def _travels(self, type: TensorType) -> bool:
-        """Whether a call's result is an activation, and not a loss or a count."""
+        """Whether a call's result is an activation rather than a loss or a count."""
         return bool(type.shape)
 
     def _wanted_low(self, call: Call) -> Iterator[str]:
@@ -193,21 +193,21 @@ class _CastWriter:
         self._add(op)
 
     def _lookup(self, op: Op) -> None:
-        """The rows that a step looks up are cast, and not the table."""
+        """Cast the rows that a step looks up instead of the table."""
         rows = replace(op.result, name=unique(f"{op.result.name}_wide", self.taken))
         self._add(replace(op, results=(rows,)))
         result = self._typed(op.result, self.low)
         self._add(Op(name="to", args=(Ref(rows.name), DTypeArg(self.low)), results=(result,), source=op.source))
 
     def _scan(self, op: Op) -> None:
-        """States are sums over time: a scan computes in the types that the model has."""
+        """Keep the model's types in a scan, because its states are sums over time."""
         inputs = (value.type.dtype for value in scan_of(op).step.inputs)
         self._add(op.renamed({name: self.as_dtype(name, dtype) for name, dtype in zip(op.refs(), inputs, strict=True)}))
 
     def _own_gradient(self, op: Op) -> None:
-        """Each gradient has the type of its operand, each result that of the value it equals.
+        """Cast each gradient to the type of its operand, and each result to the type of the value that it equals.
 
-        A gradient that depends on no incoming one takes fp16's factor of the loss here.
+        A gradient that depends on no incoming one is multiplied by fp16's loss scale here.
         """
         given, operands, gradients = (tuple(ref.name for ref in each) for each in op.args)  # type: ignore[union-attr]
         if self.low == "f16":

@@ -1,4 +1,4 @@
-"""Start gathers ahead and wait for scatters one call late, so that ranks compute meanwhile.
+"""Start gathers one call early and wait for scatters one call late, so that ranks compute meanwhile.
 
     start gather blocks.0          schedule: 0UNSHARD>0F 0F0>0F …     start gather blocks.0     before 0F
     wait gather blocks.0                                              wait gather blocks.0
@@ -15,7 +15,7 @@ raise the rank's peak memory, the gather starts between the two actions (UNSHARD
 calls ahead, and their second level, inside nodes, one call ahead.
 
 Parameters that stay whole (ZeRO 1 and 2) are gathered as a step begins, all at once in the order of their use. The
-forward pass waits for those of each call before it runs; the waits in later microbatches are for nothing.
+forward pass waits for each call's gathers before it runs the call; in later microbatches these waits return at once.
 
     action 0REFRESH:                               action 0REFRESH:
       start refresh blocks.0                         start refresh blocks.0
@@ -26,8 +26,8 @@ forward pass waits for those of each call before it runs; the waits in later mic
       run F blocks.0                                 wait refresh blocks.1
       run F blocks.1                                 run F blocks.1
 
-A scatter is waited for when the next scatter of its stage starts, in the same action or in a later one. Of a
-backward pass in two halves, each half first waits for the scatters that earlier ones have left.
+A scatter is waited for when the next scatter of its stage starts, in the same action or in a later one. If a backward
+pass has two halves, each half first waits for the scatters that earlier actions have left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Statements = Sequence[ActionStatement]
 
 
 def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program:
-    """Put starts and waits apart. Actions named in `late` (0B) gather nothing ahead."""
+    """Move starts and waits apart. The gathers of actions named in `late` (0B) do not start ahead."""
     depth = program.derived(Exchanges).levels
     bodies = {body.name: body for body in program.bodies}
     stages = [stage for stage in range(program.stages) if fuel.allowed("prefetch", f"stage {stage}")]
@@ -53,7 +53,7 @@ def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program
         most = max((len(_Exchanges.of(body.statements, "scatter").names) for body in computing), default=0)
         for body in computing:
             bodies[body.name] = replace(body, statements=tuple(_apart(body, depth, most)))
-        halves = [bodies.get(f"{stage}{kind}") for kind in ("I", "W")]  # one without statements has no body
+        halves = [bodies.get(f"{stage}{kind}") for kind in ("I", "W")]  # a half without statements has no body
         if f"{stage}B" in bodies and any(halves):
             inputs, weights = (() if half is None else half.statements for half in halves)
             bodies[f"{stage}B"] = replace(bodies[f"{stage}B"], statements=_both(inputs, weights, depth))
@@ -86,21 +86,21 @@ class _Exchanges:
         return tuple(name for verb, name in self.statements if verb == "start")
 
     def some(self, verb: Verb, indices: Iterable[int]) -> Iterator[ActionStatement]:
-        """The statements of exchanges by their numbers, where there are any."""
+        """The statements with this verb of the exchanges with these indices; none for indices out of range."""
         names = self.names
         found = (self.statements.get((verb, names[index])) for index in indices if 0 <= index < len(names))
         yield from (each for each in found if each is not None)
 
 
 def gathers(statements: _Statements) -> int:
-    """The number of calls that an action gathers for."""
+    """The number of calls for which an action gathers."""
     return sum((each.verb, each.subject) == ("wait", "gather") for each in statements)
 
 
 def _apart(body: Body, depth: int, most: int) -> Iterator[ActionStatement]:
-    """The statements of a body with its exchanges `depth` calls apart from their waits.
+    """The statements of a body, with starts and waits of exchanges `depth` calls apart.
 
-    `most` is the number of scatters of the body of its stage that has most.
+    `most` is the largest number of scatters in a body of the stage.
     """
     statements = body.statements
     gathered, scattered = (_Exchanges.of(statements, subject) for subject in _MOVED)
@@ -137,7 +137,7 @@ _MOVED: tuple[Subject, Subject] = "gather", "scatter"
 
 
 def _coming(gathered: _Exchanges, verb: Verb, index: int) -> Iterator[ActionStatement]:
-    """A statement on the gather with this number in a body, or on a gather of later actions."""
+    """A statement on the gather with this index in a body, or on a gather of later actions."""
     later = index - len(gathered.names)
     if later >= 0:
         yield ActionStatement(verb=verb, subject="gather", ahead=later + 1)
@@ -145,7 +145,9 @@ def _coming(gathered: _Exchanges, verb: Verb, index: int) -> Iterator[ActionStat
 
 
 def _before(scattered: _Exchanges, index: int, depth: int, most: int) -> Iterator[ActionStatement]:
-    """Ends and advances of earlier scatters before one starts; those of a former action come before the body's own."""
+    """Waits for and advances of earlier scatters, before one starts; those of earlier actions come before the body's
+    own.
+    """
     if len(scattered.names) < depth:
         yield from _left(depth, most)
         return
@@ -157,7 +159,7 @@ def _before(scattered: _Exchanges, index: int, depth: int, most: int) -> Iterato
 
 
 def _left(depth: int, most: int) -> Iterator[ActionStatement]:
-    """The ends of all scatters that earlier actions have left under way: `depth`, if a body has as many."""
+    """Waits for all scatters that earlier actions have left in progress: up to `depth`."""
     wait = ActionStatement(verb="wait", subject="scatter", behind=1)
     yield from [replace(wait, behind=2)] if min(depth, most) > 1 else []
     yield from [replace(wait, verb="advance")] if depth > 1 else []
@@ -165,9 +167,9 @@ def _left(depth: int, most: int) -> Iterator[ActionStatement]:
 
 
 def _both(inputs: _Statements, weights: _Statements, depth: int) -> tuple[ActionStatement, ...]:
-    """The body of a whole backward pass: its two halves, one after the other.
+    """The body of a whole backward pass: its two halves in order.
 
-    The first half gathers ahead for the second one, which takes over the scatters that the first one leaves.
+    The first half gathers ahead for the second, which waits for the scatters that the first one leaves.
     """
     early = [each for half in (inputs, weights) for each in half if each.when == "early"]
     opening = [each for each in early if each.verb == "start"][:depth]
@@ -200,7 +202,7 @@ def _both(inputs: _Statements, weights: _Statements, depth: int) -> tuple[Action
 
 
 def _before_use(statements: _Statements, refreshed: _Exchanges) -> Iterator[ActionStatement]:
-    """A forward pass in which each call waits for the gather of its parameters that stay whole."""
+    """A forward pass in which each call first waits for the refresh of its parameters."""
     names = refreshed.names
     first = True
     for each in statements:
@@ -214,16 +216,16 @@ def _before_use(statements: _Statements, refreshed: _Exchanges) -> Iterator[Acti
 
 
 def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str], depth: int) -> Iterator[Action]:
-    """A row of the schedule in which each action names those that it gathers for in advance.
+    """A row of the schedule in which each action names the later actions whose gathers it starts.
 
-    An UNSHARD stands before an action whose gather no earlier action starts.
+    An UNSHARD precedes an action whose gather no earlier action starts.
     """
     by_name = {name: gathers(bodies[name].statements) for name in {*map(_name, row)} if name in bodies}
     counts = [by_name.get(_name(action), 0) for action in row]
     places = [index for index, count in enumerate(counts) if count]
 
     def following(position: int) -> tuple[str, ...]:
-        """The actions, from a place on, that read the next `depth` gathers, up to a late action."""
+        """The actions from `position` on that read the next `depth` gathers, up to a late action."""
         names: list[str] = []
         found = 0
         for index in places[position:]:
@@ -235,7 +237,7 @@ def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str],
 
     if places:
         yield Action(stage=row[places[0]].stage, kind="UNSHARD", ahead=following(0))
-    opening = False  # whether the next action that gathers has no gather ahead
+    opening = False  # whether the gathers of the next action are still to be started
     for index, action in enumerate(row):
         if not counts[index]:
             yield action
@@ -248,7 +250,9 @@ def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str],
 
 
 def gathering_ahead(program: Program, row: Sequence[Action], some: Sequence[Action]) -> Iterator[Action]:
-    """Some actions of a row that this pass has made, with gathers ahead as if they were all; late ones stay late."""
+    """Some actions of a row that this pass has produced, with gathers ahead as if there were no others; late ones stay
+    late.
+    """
     if not any(action.ahead for action in row):
         yield from some
         return

@@ -14,15 +14,14 @@
 A kernel iterates over the elements of its results, which all have one shape, and computes each from its operands
 (partc.rules.kernels lists the possible operations). Views inside a kernel are index expressions: views of its operands
 belong to it, and so do views that would copy its results. A kernel with norms, softmaxes or sums iterates over rows: it
-may write an element, a number for each row, and sums over all rows (iteration_spaces.py). Of long rows it holds
-few, since it would spill otherwise: the derivative of a norm is two kernels then (norm_halves.py,
-registers.py).
+may write elements, a number for each row, and sums over all rows (iteration_spaces.py). It holds only few long rows at
+a time, as registers would spill otherwise; the derivative of a norm is then two kernels (norm_halves.py, registers.py).
 
-Two groups are joined if that saves time by the roofline: a launch, and the bytes of values that one hands to the other
+Two groups are joined if that saves time by the roofline: a launch, and the bytes of values that one passes to the other
 or that both read. Values that others read, or that are saved, are still written. Values that backward kernels can
-compute from their other operands are no longer saved (rematerialize.py). An operation with a second result for
-its derivative is replaced by one without it (single_results.py). No group extends across a matrix product,
-attention or a collective: a group never waits for an operation that depends on another part of it.
+compute from their other operands are no longer saved (rematerialize.py). An operation with a second result for its
+derivative is replaced by one without it (single_results.py). No group extends across a matrix product, attention or a
+collective: no operation outside a group may depend on one part of it and be read by another.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ Fusions = MutableMapping[tuple[object, ...], Region]
 def fuse(program: Program, *, kernels: Kernels = "aten", fusions: Fusions | None = None) -> Program:
     """Set the source of the kernels of the regions that run for every microbatch; with triton, fuse their graphs.
 
-    `fusions` has regions of other programs, which are taken where they are equal and as large, and gets this program's.
+    `fusions` has fused regions of other programs, which are used for equal regions of the same sizes, and receives this
+    program's.
     """
     regions = tuple(
         replace(region, kernels=kernels) if region.phase == "microbatch" else region for region in program.regions
@@ -76,7 +76,7 @@ def _grouped(region: Region, sizes: Sizes) -> Region:
 
 
 def _chunked(region: Region) -> Region:
-    """The region with chunked losses that process each chunk's logits by kernels."""
+    """The region with chunked losses that run Triton kernels on each chunk's logits."""
 
     def with_kernel(op: Op) -> Op:
         return replace(op, attrs=(*op.attrs, ("kernels", True))) if op.name in CHUNKED else op

@@ -85,7 +85,7 @@ class _RowWriter:
         return self._put(name, args, replace(self.type_of(largest).layout, partial=partial), word, makes)
 
     def sum(self, x: Ref, along: int, word: str, *, name: str = "sum") -> Ref:
-        """Write a sum along rows, with dimensions kept."""
+        """Write a sum along rows; dimensions are kept."""
         shape, layout = self.shape(x), self.type_of(x).layout
         first = len(shape) - along
         kept = replace(layout, dims=(*layout.dims[:first], *Layout.replicated((1,) * along).dims))
@@ -228,7 +228,7 @@ def _var(w: _RowWriter, x: Ref, dims: tuple[int, ...]) -> None:
     count = math.prod(shape[len(shape) - along :]) - (correction if isinstance(correction, int | float) else 1)
     centered = w.do("sub", x, w.mean(x, along, "mean"), word="centered")
     total = w.sum(w.do("mul", centered, centered, word="square"), along, "total")
-    share = 1 / count if count > 0 else math.inf  # of nothing: 0 · inf, as PyTorch says
+    share = 1 / count if count > 0 else math.inf  # an empty mean is 0 · inf, as in PyTorch
     var = w.do("mul", total, share, word="var", makes=w.op.result if w.op.name == "var" else None)
     if w.op.name == "std":
         w.do("sqrt", var, makes=w.op.result)

@@ -38,7 +38,7 @@ _DIMENSION = {  # the position of the argument `dim`
 
 
 def streamed(region: Region, sizes: Sizes) -> Region:
-    """The region with such kernels in its graphs, each at the place of its first operation."""
+    """The region with streaming kernels in its graphs, each at the place of its first operation."""
     params = {value.name: value.type for value in region.params}
 
     def rewritten(graph: Graph, also: Collection[str]) -> Graph:
@@ -53,13 +53,13 @@ def streamed(region: Region, sizes: Sizes) -> Region:
 
 
 class _Streams:
-    """The streams of one graph."""
+    """The streamed logits of one graph."""
 
     def __init__(self, graph: Graph, params: Mapping[str, TensorType], kept: Collection[str], sizes: Sizes) -> None:
         self.types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
         self.taken = set(self.types)
         self.sizes = sizes
-        self.sums: dict[str, Value] = {}  # logits -> the log-sum-exps of their rows, where a loss makes them
+        self.sums: dict[str, Value] = {}  # logits -> the log-sum-exps of their rows that a loss computes
         ops = tuple(step for op in graph.ops for step in self._spelled(op))
         self.original = replace(graph, ops=ops)
         self.kept = kept
@@ -78,7 +78,7 @@ class _Streams:
         return replace(self.original, ops=needed(ops, self.kept, removable=lambda op: kernels.kind(op) is not None))
 
     def _spelled(self, op: Op) -> Iterator[Op]:
-        """Losses of whole rows, in the pieces of sharded losses; a z-loss reads their sums."""
+        """Losses of whole rows in the same pieces as sharded losses; a z-loss reads their sums."""
         logits = next(op.refs(), "")
         if op.name == "cross_entropy" and not dict(op.attrs).get("axis"):
             self.sums[logits] = op.results[1]
@@ -129,12 +129,12 @@ class _Streams:
         return last and type.dtype == op.result.type.dtype in ("f32", "f64")
 
     def _is_long(self, logits: str) -> bool:
-        """Whether no program can hold the rows whole."""
+        """Whether the rows are too long to be held whole by a program."""
         shape = self.types[logits].layout.local_shape(self.sizes)
         return shape[-1] > MOST_COLUMNS and 0 not in shape
 
     def _losses(self) -> Iterator[tuple[str, list[Op]]]:
-        """Logits, with the operations of one kernel: several losses of the same logits share each."""
+        """Logits, each with the operations of one kernel; losses of the same logits share it."""
         found: dict[str, list[list[Op]]] = {}
         for op in self.original.ops:
             if op.name in kernels.STREAMED:
@@ -166,7 +166,7 @@ class _Streams:
         done = needed(body, {value.name for value in results})
         reads = dict.fromkeys(item for op in done for item in op.refs() if item not in made)
         if not results or any(item in self.makers and self.place[id(self.makers[item])] > first for item in reads):
-            return  # labels that are made between the pieces
+            return  # labels are computed between the pieces
         kernel = Op(
             name="fused",
             args=tuple(map(Ref, reads)),
@@ -182,7 +182,9 @@ class _Streams:
         yield id(start), (kernel, *after.get(id(start), ()))
 
     def _own_sums(self, name: str, pieces: list[Op]) -> tuple[list[Op], dict[int, tuple[Op, ...]]]:
-        """The pieces relative to this rank's own maximum, and the scaling of sums that were relative to another."""
+        """The pieces relative to this rank's own maximum, and the operations that rescale sums to the global
+        maximum.
+        """
         found = [op for op in pieces if op.name != "sum_exp"]
         tops = [op for op in found if op.name == "shard_max"]
         after: dict[int, tuple[Op, ...]] = {}
@@ -201,7 +203,9 @@ class _Streams:
         return found, after
 
     def _prologue(self, name: str, pieces: list[Op]) -> list[Op]:
-        """The elementwise operations on the logits, if nothing else reads their results; casts and views always."""
+        """The elementwise operations that make the logits, if nothing else reads their results; casts and views in any
+        case.
+        """
         size = self.types[name].local_elements(self.sizes)
         inside = {id(op) for op in pieces}
         found: list[Op] = []

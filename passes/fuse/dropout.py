@@ -9,8 +9,8 @@
       grad_x = dropout_backward(grad_z, kept, …)   kept   = drawn(0.1, 0)
                                                    grad_x = dropout_backward(grad_z, kept, …)
 
-An element's random number depends on its position in the whole tensor (partc.runtime.random), so a kernel can draw it
-where it needs it and the mask is not a tensor. A mask that other operations read is still computed and saved.
+An element's random number depends on its position in the whole tensor (partc.runtime.random), so kernels can draw it
+where they need it, and the mask is never stored. A mask that other operations read is still computed and saved.
 """
 
 from __future__ import annotations

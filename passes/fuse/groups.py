@@ -17,8 +17,8 @@ from partc.passes.fuse.norm_halves import HALVES, halved
 from partc.passes.fuse.registers import fits_registers, is_long
 from partc.rules import kernels
 
-MOST_TENSORS = 24  # that one kernel is given and makes
-MOST_ROWS = 14  # and that one is which holds whole rows of them
+MOST_TENSORS = 24  # the most tensors that one kernel reads and writes
+MOST_ROWS = 14  # the same for a kernel that holds whole rows
 MOST_OPS = 64
 _WORTH = frozenset({"cross_entropy_backward", "rms_norm_grad_weight", "layer_norm_grad_weight"})
 
@@ -40,7 +40,7 @@ def fused(region: Region, sizes: Sizes) -> Region:
 def _fused(graph: Graph, params: Mapping[str, Value], also: Collection[str], sizes: Sizes, ragged: Set[str]) -> Graph:
     """The fused graph; `also` names values that are read besides the graph's outputs.
 
-    Kernels are made for known sizes: operations on `ragged` values, with rows in a number of the data's, stay alone.
+    Kernels have fixed sizes: operations on `ragged` values, whose number of rows depends on the data, are not fused.
     """
     work = _Work(graph, params, {*graph.outputs, *also}, sizes, ragged)
     work.join()
@@ -49,7 +49,7 @@ def _fused(graph: Graph, params: Mapping[str, Value], also: Collection[str], siz
 
 @dataclass(frozen=True, slots=True)
 class _KernelGroup:
-    """Operations by index, their operands from outside (through views), and their results that others read."""
+    """Operations by index, their operands from outside (behind views), and their results that others read."""
 
     members: frozenset[int]
     reads: frozenset[str]
@@ -85,7 +85,8 @@ class _Work:
         self.outside = self._read_as_views()
         done = ("pointwise", "reduction", "composite")
         self.groups = {index: self._group({index}) for index, kind in enumerate(self.kinds) if kind in done}
-        self.place = {index: index for index in range(len(graph.ops))}  # operation -> its group's key, or its own
+        # Operation -> the key of its group, or its own index.
+        self.place = {index: index for index in range(len(graph.ops))}
 
     def _form(self, op: Op) -> Form | None:
         if kernels.kind(op) not in ("reduction", "composite"):
@@ -99,7 +100,7 @@ class _Work:
         return None if kind in ("reduction", "composite") and form is None else kind
 
     def _seen(self, names: Iterable[str]) -> frozenset[str]:
-        """The values behind views; numbers are left out."""
+        """The values behind views; constants are left out."""
         found: set[str] = set()
         todo = list(names)
         while todo:
@@ -135,7 +136,8 @@ class _Work:
 
     def join(self) -> None:
         """Repeatedly join the two groups that save the most time."""
-        saved: dict[tuple[int, int], float | None] = {}  # by pairs of groups as they are; None: not to be joined
+        # Pair of groups -> seconds saved by joining; None: cannot be joined.
+        saved: dict[tuple[int, int], float | None] = {}
         while True:
             pairs = self._neighbours()
             saved |= {pair: self._saved(*pair) for pair in pairs if pair not in saved}
@@ -152,7 +154,7 @@ class _Work:
             saved = {pair: seconds for pair, seconds in saved.items() if a not in pair and b not in pair}
 
     def _neighbours(self) -> list[tuple[int, int]]:
-        """Ordered pairs of groups of which one reads the other, or that read a common value."""
+        """Ordered pairs of groups in which one reads the other's results, or that read a common value."""
         by_value: dict[str, list[int]] = {}
         for key in sorted(self.groups):
             for name in sorted(self.groups[key].reads | self.groups[key].makes):
@@ -192,7 +194,7 @@ class _Work:
         return True
 
     def _has_room(self, group: _KernelGroup, form: Form) -> bool:
-        """Whether a program's registers suffice for the long rows that it holds."""
+        """Whether a program has enough registers for the long rows that it holds."""
         if not is_long(form):
             return True
         steps = self._spelled(group.members)
@@ -202,7 +204,8 @@ class _Work:
     def _of_rows(self, name: str, inside: Set[str], form: Form) -> bool:
         """Whether an operand lies in the rows that a group iterates over.
 
-        Inside the group, only numbers of rows may be viewed: expanded to elements, or with other dimensions of one.
+        Inside the group, views are only allowed on values with one number for each row: expands, or reshapes that
+        insert or drop dimensions of size 1.
         """
         if name in inside:
             return name not in self.columns
@@ -216,7 +219,7 @@ class _Work:
         return shape == form.statistic and self._is_statistic(name, inside, form)
 
     def _is_statistic(self, name: str, inside: Set[str], form: Form) -> bool:
-        """Whether a value inside the group has one number for each row, in any arrangement of dimensions of one."""
+        """Whether a value inside the group has one number for each row, up to dimensions of size 1."""
         if name in inside:
             return self.shapes[name] == form.statistic and name not in self.columns
         op = self.ops[self.makers[name]] if name in self.makers else None
@@ -247,7 +250,7 @@ class _Work:
         return {self.place[index] for name in makes for index in self.readers.get(name, ())} - {key}
 
     def ordered(self) -> tuple[Op, ...]:
-        """The graph's operations with each group of several in a bracket, right after its last operand."""
+        """The graph's operations, with each group as one fused operation right after its last operand."""
         tails = {key: self._tail(group) for key, group in self.groups.items()}
         several = {key: group for key, group in self.groups.items() if self._is_kernel(group, tails[key])}
         units: dict[int, Op] = {key: self._bracket(group, tails[key]) for key, group in several.items()}
@@ -270,11 +273,13 @@ class _Work:
 
         for key in sorted(units, key=lambda key: last[key]):
             emit(key)
-        # Nobody reads the views and constants that kernels contain.
+        # Views and constants inside kernels are no longer read outside.
         return needed(found, self.kept, removable=lambda op: kernels.kind(op) in ("view", "constant"))
 
     def _is_kernel(self, group: _KernelGroup, tail: Collection[int]) -> bool:
-        """Whether the group becomes a kernel. Halves of a norm's derivative exist in kernels only, without fuel too."""
+        """Whether the group becomes a kernel. Halves of a norm's derivative only exist in kernels, even without
+        fuel.
+        """
         first = self.ops[min(group.members)]
         if any(self.ops[index].name in HALVES for index in group.members):
             return True
@@ -292,7 +297,7 @@ class _Work:
         return alone and self.kinds[index] == "composite"
 
     def _tail(self, group: _KernelGroup) -> tuple[int, ...]:
-        """A permutation and a reshape that alone read a group's result: the kernel writes in their order."""
+        """The permutation and reshape that are a result's only readers: the kernel then writes in their order."""
         name, found = next(iter(group.makes), ""), list[int]()
         for kind in ("permute", "reshape"):
             readers = [index for index, op in enumerate(self.ops) if name in op.refs()]
@@ -301,7 +306,7 @@ class _Work:
                 return ()
             found.append(readers[0])
             name = self.ops[readers[0]].result.name
-        # Another kernel contains these views itself, so their operand must be in memory.
+        # Another kernel includes these views, so their operand must be in memory.
         return (
             ()
             if any(kind for op, kind in zip(self.ops, self.kinds, strict=True) if name in op.refs())
@@ -309,7 +314,7 @@ class _Work:
         )
 
     def _bracket(self, group: _KernelGroup, tail: Collection[int] = ()) -> Op:
-        """A group as one operation, with the views of its operands and those at its end."""
+        """A group as one fused operation, with the views of its operands and `tail`."""
         chosen = {*group.members, *tail}
         todo = [name for index in group.members for name in self.ops[index].refs()]
         while todo:
@@ -342,7 +347,7 @@ def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def tabled(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:
-    """The gradient of a table as a kernel of its own, which sorts the indices."""
+    """The gradient of a table as a separate kernel, which sorts the indices."""
     grad, ids, *more = op.args
     scaled = op.name == "embedding_dense_backward" and len(more) > 2 and more[2]
     fits = not scaled and SPARSE not in dict(op.attrs)

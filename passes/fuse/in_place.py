@@ -20,7 +20,7 @@ from partc.rules.strides import dense
 
 
 def over(program: Program) -> Program:
-    """Mark every such kernel: `over` holds the numbers of the argument and of the result."""
+    """Mark every kernel that may overwrite logits: `over` holds the indices of the argument and of the result."""
     known = dense(program)
     return replace(
         program, regions=tuple(_region(region, known[region.name], program.sizes) for region in program.regions)
@@ -39,7 +39,7 @@ def _region(region: Region, dense: Collection[str], sizes: Sizes) -> Region:
 
 
 def _own(graph: Graph, outputs: Collection[str], saved: Collection[str]) -> set[str]:
-    """Values with memory of their own, of which no alias leaves the graph."""
+    """Values that own their memory and of which no alias leaves the graph."""
     memory = memory_of(graph)
     shared = {memory.get(name, name) for name in outputs}
     sights = [memory.get(name, name) for name in saved]

@@ -10,8 +10,8 @@ from partc.ir.program import FLOATING, Arg, DType, Op, Ref
 from partc.rules.rule import argument
 
 Shape = tuple[int, ...]
-MOST_COLUMNS = 16384  # columns of a row that one program holds whole
-MOST_SUMMED = 8192  # columns of rows that it also sums down: with more, registers spill
+MOST_COLUMNS = 16384  # the most columns of a row that a program holds whole
+MOST_SUMMED = 8192  # the same if it also sums over rows: with more, registers spill
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Form:
         return self.shape[len(self.shape) - self.along :]
 
     def with_(self, other: Form) -> Form | None:
-        """The common form of two operations; None if there is none."""
+        """The common form of two operations; None if they have none."""
         if (self.shape, self.along) != (other.shape, other.along):
             return None
         both = self if self.whole else other
@@ -46,7 +46,7 @@ class Form:
 
 
 def form(op: Op, shape_of: Callable[[str], Shape], dtype_of: Callable[[str], DType]) -> Form | None:
-    """The form of a reduction or composite; None if no kernel computes it."""
+    """The form of a reduction or composite; None if kernels do not support it."""
     x = next(op.refs())
     shape = shape_of(x)
     if dtype_of(x) not in FLOATING:

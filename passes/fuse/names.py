@@ -61,8 +61,8 @@ def _named(
 
 
 def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[object, ...]:
-    """A key that is equal for operations that one kernel can compute: shapes, types and operations, with values by
-    number.
+    """A key that is equal for operations that one kernel can compute: shapes, types and operations, with values
+    numbered.
     """
     number: dict[str, int] = {}
 
@@ -83,7 +83,7 @@ def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[obj
     steps = tuple(
         (
             step.name,
-            # A kernel's argument tells which random numbers it draws; their positions follow from the layout.
+            # An argument of the kernel selects the random numbers; their positions follow from the layout.
             tuple(map(bare, step.args)) if step.name != "drawn" else (step.args[0], str(step.result.type.layout)),
             tuple((key, bare(arg)) for key, arg in step.attrs),
             tuple((known(value.name), type_of(value.type)) for value in step.results),

@@ -1,4 +1,4 @@
-"""Derivatives of norms of wide rows as two kernels: the input's gradient along rows, the weight's down the columns.
+"""Derivatives of norms with wide rows as two kernels: the input's gradient row by row, the weight's by columns.
 
     grad_x, grad_w = rms_norm_backward(grad, x, (16384,), w, rstd)
         ->   grad_x = rms_norm_grad_input(grad, x, (16384,), w, rstd)
@@ -30,7 +30,7 @@ HALVES = frozenset(name for names in _PARTS.values() for name in names)
 def halved(
     graph: Graph, types: Mapping[str, TensorType], shapes: Mapping[str, tuple[int, ...]], kept: Collection[str]
 ) -> Graph:
-    """The graph with such derivatives as two operations, each only if it is read."""
+    """The graph with derivatives of wide norms as two operations, each only if its result is read."""
     read = {name for op in graph.ops for name in op.refs()}.union(kept)
     return replace(graph, ops=tuple(part for op in graph.ops for part in _parts(op, types, shapes, read)))
 
@@ -50,7 +50,7 @@ def _parts(
 
 
 def _is_wide(op: Op, types: Mapping[str, TensorType], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a program can hold one such row, and no more."""
+    """Whether a program can hold only one such row."""
     x, along = op.args[1], op.args[2]
     if not isinstance(x, Ref) or not isinstance(along, tuple) or types[x.name].dtype not in FLOATING:
         return False

@@ -1,4 +1,4 @@
-"""The long rows that a program holds at once in registers: too many of them would spill.
+"""Counts the long rows that a program holds in registers at once: too many would spill.
 
 All threads of a program meet at every sum along a row. Each thread holds its part of the values that are computed
 before the sum and read after it: for the gradient of a norm, the scaled gradient of the row and the scaled row.
@@ -13,10 +13,10 @@ from partc.ir.program import Op
 from partc.passes.fuse.iteration_spaces import Form, Shape
 from partc.rules.kernels import REDUCTIONS
 
-Roots = Callable[[Iterable[str]], Collection[str]]  # value -> the value behind its views
+Roots = Callable[[Iterable[str]], Collection[str]]  # values -> the values behind views
 
-MOST_HELD = 160 * 1024  # bytes, of the 256 KiB of registers that a processor has: addresses and masks take some too
-SHORT = 4096  # columns; shorter rows leave room for all that a kernel may be given
+MOST_HELD = 160 * 1024  # bytes; of a multiprocessor's 256 KiB of registers, addresses and masks take some
+SHORT = 4096  # columns; for shorter rows, registers always suffice
 
 
 def is_long(form: Form) -> bool:
@@ -27,7 +27,7 @@ def is_long(form: Form) -> bool:
 def fits_registers(
     steps: Sequence[Op], makes: Collection[str], form: Form, shapes: Mapping[str, Shape], roots: Roots
 ) -> bool:
-    """Whether the registers of a program suffice for the whole rows of the values in `steps`."""
+    """Whether a program has enough registers for the rows of the values in `steps`."""
     size = 8 if any(value.type.dtype == "f64" for step in steps for value in step.results) else 4
     block = 1 << (math.prod(form.column) - 1).bit_length()
     return _rows_held(steps, makes, form.along, shapes, roots) * block * size <= MOST_HELD
@@ -41,7 +41,7 @@ def _rows_held(
     def is_row(name: str) -> bool:
         return math.prod(shapes[name][-along:]) > 1
 
-    made_of: dict[str, frozenset[str]] = {}  # value -> itself, and all that it is computed from
+    made_of: dict[str, frozenset[str]] = {}  # value -> itself and all values from which it is computed
     rows: set[str] = set()
     for step in steps:
         for name in (*step.refs(), *(value.name for value in step.results)):

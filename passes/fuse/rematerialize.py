@@ -39,7 +39,7 @@ def lean(region: Region, sizes: Sizes) -> Region:
     there = set(region.saved) | params | {op.result.name for op in drawn}
     values = {value.name: value for value in region.params} | region.forward.definitions()
     memory = memory_of(region.forward)
-    alive = {memory[name] for name in region.forward.outputs if name in memory}  # whoever reads these may save them
+    alive = {memory[name] for name in region.forward.outputs if name in memory}  # readers of these may save them
     again: dict[str, Op] = {}
     more: dict[str, None] = {}
     for op in region.forward.ops:

@@ -79,7 +79,7 @@ class _RotationWriter:
         return self._slice(x, "first", 0, size // 2, 1), self._slice(x, "second", size // 2, size, 1)
 
     def _joined(self, first: Ref, second: Ref, size: int, interleaved: bool, *, like: TensorType | None = None) -> Ref:
-        """The pairs of these elements, in their places; `like` is a type with these rows, if not the result's."""
+        """First and second elements joined to pairs; `like` is a type with the same rows, by default the result's."""
         word = "turned" if like is None else "wide"
         like = like or self.op.result.type
         *rows, _ = like.layout.local_shape(self.sizes)
@@ -105,9 +105,9 @@ class _RotationWriter:
         return self._put(name, args, name, (columns,), last=last)
 
     def _columns(self, size: int) -> tuple[SubDim, ...]:
-        """The last dimension of a value with so many local columns: all of the result's, or one of each pair.
+        """The last dimension of a value with `size` local columns: all of the result's columns, or one for each pair.
 
-        Axes that cut the result's columns leave pairs together, so that they cut the pairs.
+        Axes that cut the result's columns keep pairs together, so they cut the pairs as well.
         """
         whole = self.op.result.type.layout.dims[-1]
         axes = tuple(axis for sub in whole for axis in sub.axes)
@@ -131,7 +131,7 @@ class _RotationWriter:
         last: bool = False,
         like: TensorType | None = None,
     ) -> Ref:
-        """Write an operation; its result has these in place of the last dimension."""
+        """Write an operation whose result has `last` as its last dimension."""
         type = like or self.op.result.type
         layout = replace(type.layout, dims=(*type.layout.dims[:-1], *tail))
         result = self.op.result

@@ -27,9 +27,9 @@ from partc.ir.program import FLOATING, Arg, DType, DTypeArg, Graph, Op, Ref, Reg
 from partc.rules.kernels import REDUCTIONS
 from partc.rules.rule import argument
 
-_ALONE = {"log_sigmoid_forward": "log_sigmoid", "max": "amax", "min": "amin"}  # without their second result
+_ALONE = {"log_sigmoid_forward": "log_sigmoid", "max": "amax", "min": "amin"}  # the operation without the second result
 
-_EXACT = 2**24  # counts in fp32
+_EXACT = 2**24  # the largest count that fp32 represents exactly
 
 
 def plain(region: Region, sizes: Sizes) -> Region:
@@ -115,7 +115,7 @@ def _with_reshape(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: 
 
 
 def _along(op: Op, types: Mapping[str, TensorType]) -> int:
-    """The number of trailing dimensions of a sum that has to be respelled."""
+    """The number of trailing dimensions of a sum that drops them, or counts bools; 0 for other operations."""
     if op.name not in (*REDUCTIONS, "logsumexp") or op.attrs:
         return 0
     x, dims = types[next(op.refs())], argument(op, 1, "dim")
@@ -129,7 +129,7 @@ def _along(op: Op, types: Mapping[str, TensorType]) -> int:
 
 
 def _derivative(op: Op, read: Collection[str], types: Mapping[str, TensorType], taken: set[str]) -> Iterator[Op]:
-    """The operations of a derivative that reads a dropped result or makes two gradients; other operations unchanged."""
+    """The operations of a derivative that reads a dropped result or has two results; other operations unchanged."""
 
     def do(name: str, *args: Arg, word: str = "", like: Arg = None, makes: Value | None = None) -> Ref:
         if makes is None:

@@ -98,14 +98,14 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
 
 
 def _next(w: Writer, buffer: str, made: str) -> str:
-    """A buffer's next value: detached, and of the buffer's own type."""
+    """A buffer's next value, detached and in the buffer's dtype."""
     type = w.types[buffer]
     value = w.value(f"next_{buffer.removeprefix('b_model_')}", type.shape, type.dtype)
     cast = w.types[made].dtype != type.dtype
     source = w.made[made].source if made in w.made else None
     args: tuple[Arg, ...] = (Ref(made), *((DTypeArg(type.dtype),) if cast else ()))
     w.keep(Op(name="to" if cast else "detach", args=args, results=(value,), source=source))
-    # The copy belongs to the module that made its operand, not to the last one.
+    # The copy belongs to the module that computed its operand, not to the last module.
     place = next((index + 1 for index, op in enumerate(w.ops) if op is w.made.get(made)), len(w.ops) - 1)
     w.ops.insert(place, w.ops.pop())
     return value.name
@@ -138,7 +138,7 @@ def _cast(w: Writer, op: Op) -> None:
 
 
 def _detach(w: Writer, op: Op) -> None:
-    """Drop a detach where there is no gradient to stop."""
+    """Drop a detach if its operand has no gradient."""
     if ref(op.args[0]).name in w.trained:
         w.keep(replace(op, name="detach"))
     else:
@@ -202,7 +202,7 @@ def _matmul(w: Writer, op: Op) -> None:
     if made is not None and made.name == "permute" and made.args[1] == (1, 0) and len(w.shape(left)) > 1:
         w.add(op, "linear", (left, made.args[0]))
         return
-    if ranks[0] == 2 < ranks[1]:  # torch would turn the product around
+    if ranks[0] == 2 < ranks[1]:  # torch would swap the operands
         shape = (*w.shape(right)[:-2], *w.shape(left))
         left = w.add(
             op, "expand", (left, shape), w.value(f"{op.result.name}_left", shape, w.types[ref(left).name].dtype)
@@ -221,7 +221,7 @@ def _reduction(w: Writer, op: Op) -> None:
 
 
 def _as_float(w: Writer, op: Op) -> Arg:
-    """The operand in the dtype of the reduction's result."""
+    """The operand, cast to the dtype of the reduction's result."""
     dtype = op.result.type.dtype
     if w.types[ref(op.args[0]).name].dtype == dtype:
         return op.args[0]
@@ -260,7 +260,9 @@ def _layer_norm(w: Writer, op: Op) -> None:
 
 
 def _constant(w: Writer, op: Op) -> None:
-    """new_zeros and the like become zeros: their operand only supplies a dtype. Memory that isn't set is zero too."""
+    """new_zeros and similar become zeros: their operand only supplies a dtype. Uninitialized memory becomes zeros,
+    too.
+    """
     word = next((word for word in ("zero", "one", "empty") if word in op.name), "")
     position = 2 if op.name == "new_full" else 1
     fill = {"zero": 0, "one": 1, "empty": 0}[word] if word else argument(op, position, "fill_value")
@@ -271,7 +273,7 @@ def _constant(w: Writer, op: Op) -> None:
 
 
 def _written_out(w: Writer, op: Op) -> None:
-    """A small constant tensor as operations: a repeated number, a range, or a few numbers in a row."""
+    """A small constant tensor as operations: a repeated number, a range, or a concatenation of numbers."""
     numbers, shape = op.args
     assert isinstance(numbers, tuple) and isinstance(shape, tuple)
     dtype = op.result.type.dtype
@@ -316,7 +318,7 @@ def _neutral(number: int) -> Rewrite:
 
 
 def _glu(w: Writer, op: Op) -> None:
-    """One half, multiplied by the sigmoid of the other."""
+    """The first half, multiplied by the sigmoid of the second."""
     shape, dtype = op.result.type.shape, op.result.type.dtype
     dim = number(argument(op, 1, "dim", -1)) % len(shape)
     halves = tuple(w.value(f"{op.result.name}_{word}", shape, dtype) for word in ("half", "gate"))
@@ -327,7 +329,7 @@ def _glu(w: Writer, op: Op) -> None:
 
 
 def _weight_norm(w: Writer, op: Op) -> None:
-    """Directions, divided by their lengths along all dimensions but one, times lengths."""
+    """v * g / |v|, with norms along all dimensions but one."""
     v, g = op.args[:2]
     shape, dtype = op.result.type.shape, op.result.type.dtype
     dim = number(argument(op, 2, "dim", 0))
@@ -339,7 +341,7 @@ def _weight_norm(w: Writer, op: Op) -> None:
 
 
 def _norm(w: Writer, op: Op) -> None:
-    """linalg_norm of vectors, and of all elements; other norms of matrices stay."""
+    """linalg_norm of vectors or of all elements; other matrix norms are kept."""
     rank = len(w.shape(op.args[0]))
     order, dims, keep = argument(op, 1, "ord"), argument(op, 2, "dim"), argument(op, 3, "keepdim", False)
     given = dims if isinstance(dims, tuple) else range(rank) if dims is None else (dims,)
@@ -358,7 +360,7 @@ def _fill_diagonal(w: Writer, op: Op) -> None:
     if len(shape) != 2 or (any(wrapped) and shape[0] > shape[1]):
         raise PartcError(
             "P0212",
-            "fill_diagonal_ of other than a matrix, or around its end, is not supported",
+            "fill_diagonal_ is only supported for matrices, without wrap",
             help="use torch.where with a mask",
             source=op.source,
         )
@@ -378,7 +380,7 @@ def _each(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
     return dict.fromkeys(names.split(), rewrite)
 
 
-# Other names of torch's for the same operations.
+# torch's aliases of operations.
 _ALIASES: Mapping[str, str] = {
     "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
     "arctan2": "atan2", "arctanh": "atanh",

@@ -1,4 +1,4 @@
-"""Attention as one operation; attention with dropout as another."""
+"""Attention as the operation `attention`, or `attention_dropout` if it drops weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention(w: Writer, op: Op) -> None:
 
 
 def _four_dimensional(w: Writer, op: Op, name: str, args: tuple[Arg, ...], more: tuple[Arg, ...]) -> None:
-    """Reshape operands with other dimensions than [b, h, s, k]: those before s become b and h."""
+    """Reshape operands that are not [b, h, s, k]: the dimensions before s become b and h."""
     shape, dtype = op.result.type.shape, op.result.type.dtype
     before = shape[:-2]
 

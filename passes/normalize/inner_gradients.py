@@ -1,4 +1,4 @@
-"""Write out the gradients that a forward pass computes.
+"""Expand `inner_gradient`: gradients that a forward pass computes.
 
     e = mul(x, tanh)                             e      = mul(x, tanh)
     s = sum(e)                                   s      = sum(e)
@@ -8,8 +8,8 @@
                                                  …
                                                  g      = add(d_x, d_x_2)
 
-The operations between inputs and outputs are walked backwards. Torch's autograd, run on tensors without memory, gives
-each one's gradient as operations. All of them have derivatives: `differentiate` goes through them once more.
+The operations between inputs and outputs are walked backwards. Torch's autograd, run on tensors without memory, yields
+the gradient of each as operations. All of these are differentiable: `differentiate` later derives their gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from partc.torch_private import FakeTensorMode, OpOverload
 
 NAME = "inner_gradient"
 _STOPS = frozenset({"detach", "detach_", "own_gradient", "incoming_gradient"})
-_SAME = frozenset({"detach", "alias", "lift_fresh_copy"})  # of the values that autograd keeps
+_SAME = frozenset({"detach", "alias", "lift_fresh_copy"})  # the result equals the operand
 _NOT_KEPT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _DROPOUTS = frozenset({"dropout", "feature_dropout"})
 
@@ -56,7 +56,7 @@ def with_inner_gradients(graph: Graph, params: Mapping[str, TensorType]) -> Grap
 
 @dataclass(slots=True)
 class _Expansion:
-    """The operations of a graph so far."""
+    """Writes the operations of a graph, with gradients expanded."""
 
     types: MutableMapping[str, TensorType]
     taken: set[str]
@@ -97,7 +97,7 @@ class _Expansion:
         return live
 
     def _multiply_dropouts(self, live: set[str]) -> None:
-        """Let dropouts multiply by a mask, which their gradients read too."""
+        """Write dropouts as products with a mask, which their gradients read as well."""
         ops: list[Op] = []
         for op in self.ops:
             if op.name not in _DROPOUTS or op.result.name not in live or not (op.args[1] and op.args[2]):
@@ -118,7 +118,7 @@ class _Expansion:
         return value
 
     def _join(self, found: dict[str, str], name: str, grad: str, call: Op) -> None:
-        """Add a gradient of a value to those before it."""
+        """Add a gradient of a value to its earlier ones."""
         if name in found:
             total = self._value(f"d_{name}", self.types[name])
             args = (Ref(found[name]), Ref(grad))
@@ -233,7 +233,9 @@ def _argument(arg: Any, names: Mapping[fx.Node, str]) -> Arg:
 def _derivative(
     op: Op, operands: tuple[tuple[str, TensorType], ...], wanted: tuple[str, ...], given: tuple[bool, ...]
 ) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """The graph from gradients of results and from operands to gradients of `wanted` operands; with those there are."""
+    """The graph that maps gradients of results, and operands, to gradients of the `wanted` operands; and the names of
+    those that have one.
+    """
     present: list[str] = []
 
     def run(grads: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -260,13 +262,14 @@ def _derivative(
     return graph, tuple(present)
 
 
-# -- operations by their parts --------------------------------------------------------------------
+# -- decompositions -------------------------------------------------------------------------------
 
 
 def _forward(op: Op, values: Mapping[str, Tensor]) -> Sequence[Tensor]:
     args = [_given(arg, values) for arg in op.args]
     attrs = {key: _given(arg, values) for key, arg in op.attrs}
-    torchs = getattr(torch.ops.aten, op.name, None) or operators.resolve(op.name)  # before partc's own of that name
+    # Takes precedence over partc's operator of that name.
+    torchs = getattr(torch.ops.aten, op.name, None) or operators.resolve(op.name)
     made = _PARTS.get(op.name, torchs)(*args, **attrs)
     return made if isinstance(made, tuple | list) else (made,)
 

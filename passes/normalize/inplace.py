@@ -8,11 +8,11 @@
                                    z     = mul(y_2, b_2)
 
 A changed view (a slice, a row, a transpose, a diagonal) is put back into its tensor. Later readers of the tensor read
-the new value, and a view that is read after a change of its tensor is made anew, as torch's functionalization does. The
-last value of a buffer or a parameter is the first value of the next microbatch. A change is refused if it reaches a
-tensor by a view that may be a copy (reshape, flatten, contiguous, to) and the tensor is read afterwards. A changed
-input is the step's own. A change with the attribute `no_grad` writes values without a gradient. Readers of a changed
-parameter give their gradients to the parameter, as in eager mode:
+the new value, and a view that is read after a change of its tensor is recomputed, as torch's functionalization does.
+The last value of a buffer or a parameter is the first value of the next microbatch. A change is refused if it reaches a
+tensor by a view that may be a copy (reshape, flatten, contiguous, to) and the tensor is read afterwards. A change of an
+input only affects this step. A change with the attribute `no_grad` writes values without a gradient. Readers of a
+changed parameter give their gradients to the parameter, as in eager mode:
 
     clamp_(w, 0, 1)                w_new = clamp(w, 0, 1)
     y = mul(x, w)           ->     w_now = own_gradient((w_new,), (w,), (incoming_gradient(w_new),))
@@ -29,17 +29,17 @@ from partc.ir.naming import unique
 from partc.ir.operations import effects, shares_memory, spelling
 from partc.ir.program import NO_GRAD, Arg, Graph, Op, Ref, TensorType, Value, is_change
 
-_FUNCTIONAL = {"normal_": "normal_functional"}  # normal makes a tensor of means and deviations
+_FUNCTIONAL = {"normal_": "normal_functional"}  # `normal` draws from tensors of means and deviations
 _RESHAPES = frozenset(name for name in spelling("reshape") if effects(name).memory == "view")
 _TRANSPOSES = spelling("permute") - {"permute", "movedim"}  # each is its own inverse
 _SPANS = spelling("split") - {"unbind"}
-# Operations in place that change the shape of a view, and no memory.
+# In-place operations that change the shape of a view, but no memory.
 _RESTRIDES = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"})
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A value that shows memory of another: the result `index` of the operation `op` on `base`."""
+    """A value that shares memory with `base`: the result `index` of the operation `op` on it."""
 
     base: str
     op: Op
@@ -61,8 +61,8 @@ def without_mutation(
 class _Functionalization:
     """One walk over a graph.
 
-    `current` has the latest name of each changed or renewed value, `seen` the number of changes of its memory that this
-    name includes. A value whose memory has changed since is made anew when it is read.
+    `current` has the latest name of each changed or recomputed value, `seen` the number of changes of its memory that
+    this name includes. A value whose memory has changed since then is recomputed when it is read.
     """
 
     def __init__(self, graph: Graph, states: Mapping[str, TensorType], trained: Collection[str]) -> None:
@@ -72,11 +72,11 @@ class _Functionalization:
         self._types = {**states, **{name: value.type for name, value in graph.definitions().items()}}
         self._last = _last_reads(graph)
         self._taken = set(self._types)
-        self._roots: dict[str, str] = {}  # view -> the value whose memory it shows
+        self._roots: dict[str, str] = {}  # view -> the value whose memory it shares
         self._views: dict[str, _View] = {}
         self._current: dict[str, str] = {}
         self._seen: dict[str, int] = {}
-        self._changes: dict[str, list[Op]] = {}  # of each root
+        self._changes: dict[str, list[Op]] = {}  # root -> the changes of its memory
         self._ops: list[Op] = []
 
     def run(self) -> tuple[Graph, dict[str, str]]:
@@ -102,7 +102,7 @@ class _Functionalization:
         self._seen[name] = len(self._changes.get(root, ()))
 
     def _is_same(self, op: Op, first: str) -> bool:
-        """Whether a cast returns its operand, whose dtype is the one asked for."""
+        """Whether a cast returns its operand, because the dtype is already right."""
         cast = op.name in ("to", "type_as") and not dict(op.attrs).get("copy") and True not in op.args
         given = self._types.get(first)
         return cast and given is not None and op.result.type.dtype == given.dtype
@@ -157,12 +157,13 @@ class _Functionalization:
             part = name
         if root in self._trained:
             self._give_gradient(root, now, op)
-            self._seen.update(dict.fromkeys({target, *wholes} - {root}, count - 1))  # made anew, with the gradient
+            # To be recomputed, with the gradient.
+            self._seen.update(dict.fromkeys({target, *wholes} - {root}, count - 1))
         same = Op(name="alias", args=(Ref(target),), results=op.results, source=op.source)
         self._shows(op.result.name, _View(target, same))
 
     def _give_gradient(self, weight: str, now: str, change: Op) -> None:
-        """Let what reads a changed weight read `now`, of which the weight has the gradient."""
+        """Let readers of a changed weight read `now`, whose gradient goes to the weight."""
         values = [
             Value(name=unique(f"{weight}_{word}", self._taken), type=self._types[weight]) for word in ("grad", "now")
         ]
@@ -173,7 +174,7 @@ class _Functionalization:
         self._current[weight] = values[1].name
 
     def _wholes(self, name: str) -> list[str]:
-        """The tensors that contain a value, from the inside out, as far as a change of it can be put back."""
+        """The tensors that contain a value, innermost first, as far as a change can be written back to them."""
         found = []
         while name in self._views and self._is_part(name):
             name = self._views[name].base
@@ -182,13 +183,13 @@ class _Functionalization:
 
     def _is_part(self, name: str) -> bool:
         view = self._views[name]
-        if view.op.name == "detach":  # elsewhere a gradient flows past the change
+        if view.op.name == "detach":  # otherwise a gradient would bypass the change
             return self._roots[name] in self._states
         base, own = Ref(view.base), Value(name=name, type=self._types[view.base])
         return view.op.name == "alias" or _put_back(view, base, Ref(name), own) is not None
 
     def _check_unread(self, op: Op, known: set[str], root: str, index: int) -> None:
-        """Refuse a change of what may be a copy of memory that is read afterwards."""
+        """Refuse a change of a view that may be a copy, if its memory is read afterwards."""
         shared = {name for name, base in self._roots.items() if base == root} | {root}
         if root in self._states or any(self._last.get(name, -1) > index for name in shared - known):
             raise _refusal(op)
@@ -197,14 +198,14 @@ class _Functionalization:
 def _refusal(change: Op) -> PartcError:
     return PartcError(
         "P0212",
-        f"{change.name} changes a tensor in place of which a view, or the base, is read afterwards",
+        f"{change.name} changes a tensor in place, and a view or the base of that tensor is read afterwards",
         help=f"use {change.name.removesuffix('_')} and the value it returns; build parts with torch.cat or torch.where",
         source=change.source,
     )
 
 
 def _shown(view: _View, base: Ref, made: Value) -> Op | None:
-    """The operation that makes the same view of another base; None if the view is the base itself."""
+    """The operation that takes the same view of another base; None if the view is the base itself."""
     if view.op.name == "alias":
         return None
     if len(view.op.results) == 1:
@@ -218,7 +219,7 @@ def _shown(view: _View, base: Ref, made: Value) -> Op | None:
 def _put_back(view: _View, before: Ref, now: Ref, made: Value) -> Op | None:
     """The operation that writes a changed view back into its base, given the base's value before the change.
 
-    None if the view is the base itself, or if partc has no such operation.
+    None if the view is the base itself, or if the IR has no such operation.
     """
     op = view.op
     if (span := _span(view)) is not None:
@@ -276,11 +277,11 @@ def _recorded(op: Op) -> Op:
 def _functional(op: Op) -> Op:
     """The functional form of an in-place operation."""
     if op.name == "bernoulli_" and len(op.args) < 2 and "p" not in dict(op.attrs):
-        op = replace(op, args=(*op.args, 0.5))  # traces leave out the default; bernoulli(x) draws with probabilities x
+        op = replace(op, args=(*op.args, 0.5))  # traces omit the default p; bernoulli(x) would take x as probabilities
     return replace(op, name=_FUNCTIONAL.get(op.name, op.name.removesuffix("_")))
 
 
 def _last_reads(graph: Graph) -> dict[str, int]:
-    """The position of each value's last read; the graph's outputs are read after everything."""
+    """The index of each value's last reader; the graph's outputs are read at the end."""
     found = {name: index for index, op in enumerate(graph.ops) for name in op.refs()}
     return found | dict.fromkeys(graph.outputs, len(graph.ops))

@@ -54,7 +54,7 @@ def _times(w: Writer, op: Op, ids: Arg, like: Value) -> Ref:
 
 
 def embedding_renorm(w: Writer, op: Op) -> None:
-    """embedding_renorm(table, ids, most, order): the rows that ids name, scaled to a norm of at most `most`.
+    """embedding_renorm(table, ids, most, order): the rows at `ids` are scaled to a norm of at most `most`.
 
     named = index_add(zeros, 0, ids, ones) > 0
     y     = where(named and norm(table) > most, table * most / (norm(table) + 1e-7), table)
@@ -79,7 +79,9 @@ def embedding_renorm(w: Writer, op: Op) -> None:
 
 
 def embedding_bag(w: Writer, op: Op) -> None:
-    """The sum, mean or maximum of each bag's rows; zeros if it is empty. Bags are rows of ids, or begin at offsets."""
+    """The sum, mean or maximum of each bag's rows; zeros if it is empty. Bags are the rows of `ids`, or begin at
+    `offsets`.
+    """
     if argument(op, 3, "scale_grad_by_freq", False) is True:
         raise PartcError(
             "P0402",
@@ -95,7 +97,7 @@ def embedding_bag(w: Writer, op: Op) -> None:
     offsets = w.made.get(ref(argument(op, 2, "offsets")).name)
     padded = padding not in (None, -1)
     steps: tuple[object, ...] = () if offsets is None or offsets.name != "arange" else offsets.args
-    if weights is None and not padded and steps in ((0, *w.shape(ids)), (0, *w.shape(ids), 1)):  # bags of one
+    if weights is None and not padded and steps in ((0, *w.shape(ids)), (0, *w.shape(ids), 1)):  # every bag has one id
         w.add(op, "embedding", (table, ids), op.results[0])
         return
     (count,) = w.shape(ids)
@@ -112,7 +114,7 @@ def embedding_bag(w: Writer, op: Op) -> None:
 
 
 def _bags(w: Writer, op: Op, two: Arg, weights: Arg, padding: int | None) -> None:
-    """Bags of equal length; the ids `padding` are not members."""
+    """Bags of equal length; ids equal to `padding` do not count."""
     mode = number(argument(op, 4, "mode", 0))
     (bags, each), width = w.shape(two), w.shape(op.args[0])[1]
     out, dtype = op.results[0], op.results[0].type.dtype
@@ -151,7 +153,7 @@ def _bags(w: Writer, op: Op, two: Arg, weights: Arg, padding: int | None) -> Non
 
 
 def _ragged_bags(w: Writer, op: Op, weights: Arg, padding: int | None) -> None:
-    """Bags that begin at offsets, and end where the next one begins; the ids `padding` are not members."""
+    """Bags that begin at offsets and end where the next one begins; ids equal to `padding` do not count."""
     mode, (table, ids, offsets) = number(argument(op, 4, "mode", 0)), op.args[:3]
     (count,), width = w.shape(ids), w.shape(table)[1]
     out, dtype, of_offsets = op.results[0], op.results[0].type.dtype, w.types[ref(offsets).name].dtype
@@ -195,13 +197,13 @@ def _ragged_bags(w: Writer, op: Op, weights: Arg, padding: int | None) -> None:
 
 
 def _unflattened(w: Writer, x: Arg, shape: tuple[int, ...]) -> Arg:
-    """The value of this shape that `x` flattens; else `x`."""
+    """The value of this shape of which `x` is a reshape; else `x`."""
     made = w.made.get(ref(x).name)
     return made.args[0] if made is not None and made.name == "reshape" and w.shape(made.args[0]) == shape else x
 
 
 def with_sparse(parameters: tuple[Parameter, ...], region: Region, call: Call) -> tuple[Parameter, ...]:
-    """The parameters; those are marked whose lookups ask for sparse gradients."""
+    """The parameters, with `sparse` set if their lookups ask for sparse gradients."""
     places = {"embedding": 4, "embedding_bag": 5}
     asking = {
         ref(op.args[0]).name
@@ -213,7 +215,7 @@ def with_sparse(parameters: tuple[Parameter, ...], region: Region, call: Call) -
 
 
 def take_along(w: Writer, op: Op) -> None:
-    """take_along_dim(x, index, dim): a gather by an index as long as x along every other dimension."""
+    """take_along_dim(x, index, dim) as a gather, with the index expanded along the other dimensions."""
     x, index, dim = op.args[0], op.args[1], argument(op, 2, "dim")
     if dim is None:
         w.keep(op)
@@ -228,12 +230,14 @@ def take_along(w: Writer, op: Op) -> None:
 
 
 def take(w: Writer, op: Op) -> None:
-    """take(x, index): elements by their places in x as a row; `take` is a collective later."""
+    """take(x, index): elements by their index in the flattened x; the IR's own `take` is a reshard."""
     w.add(op, "index", (_row(w, op), (op.args[1],)))
 
 
 def put(w: Writer, op: Op) -> None:
-    """put(x, index, source, accumulate): x with elements at their places in x as a row; `put` is a collective later."""
+    """put(x, index, source, accumulate): writes elements by their index in the flattened x; the IR's own `put` is a
+    reshard.
+    """
     index, source, name, shape = op.args[1], op.args[2], op.result.name, w.shape(op.args[0])
     if w.shape(source) != w.shape(index):
         source = w.add(
@@ -256,9 +260,9 @@ def masked_scatter(w: Writer, op: Op) -> None:
     picked = gather(rows, 1, selected_places(mask))      # rows[example, the number of selected ones before this one]
     y      = where(mask, picked, x)
 
-    Every example selects equally many rows if they are made of the batch and their number allows it, so that no example
-    needs another one; `selected_places` checks it. Otherwise the selected rows are counted through the whole batch.
-    A mask that is equal along trailing dimensions selects rows of them.
+    If `source` depends on the batch and its number of rows allows it, every example has to select equally many rows, so
+    that examples are independent; `selected_places` checks this. Otherwise the selected rows are counted through the
+    whole batch. A mask that is constant along trailing dimensions selects whole rows.
     """
     x, mask, source = op.args
     name, shape, count = op.result.name, op.result.type.shape, math.prod(w.shape(source))

@@ -15,12 +15,12 @@ from partc.rules.rule import argument, integers, number
 
 
 def cross_entropy(w: Writer, op: Op) -> None:
-    """Move classes last; compute the losses of rows, then their sum over the count (or weight) of those not ignored."""
+    """Move classes last; compute the losses of rows, then their sum over the count (or weight) of unignored rows."""
     logits, labels = op.args[:2]
     weight, smoothing = argument(op, 2, "weight"), argument(op, 5, "label_smoothing", 0.0)
     ignore = argument(op, 4, "ignore_index", -100)
     if w.types[ref(labels).name].dtype not in ("i64", "i32"):
-        w.keep(op)  # class probabilities: no rule knows them, so they are reported
+        w.keep(op)  # class probabilities have no rule, so the operation is reported
         return
     args = (_classes_last(w, op, logits), labels, weight, ignore, smoothing)
     _over_counted(w, op, lambda result: w.add(op, "cross_entropy", args, result))
@@ -29,7 +29,7 @@ def cross_entropy(w: Writer, op: Op) -> None:
 def nll_loss(w: Writer, op: Op) -> None:
     """The negative of each row's value at its label.
 
-    The values of a log_softmax have a log-sum-exp of 0, so that their loss is a cross-entropy; others have not.
+    For the values of a log_softmax, whose log-sum-exp is 0, this is a cross-entropy.
     """
     logits, labels = op.args[:2]
     if _is_normalized(w, logits):
@@ -57,7 +57,7 @@ def nll_loss(w: Writer, op: Op) -> None:
 
 
 def _is_normalized(w: Writer, arg: Arg) -> bool:
-    """Whether log_softmax along the classes made the values, below views that keep the classes apart."""
+    """Whether the values come from a log_softmax along the classes, behind views that keep the classes apart."""
     name = ref(arg).name
     at = min(len(w.shape(arg)) - 1, 1)
     while (op := w.made.get(name)) is not None:
@@ -92,7 +92,7 @@ def _classes_last(w: Writer, op: Op, logits: Arg) -> Arg:
 
 
 def _label_weights(w: Writer, op: Op, weight: Arg, labels: Arg, counted: Ref) -> Ref:
-    """The weight of each row's label; of rows that are ignored, that of the first class."""
+    """The weight of each row's label; ignored rows get the weight of the first class."""
     rows, dtype = w.shape(labels), w.types[ref(op.args[0]).name].dtype
     labels_type, flat = w.types[ref(labels).name].dtype, (math.prod(w.shape(labels)),)
     safe = w.add(op, "mul", (labels, counted), w.value("counted_labels", rows, labels_type))
@@ -102,7 +102,7 @@ def _label_weights(w: Writer, op: Op, weight: Arg, labels: Arg, counted: Ref) ->
 
 
 def _over_counted(w: Writer, op: Op, losses: Callable[[Value | None], Ref]) -> None:
-    """The losses of rows, their sum, or their sum over the count (or weight) of those not ignored."""
+    """The losses of rows, their sum, or their sum over the count (or weight) of unignored rows."""
     logits, labels = op.args[:2]
     reduction, ignore = number(argument(op, 3, "reduction", 1)), argument(op, 4, "ignore_index", -100)
     weight, rows, dtype = argument(op, 2, "weight"), w.shape(labels), w.types[ref(logits).name].dtype
@@ -147,7 +147,7 @@ def absolute(w: Writer, op: Op) -> None:
 
 
 def smooth(*, scaled: bool) -> Rewrite:
-    """Squares of small errors, distances of large ones: smooth_l1 (`scaled` by 1 / beta) and Huber's loss."""
+    """Quadratic for small errors, linear for large ones: smooth_l1 (`scaled` by 1 / beta) and Huber's loss."""
 
     def rewrite(w: Writer, op: Op) -> None:
         bound = argument(op, 3, "beta" if scaled else "delta", 1.0)
@@ -200,7 +200,7 @@ def divergence(w: Writer, op: Op) -> None:
 
 
 def without_reduction(w: Writer, op: Op) -> None:
-    """A loss of torch's that has no rewrite of its own: without its reduction, then the mean or the sum."""
+    """A torch loss without a rewrite of its own: the loss with reduction "none", then its mean or sum."""
     schema = getattr(torch.ops.aten, op.name).default._schema
     index = [parameter.name for parameter in schema.arguments].index("reduction")
     if number(argument(op, index, "reduction", 1)) == 0:
@@ -233,7 +233,7 @@ class _Steps:
 
 
 def _reduced(w: Writer, op: Op, index: int, rows: Ref) -> None:
-    """The mean or the sum of the rows' losses, or all of them."""
+    """The mean or sum of the rows' losses, or the losses themselves."""
     reduction = number(argument(op, index, "reduction", 1))
     shape = w.shape(rows)
     if reduction == 0:

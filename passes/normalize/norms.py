@@ -7,7 +7,7 @@
                                                           rm.copy_(0.9 * rm + 0.1 * mean)
                                                           rv.copy_(0.9 * rv + 0.1 * n / (n - 1) * var)
 
-Running statistics take the variance of a sample (Ioffe and Szegedy 2015, algorithm 2).
+Running statistics use the unbiased variance (Ioffe and Szegedy 2015, algorithm 2).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Equal dimensions of the tensors of a function whose gradients are the model's own.
+"""Equal dimensions of the tensors of a function whose gradients the model defines itself.
 
     y = own_gradient((sum,), (x, w), (grad_x, grad_w))   # x[8, 4], w[4], y[8, 4]
   ->
     y = own_gradient((sum,), (x, w), (grad_x, grad_w), dims=((0, 1), (0, 1), (1,)))
 
-Dimensions are equal if the rules of the function's operations, forward and backward, give them one factor. The numbers
-are those of results, then of operands. `alone` numbers the operands whose gradients depend on no incoming one, and
-`mixed` those whose gradients depend on incoming ones without being proportional to them.
+Dimensions are equal if the rules of the function's operations, forward and backward, give them the same factor. `dims`
+has the factors' numbers for the results, then for the operands. `alone` numbers the operands whose gradients depend on
+no incoming one, and `mixed` those whose gradients depend on incoming ones without being proportional to them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import replace
 from partc.ir.program import Graph, Op, TensorType
 from partc.rules import resolve
 
-Dim = tuple[str | int, str | int]  # of a value, or a factor of an operation
+Dim = tuple[str | int, str | int]  # (value, dimension), or (operation, factor)
 
 
 def with_dims(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
     ops = list(graph.ops)
     stopped: dict[str, int] = {}  # a value -> where it was last detached
     incoming: set[str] = set()  # values that depend on incoming gradients
-    mixed: set[str] = set()  # those that are not proportional to them
+    mixed: set[str] = set()  # incoming values that are not proportional to incoming gradients
     for place, op in enumerate(ops):
         if op.name == "incoming_gradient" or (op.name != "own_gradient" and not incoming.isdisjoint(op.refs())):
             made = [value.name for value in op.results]
@@ -73,7 +73,7 @@ class _EqualDims:
         self._parents[self._root(one)] = self._root(other)
 
     def join(self, op: Op, types: Mapping[str, TensorType]) -> None:
-        """Join the dimensions that are one factor of an operation."""
+        """Join the dimensions that share a factor of an operation."""
         rule = resolve(op, types) if op.name != "own_gradient" else None
         if rule is None:
             return
@@ -86,7 +86,7 @@ class _EqualDims:
     def numbers(
         self, results: Sequence[str], operands: Sequence[str], types: Mapping[str, TensorType]
     ) -> tuple[tuple[int, ...], ...]:
-        """The number of each dimension. Tensors of one shape have equal dimensions, where no operation says more."""
+        """The number of each dimension. Without other evidence, tensors of equal shape have equal dimensions."""
         shape = types[results[0]].shape
         for name in (*results[1:], *operands):
             for dim in range(len(shape)) if types[name].shape == shape else ():

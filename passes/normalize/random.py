@@ -22,7 +22,7 @@ def refuse_unknown(op: Op) -> None:
         raise PartcError(
             "P0207",
             f"{op.name} draws in a way that is not the same on every mesh",
-            help="make it of torch.rand, torch.randn and dropouts",
+            help="build it from torch.rand, torch.randn and dropouts",
             source=op.source,
         )
 
@@ -80,7 +80,7 @@ def _stepper(w: Writer, op: Op, shape: tuple[int, ...]) -> Callable[[str, tuple[
 
 
 def _like(kind: str) -> Rewrite:
-    """rand_like, randn_like: in the shape and dtype of the operand's."""
+    """rand_like, randn_like: random numbers in the operand's shape and dtype."""
 
     def rewrite(w: Writer, op: Op) -> None:
         _drawn(w, op, kind, op.result)
@@ -107,7 +107,7 @@ def _drawn(w: Writer, op: Op, kind: str, result: Value) -> Ref:
 
 
 def _modelled(w: Writer, arg: Arg, shape: tuple[int, ...]) -> Ref | None:
-    """The tensor of this shape that an operand is or was created like; None if it is new."""
+    """The tensor of this shape that the operand is, or like which it was created; None if there is none."""
     if not isinstance(arg, Ref) or w.shape(arg) != shape:
         return None
     made = w.made.get(arg.name)
@@ -124,7 +124,7 @@ def _uniform(w: Writer, op: Op) -> None:
 
 
 def _normal_like(w: Writer, op: Op) -> None:
-    """normal_ as a value: mean + std * n."""
+    """The functional form of normal_: mean + std * n."""
     _affine(w, op, "randn", argument(op, 2, "std", 1.0), argument(op, 1, "mean", 0.0))
 
 
@@ -191,7 +191,7 @@ def _exponentials(w: Writer, op: Op, shape: tuple[int, ...]) -> Ref:
 
 
 def _rrelu(w: Writer, op: Op) -> None:
-    """Below zero, x times a number between lower and upper."""
+    """x above zero; below, x times a random number between lower and upper."""
     lower, upper = argument(op, 1, "lower", 1 / 8), argument(op, 2, "upper", 1 / 3)
     assert isinstance(lower, int | float) and isinstance(upper, int | float)
     if not argument(op, 3, "training", False):

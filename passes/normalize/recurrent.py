@@ -1,4 +1,4 @@
-"""Recurrent networks with dropout between their layers: one layer at a time, with a dropout after each but the last.
+"""Recurrent networks with dropout between layers: one operation for each layer, with a dropout after all but the last.
 
 Torch transposes the operands so that time comes first; elements are counted in that order.
 """

@@ -4,8 +4,8 @@
         row, above = a[..., i, :i], a[..., :i, :i]
         a[..., i, :i] = row + (row[..., None] * above).sum(-2)
 
-With L and U for the parts of `a` below the diagonal and from it on, the last `a` is U + X, where X solves
-(1 - L) X = L + (L U below the diagonal). Linear attention by chunks writes its inverse in this way (delta rule).
+Let L be the part of `a` below the diagonal and U the rest. The final `a` is U + X, where X solves (1 - L) X = L + (L U
+below the diagonal). Linear attention by chunks writes its inverse in this way (delta rule).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from partc.ir.program import Arg, Graph, Op, Ref, TensorType
 def with_solves(graph: Graph, types: Mapping[str, TensorType]) -> Graph:
     """The graph with one solve in place of each substitution of all rows."""
     reader = _Substitution(graph.makers(), types)
-    first: dict[str, str] = {}  # a matrix with its rows up to one substituted -> the matrix before
+    first: dict[str, str] = {}  # matrix with its rows up to some index substituted -> the original matrix
     rows: dict[str, int] = {}
     ops: list[Op] = []
     taken = {*types, *graph.definitions()}
@@ -61,7 +61,7 @@ class _Substitution:
     types: Mapping[str, TensorType]
 
     def row(self, op: Op) -> tuple[str, int] | None:
-        """The matrix before and the number of the row that a join puts into it; None for other operations."""
+        """The matrix before, and the number of the row that a join replaces in it; None for other operations."""
         rank = len(op.result.type.shape) if len(op.results) == 1 else 0
         if op.name != "cat" or rank < 2 or op.args[1] != rank - 2 or not isinstance(op.args[0], tuple):
             return None
@@ -110,7 +110,7 @@ class _Substitution:
         )
 
     def _begins(self, value: Arg, matrix: str, row: int, rank: int) -> bool:
-        """Whether a value is the part of a row before the diagonal."""
+        """Whether a value is the part of a matrix's row before the diagonal."""
         part = self._slice(value)
         return part is not None and part[1:] == (rank - 2, 0, row) and self._is_row(Ref(part[0]), matrix, row, rank)
 

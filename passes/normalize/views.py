@@ -63,7 +63,7 @@ def broadcast(w: Writer, op: Op) -> None:
 
 
 def meshgrid(w: Writer, op: Op) -> None:
-    """Each result is its own operand along one dimension: no gradient reaches the others."""
+    """Each result is one operand, expanded; it has no gradient for the other operands."""
     operands = op.args[0] if isinstance(op.args[0], tuple) else op.args
     crossed = dict(op.attrs).get("indexing") == "xy" or op.args[-1] == "xy"
     for index, (operand, value) in enumerate(zip(operands, op.results, strict=False)):
@@ -122,7 +122,7 @@ def slice_(w: Writer, op: Op) -> None:
 
 
 def cat(w: Writer, op: Op) -> None:
-    """Leave out parts without elements (an empty cache)."""
+    """Drop parts without elements, such as an empty cache."""
     dim = number(argument(op, 1, "dim", 0)) % len(op.result.type.shape)
     assert isinstance(op.args[0], tuple)
     parts = tuple(part for part in op.args[0] if 0 not in w.shape(part))
@@ -145,7 +145,7 @@ def stack(w: Writer, op: Op) -> None:
 
 
 def tile(w: Writer, op: Op) -> None:
-    """tile(x, times): a repeat, once along the leading dimensions without a number."""
+    """tile(x, times) as a repeat; missing leading counts are 1."""
     times = op.args[1]
     assert isinstance(times, tuple)
     w.add(op, "repeat", (op.args[0], (*(1 for _ in w.shape(op.args[0])[len(times) :]), *times)))
@@ -172,7 +172,7 @@ def select_scatter(w: Writer, op: Op) -> None:
 
 
 def _put(w: Writer, op: Op, part: Arg, dim: int, first: int, last: int) -> None:
-    """Write a part into a tensor: `writes` makes joins of these."""
+    """Write a part into a tensor; `writes` later turns chains of these into joins."""
     if last - first == op.result.type.shape[dim]:
         w.alias(op.result.name, ref(part).name)
     elif first == last:

@@ -36,7 +36,7 @@ class Writer:
                 known.update(value.name for value in op.results)
 
     def add(self, op: Op, name: str, args: tuple[Arg, ...], result: Value | None = None, **attrs: Arg) -> Ref:
-        """Write an operation in place of `op`; it defines the result of `op` unless another is given."""
+        """Write an operation that replaces `op`; it defines the result of `op` unless `result` is given."""
         result = result or op.result
         self.keep(Op(name=name, args=args, attrs=tuple(attrs.items()), results=(result,), source=op.source))
         return Ref(result.name)
@@ -71,14 +71,14 @@ def ref(arg: Arg) -> Ref:
 
 
 def with_dtypes(w: Writer, op: Op) -> Op:
-    """Add an explicit dtype where torch's default dtype decides the type of numbers computed from integers."""
+    """Add an explicit dtype where the result of an operation on integers would have torch's default dtype."""
     result = op.results[0].type if op.results else None
     if result is None or not result.differentiable or any(w.types[name].differentiable for name in op.refs()):
         return op
     if not any(True for _ in op.refs()):
         attrs = tuple(item for item in op.attrs if item[0] != "dtype")
         return replace(op, attrs=(*attrs, ("dtype", DTypeArg(result.dtype)))) if _takes_dtype(op.name) else op
-    if op.name == "where":  # of two numbers: its condition stays one
+    if op.name == "where":  # with two numbers; its condition stays a bool
         return replace(op, args=(op.args[0], *(_number(w, op, arg, result.dtype) for arg in op.args[1:])))
     cast: dict[str, str] = {}
     for name in dict.fromkeys(op.refs()):
@@ -90,7 +90,7 @@ def with_dtypes(w: Writer, op: Op) -> Op:
 
 @cache
 def _takes_dtype(name: str) -> bool:
-    """Whether torch's operation of this name has an argument for the type of its result."""
+    """Whether torch's operation of this name has a dtype argument."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = () if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     return any(argument.name == "dtype" for each in overloads for argument in each._schema.arguments)

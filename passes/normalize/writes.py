@@ -1,4 +1,4 @@
-"""Slices that are put into a tensor, as joins.
+"""Slices that are written into a tensor, as joins.
 
     y_1 = slice_scatter(y, a, 1, 0, 1, 1)         rest = slice(y, 1, 2, 8, 1)
     y_2 = slice_scatter(y_1, b, 1, 1, 2, 1)   ->  y_2  = cat((a, b, rest), 1)
@@ -23,7 +23,7 @@ def with_joins(graph: Graph) -> Graph:
     if not writes:
         return graph
     reads = Counter(name for op in graph.ops for name in op.refs()) + Counter(graph.outputs)
-    chains: dict[str, tuple[Op, ...]] = {}  # result -> the writes that make it, up to the tensor they began with
+    chains: dict[str, tuple[Op, ...]] = {}  # result -> the chain of writes that leads to it from an unwritten tensor
     continued: set[str] = set()
     for name, op in writes.items():
         before = chains.get(next(op.refs()), ())
@@ -43,7 +43,7 @@ def with_joins(graph: Graph) -> Graph:
 
 
 def _bounds(op: Op) -> tuple[int, int, int] | None:
-    """The dimension and the elements that a write replaces."""
+    """The dimension, start and end of the elements that a write replaces; None for other operations."""
     if op.name != "slice_scatter" or len(op.args) != 6 or op.args[5] != 1:
         return None
     dim, first, last, _ = integers(op.args[2:])

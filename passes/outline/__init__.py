@@ -18,11 +18,11 @@
       down_product = linear(gelu, down.weight)
       …
 
-Operations are grouped by the numbered module that ran them, or else by the number in the name of their weight; groups
+Operations are grouped by the numbered module that ran them, or else by the number in the name of their weight. Groups
 that are equal operation by operation share a region. If a pipeline has more stages than there are groups, the groups
 are cut further, at inner modules and finally at every weight. Values that depend on no parameter leave the bodies:
 constants are computed once, in a region of their own; a value that depends on inputs only (a mask, a count) has a
-region of its own. Equal modules that the trace has left out get calls as the third of their row has.
+region of its own. Equal modules that the trace has left out get calls like that of the third module of their row.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
 def _segments(
     program: Program, main: Region, trained: set[str], keys: Mapping[int, str], cut: bool
 ) -> list[ModuleSegment]:
-    """Segments with the updates of buffers in their places; a pipeline cuts between them if `cut`."""
+    """The segments, with updates of buffers in their places; `cut`: a pipeline will be cut between them."""
     lifted, body = segments(main, trained, keys)
     written = _written(program, main)
     if cut:
@@ -85,7 +85,7 @@ def _segments(
 
 
 def _written(program: Program, main: Region) -> dict[str, str]:
-    """The value in main that each update stores -> the parameter of main that it changes."""
+    """Map the value that each update stores to the parameter of main that it changes."""
     made = dict(zip(program.calls[0].results, main.forward.outputs, strict=True))
     params = {name: value.name for value, name in _stored(program)}
     return {made[value]: params[buffer] for buffer, value in program.updates}
@@ -101,7 +101,7 @@ def _stored(program: Program) -> tuple[tuple[Value, str], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Link:
-    """A segment's call, in names of the outlined region: the body's key, its parameters by name, and its values."""
+    """A segment's call, in the region's names: the body's key, its parameters by name, and its values."""
 
     key: str
     region: Region
@@ -136,8 +136,8 @@ class _Linker:
         self.taken = set(program.inputs) | set(self.returned.values())
         self.calls: list[Call] = []
         self.rows = rows
-        self.copies: dict[str, list[str]] = {}  # values of third units -> those of the units that are left out
-        self.templates: dict[str, str] = {}  # parameters of these units -> those of third ones
+        self.copies: dict[str, list[str]] = {}  # value of a third unit -> the corresponding values of left-out units
+        self.templates: dict[str, str] = {}  # parameter of a left-out unit -> the third unit's
 
     def run(self) -> Program:
         readers = self._readers()
@@ -169,7 +169,7 @@ class _Linker:
         )
 
     def _readers(self) -> dict[str, set[int]]:
-        """For each value, the segments that read it; the program's result is read after the last."""
+        """For each value, the segments that read it; the program's result is read after the last segment."""
         found: dict[str, set[int]] = {name: {len(self.segments)} for name in self.main.forward.outputs}
         for index, segment in enumerate(self.segments):
             made = {value.name for op in segment.ops for value in op.results}
@@ -178,7 +178,7 @@ class _Linker:
         return found
 
     def _place(self, segment: ModuleSegment) -> tuple[Unfolding | None, int]:
-        """The row of equal modules that a segment belongs to, and which unit: the second, the third or the last."""
+        """The row of equal modules to which a segment belongs, and its unit: the second (1), third (2) or last (-1)."""
         for row in self.rows:
             for op in segment.ops:
                 if id(op) in row.places:
@@ -220,7 +220,7 @@ class _Linker:
         return link
 
     def _call(self, link: _Link, args: Iterable[str], draws: int = 0) -> tuple[str, ...]:
-        """Add a call, behind `draws` random operations of left-out units of its row; the names of its results."""
+        """Add a call, numbered behind `draws` random operations of left-out units; returns the names of its results."""
         bare = link.key.startswith(".")
         name = unique(link.region.name + link.key if bare else link.key or link.region.name, self.call_names)
         results = tuple(map(self._value_name, link.outputs, link.region.forward.outputs))
@@ -237,19 +237,19 @@ class _Linker:
         return results
 
     def _number(self, random: int) -> int:
-        """The number of a random operation after those of the units that are left out before it."""
+        """The number of a random operation, counting those of the left-out units before it."""
         before = (row for row in self.rows if row.draws and row.last_draw < random)
         return random + sum(row.draws * len(row.left_out) for row in before)
 
     def _repeat(self, row: Unfolding, links: Sequence[_Link]) -> None:
-        """Add the calls of the units that are left out, after those of the third one."""
+        """Add the calls of the left-out units after those of the third unit."""
         made = set(row.made)
         for number, paths in enumerate(row.left_out):
 
             def value(name: str, number: int = number) -> str:
                 if name in made:
                     return self.copies[name][number]
-                after = row.ahead.get(name, name)  # of a value of the unit before
+                after = row.ahead.get(name, name)  # a value of the previous unit
                 return self.copies[after][number - 1] if number and after != name else self.values[after]
 
             for link in links:
@@ -343,7 +343,7 @@ class _Linker:
         return "embed" if index == first else "head" if index == last else "bridge"
 
     def _turns(self, names: Sequence[str]) -> bool:
-        """Whether rotary embeddings alone read some values, directly or through views."""
+        """Whether only rotary embeddings read the values, directly or through views."""
         found = set(names)
         for op in (op for segment in self.segments for op in segment.ops):
             if not found.isdisjoint(op.refs()):
@@ -357,7 +357,7 @@ class _Linker:
 
 
 def _counted(segment: ModuleSegment) -> tuple[ModuleSegment, int | None]:
-    """The segment with its random operations numbered from 0, and the number of its first."""
+    """The segment with its random operations numbered from 0, and the original number of the first."""
     numbers = [op.args[-1] for op in segment.ops if op.name in RANDOM]
     first = min((number for number in numbers if isinstance(number, int)), default=None)
     if first is None:
@@ -372,7 +372,7 @@ def _counted(segment: ModuleSegment) -> tuple[ModuleSegment, int | None]:
 
 
 def _relative(name: str, key: str) -> str:
-    """A parameter's name in a body: without the body's path, or its number if the body has no path."""
+    """A parameter's name in a body: without the body's path, or without the number if the body has no path."""
     if key.startswith("."):
         return unreserved(re.sub(rf"\.?(?<!\d){key[1:]}(?!\d)", "", name, count=1))
     return unreserved(name.removeprefix(f"{key}.") if key else name)

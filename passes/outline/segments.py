@@ -15,25 +15,25 @@ from partc.ir.naming import is_number
 from partc.ir.operations import RANDOM, VIEWS
 from partc.ir.program import Op, Phase, Ref, Region
 
-_FEWEST_EQUAL = 3  # bodies that make a repetition of weights that are numbered outside modules
+_FEWEST_EQUAL = 3  # the fewest equal bodies that count as a repetition, for weights numbered outside modules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSegment:
-    """Consecutive operations of one module (`key`, "" between numbered modules) that will be one call."""
+    """Consecutive operations of one module that will be one call; `key` is the module, "" between numbered ones."""
 
     key: str
     ops: tuple[Op, ...]
     phase: Phase = "microbatch"
-    gives: tuple[str, ...] | None = None  # its results, unless they are all values that others read
+    gives: tuple[str, ...] | None = None  # its results; None: all values that others read
 
 
 def segments(
     main: Region, trained: set[str], keys: Mapping[int, str]
 ) -> tuple[list[ModuleSegment], list[ModuleSegment]]:
-    """The operations of the region, cut into calls in an executable order: lifted values, and bodies."""
+    """The operations of the region, cut into calls in an executable order: (lifted values, bodies)."""
     free, constant = _free_values(main, trained)
-    constant = constant - set(main.forward.outputs)  # a buffer takes them in every microbatch
+    constant = constant - set(main.forward.outputs)  # buffers are set to these in every microbatch
     ops = main.forward.ops
     made = main.forward.makers()
     still = [op for op in ops if not all(value.name in constant for value in op.results)]
@@ -50,7 +50,7 @@ def segments(
 
 
 def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[ModuleSegment]:
-    """Consecutive operations of one key."""
+    """Runs of consecutive operations with the same key."""
     found: list[tuple[str, list[Op]]] = []
     for op in ops:
         if found and found[-1][0] == keys[id(op)]:
@@ -61,9 +61,9 @@ def _runs(ops: Sequence[Op], keys: Mapping[int, str]) -> list[ModuleSegment]:
 
 
 def _own_views(body: list[ModuleSegment], main: Region) -> list[ModuleSegment]:
-    """Every segment makes the turned or reshaped parameters that it reads, so that none passes from call to call.
+    """Let every segment compute the views of parameters that it reads, so that none passes from call to call.
 
-    A segment of nothing else stays, since a pipeline may be cut there.
+    A segment that only has such views stays, since a pipeline may be cut there.
     """
     types, params = main.types(main.forward), {value.name for value in main.params}
     views: dict[str, Op] = {}
@@ -93,7 +93,9 @@ def _own_views(body: list[ModuleSegment], main: Region) -> list[ModuleSegment]:
 
 
 def _shared(segments: list[ModuleSegment], free: set[str], outputs: set[str]) -> set[str]:
-    """Values that depend on inputs only and get a region: read by several bodies, or one number for the batch."""
+    """Values that depend on inputs only and get a region: several bodies read them, or they are one number for the
+    batch.
+    """
     readers: dict[str, set[int]] = {}
     scalars: set[str] = set()
     for index, segment in enumerate(segments):
@@ -106,9 +108,9 @@ def _shared(segments: list[ModuleSegment], free: set[str], outputs: set[str]) ->
 
 
 def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
-    """Values that do not depend on a trained parameter, and among them those that depend on no input.
+    """The values that depend on no trained parameter, and those among them that depend on no input either.
 
-    Rows of one frozen weight, which pass stack makes a parameter, stay with their readers.
+    Rows of one frozen weight, which the pass `stack` makes a parameter, stay with their readers.
     """
     bound = trained | _rows(main)
     fed = {value.name for value in main.forward.inputs}
@@ -117,7 +119,7 @@ def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
         for value in op.results:
             if names & bound:
                 bound.add(value.name)
-            if names & fed or op.name in RANDOM:  # drawn anew in every step
+            if names & fed or op.name in RANDOM:  # redrawn in every step
                 fed.add(value.name)
     made = {value.name for op in main.forward.ops for value in op.results}
     return made - bound, made - bound - fed
@@ -132,9 +134,10 @@ def _rows(main: Region) -> set[str]:
 
 
 def _container_depths(ops: Sequence[Op]) -> dict[str, int]:
-    """For each outermost numbered container, the number of numbered levels of a body: the first that repeats.
+    """For each outermost numbered container, the number of numbered levels in a body's path: the first level that
+    repeats.
 
-    Constants are not part of a body: the first body that reads one has it.
+    Constants are not part of a body, because only the first body that reads one would have it.
     """
     bodies: dict[str, dict[str, list[Hashable]]] = {}
     constant: set[str] = set()
@@ -173,7 +176,9 @@ def _shape_of(op: Op) -> Hashable:
 
 
 def by_module(ops: Sequence[Op], inside: int = 0) -> dict[int, str]:
-    """For each operation the module that groups it: a numbered one, "" between those, or one `inside` levels deeper."""
+    """For each operation the module that groups it: a numbered module, or one `inside` levels deeper; "" outside
+    these.
+    """
     depth = _container_depths(ops)
     keys = {}
     for op in ops:
@@ -185,19 +190,19 @@ def by_module(ops: Sequence[Op], inside: int = 0) -> dict[int, str]:
 
 
 def by_number(main: Region, weights: Mapping[str, str], keys: Mapping[int, str]) -> dict[int, str]:
-    """Operations outside numbered modules follow numbers in names of modules and of weights, if bodies repeat.
+    """Keys for operations outside numbered modules, from numbers in names of modules and weights, if bodies repeat.
 
-    An operation of the module `block3` has the key `block3`, and so has one that reads `block3.w`. One that reads `w3`
-    or `w.3` has the key `.3`: such are the bodies of models written with functions of their weights. Between the last
-    such operation of a body and the first of the next, the cut is at the first place that the fewest values pass. A
-    weight without a number that bodies share does not end them.
+    An operation of the module `block3`, or one that reads `block3.w`, has the key `block3`. One that reads `w3` or
+    `w.3` has the key `.3`: models written as functions of their weights have such bodies. Between the last such
+    operation of a body and the first of the next, the cut is at the first position that the fewest values cross. A
+    shared weight without a number does not end a body.
     """
     ops = main.forward.ops
     passing = _passing(main)
     reads = Counter(name for op in ops if not keys[id(op)] for name in op.refs() if name in weights)
     owned = {name: key for name, count in reads.items() if (key := _number_key(weights[name])) or count < _FEWEST_EQUAL}
     numbers = [""] * len(ops)
-    key, first = "", 0  # `first`: the earliest place where the body may end
+    key, first = "", 0  # `first`: the earliest position at which the body may end
     for index, op in enumerate(ops):
         path = _numbered_name(op.module)
         found = [path] if path else [owned[name] for name in op.refs() if name in owned]
@@ -221,7 +226,7 @@ def by_number(main: Region, weights: Mapping[str, str], keys: Mapping[int, str])
 
 
 def _passing(main: Region) -> list[int]:
-    """For each place between operations, the values that are made before it and read after it."""
+    """For each position between operations, the number of values that are computed before it and read after it."""
     ops = main.forward.ops
     last = {name: index for index, op in enumerate(ops) for name in op.refs()}
     last |= dict.fromkeys(main.forward.outputs, len(ops))
@@ -234,7 +239,7 @@ def _passing(main: Region) -> list[int]:
 
 
 def _number_key(weight: str) -> str:
-    """The key of the body that a weight belongs to by the first number in its name; "" if it has none."""
+    """The key of a weight's body, from the first number in its name; "" if it has no number."""
     number = re.search(r"\d+", weight)
     return _numbered_name(weight.rpartition(".")[0]) or (f".{number[0]}" if number else "")
 
@@ -246,7 +251,9 @@ def _numbered_name(path: str) -> str:
 
 
 def lookups_joined(main: Region, weights: Collection[str], keys: Mapping[int, str]) -> dict[int, str]:
-    """Several modules that only look up rows of tables belong to no module, so that they exchange rows at once."""
+    """Keys without modules that only look up rows of tables, if there are several: they can then exchange rows
+    together.
+    """
     stored = {value.name for value in main.params}
     reads: dict[str, set[bool]] = {}
     for op in main.forward.ops:
@@ -259,7 +266,7 @@ def lookups_joined(main: Region, weights: Collection[str], keys: Mapping[int, st
 
 
 def by_weight(main: Region, weights: Mapping[str, str]) -> dict[int, str]:
-    """For each operation the trained weight that was read last."""
+    """For each operation, the last trained weight that was read before it."""
     keys, key = {}, ""
     for op in main.forward.ops:
         key = next((weights[name] for name in op.refs() if name in weights), key)
@@ -268,7 +275,7 @@ def by_weight(main: Region, weights: Mapping[str, str]) -> dict[int, str]:
 
 
 def functions_whole(main: Region, keys: Mapping[int, str]) -> dict[int, str]:
-    """All operations of a function with a backward pass of the user's own belong where the function ends."""
+    """Keys that put all operations of a function with its own backward pass where the function ends."""
     found, ops = dict(keys), main.forward.ops
     made = main.forward.makers()
     for end, op in enumerate(ops):
@@ -283,9 +290,9 @@ def functions_whole(main: Region, keys: Mapping[int, str]) -> dict[int, str]:
 
 
 def _joined(body: list[ModuleSegment], params: set[str], trained: set[str]) -> list[ModuleSegment]:
-    """A segment without parameters, of a module or after an inner one, joins the segment before it.
+    """Join each segment without parameters, of a module or after an inner one, to the segment before it.
 
-    Operations after a module may read buffers, as a loss with class weights does.
+    Operations after a module may read buffers, such as the class weights of a loss.
     """
     joined: list[ModuleSegment] = []
     for segment in body:
@@ -306,7 +313,7 @@ def _lifted_segments(
     body: list[ModuleSegment],
     order: Mapping[int, int],
 ) -> list[ModuleSegment]:
-    """Regions of values that depend on no parameter: one for all constants, one for each other value."""
+    """The segments of values that depend on no parameter: one for all constants, one for each other value."""
     in_order = lambda ops: tuple(sorted(ops, key=lambda op: order[id(op)]))  # noqa: E731
     values = [ModuleSegment(key="", ops=in_order(_slice([name], made, constant)), gives=(name,)) for name in shared]
     used = {name for segment in (*body, *values) for op in segment.ops for name in op.refs()} & constant

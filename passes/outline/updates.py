@@ -1,4 +1,4 @@
-"""Updates of buffers among segments: where they happen, and the old values that later segments read.
+"""Updates of buffers among segments: where they run, and copies of old values for later segments.
 
     segment embed: h = …; next = lerp(mean, …)      segment embed: old = clone(mean); h = …; next = lerp(mean, …)
     segment head:  y = sub(h, mean)             ->  segment head:  y = sub(h, old)
@@ -18,10 +18,10 @@ from partc.passes.outline.segments import ModuleSegment
 
 
 def early(body: Sequence[ModuleSegment], main: Region, written: Mapping[str, str]) -> list[ModuleSegment]:
-    """Operations that only updates need, in the first segments in which they can be computed.
+    """Move operations that only updates need to the first segments in which they can be computed.
 
-    An update without operands of its own, such as a counter's, is computed where its buffer is read first. So a
-    pipeline can be cut between readers of buffers. `written` maps each next value to its buffer.
+    An update that reads only its buffer, such as a counter's, is computed where the buffer is read first. A pipeline
+    can then be cut between readers of buffers. `written` maps each next value to its buffer.
     """
     ops = [op for segment in body for op in segment.ops]
     needed = set(main.forward.outputs).difference(written)
@@ -61,7 +61,7 @@ def early(body: Sequence[ModuleSegment], main: Region, written: Mapping[str, str
 
 
 def with_old_values(body: Sequence[ModuleSegment], main: Region, written: Mapping[str, str]) -> list[ModuleSegment]:
-    """Segments after the update of a buffer read a copy of its old value."""
+    """Let segments after the update of a buffer read a copy of its old value."""
     found = list(body)
     taken = {*main.forward.definitions(), *(value.name for value in main.params)}
     params = {value.name: value for value in main.params}

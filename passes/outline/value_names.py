@@ -14,11 +14,11 @@ from partc.errors import Source
 from partc.ir.naming import COUNTED, EXTENDED, PRODUCT, WHOLE, ZIGZAG, identifier, unique, unreserved
 from partc.ir.program import Op, makers
 
-# Values that passes make of a loss; their names are descriptive already.
+# Values that passes derive from a loss; their names are descriptive already.
 _GIVEN = frozenset(
     {"nll", "nll_sum", "counted", "counted_as_number", "count", "error", "squares", "squares_sum", "added"}
 )
-# Operations that usually have a module of their own, whose name is the best name for the result.
+# Operations that are usually a whole module, whose name is the best name for the result.
 _LEAVES = frozenset({"linear", "matmul", "embedding", "rms_norm", "layer_norm", "conv1d", "conv2d"})
 _SHOWING = frozenset({"reshape", "permute", "expand", "to"})  # their results are named after their operands
 _VAGUE = frozenset({"x", "y", "h", "output"})  # variables that say less than a module's name
@@ -69,7 +69,7 @@ def name_values(ops: Sequence[Op], prefix: str, taken: Iterable[str]) -> dict[st
 
 
 def _root(op: Op, made_by: Mapping[str, Op]) -> str:
-    """The value that operations without a source have made this one of."""
+    """The value from which operations without a source computed this one."""
     name = next(op.refs())
     while name in made_by and made_by[name].source is None and [*made_by[name].refs()]:
         name = next(made_by[name].refs())
@@ -77,9 +77,9 @@ def _root(op: Op, made_by: Mapping[str, Op]) -> str:
 
 
 def _ends(index: int, statements: Sequence[Statement | None], owners: Sequence[str]) -> bool:
-    """Whether no later operation belongs to the same run of the statement.
+    """Whether no later operation belongs to the same execution of the statement.
 
-    Between two operations of a statement there are only operations of modules that it calls.
+    Between two operations of one execution there are only operations of modules that the statement calls.
     """
     at, owner = statements[index], owners[index]
     if at in statements[index + 1 : index + 2]:
@@ -93,7 +93,7 @@ def _ends(index: int, statements: Sequence[Statement | None], owners: Sequence[s
 
 
 def _owners(ops: Sequence[Op], statements: Sequence[Statement | None]) -> list[str]:
-    """The module in whose forward each operation's statement stands; this may be an outer module."""
+    """For each operation, the module whose forward contains its statement; this may be an outer module."""
     modules: dict[Statement | None, set[str]] = {}
     paths = [op.module for op in ops]
     for path, at in zip(paths, statements, strict=True):
@@ -129,7 +129,7 @@ def _parts(op: Op, path: list[str], target: str | None, position: int, reused: f
 
 
 def _adds_bias(op: Op) -> bool:
-    """Whether normalize split the operation off a linear operation, so that it produces the linear's result."""
+    """Whether the operation is the bias addition that normalize split off a linear operation."""
     first = next(op.refs(), "").removesuffix(WHOLE)
     return op.name == "add" and first == f"{op.results[0].name.removesuffix('_whole')}{PRODUCT}"
 

@@ -1,4 +1,4 @@
-"""Run independent operations while a collective is under way.
+"""Run independent operations while a collective is in progress.
 
     grad_down.bias           = sum(grad_out, (0, 1), False)
     grad_down_…_turned       = permute(grad_out, (1, 0, 2))
@@ -11,7 +11,7 @@
     grad_down_…_full         = wait(grad_down_…_full_coming)
     grad_gelu                = linear_grad_input(grad_down_…_full, down.weight)
 
-A collective only starts at its place, and a `wait` ends it. Earlier operations that the collective does not need
+At its place a collective only starts; a `wait` ends it. Earlier operations that the collective does not need
 (mostly gradients of weights) move behind its start, and later ones move before its wait. Together they take no longer
 than the collective, since postponed operations keep their operands in memory. An operation may move past other
 collectives, unless one of them needs it to hide. Times are those of a named machine (cost.roofline). Collectives keep
@@ -34,7 +34,7 @@ from partc.passes.overlap.joined import joined
 
 
 def overlap(program: Program) -> Program:
-    """Put collectives and the waits for them apart, in every graph of every region."""
+    """Move collectives and their waits apart, in every graph of every region."""
     return replace(program, regions=tuple(_region(region, program.sizes) for region in program.regions))
 
 
@@ -75,7 +75,9 @@ class _Line:
         return next(index for index, other in enumerate(self.ops) if other is op)
 
     def hidden(self, op: Op) -> int | None:
-        """Bring operations between a collective and its first reader; returns the reader's place, or None."""
+        """Move operations between a collective and its first reader; returns the reader's index, or None if nothing
+        moves.
+        """
         left = self._delayed(op)
         start = self.at(op)
         reader = self._reader(start, op.result.name)
@@ -85,17 +87,17 @@ class _Line:
         return reader if any(map(self._time, self.ops[start + 1 : reader])) else None
 
     def _time(self, op: Op) -> float:
-        """The time that an operation computes: none for collectives and waits."""
+        """The seconds that an operation computes: 0 for collectives and waits."""
         return 0.0 if op.name in MOVING else self.times.get(id(op), 0.0)
 
     def _delayed(self, op: Op) -> float:
         """Move earlier operations that a collective does not need behind it, until they hide it.
 
-        Operations that hide another collective stay. Returns the part of the collective's time that is not hidden.
+        Operations that hide another collective stay. Returns the seconds of the collective that are not hidden.
         """
         left, place = self.times[id(op)], self.at(op)
         needed = {*op.refs()}
-        coming: set[str] = set()  # on its way at this place, to a later wait
+        coming: set[str] = set()  # in progress at this position, until a later wait
         chosen: list[int] = []
         for index in range(place - 1, -1, -1):
             before = self.ops[index]
@@ -120,10 +122,10 @@ class _Line:
         return next(readers, len(self.ops))
 
     def _brought_forward(self, reader: int, name: str, left: float) -> int:
-        """Move later operations that don't depend on `name` in front of its reader; returns how many."""
+        """Move later operations that don't depend on `name` in front of its reader; returns their number."""
         late = {name}
         chosen: list[int] = []
-        needed: list[int] = []  # operations without time (views); they move if a chosen operation reads them
+        needed: list[int] = []  # views, which take no time; they move if a chosen operation reads them
         for index in range(reader, len(self.ops)):
             op = self.ops[index]
             if op.name in MOVING or op.name == "wait" or not late.isdisjoint(op.refs()):

@@ -5,7 +5,7 @@
                                             a_sum, b_sum = split(both_sum, (4, 4), 0)
 
 Sums are joined if they have equal shapes and no operation between them reads the first one. The joined tensor stays
-below the size where the runtime changes its algorithm, so that ranks add in the same order as for each sum alone.
+below the size at which the runtime changes its algorithm, so that ranks add in the same order as without joining.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def joined(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Grap
 
 
 def _groups(graph: Graph, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[list[Op]]:
-    """Sums to join, in the order of their last ones."""
+    """Groups of sums to join, ordered by the last sum of each."""
     group: list[Op] = []
     for op in graph.ops:
         if _is_small_sum(op, types, sizes):
@@ -63,7 +63,7 @@ def _alike(a: Op, b: Op, types: Mapping[str, TensorType]) -> bool:
 
 
 def _fits(group: list[Op], types: Mapping[str, TensorType], sizes: Sizes) -> bool:
-    """Whether every rank would send all of the joined tensor to every other one."""
+    """Whether the joined tensor is small enough that every rank sends all of it to every other rank."""
     others = sizes[str(dict(group[0].attrs)["axis"])] - 1
     return others * sum(types[next(op.refs())].local_bytes(sizes) for op in group) <= DIRECT
 

@@ -9,17 +9,17 @@
       grad_up          = gelu_backward(grad_gelu, up)              grad_up          = gelu_backward(grad_gelu, up)
                                                                    norm, …          = layer_norm(x, …)
 
-`none` computes nothing again. It saves the sequences that tensor parallelism gathers as shards, and gathers them again
-beside the backward pass's products (Korthikanti et al. 2022, Reducing Activation Recomputation, section 4.2.2), if the
-bytes are worth the time on the link: sequences of some megabytes are. `full` saves only a region's inputs. `selective`
-recomputes values that are large and cheap (ibid.): all gathered values that are worth it, norms, activations, dropouts,
-the scores of written-out attention; never a product with a weight, a lookup, fused attention or a sum over ranks. The
-saved values are a minimum cut. Operations given by name, such as `softmax,all_gather`, are recomputed wherever that
-saves bytes, and no others but views. `full*2/none*6` has a way for each of eight stages. A budget, such as `18GB`, is
-met on every rank with the least time of recomputation: see recompute/budget.py.
+`none` computes nothing again. It saves sequences that tensor parallelism gathers as shards, and gathers them again
+during the backward pass's products (Korthikanti et al. 2022, Reducing Activation Recomputation, section 4.2.2), if the
+saved bytes are worth the time on the link: sequences of some megabytes are. `full` saves only a region's inputs.
+`selective` recomputes values that are large and cheap (ibid.): all gathered values that are worth it, norms,
+activations, dropouts, the scores of written-out attention; never a product with a weight, a lookup, fused attention or
+a sum over ranks. The saved values are a minimum cut. Operations given by name, such as `softmax,all_gather`, are
+recomputed wherever that saves bytes; of the others only views are. `full*2/none*6` has a way for each of eight stages.
+A budget, such as `18GB`, is met on every rank with the least time of recomputation: see recompute/budget.py.
 
-A recomputed operation stands right before its first reader, so that its results live briefly. Random operations count
-by number and draw the same numbers again. Operations that read a buffer which the forward pass changes are never
+A recomputed operation runs right before its first reader, so that its results live briefly. Random operations are
+numbered and draw the same numbers again. Operations that read a buffer which the forward pass changes are never
 recomputed.
 """
 
@@ -41,8 +41,8 @@ from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.per_stage import stage_kinds
 from partc.schedules.table import Table
 
-# A saved byte is worth this many bytes of traffic for recomputation. A norm's one number a row does not justify
-# another norm; a value as large as its operands does.
+# Saving one byte is worth this many bytes of memory traffic. Saving a norm's one number per row does not justify
+# another norm; saving a value as large as its operands does.
 WORTH = 16
 
 
@@ -101,7 +101,7 @@ def frontiers_of(program: Program) -> dict[str, tuple[Point, ...]]:
 
 
 def _chosen(program: Program) -> Iterator[tuple[Region, frozenset[str]]]:
-    """The regions with a decision to make, and the values that they cannot recompute."""
+    """The regions whose saved values are to be chosen, each with the values that it cannot recompute."""
     changed = changed_buffers(program)
     for region in program.regions:
         if region.backward is not None and region.phase == "microbatch":
@@ -109,7 +109,7 @@ def _chosen(program: Program) -> Iterator[tuple[Region, frozenset[str]]]:
 
 
 def _saved(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> frozenset[str]:
-    """The values that the forward pass hands to the backward pass."""
+    """The values that the forward pass saves for the backward pass."""
     inputs = {value.name for value in region.forward.inputs}
     if kind == "full":
         return frozenset(inputs | fixed)
@@ -117,7 +117,7 @@ def _saved(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str
         named = {*kind.split(","), *VIEWS}
         again = [op for op in _repeatable(region, fixed) if op.name in named]
         wanted = choice(region, again, lambda op: int(op.name not in VIEWS), held, sizes)
-        return least(wanted, worth=len(again) + 1) | held  # a byte less is worth all of them
+        return least(wanted, worth=len(again) + 1) | held  # one byte less is worth recomputing all of them
     types = region.types(region.forward)
     if kind == "none":
         cheap = _gathers_over_tp(_repeatable(region, fixed))
@@ -149,7 +149,7 @@ def _gathers_over_tp(ops: Iterable[Op]) -> list[Op]:
 
 
 def timed(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> SavingProblem:
-    """The choice in which every operation may be recomputed, with its time in nanoseconds as effort."""
+    """The problem in which every operation may be recomputed, with its time in nanoseconds as effort."""
     types = region.types(region.forward)
 
     def nanoseconds(op: Op) -> int:
@@ -165,10 +165,10 @@ def _repeatable(region: Region, fixed: frozenset[str]) -> list[Op]:
 def choice(
     region: Region, again: Sequence[Op], effort: Callable[[Op], int], held: frozenset[str], sizes: Sizes
 ) -> SavingProblem:
-    """The decision, if only the operations in `again` can be recomputed.
+    """The problem in which only the operations in `again` can be recomputed.
 
-    A value costs the bytes of the memory behind it: all views of a value count as that value. `held` inputs and their
-    views exist anyway.
+    A value costs the bytes of the memory behind it, so all views of a value count as that value. `held` inputs and
+    their views exist anyway.
     """
     assert region.backward is not None
     params = {value.name for value in region.params}
@@ -187,7 +187,7 @@ def choice(
 def remade(region: Region, keep: Collection[str]) -> Region:
     """The region with a backward graph that recomputes all values that it reads except `keep`.
 
-    A result of an operation that is recomputed anyway is not saved, even if it is in `keep`.
+    If an operation is recomputed anyway, none of its results is saved, even if in `keep`.
     """
     if set(region.saved).issubset(keep):
         return region
@@ -195,7 +195,7 @@ def remade(region: Region, keep: Collection[str]) -> Region:
     forward, backward = region.forward, region.backward
     makers = {value.name: index for index, op in enumerate(forward.ops) for value in op.results}
     incoming = tuple(value for value in backward.inputs if value.name not in region.saved)
-    # Constants are in both graphs, at their first use.
+    # Both graphs have constants, at their first use.
     twice = set(forward.ops)
     own = [op for op in backward.ops if op not in twice]
     given = {value.name for value in (*incoming, *region.params)} | {value.name for op in own for value in op.results}
@@ -232,7 +232,7 @@ def _needed(ops: tuple[Op, ...], makers: Mapping[str, int], wanted: Iterable[str
 
 
 def _fresh(names: Iterable[str], taken: Collection[str]) -> dict[str, str]:
-    """New names for those that the backward graph already uses."""
+    """New names for values whose names the backward graph already uses."""
     found: dict[str, str] = {}
     for name in sorted(set(names).intersection(taken)):
         count = 1

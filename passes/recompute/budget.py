@@ -3,7 +3,7 @@
     stage 0: blocks.0 to blocks.3 of block        ->    blocks.0 of block_2, which saves less
     (two microbatches in flight, 18 GB)                 blocks.1 to blocks.3 of block
 
-The choice is exact, in two steps. Each region has its frontier: the choices that no other beats both in bytes and in
+The choice is exact, in two steps. Each region has a frontier: the choices that no other choice beats in both bytes and
 time. Each rank assigns points of the frontiers to its calls, so that its memory fits at all times of the step, in the
 least time. A stage uses at most two points for the calls of a region: two bodies to read, two loops. The calls that
 save least come first: their backward passes, which need the most temporary memory, run when others have released their
@@ -26,18 +26,18 @@ from partc.ir.printer import readable
 from partc.ir.program import Call, Program, Region
 from partc.passes.recompute.choice import Point
 
-MOST_POINTS = 2  # of one region in one stage
+MOST_POINTS = 2  # the most points that a stage uses for a region
 FINEST = 10**8  # numbers up to which the solver is exact
-Dealt = dict[Slot, dict[int, int]]  # slot -> place on the frontier -> number of calls that take it, in order of calls
+Dealt = dict[Slot, dict[int, int]]  # slot -> index on the frontier -> number of calls there, in order of calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One moment of a step, as a constraint. By slots: the number of microbatches that have saved everything, and the
-    slot `inside` which one microbatch is running.
+    """One moment of a step, as a constraint. For each slot, it has the number of microbatches that have saved all
+    values; one more microbatch is running in the slot `inside`.
 
-    That microbatch has saved all of the slots in `before`. `besides` is the other memory, for each point of the
-    frontier or one for all. The row applies only if calls take the points in `given`, if there are any.
+    The running microbatch has saved all values of the slots in `before`. `besides` is the other memory, for each point
+    of the frontier or one number for all. If `given` has points, the row applies only if calls take these.
     """
 
     weights: tuple[int, ...]
@@ -57,13 +57,13 @@ class Row:
 def deal(
     program: Program, frontiers: Mapping[str, Sequence[Point]], times: Sequence[Sequence[Time]], budget: int
 ) -> Dealt:
-    """The points that the calls of every stage take; `times` holds those of each pipeline rank.
+    """The points that the calls of every stage take; `times` holds the moments of each pipeline rank.
 
-    If nothing fits, the closest choice.
+    If nothing fits, the choice that comes closest.
     """
     counts = slots(program, frontiers)
     found: Dealt = {}
-    known: dict[object, list[dict[int, int]]] = {}  # ranks in the same situation have the same answer
+    known: dict[object, list[dict[int, int]]] = {}  # ranks with equal constraints have the same solution
     for rank, each in enumerate(times):
         mine = [slot for slot in counts if program.place(slot[0]) == rank]
         rows = tuple(_rows(program, each, mine, frontiers))
@@ -86,7 +86,7 @@ def slots(program: Program, frontiers: Collection[str]) -> dict[Slot, int]:
 def _rows(
     program: Program, times: Sequence[Time], slots: Sequence[Slot], frontiers: Mapping[str, Sequence[Point]]
 ) -> Iterator[Row]:
-    """The constraints of a rank: one for all equal moments, and those that depend on given points."""
+    """The constraints of a rank: one for all equal moments, and one for each that depends on given points."""
     alike: dict[tuple[Flight, Slot | None], list[Time]] = {}
     for time in times:
         alike.setdefault((time.flight, time.inside and time.inside[0]), []).append(time)
@@ -146,8 +146,8 @@ def check_reach(
         if most > budget:
             raise PartcError(
                 "P0415",
-                f"pipeline rank {rank} saves {most:,} bytes at least for its backward passes, "
-                f"{readable(most - budget)} more than it has room for",
+                f"pipeline rank {rank} saves at least {most:,} bytes for its backward passes, "
+                f"{readable(most - budget)} more than the budget",
                 help=f"give --recompute {written(most)} or more, or smaller microbatches",
             )
 
@@ -177,8 +177,8 @@ def solve(
 ) -> list[dict[int, int]]:
     """For each slot, the number of its calls at each point of its frontier, in order of calls.
 
-    The total effort is minimal among choices with no row above the budget. If there is none, the largest row is
-    minimal.
+    The total effort is minimal among the choices in which no row exceeds the budget. If there is none, the largest row
+    is minimal.
     """
     if not frontiers:
         return []
@@ -188,12 +188,12 @@ def solve(
         more = peak(frontiers, dealt, rows) - budget
         if more <= 0:
             return dealt
-        room -= more  # the solver's numbers are not exact beyond its own limit
+        room -= more  # the solver is not exact beyond its limit
     return problem.lowest()
 
 
 class _BudgetProgram:
-    """The integer program: columns are the calls at each point of each slot, and whether there are any."""
+    """The integer program: columns are the number of calls at each point of each slot, and whether it is positive."""
 
     def __init__(self, frontiers: Sequence[Sequence[Point]], counts: Sequence[int], rows: Sequence[Row]) -> None:
         self.columns = [(slot, index) for slot, points in enumerate(frontiers) for index in range(len(points))]
@@ -202,8 +202,8 @@ class _BudgetProgram:
         largest = max((_largest(frontiers, counts, row) for row in rows), default=0)
         self.unit = -(-largest // FINEST) or 1
         self.most = largest // self.unit + len(self.upper)
-        self.lines = [*self._dealing(counts)]  # coefficients, and the bounds of their sum
-        self.limits = [limit for row in rows for limit in self._limits(row)]  # coefficients, and the other memory
+        self.lines = [*self._dealing(counts)]  # (coefficients, bounds of their sum)
+        self.limits = [limit for row in rows for limit in self._limits(row)]  # (coefficients, other memory)
 
     def _dealing(self, counts: Sequence[int]) -> Iterator[tuple[Any, float, float]]:
         size = len(self.columns)
@@ -228,7 +228,7 @@ class _BudgetProgram:
             line = np.zeros(2 * size)
             for column, (slot, index) in enumerate(self.columns):
                 line[column] = -(-row.live_copies(slot, index, point) * self.frontiers[slot][index].bytes // self.unit)
-            if row.given:  # less that much for every point that is another one
+            if row.given:  # the row is relaxed by this amount for every other point
                 taken = [index in row.given[slot] for slot, index in self.columns]
                 line[size:] = [besides if each else -besides for each in taken]
                 yield line, -besides * (sum(taken) - 1)
@@ -239,7 +239,7 @@ class _BudgetProgram:
                 yield line, 0
 
     def quickest(self, room: int) -> list[dict[int, int]] | None:
-        """The choice of least effort with no row above `room`; None if there is none."""
+        """The choice of least effort in which no row exceeds `room`; None if there is none."""
         if room < 0:
             return None
         efforts = [self.frontiers[slot][index].effort for slot, index in self.columns]
@@ -254,7 +254,7 @@ class _BudgetProgram:
         prices = np.append(np.zeros(len(self.upper)), 1.0)
         found = self._solved(prices, rows, np.append(self.upper, self.most))
         if found is None:
-            raise InternalError("no choice of what calls save")
+            raise InternalError("no choice of saved values")
         return found
 
     def _solved(self, prices: Any, rows: Sequence[tuple[Any, float, float]], upper: Any) -> list[dict[int, int]] | None:
@@ -279,7 +279,7 @@ class _BudgetProgram:
 
 
 def _largest(frontiers: Sequence[Sequence[Point]], counts: Sequence[int], row: Row) -> int:
-    """An upper bound of a row."""
+    """An upper bound on a row's value."""
     saved = sum(
         (1 + weight) * count * points[0].bytes
         for weight, count, points in zip(row.weights, counts, frontiers, strict=True)

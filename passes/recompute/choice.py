@@ -1,8 +1,8 @@
 """The choice of saved values: exact trade-offs between memory and recomputation, as integer programs.
 
-Each value has a binary variable for being saved, each recomputable operation one for being recomputed. A value that
-backward or a recomputed operation reads is saved or recomputed. Without a limit on memory this is a minimum cut, and
-the linear relaxation is integral.
+A binary variable says for each value whether it is saved, another for each recomputable operation whether it is
+recomputed. A value that backward or a recomputed operation reads is saved or recomputed. Without a limit on memory this
+is a minimum cut, and the linear relaxation is integral.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from partc.errors import InternalError
 class SavingProblem:
     """The values that backward needs, the cost of saving each value, and the recomputable operations.
 
-    `ops`, `reads` and `effort` are parallel: an operation's results, the values that it reads (without those that exist
+    `ops`, `reads` and `effort` are parallel: an operation's results, the values that it reads (except those that exist
     anyway), and the effort of recomputing it, in any unit.
     """
 
@@ -35,8 +35,8 @@ class SavingProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A choice that no other beats in both criteria: the saved values, their bytes, and the effort of recomputing the
-    others.
+    """A choice that no other beats in both bytes and effort: the saved values, their bytes, and the effort of
+    recomputing the rest.
     """
 
     saved: frozenset[str]
@@ -49,12 +49,12 @@ def least(choice: SavingProblem, *, worth: int) -> frozenset[str]:
     problem = _Constraints(choice)
     found = problem.solve(problem.effort + worth * problem.bytes)
     if found is None:
-        raise InternalError("backward needs a value that is neither saved nor made")
+        raise InternalError("backward needs a value that is neither saved nor computed")
     return found.saved
 
 
 def frontier(choice: SavingProblem) -> tuple[Point, ...]:
-    """All choices that no other beats, from the one that saves most to the one that saves least."""
+    """All efficient choices, from most to fewest saved bytes."""
     problem = _Constraints(choice)
     found: list[Point] = []
     limit: int | None = None
@@ -84,12 +84,12 @@ class _Limit:
         self.room = most // self.unit
 
     def excess(self, number: int) -> int:
-        """The units by which a sum exceeds the limit."""
+        """The amount by which a sum exceeds the limit, in the solver's unit."""
         return max(0, -(-(number - self.most) // self.unit))
 
 
 class _Constraints:
-    """The constraints of a choice: columns are recomputed operations, then saved values."""
+    """The constraints of the integer program: columns are recomputed operations, then saved values."""
 
     def __init__(self, choice: SavingProblem) -> None:
         self.choice = choice
@@ -115,8 +115,8 @@ class _Constraints:
     def solve(self, prices: Any, *, bytes: int | None = None, effort: int | None = None) -> Point | None:
         """The cheapest choice within these limits; None if there is none.
 
-        Limits are checked in integers: the solver is exact only to its tolerance, so a limit that its answer exceeds is
-        lowered by the excess.
+        Limits are checked in integers: the solver is exact only to its tolerance, so a limit that its solution exceeds
+        is lowered by the excess.
         """
         if not self.values:
             return Point(saved=frozenset(), bytes=0, effort=0) if (bytes or 0) >= 0 else None

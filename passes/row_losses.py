@@ -1,4 +1,4 @@
-"""Losses over classes as statistics of rows, which kernels, chunks and ranks compute from the logits that they hold.
+"""Losses over classes as statistics of rows, which kernels, chunks and ranks can compute from parts of the logits.
 
 nll, lse = cross_entropy(x, labels, …)   ->   most, sums, picked = shard_max(x), sum_exp(x, most), pick(x, labels)
                                               lse = log_sum_exp(most, sums)
@@ -16,7 +16,7 @@ from partc.rules.kernels import lacks_total
 
 
 def in_pieces(op: Op, classes: int, taken: set[str]) -> Iterator[Op]:
-    """A loss of whole rows, in the pieces of a loss over cut classes (passes/expand.py)."""
+    """A loss of whole rows in the pieces into which `expand` divides a loss over cut classes."""
     logits, labels, weight, ignore, smoothing, *total = op.args
     nll, lse = op.results
 
@@ -37,7 +37,7 @@ def in_pieces(op: Op, classes: int, taken: set[str]) -> Iterator[Op]:
 
 
 def log_sum_exp(op: Op, logits: str, made: Value, taken: set[str]) -> Iterator[Op]:
-    """The log-sum-exp of rows, in the same pieces."""
+    """The log-sum-exp of rows in the same pieces."""
     most, sums = (replace(made, name=unique(f"{made.name}_{word}", taken)) for word in ("max", "sums"))
     yield Op(name="shard_max", args=(Ref(logits),), results=(most,), source=op.source)
     yield Op(name="sum_exp", args=(Ref(logits), Ref(most.name)), results=(sums,), source=op.source)
@@ -59,7 +59,9 @@ def below_own(op: Op, most: str, taken: set[str]) -> tuple[Op, tuple[Op, ...]]:
 
 
 def totalled(region: Region) -> Region:
-    """The region with the sum of class weights computed once for losses with label smoothing, not for every row."""
+    """The region with the sum of class weights computed once, instead of for every row, in losses with label
+    smoothing.
+    """
     taken = set().union(*(region.types(graph) for graph in region.graphs))
 
     def with_totals(graph: Graph) -> Graph:

@@ -22,7 +22,7 @@
 Tracing runs a loop of the model step by step. A run of equal steps is found by their signatures: names, types, source
 lines. It is a scan if each step reads constants, its elements of sequences, and values of the step before. Elements are
 slices that move by their own width. The first steps of a loop may differ: they stay as they are. So do loops without a
-sequence (layers that share weights), without a value from the step before, and of fewer steps than `LEAST`.
+sequence (layers that share weights), without a value from the step before, or with fewer steps than `LEAST`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from partc.ir.program import SCAN, Arg, Graph, Op, Program, Ref, Region, TensorT
 from partc.ir.scans import Scan, result_shapes, with_time
 from partc.rules.rule import integers
 
-LEAST = 8  # steps of a scan
-_WITHIN = 8  # operations of one step with equal signatures
-_FAR = 1000  # a value that is read later than in the next step
+LEAST = 8  # the fewest steps of a scan
+_WITHIN = 8  # the most operations of one step with equal signatures
+_FAR = 1000  # the distance that stands for a value read later than in the next step
 
 
 def scan(program: Program) -> Program:
@@ -73,7 +73,9 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """Pieces of equal width, one for each step, from the lowest on; `falling` if the first step reads the last one."""
+    """Consecutive pieces of equal width, one for each step; `first` is the lowest index. `falling`: the first step
+    reads the last piece.
+    """
 
     source: str
     dim: int
@@ -84,10 +86,10 @@ class _Sequence:
 
 @dataclass(slots=True)
 class _Loop:
-    """A run of `count` equal steps of `period` operations, from the position `start` on.
+    """A run of `count` equal steps of `period` operations each, which begins at the index `start`.
 
-    A step's reads have keys: (operation, operand). The values behind them are states (the operation and result of the
-    step before, and the first value), elements of sequences, constants, or values of the same step.
+    Operands have the key (operation, operand) within a step. An operand that is not a value of the same step is a state
+    (operation and result in the step before, and the initial value), an element of a sequence, or a constant.
     """
 
     start: int
@@ -96,8 +98,8 @@ class _Loop:
     states: dict[tuple[int, int], tuple[int, int, str]] = field(default_factory=dict)
     sequences: dict[tuple[int, int], _Sequence] = field(default_factory=dict)
     constants: dict[tuple[int, int], str] = field(default_factory=dict)
-    same: set[int] = field(default_factory=set)  # operations that are the same in every step
-    moving: dict[int, _Sequence] = field(default_factory=dict)  # slices that move
+    same: set[int] = field(default_factory=set)  # operations with the same value in every step
+    moving: dict[int, _Sequence] = field(default_factory=dict)  # slices whose position moves from step to step
     made: dict[tuple[int, int, int, bool], str] = field(default_factory=dict)  # (op, result, dim, flipped) -> sequence
 
     @property
@@ -155,9 +157,11 @@ class _Loops:
                 at = done = found.end
 
     def _loop(self, start: int, period: int, end: int) -> _Loop | None:
-        """The loop of a run, its steps begun where the fewest values pass from one to the next."""
+        """The loop of a run. Its steps begin where the fewest values cross from one step to the next. None if it is not
+        a scan.
+        """
         start += self._rotation(start, period)
-        for first in (start, start + period):  # the first step may begin with values of other types
+        for first in (start, start + period):  # the first step may have initial values of other types
             count = (end - first) // period
             if count >= LEAST:
                 found = self._read(_Loop(first, period, count))
@@ -178,7 +182,7 @@ class _Loops:
         return cost.index(min(cost))
 
     def _read(self, loop: _Loop) -> _Loop | None:
-        """The loop with the meaning of every operand; None if it is not a scan."""
+        """The loop with every operand classified; None if it is not a scan."""
         places = self._places(loop)
         steps = [self.ops[loop.start + i * loop.period : loop.start + (i + 1) * loop.period] for i in range(loop.count)]
         for number in range(loop.period):
@@ -238,7 +242,7 @@ class _Loops:
         return sequence is not None
 
     def _piece(self, name: str) -> _Piece | None:
-        """The piece of a tensor that a value is, but for its shape."""
+        """The piece of a tensor of which a value is a reshape; None for other values."""
         op, index = self.makers.get(name, (None, 0))
         if op is not None and op.name == "reshape":
             op, index = self.makers.get(next(op.refs()), (None, 0))
@@ -293,7 +297,7 @@ class _Loops:
         return replace(self.graph, ops=tuple(ops)).without_dead()
 
     def _stand_in(self, loop: _Loop) -> Op:
-        """An operation that reads and makes what the loop does, called by the loop's number."""
+        """A stand-in for a loop: an operation with the loop's operands and results, named by the loop's number."""
         number = self.places[self.ops[loop.start].results[0].name].loop
         ops = self.ops[loop.start : loop.end]
         results = tuple(value for op in ops for value in op.results)
@@ -303,7 +307,7 @@ class _Loops:
         return Op(name=str(number), args=tuple(map(Ref, reads)), results=results)
 
     def _with_made(self, op: Op) -> Op:
-        """A stand-in with the sequences that the rewritten joins read."""
+        """A stand-in extended by the sequences that rewritten joins read."""
         if not op.name.isdigit():
             return op
         loop = self.found[int(op.name)]
@@ -316,7 +320,7 @@ class _Loops:
         return Value(name=loop.made[key], type=value.type.shaped(shape))
 
     def _joined(self, op: Op) -> Iterator[Op]:
-        """A join of the values of all steps reads the sequence that the scan makes of them."""
+        """A join in which the values of all steps are replaced by the scan's result sequence."""
         if op.name != "cat" or not isinstance(op.args[0], tuple):
             yield op
             return
@@ -358,7 +362,7 @@ class _Loops:
             yield replace(op, args=(tuple(found), dim))
 
     def _row(self, name: str, dim: int) -> tuple[_Place | None, bool]:
-        """The loop's value that a part of a join is, and whether the join has a dimension that the value lacks."""
+        """The loop's value behind a part of a join, and whether the join adds a dimension to it."""
         if name in self.places:
             return self._varying(self.places[name]), False
         op, _ = self.makers.get(name, (None, 0))
@@ -374,7 +378,7 @@ class _Loops:
 
     @staticmethod
     def _complete(rows: Sequence[tuple[_Place | None, bool]], count: int) -> bool:
-        """Whether these are one value of all steps, in order or in reverse."""
+        """Whether the parts are one value of all steps, in order or in reverse."""
         places = [place for place, _ in rows if place is not None]
         if len(places) < count or len({(each.loop, each.op, each.result) for each in places}) > 1:
             return False
@@ -382,7 +386,7 @@ class _Loops:
         return len({single for _, single in rows}) == 1 and steps in ([*range(count)], [*reversed(range(count))])
 
     def _scan(self, number: int, read: set[str]) -> Iterator[Op]:
-        """The operations in place of a loop. `read` are the values of loops that are read outside joins."""
+        """The operations that replace a loop. `read` are the loops' values that are read outside joins."""
         loop = self.found[number]
         step = self.ops[loop.start : loop.start + loop.period]
         source = next((op.source for op in step if op.source is not None), None)
@@ -420,7 +424,7 @@ class _Loops:
                 yield from self._row_of(loop, loop.made[op_at, result, 0, builder.reverse], name, builder.reverse)
 
     def _ends(self, loop: _Loop, builder: _StepBuilder) -> list[str]:
-        """The names of the last states: those that the last step gives them."""
+        """The names of the final states, from the last step."""
         last = self.ops[loop.end - loop.period : loop.end]
         names: list[str] = []
         for op, result, _ in builder.states:
@@ -431,7 +435,7 @@ class _Loops:
     def _rows_read(
         self, loop: _Loop, number: int, read: set[str], states: set[tuple[int, int]]
     ) -> dict[tuple[int, int], list[str]]:
-        """Values of single steps that are read outside, by operation and result, but for the last states."""
+        """The values of single steps that are read outside the loop, by (operation, result), except final states."""
         found: dict[tuple[int, int], list[str]] = {}
         for name in sorted(read):
             place = self.places[name]
@@ -441,7 +445,7 @@ class _Loops:
         return found
 
     def _row_of(self, loop: _Loop, rows: str, name: str, reverse: bool) -> Iterator[Op]:
-        """One element of a sequence of steps' values."""
+        """The operations that take the value of one step from a result sequence."""
         at, type = self.places[name].step, self.types[name]
         at = loop.count - 1 - at if reverse else at
         row = Value(name=unique(f"{name}_row", self.taken), type=type.shaped((1, *type.shape)))
@@ -449,7 +453,7 @@ class _Loops:
         yield Op(name="reshape", args=(Ref(row.name), type.shape), results=(Value(name=name, type=type),))
 
     def _prepared(self, loop: _Loop, sequence: _Sequence, reverse: bool) -> Iterator[Op]:
-        """Operations, each of the one before, that make a tensor with one element for each step."""
+        """A chain of operations that gives a sequence's tensor one element for each step."""
         type, dim, width = self.types[sequence.source], sequence.dim, sequence.width
         stem, size = sequence.source, loop.count * width
 
@@ -484,7 +488,9 @@ class _StepBuilder:
             yield known[name].type.shaped(shape)
 
     def scan(self, sequences: Sequence[str], made: Sequence[tuple[int, int, int]]) -> Scan:
-        """The scan that reads `sequences` and makes those of the results in `made`: (operation, result, dimension)."""
+        """The scan that reads `sequences` and returns sequences of the results in `made`: (operation, result,
+        dimension).
+        """
         loop = self.loop
         fixed = {value.name for index in loop.same for value in self.step[index].results}
         constants = dict.fromkeys(
@@ -556,7 +562,7 @@ class _StepBuilder:
 
     @staticmethod
     def _shaped(element: Value, wanted: Value, same: dict[str, str], op: Op) -> Iterator[Op]:
-        """The element under the shape of the slice that it was."""
+        """The element in the shape of the slice that it replaces."""
         if element.type.shape == wanted.type.shape:
             same[wanted.name] = element.name
         else:
@@ -564,7 +570,7 @@ class _StepBuilder:
 
     @staticmethod
     def _alias(op: Op, ops: Sequence[Op], elements: Sequence[Value]) -> str:
-        """The element that a reshape of its reshape is; "" for others."""
+        """The element that a reshape restores; "" for other operations."""
         (name,) = op.refs()
         maker = next((each for each in reversed(ops) if any(value.name == name for value in each.results)), None)
         if maker is None or maker.name != "reshape":
@@ -574,7 +580,7 @@ class _StepBuilder:
 
 
 def _plainly_named(scan: Scan) -> Graph:
-    """The step under names that equal steps of other modules have too."""
+    """The scan with names in its step that do not depend on the module, so that equal steps are equal."""
     taken: set[str] = set()
     groups = {"state": scan.states, "element": scan.elements, "constant": scan.fixed}
     names = {value.name: unique(kind, taken) for kind, values in groups.items() for value in values}
@@ -587,7 +593,7 @@ def _plainly_named(scan: Scan) -> Graph:
 
 
 def _moved(op: Op) -> tuple[int, int, int] | None:
-    """The dimension, first element and width of a slice of consecutive elements."""
+    """The dimension, start and width of a slice of consecutive elements; None for other operations."""
     numbers = [arg for arg in op.args[1:] if isinstance(arg, int)]
     if len(numbers) != 4 or numbers[3] != 1:
         return None

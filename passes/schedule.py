@@ -9,11 +9,11 @@
     schedule 1: 1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1W0 1F1 1I1 1SEND_B1 1W1 1REDUCE_GRAD
 
 The order of computations is the schedule's own (partc.schedules), or that of the user's table. If `split` has cut a
-stage's backward pass, the stage sends between the halves. A send comes right after the computation that makes its
-values, and waits for nothing. A receive only posts a buffer, in the order of the sends; the computation that reads the
-values waits. Receives are posted one computation ahead, so that values arrive meanwhile; the receive of a gradient
-comes after the send of its value. Values that pass between two stages of one rank are neither sent nor received.
-Gradients are reduced at the end, when no other rank waits for a computation.
+stage's backward pass, the stage sends between the halves. A send follows the computation of its values directly, and
+does not wait. A receive only posts a buffer, in the order of the sends; the computation that reads the values waits.
+Receives are posted one computation ahead, so that values arrive meanwhile; a gradient is received after its value has
+been sent. Values between two stages of one rank are neither sent nor received. Gradients are reduced at the end, when
+no other rank waits for a computation.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from partc.schedules.table import Table
 Way = Literal["F", "B"]  # values, or their gradients
 SEND: Mapping[Way, ActionKind] = {"F": "SEND_F", "B": "SEND_B"}
 RECV: Mapping[Way, ActionKind] = {"F": "RECV_F", "B": "RECV_B"}
-WAYS: Mapping[str, Way] = {"F": "F", "B": "B", "I": "B"}  # the transfers that a computation reads and makes
+# The direction of the transfers that a computation reads and sends.
+WAYS: Mapping[str, Way] = {"F": "F", "B": "B", "I": "B"}
 
 
 def schedule(
     program: Program, *, kind: str = "1f1b", table: Table | None = None, forward_only: bool = False
 ) -> Program:
-    """Set the actions of every pipeline rank; with `forward_only`, the forward computations in the schedule's order.
+    """Set the actions of every pipeline rank; with `forward_only`, only forward computations, in the schedule's order.
 
-    Raises PartcError P0406 if the schedule can't take so many stages, P0411 if a stage reads from
-    two that don't send in the same order.
+    Raises PartcError P0406 if the schedule does not support the number of stages, P0411 if a stage reads from two
+    stages that don't send in the same order.
     """
     ranks = program.mesh.axis(PIPELINE_AXIS)
     rows = table.rows if table else compute_order(SCHEDULES[kind], ranks, program.microbatches, program.stages)
@@ -57,9 +58,9 @@ def schedule(
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """The transfers of stages with other ranks: values from earlier stages, gradients from later ones."""
+    """The transfers between stages on different ranks: values from earlier stages, gradients from later ones."""
 
-    arrivals: Mapping[tuple[int, Way], Sequence[int]]  # microbatches in the order in which they are sent
+    arrivals: Mapping[tuple[int, Way], Sequence[int]]  # microbatches in the order of sending
     senders: frozenset[tuple[int, Way]]
     split: frozenset[int]  # stages whose backward passes have two halves
 
@@ -81,14 +82,14 @@ class _Links:
                 if turns[other, way] != turns[first, way]:
                     raise PartcError(
                         "P0411",
-                        f"stage {stage} reads from stages {first} and {other}, which run microbatches in other orders",
+                        f"stage {stage} reads from stages {first} and {other}, whose orders of microbatches differ",
                         help=f"give {first} and {other} the same order of {way} in the table",
                     )
         senders = frozenset((source, way) for (_, way), found in sources.items() for source in found)
         return cls(arrivals, senders, program.split_stages)
 
     def around(self, row: Sequence[Compute]) -> Iterator[Action]:
-        """The row's computations with the receives before and the sends after them."""
+        """The row's computations, with receives before and sends after them."""
         received: dict[tuple[int, Way], int] = {}  # the number of receives so far
         numbers = {key: {index: number for number, index in enumerate(order)} for key, order in self.arrivals.items()}
 
@@ -103,7 +104,7 @@ class _Links:
         for compute, following in zip_longest(row, row[1:]):
             yield from receives(compute)
             ahead = list(receives(following)) if following is not None else []
-            # Among them may be the gradient of a value that only this computation makes.
+            # The receives may include the gradient of a value that only this computation produces.
             late = any((each.stage, each.microbatch) == (compute.stage, compute.microbatch) for each in ahead)
             yield from () if late else ahead
             halves = compute.kind == "B" and compute.stage in self.split

@@ -16,9 +16,9 @@ from partc.runtime.positions import Order, Orders
 from partc.sharding.pins import Pin
 from partc.sharding.placements import prefers_rows
 
-Place = tuple[str, int, int]  # a value, one of its dimensions, and the elements of that before the sequence
-_UNEQUAL = 1.1  # scores of the second half of the rows, per score of the first
-# Operations whose sums do not depend on the order of what they add.
+Place = tuple[str, int, int]  # (value, dimension, elements of the dimension before the sequence)
+_UNEQUAL = 1.1  # the least ratio of scores in the second half of the rows to those in the first
+# Operations that sum in any order.
 SUMS = frozenset({"linear", "matmul", "mm", "bmm", "einsum", "sum", "mean", "amax", "amin", "any", "all"})
 ORDERED = frozenset({"argmax", "argmin", "sort", "argsort", "topk", "scan", "arange", "index_put"})
 
@@ -36,7 +36,7 @@ def reads_more(attention: Attention, types: Mapping[str, TensorType]) -> bool:
 
 
 def with_form(op: Op, types: Mapping[str, TensorType], n: int, heads: int, pins: Sequence[Pin]) -> Op:
-    """An operation that, if it is attention whose rows are unequal work, says whether cp cuts them: `by_rows=True`.
+    """The operation; attention with unequal work per row gets `by_rows=True` if cp cuts its rows.
 
     A pin decides or, without one, the price over `n` ranks; heads are cut `heads` times.
     """
@@ -53,7 +53,7 @@ def with_form(op: Op, types: Mapping[str, TensorType], n: int, heads: int, pins:
 
 
 def factor_at(rule: OpRule, dims: Dims, dim: int, outer: int, size: int) -> tuple[str, int] | None:
-    """The factor that holds a sequence of this size, and the elements of the factor before the sequence."""
+    """The factor that contains a sequence of this size, and the number of the factor's elements before the sequence."""
     before = 1
     for name in dims[dim]:
         here = rule.factor(name).size
@@ -64,7 +64,7 @@ def factor_at(rule: OpRule, dims: Dims, dim: int, outer: int, size: int) -> tupl
 
 
 def carriers(op: Op, rule: OpRule, names: Sequence[str], inside: int) -> Iterator[Place]:
-    """The places of a sequence in everything that carries one of these factors."""
+    """The places of a sequence in all operands and results that carry one of these factors."""
     for value, dims in tensors(op, rule):
         for dim, parts in enumerate(dims):
             for index, part in enumerate(parts):
@@ -73,14 +73,14 @@ def carriers(op: Op, rule: OpRule, names: Sequence[str], inside: int) -> Iterato
 
 
 def draws_by_position(op: Op, dim: int, outer: int, size: int) -> bool:
-    """Whether the positions of a sequence number the random numbers of an operation along this dimension."""
+    """Whether an operation numbers its random draws by the positions along this dimension."""
     return outer == 1 and op.results[0].type.shape[dim] == size
 
 
 def numbered(op: Op, dims: Iterable[int], size: int, parts: int = 0) -> Op:
-    """The operation, whose random numbers have true positions along these dimensions; `parts` are those of a zigzag.
+    """The operation with random draws numbered by true positions along these dimensions; `parts`: of a zigzag order.
 
-    `order="1 zigzag 4 of 31"`: dimension 1 is in that order, and its first 31 positions are the model's.
+    `order="1 zigzag 4 of 31"`: dimension 1 is in zigzag order with 4 parts, and 31 of its positions are the model's.
     """
     known = dict(Orders.parse(str(dict(op.attrs).get("order", ""))).dims)
     known |= {dim: Order(parts, known[dim].true if dim in known else size) for dim in dims}
@@ -89,6 +89,6 @@ def numbered(op: Op, dims: Iterable[int], size: int, parts: int = 0) -> Op:
 
 
 def drawn_dims(op: Op, dims: Iterable[int]) -> list[int]:
-    """The dimensions, of those given, along which an operation draws a number for each element of its first result."""
+    """The given dimensions along which an operation draws a random number for each element of its first result."""
     count = op.args[2] if op.name == "dropout" else len(op.results[0].type.shape)
     return [dim for dim in dims if isinstance(count, int) and dim < count]

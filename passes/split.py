@@ -1,4 +1,4 @@
-"""Split backward passes: gradients of inputs, which an earlier stage waits for, and gradients of weights.
+"""Split backward passes into gradients of inputs, for which an earlier stage waits, and gradients of weights.
 
     backward:
       …
@@ -22,10 +22,10 @@
       …
 
 Zero-bubble schedules run the second part when a rank would be idle (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
-Under all other schedules of partc, a stage that returns gradients runs it right after it has sent them: the transfer
-overlaps with the gradients of weights, and the earlier stage starts sooner. A region that other stages call as well
-becomes two. Operations that the gradients of inputs need, collectives included, run in the first part; gradients of
-weights that these operations yield stay there.
+Under all other schedules of partc, a stage that returns gradients runs the second part right after it has sent them:
+the transfer overlaps with the gradients of weights, and the earlier stage starts sooner. If stages that keep whole
+passes call the region too, it becomes two. Operations that the gradients of inputs need, collectives included, run in
+the first part, together with gradients of weights that they yield.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from partc.ir.program import Graph, Program, Region, needed
 def split(
     program: Program, *, halves: bool = False, zero: int = 0, budget: int | None = None, as_written: bool = False
 ) -> Program:
-    """Give regions with trained parameters a weight graph: all regions if the schedule runs the `halves` separately.
+    """Give regions with trained parameters a weight graph: all of them if the schedule runs the `halves` separately.
 
-    Otherwise regions of stages that return gradients, where this costs neither memory nor overlap with collectives.
-    Backward passes stay whole under ZeRO 2 and 3, which scatter all gradients of a call together, under a memory
-    `budget`, which is met with whole passes, and in a user's schedule, which is executed `as_written`.
+    Otherwise, regions of stages that return gradients get one where this costs neither memory nor overlap with
+    collectives. Backward passes stay whole under ZeRO 2 and 3, which scatter all gradients of a call together, under a
+    memory `budget`, which assumes whole passes, and in a user's schedule, which is executed `as_written`.
     """
     if halves:
         return replace(program, regions=tuple(map(_split, program.regions)))
@@ -76,7 +76,7 @@ def _sending_first(program: Program) -> Program:
 
 
 def worthwhile(region: Region, sizes: Sizes) -> bool:
-    """Whether the backward pass has no collectives to overlap with, and the second half reads no more bytes than it."""
+    """Whether the backward pass has no collectives to hide, and its second half reads no more bytes than the whole."""
     if region.weight is None or region.backward is None:
         return False
     types = {value.name: value.type for graph in region.graphs for value in graph.definitions().values()}
@@ -103,7 +103,7 @@ def _split(region: Region) -> Region:
     kept = tuple(dict.fromkeys(name for op in rest for name in op.refs() if name not in own))
     if not first:
         kept = tuple(value.name for value in graph.inputs)
-    if not kept:  # gradients of weights that are constants
+    if not kept:  # the gradients of weights are constants
         return region
     values = graph.definitions()
     return replace(

@@ -14,8 +14,8 @@
     cat_2         = permute(`experts.*.gate.weight`, (0, 2, 1))                    # f32[4, 16, 24]
     expert_matmul = expert_matmul(reshape_3, chosen_6, cat_2)                      # f32[128, 24]
 
-Experts in modules of their own are concatenated like this. The rows of one parameter can be cut over ranks, and no step
-copies them. Optimizers, checkpoints and plan.json have the model's own parameters: `Parameter.names`.
+Experts in separate modules are concatenated like this. The rows of one parameter can be cut over ranks, and are never
+copied. Optimizers, checkpoints and plan.json have the model's own parameters: `Parameter.names`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def stack(program: Program) -> Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SideBySide:
-    """Parameters of a region that are concatenated: their names, and the name of the stack."""
+    """A concatenation of a region's parameters: their names, and the name of the stack."""
 
     rows: tuple[str, ...]
     name: str
@@ -68,7 +68,7 @@ def _found(region: Region) -> Iterator[_SideBySide]:
 
 
 def _row(name: str, maker: Op | None, params: dict[str, TensorType]) -> str | None:
-    """The parameter that a value has as its only row."""
+    """The parameter of which a value is the reshape to a single row; None for other values."""
     if maker is None or maker.name != "reshape":
         return None
     (source,) = maker.refs()
@@ -77,7 +77,7 @@ def _row(name: str, maker: Op | None, params: dict[str, TensorType]) -> str | No
 
 
 def _name(names: Sequence[str]) -> str | None:
-    """The name in which `*` stands for the numbers 0, 1, … of these names."""
+    """The common name, with `*` in place of the numbers 0, 1, …; None if the names differ otherwise."""
     first = names[0] if len(names) > 1 else ""
     for place, letter in enumerate(first if "*" not in first else ""):
         name = f"{first[:place]}*{first[place + 1 :]}"
@@ -87,7 +87,9 @@ def _name(names: Sequence[str]) -> str | None:
 
 
 def _stacks(program: Program, region: Region, found: _SideBySide) -> dict[str, tuple[str, ...]] | None:
-    """For each call, its parameters in the order of the rows, by the name of their stack. None if a call has others."""
+    """Map the name of each stack to the parameters that are its rows, for all calls; None if the calls don't allow
+    it.
+    """
     reads = Counter(name for call in program.calls for name in call.params)
     parameters = {item.name: item for item in program.parameters}
     updated = {buffer for buffer, _ in program.updates}

@@ -1,4 +1,4 @@
-"""Assign the calls to pipeline stages, and record the values that cross between them.
+"""Assign calls to pipeline stages, and record the values that cross stages.
 
     call embed    = embed(ids; …) -> embed      call embed    = embed(ids; …) -> embed
     call blocks.0 = block(embed; …) -> out      call blocks.0 = block(embed; …) -> out
@@ -6,11 +6,10 @@
     call head     = head(out_2, …) -> loss      call head     = head(out_2, …) -> loss stage 1
                                                 transfer out 0 -> 1 gradient
 
-Stages are runs of consecutive calls that minimise the largest number of floating-point operations of a stage, or have
-the numbers of calls that the user gives. Values
-that depend on inputs or constants only are computed in every stage that reads them. A value that a later stage reads is
-sent there directly from the stage that computes it. Calls that read a buffer are in the stage of the call that changes
-it; calls after that one read a copy (partc.passes.outline.updates).
+Stages are runs of consecutive calls. They minimise the largest number of floating-point operations of a stage, or have
+the user's numbers of calls. Values that depend on inputs or constants only are computed in every stage that reads them.
+A value that a later stage reads is sent there directly from the stage that computes it. Calls that read a buffer are in
+the stage of the call that changes it; calls after that one read a copy (partc.passes.outline.updates).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ def stages(
     """Set every call's stage and the program's transfers.
 
     `places` holds the pipeline coordinate of every stage, if there are more stages than coordinates. `stage_calls` are
-    the user's numbers of calls, in place of balanced ones. `held_by` has the stages that hold each parameter already:
-    calls go to their parameters. Raises PartcError P0403 (too many stages), P0421 (numbers of calls that do not fit)
-    and P0420 (a call reads parameters of several stages, or of an earlier one).
+    the user's numbers of calls, in place of balanced ones. `held_by` maps parameters to the stages that already hold
+    them; calls are then placed with their parameters. Raises PartcError P0403 (too many stages), P0421 (numbers of
+    calls that do not fit) and P0420 (a call reads parameters of several stages, or of an earlier one).
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     own = () if places == tuple(range(count)) else places
@@ -74,9 +73,9 @@ def stages(
 
 
 def staged(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
-    """The calls that stages share, in order, and the runs of them that no stage may cut.
+    """The calls to be divided among stages, in order, and the runs of them that must not be cut.
 
-    Calls that depend on inputs alone are repeated wherever they are read.
+    Calls that depend on inputs alone are repeated in every stage that reads them.
     """
     users = tuple(_users_of_changing_buffers(program).values())
     pure = input_only(program) - frozenset().union(*users)
@@ -85,7 +84,7 @@ def staged(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
 
 
 def cuts(work: Sequence[float], runs: Sequence[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
-    """The first call of each stage, and the one after its last."""
+    """For each stage, the index of its first call and the index after its last."""
     found = balanced([sum(work[start:end]) for start, end in runs], count)
     return tuple((runs[first][0], runs[last - 1][1]) for first, last in found)
 
@@ -100,7 +99,7 @@ def _given(
         fits = ",".join(str(end - start) for start, end in cuts(call_work(program, calls), runs, count))
         raise PartcError(
             "P0421",
-            f"--stage-calls {text} has {len(numbers)} stages and {ends[-1]} calls, and there are {count} stages and "
+            f"--stage-calls {text} has {len(numbers)} stages and {ends[-1]} calls, but there are {count} stages and "
             f"{len(calls)} calls",
             help=f"these are balanced: {fits}; the calls are {', '.join(call.name for call in calls)}",
         )
@@ -126,7 +125,7 @@ def _users_of_changing_buffers(program: Program) -> dict[str, frozenset[str]]:
 
 
 def _runs(calls: Sequence[Call], users: Sequence[frozenset[str]]) -> list[tuple[int, int]]:
-    """The least runs of calls that no stage may cut: each user of a changing buffer is in one run with all others."""
+    """The smallest runs of calls that must not be cut: all users of a changing buffer are in the same run."""
     runs = [(index, index + 1) for index in range(len(calls))]
     for names in users:
         places = [index for index, call in enumerate(calls) if call.name in names]
@@ -137,7 +136,7 @@ def _runs(calls: Sequence[Call], users: Sequence[frozenset[str]]) -> list[tuple[
 
 
 def _beside(calls: Sequence[Call], held_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The stage of each call: one that holds its parameters, and none before that of an earlier call."""
+    """The stage of each call: one that holds its parameters, and not before the stage of an earlier call."""
     found: dict[str, int] = {}
     least = 0
     for call in calls:
@@ -177,14 +176,15 @@ def _work(region: Region) -> float:
 def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
     """Cut a sequence of work into `count` non-empty runs: the least maximum, then the least sum of squares.
 
-    Exact, by dynamic programming over (items left, runs left). Of several such cuts, the one with the shortest first
-    run counts, then that with the shortest second one, and so on.
+    Exact, by dynamic programming over (items left, runs left). Ties go to the cut with the shortest first run, then the
+    shortest second run, and so on.
     """
     items = len(work)
     sums = np.concatenate(([0.0], np.cumsum(np.asarray(work, dtype=np.float64))))
-    run = sums[np.newaxis, :] - sums[:, np.newaxis]  # by start and end
+    run = sums[np.newaxis, :] - sums[:, np.newaxis]  # work by (start, end)
     run[np.tril_indices(items + 1)] = np.inf  # runs are not empty
-    most, squares = run[:, items], run[:, items] ** 2  # of the best cut from each start on, with one run
+    # Of the best cut of the items from each start on; at first into one run.
+    most, squares = run[:, items], run[:, items] ** 2
     chosen = []
     for _ in range(count - 1):
         high = np.maximum(run, most)
@@ -200,7 +200,7 @@ def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
 
 
 def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:
-    """Every call with its stage; calls that only read inputs are repeated in each stage that reads their results."""
+    """Every call with its stage; calls on inputs alone are repeated in each stage that reads their results."""
     readers: dict[str, set[int]] = {name: {max(stage_of.values())} for name in program.returned}
     placed: list[list[Call]] = []
     for call in reversed(program.calls):

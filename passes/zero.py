@@ -12,14 +12,15 @@ The parameter's `zero` is its ZeRO stage. Stage 1 scatters gradients at a step's
 the next step begins. Stage 2 scatters gradients after each backward of a call. Stage 3 also gathers parameters for each
 call, forward and backward. The pass `actions` inserts these gathers and scatters, and `prefetch` moves them ahead.
 
-A parameter is cut in its first dimension that the axes divide. If they divide none, parts are equal all the same: the
-last ones end with spare elements, which stand for none. The cut is then in the dimension with the fewest of them.
+A parameter is cut in its first dimension that the axes divide. If they divide none, the parts are equal nevertheless:
+the last ones end with spare elements, which are padding. The cut is then in the dimension with the fewest spare
+elements.
 
     parameter head.weight: f32[14@tp, 7] reduce(dp) holds(13,7)
   ->
     parameter head.weight: f32[2@tp · 7@dp, 7] gather(dp) zero 3 holds(13,7)
 
-A scalar stays whole, as does a parameter of few elements whose spare ones would be more.
+A scalar stays whole, as does a small parameter that would have more spare elements than elements.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from dataclasses import replace
 from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.program import FLOATING, Parameter, Program, TensorType
 
-FEW = 16384  # elements that a rank holds whole, if parts would have more spare ones
+FEW = 16384  # parameters of at most so many elements stay whole if parts would have more spare elements than that
 
 
 def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) -> Program:
-    """Cut parameters further, over `zero_axes`, as far as level `zero` goes."""
+    """Shard parameters over `zero_axes`, at ZeRO level `zero`."""
     axes = tuple(axis for axis in program.mesh.names if axis in zero_axes and program.sizes[axis] > 1)
     if not zero or not axes:
         return program
@@ -50,7 +51,7 @@ def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) ->
 
 
 def explain(program: Program, name: str) -> str:
-    """The parts of a parameter after this pass; empty if ZeRO cuts none or `name` is not a parameter."""
+    """A description of a parameter's parts after this pass; empty without ZeRO, or if `name` is not a parameter."""
     cut = next((item for item in program.parameters if item.gather), None)
     item = next((item for item in program.parameters if item.name == name), None)
     if cut is None or item is None:
@@ -58,7 +59,7 @@ def explain(program: Program, name: str) -> str:
     over = ",".join(f"{axis}={program.sizes[axis]}" for axis in item.gather or cut.gather)
     if not item.gather:
         few = item.trainable and {*cut.gather} & {*item.reduce} and item.type.local_elements(program.sizes) <= FEW
-        why = ": it has few elements, and parts would have more spare ones" if few and item.type.shape else ""
+        why = ": it has few elements, and its parts would have more spare ones" if few and item.type.shape else ""
         return f"{name} is {item.type}, whole on the ranks of {over}{why}"
     sub = next(sub for dim in item.type.layout.dims for sub in dim if item.gather[0] in sub.axes)
     spare = sub.spare(program.sizes)
@@ -67,11 +68,12 @@ def explain(program: Program, name: str) -> str:
 
 
 def _gathered_for_microbatches(program: Program) -> set[str]:
-    """Parameters that microbatches' calls alone read, and none writes."""
+    """Parameters that only microbatch calls read and none writes."""
     inside, outside = set[str](), set[str]()
     for call in program.calls:
         (inside if program.region(call.region).phase == "microbatch" else outside).update(call.params)
-    whole = {item.name for item in program.parameters if item.balance}  # few numbers, compared with each other
+    # Biases of routers: few numbers, which are compared with each other.
+    whole = {item.name for item in program.parameters if item.balance}
     return inside - outside - whole - {buffer for buffer, _ in program.updates}
 
 
@@ -82,7 +84,7 @@ def _cut(
     zero: int,
     held: dict[object, tuple[TensorType, tuple[str, ...]] | None],
 ) -> Parameter:
-    """The parameter in parts, over those of `axes` over which its gradient is a sum."""
+    """The parameter in parts, over the `axes` over which its gradient is summed."""
     key = id(parameter.type), parameter.reduce, parameter.trainable, parameter.stacked
     if key not in held:
         held[key] = _cut_type(parameter, axes, sizes)
@@ -109,7 +111,7 @@ def _cut_type(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> tupl
     return replace(parameter.type, layout=Layout(dims, layout.partial, varying)), axes
 
 
-_Cut = tuple[int, tuple[SubDim, ...]]  # a dimension, and its factors
+_Cut = tuple[int, tuple[SubDim, ...]]  # (dimension, its new sub-dimensions)
 
 
 def _equal_parts(layout: Layout, axes: tuple[str, ...], sizes: Sizes) -> _Cut | None:
@@ -123,7 +125,7 @@ def _equal_parts(layout: Layout, axes: tuple[str, ...], sizes: Sizes) -> _Cut | 
 
 
 def _parts_with_spare(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> _Cut | None:
-    """The cut with the fewest spare elements. Rows of a stack are parameters, so that none of them is spare."""
+    """The cut with the fewest spare elements. Rows of a stack are parameters, so they are not padded."""
     found: list[tuple[float, _Cut]] = []
     for dim, factors in enumerate(parameter.type.layout.dims):
         for index, sub in enumerate(factors):

@@ -1,4 +1,4 @@
-"""Order sequences so that, under a causal mask, equal parts over cp are equal work.
+"""Reorder sequences so that, under a causal mask, equal parts over cp are equal work.
 
     embedding   = embedding(…, ids)                      # f32[4, 16, 24]
     scaled_…    = attention(transpose, transpose_1, transpose_2, None, True, None, by_rows=True)
@@ -17,9 +17,9 @@ With parts of consecutive positions the last rank would compute nearly twice as 
 In this order the cut `2 · 8@cp` gives each rank an early and a late part, which together read as many positions as any
 other such pair (Brandon et al. 2023, Striped Attention, section 3; Llama Team 2024, section 3.3.2).
 
-A layout `2 · 8@cp` is true of the values in their new order. The order is made where sequences come from: ids, labels,
-position numbers. Everything that treats positions alike takes it over, attention knows it, and anything else (a
-convolution, a random number, a result of the model) keeps the order as it is in the whole program.
+The layout `2 · 8@cp` describes the values in their new order. Sequences are reordered at their origins: ids, labels,
+position numbers. Operations that treat positions alike keep the new order, and attention takes it into account. If
+anything else depends on the order (a convolution, a result of the model), the whole program keeps the old one.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def zigzag(program: Program) -> Program:
 
 
 def kept_order(program: Program) -> tuple[str, ...]:
-    """A note for the user if sequences have to keep their order, so that later ranks of cp have more work."""
+    """A note for the user if sequences keep their order, so that later ranks of cp have more work; else empty."""
     try:
         _order(program)
     except _OrderedError as error:
         op, readers = error.op, program.regions[0].forward.readers()
-        while op.source is None and op.results and readers.get(op.results[0].name):  # of a pass
+        while op.source is None and op.results and readers.get(op.results[0].name):  # the operation comes from a pass
             op = readers[op.results[0].name][0]
         where = f"{op.source.file}:{op.source.line}: " if op.source else ""
         return (
@@ -75,7 +75,7 @@ def kept_order(program: Program) -> tuple[str, ...]:
 
 
 def _order(program: Program) -> _Order | None:
-    """The order, with every value that takes it over; None without causal attention by rows over cp.
+    """The order, with every value that has it; None without causal attention by rows over cp.
 
     Raises _OrderedError.
     """
@@ -109,13 +109,13 @@ class _Order:
     types: dict[str, TensorType] = field(init=False)
     found: set[Place] = field(default_factory=set)
     attentions: set[str] = field(default_factory=set)
-    made: dict[Place, None] = field(default_factory=dict)  # places whose values get the order here
+    made: dict[Place, None] = field(default_factory=dict)  # places whose values are reordered here
 
     def __post_init__(self) -> None:
         self.types = self.main.types(self.main.forward)
 
     def follow(self, attentions: Sequence[tuple[Op, Attention]]) -> None:
-        """Find every place that takes over the order. Raises _OrderedError if something cannot."""
+        """Find every place that gets the new order. Raises _OrderedError if an operation does not allow it."""
         graph = self.main.forward
         makers, readers = graph.makers(), graph.readers()
         queue: list[Place] = []
@@ -144,7 +144,7 @@ class _Order:
                 reached = self._through(op, rules[id(op)], place)
                 if reached is not None:
                     queue += reached
-                elif place not in self.made:  # else it reads the value in its old order
+                elif place not in self.made:  # otherwise it reads the value in its old order
                     raise _OrderedError(op)
 
     def _through(self, op: Op, rule: OpRule | None, place: Place) -> list[Place] | None:
@@ -215,7 +215,7 @@ class _Order:
         return replace(self.main, forward=replace(graph, ops=tuple(ops)))
 
     def _drawing(self, op: Op) -> Op:
-        """The operation, whose random numbers are those of positions in the model's order."""
+        """The operation with random draws numbered by positions in the model's order."""
         name = op.results[0].name
         turned = [place[1] for place in self.found if place[0] == name and place not in self.made]
         attention = Attention.of(op)

@@ -130,4 +130,4 @@ def test_two_sources_in_different_orders_are_an_error_of_the_table(tmp_path: Pat
     with pytest.raises(PartcError) as failure:
         partc.compile(CROSSING, mesh="pp=3", microbatches=2, schedule=str(path))
     assert failure.value.code == "P0411"
-    assert failure.value.cause == "stage 2 reads from stages 0 and 1, which run microbatches in other orders"
+    assert failure.value.cause == "stage 2 reads from stages 0 and 1, whose orders of microbatches differ"

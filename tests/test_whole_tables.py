@@ -159,7 +159,7 @@ def test_pins_place_tables_and_explanations_tell_the_rank() -> None:
 @pytest.mark.parametrize(
     ("pin", "group", "why"),
     [
-        ("tables.0.weight=whole 2", ROWWISE, r"P0302.*cannot be whole there: 2 ranks share it"),
+        ("tables.0.weight=whole 2", ROWWISE, r"P0302.*cannot be whole on that rank: 2 ranks share it"),
         ("tables.0.weight=whole", [], r"P0302.*sparse gradient"),
         ("top.0.weight=whole", ROWWISE, r"P0302.*one lookup that reads it"),
         ("tables.0.weight=whole -1", ROWWISE, r"P0301"),

@@ -122,7 +122,7 @@ def test_a_weight_says_how_it_is_held() -> None:
     assert explain(parted, "norm.weight") == (
         "norm.weight is f32[5, 34@dp], in parts over dp=48 (ZeRO 2), each with 1 of 34, where 14 at the end are spare"
     )
-    assert explain(parted, "up.weight").endswith("whole on the ranks of dp=48: it has few elements, and parts would have "
+    assert explain(parted, "up.weight").endswith("whole on the ranks of dp=48: it has few elements, and its parts would have "
                                                  "more spare ones")  # fmt: skip
     assert explain(parted, "scale") == "scale is f32[], whole on the ranks of dp=48"
     assert explain(program, "norm.weight") == explain(parted, "x") == ""

@@ -21,8 +21,8 @@
     index_add_3 = add(zeros_like, …sum)                      # f32[64, 16]
 
 The trace keeps every row of a selection. Where a chain of writes is equal for every expert, `loops` computes each row
-once, with the weights of its expert. In all other places every row is computed, and those that the mask leaves out are
-not written back. An operation that mixes rows is refused: it would need their number.
+once, with the weights of its expert. Elsewhere every row is computed, and rows that the mask leaves out are not written
+back. An operation that mixes rows is refused: it would need their number.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class _Selections:
     writer: RowWriter
     indices: dict[str, _SelectedPlace] = field(default_factory=dict)
     rows: dict[str, tuple[str, int]] = field(default_factory=dict)
-    constants: set[str] = field(default_factory=set)  # tensors of one number
+    constants: set[str] = field(default_factory=set)  # tensors filled with one number
     zeros: set[str] = field(default_factory=set)
-    same_mask: dict[str, str] = field(default_factory=dict)  # a mask in another form -> the mask
+    same_mask: dict[str, str] = field(default_factory=dict)  # reshaped or converted mask -> the original mask
 
     def take(self, op: Op) -> None:
         w = self.writer
@@ -100,7 +100,7 @@ class _Selections:
                     self.zeros.add(op.result.name)
 
     def _place(self, op: Op) -> None:
-        """The place of each element of a mask along one of its dimensions."""
+        """Write `selected(mask, dim)` as the place of every element of the mask along the dimension."""
         (mask,), dim, made = op.refs(), op.args[1], op.result.name
         assert isinstance(dim, int)
         shape = self.writer.shape(mask)
@@ -113,7 +113,9 @@ class _Selections:
         self.rows[made] = mask, 0
 
     def _selected(self, names: list[str | None]) -> tuple[str, list[int], list[int]] | None:
-        """The mask of an index, the indexed dimensions, and the dimensions of the mask that they run along."""
+        """For an index of selected places: their mask, the indexed dimensions, and the mask's dimensions along which
+        they run.
+        """
         places = [place for place, name in enumerate(names) if name is not None]
         found = [self.indices.get(name) for name in names if name is not None]
         known = [index for index in found if index is not None]
@@ -134,7 +136,7 @@ class _Selections:
             return False
         value, dim = made
         shape, dtype = op.result.type.shape, op.result.type.dtype
-        # Other rows may hold numbers that no lookup, logarithm or quotient takes, and that the mask keeps away.
+        # Rows outside the mask may hold numbers that are invalid in a lookup, logarithm or quotient.
         harmless = 1 if op.result.type.differentiable else 0
         chosen = self.writer.reshape(mask, (shape[dim],), f"{op.result.name}_mask")
         value = self.writer.only(value, dim, chosen, op.result.name, harmless)
@@ -143,7 +145,7 @@ class _Selections:
         return True
 
     def _written(self, op: Op) -> bool:
-        """Write the selected rows back: add them, or put them in their places."""
+        """Write the selected rows back, by addition or assignment; False for other operations."""
         w = self.writer
         if op.name == "index_add":
             acc, dim, index, y, *_ = op.args
@@ -166,7 +168,7 @@ class _Selections:
         dtype = op.result.type.dtype
 
         def spread(rows: str, rest: tuple[int, ...]) -> str:
-            """Rows summed into the shape of the tensor that they are written to."""
+            """The rows, summed into the shape of the tensor to which they are written."""
             x = w.reshape(rows, (*whole, *rest), f"{made}_spread")
             others = tuple(dim for dim in range(len(whole)) if dim not in dims)
             if others:
@@ -191,7 +193,7 @@ class _Selections:
         return True
 
     def _is_reduced(self, op: Op) -> bool:
-        """Whether an operation puts zeros in place of the rows that are not selected: where(mask, rows, 0)."""
+        """Whether an operation replaces the rows that are not selected by zeros: where(mask, rows, 0)."""
         if op.name != "where" or len(op.args) != 3 or not isinstance(op.args[1], Ref):
             return False
         condition, rows, zero = op.args
@@ -226,10 +228,10 @@ class _Selections:
 
 
 def _once(graph: Graph) -> Graph:
-    """Equal operations on integers and masks, which have no gradient, are made once: equal masks become one value."""
+    """Merge equal operations on integers and masks, which have no gradient, so that equal masks become one value."""
     known: dict[object, Op] = {}
     same: dict[str, str] = {}
-    shaped: dict[str, str] = {}  # a reshape -> the value before all reshapes
+    shaped: dict[str, str] = {}  # result of a reshape -> the value before all reshapes
     types = {name: value.type for name, value in graph.definitions().items()}
     ops: list[Op] = []
     for op in graph.ops:

@@ -1,7 +1,7 @@
-"""Loops over experts, as one computation of every row with the weights of its expert.
+"""Loops over experts, rewritten as one computation of every row with the weights of its expert.
 
-A loop is a chain of writes to one tensor, whose rows are computed by equal operations for every expert. `Lift` goes
-through the operations of all experts at once. It finds four kinds of values:
+A loop is a chain of writes to one tensor; equal operations compute the written rows for every expert. `Lift` walks
+through the operations of all experts at once. It distinguishes four kinds of values:
 
     shared     the same value for all experts
     stacked    one value for each expert, as a tensor with a first dimension for experts: weights, masks
@@ -28,7 +28,7 @@ from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
 from partc.rules import is_elementwise
 
 LEAST = 2  # experts
-_TRUE = frozenset({"ne", "gt"})  # of 0: where a mask of numbers is set
+_TRUE = frozenset({"ne", "gt"})  # comparisons with 0 that turn numbers into a mask
 _BOTH = frozenset({"mul", "logical_and", "bitwise_and", "__and__"})
 
 
@@ -52,7 +52,7 @@ def without_loops(region: Region) -> Graph:
 
 
 def _without_never(graph: Graph, params: Mapping[str, TensorType]) -> Graph:
-    """The graph without writes of rows for experts whose number no row has: rows `e` of one_hot(chosen, more)."""
+    """The graph without writes for experts that no row can choose: rows `e` of one_hot(chosen, n) with e too large."""
     lift = Lift(
         graph.makers(), {**params, **{name: value.type for name, value in graph.definitions().items()}}, params, 0
     )
@@ -69,12 +69,12 @@ def _without_never(graph: Graph, params: Mapping[str, TensorType]) -> Graph:
 
 
 class NotEqualError(Exception):
-    """The experts are not computed alike, or not row by row."""
+    """The experts' computations differ, or mix rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """Rows that are added to a tensor, or put into it, at selected places."""
+    """Rows that are added to a tensor, or assigned in it, at selected places."""
 
     op: Op
     into: str
@@ -88,7 +88,7 @@ class _Write:
 
 
 def _write(op: Op, makers: Mapping[str, Op]) -> _Write | None:
-    """The write that an operation is; an addition of rows to those that are there is one that adds."""
+    """An operation as a write; assigning the sum of new rows and the existing ones adds. None for other operations."""
     places: tuple[Arg, ...]
     if op.name == "index_add" and op.args[1] == 0 and dict(op.attrs).get("alpha", 1) == 1:
         into, _, place, rows, *_ = op.args
@@ -113,9 +113,9 @@ def _write(op: Op, makers: Mapping[str, Op]) -> _Write | None:
 
 
 def _chains(graph: Graph) -> list[list[_Write]]:
-    """Writes that follow each other into one tensor."""
+    """The chains of consecutive writes into one tensor."""
     makers = graph.makers()
-    found: dict[str, list[_Write]] = {}  # by the last result
+    found: dict[str, list[_Write]] = {}  # last result -> the chain
     for op in graph.ops:
         write = _write(op, makers)
         if write is not None:
@@ -127,7 +127,7 @@ def _chains(graph: Graph) -> list[list[_Write]]:
 
 
 def _counted(chain: Sequence[_Write], graph: Graph) -> Iterator[list[_Write]]:
-    """The parts of a chain in which the number of the expert counts from 0."""
+    """The parts of a chain in which the expert's number counts up from 0."""
     makers = graph.makers()
     part: list[_Write] = []
     for write in chain:
@@ -140,12 +140,12 @@ def _counted(chain: Sequence[_Write], graph: Graph) -> Iterator[list[_Write]]:
 
 
 def _starts(mask: str, first: str, makers: Mapping[str, Op]) -> bool:
-    """Whether a mask has the same numbers as the first one of its part."""
+    """Whether a mask compares with the same numbers as the first mask of its part, so that a new part starts."""
     return _numbers(mask, makers) == _numbers(first, makers)
 
 
 def _numbers(name: str, makers: Mapping[str, Op]) -> tuple[object, ...]:
-    """The plain arguments of the operations behind a mask, a few steps back."""
+    """The literal arguments of the operations that compute a mask, a few steps back."""
     found: list[object] = []
     for _ in range(6):
         op = makers.get(name)
@@ -157,7 +157,7 @@ def _numbers(name: str, makers: Mapping[str, Op]) -> tuple[object, ...]:
 
 
 def _with(graph: Graph, lift: Lift, last: _Write) -> Graph:
-    """The graph with the lifted operations in place of the last write."""
+    """The graph with the lifted operations instead of the loop, at the place of the last write."""
     ops: list[Op] = []
     for op in graph.ops:
         ops.extend(lift.writer.ops if op is last.op else (op,))
@@ -170,14 +170,14 @@ class Lifted:
 
     kind: str
     name: str = ""
-    dim: int = 0  # of the mask, for selected places; of the rows
+    dim: int = 0  # selected: the mask's dimension; rows: the dimension of the rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Witness:
-    """The numbers of the experts behind a stacked mask: of the mask's shape, then its slots.
+    """The expert numbers behind a stacked mask; their shape is the mask's, followed by its slots.
 
-    `exact` says that the mask of expert e is set where the number is e, and not only there.
+    `exact`: the mask of expert e is set wherever the number is e, not only at some of these places.
     """
 
     name: str
@@ -187,7 +187,7 @@ class _Witness:
 
 @dataclass(slots=True)
 class Lift:
-    """The operations of all experts at once."""
+    """Lifts the operations of a loop from one expert to all experts."""
 
     makers: Mapping[str, Op]
     types: dict[str, TensorType]
@@ -195,12 +195,12 @@ class Lift:
     count: int
     writer: RowWriter = field(init=False)
     known: dict[tuple[str, ...], Lifted] = field(default_factory=dict)
-    witnesses: dict[str, _Witness] = field(default_factory=dict)  # of stacked masks
+    witnesses: dict[str, _Witness] = field(default_factory=dict)  # stacked mask -> its expert numbers
     masks: tuple[str, ...] = ()  # one for each expert
-    whole: tuple[int, ...] = ()  # the dimensions whose elements have rows: the mask's, and the slots
-    first: int = 0  # the dimension of the mask that leads in the order of the rows
-    experts: str = ""  # the number of each row's expert
-    chosen: str = ""  # whether a row is selected at all; "" if all are
+    whole: tuple[int, ...] = ()  # the shape of which each element has a row: the mask's dimensions and the slots
+    first: int = 0  # the mask's dimension that comes first in the order of the rows
+    experts: str = ""  # the value with the number of each row's expert
+    chosen: str = ""  # the mask of rows that any expert selects; "" if all are selected
 
     def __post_init__(self) -> None:
         self.writer = RowWriter(types=self.types, taken=set(self.types))
@@ -212,7 +212,7 @@ class Lift:
     # -- the whole loop ------------------------------------------------------------------------------
 
     def written(self, writes: Sequence[_Write]) -> None:
-        """Write the operations of a whole loop, whose last one defines the result of the last write."""
+        """Write the operations of a whole loop; the last one defines the result of the last write."""
         w, last = self.writer, writes[-1]
         w.source = writes[0].op.source
         for earlier, later in pairwise(writes):
@@ -249,11 +249,11 @@ class Lift:
         w.define("where", (Ref(hit), Ref(spread), Ref(into)), w.shape(into), dtype, made.name)
 
     def _order(self, places: Sequence[int]) -> tuple[int, ...]:
-        """The dimensions of `whole` in the order of the rows: those that are written to lead."""
+        """The dimensions of `whole` in the order of the rows: dimensions that are written to come first."""
         return (*places, *(dim for dim in range(len(self.whole)) if dim not in places))
 
     def _spread(self, name: str, places: Sequence[int], rest: tuple[int, ...], stem: str) -> str:
-        """The rows, summed into the tensor that they are written to."""
+        """The rows, summed into the shape of the tensor to which they are written."""
         w, order = self.writer, self.order
         sizes = [self.whole[dim] for dim in order]
         x = w.reshape(name, (*sizes, *rest), f"{stem}_spread")
@@ -266,7 +266,7 @@ class Lift:
     order: tuple[int, ...] = ()
 
     def _select(self, masks: tuple[str, ...], places: Sequence[int]) -> None:
-        """Find the expert of every row."""
+        """Determine the expert of every row."""
         w = self.writer
         self.masks = masks
         mask = self.lifted(masks)
@@ -298,7 +298,7 @@ class Lift:
             )
 
     def never(self, place: str) -> bool:
-        """Whether a mask is row `e` of one_hot(chosen), and no number is as large as `e`."""
+        """Whether a mask is row `e` of one_hot(chosen), and all numbers in `chosen` are below `e`."""
         row = self.makers.get(next(self.makers[place].refs()))
         while row is not None and row.name in ("reshape", "to"):
             row = self.makers.get(next(row.refs()))
@@ -312,7 +312,7 @@ class Lift:
         return bound is not None and bound <= first
 
     def _bound(self, name: str) -> int | None:
-        """An upper bound of the experts' numbers, which are not negative; None if there is none."""
+        """An exclusive upper bound of non-negative expert numbers; None if none is known."""
         while (op := self.makers.get(name) or makers(self.writer.ops).get(name)) is not None:
             if op.name == "topk" and op.results[1].name == name:
                 dim = dict(op.attrs).get("dim", op.args[2] if len(op.args) > 2 else -1)
@@ -321,7 +321,7 @@ class Lift:
             if op.name == "argmax":
                 dim = op.args[1] if len(op.args) > 1 else dict(op.attrs).get("dim")
                 return self.writer.shape(next(op.refs()))[dim] if isinstance(dim, int) else None
-            if op.name == "repeat_interleave":  # the part of each row, of as many parts as there are counts
+            if op.name == "repeat_interleave":  # the number of each row's part; there is a part for each count
                 return self.writer.shape(next(op.refs()))[0] if len(op.args) == 1 else None
             if op.name not in KEEPING and op.name not in ("slice", "split"):
                 return None
@@ -381,7 +381,7 @@ class Lift:
         return Lifted("stacked", w.add("cat", (rows, 0), shape, type.dtype, f"{stem}_stacked"))
 
     def _numbered(self, ops: Sequence[Op], operands: Sequence[Lifted]) -> Lifted:
-        """Operations that differ by the number of the expert: rows of a shared tensor, or comparisons with it."""
+        """Operations that differ in the expert's number: rows of a shared tensor, or comparisons with it."""
         w, first = self.writer, ops[0]
         if len(operands) != 1 or operands[0].kind != "shared" or len({op.result.type for op in ops}) > 1:
             raise NotEqualError
@@ -404,7 +404,7 @@ class Lift:
         raise NotEqualError
 
     def _parts(self, op: Op, names: tuple[str, ...]) -> Lifted:
-        """The parts of a tensor in order, one for each expert."""
+        """The parts of a split tensor, one for each expert, in order."""
         (x,), dim = op.refs(), op.args[2]
         parts = op.results[: self.count]
         assert isinstance(dim, int)
@@ -414,7 +414,7 @@ class Lift:
         return self._divided(x, dim, parts[0].type.shape[dim])
 
     def _divided(self, x: str, dim: int, size: int) -> Lifted:
-        """The first parts of a shared tensor, of `size` elements along a dimension each."""
+        """The first parts of a shared tensor, each of `size` elements along a dimension, stacked by expert."""
         w, shape = self.writer, self.writer.shape(x)
         ahead, behind = shape[:dim], shape[dim + 1 :]
         if shape[dim] > self.count * size:
@@ -427,7 +427,9 @@ class Lift:
         return Lifted("stacked", made)
 
     def _witness_of_rows(self, stacked: str, x: str, dim: int) -> None:
-        """The witness of a shared mask whose dimension `dim` counts experts: of one_hot(chosen), masked or not."""
+        """Record the expert numbers of a stacked mask made from one_hot(chosen), whose dimension `dim` counts
+        experts.
+        """
         found = self._one_hot(x, dim)
         if found is None:
             return
@@ -439,7 +441,9 @@ class Lift:
         self.witnesses[stacked] = _Witness(w.reshape(value, place, "experts"), exact=exact)
 
     def _one_hot(self, x: str, dim: int) -> tuple[str, bool] | None:
-        """Numbers, one for each element of x without `dim`, in order: x is set only where they count along `dim`."""
+        """The numbers of which x is a (possibly masked) one-hot encoding along `dim`, and whether it is unmasked; None
+        for other values.
+        """
         w, op = self.writer, self.makers.get(x) or makers(self.writer.ops).get(x)
         if op is None:
             return None
@@ -488,7 +492,7 @@ class Lift:
         return None
 
     def _counts(self, name: str, behind: int) -> bool:
-        """Whether a value is 0, 1, 2, … along the dimension that `behind` counts from the end."""
+        """Whether a value is 0, 1, 2, … along the dimension with `behind` dimensions after it."""
         w = self.writer
         shape = w.shape(name)
         if len(shape) < behind or math.prod(shape) != shape[-behind]:
@@ -557,7 +561,7 @@ class Lift:
         return Lifted("stacked", made)
 
     def _any(self, op: Op, result: Value, source: Lifted) -> Lifted:
-        """Whether, or how often, an expert is chosen along a dimension, whose numbers become slots."""
+        """`any` or `sum` of masks along a dimension of choices; the choices become slots."""
         w = self.writer
         dims = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
         keep = bool(op.args[2]) if len(op.args) > 2 else bool(dict(op.attrs).get("keepdim", False))
@@ -576,7 +580,7 @@ class Lift:
         return Lifted("stacked", made)
 
     def _distinct(self, name: str, dim: int) -> bool:
-        """Whether numbers differ from each other along a dimension, as topk's do."""
+        """Whether numbers are distinct along a dimension, as topk's indices are."""
         op = self.makers.get(name)
         while op is not None and op.name in ("to", "detach"):
             name = next(op.refs())
@@ -599,7 +603,7 @@ class Lift:
         count = w.shape(rows)[0]
         column = w.reshape(self.experts, (count, 1), "experts_column")
         dtype = w.types[stacked].dtype
-        if dtype == "bool":  # which a gather may not take
+        if dtype == "bool":  # gathers may not support bools
             rows = w.add("to", (Ref(rows), DTypeArg("i64")), w.shape(rows), "i64", f"{rows}_number")
             dtype = "i64"
         own = w.add("gather", (Ref(rows), 1, Ref(column)), (count, 1), dtype, f"{stacked}_own")
@@ -663,7 +667,7 @@ class Lift:
         return made[op.results.index(result)]
 
     def _with_count(self, value: Value, dim: int, count: int) -> Value:
-        """A result for all rows; a token may have a row for each of its slots."""
+        """A result with `count` rows; a token may have a row for each of its slots."""
         shape = tuple(count if place == dim else size for place, size in enumerate(value.type.shape))
         name = unique(f"{value.name}_of_experts", self.writer.taken)
         return Value(name=name, type=TensorType.replicated(value.type.dtype, shape))
@@ -700,6 +704,6 @@ class Lift:
 
 
 def plain_form(op: Op) -> tuple[object, ...]:
-    """The arguments of an operation without the names of values."""
+    """The arguments of an operation, without the names of values."""
     plain = op.renamed(dict.fromkeys(op.refs(), ""))
     return plain.args, plain.attrs

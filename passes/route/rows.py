@@ -1,4 +1,4 @@
-"""Rows through operations: which dimension of a result holds the rows of an operand's dimension."""
+"""Follows rows through operations: the dimension of a result that holds the rows of an operand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from partc.rules import resolve
 def dims_of_rows(
     op: Op, types: Mapping[str, TensorType], held: Sequence[int | None], constants: Collection[str] = ()
 ) -> tuple[int, ...] | None:
-    """The dimension of each result that holds the rows, for the dimensions of the operands that do.
+    """The dimension of each result that holds the rows; `held` has the dimensions in the operands.
 
-    `constants` are values that are equal in every row. None for operations that are not known to compute every row
-    from the same row of their operands.
+    `constants` are values that are equal in every row. None if the operation is not known to compute every row from the
+    same row of its operands.
     """
     rule = None if op.name in RANDOM else resolve(op, types)
     if rule is None:
@@ -47,7 +47,7 @@ def dims_of_rows(
 
 @dataclass(slots=True)
 class RowWriter:
-    """Operations under construction, with whole types."""
+    """Writes operations with unsharded types."""
 
     types: dict[str, TensorType]
     taken: set[str]
@@ -64,7 +64,7 @@ class RowWriter:
     def add(
         self, name: str, args: tuple[Arg, ...], shape: Sequence[int], dtype: DType, stem: str, /, **attrs: Arg
     ) -> str:
-        """Write an operation; the name of its result begins with `stem`."""
+        """Write an operation and return the name of its result, which begins with `stem`."""
         made = unique(stem, self.taken)
         self.define(name, args, shape, dtype, made, **attrs)
         return made
@@ -96,10 +96,10 @@ class RowWriter:
     def rows(
         self, x: str, places: Sequence[int], dims: Sequence[int], whole: Sequence[int], stem: str
     ) -> tuple[str, int] | None:
-        """x with rows in place of the dimensions `places`, which run along the dimensions `dims` of `whole`.
+        """Replace the dimensions `places` of x, which correspond to the dimensions `dims` of `whole`, by one of rows.
 
-        A row for each element of `whole`, in order; x is repeated along the other dimensions of `whole`. Returns the
-        value, and the dimension of its rows; None if the sizes do not fit.
+        There is a row for each element of the shape `whole`, in order; x is repeated along its other dimensions.
+        Returns the new value and the dimension of its rows; None if the sizes do not fit.
         """
         shape = self.shape(x)
         first = places[0]
@@ -117,7 +117,7 @@ class RowWriter:
         return self.reshape(x, (*before, math.prod(whole), *behind), stem), first
 
     def only(self, x: str, dim: int, chosen: str, stem: str, value: int = 0) -> str:
-        """x with `value` in the rows that `chosen`, a mask of as many elements, leaves out."""
+        """x with `value` in the rows that are not set in `chosen`, a mask with one element for each row."""
         shape = self.shape(x)
         mask = self.types[chosen]
         dropped = (
@@ -132,7 +132,7 @@ class RowWriter:
 
 
 def names_of(args: Sequence[Arg]) -> list[str | None]:
-    """The value of each place of an index; None for a place that is not indexed."""
+    """The names of an index's tensors; None for dimensions that are not indexed."""
     found: list[str | None] = []
     for arg in args:
         if arg is not None and not isinstance(arg, Ref):

@@ -36,7 +36,7 @@ from partc.passes.simplify.written_attention import written_attention
 from partc.rules import is_elementwise
 from partc.rules.rule import argument
 
-_ALONG = {"slice": 1, "cumsum": 1, "diff": 2, "softmax": 1, "gather": 1}  # position of the dimension they work along
+_ALONG = {"slice": 1, "cumsum": 1, "diff": 2, "softmax": 1, "gather": 1}  # position of the argument `dim`
 
 
 def simplify(program: Program) -> Program:
@@ -69,9 +69,11 @@ def _rebuilt(region: Region, ops: list[Op], same: Mapping[str, str]) -> Region:
 
 
 def _plain_indexing(region: Region) -> Region:
-    """x[arange(n)[:, None], arange(m)[None, :]] is x, with dimensions of one element between."""
+    """Replace x[arange(n)[:, None], arange(m)[None, :]] by x, up to dimensions of size 1; other indexing by aranges
+    becomes gathers.
+    """
     types = region.types(region.forward)
-    counting: dict[str, int] = {}  # values that count 0, 1, … along one dimension: how far
+    counting: dict[str, int] = {}  # values that are 0, 1, … along one dimension -> their count
     ops = []
     for op in region.forward.ops:
         first = op.args[0] if op.args else None
@@ -95,7 +97,7 @@ def _plain_indexing(region: Region) -> Region:
 def _as_reshape(
     op: Op, shape: tuple[int, ...], types: Mapping[str, TensorType], counting: Mapping[str, int]
 ) -> Op | None:
-    """The reshape that an indexing stands for, if every index counts through its whole dimension in order."""
+    """An indexing as a reshape, if every index counts through its whole dimension in order; else None."""
     indices = op.args[1]
     if not isinstance(indices, tuple) or len(indices) != len(shape):
         return None
@@ -125,7 +127,7 @@ def _as_gather(op: Op, types: Mapping[str, TensorType], counting: Mapping[str, i
     if counting.get(rows.name) != count or types[rows.name].shape != (count,) or types[chosen.name].shape != (count,):
         return []
     made = op.result.name
-    # A negative index counts from the end for an indexing, not for a gather.
+    # Indexing accepts negative indices, a gather does not.
     steps: tuple[tuple[str, str, tuple[Arg, ...], tuple[int, ...], str], ...] = (
         ("remainder", f"{made}_index", (chosen, size), (count,), chosen.name),
         (
@@ -150,9 +152,9 @@ def _whole(name: str, like: TensorType, shape: tuple[int, ...]) -> Value:
 
 
 def _one_row(region: Region) -> Region:
-    """Values that are equal along their first dimension keep one row where every reader broadcasts."""
+    """Reduce values that are equal along their first dimension to one row if every reader broadcasts."""
     types = region.types(region.forward)
-    small: dict[str, str] = {}  # value -> its one row
+    small: dict[str, str] = {}  # value -> the value with one row
     taken = {*types}
     ops: list[Op] = []
 
@@ -182,7 +184,7 @@ def _one_row(region: Region) -> Region:
 
 
 def _narrow(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
-    """The sizes of an expand without copies along the first dimension; None if there are no copies."""
+    """The sizes of an expand without its copies along the first dimension; None if it makes none there."""
     operand = types[next(op.refs())].shape
     shape = op.result.type.shape
     copies = len(shape) > 1 and shape[0] > 1 and (len(operand) < len(shape) or operand[0] == 1)
@@ -214,15 +216,16 @@ def _with_one_row(op: Op, small: Mapping[str, str]) -> tuple[Arg, ...]:
 
 
 def _broadcasts(op: Op, types: Mapping[str, TensorType]) -> bool:
-    """Whether the operation yields its whole result although some operands have one row."""
+    """Whether the operation yields its whole result even if some operands have one row."""
     shapes = [types[name].shape for name in op.refs()]
     if op.name in FORWARD:
-        return len(shapes) > 3 and {shape[0] for shape in shapes[:3]} == {op.result.type.shape[0]}  # a mask has one row
+        # Only the mask may have one row.
+        return len(shapes) > 3 and {shape[0] for shape in shapes[:3]} == {op.result.type.shape[0]}
     return tuple(torch.broadcast_shapes(*shapes)) == op.result.type.shape
 
 
 def _short_chains(region: Region) -> Region:
-    """A reshape of a reshape reads the first one's operand; one that restores the original shape is dropped."""
+    """Shorten chains of reshapes: each reads the first one's operand, and one that restores its shape is dropped."""
     types = region.types(region.forward)
     made: dict[str, Op] = {}
     same: dict[str, str] = {}
@@ -246,10 +249,10 @@ def _short_chains(region: Region) -> Region:
 
 
 def _once(region: Region) -> Region:
-    """Merge equal operations that depend on no input or on no parameter, or that one module runs twice.
+    """Merge equal operations that depend on no input, or on no parameter, or that one module runs twice.
 
-    Bodies share the views of one table and the masks of a batch, and a model that runs twice on one batch computes
-    once. Results of the region stay apart: each may be the next value of a buffer.
+    Bodies then share views of a table and masks of a batch, and a model that runs twice on one batch computes once. The
+    region's results stay separate, since each may be the next value of a buffer.
     """
     outputs = set(region.forward.outputs)
     fed = {value.name for value in region.forward.inputs}

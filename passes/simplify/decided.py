@@ -1,11 +1,11 @@
-"""Masks that are all true or all false, because the bounds of the compared integers decide them.
+"""Masks that are all true or all false by the bounds of the compared integers.
 
     s, chosen = topk(scores, 2)      # of 4 experts                 s, chosen = topk(scores, 2)
     beyond    = ge(chosen, 4)                                ->     y         = mul(x, w)
     y         = mul(masked_fill(x, beyond, 0.0), w)
 
-Libraries mask rows that only their own distributed runtime has, such as rows for experts of other ranks. Here such a
-mask changes nothing, and it would hide the masked operations from passes that recognise patterns.
+Libraries mask rows that exist only in their own distributed runtime, such as rows for experts of other ranks. Here such
+a mask has no effect, but would hide the masked operations from passes that match patterns.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LIMITS = frozenset({"clamp", "clamp_min", "clamp_max", "remainder"})
 
 
 def decided_masks(region: Region) -> Region:
-    """Decided comparisons become constants; choices that they decide, and limits that nothing exceeds, are dropped."""
+    """Replace decided comparisons by constants; drop selections that they decide, and clamps that change nothing."""
     types = region.types(region.forward)
     known: dict[str, IntegerBounds] = {}
     makers = region.forward.makers()
-    # A gradient of zeros is more than none for an optimizer: operands that depend on parameters stay.
+    # For an optimizer, a gradient of zeros differs from none: operands that depend on parameters stay.
     learned = {value.name for value in (*region.params, *region.forward.inputs) if value.type.differentiable}
     same: dict[str, str] = {}
     ops: list[Op] = []
@@ -66,7 +66,7 @@ def _left(call: BoundedCall, learned: set[str]) -> str | Op | None:
 
 
 def _unlimited(call: BoundedCall) -> str | None:
-    """The operand of a clamp or remainder that all its numbers pass unchanged."""
+    """The operand of a clamp or remainder that changes none of its numbers; None for other operations."""
     op = call.op
     x, limits = op.args[0], (*op.args[1:], *(arg for _, arg in op.attrs))
     if not isinstance(x, Ref) or call.types[x.name] != op.result.type or op.result.type.differentiable:

@@ -13,9 +13,9 @@
     t = cat((a, b), 0)
     y = slice(t, 0, 0, 2)          # within a                                    ->    y = slice(a, 0, 0, 2)
 
-One operation has a derivative of its own and saves its operand alone. The number that a softmax subtracts cancels, and
-so does its gradient, wherever among equal numbers it goes. Without it, large numbers overflow that a softmax holds:
-such a quotient is not a softmax.
+A single operation has its own derivative and saves only its operand. The maximum that a softmax subtracts cancels, and
+so does its gradient, however it is distributed among equal maxima. A quotient without the subtraction overflows for
+large numbers, so it is not rewritten as a softmax.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from partc.rules.shapes import slice_bounds
 
 
 def _grouped_heads(match: Match) -> Op | None:
-    """Attention takes keys and values that groups of query heads share, without the copies for each head."""
+    """Attention on keys and values shared by groups of query heads, without the expanded copies for each head."""
     for name, copies in (("k", "k_copies"), ("v", "v_copies")):
         shape, inner, wide = match.shape(name), match.shape(f"{name}_inner"), match.shape(copies)
         if shape is None or inner is None or wide is None or len(shape) != 4 or len(wide) != 5:
@@ -40,7 +40,7 @@ def _grouped_heads(match: Match) -> Op | None:
 
 
 def _repeated_heads(match: Match) -> Op | None:
-    """Attention takes keys and values before `repeat_interleave` copies them for groups of query heads."""
+    """The same without `repeat_interleave` of keys and values for groups of query heads."""
     if not isinstance(match["n"], int) or any(len(match.shape(name) or ()) != 4 for name in ("k", "v")):
         return None
     return replace(match.root, args=(match["q"], match["k"], match["v"], *match["rest"]))
@@ -74,7 +74,7 @@ def _softmax(match: Match) -> Op | None:
 
 
 def _is_largest(match: Match, dim: int) -> bool:
-    """Whether the subtracted value is the largest of each row."""
+    """Whether the subtracted value is the maximum of each row."""
     op = match.makers.get(match["most"].name) if isinstance(match["most"], Ref) else None
     while op is not None and op.name == "detach":
         op = match.makers.get(next(op.refs()))
@@ -117,7 +117,7 @@ def _rotation(match: Match, x: Arg, *, both_angles: bool) -> Op | None:
 
 
 def _part_of_whole(match: Match) -> Op | None:
-    """A slice of a concatenation that one of the parts contains; a tensor that is filled part by part ends in these."""
+    """A slice of a concatenation as a slice of one part; tensors that are filled part by part end in these."""
     shape, dim, parts = match.shape("whole"), match["dim"], match["parts"]
     if match.root.attrs or shape is None or not isinstance(dim, int) or not isinstance(parts, tuple):
         return None
@@ -148,7 +148,7 @@ def _partial_rotary(match: Match) -> Op | None:
 
 
 def _part(match: Match, arg: Arg) -> tuple[Ref, range] | None:
-    """The value that an argument is a part of, and the part's indices along the last dimension."""
+    """The value of which an argument is a part along the last dimension, and the part's indices."""
     op = match.makers.get(arg.name) if isinstance(arg, Ref) else None
     if op is None or op.name not in ("slice", "split", "reshape") or not isinstance(op.args[0], Ref):
         return None

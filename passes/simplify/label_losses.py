@@ -1,4 +1,4 @@
-"""Log-probabilities of labels, rewritten as losses of rows: no additional tensor as large as the logits.
+"""Log-probabilities of labels as cross-entropies of rows, without another tensor as large as the logits.
 
     p   = log_softmax(x, -1)                         nll  = cross_entropy(x, labels, None, -100, 0.0)
     one = gather(p, -1, reshape(labels, (8, 1)))  -> one  = reshape(neg(nll), (8, 1))
@@ -16,7 +16,7 @@ from partc import fuel
 from partc.ir.naming import unique
 from partc.ir.program import Arg, DType, Op, Ref, Region, TensorType, Value
 
-_NEVER = -100  # a label that `gather` takes for none
+_NEVER = -100  # the ignored label; `gather` never reads it
 
 
 def label_losses(region: Region) -> Region:
@@ -48,7 +48,7 @@ class _LabelLosses:
             yield op
 
     def _of_logits(self, op: Op) -> Iterator[Op]:
-        """A cross-entropy of log-probabilities, possibly permuted ones."""
+        """A cross-entropy of (possibly permuted) log-probabilities as one of logits; other operations unchanged."""
         name = next(op.refs())
         maker = self.made.get(name)
         order = maker.args[1] if maker is not None and maker.name == "permute" else None
@@ -64,7 +64,7 @@ class _LabelLosses:
         yield replace(op, args=(logits, *op.args[1:]))
 
     def _picked(self, op: Op) -> Iterator[Op]:
-        """One log-probability of each row, or the operation itself."""
+        """A gather of one log-probability per row as a cross-entropy; other operations unchanged."""
         table, dim, index = op.args
         assert isinstance(table, Ref) and isinstance(dim, int) and isinstance(index, Ref)
         source, (shape, dtype) = self._normalized(table.name), (op.result.type.shape, op.result.type.dtype)

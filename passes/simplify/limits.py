@@ -1,4 +1,4 @@
-"""Masks that attention reads as limits: integers for each row, and at most one for each column.
+"""Attention masks as limits: a few integers for each row, and at most one for each column.
 
     y = attention(q, k, v, or(le(j, i), lt(j, 4)), False, None)
   ->
@@ -6,9 +6,9 @@
     limits  = cat((zeros, reshape(changes, (1, 12, 1))), 2)
     y       = attention(q, k, v, None, False, None, limits=limits, reads=(27, 57, 144))
 
-A position is read if an odd number of the row's limits are at most its key. Keys are the positions' numbers; documents
-have their own numbers as keys, and limits around the row's document. `reads` counts the scores that the first and the
-second half of a constant mask's rows read, of all scores of a head.
+A position is read if an odd number of the row's limits are at most its key. Keys are position numbers by default; for
+documents the keys are document numbers, and the limits enclose the number of the row's document. `reads` has the
+numbers of scores that the first and second half of a constant mask's rows read, and of all scores of a head.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from partc.ir.naming import unique
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
 from partc.passes.simplify.matrices import Runs
 
-_MOST_LIMITS = 8  # of a row
-_MOST_PIECES = 64  # of a limit as a function of the row
+_MOST_LIMITS = 8  # limits of a row
+_MOST_PIECES = 64  # linear pieces of a limit as a function of the row
 
 
 @dataclass(slots=True)
 class LimitWriter:
-    """New operations, and names that are taken."""
+    """Collects new operations; `taken` has the names in use."""
 
     taken: set[str]
     source: Source | None
@@ -51,7 +51,7 @@ Attrs = tuple[tuple[str, Arg], ...]
 
 
 def limits_of(runs: Runs, writing: LimitWriter) -> Attrs | None:
-    """The limits of a constant mask, and how much its rows read; None if it has too many."""
+    """The limits of a constant mask, and how many scores its rows read; None if it needs too many limits."""
     ends = _closed(runs)
     limits = _constant(ends, writing)
     if limits is None:
@@ -63,7 +63,9 @@ def limits_of(runs: Runs, writing: LimitWriter) -> Attrs | None:
 
 
 def limits_or_keys(runs: Runs, row: Value, writing: LimitWriter) -> Attrs | None:
-    """Limits and keys of a constant mask or a row of booleans [b, 1, 1, t], which shows what has the key -1."""
+    """Limits and keys of a constant mask, or'ed with a row of booleans [b, 1, 1, t]: visible columns have the key
+    -1.
+    """
     read = torch.tensor([[-1, 0]]).expand(runs.rows, 2)
     limits = _constant(torch.cat((read, _closed(runs)), 1), writing)
     if limits is None:
@@ -76,7 +78,7 @@ def limits_or_keys(runs: Runs, row: Value, writing: LimitWriter) -> Attrs | None
 
 
 def limits_of_documents(row: Value, column: Value, writing: LimitWriter) -> Attrs:
-    """Limits and keys where a row reads the positions of its own number: [b, 1, s, 1] against [b, 1, 1, t]."""
+    """Limits and keys of a mask in which a row reads positions with its own number: [b, 1, s, 1] == [b, 1, 1, t]."""
 
     dtype: DType = "i64" if row.type.dtype == "bool" else row.type.dtype
 
@@ -94,7 +96,7 @@ def limits_of_documents(row: Value, column: Value, writing: LimitWriter) -> Attr
 
 
 def equal_numbers(op: Op, types: Mapping[str, TensorType]) -> tuple[Value, Value] | None:
-    """The numbers of rows and of columns, [b, 1, s, 1] and [b, 1, 1, t], that a mask compares; None for other masks."""
+    """The values [b, 1, s, 1] and [b, 1, 1, t] that a mask compares for equality; None for other masks."""
     if op.name != "eq" or op.attrs or not all(isinstance(arg, Ref) and arg.name in types for arg in op.args):
         return None
     values = [Value(name=name, type=types[name]) for name in op.refs()]
@@ -113,7 +115,7 @@ def equal_numbers(op: Op, types: Mapping[str, TensorType]) -> tuple[Value, Value
 
 
 def _closed(runs: Runs) -> Tensor:
-    """The changes of each row, of which the last one ends reading: positions that are added later are not read."""
+    """The changes of each row, the last of which ends reading, so that positions added later are not read."""
     return torch.cat((runs.changes, torch.full((runs.rows, runs.changes.shape[1] % 2), runs.columns)), 1)
 
 
@@ -141,7 +143,7 @@ def _line(first: int, step: int, length: int, writing: LimitWriter) -> Ref:
 
 
 def _pieces(x: Tensor) -> Iterator[tuple[int, int, int]]:
-    """A vector as lines: the first number, the step, and the length of each."""
+    """A vector as arithmetic progressions: (first number, step, length) of each."""
     steps = x.diff()
     bends = torch.nonzero(steps[1:] != steps[:-1]).flatten() + 1
     start, last = 0, len(x) - 1

@@ -5,9 +5,9 @@
     y      = attention(q, k, v, mask, False, None)
 
 Vectors are evaluated; matrices are kept as functions of their rows and columns (matrices.py). A mask that hides the
-future becomes `is_causal`, one that hides what is far away a window, and one that hides nothing is dropped. Others, and
-documents, are limits of each row (limits.py). Of a conjunction, the conditions that depend on the batch stay: padding
-is a mask with one row.
+future becomes `is_causal`, one that hides distant positions a window, and one that hides nothing is dropped. Others,
+and documents, become limits of each row (limits.py). Of a conjunction, conditions that depend on the batch remain a
+mask: padding is a mask with one row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from partc.rules.rule import integers
 from partc.rules.shapes import slice_bounds
 
 _WHOLE = 1 << 12  # the largest matrix that is evaluated element by element
-_MOST_ELEMENTS = 1 << 27  # the same for matrices that have no other form, and for vectors
+_MOST_ELEMENTS = 1 << 27  # the same for vectors, and for matrices without another form
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _AND = ("__and__", "bitwise_and", "logical_and")
 _OR = ("__or__", "__xor__", "bitwise_or", "bitwise_xor", "logical_or", "logical_xor")
@@ -50,16 +50,16 @@ _SAME = ("alias", "clone", "contiguous", "detach")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The positions that attention reads: all, those up to each row's own, those nearer than `window`."""
+    """The positions that a row reads: all, or none after its own (causal), or only those nearer than `window`."""
 
     causal: bool
-    window: int  # 0: at any distance
-    chunk: int = 0  # of these, those in the row's own chunk of so many positions; 0: the sequence has no chunks
+    window: int  # 0: no window
+    chunk: int = 0  # rows only read their own chunk of so many positions; 0: no chunks
 
 
 @dataclass(frozen=True, slots=True)
 class MaskStructure:
-    """The structure of a mask as attention takes it."""
+    """The structure of a mask, as options of attention."""
 
     seen: Seen
     rest: str | None = None  # the remaining mask
@@ -67,7 +67,7 @@ class MaskStructure:
 
 
 def known_masks(region: Region) -> Region:
-    """Tell attention the structure of its mask; what depends on the batch remains a mask."""
+    """Replace masks of attention by their structure; conditions that depend on the batch remain a mask."""
     graph = region.forward
     constants = Constants(graph.makers())
     known: dict[str, MaskStructure | None] = {}
@@ -101,7 +101,7 @@ def _told(op: Op, known: MaskStructure) -> Op:
 
 
 def _in_chunks(op: Op, size: int, types: Mapping[str, TensorType], taken: set[str]) -> Iterator[Op]:
-    """Causal attention whose examples are the chunks of each sequence."""
+    """Attention with a chunked mask as causal attention in which each chunk is an example."""
     operands: list[Arg] = []
     for arg in op.args[:3]:
         assert isinstance(arg, Ref)
@@ -132,7 +132,7 @@ def _in_chunks(op: Op, size: int, types: Mapping[str, TensorType], taken: set[st
 def _split(
     name: str, constants: Constants, types: Mapping[str, TensorType], writing: LimitWriter, *, in_chunks: bool
 ) -> MaskStructure | None:
-    """The structure of a mask, whose remaining mask and limits are written; None without one."""
+    """The structure of a mask, with its remaining mask and limits written; None if no part has a known structure."""
     made = constants.made
     if name not in made or len(made[name].result.type.shape) < 2 or made[name].result.type.shape[-1] < 2:
         return None
@@ -176,13 +176,13 @@ def _split(
 
 
 def structured(known: Runs | None, writing: LimitWriter) -> tuple[Seen | None, Attrs]:
-    """The structure of a constant mask, by limits if it has no other; None for none."""
+    """The structure of a constant mask, or else its limits; (None, ()) if it has neither."""
     found = Seen(causal=False, window=0) if known is None else structure(known)
     return _as_limits(known, writing) if found is None and known is not None else (found, ())
 
 
 def _plain(known: Runs | None) -> Seen | None:
-    """The structure of a constant mask beside limits."""
+    """The structure of a constant mask without limits."""
     found = Seen(causal=False, window=0) if known is None else structure(known)
     return None if found is None or found.chunk else found
 
@@ -196,7 +196,7 @@ def _as_limits(known: Runs, writing: LimitWriter) -> tuple[Seen | None, Attrs]:
 
 
 def _either(name: str, constants: Constants) -> tuple[Runs, Value] | None:
-    """A constant mask and one row of booleans, of which a mask is the disjunction."""
+    """For a disjunction of a constant mask and a row of booleans: both; None for other masks."""
     op = constants.made.get(name)
     if op is None or op.name not in ("__or__", "bitwise_or", "logical_or") or len([*op.refs()]) != 2:
         return None
@@ -208,7 +208,7 @@ def _either(name: str, constants: Constants) -> tuple[Runs, Value] | None:
 
 
 def _by_example(name: str, made: Mapping[str, Op]) -> bool:
-    """Whether the matrices of a mask are those of examples, not of heads."""
+    """Whether a mask has a matrix for each example rather than for each head."""
     op = made[name]
     while op.name == "expand" and (before := next(op.refs())) in made and len(made[before].result.type.shape) == 4:
         op = made[before]
@@ -216,7 +216,7 @@ def _by_example(name: str, made: Mapping[str, Op]) -> bool:
 
 
 def _conditions(name: str, constants: Constants) -> Iterator[str]:
-    """The conditions that a mask is a conjunction of; the mask itself if it has no such form."""
+    """The conditions whose conjunction a mask is; the mask itself if it is not a conjunction."""
     op = constants.made.get(name)
     shape = op.result.type.shape if op is not None else ()
     if op is None or constants.seen(name) is not None or (shape[-2:-1] == (1,) and len(shape) == 4):
@@ -244,7 +244,7 @@ def _is_number(arg: Arg, number: float, constants: Constants | None = None) -> b
 
 
 def _one_row(name: str, made: Mapping[str, Op]) -> Value | None:
-    """The one row of a boolean matrix that has equal rows: the value that it is expanded from."""
+    """The row that a boolean matrix with equal rows repeats; None for other values."""
     op = made.get(name)
     while op is not None and len(op.results) == 1 and op.result.type.dtype == "bool":
         shape = op.result.type.shape
@@ -257,7 +257,7 @@ def _one_row(name: str, made: Mapping[str, Op]) -> Value | None:
 
 
 def structure(seen: Runs) -> Seen | None:
-    """The structure of a constant mask that attention knows; None if it has none of these."""
+    """The structure of a constant mask; None if attention has no option for it."""
     s, t = seen.rows, seen.columns
     if not (~seen).changes.numel():
         return Seen(causal=False, window=0)
@@ -282,14 +282,16 @@ def structure(seen: Runs) -> Seen | None:
 
 @dataclass(slots=True)
 class Constants:
-    """The values that depend on no parameter, buffer or input: tensors, or matrices of another form."""
+    """Evaluates the values that depend on no parameter, buffer or input, as tensors or structured matrices."""
 
     made: Mapping[str, Op]
     whole: int = _WHOLE
     values: dict[str, Tensor | Matrix | None] = field(default_factory=dict)
 
     def seen(self, name: str) -> Runs | None:
-        """The elements of a constant mask that are read; None if the mask is not constant or adds other numbers."""
+        """The positions that a constant mask shows; None if the mask is not constant or adds other numbers than 0 and
+        -inf.
+        """
         value = self.value(name)
         if isinstance(value, Tensor):
             value = lifted(value, *value.shape[-2:]) if value.dim() > 1 else None
@@ -309,7 +311,7 @@ class Constants:
         return self.values[name]
 
     def number(self, name: str) -> float | None:
-        """The one number of a constant of one element."""
+        """The number in a constant of one element; None for other values."""
         value = self.value(name)
         return float(value) if isinstance(value, Tensor) and value.numel() == 1 else None
 
@@ -332,7 +334,7 @@ class Constants:
         return self._evaluated(op) if count <= _MOST_ELEMENTS else None
 
     def _evaluated(self, op: Op) -> Tensor | None:
-        """The elements of the result."""
+        """The result as a tensor; None if it is not constant or too large."""
         shape, dtype = op.result.type.shape, operators.DTYPES[op.result.type.dtype]
         if op.name in _METADATA and op.args and isinstance(op.args[0], Ref):
             number = _METADATA[op.name](op)
@@ -358,7 +360,7 @@ class Constants:
         return matrix.dense().to(operators.DTYPES[type.dtype]).expand(type.shape)
 
     def _matrix(self, op: Op, s: int, t: int) -> Matrix | None:
-        """The result as a matrix; None if it has no other form than its elements."""
+        """The result as a structured matrix; None if it only exists as a tensor."""
         dtype = operators.DTYPES[op.result.type.dtype]
         first = op.args[0] if op.args else None
         if op.name in _METADATA:
@@ -440,7 +442,7 @@ class Constants:
 
 
 def _is_read(x: Tensor) -> bool | None:
-    """Whether a mask with this element shows the position; None for other addends."""
+    """Whether a mask with this element shows the position; None for numbers that do neither."""
     if x.dtype == torch.bool:
         return bool(x)
     if not x.is_floating_point():
@@ -463,7 +465,7 @@ def _two(x: Matrix | None) -> Two | None:
 
 
 def _constant(x: Matrix | None) -> Tensor | None:
-    """The one value of a matrix that has no other."""
+    """The value of a matrix whose elements are all equal; None for other matrices."""
     two = _two(x)
     return two.yes if two is not None and torch.equal(two.yes, two.no) else None
 
@@ -471,7 +473,7 @@ def _constant(x: Matrix | None) -> Tensor | None:
 def _chosen(
     condition: Matrix | None, yes: Matrix | None, no: Matrix | None, cast: Callable[[Tensor], Tensor]
 ) -> Two | None:
-    """torch.where of matrices with two values, one of which has only one."""
+    """torch.where of two matrices, at least one of which has equal elements; None for others."""
     where, a, b = _two(condition), _two(yes), _two(no)
     if where is None or a is None or b is None:
         return None
@@ -514,7 +516,7 @@ def _fill(place: int) -> Callable[[Op], float | None]:
     return fill
 
 
-# Operations that read their operand's metadata only, and the number that they fill their result with.
+# Operations that only read their operand's metadata, and the number with which they fill the result.
 _METADATA: Mapping[str, Callable[[Op], float | None]] = {
     "full": _fill(1),
     "new_full": _fill(2),

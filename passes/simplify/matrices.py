@@ -6,7 +6,7 @@ Masks compare the position of a query with that of a key. Such a matrix needs on
     Two      two values, chosen by Runs
     Outer    integers rows[i] + columns[j]
 
-Operations on these are exact at any size. Leading dimensions are those of broadcasting: every matrix is equal.
+Operations on these are exact at any size. Leading dimensions only broadcast: all their matrices are equal.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_MOST_CHANGES = 64  # of a row
+_MOST_CHANGES = 64  # the most changes of a row
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Booleans[s, t]: element (i, j) is true if an odd number of `changes[i]` is at most j.
 
-    Rows of `changes` are sorted, and t stands for no change.
+    Rows of `changes` are sorted and filled up with t, which is no change.
     """
 
     changes: Tensor  # i64[s, n]
@@ -58,7 +58,7 @@ class Runs:
         return Runs.normalized(torch.cat((torch.zeros(self.rows, 1, dtype=torch.int64), self.changes), 1), self.columns)
 
     def combined(self, other: Runs, truth: Tensor) -> Runs:
-        """The boolean function `truth[self, other]`."""
+        """The matrix `truth[self, other]`, element by element."""
         n, m = self.changes.shape[1], other.changes.shape[1]
         mine = torch.cat((torch.ones(n, dtype=torch.int64), torch.zeros(m, dtype=torch.int64)))
         changes, order = torch.cat((self.changes, other.changes), 1).sort(1)
@@ -76,14 +76,14 @@ class Runs:
         return (self ^ other).changes.numel() == 0
 
     def mirrored(self) -> Runs:
-        """The columns in reverse."""
+        """The matrix with its columns in reverse order."""
         changes = self.changes
         if changes.shape[1] % 2:
             changes = torch.cat((changes, torch.full((self.rows, 1), self.columns)), 1)
         return Runs.normalized(self.columns - changes, self.columns)
 
     def transposed(self) -> Runs | None:
-        """Columns as rows; None unless both ends of the run in each row move in one direction."""
+        """The transpose; None unless both ends of the run in each row are monotone in the row."""
         if self.changes.shape[1] > 2:
             return None
         ends = torch.cat((self.changes, torch.full((self.rows, 2 - self.changes.shape[1]), self.columns)), 1)
@@ -105,7 +105,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Two:
-    """`yes` where `where` is true, `no` elsewhere: numbers of no dimension."""
+    """`yes` where `where` is true, `no` elsewhere; both are scalars."""
 
     where: Runs
     yes: Tensor
@@ -115,7 +115,7 @@ class Two:
         return Two(self.where, apply(self.yes), apply(self.no))
 
     def with_(self, other: Two, apply: Callable[[Tensor, Tensor], Tensor]) -> Two | None:
-        """An operation of both, element by element; None if it has more than two values."""
+        """An elementwise operation of this matrix and another; None if the result has more than two values."""
         values = [[apply(a, b) for b in (other.no, other.yes)] for a in (self.no, self.yes)]
         no = values[0][0]
         others = [value for row in values for value in row if not _same(value, no)]
@@ -144,7 +144,7 @@ class Outer:
         return Outer(self.rows + sign * other.rows, self.columns + sign * other.columns)
 
     def compared(self, name: str, other: Outer) -> Runs | None:
-        """self <name> other, for lt, le, gt, ge, eq and ne."""
+        """The comparison of this matrix with another: lt, le, gt, ge, eq or ne. None if it has no structure."""
         if self.absolute:
             return self._absolute(name, other)
         if other.absolute:
@@ -204,7 +204,7 @@ Matrix = Two | Outer
 
 
 def band(s: int, t: int, before: int | None, after: int | None) -> Runs:
-    """Columns from `before` ahead of each row's own to `after` behind it; None: all."""
+    """The band of columns from `before` before each row's own to `after` after it; None: without that bound."""
     own = torch.arange(s)
     first = torch.zeros(s, dtype=torch.int64) if before is None else own - before
     last = torch.full((s,), t) if after is None else own + after + 1
@@ -235,7 +235,7 @@ def lifted(x: Tensor, s: int, t: int) -> Matrix | None:
 
 
 def outer(matrix: Matrix, s: int) -> Outer | None:
-    """The same as integers that columns and rows add up to, where that is possible."""
+    """A matrix as a sum of row and column integers; None if it has no such form."""
     if isinstance(matrix, Outer):
         return matrix
     runs = matrix.where

@@ -1,4 +1,4 @@
-"""Mixtures of experts that sort their tokens: the same computation on tokens in their original order.
+"""Mixtures of experts that sort their tokens, rewritten to keep tokens in their original order.
 
     s, perm = sort(experts)                       r = expand(reshape(x, (t, 1, h)), (t, k, h))
     g       = index(x, (perm // k,))              y = expert_matmul(reshape(r, (t k, h)), experts, w)
@@ -10,7 +10,7 @@ Sorting by expert is an implementation detail of grouped products. It mixes exam
 across it. Between the sort and its inverse everything works row by row, in any order of rows. `expert_matmul`
 multiplies each row by the matrix of its expert, and sorts internally.
 
-Numbers of experts in sorted order are also known as `repeat_interleave(counts)`, of counts of the unsorted ones.
+Sorted expert numbers may also be written as `repeat_interleave(counts)` with the counts of the unsorted ones.
 """
 
 from __future__ import annotations
@@ -68,31 +68,31 @@ def _descends(op: Op) -> bool:
 
 
 class _NotUnderstood(Exception):
-    """An operation reads sorted rows other than row by row."""
+    """An operation mixes sorted rows, or reads them in an unknown way."""
 
 
 @dataclass(slots=True)
 class _Unsorting:
-    """One sort, and the facts about the values that depend on it."""
+    """One sort by expert, with facts about the values that depend on it."""
 
     sort: Op
     types: Mapping[str, TensorType]
-    last: Mapping[str, int]  # the number of operations behind a value's last reader; -1 for outputs
+    last: Mapping[str, int]  # value -> index behind its last reader; -1 for outputs
     known: Mapping[str, str]  # values that earlier rewrites replaced
     makers: Mapping[str, Op]
-    rows: dict[str, str] = field(default_factory=dict)  # a value in sorted order -> the same in the original order
-    every: dict[str, int] = field(default_factory=dict)  # perm // k, or a column of it, or equal columns -> k
-    numbers: set[str] = field(default_factory=set)  # the sorted experts, in other types, to count them
+    rows: dict[str, str] = field(default_factory=dict)  # value in sorted order -> the value in original order
+    every: dict[str, int] = field(default_factory=dict)  # perm // k, or its columns -> k
+    numbers: set[str] = field(default_factory=set)  # the sorted expert numbers, also cast for counting
     counts: set[str] = field(default_factory=set)
     inverse: set[str] = field(default_factory=set)
-    fresh: set[str] = field(default_factory=set)  # tensors that the inverse is written into
+    fresh: set[str] = field(default_factory=set)  # tensors into which the inverse permutation is written
     same: dict[str, str] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
 
     def run(self, rest: Sequence[Op]) -> int | None:
-        """Rewrite the operations behind the sort, last one first, up to the last that depends on it.
+        """Rewrite the operations after the sort, up to the last that depends on it.
 
-        Returns their number; None if some reader is not understood.
+        Returns their number; None if a reader is not understood.
         """
         self.numbers.update(value.name for value in self.sort.results[:-1])
         taken, until = 0, len(rest)
@@ -112,7 +112,7 @@ class _Unsorting:
         return taken
 
     def _end(self, op: Op, until: int) -> int:
-        """The number of operations behind the last reader of sorted rows. Raises if they are an output."""
+        """The index behind the last reader of sorted rows. Raises _NotUnderstood if they are an output."""
         ends = [self.last.get(value.name, until) for value in op.results if value.name not in self.same]
         if -1 in ends:
             raise _NotUnderstood
@@ -183,26 +183,26 @@ class _Unsorting:
         return True
 
     def _lists_numbers(self, op: Op) -> bool:
-        """Whether the operation repeats the number of each expert once for every row of that expert."""
+        """Whether the operation repeats each expert's number once for each of its rows."""
         counts = next(op.refs(), "")
         return op.name == "repeat_interleave" and len(op.args) == 1 and (
             counts in self.counts or self._source(self._counted(counts)) == self._source(self._experts.name)
         )  # fmt: skip
 
     def _ends_groups(self, name: str) -> bool:
-        """Whether a value adds up counts of the unsorted experts."""
+        """Whether a value is the cumulative sum of the counts of expert numbers."""
         op = self._maker(name)
         counted = self._counted(next(op.refs())) if op is not None and op.name == "cumsum" else ""
         return self._source(counted) == self._source(self._experts.name)
 
     def _source(self, name: str) -> str:
-        """The value whose elements, in the same order, another value has."""
+        """The value behind operations that keep the order of elements."""
         while (op := self.makers.get(name)) is not None and op.name in ("reshape", "to", "detach"):
             name = next(op.refs())
         return name
 
     def _maker(self, name: str) -> Op | None:
-        """The operation that made a value, or the one whose result casts have turned into it."""
+        """The operation that computed a value, behind casts."""
         op = self.makers.get(name)
         while op is not None and op.name == "to":
             op = self.makers.get(next(op.refs()))
@@ -222,7 +222,7 @@ class _Unsorting:
         return ""
 
     def _marked(self, name: str) -> str:
-        """The numbers of which a value is the one-hot encoding, row by row; "" for other values."""
+        """The numbers whose one-hot encoding a value is, row by row; "" for other values."""
         op = self._maker(name)
         last = len(self.types[name].shape) - 1
         match op:
@@ -243,7 +243,7 @@ class _Unsorting:
         return op is not None and op.name == "full" and op.args[1] == value
 
     def _product_of_parts(self, op: Op) -> bool:
-        """A product of sorted rows, whose sorted numbers are known."""
+        """Rewrite a product of sorted rows with known expert numbers; False for other operations."""
         x, numbers, w = op.args
         if not (isinstance(x, Ref) and isinstance(numbers, Ref) and isinstance(w, Ref)):
             return False
@@ -253,7 +253,7 @@ class _Unsorting:
         return True
 
     def _put_back(self, op: Op) -> bool:
-        """Sorted rows, written or added to the places or the tokens that they come from."""
+        """Rewrite writes or additions of sorted rows to their original places or tokens; False for other operations."""
         into, dim, index, rows = op.args[:4]
         if dim != 0 or dict(op.attrs).get("alpha", 1) != 1 or not isinstance(into, Ref) or into.name in self.rows:
             return False
@@ -282,7 +282,7 @@ class _Unsorting:
         return True
 
     def _put_in_place(self, op: Op) -> bool:
-        """Sorted rows, written over all rows of another tensor: each in the place that it comes from."""
+        """Rewrite an assignment of all sorted rows to their original places in another tensor; False for others."""
         match op.args:
             case (Ref(into), (Ref(index),), Ref(rows), *accumulate) if index == self._perm and rows in self.rows:
                 if any(accumulate) or into in self.rows or op.result.type.shape != self.types[rows].shape:
@@ -292,11 +292,13 @@ class _Unsorting:
         return False
 
     def _reads(self, index: str, rows: str, elements: str) -> str:
-        """The operation that reads an index of rows as such: `elements` if the index has a column for each element."""
+        """The name `rows` or, if the index has a column for each element, `elements`: how an operation reads the
+        index.
+        """
         return rows if len(self.types[index].shape) == 1 else elements
 
     def _gather(self, op: Op) -> bool:
-        """Whole rows by an index with a column for each element."""
+        """Rewrite a gather of whole rows, whose index has a column for each element; False for others."""
         source, dim, index = op.args[:3]
         if not isinstance(source, Ref) or not isinstance(index, Ref) or dim != 0 or source.name in self.rows:
             return False
@@ -326,7 +328,7 @@ class _Unsorting:
         return True
 
     def _repeated(self, op: Op, source: str, times: int) -> str:
-        """Repeat every row `times` times, consecutively."""
+        """Write the result as `source` with every row repeated `times` times, consecutively."""
         count, *rest = self.types[source].shape
         if count * times != self._length:
             raise _NotUnderstood

@@ -1,13 +1,13 @@
-"""Keep the dimensions that models flatten into rows: row-wise operations run on the original dimensions.
+"""Undo the flattening of leading dimensions into rows: row-wise operations run on the original dimensions.
 
     f    = reshape(x, (32, 64))               y    = matmul(x, w)            # [4, 8, 192]
     y    = matmul(f, w)                       z    = add(y, b)
     z    = add(y, b)                     ->
     out  = reshape(z, (4, 8, 192))            out is z
 
-A row dimension made of batch and sequence can be cut in fewer ways than the two dimensions, and is less readable. The
-flattening moves down past every row-wise operation, until a reshape undoes it, or a sum over all rows makes it
-irrelevant.
+A dimension of rows that joins batch and sequence can be cut in fewer ways than the two dimensions, and is less
+readable. The flattening moves below every row-wise operation, until a reshape undoes it, or a sum over all rows makes
+it irrelevant.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def plain_rows(region: Region) -> Region:
 
 
 def _flattens(shape: tuple[int, ...], flat: tuple[int, ...]) -> bool:
-    """[4, 8, n] to [32, n], or [4, 8] to [32]: the leading dimensions become one, and at most one more is kept."""
+    """Whether a reshape joins leading dimensions and keeps at most one more: [4, 8, n] to [32, n], or [4, 8] to
+    [32].
+    """
     for tail in (0, 1):
         lead = shape[: len(shape) - tail]
         if len(lead) > 1 and flat == (math.prod(lead), *shape[len(lead) :]):
@@ -52,7 +54,7 @@ def _flattens(shape: tuple[int, ...], flat: tuple[int, ...]) -> bool:
 
 
 def _lead(op: Op, types: Mapping[str, TensorType], whole: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The dimensions from which the operation's rows were flattened, if it treats rows independently."""
+    """The original dimensions of the operation's rows, if it treats rows independently; else None."""
     names = list(op.refs())
     leads = set()
     for name in names:
@@ -73,7 +75,7 @@ def _lead(op: Op, types: Mapping[str, TensorType], whole: Mapping[str, str]) -> 
     else:
         ranks = {len(types[name].shape) for name in names if name in whole}
         fits = is_elementwise(op.name) and ranks == {len(op.result.type.shape)}
-        # An operand that is added to every row broadcasts from the right in the same way.
+        # An operand that is added to every row still broadcasts from the right.
         fits = fits and all(math.prod(shape) == 1 or (len(shape) == 1 and ranks == {2}) for shape in others)
         fits = fits and all(len(shape) <= 1 for shape in others)
     return leads.pop() if fits else None

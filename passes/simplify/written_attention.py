@@ -5,11 +5,11 @@
     y = matmul(softmax(s, 3), v)                            ->    y = attention(q, k, v, None, True, 0.125)
 
 Masks of known structure may be several, before or after the factor; one other mask may follow it, such as padding or
-slopes by distance. A row's maximum may be subtracted, and examples and heads may be one dimension. The scores are as
-large as the sequence's square; attention computes them in blocks. With dropout of the softmax it is
+slopes by distance. A row's maximum may be subtracted, and examples and heads may be one dimension. Written-out scores
+take memory quadratic in the sequence; attention computes them in blocks. With dropout on the softmax the result is
 `attention_dropout`, which draws the same numbers. Scores that are read elsewhere stay written out.
 
-A score of each head that is joined to every row and has no value is a sink (Xiao et al. 2024; gpt-oss learns it):
+A score per head that is joined to every row but has no value is a sink (Xiao et al. 2024; gpt-oss learns it):
 
     c = cat((s, expand(sinks)), 3)
     y = matmul(slice(softmax(c, 3), 3, 0, t, 1), v)         ->    y = attention(q, k, v, None, True, 0.125, sinks=sinks)
@@ -31,7 +31,7 @@ from partc.passes.simplify.masks import Constants, structured
 from partc.passes.simplify.matrices import Runs
 from partc.rules.rule import integers
 
-# Hidden scores are at most the least number of single precision; times a factor above this one they get no weight.
+# A hidden score is at most the least fp32 number; scaled by a factor above this one, it still gets no weight.
 _LEAST = 2**-20
 
 
@@ -53,12 +53,14 @@ class _Reading:
     made: Mapping[str, Op]
     types: Mapping[str, TensorType]
     readers: Mapping[str, Sequence[Op]]
-    once: set[str]  # values with one reader
+    once: set[str]  # values with a single reader
     outputs: tuple[str, ...]
     constants: Constants
 
     def attention(self, op: Op, taken: set[str]) -> list[Op]:
-        """The operations instead of a product with weights; none if it does not compute attention."""
+        """The operations that replace a product of softmax weights and values; none if it does not compute
+        attention.
+        """
         heads = self._heads(op)
         if heads is None or not isinstance(op.args[1], Ref):
             return []
@@ -115,7 +117,9 @@ class _Reading:
         return [*more.ops, *sinks, *writing.ops, *more.result(made)]
 
     def _heads(self, op: Op) -> tuple[int, int] | None:
-        """The examples and heads of a product [b, h, s, d], or [b * h, s, d] of values that were [b, h, t, d]."""
+        """The numbers (b, h) of a product [b, h, s, d], or [b * h, s, d] of values that were [b, h, t, d]; else
+        None.
+        """
         if op.name != "matmul" or op.attrs or len(op.args) != 2 or not isinstance(op.args[1], Ref):
             return None
         shape = self.types[op.args[1].name].shape
@@ -128,7 +132,9 @@ class _Reading:
         return (whole[0], whole[1]) if len(whole) == 4 and whole[2:] == shape[1:] else None
 
     def _viewed(self, arg: Arg, heads: tuple[int, int]) -> Op | None:
-        """The maker of scores by example and head, below a view that joins the two dimensions or parts them."""
+        """The operation that computes the scores, behind a view that joins or splits the dimensions of examples and
+        heads.
+        """
         op = self._maker(arg)
         if op is None or op.name != "reshape" or not isinstance(op.args[0], Ref):
             return op
@@ -136,7 +142,7 @@ class _Reading:
         return self._maker(op.args[0]) if shapes == {heads, (math.prod(heads),)} else op
 
     def _shifted(self, arg: Arg) -> Op | None:
-        """The operation that makes scores for a softmax alone; it does not see a row's maximum that is subtracted."""
+        """The operation that computes scores which only a softmax reads, behind the subtraction of a row's maximum."""
         op = self._maker(arg)
         if op is None or op.name != "sub" or not all(isinstance(each, Ref) for each in op.args) or op.attrs:
             return op
@@ -151,7 +157,9 @@ class _Reading:
         return self.made.get(whole) if along and alone else op
 
     def _joined(self, op: Op | None, kept: Op, taken: set[str]) -> tuple[Op | None, list[Op]]:
-        """The scores without the sinks that `kept` cuts off their softmax, and the operations that make sinks[h]."""
+        """The operation that computes the scores without sinks, which `kept` cuts off, and the operations that compute
+        sinks[h].
+        """
         if op is None or op.name != "cat" or op.args[1:] != (3,) or len(op.args[0]) != 2:  # type: ignore[arg-type]
             return None, []
         parts = [*op.refs()]
@@ -176,12 +184,12 @@ class _Reading:
         return self._maker(Ref(parts[1 - place])), [made]
 
     def _maker(self, arg: Arg) -> Op | None:
-        """The operation that makes a value for this reader alone."""
+        """The operation that computes a value with a single reader; None if it has several."""
         op = self.made.get(arg.name) if isinstance(arg, Ref) and arg.name in self.once else None
         return op if op is not None and len(op.results) == 1 else None
 
     def _masked(self, op: Op) -> tuple[Op | None, Runs] | None:
-        """The scores below a mask, and the elements that it leaves; None for an unknown mask and other operations."""
+        """The operation behind a constant mask, and the elements that the mask shows; None for other operations."""
         if op.name not in ("add", "masked_fill", "where"):
             return None
         order: Sequence[int] = (0, 1) if op.name != "where" else (1, 0)
@@ -200,7 +208,7 @@ class _Reading:
         return None
 
     def _mask(self, op: Op) -> tuple[Ref, Ref] | None:
-        """The scores, and a mask of unknown values that is smaller: numbers to add, or booleans that hide some."""
+        """The scores and a non-constant, broadcast mask: numbers to add, or booleans that hide scores. Else None."""
         for first, second in {"add": ((0, 1), (1, 0)), "masked_fill": ((0, 1),), "where": ((1, 0),)}.get(op.name, ()):
             scores, mask = op.args[first], op.args[second]
             if not isinstance(scores, Ref) or not isinstance(mask, Ref) or scores.name not in self.once:
@@ -215,7 +223,7 @@ class _Reading:
         return None
 
     def _fits(self, q: Ref, turned: Ref, v: Ref) -> bool:
-        """Whether the shapes are those of attention with as many heads of keys as of queries."""
+        """Whether the shapes are attention's, with equal numbers of key and query heads."""
         queries, keys, values = (self.types[each.name].shape for each in (q, turned, v))
         return (
             len(queries) == len(keys) == len(values)
@@ -227,7 +235,7 @@ class _Reading:
 
 @dataclass(slots=True)
 class _Writing:
-    """The operations around attention in place of the product `op`."""
+    """Writes attention and the operations around it in place of the product `op`."""
 
     op: Op
     made: Mapping[str, Op]
@@ -244,7 +252,7 @@ class _Writing:
         return Ref(value.name)
 
     def by_head(self, x: Ref) -> Ref:
-        """An operand [b, h, s, d]; a view that joins b and h is left out."""
+        """An operand as [b, h, s, d], without a view that joins b and h."""
         shape = self.types[x.name].shape
         if len(shape) == 4:
             return x
@@ -268,9 +276,9 @@ class _Writing:
         return self.by_head(base)
 
     def mask(self, op: Op, scores: Ref, mask: Ref) -> Ref:
-        """Numbers [b, h, s, t] to add to the scores, of which dimensions may be 1.
+        """Numbers [b, h, s, t] to add to the scores; dimensions may be 1.
 
-        A number that hides a score absorbs it, so that rows that are hidden as a whole stay what they are.
+        A number that hides a score absorbs it, so that rows that are hidden as a whole are unchanged.
         """
         stem, shape = f"{self.op.result.name}_mask", self.types[mask.name].shape
         if op.name != "add":
@@ -283,7 +291,7 @@ class _Writing:
         return mask if whole == shape else self.add("reshape", (mask, whole), whole, stem)
 
     def result(self, op: Op) -> list[Op]:
-        """Attention with its result in the form of the product's."""
+        """Attention, with its result in the shape of the product's."""
         shape = op.result.type.shape
         if len(shape) == 4:
             return [op]
@@ -296,6 +304,6 @@ class _Writing:
 
 
 def _hides(arg: Arg, constants: Constants) -> bool:
-    """Whether scores of this number get no weight beside others: no finite score is less in single precision."""
+    """Whether a score of this number gets no weight next to others: no finite fp32 score is smaller."""
     number = constants.number(arg.name) if isinstance(arg, Ref) else arg
     return isinstance(number, int | float) and number <= torch.finfo(torch.float32).min

@@ -1,4 +1,4 @@
-"""Cut embedding tables over the axes over which their gradients would be sums.
+"""Cut embedding tables over the axes over which their gradients would have to be summed.
 
     parameter embed.weight: f32[16, 8]
     embed = embedding(embed.weight, ids)  # f32[8@dp, 4, 8]
@@ -6,17 +6,17 @@
     parameter embed.weight: f32[16, 8@dp]
     embed = embedding(embed.weight, ids)  # f32[8, 4, 8@dp]
 
-By rows, every rank looks up the ids of all ranks in its rows; partition gathers the ids and scatters the sums of the
-vectors. Or ids travel to the ranks of their rows, and vectors back (see exchange.py), whichever moves fewer bytes. By
-columns, every rank looks up its columns for the ids of all ranks, and an all-to-all of the vectors returns
-whole rows. Backward exchanges the vectors' gradients. A bag is reduced before its vectors are exchanged. No rank holds
-a whole table, its gradient or its optimizer state, and nothing as large as the table moves.
+With a cut by rows, every rank looks up the ids of all ranks in its rows; partition gathers the ids and scatters the
+sums of the vectors. Or ids travel to the ranks of their rows, and vectors back (exchange.py), if that moves fewer
+bytes. With a cut by columns, every rank looks up its columns for the ids of all ranks, and an all-to-all of the vectors
+returns whole rows. Backward exchanges the vectors' gradients. A bag is reduced before its vectors are exchanged. No
+rank holds a whole table, its gradient or its optimizer state, and nothing as large as the table moves.
 
 A table that only lookups read is cut if the exchange of vectors costs less than sums of its gradient (and ZeRO's
-gathers) would, or if its gradient is sparse. Among more ranks than a node has, a byte of an exchange counts as eight,
-since sums pass the links between nodes once for all devices of a node. Of rows and columns on each axis, the cut that
-moves the fewest bytes is chosen; an exchange by rows that no other table shares is charged for its copies as well. Pins
-decide first. Rows of zeros are added where an axis does not divide them; no id looks them up.
+gathers) would, or if its gradient is sparse. With more ranks than devices in a node, a byte of an exchange counts as
+eight, since sums cross the links between nodes once for all devices of a node. Of rows and columns on each axis, the
+cut that moves the fewest bytes is chosen; an exchange by rows that no other table shares is charged for its copies as
+well. Pins decide first. Rows of zeros are added where an axis does not divide them; no id looks them up.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def tables(
 ) -> Program:
     """Place tables, and decide which gradients are sparse.
 
-    `cut_tables` and `stacks` are a training's cuts and its stacks of whole tables, for its evaluation.
+    `cut_tables` and `stacks` are the cuts and stacks of whole tables of a training, for its evaluation.
 
-    Raises PartcError P0422 for a sparse gradient that cannot be had.
+    Raises PartcError P0422 for a sparse gradient that is not possible.
     """
     rules = updates(program, optimizer, group)
     placement = _placement(program, zero, pins, rules, densify=cut_tables is None)
@@ -78,7 +78,7 @@ def explain(
 ) -> tuple[tuple[str, float], ...]:
     """The layouts that a table can have over the axes of the batch, the chosen one first, and the bytes of each.
 
-    `program` is as the pass takes it, and the bytes are those that a rank sends in a step. Empty for other parameters.
+    `program` is the pass's input; the bytes are those that a rank sends in a step. Empty for other parameters.
     """
     placement = _placement(program, zero, pins, updates(program, optimizer, group), densify=False)
     lookups, choices, costs = placement.lookups, placement.choices, placement.choices.costs
@@ -116,7 +116,9 @@ def _bytes(option: tuple[str, float]) -> float:
 
 
 def table_cut(parameter: Parameter, sizes: Sizes) -> Cut:
-    """The cut of a table in a finished program, over the axes that hold other weights whole; empty for others."""
+    """The cut of a table in a finished program, over axes along which other weights are whole; empty for other
+    parameters.
+    """
     layout, over = parameter.type.layout, [axis for axis in sizes if holds_weights_whole(axis)]
     if len(parameter.type.shape) != 2:
         return ()

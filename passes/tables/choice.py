@@ -1,4 +1,4 @@
-"""The choice of each table's cut: by pins, else by the bytes that it moves."""
+"""The choice of each table's cut: by pins, or else by the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from partc.sharding.placements import expert_weights
 
 @dataclass(frozen=True)
 class Choices:
-    """The cuts of tables that pins, costs and the optimizer's rules allow."""
+    """Chooses the cuts of tables by pins, costs and the optimizer's rules."""
 
     lookups: Lookups
     costs: Costs
@@ -27,7 +27,7 @@ class Choices:
     rules: Mapping[str, UpdateRule]
 
     def chosen(self) -> dict[str, Cut]:
-        """The cut of each table. The calls of a region are alike: the tables of one slot are cut alike, or none is."""
+        """The cut of each table. Tables that calls read in the same slot of a region are all cut alike, or none is."""
         found: dict[str, Cut] = {}
         for names in self.lookups.alike():
             cuts = [each for each in self.lookups.cuts(names) if all(self._pinned(name, each) for name in names)]
@@ -35,7 +35,7 @@ class Choices:
             if not cuts and not pinned:
                 continue
             sparse = any(self.lookups.parameters[name].sparse for name in names)
-            if any(self.rules[name].kind.by_rows for name in names):  # whose states are whole along columns
+            if any(self.rules[name].kind.by_rows for name in names):  # their states need whole rows
                 cuts = [each for each in cuts if ROWS in dict(each).values()] or cuts
             cost = self.costs.spread if self._is_alone(names) else self.costs.moved
             costs = {cut: sum(cost(name, cut) for name in names) for cut in cuts}
@@ -49,7 +49,9 @@ class Choices:
         return found
 
     def _is_alone(self, names: Sequence[str]) -> bool:
-        """Whether no other table that could be cut is read in the same regions, so that none shares an exchange."""
+        """Whether the same regions read no other table that could be cut, so that the table's exchange is not
+        shared.
+        """
         regions = {region for name in names for region, _ in self.lookups.slots[name]}
         return not any(
             self.lookups.of.keys() >= {*slots}
@@ -61,7 +63,7 @@ class Choices:
 
     @cached_property
     def forced(self) -> bool:
-        """Whether an axis for experts is for tables: there are no experts, and tables are most of the model."""
+        """Whether the axis ep is used for tables: there are no experts, and most of the model is tables."""
         names = {op.name for region in self.lookups.program.regions for op in region.forward.ops}
         if not self.lookups.program.mesh.expert_axes or "expert_matmul" in names:
             return False
@@ -83,7 +85,7 @@ class Choices:
         if not self.pins:
             return []
         over = {axis for axis, size in self.lookups.sizes.items() if size > 1} - {*placed_axes(self.lookups.sizes)}
-        if not self.experts.isdisjoint(self.lookups.slots[name]):  # the pass that cuts them checks these pins
+        if not self.experts.isdisjoint(self.lookups.slots[name]):  # the pass `experts` checks their pins
             over -= {*self.lookups.program.mesh.expert_axes}
         return [
             pin
@@ -102,7 +104,7 @@ class Choices:
         (pin, *_) = self.pins_of(name)
         return PartcError(
             "P0302",
-            f"--shard {pin.pattern}={pin.text}: {name} is not a table that can be cut so",
+            f"--shard {pin.pattern}={pin.text}: {name} is not a table that can be cut in this way",
             help="over dp and cp, rows or columns of tables are cut that lookups alone read, rows over one axis; "
             "columns must be a multiple of the axis",
         )

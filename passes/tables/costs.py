@@ -12,15 +12,15 @@ from partc.rules import resolve
 from partc.sharding.choices import layouts
 from partc.sharding.reshard import plan
 
-_COPIES = 0.5  # of an exchange by rows: four copies of the vectors, of which a byte costs an eighth of one that is sent
-_START = 1 << 17  # bytes that a link of 25 GB/s carries in the 5 us until a message starts
-_LARGE = 1 << 26  # bytes of a table; smaller ones are gathered with the other parameters of their call
-_NODE = 8  # devices of a node: a ring's bytes leave a node once, those of an exchange once for each of its devices
+_COPIES = 0.5  # an exchange by rows copies vectors four times; copying a byte costs an eighth of sending it
+_START = 1 << 17  # a message's latency in bytes: 5 us on a link of 25 GB/s
+_LARGE = 1 << 26  # bytes; smaller tables are gathered with the other parameters of their call
+_NODE = 8  # devices in a node: a ring's bytes leave a node once, an exchange's once for each device
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes by table and cut, under a ZeRO stage."""
+    """The bytes of each cut of a table, under a ZeRO stage."""
 
     lookups: Lookups
     zero: int
@@ -85,7 +85,7 @@ class Costs:
         return sum(step.forward + step.backward for step in steps)
 
     def spread(self, name: str, cut: Cut) -> float:
-        """The bytes that a rank sends in a step for a table that is cut, and its share of those that it copies."""
+        """The bytes that a rank sends in a step for a table that is cut, plus the charge for bytes that it copies."""
         copied = 0.0
         for slot in self.lookups.slots[name]:
             for lookup in self.lookups.of[slot]:
@@ -105,9 +105,10 @@ class Costs:
         return self.lookups.parameters[name].type.local_bytes(self.lookups.sizes)
 
     def saves(self, name: str, cut: Cut) -> bool:
-        """Whether a table is large, and exchanging its vectors costs less in a step than summing and gathering it.
+        """Whether a table is large and exchanging its vectors costs less per step than summing its gradient and
+        gathering it.
 
-        Sums share their messages with those of other gradients; vectors travel in messages of their own.
+        Sums share messages with other gradients; vectors need messages of their own.
         """
         lookups = sum(len(self.lookups.of[slot]) for slot in self.lookups.slots[name])
         ranks = math.prod(self.lookups.sizes[axis] for axis, _ in cut)

@@ -9,11 +9,11 @@
     vectors_found  = embedding(table, vectors_wanted, groups=2)
     vectors        = combine(vectors_found, order, grouped, counts, axis="dp")
 
-The movements are those of experts: a rank's rows are its only expert. The number of ids that come to a rank is the
-data's, of which layouts have the mean.
+Rows move as for experts; the rows of a rank are its only expert. The number of ids that a rank receives depends on the
+data; layouts have its mean.
 
-Several lookups travel together: each table is an expert of every rank. Each rank's ids of all lookups follow each
-other, `divide_rows` gives each table the ids that have come for it, and `join_rows` puts the vectors in their order.
+Several lookups share an exchange: each table is an expert of every rank. Each rank concatenates the ids of all lookups,
+`divide_rows` gives each table the ids received for it, and `join_rows` restores the order of the vectors.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def exchanged(
     sizes: Sizes,
     taken: set[str],
 ) -> tuple[Op, ...]:
-    """The operations in place of lookups, and of the casts of their vectors, by the vectors' names.
+    """The operations that replace lookups and the casts of their vectors (by the vectors' names).
 
-    `types` has the tables as they are cut, and the ids as ranks have them.
+    `types` has the tables as they are cut, and the ids in their original layout.
     """
     return _Exchange(
         lookups=lookups,
@@ -56,7 +56,7 @@ def exchanged(
 def together(
     lookups: Sequence[Op], casts: Mapping[str, Op], types: Mapping[str, TensorType], sizes: Sizes
 ) -> tuple[tuple[Op, ...], ...]:
-    """Lookups that one exchange serves: vectors of one type, for ids that the same axes cut, and nothing between."""
+    """Groups of lookups that share an exchange: their vectors have one type, and the same axes cut their ids."""
     found: dict[Hashable, list[Op]] = {}
     for op in lookups:
         table, ids = (types[name] for name in op.refs())
@@ -120,7 +120,7 @@ class _Exchange(Writing):
         return self.plain("add", (first, place), f"{rank.name}_table", type.shape, type.dtype) if place else first
 
     def _joined(self, flat: Sequence[Ref], made: str) -> Ref:
-        """Each rank's parts of several values, one after the other."""
+        """The concatenation of several values on each rank."""
         if len(flat) == 1:
             return flat[0]
         dtype, sizes = self.types[flat[0].name].dtype, self._sizes(flat)
@@ -144,7 +144,7 @@ class _Exchange(Writing):
         return self.several("split", (parts, sizes, 1), names, shapes, type.dtype)
 
     def _divided(self, wanted: Ref, plan: Sequence[Ref], flat: Sequence[Ref]) -> Sequence[Ref]:
-        """The ids that came for each table."""
+        """The ids received for each table."""
         if len(flat) == 1:
             return (wanted,)
         names = [f"{op.result.name}_wanted" for op in self.lookups]
@@ -185,7 +185,7 @@ class _Exchange(Writing):
 
     @property
     def _parts(self) -> int:
-        """The number of parts of the ids of one lookup."""
+        """The number of parts into which the ids of one lookup are cut."""
         ids = self.types[[*self.lookups[0].refs()][1]].layout
         return math.prod(self.sizes[axis] for axis in ids.sharded_axes)
 
@@ -193,7 +193,7 @@ class _Exchange(Writing):
         return tuple(math.prod(self.types[each.name].shape) // self._parts for each in flat)
 
     def _among(self, home: Layout) -> Layout:
-        """The layout of the ids that come to the ranks: the rank of their rows is the major part."""
+        """The layout of received ids: the rank of their rows is the major part."""
         others = tuple(axis for axis in axis_order(self.sizes) if axis != self.axis and axis in home.sharded_axes)
         (size,) = home.shape
         return Layout(((SubDim(self._ways, (self.axis,)), SubDim(size // self._ways, others)),)).normalized(self.sizes)

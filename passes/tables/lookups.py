@@ -14,16 +14,16 @@ from partc.rules import PARTIAL, resolve
 from partc.rules.rule import OpRule
 from partc.sharding.choices import axis_order, choice_on, layouts
 
-ROWS, COLUMNS = "v", "d"  # the factors of lookups' rule
+ROWS, COLUMNS = "v", "d"  # factors in the rule of lookups
 _BETWEEN = frozenset({"mul", "masked_fill", "where", "to", "alias"})  # operations on vectors before a bag is reduced
-_RAGGED = frozenset({"bag_sum", "bag_max"})  # of rows that every rank looks up
+_RAGGED = frozenset({"bag_sum", "bag_max"})  # bags of rows that every rank looks up
 _REDUCING = frozenset({"sum", "amax"}) | _RAGGED
-Slot = tuple[str, str]  # a region and the name of one of its parameters
+Slot = tuple[str, str]  # (region, name of its parameter)
 Cut = tuple[tuple[str, str], ...]  # axis -> the factor of lookups that it cuts
 
 
 def slots_of(program: Program) -> dict[str, list[Slot]]:
-    """The parameters of regions that calls fill with each parameter of the program, call by call."""
+    """For each parameter of the program, the slots in which calls pass it."""
     slots: dict[str, list[Slot]] = {parameter.name: [] for parameter in program.parameters}
     for call in program.calls:
         for value, name in zip(program.region(call.region).params, call.params, strict=True):
@@ -33,14 +33,14 @@ def slots_of(program: Program) -> dict[str, list[Slot]]:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A lookup, and the operations that reduce its bags, if it has bags: each with the position of the vectors."""
+    """A lookup, with the operations up to the reduction of its bags, if any; each with the position of the vectors."""
 
     op: Op
     after: tuple[tuple[Op, int], ...] = ()
 
     @property
     def cast(self) -> Op | None:
-        """The operation that casts the vectors that were looked up."""
+        """The operation that casts the vectors, if there is one."""
         return self.after[0][0] if self.after and self.after[0][0].name == "to" else None
 
     @property
@@ -49,28 +49,28 @@ class Lookup:
 
     @property
     def ids(self) -> str:
-        """The numbers of the rows that it looks up."""
+        """The name of its ids."""
         _, ids = self.op.refs()
         return ids
 
 
 @dataclass(frozen=True)
 class Lookups:
-    """The lookups of a program, and the ways to cut the tables that they alone read."""
+    """The lookups of a program, and the possible cuts of tables that only lookups read."""
 
     program: Program
-    slots: Mapping[str, Sequence[Slot]]  # of each parameter
+    slots: Mapping[str, Sequence[Slot]]  # by parameter
     parameters: Mapping[str, Parameter]
     of: Mapping[Slot, Sequence[Lookup]]
-    types: Mapping[str, Mapping[str, TensorType]]  # of the values of each region
-    axes: Mapping[Slot, tuple[str, ...]]  # over which the gradient would be a sum
+    types: Mapping[str, Mapping[str, TensorType]]  # by region, of its values
+    axes: Mapping[Slot, tuple[str, ...]]  # the axes over which the gradient would be summed
 
     @property
     def sizes(self) -> Sizes:
         return self.program.sizes
 
     def alike(self) -> Iterator[list[str]]:
-        """The parameters that share slots."""
+        """Groups of parameters that share slots."""
         readers: dict[Slot, list[str]] = {}
         for name, slots in self.slots.items():
             for slot in slots:
@@ -94,7 +94,7 @@ class Lookups:
         return math.prod(self.sizes[axis] for axis in self.axes[self.slots[name][0]])
 
     def cuts(self, names: Sequence[str]) -> Iterator[Cut]:
-        """The possible cuts over all axes over which the gradients would be sums; the rows over one axis at most."""
+        """The possible cuts over all axes over which the gradients would be summed; rows over at most one of them."""
         slots = {slot for name in names for slot in self.slots[name]}
         if not slots or any(slot not in self.of for slot in slots):
             return
@@ -111,7 +111,7 @@ class Lookups:
                 yield cut
 
     def admits(self, name: str, cut: Cut) -> bool:
-        """Whether the program reads a table by lookups that admit the cut."""
+        """Whether all lookups in a table allow the cut."""
         slots = self.slots.get(name, [])
         return bool(slots) and all(
             slot in self.of and dict(cut).keys() == {*self.axes[slot]} and self._is_possible(slot, cut)
@@ -130,7 +130,9 @@ class Lookups:
         return all(self.recuts(slot, lookup, cut) is not None for lookup in self.of[slot])
 
     def recuts(self, slot: Slot, lookup: Lookup, cut: Cut) -> list[Op] | None:
-        """The lookup, and the reduction of its bags where the cut allows it, with other factors on the axes."""
+        """The lookup and the reduction of its bags with the cut's factors on the axes; None if they do not allow the
+        cut.
+        """
         types = dict(self.types[slot[0]])
         types[slot[1]] = cut_type(types[slot[1]], cut, self.sizes)
         whole, ops = self._recut(lookup.op, dict(cut), types), list[Op]()
@@ -175,7 +177,7 @@ class Lookups:
 
 
 def find(program: Program) -> Lookups:
-    """The lookups of a program: of parameters that nothing else in a region of the microbatch reads."""
+    """The lookups of a program, in parameters that no other operation of a microbatch region reads."""
     lookups: dict[Slot, list[Lookup]] = {}
     types: dict[str, Mapping[str, TensorType]] = {}
     axes: dict[Slot, tuple[str, ...]] = {}
@@ -199,7 +201,7 @@ def find(program: Program) -> Lookups:
 
 
 def _looks_up(op: Op, table: Value, axes: Sequence[str]) -> bool:
-    """Whether an operation looks up rows of a table for ids that all these axes cut, or none."""
+    """Whether an operation looks up rows of a table for ids that all of these axes cut, or none of them."""
     if op.name != "embedding" or op.args[0] != Ref(table.name) or [*op.refs()].count(table.name) > 1:
         return False
     return _are_batched(op, axes) or _uncut(op, axes)
@@ -217,12 +219,12 @@ def _is_batched(op: Op, axis: str) -> bool:
 
 
 def _uncut(op: Op, axes: Sequence[str]) -> bool:
-    """Whether every rank of these axes does the operation as a whole."""
+    """Whether the operation is not cut over any of these axes."""
     return all(choice is not None and choice.factor is None for choice in (choice_on(op, axis) for axis in axes))
 
 
 def _with_bag(region: Region, op: Op, axes: Sequence[str]) -> Lookup:
-    """The lookup with the operations up to the one that reduces its bags, each of which alone reads the last."""
+    """The lookup, with the chain of sole readers up to the operation that reduces its bags."""
     readers, found = region.forward.readers(), list[tuple[Op, int]]()
     vectors = op.result
     while True:
@@ -245,12 +247,14 @@ def _with_bag(region: Region, op: Op, axes: Sequence[str]) -> Lookup:
 
 
 def _reduces(op: Op, vectors: Value) -> bool:
-    """Whether an operation reduces dimensions, and not that of the columns."""
+    """Whether an operation reduces dimensions other than the columns."""
     return op.name in _REDUCING and op.result.type.shape[-1:] == vectors.type.shape[-1:]
 
 
 def _through(rule: OpRule, position: int, factor: str) -> str | None:
-    """The choice under which an operation on vectors keeps them cut by columns, or partial for a cut by rows."""
+    """The factor under which an operation on vectors keeps them cut by columns, or partial for a cut by rows; else
+    None.
+    """
     if factor == ROWS:
         return next((f"{PARTIAL}{i}" for i, group in enumerate(rule.linear) if tuple(group) == (position,)), None)
     names = rule.operands[position][-1]
@@ -258,7 +262,7 @@ def _through(rule: OpRule, position: int, factor: str) -> str | None:
 
 
 def cut_type(type: TensorType, cut: Cut, sizes: Sizes) -> TensorType:
-    """The table cut over the axes, with as many rows as that needs."""
+    """The type of a table cut over the axes, with rows added as needed."""
     where = type.layout.placements(axis_order(sizes))
     rows, *others = type.shape
     for axis, factor in cut:
@@ -270,7 +274,7 @@ def cut_type(type: TensorType, cut: Cut, sizes: Sizes) -> TensorType:
 
 
 def independent(ops: Sequence[Op], lookups: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
-    """The lookups in groups, none of which reads ids that depend on another lookup of its group."""
+    """Divide lookups into groups in which no ids depend on another lookup of the group."""
     level: dict[str, int] = {}
     ours, groups = {op.results[0].name for op in lookups}, dict[int, list[Op]]()
     for op in ops:
@@ -283,7 +287,7 @@ def independent(ops: Sequence[Op], lookups: Sequence[Op]) -> Iterator[tuple[Op, 
 
 
 def in_place(ops: Sequence[Op], old: Sequence[Op], new: Sequence[Op]) -> tuple[Op, ...]:
-    """The operations with new ones in place of the first of the old; whatever those read precedes them."""
+    """The operations with `new` in place of the first of `old`; operations that `new` reads are moved before it."""
     gone = {id(op) for op in old}
     start = next(index for index, op in enumerate(ops) if id(op) in gone)
     rest = [op for op in ops[start:] if id(op) not in gone]

@@ -1,4 +1,4 @@
-"""Gradients of tables that are sparse: of the rows that lookups read, without the others."""
+"""Sparse gradients of tables, which only have the rows that lookups read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partc.rules.updates import UpdateRule, dense
 
 
 def with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
-    """Leave sparse gradients to parameters whose optimizer updates single rows, and add them where it is by rows."""
+    """Keep sparse gradients only for optimizers that update single rows; row-wise optimizers make gradients sparse."""
     read = {name for name, slots in program.derived(slots_of).items() if slots}
     parameters = []
     for item in program.parameters:
@@ -27,13 +27,13 @@ def with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
 
 
 def apart(program: Program) -> Program:
-    """The program with a parameter of the region for each lookup of a sparse table, so that each adds its rows."""
+    """The program in which each lookup of a sparse table has its own region parameter, so that each adds its rows."""
     sparse = {parameter.name for parameter in program.parameters if parameter.sparse}
     owned = {slot: name for name, slots in program.derived(slots_of).items() if name in sparse for slot in slots}
     for region in program.regions:
         readers, taken = region.forward.readers(), {*region.types(region.forward)}
         more: dict[str, list[Value]] = {}
-        renamed: dict[str, dict[str, str]] = {}  # result of a lookup -> the name of its table
+        renamed: dict[str, dict[str, str]] = {}  # region -> result of a lookup -> name of its table
         for value in region.params:
             ops = readers.get(value.name, ()) if (region.name, value.name) in owned else ()
             for op in ops[1:]:
@@ -64,9 +64,10 @@ def apart(program: Program) -> Program:
 
 
 def summed(lookups: Lookups, rules: Mapping[str, UpdateRule]) -> frozenset[str]:
-    """The parameters whose gradients were to be sparse, and would be sums over ranks, or are not of lookups alone.
+    """The parameters marked sparse whose gradients must be dense: they are summed over ranks, or have other readers
+    than lookups.
 
-    Raises PartcError P0422 if the optimizer of one takes no other gradient.
+    Raises PartcError P0422 if the optimizer of one needs a sparse gradient.
     """
     found: set[str] = set()
     for names in lookups.alike() if any(item.sparse for item in lookups.parameters.values()) else ():

@@ -1,4 +1,4 @@
-"""Tables that lie whole on one rank each, as rows of stacks."""
+"""Tables that each lie whole on one rank, as rows of stacked parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from partc.sharding.table_placement import WholeTable
 
 @dataclass(frozen=True)
 class Stacks:
-    """The tables that can be whole, and the programs in which they are."""
+    """Places tables whole on ranks, and rewrites programs accordingly."""
 
     choices: Choices
 
@@ -29,7 +29,7 @@ class Stacks:
         return self.choices.lookups
 
     def placed(self, cuts: Mapping[str, Cut]) -> dict[str, tuple[Hashable, int]]:
-        """The kind and the rank of each table that is whole, where others are cut in these ways."""
+        """The kind and rank of each table that is placed whole, given the cuts of all tables."""
         pins = [pin for pin in self.choices.pins if pin.whole]
         wanted = {name: pin for name in self.lookups.parameters for pin in pins if pin.matches(name)}
         for name, pin in wanted.items():
@@ -56,7 +56,7 @@ class Stacks:
             for name, (alike, _) in candidates.items()
         ]
         ranks = table_placement.placed(given, self.lookups.ways(next(iter(candidates)))).ranks
-        # Equal tables change places, so that vectors come in the model's order.
+        # Equal tables swap ranks, so that vectors come in the model's order.
         equal: dict[WholeTable, list[str]] = {}
         for table in given:
             if table.name in ranks:
@@ -69,11 +69,11 @@ class Stacks:
         return {name: (candidates[name][0], ordered[name]) for name in ranks}
 
     def placed_as(self, stacks: Sequence[Parameter]) -> dict[str, tuple[Hashable, int]]:
-        """The kind and the rank of the whole tables of a training."""
+        """The kind and rank of each whole table, as in a training."""
         found: dict[str, tuple[Hashable, int]] = {}
         for stack in stacks:
             if len({self._readers[name][0] if name in self._readers else name for name in stack.names}) > 1:
-                continue  # evaluation reads these tables otherwise than training does
+                continue  # evaluation reads these tables differently from the training
             for name, first, _ in stack.members:
                 if name in self._readers:
                     found[name] = stack.name, first // (stack.type.shape[0] // self.lookups.ways(name))
@@ -125,7 +125,7 @@ class Stacks:
 
     @cached_property
     def _readers(self) -> dict[str, tuple[Hashable, Reader]]:
-        """The tables that can be whole: sparse ones of one region, which one lookup reads, each with its kind."""
+        """The tables that can be whole (sparse, read by one lookup of one region), each with its kind."""
         calls = Counter(call.region for call in self.lookups.program.calls)
         found: dict[Hashable, dict[str, tuple[Hashable, Reader]]] = {}
         for name, slots in self.lookups.slots.items():
@@ -158,7 +158,7 @@ class Stacks:
         return best
 
     def traffic(self, name: str) -> float:
-        """The bytes that a rank sends in a step for a slot of the table's kind: one of each other rank."""
+        """The bytes that a rank sends in a step for one slot of the table's kind on every other rank."""
         _, found = self._readers[name]
         types = self.lookups.types[self.lookups.slots[name][0][0]]
         ids, vectors = types[found.ids], found.last.result.type
@@ -166,7 +166,7 @@ class Stacks:
         return float(each * (self.lookups.ways(name) - 1) * self.lookups.program.microbatches)
 
     def _rows(self, name: str) -> int:
-        """The rows that the model has."""
+        """The number of rows in the model."""
         item = self.lookups.parameters[name]
         return (item.holds or item.type.shape)[0]
 
@@ -177,7 +177,7 @@ class Stacks:
             cause = "that needs one lookup that reads it, ids that the batch's axes cut, and a sparse gradient"
         return PartcError(
             "P0302",
-            f"--shard {pin.pattern}={pin.text}: {name} cannot be whole there: {cause}",
+            f"--shard {pin.pattern}={pin.text}: {name} cannot be whole on that rank: {cause}",
             help="whole tables have sparse gradients: nn.Embedding(sparse=True), or --group with rowwise_adagrad",
         )
 
@@ -192,7 +192,7 @@ def _with_stacks(
     over: tuple[str, ...],
     taken: set[str],
 ) -> Program:
-    """The program with stacks in place of their tables; `joined` has their parameters by their first tables."""
+    """The program with stacks in place of their tables; `joined` maps their first tables to their parameters."""
     found = [readers[name][1] for name in whole]
     old = [op for each in found for op in (each.op, *(step for step, _ in each.after))]
     tables = {each.table for each in found}

@@ -1,4 +1,4 @@
-"""Lookups in whole tables, each of which one rank has: ids travel to the ranks of their tables, and vectors back.
+"""Lookups in tables that lie whole on one rank each: ids travel to the ranks of their tables, and vectors back.
 
     x = embedding(tables.0.weight, ids_0)  # f32[16@dp, 8]
     y = embedding(tables.1.weight, ids_1)  # f32[16@dp, 8]
@@ -9,9 +9,9 @@
     found   = embedding(tables.*.weight, wanted, groups=2)  # f32[2@dp · 16, 8]
     x, y    = split(reshape(permute(found, …), …), (8, 8), 1)
 
-The tables of a stack are rows of one parameter, whose parts on the ranks are equally long: rows of zeros follow the
-tables of a rank with fewer. A rank with fewer tables of a stack looks up the last of these rows instead. Bags are
-reduced where their table is.
+The tables of a stack are rows of one parameter, whose parts on the ranks have equal length: rows of zeros fill up the
+part of a rank with fewer rows. A rank with fewer tables looks up the last of these rows in its spare slots. Bags are
+reduced on the rank of their table.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from partc.passes.tables.writing import Writing
 from partc.sharding.choices import axis_order
 
 _REDUCING = frozenset({"sum", "amax"})
-_MOVED = frozenset({"to", "mul", "masked_fill"}) | _REDUCING  # operations on vectors that run where tables are
+_MOVED = frozenset({"to", "mul", "masked_fill"}) | _REDUCING  # operations on vectors that run on the ranks of tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader(Lookup):
-    """The lookup of a table in a region."""
+    """The lookup of a table in a region, with the operations that follow it on the table's rank."""
 
     table: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableStack:
-    """Tables that are read alike: their slots on each rank, and the parameter of the region that holds them."""
+    """Tables with equal lookups: the slots on each rank, and the parameter of the region that holds them."""
 
     param: Value
-    ranks: tuple[tuple[tuple[Reader, int], ...], ...]  # for each rank its tables, each with its first row there
+    # For each rank its tables, with the first row of each in the rank's part.
+    ranks: tuple[tuple[tuple[Reader, int], ...], ...]
 
     @property
     def slots(self) -> int:
@@ -55,7 +56,7 @@ class TableStack:
 
 
 def kind(reader: Reader, types: Mapping[str, TensorType]) -> Hashable:
-    """Lookups of one kind have equal shapes and equal operations that reduce their bags."""
+    """A key that is equal for lookups with equal shapes and equal operations up to the reduction of bags."""
     table, ids = types[reader.table], types[reader.ids]
     steps = [
         (op.name, position, op.attrs, op.result.type.dtype, *(_form(arg, types) for arg in op.args))
@@ -96,11 +97,11 @@ class Exchange(Writing):
 
     @property
     def _home(self) -> SubDim:
-        """The batch as ranks have it."""
+        """The batch dimension as the axes cut it."""
         return self.types[[*self.stacks[0].one.op.refs()][1]].layout.normalized(self.sizes).dims[0][0]
 
     def _at_tables(self, shape: Sequence[int]) -> Layout:
-        """[ranks, batch, …]: the whole batch, on the ranks of tables."""
+        """The layout of [ranks, batch, …]: the whole batch, on the ranks of tables."""
         ways, time = self._ways, tuple(axis for axis in self._home.axes if axis not in self.over)
         batch = (SubDim(ways), SubDim(shape[1] // ways, time))
         return Layout(((SubDim(ways, self.over),), batch, *((SubDim(size),) for size in shape[2:]))).normalized(
@@ -111,7 +112,7 @@ class Exchange(Writing):
         return Layout(((SubDim(shape[0]),), (self._home,), *((SubDim(size),) for size in shape[2:])))
 
     def _columns(self, stack: TableStack) -> list[Ref]:
-        """For every slot of every rank, the numbers of the rows that its table is asked for: [batch, ids]."""
+        """For every slot of every rank, the row numbers to look up: [batch, ids]."""
         found = []
         each = math.prod(self.types[[*stack.one.op.refs()][1]].shape[1:])
         rows = stack.param.type.shape[0] // self._ways
@@ -134,9 +135,9 @@ class Exchange(Writing):
         return found
 
     def _there(self, columns: Sequence[tuple[TableStack, Sequence[Ref]]], made: str) -> list[Ref]:
-        """Columns for every slot of every rank, on the ranks of tables: for each stack [ranks, batch, slots · columns].
+        """Move columns for every slot to the ranks of tables: for each stack [ranks, batch, slots · columns].
 
-        All must have one type.
+        All columns must have the same type.
         """
         ways, batch = self._ways, self._batch
         dtype = self.types[columns[0][1][0].name].dtype
@@ -179,7 +180,7 @@ class Exchange(Writing):
         return x if shape == flat else self.plain("reshape", (x, flat), f"{name}_flat", flat, dtype)
 
     def _reduced(self, stack: TableStack, index: int, op: Op, position: int, x: Ref) -> Ref:
-        """The vectors after an operation on bags; its other operands travel as ids do."""
+        """The vectors after an operation on bags; its other operands travel like ids."""
         others: dict[str, Ref] = {}
         for ref in op.refs():
             if ref != [*op.refs()][position]:
@@ -190,7 +191,7 @@ class Exchange(Writing):
         args = list(
             op.renamed({[*op.refs()][position]: x.name, **{name: ref.name for name, ref in others.items()}}).args
         )
-        if op.name in _REDUCING:  # dimensions behind the batch come behind the slots
+        if op.name in _REDUCING:  # dimensions after the batch come after the slots
             args[1] = tuple(dim + 2 for dim in _dims(op, len(self.types[[*op.refs()][position]].shape)))
         return self.plain(
             op.name, tuple(args), f"{stack.param.name}_{op.name}", shape, own.dtype, attrs=op.attrs, keep=x
@@ -215,7 +216,7 @@ class Exchange(Writing):
         return self.plain("reshape", (there, whole), f"{name}_slots", whole, self.types[there.name].dtype)
 
     def _back(self, found: Sequence[tuple[TableStack, Ref]]) -> None:
-        """The vectors of every table, where the batch is."""
+        """Return the vectors of every table to the ranks of the batch."""
         ways, batch = self._ways, self._batch
         dtype = self.types[found[0][1].name].dtype
         widths = [self.types[ref.name].shape[2] for _, ref in found]
@@ -248,7 +249,7 @@ class Exchange(Writing):
 
 
 def in_one_piece(ops: Sequence[Op], writing: Writing) -> tuple[Op, ...]:
-    """The operations, with a view of all tables' vectors in place of their stack, where they come in its order."""
+    """The operations, in which a concatenation of all tables' vectors in order becomes a view."""
     makers = {value.name: op for op in ops for value in op.results}
     found: list[Op] = []
     for op in ops:
@@ -275,7 +276,7 @@ def in_one_piece(ops: Sequence[Op], writing: Writing) -> tuple[Op, ...]:
 
 
 def stacked_type(table: TensorType, rows: int, over: tuple[str, ...], sizes: Sizes) -> TensorType:
-    """The type of a stack with so many rows on each rank."""
+    """The type of a stack with `rows` rows on each rank."""
     where = table.layout.placements(axis_order(sizes)) | dict.fromkeys(over, Shard(0))
     ways = math.prod(sizes[axis] for axis in over)
     layout = Layout.build((ways * rows, *table.shape[1:]), where, sizes)
@@ -284,7 +285,7 @@ def stacked_type(table: TensorType, rows: int, over: tuple[str, ...], sizes: Siz
 
 
 def reader(table: str, op: Op, after: Sequence[tuple[Op, int]], types: Mapping[str, TensorType]) -> Reader | None:
-    """The lookup with the operations on its vectors that can run where the table is; None if ids cannot travel."""
+    """The lookup with the operations on its vectors that can run on the table's rank; None if its ids cannot travel."""
     ids = types[Lookup(op).ids].layout
     if any(sub.axes for dim in ids.dims[1:] for sub in dim) or any(sub.axes for sub in types[table].layout.dims[0]):
         return None

@@ -1,4 +1,4 @@
-"""The writer of operations with layouts, in place of lookups."""
+"""Writes the operations that replace lookups, with layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from partc.sharding.choices import axis_order, layouts
 
 @dataclass(kw_only=True)
 class Writing:
-    """Operations under construction. `types` has the values that they may read, and gets those that they make."""
+    """Operations under construction. `types` has the values that they may read, and receives their results."""
 
     types: dict[str, TensorType]
     sizes: Sizes
@@ -37,7 +37,9 @@ class Writing:
         keep: Ref | None = None,
         new: bool = True,
     ) -> Ref:
-        """An operation that leaves an operand, the last or `keep`, where it is, or where `read` has it."""
+        """Write an operation under the layout of one operand (the last, or `keep`), or under the layout `read` of
+        it.
+        """
         names = [unique(made, self.taken) if new else made]
         (ref,) = self.several(name, args, names, [shape], dtype, attrs, read, keep)
         return ref
@@ -81,7 +83,9 @@ class Writing:
         self.ops.append(replace(op, source=self.source))
 
     def _following(self, layout: Layout, dims: Dims, rule: OpRule) -> Iterator[Choice]:
-        """The choices under which an operand has a layout; an axis nests in those before it that cut the same place."""
+        """The choices under which an operand has a layout; an axis nests inside earlier ones that cut the same
+        sub-dimension.
+        """
         left = {factor.name: factor.size for factor in rule.factors}
         for axis in axis_order(self.sizes):
             placed = layout.placement(axis)

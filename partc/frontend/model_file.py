@@ -120,7 +120,7 @@ def _imported(path: Path) -> ModuleType:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[None]:
-    """A context in which modules in the file's folder can be imported, as when Python runs it; also a package's sources."""
+    """A context in which modules in the file's folder, and a package's sources, can be imported."""
     folder = path.parent.resolve()
     inside = [folder / FOLDER] if is_file(folder / "plan.json") else []
     added = [str(each) for each in (*inside, folder)]

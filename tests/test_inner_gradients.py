@@ -93,6 +93,21 @@ def _named(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     return sum(each.square().sum() for each in found) + y  # type: ignore[return-value]
 
 
+def _of_matrices(h: Tensor) -> Tensor:
+    a = h.view(8, 2, 4) @ h.view(8, 2, 4).mT + torch.eye(2)
+    whole = torch.linalg.inv(a) + torch.linalg.cholesky(a) + torch.linalg.solve(a, h.view(8, 4, 2).mT @ h.view(8, 4, 2))
+    return whole.sum((1, 2)) + torch.linalg.det(a) + torch.linalg.slogdet(a)[1]
+
+
+def _kernels(net: Any, x: Tensor, ids: Tensor) -> Tensor:
+    """An inner step on the kernels of a transposed convolution, and of one in groups."""
+    run = lambda w, v: F.conv_transpose2d(F.conv2d(h, w, groups=2, padding=1).tanh(), v, stride=2, groups=2)  # noqa: E731
+    h, w, v = x.repeat(1, 6)[:, :32].view(-1, 2, 4, 4), net.deep.weight, net.deep.weight[..., :2] + 0
+    w = w[:, :1]
+    of_w, of_v = grad(run(w, v).square().mean(), (w, v), create_graph=True)
+    return run(w - of_w, v - of_v).square().mean()  # type: ignore[no-any-return]
+
+
 def _self_attention(net: Any, x: Tensor) -> Tensor:
     h = x.view(4, 2, 6)
     return net.heads(h, h, h, need_weights=False)[0]  # type: ignore[no-any-return]
@@ -106,6 +121,9 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "indices": _penalty(lambda net, x: torch.cat([net.up(x)[:, 1:3], x.gather(1, x.detach().argsort(1)), x[1:2].T.expand(6, 8).T], 1).log_softmax(1)),
     "extremes": _penalty(lambda net, x: net.up(x).amax(1) + x.prod(1) + x.norm(dim=1) + x.cumsum(1)[:, 2]),
     "loop": _penalty(lambda net, x: torch.stack([x[:, i] * net.up(x)[:, i].cos() for i in range(3)], 1).logsumexp(1)),
+    "saved values": _penalty(lambda net, x: F.logsigmoid(net.up(x)) + F.cosine_similarity(net.up(x), x[:, :1])[:, None]),
+    "matrices": _penalty(lambda net, x: _of_matrices(net.up(x))),
+    "turned kernels": _kernels,
     "second": _second,
     "adversarial": _adversarial,
     "inner step": _inner_step,

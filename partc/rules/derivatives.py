@@ -23,25 +23,32 @@ def _of_convolution(
     output_padding: Any, groups: int, mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of a convolution as convolutions."""
-    if transposed or (mask[1] and groups != 1):
-        return NotImplemented  # type: ignore[no-any-return]
     sizes = x.shape[2:], w.shape[2:], grad.shape[2:]
     steps = [_per_dim(each, len(sizes[0])) for each in (stride, padding, dilation)]
     of_x = of_w = None
-    if mask[0]:
+    if mask[0] and transposed:
+        of_x = torch.ops.aten.convolution(grad, w, None, *steps, False, [0], groups)
+    elif mask[0]:
         rest = [
             size - ((out - 1) * s - 2 * p + d * (kernel - 1) + 1)
             for size, kernel, out, s, p, d in zip(*sizes, *steps, strict=True)
         ]
-        of_x = torch.ops.aten.convolution(grad, w, None, steps[0], steps[1], steps[2], True, rest, groups)
+        of_x = torch.ops.aten.convolution(grad, w, None, *steps, True, rest, groups)
     if mask[1]:
-        turned = x.transpose(0, 1), grad.transpose(0, 1)
-        of_w = torch.ops.aten.convolution(*turned, None, steps[2], steps[1], steps[0], False, [0], 1)
-        for dim, kernel in enumerate(sizes[1]):
-            of_w = of_w.narrow(dim + 2, 0, kernel)
-        of_w = of_w.transpose(0, 1)
+        ends = (grad, x) if transposed else (x, grad)  # a transposed convolution is one from its result to its operand
+        pairs = zip(*(each.chunk(groups, 1) for each in ends), strict=True)
+        of_w = torch.cat([_of_kernel(one, other, sizes[1], steps) for one, other in pairs])
     of_bias = grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
     return of_x, of_w, of_bias
+
+
+def _of_kernel(x: Tensor, grad: Tensor, kernel: Sequence[int], steps: Sequence[Sequence[int]]) -> Tensor:
+    """The gradient of a convolution's kernel, of one group. `steps` are the stride, the padding and the dilation."""
+    turned, (stride, padding, dilation) = (x.transpose(0, 1), grad.transpose(0, 1)), steps
+    made: Tensor = torch.ops.aten.convolution(*turned, None, dilation, padding, stride, False, [0], 1)
+    for dim, size in enumerate(kernel):
+        made = made.narrow(dim + 2, 0, size)
+    return made.transpose(0, 1)
 
 
 def _per_dim(given: Sequence[int], dims: int) -> list[int]:

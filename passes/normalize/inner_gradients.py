@@ -30,6 +30,7 @@ from partc.errors import PartcError
 from partc.ir import operators
 from partc.ir.naming import unique
 from partc.ir.program import Arg, DTypeArg, Graph, Op, Ref, TensorType, Value
+from partc.passes.normalize.inplace import without_mutation
 from partc.rules.derivatives import differentiable_derivatives
 from partc.torch_private import FakeTensorMode, OpOverload
 
@@ -51,7 +52,8 @@ def with_inner_gradients(graph: Graph, params: Mapping[str, TensorType]) -> Grap
             writer.expand(op)
         else:
             writer.ops.append(op)
-    return replace(graph, ops=tuple(writer.ops))
+    found, _ = without_mutation(replace(graph, ops=tuple(writer.ops)), {}, ())  # torch's derivatives change values too
+    return found
 
 
 @dataclass(slots=True)
@@ -152,7 +154,7 @@ class _Expansion:
         for node in graph.graph.nodes:
             if node.op == "get_attr":
                 names[node] = self._constant(getattr(graph, str(node.target)), call)
-            elif node.op == "call_function" and node.target is not getitem:
+            elif node.op == "call_function" and node.target is not getitem and "val" in node.meta:  # no check of values
                 self._write(node, names, targets, known, call)
         return [(name, names[node]) for node, name in zip(ends, present, strict=True)]  # type: ignore[arg-type]
 
@@ -249,7 +251,9 @@ def _derivative(
             if not pairs:
                 return []
             ends, arriving = zip(*pairs, strict=True)
-            found = torch.autograd.grad(ends, [values[name] for name in wanted], arriving, allow_unused=True)
+            found = torch.autograd.grad(
+                ends, [values[name] for name in wanted], arriving, allow_unused=True, create_graph=True
+            )
         present[:] = [name for name, x in zip(wanted, found, strict=True) if x is not None]
         return [x for x in found if x is not None]
 
@@ -331,4 +335,5 @@ _PARTS: Mapping[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "group_norm": _group_norm,
     "scaled_dot_product_attention": _attention,
+    "log_sigmoid": lambda x: -F.softplus(-x),
 }

@@ -293,4 +293,4 @@ def check_unplanned(given: Mapping[str, Any]) -> None:
 
 def _unreadable(place: str, error: Exception) -> PartcError:
     shape = '{"mesh": "pp=2,dp=4,tp=8", "microbatches": 8}'
-    return PartcError("P0804", f"{place} cannot be read: {error}", help=f"a plan is a JSON object such as {shape}")
+    return PartcError("P0804", f"{place}: {error}", help=f"a plan is a JSON object such as {shape}")

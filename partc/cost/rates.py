@@ -166,7 +166,7 @@ class ClusterRates:
 
     @property
     def basis(self) -> str:
-        return f"those of the cluster {self.cluster.name}"
+        return f"the cluster {self.cluster.name}"
 
     @property
     def slowdown(self) -> float:

@@ -271,7 +271,7 @@ def search(
         first(plan)
     with suppress(TimeUpError), time_limit(None if max_seconds is None else start + max_seconds - time.perf_counter()):
         complete = run()
-    fitting.sort(key=lambda played: (played.seconds, played.bytes))
+    fitting.sort(key=lambda played: (float(f"{played.seconds:.9g}"), len(played.plan.flags), played.bytes))
     return Outcome(
         fitting=tuple(fitting),
         others=tuple(others),

@@ -29,20 +29,20 @@ from partc.quoting import literal, literal_template
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """The code around a run of calls: the loop, and before and after each call its gathers, scatters and sums."""
+    """The code around a run of calls: the loop, and each call's gathers, scatters and sums before and after it."""
 
-    head: tuple[Line, ...]  # up to the loop's first line, if there is a loop
+    head: tuple[Line, ...]  # the lines before the calls, up to the loop's first line
     indent: str
     before: tuple[Line, ...]
     p: str
     g: str
     after: tuple[Line, ...]
-    tail: tuple[Line, ...]  # behind the loop
+    tail: tuple[Line, ...]  # the lines after the loop
 
 
-Item = str | int | None  # the name of a call or bucket, the number of a gather of later actions, or nothing
+Item = str | int | None  # the name of a call or bucket, the number of a later action's gather, or None
 AHEAD = ("ahead", "beyond")  # the method parameters for gathers of later actions
-SCATTERS = ("scattering", "former")  # the attributes for scatters under way, the last one first
+SCATTERS = ("scattering", "former")  # the attributes for scatters in progress, the last one first
 LOCALS = ("unit", "following", "following_2", "coming", "coming_2", "former", *AHEAD)
 _VARIABLES: Mapping[tuple[Verb, Subject], str] = {
     ("start", "gather"): "following", ("advance", "gather"): "coming", ("advance", "refresh"): "coming",
@@ -58,7 +58,7 @@ class _Column:
     verb: Verb
     subject: Subject
     when: When
-    scatter: str  # the attribute of a scatter that is advanced or waited for
+    scatter: str  # the attribute that holds the scatter which is advanced or waited for
     statements: tuple[ActionStatement | None, ...]
 
     @property
@@ -107,11 +107,12 @@ def access(facts: StageFacts, run: Run, function: Function, kind: GraphKind) -> 
 
 
 def _around(facts: StageFacts, kind: GraphKind) -> dict[str, tuple[list[_Column], list[_Column]]]:
-    """The statements before and after the run of each call's graph, as columns of one call."""
+    """For each call, the statements before and after its graph runs, as columns of a single call."""
     found: dict[str, tuple[list[_Column], list[_Column]]] = {call.name: ([], []) for call in facts.calls}
     waiting: list[_Column] = []
     call = ""
-    under_way: list[Item] = [1, 2]  # scatters, the last one first: of earlier actions by number, others by name
+    # Scatters in progress, the last one first: those of earlier actions by number, others by name.
+    under_way: list[Item] = [1, 2]
     for each in facts.body(kind):
         if each.subject == "value" or each.when in ("early", "late"):
             continue
@@ -129,7 +130,7 @@ def _around(facts: StageFacts, kind: GraphKind) -> dict[str, tuple[list[_Column]
 
 
 def _attribute(each: ActionStatement, under_way: list[Item]) -> str:
-    """The attribute of the scatter that a statement is about; `under_way` is kept up to date."""
+    """The attribute that holds a statement's scatter; updates `under_way`."""
     if each.subject != "scatter":
         return ""
     if each.verb == "start":
@@ -143,7 +144,7 @@ def _attribute(each: ActionStatement, under_way: list[Item]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The facts that the statements of a column share."""
+    """The properties that all statements of a column share."""
 
     verb: Verb
     subject: Subject
@@ -152,10 +153,10 @@ class _Form:
 
 
 def _columns(lists: Sequence[Sequence[_Column]]) -> list[_Column]:
-    """The statements of several calls side by side, in an order common to all."""
+    """The statements of several calls as columns, in an order that fits all calls."""
 
     order: list[_Form] = []
-    placed: dict[int, dict[int, _Column]] = {}  # by number of the call: statements by the identity of their form
+    placed: dict[int, dict[int, _Column]] = {}  # call index -> id of a statement's form -> column
     for number in sorted(range(len(lists)), key=lambda number: -len(lists[number])):
         at, here = 0, placed.setdefault(number, {})
         for column in lists[number]:
@@ -182,7 +183,7 @@ class _RunWriter:
         self.units = Units(facts)
         self.variables: dict[tuple[Item, ...], str] = {}  # items across the calls -> variable, or common expression
         self.names: dict[tuple[str, ...], str] = {}  # names of buckets across the calls -> variable
-        self.counts = False  # whether lines read the call's number or name
+        self.counts = False  # whether lines read the call's index or name
 
     def unit(self, items: tuple[Item, ...], wanted: str) -> str:
         if items not in self.variables:
@@ -191,7 +192,7 @@ class _RunWriter:
         return self.variables[items]
 
     def lines(self, columns: Sequence[_Column]) -> list[Line]:
-        """The lines of columns; those under one condition stand together."""
+        """The lines of columns; consecutive lines under the same condition share an `if`."""
         found: list[Line] = []
         written = [(self._condition(each), each) for each in columns]
         for condition, together in groupby(written, key=lambda item: item[0]):
@@ -215,7 +216,7 @@ class _RunWriter:
         return f"{column.when} and {variable} {f'== {words[0]}' if len(words) == 1 else several}"
 
     def _prefix(self, column: _Column) -> str | None:
-        """The text before a call's name that makes the bucket's, if it is the same for all calls."""
+        """The prefix that turns a call's name into the bucket's, if it is the same for all calls; else None."""
         pairs = [(call.name, each.of) for call, each in zip(self.calls, column.statements, strict=True) if each]
         found = {of.removesuffix(name) if f".{of}".endswith(f".{name}") else None for name, of in pairs}
         return found.pop() if len(found) == 1 else None
@@ -255,7 +256,7 @@ class _RunWriter:
             yield Line(code=f"{unit}.{_METHODS.get((verb, subject), verb)}()", notes=notes)
 
     def loop(self, function: Function, kind: GraphKind, parted: bool) -> list[Line]:
-        """The first line of the loop, if the run is one."""
+        """The first line of the loop; empty if the run is a single call."""
         if not self.run.loop:
             return []
         backwards = kind in ("B", "I")
@@ -273,13 +274,13 @@ class _RunWriter:
 
 
 def started(facts: StageFacts, scatter: str) -> str:
-    """The statement that keeps a new scatter, and the one before it where two are under way."""
+    """The statement that stores a new scatter, and moves the previous one if two are in progress at a time."""
     new = f"self.{SCATTERS[0]}"
     return f"self.{SCATTERS[1]}, {new} = {new}, {scatter}" if two_scatters(facts) else f"{new} = {scatter}"
 
 
 def two_scatters(facts: StageFacts) -> bool:
-    """Whether two scatters of a stage are under way at a time."""
+    """Whether two scatters of a stage are in progress at a time."""
     kinds: tuple[BodyKind, ...] = ("B", "I", "W", "REDUCE_GRAD")
     return any(each.behind == 2 for kind in kinds for each in facts.body(kind))
 
@@ -356,7 +357,7 @@ def _notes(facts: StageFacts, column: _Column, calls: tuple[str, ...]) -> tuple[
 
 
 def said_of(facts: StageFacts, statements: Iterable[ActionStatement], said: str = "") -> tuple[str, ...]:
-    """The collectives that statements start, as a comment; `said` is added to the first one."""
+    """The collectives that statements start, as comments; `said` is added to the first one."""
     texts = (_moved(facts, each.collectives) for each in statements)
     unique = list(dict.fromkeys(filter(None, texts)))
     more = f"; other calls: {', '.join(unique[1:])}" if unique[1:] else ""
@@ -394,7 +395,7 @@ def _called(run: Run) -> Iterator[str]:
 
 
 def listed_names(names: Sequence[str]) -> str:
-    """An expression for several names, in order; names that count up or down are made in a loop."""
+    """An expression for several names, in order; consecutively numbered names become a comprehension."""
     parts: list[str] = []
     for first, last in ranges(names):
         several = list(map(str, ranged(first, last)))
@@ -416,7 +417,7 @@ def _loop(lists: Sequence[tuple[str, str]], count: int) -> str:
 
 
 def opens(facts: StageFacts, kind: BodyKind) -> list[str]:
-    """The units that an action gathers first, as many as earlier actions start ahead."""
+    """The units that an action gathers first and whose gathers earlier actions start."""
     units = Units(facts)
     early = (each for each in facts.body(kind) if each.when == "early")
     return [units.one(each.of) for each in early if each.verb == "start"]

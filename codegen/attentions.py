@@ -1,4 +1,4 @@
-"""The attentions of a finished program, as the choice of kernels sees them."""
+"""The attention operations of a finished program, as cases for the choice of kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BEST = Gpu(capability=(9, 0), cudnn=GOOD_CUDNN)  # the GPU with the most kernel
 
 
 def attentions(program: Program) -> dict[str, tuple[Case, Source | None]]:
-    """By region and result: the attention of one rank for one microbatch, and its line in the model."""
+    """Map `region.result` to the attention that one rank computes for one microbatch, and its line in the model."""
     return {
         f"{region.name}.{op.results[0].name}": (_case(op, region, program.sizes), op.source)
         for region in program.regions
@@ -26,7 +26,7 @@ def attentions(program: Program) -> dict[str, tuple[Case, Source | None]]:
 
 
 def documents(program: Program) -> dict[str, dict[str, Any]]:
-    """The same as JSON for plan.json (`runtime.attention_kernels.cases` reads it)."""
+    """The attention cases as JSON for plan.json; `runtime.attention_kernels.cases` reads it."""
     return {
         place: {field: getattr(case, field) for field in Case.__dataclass_fields__} | {"dtype": DTYPE_NAMES[case.dtype]}
         for place, (case, _) in attentions(program).items()
@@ -34,7 +34,7 @@ def documents(program: Program) -> dict[str, dict[str, Any]]:
 
 
 def without_kernel(program: Program) -> Iterator[str]:
-    """Warnings about attentions that no fused GPU kernel computes, except in double precision, which is for checks."""
+    """Warnings about attention that no fused GPU kernel supports; none in fp64, which is for verification."""
     found: dict[str, list[str]] = {}
     for place, (case, source) in attentions(program).items():
         choice = on_gpu(case, _BEST)
@@ -55,7 +55,7 @@ def without_kernel(program: Program) -> Iterator[str]:
 def _case(op: Op, region: Region, sizes: Mapping[str, int]) -> Case:
     types = region.types(region.forward)
     q, k, v = (types[arg.name].layout.local_shape(sizes) for arg in op.args[:3] if isinstance(arg, Ref))
-    kept = {value.name for value in op.results[1:]}  # log-sum-exps, where a gradient passes
+    kept = {value.name for value in op.results[1:]}  # log-sum-exps that backward reads
     backward = [each for graph in region.graphs[1:] for each in graph.ops if kept.intersection(each.refs())]
     dtype = next(types[arg.name].dtype for arg in op.args[:1] if isinstance(arg, Ref))
     mask, limits, elements = op.args[3], dict(op.attrs).get("limits"), 0

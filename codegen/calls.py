@@ -1,4 +1,4 @@
-"""The calls of one stage, grouped into runs; a run is a loop in hand-written code."""
+"""The calls of one stage, grouped into runs; a run of several calls is emitted as a loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partc.ir.program import Call, Program, Region
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Consecutive calls of one region; several calls may pass values along, as a loop over parameters does."""
+    """Consecutive calls of one region, which may pass values from call to call."""
 
     region: Region
     calls: tuple[Call, ...]
@@ -39,7 +39,7 @@ class Run:
 
     @cached_property
     def numbers(self) -> tuple[int, ...] | None:
-        """The calls' numbers, if they are named `prefix.<number>` and name their parameters relative to that."""
+        """The calls' numbers, if calls are named `prefix.<number>` and parameters relative to that; else None."""
         numbers = []
         for call in self.calls:
             match = re.fullmatch(re.escape(self.prefix) + r"\.(0|[1-9][0-9]*)", call.name)
@@ -65,7 +65,7 @@ def runs(program: Program, calls: Sequence[Call]) -> list[Run]:
 
 
 def _readers(program: Program) -> dict[str, list[str]]:
-    """The readers of each program value: names of calls, and the world outside."""
+    """The readers of each program value: names of calls, or a marker for readers outside the stage's calls."""
     readers: dict[str, list[str]] = {name: ["loss"] for name in program.returned}
     for call in program.calls:
         for name in call.args:
@@ -104,7 +104,7 @@ def _common_start(names: list[str]) -> str:
 
 
 def location(region: Region) -> str:
-    """` (gpt.py:31)`: where the region's code starts."""
+    """The line where the region's code starts: ` (gpt.py:31)`."""
     sources = [op.source for op in region.forward.ops if op.source]
     if not sources:
         return ""

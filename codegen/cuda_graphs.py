@@ -1,4 +1,4 @@
-"""Whether a step of a package can be recorded as CUDA graphs, in which the host cannot take part."""
+"""Whether a step of a package can be recorded as CUDA graphs, which run without the host."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Op, Program
 
 _ASKS = frozenset({"route", "expert_matmul", "expert_matmul_grad_rows", "expert_matmul_grad_weight"})
-_MASKABLE = frozenset({"index", "index_put"})  # tagged for their masks alone, which have no shape to compile with
+# Torch tags them as data-dependent only because of masks, which do not occur here.
+_MASKABLE = frozenset({"index", "index_put"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obstacle:
-    """A reason against it, and a remedy."""
+    """A reason against CUDA graphs, and a remedy."""
 
     cause: str
     help: str
@@ -25,28 +26,28 @@ class Obstacle:
 
 
 def obstacle(program: Program) -> Obstacle | None:
-    """The first obstacle; None if there is none."""
+    """The first obstacle in a program; None if it can be recorded."""
     if program.mesh.axis(PIPELINE_AXIS) > 1:
         return Obstacle(
-            cause="pipeline ranks send to each other when the host says so, in the order of its schedule",
+            cause="the host decides when pipeline ranks send to each other, in the order of the schedule",
             help="leave out --cuda-graphs, or use a mesh without pp",
         )
     if program.kernels == "inductor":
         return Obstacle(
-            cause="what torch.compile makes of regions decides on the host when to compile again",
+            cause="functions compiled by torch.compile decide on the host when to compile again",
             help="leave out --cuda-graphs, or add --kernels triton or --kernels aten",
         )
     low = any(value.type.dtype == "f16" for region in program.regions for value in region.params)
     if program.transport.compress and low:
         return Obstacle(
-            cause="what --compress-grads leaves out is scaled as the loss of an fp16 model, by a number of the host's",
+            cause="in fp16, the error feedback of --compress-grads is scaled by the loss scale, a number on the host",
             help="leave out --cuda-graphs or --compress-grads, or use --precision bf16",
         )
     for region in program.regions:
         for graph in region.graphs:
             for op in graph.ops:
                 if _asks(op):
-                    cause = f"the host has to know what {op.name} is given: how many rows each expert has, for example"
+                    cause = f"the host has to read operands of {op.name}, such as the number of rows of each expert"
                     return Obstacle(cause=cause, help="leave out --cuda-graphs", source=op.source)
     return None
 

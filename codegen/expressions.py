@@ -40,7 +40,7 @@ def accumulates(name: str) -> bool:
 
 
 def with_accumulation(gradients: Sequence[str], operands: Operands) -> str:
-    """The expression of the first result in that form."""
+    """The expression of the first result, in the form that adds all other results to gradient buffers."""
     return _ACCUMULATE_MORE[operands.op.name]([operands.named(gradient) for gradient in gradients], operands)
 
 
@@ -58,7 +58,7 @@ def unsummed(operands: Operands) -> str:
 
 
 def returns_more(name: str) -> bool:
-    """Whether the function also returns values for its backward; regions without a gradient do not read them."""
+    """Whether the function also returns values for its backward, which regions without a gradient do not read."""
     return bool(effects(name).extra)
 
 
@@ -96,7 +96,7 @@ def _infix(symbol: str) -> Emit:
 
 
 def _index(o: Operands) -> str:
-    """torch's indexing; where two vectors of indices choose elements of neighbouring dimensions, a faster form."""
+    """torch's indexing, or a faster form if two index vectors select elements along adjacent dimensions."""
     indices = o.op.args[1]
     added = o.op.name == "index_put"
     if not isinstance(indices, tuple) or (added and o.op.args[3:4] != (True,)):
@@ -120,7 +120,7 @@ def _prefix(symbol: str) -> Emit:
 
 
 def _method(name: str, *names: str, spread: bool = False) -> Emit:
-    """`x.name(…)`; with `spread`, its one tuple argument is written without parentheses."""
+    """`x.name(…)`; with `spread`, its single tuple argument is written without parentheses."""
 
     def emit(o: Operands) -> str:
         if spread and o.items[1]:
@@ -237,7 +237,7 @@ _SCORES = ("is_causal=False", "scale=None", "window=0", "p=0.0", "draw=None")
 
 
 def _attention(o: Operands) -> str:
-    """Attention, or its derivative; with the runs of positions of this rank's queries if they matter."""
+    """Attention, or its derivative; with the positions of this rank's queries if the result depends on them."""
     attention = Attention.of(o.op)
     assert attention is not None
     backward, learned, rows = attention.backward, attention.learned, attention.rows
@@ -261,7 +261,7 @@ def _attention(o: Operands) -> str:
         around = f"ring={comm}.{attention.ring}, rows={comm}.positions_along({literal(attention.ring)}, {here})"
     else:
         around = f"rows={comm}.positions({here})"
-        if rows.order.parts:  # so are the keys
+        if rows.order.parts:  # the keys are in the same order
             columns = Positions(str(o.types[attention.k].shape[ROWS]), rows.order)
             around += f", columns={comm}.positions({literal(str(columns))})"
     more += [around, "learned=True"] if learned else [around]
@@ -269,7 +269,7 @@ def _attention(o: Operands) -> str:
 
 
 def _where(o: Operands) -> str:
-    """torch.where; numbers are filled in, since torch.where would copy them to the device and wait for that."""
+    """torch.where. Numbers are filled in, since torch.where would copy them to the device and wait."""
     condition, *chosen = o.args
     numbers = [not isinstance(arg, Ref) for arg in o.op.args[1:]]
     if not any(numbers):
@@ -293,7 +293,7 @@ def _random(kind: str) -> Emit:
 
 
 def _draw(number: str, o: Operands, dims: tuple[tuple[SubDim, ...], ...], what: str = "draw") -> str:
-    """The random numbers of a tensor: the number of the operation in its call, and the part that this rank holds."""
+    """The random draw of a tensor: the operation's number in its call, and the part that this rank holds."""
     small = [axis for axis, size in o.sizes.items() if size == 1]
     orders = dict(Orders.parse(str(dict(o.op.attrs).get("order", ""))).dims)
     cuts = [" · ".join(map(str, dim)) for dim in Layout(dims).without(*small).dims]
@@ -396,7 +396,7 @@ _TABLE: Mapping[str, Emit] = {
     "combine": _routed,
     "bmm": _infix("@"),
     "mm": _infix("@"),
-    # norms, attention, embedding, loss: what torch has no plain function for is in runtime/ops/functional.py
+    # norms, attention, embedding, loss: runtime/ops/functional.py has the functions that torch lacks
     "rms_norm": _function("functional.rms_norm"),
     "rms_norm_backward": _function("functional.rms_norm_backward"),
     "layer_norm": _function("functional.layer_norm"),
@@ -450,7 +450,7 @@ _TABLE: Mapping[str, Emit] = {
     "rand_like": _random("uniform"),
     "randn": _random("normal"),
     "randn_like": _random("normal"),
-    # several in one
+    # fused kernels
     "fused": _fused,
     # movement between ranks
     "all_reduce": _all_reduce,
@@ -465,7 +465,7 @@ _TABLE: Mapping[str, Emit] = {
 _ACCUMULATE_MORE: Mapping[str, Callable[[Sequence[str], Operands], str]] = {
     "linear_cross_entropy_backward": losses.linear_cross_entropy_add_grad
 }
-# Gradients that are added to a buffer without a temporary of the buffer's size.
+# Operations that can add to a gradient buffer without a temporary of the buffer's size.
 _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
     "linear_grad_weight": lambda g, o: f"{o.named('functional.linear_add_grad_weight')}({g}, {o.args[0]}, {o.args[1]})",
     "expert_matmul_grad_weight": lambda g, o: (

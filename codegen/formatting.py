@@ -15,8 +15,8 @@ _INDENT = "    "
 def formatted(text: str) -> str:
     """Python source with long lines broken and surplus blank lines removed.
 
-    Every statement of `text` stands on one line, or is already broken at a bracket. The result is
-    what `ruff format` leaves as it is.
+    Every statement of `text` is on one line, or is already broken at a bracket. The result is stable under `ruff
+    format`.
     """
     lines: list[str] = []
     for line in map(str.rstrip, text.split("\n")):
@@ -25,7 +25,7 @@ def formatted(text: str) -> str:
 
 
 def _shortened(line: str) -> list[str]:
-    """One line as several, cut only outside of strings."""
+    """The line, divided into several if it is too long; cut only outside of strings."""
     code, contents = masked(line)
     return unmasked("\n".join(_broken(code)), contents).split("\n")
 
@@ -60,7 +60,9 @@ def _scan(code: str) -> tuple[list[_Bracket], list[int]]:
 
 
 def _broken(line: str) -> list[str]:
-    """One line as several. A trailing comment stays behind the closing bracket, or goes above where there is none."""
+    """The line, broken at its brackets. A trailing comment stays behind the closing bracket, or moves above the
+    line.
+    """
     indent = line[: len(line) - len(line.lstrip())]
     code, comment = split_comment(line.lstrip())
     code = code.rstrip()
@@ -102,7 +104,7 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
                 whole = len(indent) + len(_INDENT) + len(inside) <= WIDTH
                 lines = [f"{indent}{_INDENT}{clause}" for clause in ([inside] if whole else clauses)]
                 return [indent + head, *lines, *_fitted(indent, tail)]
-            if not is_call and not bracket.commas and head.endswith("("):  # a comma would make a tuple of it
+            if not is_call and not bracket.commas and head.endswith("("):  # a trailing comma would turn it into a tuple
                 return [indent + head, *_fitted(indent + _INDENT, inside), *_fitted(indent, tail)]
             return _exploded(
                 indent, head, _items(inside, [comma - bracket.start - 1 for comma in bracket.commas]), tail
@@ -115,7 +117,7 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
 
 
 def _links(code: str, start: int, brackets: list[_Bracket]) -> list[int]:
-    """The positions of the methods of a chain of calls, if the code from `start` is one chain."""
+    """The positions of the method calls in a chain, if the code from `start` is one chain; else empty."""
     after = [bracket for bracket in brackets if bracket.start >= start]
     bounds = [start, *(at for bracket in after for at in (bracket.start, bracket.end + 1)), len(code)]
     between = [code[left:right] for left, right in zip(bounds[::2], bounds[1::2], strict=True)]
@@ -125,7 +127,7 @@ def _links(code: str, start: int, brackets: list[_Bracket]) -> list[int]:
 
 
 def _clauses(code: str) -> list[str]:
-    """The element, `for` and `if` of a comprehension; other code as a whole."""
+    """The element, `for` and `if` clauses of a comprehension; other code as a whole."""
     brackets, _ = _scan(code)
     hidden = [range(bracket.start, bracket.end) for bracket in brackets]
     found = [match.start() for match in re.finditer(r" (?:for|if) ", code)]

@@ -33,7 +33,7 @@ from partc.ir.routers import choices
 from partc.ir.scans import scan_of
 from partc.rules import demands_dense
 
-# Operations whose second argument is a shape, and whether it may leave the number of rows open.
+# Operations whose second argument is a shape; True if -1 is allowed for the number of rows.
 _SHAPED = {"reshape": True, "expand": True, "slice_backward": False, "select_backward": False}
 
 
@@ -50,7 +50,7 @@ def region_code(
     dense: Collection[str] = (),
     compiled: bool = False,
 ) -> RegionCode:
-    """`prefix` is the module path that sources of this region's operations share ("blocks.0").
+    """The code of a region. `prefix` is the module path that the sources of its operations share ("blocks.0").
 
     `updates` maps output positions to buffers. Such an output is copied into its buffer, and returned only if its
     position is in `returned`. Gradients of parameters are added to their buffers or, with `gives`, returned.
@@ -78,7 +78,7 @@ def region_code(
     saved = region.saved if saves else ()
     forward = without_idle_views(replace(region.forward, outputs=(*region.forward.outputs, *saved)), sizes)
     outputs = region.forward.outputs
-    # A record's fields are named by the function that makes it, so functions are written in the order of their runs.
+    # A record's fields are named by the function that creates it, so functions are written in execution order.
     first = writer.forward(forward, called.forward if saves else called.stem, doc)
     name = called.backward if region.weight is None else called.backward_input
     backward = writer.backward(region.backward, name) if region.backward else None
@@ -112,19 +112,19 @@ class _Writer:
     region: Region
     sizes: Sizes
     called: RegionNames
-    fields: Names  # of parameters
+    fields: Names  # identifiers of parameters
     saved: Names
     kept: Names
     prefix: str
     updates: Mapping[int, str]
-    stored: frozenset[int]  # positions of outputs that are not returned
+    stored: frozenset[int]  # positions of outputs that are stored in buffers and not returned
     gives: bool
     dense: Collection[str]
-    module: Names  # of steps
-    steps: list[Function]  # of the function being written
+    module: Names  # identifiers of step functions
+    steps: list[Function]  # step functions of the function being written
 
     def record(self, name: str, fields: Names, graph: Graph, values: Sequence[str]) -> Record | None:
-        """The class of some of a graph's values, under the names of `fields`; None if there are no values."""
+        """The class of a record of a graph's values, with the names of `fields`; None if there are no values."""
         types = self.region.types(graph)
         order = _as_made(graph, values)
         found = tuple(Argument(name=fields[value], type="Tensor", layout=str(types[value])) for value in order)
@@ -199,7 +199,7 @@ class _Writer:
         )
 
     def weight(self, graph: Graph, name: str) -> Function:
-        """The gradients of the parameters, from the values that the backward of the inputs kept for them."""
+        """The function for gradients of parameters, from the values that the backward of inputs kept for them."""
         original = graph.outputs
         graph = without_idle_views(graph, self.sizes)
         names = self._scope()
@@ -222,7 +222,7 @@ class _Writer:
         )
 
     def _written(self) -> tuple[Function, ...]:
-        """The steps of the function that has been written."""
+        """The step functions of the function that has just been written."""
         steps = tuple(self.steps)
         self.steps.clear()
         return steps
@@ -265,7 +265,7 @@ class _Writer:
         return f"{operands.named('scan')}({', '.join((called, *operands.args, *options))}){first}"
 
     def _gradients(self, original: tuple[str, ...], graph: Graph) -> tuple[dict[str, list[str]], dict[str, str]]:
-        """The buffers to which each value is added; or the parameters' gradients among the values, to be returned."""
+        """The gradient buffers to which each value is added, or the gradients of parameters to return."""
         params = {f"grad_{value.name}": value.name for value in self.region.params}
         buffers: dict[str, list[str]] = {}
         given: dict[str, str] = {}
@@ -277,7 +277,7 @@ class _Writer:
         return buffers, given
 
     def _given(self, given: Mapping[str, str], names: Names) -> Line:
-        """The gradients of parameters that a function made; None for all others."""
+        """The line that returns the gradients of parameters, with None for those that the function does not compute."""
         values = (
             f"{self.fields[value.name]}={names[given[value.name]] if value.name in given else 'None'}"
             for value in self.region.params
@@ -285,7 +285,7 @@ class _Writer:
         return Line(code=f"g = {self.called.params}({', '.join(values)})", uses=self._uses(given.values()))
 
     def _memory(self, op: Op, write: Callable[[str], str], position: int) -> Callable[[str], str]:
-        """The source of values as arguments: a copy if the kernel requires dense memory."""
+        """The writer of values as arguments: a dense copy if the kernel requires one."""
         if not demands_dense(op, position):
             return write
         return lambda name: write(name) if name in self.dense else f"{write(name)}.contiguous()"
@@ -295,7 +295,7 @@ class _Writer:
         return frozenset(value.name for value in self.region.params)
 
     def _uses(self, values: Iterable[str]) -> frozenset[str]:
-        """`p`, if some of the values are parameters."""
+        """{`p`} if some of the values are parameters."""
         return frozenset() if self._params.isdisjoint(values) else frozenset({"p"})
 
     def _scope(self) -> Names:
@@ -305,7 +305,7 @@ class _Writer:
         return names
 
     def _arguments(self, lines: list[Line], inputs: Iterable[Value], names: Names) -> tuple[Argument, ...]:
-        """comm, p, g and number where some line reads them, then the tensors."""
+        """The arguments of a function: comm, p, g and number if some line reads them, then the tensors."""
         uses = frozenset[str]().union(*(line.uses for line in lines))
         types = {"comm": "Comm", "p": self.called.params, "g": self.called.params, "number": "int"}
         common = (Argument(name=name, type=type) for name, type in types.items() if name in uses)
@@ -322,9 +322,8 @@ class _Writer:
     ) -> list[Line]:
         """One line for each operation.
 
-        `buffers` names the gradient buffers that values are added to; `borrowed` values are the
-        caller's to free. `counted` are choices of experts, by the result of the operation before which they are
-        counted.
+        `buffers` names the gradient buffers to which values are added; the caller frees `borrowed` values. `counted`
+        maps a result to the choices of experts that are counted before its operation.
         """
         types = self.region.types(graph)
         uses = _use_counts(graph)
@@ -440,7 +439,7 @@ class _Writer:
         return [*lines, *sums]
 
     def _joins(self, op: Op, following: Op) -> bool:
-        """Whether an operation is written inline in the next one: as its first operand, or a weight's transpose."""
+        """Whether an operation is written inline in the next one, as its first operand or as a weight's transpose."""
         turned = op.name == "permute" and isinstance(op.args[0], Ref) and op.args[0].name in self._params
         if turned and op.result.name in following.refs():
             return True
@@ -448,7 +447,7 @@ class _Writer:
 
     @staticmethod
     def _into(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> list[str]:
-        """The buffers to which all results but the first are added, if the operation can do that itself."""
+        """The buffers to which the operation itself can add all results but the first; empty if it cannot."""
         more = [value.name for value in op.results[1:]] if accumulates(op.name) else []
         alone = all(len(buffers.get(name, ())) == 1 and not uses.get(name, 0) for name in more)
         return [buffers[name][0] for name in more] if alone and not {*more} & {*graph.outputs} else []
@@ -458,7 +457,7 @@ class _Writer:
         return bool(uses.get(value.name)) or value.name in graph.outputs or value.name in buffers
 
     def _label(self, op: Op) -> str:
-        """An operation in the user's words: its module, relative to the region; else the line of the model file."""
+        """A label for an operation: its module, relative to the region, else its line in the model file."""
         inner = next((each for each in (op, *op.body) if each.source), op)
         module = inner.module.removeprefix(self.prefix).strip(".")
         if module or not inner.source:
@@ -467,7 +466,7 @@ class _Writer:
 
 
 def _with_rows(op: Op, ragged: frozenset[str], names: Names) -> dict[int, tuple[str, ...]]:
-    """Shapes among the arguments of an operation on as many rows as the data brings, as source by position."""
+    """For an operation on a data-dependent number of rows: its shape arguments as source, by position."""
     if ragged.isdisjoint(value.name for value in op.results):
         return {}
     shape = op.args[1] if len(op.args) > 1 and op.name in _SHAPED else ()
@@ -478,7 +477,7 @@ def _with_rows(op: Op, ragged: frozenset[str], names: Names) -> dict[int, tuple[
 
 
 def _record(name: str, fields: Names, graph: Graph, values: Sequence[str], results: Sequence[str]) -> str:
-    """The call that makes a record. Fields are named after the variables that fill them."""
+    """The call that creates a record. Fields are named after the variables that fill them."""
     for value, result in zip(values, results, strict=True):
         fields.bind(value, fields.fresh(result if result.isidentifier() else identifier(value)))
     given = dict(zip(values, results, strict=True))
@@ -486,7 +485,7 @@ def _record(name: str, fields: Names, graph: Graph, values: Sequence[str], resul
 
 
 def _as_made(graph: Graph, values: Iterable[str]) -> list[str]:
-    """Values in the order in which a graph gets and makes them."""
+    """Values in the order in which a graph receives or computes them."""
     order = {name: index for index, name in enumerate(graph.definitions())}
     return sorted(values, key=lambda name: order.get(name, -1))
 
@@ -505,7 +504,7 @@ def _use_counts(graph: Graph) -> dict[str, int]:
 
 
 def _views_first(graph: Graph) -> tuple[Op, ...]:
-    """Move a view that is the only reader of its operand directly behind the operand's operation."""
+    """The graph in which a view that is its operand's only reader directly follows the operand's operation."""
     uses = _use_counts(graph)
     made = {value.name: op for op in graph.ops for value in op.results if len(op.results) == 1}
     follower: dict[int, Op] = {}

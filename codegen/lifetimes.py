@@ -1,4 +1,4 @@
-"""The values that a function deletes before it ends, and the places of the deletions."""
+"""The values that a function deletes before it returns, and where."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from partc.ir.layout import Sizes
 from partc.ir.operations import SHOWING
 from partc.ir.program import Graph, Op, Ref
 
-# A peak this close to the lowest one is not worth another line.
+# Another `del` is not worth a peak that is lower by less than this share.
 _CLOSE = 1.1
 
 
 @dataclass(slots=True)
 class _Storage:
-    """The memory behind a value and its views, from the operation that makes it to its last reader."""
+    """The memory behind a value and its views, from the operation that computes it to its last reader."""
 
     names: list[str]
     size: int
@@ -34,8 +34,8 @@ def overwritten(op: Op) -> dict[int, int]:
 def deletions(graph: Graph, keep: Collection[str], sizes: Sizes) -> dict[int, tuple[str, ...]]:
     """Index of an operation -> values to delete right after it: the fewest that minimise the peak.
 
-    A name is deleted together with all its views. Values in `keep` live on: the function's outputs, and inputs that its
-    caller holds anyway.
+    A name is deleted together with all its views. Values in `keep` are not deleted: the function's outputs, and inputs
+    that its caller holds anyway.
     """
     storages = _storages(graph)
     for storage, size in zip(storages, _sizes(graph, storages, sizes), strict=True):
@@ -77,7 +77,7 @@ class _Account:
         return self._peak(self._changes)
 
     def without(self, chosen: np.ndarray) -> tuple[int, int]:
-        """The same if the chosen storages were deleted at once after their last readers."""
+        """The peak if the chosen storages are deleted right after their last readers."""
         changes = self._changes.copy()
         np.subtract.at(changes, self.last[chosen] + 1, self.size[chosen])
         return self._peak(changes)

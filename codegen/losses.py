@@ -1,4 +1,4 @@
-"""Source of losses over classes; with sharded classes, the offset of this rank's classes is an argument."""
+"""Source of losses over classes; if classes are sharded, the offset of this rank's classes is an argument."""
 
 from __future__ import annotations
 

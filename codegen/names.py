@@ -93,7 +93,7 @@ class Names:
         return found
 
     def bind(self, name: str, text: str) -> None:
-        """Spell `name` as this text (a parameter's field, another value's identifier)."""
+        """Write `name` as this text, such as a parameter's field or another value's identifier."""
         self._given[name] = text
 
 
@@ -139,11 +139,11 @@ class RegionNames:
         return (self.stem, self.params, self.saved, self.kept, self.constant, *functions)
 
 
-_LONGEST_STEM = 100  # a stem names a file too, and file systems limit names to 255 bytes
+_LONGEST_STEM = 100  # a stem is also a file name, and file systems limit names to 255 bytes
 
 
 def region_names(regions: Iterable[str]) -> dict[str, RegionNames]:
-    """Identifiers for the regions of a program, distinct also where file names ignore case."""
+    """Identifiers for the regions of a program, distinct even if file names ignore case."""
     found: dict[str, RegionNames] = {}
     taken = set(_TAKEN)
     for region in regions:

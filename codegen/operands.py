@@ -20,13 +20,14 @@ class Operands:
 
     op: Op
     args: tuple[str, ...]
-    items: tuple[tuple[str, ...], ...]  # of arguments that are tuples
+    items: tuple[tuple[str, ...], ...]  # the items of arguments that are tuples
     attrs: Mapping[str, str]
-    types: Mapping[str, TensorType]  # of the values in scope
+    types: Mapping[str, TensorType]  # types of the values in scope
     sizes: Sizes
-    exclusive: bool = False  # nothing else reads its first operand, which may be overwritten
-    started: bool = False  # a collective that is waited for apart
-    used: set[str] = field(default_factory=set)  # modules, and arguments that all functions share, that its line reads
+    exclusive: bool = False  # nothing else reads its first operand, so it may be overwritten
+    started: bool = False  # a collective with a separate wait
+    # The modules and common arguments (comm, p, g, number) that its line reads.
+    used: set[str] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -40,8 +41,8 @@ class Operands:
         exclusive: bool = False,
         started: bool = False,
     ) -> Operands:
-        """The arguments as source. `writer` gives the writer of values at a position (-1 for attributes); `shapes`
-        replaces the items of arguments that are tuples.
+        """The arguments as source. `writer(position)` returns the writer of values at an argument position (-1 for
+        attributes); `shapes` replaces the items of tuple arguments.
         """
         written_shapes = shapes or {}
         items = tuple(
@@ -84,7 +85,7 @@ class Operands:
         return self.types[arg.name].shape if isinstance(arg, Ref) else ()
 
     def value(self, name: str) -> str:
-        """The value of an attribute that is text; "" where there is none."""
+        """The value of a text attribute; "" if it is absent."""
         return str(dict(self.op.attrs).get(name, ""))
 
     @property
@@ -94,7 +95,7 @@ class Operands:
 
     @property
     def rank(self) -> str:
-        """The part of that axis that this rank has."""
+        """The expression of this rank's coordinate on that axis."""
         return f"{self.named('comm')}.{self.axis}.rank"
 
     @property
@@ -103,7 +104,7 @@ class Operands:
         return str(self.sizes[self.axis])
 
     def flat(self, index: int) -> str:
-        """A tensor argument as a matrix: all dimensions but the last in one."""
+        """A tensor argument as a matrix: all dimensions but the last are joined."""
         return self.args[index] if len(self.shape(index)) == 2 else f"{self.args[index]}.flatten(0, -2)"
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from partc.codegen.kernels.kernel import Kernel
 
 
-EVALUATION = "evaluation/"  # the folder of the program that evaluates
+EVALUATION = "evaluation/"  # the folder of the evaluation's program
 # The script of a package by whether it only runs forward: its name, purpose, module, and options for a first run.
 SCRIPTS = {
     False: ("train.py", "Trains this package", "train", "--steps 20"),
@@ -82,11 +82,11 @@ def files(
     evaluation: Program | None = None,
     planned: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """The same one by one.
+    """The same files one by one, as (path, text).
 
-    `report` holds sentences for the README about this plan. `modules` are the program's, if they are made already;
+    `report` holds sentences for the README about this plan. `modules` are the program's, if they exist already;
     `memory` is the account of the ranks' memory. `constants` are the entries of the batch that are not tensors,
-    `limits` the numbers of values of integer entries. `planned` is the prediction for a plan that partc has chosen.
+    `limits` the upper bounds of integer entries. `planned` is the prediction for a plan that partc has chosen.
     """
     modules = emit(program) if modules is None else modules
     stages = [module.code for module in modules.stages]
@@ -151,7 +151,7 @@ class StageModule:
 
 
 class StageModules(Sequence[StageModule]):
-    """The emitted modules of all stages, each written when it is asked for."""
+    """The emitted modules of all stages, each written on request."""
 
     def __init__(self, program: Program, codes: Mapping[str, RegionCode], folder: str) -> None:
         self._exchanges, self._codes, self._folder = program.derived(Exchanges), codes, folder
@@ -263,7 +263,7 @@ _MOVED: Mapping[Subject, str] = {
 
 
 def _exchanged(program: Program) -> Iterator[tuple[str, str, str, Collective]]:
-    """A label of the place, the call (none for once per step), the things that travel, and a collective."""
+    """Each exchange as (label of the place, call or "" for once per step, what travels, collective)."""
     regions = {call.name: call.region for call in program.calls}
     bodies = [body for body in program.bodies if body.kind != "INIT"]
     for body in sorted(bodies, key=lambda body: (body.kind == "END", body.index)):
@@ -306,7 +306,7 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def _runtime(*programs: Program) -> Iterator[tuple[str, str]]:
-    """The runtime library, unchanged. All but three of its modules are within reach of train.py."""
+    """The runtime library, unchanged. train.py imports all but three of its modules, directly or indirectly."""
     graphs = [graph for program in programs for region in program.regions for graph in region.graphs]
     needed = {
         "runtime/ops/compiled.py": any(program.kernels == "inductor" for program in programs),

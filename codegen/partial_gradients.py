@@ -14,11 +14,11 @@ from partc.codegen.names import Names
 from partc.codegen.source import Line
 from partc.ir.program import Graph, Op, Value
 
-Buffers = Mapping[str, list[str]]  # value -> the gradients that it is added to
+Buffers = Mapping[str, list[str]]  # value -> the gradients to which it is added
 
 
 def parted(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Buffers) -> frozenset[str]:
-    """The partial sums of a kernel, if all are added to buffers and nothing else reads them."""
+    """The partial sums of a kernel, if all are added to buffers and nothing else reads them; else empty."""
     sums = summed_by_programs(op)
     kept = {name for name in sums if uses.get(name, 0) or name in graph.outputs or len(buffers.get(name, ())) != 1}
     return frozenset() if kept else sums

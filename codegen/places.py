@@ -14,7 +14,7 @@ from partc.quoting import literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceCode:
-    """The fields of such a module's template."""
+    """The fields of the template of a coordinate's module."""
 
     place: int
     ranks: str
@@ -65,7 +65,7 @@ def _links(program: Program, index: int) -> tuple[tuple[tuple[int, int], int], .
 
 
 def _schedule(program: Program, index: int) -> tuple[str, ...]:
-    """The actions in lines of a readable length, each but the last with a space at its end."""
+    """The actions as text in lines of readable length; all but the last end with a space."""
     actions = " ".join(map(str, program.schedule[index])) if program.schedule else ""
     lines = textwrap.wrap(actions, 100)
     return tuple(f"{line} " for line in lines[:-1]) + tuple(lines[-1:])

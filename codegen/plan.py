@@ -32,11 +32,11 @@ def plan(
     limits: Mapping[str, int] | None = None,
     planned: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The document. `flops` are those of a batch on all ranks together.
+    """The document. `flops` are the floating-point operations for one batch, over all ranks.
 
     `command` holds the user's other options, so that the compile can be repeated.
     """
-    from partc.codegen.attentions import documents  # which loads torch
+    from partc.codegen.attentions import documents  # loads torch
 
     types = program.value_types()
     holders = program.holders()
@@ -120,14 +120,14 @@ def plan(
 
 
 def _rounding(program: Program, precision: str) -> str:
-    """The lowest precision in which the model computes, if it is below that of a whole fp32 or fp64 package; or ""."""
+    """The lowest precision in which the model computes, if an fp32 or fp64 package computes anything below; else ""."""
     made = {value.type.dtype for region in program.regions for op in region.forward.ops for value in op.results}
     own = "bf16" if "bf16" in made else "fp16" if "f16" in made else ""
     return own if precision in ("fp32", "fp64") else ""
 
 
 def _pipeline_rank(name: str, program: Program) -> int:
-    """The pipeline rank that makes a value."""
+    """The pipeline rank that computes a value."""
     return program.place(program.maker(name).stage)
 
 

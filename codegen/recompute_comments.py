@@ -9,10 +9,10 @@ from partc.ir.program import Graph, Op, Region
 
 
 def remarks(graph: Graph, region: Region, sizes: Sizes) -> dict[str, str]:
-    """First result of each stretch of recomputed operations -> the comment.
+    """Map the first result of each stretch of recomputed operations to its comment.
 
-    The bytes are those of the values that are read outside the stretch: without recomputation they would have been
-    saved. Views of saved values take none and get no comment.
+    Bytes are those of values that are read outside the stretch: without recomputation they would have been saved. Views
+    of saved values take no memory and get no comment.
     """
     made = {value.name: op.name for op in region.forward.ops for value in op.results}
     again = [op for op in graph.ops if _is_again(op, made)]

@@ -1,4 +1,4 @@
-"""The regions of a program as code: one module each, whichever stages call them."""
+"""The regions of a program as code: one module each, whatever stages call them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def region_codes(program: Program) -> dict[str, RegionCode]:
 
 
 def _titles(program: Program) -> Mapping[str, Sequence[str]]:
-    """The calls of each region, in runs, whatever stage they are in."""
+    """Titles of the calls of each region, in runs, whatever their stage."""
     whole = replace(program, transfers=())
     found: dict[str, list[str]] = {}
     for phase in _PHASES:
@@ -57,7 +57,7 @@ def _titles(program: Program) -> Mapping[str, Sequence[str]]:
 
 
 def _updated(program: Program, region: Region, call: Call) -> dict[int, str]:
-    """The outputs that are next values of buffers: position -> the buffer's name in the region."""
+    """Map positions of outputs that are next values of buffers to the buffers' names in the region."""
     local = {name: value.name for name, value in zip(call.params, region.params, strict=True)}
     buffers = {value: buffer for buffer, value in program.updates}
     return {index: local[buffers[name]] for index, name in enumerate(call.results) if name in buffers}

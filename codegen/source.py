@@ -10,12 +10,12 @@ from partc.quoting import WIDTH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One statement, the comments above it, and the layout of the value that it makes."""
+    """One statement, the comments above it, and the layout of the value that it computes."""
 
     code: str
     layout: str = ""
     notes: tuple[str, ...] = ()
-    uses: frozenset[str] = frozenset()  # modules that it reads, and those of comm, p, g and number
+    uses: frozenset[str] = frozenset()  # the modules that it reads, and comm, p, g or number if it reads them
     indent: str = ""
     binds: bool = False  # whether it assigns results of an operation
 
@@ -39,12 +39,12 @@ class Function:
     returns: str
     lines: tuple[Line, ...]
     gives: bool = False  # whether it returns gradients of parameters, after those of inputs
-    steps: tuple[Function, ...] = ()  # of its scans
-    step: bool = False  # whether it is one
+    steps: tuple[Function, ...] = ()  # the step functions of its scans
+    step: bool = False  # whether it is the step function of a scan
 
     @property
     def uses(self) -> frozenset[str]:
-        """The modules that it reads, and those of comm, p, g and number."""
+        """The modules that it reads, and comm, p, g or number if it reads them."""
         return frozenset().union(*(line.uses for line in self.lines), *(step.uses for step in self.steps))
 
     @property
@@ -68,14 +68,14 @@ class RegionCode:
     module: str  # its name: "block" for regions/block.py
     constant: str  # the name of the table of its parameters in a stage's module
     params: Record | None
-    saved: Record | None  # tensors that forward keeps for backward
-    kept: Record | None  # tensors that the backward of the inputs keeps for the weights'
+    saved: Record | None  # tensors that forward saves for backward
+    kept: Record | None  # tensors that the backward of inputs keeps for gradients of weights
     forward: Function
     backward: Function | None
     weight: Function | None
     stored: frozenset[int]  # positions of the outputs that forward stores in buffers and doesn't return
     compiled: bool  # whether torch.compile makes kernels of the functions
-    has_local: bool  # whether the layout of some value is known within a rank only
+    has_local: bool  # whether some value has a `local` layout
     gradient_inputs: tuple[int, ...]  # positions of the inputs whose gradients backward returns
     gradient_outputs: tuple[int, ...]  # positions of the outputs whose gradients backward takes
 
@@ -91,12 +91,12 @@ class RegionCode:
 
     @property
     def printed(self) -> tuple[Function, ...]:
-        """All functions of the module, each after the steps that it runs."""
+        """All functions of the module, each after its step functions."""
         return tuple(each for function in self.functions for each in (*function.steps, function))
 
     @property
     def imports(self) -> tuple[list[str], list[str]]:
-        """The module's import lines, sorted: those of the standard library, and the others."""
+        """The module's sorted import lines: (standard library, others)."""
         uses = self.uses
         standard = {
             "import math": "math" in uses,
@@ -120,11 +120,11 @@ class RegionCode:
 
     @property
     def imported(self) -> tuple[str, ...]:
-        """The names that stages import, sorted as import lines are."""
+        """The names that stages import, sorted like import lines."""
         return (*([self.params.name] if self.params else []), *sorted(function.name for function in self.functions))
 
 
 def imported(module: str, names: Sequence[str]) -> str:
-    """A line that imports names from a module, or several where one is too short."""
+    """An import of names from a module, on several lines if one is too short."""
     line = f"from {module} import {', '.join(names)}"
     return line if len(line) <= WIDTH else f"from {module} import (\n    {f',{chr(10)}    '.join(names)},\n)"

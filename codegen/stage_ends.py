@@ -1,4 +1,4 @@
-"""The exchanges of an emitted Stage outside its calls: once per step, and between its actions."""
+"""The exchanges of an emitted Stage outside its calls: those once per step, and those between its actions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class StageEnds:
         return self.facts.exchanges.levels if any(opens(self.facts, kind) for kind in _METHODS.values()) else 0
 
     def ahead(self) -> dict[str, str]:
-        """The parameters of methods, and the arguments that `backward` gives to its two halves."""
+        """The methods' parameters for gathers of later actions, and the arguments that `backward` passes to its two
+        halves.
+        """
         parameters = AHEAD[: self.facts.exchanges.levels]
         typed = "".join(f", {name}: Unit" for name in parameters)
         found = {method: typed if opens(self.facts, kind) else "" for method, kind in _METHODS.items()}
@@ -53,7 +55,7 @@ class StageEnds:
         return found
 
     def reduce(self) -> list[Line]:
-        """The waits and sums after a stage's last backward."""
+        """The waits and sums after a stage's last backward pass."""
         lines: list[Line] = []
         for when, statements in groupby(self.facts.body("REDUCE_GRAD"), key=lambda each: each.when):
             lines.extend([Line(code=f"if {when}:")] if when else [])
@@ -81,7 +83,7 @@ class StageEnds:
         return Line(code=f"self.sums[{literal(each.of)}].{each.verb}()", notes=said_of(self.facts, [each]))
 
     def refresh(self) -> list[Line]:
-        """The gathers of parameters that stay whole, as a step begins."""
+        """The gathers of parameters that stay whole, at the start of a step."""
         gathers = list(refreshed(self.facts, "REFRESH"))
         notes = said_of(self.facts, self.facts.body("REFRESH"), "as each rank has updated a part")
         return [replace(line, notes=notes if index == 0 else ()) for index, line in enumerate(gathers)]

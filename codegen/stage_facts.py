@@ -1,4 +1,4 @@
-"""The facts about one pipeline stage that its module is written from."""
+"""The facts about one pipeline stage from which its module is written."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StageFacts:
 
     @cached_property
     def split(self) -> bool:
-        """Whether backward passes run in halves; a schedule may ask for those of a stage that has no weights."""
+        """Whether backward passes run in halves; the schedule may do so even for a stage without weights."""
         return "I" in self.program.kinds(self.index) or any(code.weight for code in self.codes.values())
 
     def makes(self, name: str) -> bool:
@@ -88,7 +88,7 @@ class StageFacts:
         return f"self.{self._attributes[kind + self._called(run)]}"
 
     def _called(self, run: Run) -> str:
-        """A name of a run. Loops over one list whose calls are of different regions are numbered."""
+        """The name of a run. Runs over one module list that call different regions are numbered."""
         if not run.loop:
             return run.calls[0].name
         loops = [other for other in self.every_run if other.loop and other.prefix == run.prefix]
@@ -105,7 +105,7 @@ class StageFacts:
 
     @cached_property
     def given(self) -> Mapping[str, str]:
-        """Expressions of the values that a microbatch's calls find: of the batch, received, and made once."""
+        """Expressions of the values that a microbatch's calls can read: from the batch, received, or computed once."""
         found = {name: f"batch[{literal(name)}]" for name in self.program.inputs}
         found.update((transfer.value, f"received[{literal(transfer.value)}]") for transfer in self.received)
         once = [call for phase in PHASES[:2] for run in self.runs[phase] for call in run.calls]

@@ -23,7 +23,7 @@ class StageCode:
 
     index: int
     title: str
-    regions: tuple[str, ...]  # the lines that import them
+    regions: tuple[str, ...]  # the lines that import the regions
     tables: tuple[tuple[str, tuple[Entry, ...]], ...]
     parameters: tuple[Entry | Repeated, ...]
     inputs: tuple[Entry, ...]
@@ -33,9 +33,9 @@ class StageCode:
     loss: str
     loss_partial: str
     results: tuple[Entry, ...]
-    methods: Mapping[str, tuple[Line, ...]]  # the lines of each method; without lines, it is the base class's
-    split: bool  # whether gradients of weights have a method of their own, `weight`
-    ahead: Mapping[str, str]  # method -> its parameters for the units of later actions
+    methods: Mapping[str, tuple[Line, ...]]  # the lines of each method; a method without lines is inherited
+    split: bool  # whether there is a separate method for gradients of weights
+    ahead: Mapping[str, str]  # method -> its parameters for gathers of later actions
     lookahead: int
     refreshes: bool  # whether the first forward pass waits for parameters that stay whole
     buckets: tuple[Entry, ...]
@@ -47,7 +47,7 @@ class StageCode:
 
 
 def stage_code(exchanges: Exchanges, index: int, regions: Mapping[str, RegionCode], prefix: str = "") -> StageCode:
-    """`regions` has the code of every region of the program; their modules' names start with `prefix`."""
+    """The code of a stage. `regions` has the code of every region of the program; module names start with `prefix`."""
     facts = StageFacts(exchanges, index, regions)
     program, weights, ends = facts.program, Weights(facts), StageEnds(facts)
     backward = BackwardWriter(facts)
@@ -114,7 +114,7 @@ def _results(facts: StageFacts) -> tuple[Entry, ...]:
 
 
 def _inputs(facts: StageFacts) -> list[str]:
-    """Entries of the batch that this stage reads."""
+    """The entries of the batch that this stage reads."""
     read = {name for call in facts.calls for name in call.args}
     return [name for name in facts.program.inputs if name in read]
 

@@ -37,7 +37,9 @@ def _names(facts: StageFacts, *more: str) -> Names:
 
 
 def _wanted(facts: StageFacts) -> Mapping[str, str]:
-    """Names of values that a loop hands along: the region's own, before, in and after the loop."""
+    """The wanted names of values that a loop passes from call to call, before, in and after the loop: the region's
+    own.
+    """
     wanted: dict[str, str] = {}
     for run in facts.runs["microbatch"]:
         if run.loop:
@@ -149,7 +151,7 @@ class BackwardWriter:
         return lines
 
     def weight(self) -> list[Line]:
-        """The gradients of weights, from the values that the backward of inputs kept; the last kept is used first."""
+        """The gradients of weights, from the values that the backward of inputs kept, last kept first."""
         lines: list[Line] = []
         for run in self.runs:
             function = self.facts.codes[run.region.name].weight
@@ -163,7 +165,7 @@ class BackwardWriter:
         return lines
 
     def _owed(self) -> set[str]:
-        """Program values whose gradient is used: by a call of this stage, or by the stage that sent the value."""
+        """The program values whose gradient is read by a call of this stage, or by the stage that sent the value."""
         owed = {t.value for t in self.facts.received if t.gradient}
         for run in self.runs:
             code = self.facts.codes[run.region.name]
@@ -172,7 +174,7 @@ class BackwardWriter:
         return owed
 
     def _incoming(self, name: str, lines: list[Line]) -> str:
-        """The gradient of a call's result. `lines` gets the 1 of the loss, and zeros for results without readers."""
+        """The gradient of a call's result. Adds the lines for the loss's gradient, 1, and zeros for unread results."""
         if name in self.grads:
             return self.grads.pop(name)
         dtype = f"dtype={DTYPES[self.facts.types[name].dtype]}"
@@ -192,7 +194,7 @@ class BackwardWriter:
         return variable
 
     def _scaled(self) -> bool:
-        """Whether small gradients need a larger loss."""
+        """Whether the loss is scaled, for small gradients in fp16."""
         return any(value.type.dtype == "f16" for region in self.facts.program.regions for value in region.params)
 
     def _backward_call(self, run: Run) -> list[Line]:
@@ -200,7 +202,7 @@ class BackwardWriter:
         lines: list[Line] = []
         incoming = [self._incoming(call.results[index], lines) for index in code.gradient_outputs]
         targets, sums = self._targets(call, code)
-        assert code.backward is not None  # or it would not be run
+        assert code.backward is not None  # otherwise it would not run
         way = access(self.facts, run, code.backward, self._kind())
         return [*lines, *self._backward_statement(run, way, code.backward, incoming, targets), *sums]
 
@@ -263,7 +265,7 @@ class BackwardWriter:
             self.grads[name] = total
             targets[index] = part
         results = [targets[index] for index in code.gradient_inputs]
-        assert code.backward is not None  # a loop hands a value along, whose gradient is handed back
+        assert code.backward is not None  # a loop that passes a value along passes its gradient back
         way = access(self.facts, run, code.backward, self._kind())
         lines.extend(self._backward_statement(run, way, code.backward, incoming, results, sums))
         for argument, _ in run.carried:

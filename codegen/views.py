@@ -12,8 +12,8 @@ from partc.ir.program import Graph, Op, Ref, needed
 def without_idle_views(graph: Graph, sizes: Sizes) -> Graph:
     """The graph with views composed, and without identities and unread operations.
 
-    Looks at local shapes: a reshape that only restates a global shape is an identity on one rank. An output that was an
-    identity takes its operand's name, at the same position.
+    Shapes are local: a reshape that only restates a global shape is an identity on one rank. An output that was an
+    identity becomes its operand, at the same position.
     """
     local = {name: value.type.layout.local_shape(sizes) for name, value in graph.definitions().items()}
     made: dict[str, Op] = {}
@@ -44,7 +44,7 @@ def _is_identity(op: Op, local: dict[str, tuple[int, ...]]) -> bool:
 
 
 def _composed(op: Op, made: dict[str, Op]) -> Op:
-    """A view of a view of the same kind as one view."""
+    """A view of a view of the same kind, as one view."""
     if op.name not in ("reshape", "permute"):
         return op
     before = made.get(_operand(op))

@@ -1,4 +1,4 @@
-"""The weights of a pipeline stage: the tables of its shards, and their work once per step."""
+"""The weights of a pipeline stage: the tables of its shards, and the operations on them once per step."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Parameters that several calls have under numbered prefixes."""
+    """Parameters of several calls under numbered prefixes."""
 
     constant: str  # the module's table of the region's parameters: "BLOCK"
-    key: str  # an f-string of a name, from the loop's variables i and name
+    key: str  # an f-string for a parameter's name, from the loop variables i and name
     numbers: str
 
 
@@ -52,7 +52,7 @@ class Weights:
 
     @cached_property
     def parted(self) -> bool:
-        """Whether some calls read parameters in another form than ranks hold them."""
+        """Whether some calls read parameters in a different form from the one that ranks hold."""
         return any(run.region.params and self.exchanges.has_unit(run.calls[0]) for run in self.facts.every_run)
 
     @property
@@ -93,14 +93,14 @@ class Weights:
         return params.name if params else ""
 
     def _gradients(self, run: Run) -> str:
-        """The gradients that calls add to; under ZeRO 1, those of whole parameters."""
+        """The gradients to which calls add; under ZeRO 1, those of whole parameters."""
         cls = self._class(run)
         if self.program.zero == 1 and self.exchanges.has_unit(run.calls[0]):
             return self._named(run, f"{cls}(*self.parts.sums(")
         return self._tensors(run, cls, "gradients")
 
     def _travel(self) -> Iterator[str]:
-        """The arguments on the travel of gradients: axes inside nodes, element type, compression."""
+        """The arguments for the transport of gradients: axes inside nodes, element type, compression."""
         transport = self.program.transport
         if transport.near:
             yield f"near={strings(transport.near)}"
@@ -232,7 +232,7 @@ class Weights:
         return f"[{', '.join(each_call)}]" if run.loop else each_call[0]
 
     def _named(self, run: Run, maker: str) -> str:
-        """The same from the parameters' names."""
+        """The tuple (or list of tuples) of a run's parameters, from their names."""
         close = ")" * maker.count("(")
         if run.loop and run.numbers and self._table(run) is not None:
             key = literal_template(run.prefix, ".{i}.{name}")
@@ -249,7 +249,7 @@ class Weights:
         )
 
     def shared_note(self) -> str:
-        """The bytes that the sum of shared weights moves, as a comment."""
+        """The bytes that the sum of shared weights' gradients moves, as a comment."""
         weights = [parameter for parameters in self.sums.shared().values() for parameter in parameters]
         return readable(sum(parameter.type.local_bytes(self.program.sizes) for parameter in weights))
 

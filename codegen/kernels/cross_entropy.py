@@ -30,11 +30,11 @@ class CrossEntropy(Kernel):
     rows: int
     classes: int
     step: int
-    long: bool  # places take 64 bits
+    long: bool  # positions need 64 bits
     dtype: str
-    logit: str  # the variable that has one, in `lines`
-    label: str  # the label's place among the classes that are here; "" where nothing picks
-    picked: str  # the variable that has its logit, in `picking`
+    logit: str  # the variable of a logit in `lines`
+    label: str  # the label's index among this rank's classes; "" without `pick`
+    picked: str  # the variable of the label's logit in `picking`
     share: str  # a logit's weight in label smoothing; "" without smoothing
     before: tuple[str, ...]
     labels: tuple[str, ...]
@@ -49,9 +49,10 @@ class CrossEntropy(Kernel):
 
     @property
     def candidates(self) -> list[Configuration]:
-        """Also other step sizes; if this one divides the classes, only those that do too: they need no mask.
+        """The default configuration and other step sizes; if the default divides the classes, only sizes that do, too:
+        they need no mask.
 
-        Those of up to this size also with loads of the next steps' logits during a computation.
+        Step sizes up to the default also come with software pipelining, which loads the next steps' logits ahead.
         """
         own, warps = self.step, self.warps
         small, large = (own // 2, max(1, warps // 2)), (2 * own, 2 * warps)
@@ -74,7 +75,7 @@ class CrossEntropy(Kernel):
 
     @property
     def cuts(self) -> bool:
-        """Whether the last step has fewer classes."""
+        """Whether the last step is partly masked."""
         return self.classes % self.step != 0
 
     @property
@@ -92,7 +93,7 @@ class CrossEntropy(Kernel):
 
 
 def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> CrossEntropy:
-    """The kernel of a fused operation that contains pieces of a cross-entropy."""
+    """The kernel of a fused operation with pieces of a cross-entropy."""
     draft = Draft.of(op, types, sizes)
     pieces = {step.name: step for step in op.body if step.name in kernels.STREAMED}
     logits = next(next(iter(pieces.values())).refs())

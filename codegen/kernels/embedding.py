@@ -13,8 +13,8 @@ from partc.ir.printer import readable
 from partc.ir.program import DType, Op, Ref, TensorType
 from partc.rules import kernels
 
-CHUNK = 32  # positions of one program
-WIDEST = 1024  # columns of one program
+CHUNK = 32  # positions per program
+WIDEST = 1024  # the most columns per program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Embedding(Kernel):
     width: int
     rows: int
     first: str  # the offset of ids: the first row of this rank's table
-    unpadded: str  # the condition that an id is not the padding's
+    unpadded: str  # the condition that excludes the padding id
     dtype: str
 
     template = "embedding"
@@ -58,7 +58,7 @@ class Embedding(Kernel):
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """The first and the last run of each program."""
+        """The shape of the partial sums: first and last run of each program."""
         return self.chunks, 2, self.width
 
     @property
@@ -72,7 +72,7 @@ class Embedding(Kernel):
 
 
 def embedding(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Embedding:
-    """The kernel of a fused operation that is an embedding's gradient."""
+    """The kernel of a fused operation that consists of an embedding's gradient."""
     (inner,) = op.body
     grad, ids = inner.args[:2]
     assert isinstance(grad, Ref) and isinstance(ids, Ref)
@@ -96,7 +96,7 @@ def embedding(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Embeddin
 
 
 def working(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, ...], DType]]:
-    """The shapes and types of a launch's workspace: sorted ids, their order, and parts of runs."""
+    """The shapes and types of a launch's workspace: sorted ids, their order, and partial sums of runs."""
     found = embedding(op, types, sizes)
     _, ids = op.body[0].args[:2]
     assert isinstance(ids, Ref)

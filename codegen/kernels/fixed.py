@@ -15,10 +15,10 @@ from partc.runtime.comm import compression
 from partc.runtime.optimizer.flat import BETAS, EPS, EVEN, GRANULE, UNCOPIED
 
 TRIAL = 1 << 24
-INTERPRETED = 1 << 16  # numbers of a block where kernels are interpreted, each program at some cost
+INTERPRETED = 1 << 16  # elements per program in Triton's interpreter, where each program is costly
 
 
-# The arguments: gradients of the rows' losses, logits, labels, and log-sum-exps.
+# Operands: gradients of the rows' losses, logits, labels, log-sum-exps.
 LOGITS_TRIED = (
     "scratch((1024,), torch.float32, device)", "scratch((1024, 16384), torch.bfloat16, device)",
     "scratch((1024,), torch.int64, device, 16384)", "scratch((1024,), torch.float32, device)",
@@ -27,15 +27,15 @@ LOGITS_TRIED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedKernels:
-    """A module of kernels that packages contain whatever the model is.
+    """A module of kernels that does not depend on the model.
 
-    `block` is the number of elements of a program; `alone` says that the module has one function, of its name; `trial`
-    is the number of elements for timing.
+    `block` is the number of elements per program; `alone`: the module has a single function with its name; `trial` is
+    the number of elements for timing.
     """
 
     name: str
-    each: str = ""  # bytes that are moved for one number
-    moved: str = ""  # in a step, by the rank with most
+    each: str = ""  # bytes moved per element
+    moved: str = ""  # bytes moved in a step, on the rank that moves most
     block: int = 4 * GRANULE
     interpreted: int = INTERPRETED
     warps: int = 4
@@ -102,7 +102,7 @@ LOGITS = FixedKernels(name="logits", alone=False, block=4096, interpreted=0, war
 
 
 def written(program: Program) -> Iterator[FixedKernels]:
-    """The modules of a package; none if nothing is trained."""
+    """The fixed modules of a package; none if nothing is trained."""
     trained = [parameter for parameter in program.parameters if parameter.trainable]
     sizes = sorted({ITEMSIZE[parameter.type.dtype] for parameter in trained})
     if not sizes:
@@ -123,7 +123,7 @@ def written(program: Program) -> Iterator[FixedKernels]:
 
 
 def _updated(parameter: Parameter, times: int, read: DType, program: Program) -> int:
-    """The bytes that an update moves of a parameter: multiples of its own, and those of its low-precision copy."""
+    """The bytes that the update of a parameter moves: `times` its own bytes, and those of its low-precision copy."""
     size = parameter.type.local_bytes(program.sizes)
     cast = read != parameter.type.dtype and not parameter.gather
     return times * size + (size // ITEMSIZE[parameter.type.dtype] * ITEMSIZE[read] if cast else 0)

@@ -27,7 +27,7 @@ def kernels(program: Program) -> Iterator[Kernel]:
 
 
 def kernel(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding: bool = False) -> Kernel:
-    """The kernel of a fused operation; `rounding` after every elementwise operation is for tests."""
+    """The kernel of a fused operation; `rounding` rounds after every elementwise operation, for tests."""
     if op.body[0].name in TABLES:
         return embedding(op, types, sizes)
     if any(step.name in STREAMED for step in op.body):
@@ -38,7 +38,7 @@ def kernel(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding: b
 
 
 def held_beside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Sequence[tuple[tuple[int, ...], DType]]:
-    """The shapes and types of a launch's memory besides its arguments and results."""
+    """The shapes and types of the memory that a launch needs besides its arguments and results."""
     if op.body[0].name in TABLES:
         return working(op, types, sizes)
     return parts(op, types, sizes) if "along" in dict(op.attrs) else ()

@@ -10,8 +10,8 @@ import sympy
 from partc.errors import InternalError
 from partc.ir.program import Op
 
-Index = tuple[sympy.Expr, ...]  # of one element of a tensor, a dimension at a time
-Ranges = Mapping[sympy.Symbol, int]  # a variable runs from 0 to below this
+Index = tuple[sympy.Expr, ...]  # the index of a tensor's element, one expression per dimension
+Ranges = Mapping[sympy.Symbol, int]  # variable -> exclusive upper bound; the lower bound is 0
 
 ZERO = sympy.Integer(0)
 
@@ -31,7 +31,7 @@ class Modulo(sympy.Function):  # type: ignore[misc]
 
 
 def largest(expr: sympy.Expr, ranges: Ranges) -> int | None:
-    """The largest value of an expression; None if it depends on a stride that is known at run time only."""
+    """The largest value of an expression; None if it depends on a stride that is only known at run time."""
     if isinstance(expr, sympy.Integer):
         return int(expr)
     if isinstance(expr, sympy.Symbol):
@@ -94,13 +94,13 @@ def _parts(expr: sympy.Expr, by: int) -> tuple[sympy.Expr, sympy.Expr]:
             whole += symbols * (int(factor) // by)
         else:
             rest += term
-    if not rest.has(sympy.Symbol, FloorDiv, Modulo):  # a number alone
+    if not rest.has(sympy.Symbol, FloorDiv, Modulo):  # a constant
         return whole + int(rest) // by, sympy.Integer(int(rest) % by)
     return whole, rest
 
 
 def flattened(index: Index, shape: Sequence[int]) -> sympy.Expr:
-    """The position of an element in contiguous memory."""
+    """The position of an element in contiguous memory of this shape."""
     place: sympy.Expr = ZERO
     for part, size in zip(index, shape, strict=True):
         place = place * size + part
@@ -117,13 +117,13 @@ def unflattened(place: sympy.Expr, shape: Sequence[int], ranges: Ranges) -> Inde
 
 
 def broadcast(index: Index, shape: Sequence[int]) -> Index:
-    """The element of an operand that belongs to an element of the broadcast result."""
+    """The index into an operand for an element of the broadcast result."""
     aligned = index[len(index) - len(shape) :]
     return tuple(ZERO if size == 1 else part for part, size in zip(aligned, shape, strict=True))
 
 
 def through(op: Op, index: Index, operand: Sequence[int], shape: Sequence[int], result: int, ranges: Ranges) -> Index:
-    """The element of a view's operand behind an element of its result. `result` numbers the results of a split."""
+    """The index into a view's operand for an element of its result; `result` is the number of a split's result."""
     match op.name:
         case "alias":
             return index

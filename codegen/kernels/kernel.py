@@ -29,14 +29,14 @@ from partc.ir.printer import fused_bytes, print_operation, readable
 from partc.ir.program import DType, Op, TensorType
 from partc.rules import kernels
 
-WIDE = 2**31  # from here on, places take 64 bits
-_LONG = 96  # the longest expression of one line
+WIDE = 2**31  # from this size on, positions need 64 bits
+_LONG = 96  # the longest expression on one line
 TORCH: Mapping[DType, str] = {name: text.removeprefix("torch.") for name, text in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A tensor that the kernel writes, with torch's name of its dtype. It may be written `over` an argument."""
+    """A tensor that the kernel writes, with torch's name for its dtype. `over`: the argument that it overwrites."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,13 +44,13 @@ class Result:
     over: str = ""
 
 
-Configuration = Mapping[str, int]  # block sizes and number of warps of a launch
+Configuration = Mapping[str, int]  # block sizes and number of warps
 MOST_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """The description of a kernel and its launch. Its template has the rest."""
+    """The description of a kernel and its launch, from which a template writes its source."""
 
     name: str
     operations: tuple[str, ...]
@@ -62,7 +62,7 @@ class Kernel:
     lines: tuple[str, ...]
 
     template = ""
-    interpreting = None  # a configuration of its own there
+    interpreting = None  # the configuration for Triton's interpreter, if different
 
     @property
     def configuration(self) -> Configuration:
@@ -71,7 +71,7 @@ class Kernel:
 
     @property
     def candidates(self) -> list[Configuration]:
-        """Configurations for tuning, the default first: by default other numbers of warps."""
+        """Configurations for tuning, the default first, then other numbers of warps."""
         warps = self.configuration["num_warps"]
         others = [each for each in (2 * warps, warps // 2) if 1 <= each <= MOST_WARPS]
         return [self.configuration, *({**self.configuration, "num_warps": each} for each in others)]
@@ -101,7 +101,9 @@ class Kernel:
 
     @property
     def _scalars(self) -> dict[str, bool]:
-        """The scalar arguments of the launch, and whether each is a number; random numbers start at words in memory."""
+        """The scalar arguments of the launch, each with True for a number, False for a word in memory (random
+        counters).
+        """
         return {name: not name.startswith("counter") for name in self.numbers}
 
     @property
@@ -112,7 +114,7 @@ class Kernel:
 
     @property
     def given(self) -> list[str]:
-        """The launcher's arguments for these parameters."""
+        """The launcher's arguments for the kernel's inputs."""
         given = (
             text
             for item in self.arguments
@@ -121,7 +123,7 @@ class Kernel:
         return [*given, *self.numbers]
 
     def memory(self, result: Result) -> str:
-        """The expression of a result's memory."""
+        """The expression that allocates a result, or the argument that it overwrites."""
         if result.over:
             return f"{result.over}  # which nobody reads any more"
         return f"torch.empty({result.shape}, dtype=torch.{result.dtype}, device={self.arguments[0].name}.device)"
@@ -141,7 +143,7 @@ class Kernel:
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """A fused operation on its way to a kernel: its tensors, under names that are free in both functions."""
+    """A fused operation before its kernel is written: its tensors, under names that are free in kernel and launcher."""
 
     op: Op
     types: dict[str, TensorType]
@@ -220,7 +222,7 @@ def _argument(name: str, type: TensorType, sizes: Sizes, strided: bool) -> Kerne
 
 
 def symbols(argument: KernelTensor) -> dict[int, sympy.Symbol]:
-    """The strides that are known at run time only, by dimension."""
+    """The strides that are only known at run time, by dimension."""
     return {dim: step for dim, step in enumerate(argument.strides) if isinstance(step, sympy.Symbol)}
 
 
@@ -233,7 +235,7 @@ def expressions(statement: Statement) -> Iterator[sympy.Expr]:
 
 
 def bounds(statements: Sequence[Statement], ranges: Ranges) -> list[int | None]:
-    """The largest position of each load and of each position in a computation; None if a stride is unknown."""
+    """The largest value of each position in loads and computations; None if a stride is unknown."""
     places = (
         (statement.place,) if isinstance(statement, Load) else statement.places
         for statement in statements
@@ -263,7 +265,7 @@ def lines(statement: Load | Evaluate, ranges: Ranges, mask: str, names: Names) -
 
 
 def stored(found: Found, dtype: DType) -> str:
-    """A value in the type of its memory."""
+    """A value, cast to the type of its memory."""
     return found.text if found.dtype == dtype else f"{found.text}.to({TRITON[dtype]})"
 
 
@@ -290,6 +292,6 @@ def _upcast(dtype: DType) -> str:
 
 
 def _described(op: Op) -> str:
-    """An operation, and its place in the model."""
+    """An operation as text, with its line in the model."""
     place = f"  # {op.source.file.rpartition('/')[2]}:{op.source.line}" if op.source and op.source.line else ""
     return f"{', '.join(value.name for value in op.results)} = {print_operation(op)}{place}"

@@ -48,14 +48,15 @@ class Lowering:
     sizes: Sizes
     names: Names
     ranges: Mapping[sympy.Symbol, int]
-    columns: Index = ()  # of the dimensions that reductions go along
-    rounding: bool = False  # after every operation, as PyTorch does: for tests that ask for equal bits
+    columns: Index = ()  # the index along the reduced dimensions
+    rounding: bool = False  # round after every operation, as PyTorch does; for tests of bitwise equality
     statements: list[Statement] = field(default_factory=list)
-    over: dict[str, frozenset[sympy.Symbol]] = field(default_factory=dict)  # variable -> the loops it differs over
-    looked_up: dict[sympy.Symbol, Found] = field(default_factory=dict)  # a position in a table -> its index variable
+    over: dict[str, frozenset[sympy.Symbol]] = field(default_factory=dict)  # variable -> the loops over which it varies
+    # Symbol of a position in a table -> the variable of its index.
+    looked_up: dict[sympy.Symbol, Found] = field(default_factory=dict)
     beyond: dict[sympy.Symbol, int] = field(
         default_factory=dict
-    )  # ranges of variables other than loops: such positions, and ranks
+    )  # ranges of symbols other than loops: looked-up positions, and ranks
     _known: dict[tuple[str, Index, Guards], Found] = field(default_factory=dict)
     _makers: dict[str, tuple[Op, int]] = field(default_factory=dict)
 
@@ -67,7 +68,7 @@ class Lowering:
         return self.types[name].layout.local_shape(self.sizes)
 
     def value(self, name: str, index: Index, guards: Guards = ()) -> Found:
-        """The variable with this element of a value; with guards, valid only where they hold."""
+        """The variable that holds this element of a value; it is only valid where all guards hold."""
         for known in ((), guards):
             if (name, index, known) in self._known:
                 return self._known[name, index, known]
@@ -115,7 +116,7 @@ class Lowering:
                 return self._computed(op, index, guards)
             case "reduction":
                 return self._reduced(op, index)
-            case "streamed":  # made by the template
+            case "streamed":  # computed by the template
                 over = frozenset().union(*(part.free_symbols for part in index))
                 return Found(STREAMS[op.name], computed_in(op.result.type.dtype), over=over)
             case "composite" if op.name == "cross_entropy_backward":
@@ -145,7 +146,9 @@ class Lowering:
         return Found(self._statement(op.result.name, text), result, over=over)
 
     def _drawn(self, op: Op, index: Index) -> Found:
-        """Whether a dropout keeps an element, by its position in the whole tensor relative to the first one here."""
+        """Whether a dropout keeps an element, by its position in the whole tensor relative to this rank's first
+        element.
+        """
         place: sympy.Expr = ZERO
         for part, dim in zip(index, op.result.type.layout.dims, strict=True):
             here = [sub.size // math.prod(self.sizes[axis] for axis in sub.axes) for sub in dim]
@@ -162,7 +165,7 @@ class Lowering:
         return Found(self._statement(op.result.name, text, places=(place,)), "bool", over=over)
 
     def _logits_gradient(self, op: Op, index: Index, guards: Guards) -> Found:
-        """The gradient of a cross-entropy, from each row's statistics and whether the column is the label's."""
+        """The gradient of a cross-entropy, from each row's statistics and whether the column is the label."""
         _, logits, _, _, weight, ignore, smoothing, *total = op.args
         assert isinstance(logits, Ref)
         dtype = computed_in(op.result.type.dtype)
@@ -189,12 +192,12 @@ class Lowering:
         return Found(target, dtype, over=over)
 
     def class_weight(self, op: Op, weight: Arg, classes: int, column: sympy.Expr) -> Found:
-        """The weight of one of this rank's classes, from the weights of all."""
+        """The weight of one of this rank's classes, from the weights of all classes."""
         assert isinstance(weight, Ref)
         return self.value(weight.name, (self._class(op, classes, column),))
 
     def _class(self, op: Op, classes: int, column: sympy.Expr) -> sympy.Expr:
-        """The number of a class, counted from the first rank's."""
+        """The global number of one of this rank's classes."""
         axis = kernels.ranked(op)
         if not axis:
             return column
@@ -242,7 +245,7 @@ class Lowering:
         return constant(arg, "f32") if isinstance(arg, int | float) else None
 
     def _joined(self, op: Op, index: Index, guards: Guards) -> Found:
-        """The part of a `cat` that the index selects."""
+        """The element of a `cat`, from the operand that contains the index."""
         parts, dim = kernels.joined(op)
         dim %= len(index)
         start, size = 0, self.shape(op.result.name)[dim]
@@ -263,7 +266,7 @@ class Lowering:
         return Found(target, dtype, over=frozenset(over))
 
     def _padded(self, op: Op, index: Index, guards: Guards) -> Found:
-        """The gradient of a slice: zero outside it."""
+        """The gradient of a slice's operand: zero outside the slice."""
         source = next(op.refs())
         dim, start = kernels.padded(op)
         dim %= len(index)

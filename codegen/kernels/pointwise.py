@@ -15,8 +15,8 @@ from partc.codegen.kernels.statements import Reduce, Statement, contiguous
 from partc.ir.layout import Sizes
 from partc.ir.program import Op, TensorType
 
-BLOCK = 1024  # elements of one program instance: 16 bytes for each of 4 x 32 threads
-OTHERS = ((512, 4), (2048, 4), (2048, 8), (4096, 8))  # and of candidates: elements, and warps
+BLOCK = 1024  # elements per program: 16 bytes for each of 4 x 32 threads
+OTHERS = ((512, 4), (2048, 4), (2048, 8), (4096, 8))  # further candidates: (elements, warps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,9 @@ class Pointwise(Kernel):
 
     @property
     def candidates(self) -> list[Configuration]:
-        """If this block size divides the elements, only sizes that do too: they need no mask."""
+        """Configurations for tuning; if the default block divides the elements, only sizes that do, too: they need no
+        mask.
+        """
         others = ({"BLOCK": block, "num_warps": warps} for block, warps in OTHERS)
         return [self.configuration, *(each for each in others if self.masked or self.count % each["BLOCK"] == 0)]
 
@@ -82,7 +84,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
 
 
 def _shaped(name: str, op: Op) -> str:
-    """The shape of a single result before the reshapes at its end, which keep the order of elements."""
+    """A result before its final reshapes, which keep the order of elements."""
     made = {step.result.name: step for step in op.body if step.name == "reshape"}
     while name in made and len(op.results) == 1:
         name = next(made[name].refs())
@@ -92,7 +94,7 @@ def _shaped(name: str, op: Op) -> str:
 def _collapsed(
     statements: Sequence[Statement], loops: Sequence[Variable]
 ) -> tuple[list[Statement], tuple[Variable, ...]]:
-    """The statements with the fewest loops; a single loop is the index itself."""
+    """The statements with as few loops as possible; a single loop's variable is the index itself."""
     place = sum(
         (loop.symbol * step for loop, step in zip(loops, contiguous([i.size for i in loops]), strict=True)), ZERO
     )

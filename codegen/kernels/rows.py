@@ -1,8 +1,8 @@
 """Kernels over rows: sums along rows and down columns, with elementwise operations in between.
 
-A program takes ROWS rows at a time. If it sums along rows, it holds them whole, in one block of COLUMNS elements;
-otherwise the columns are distributed over programs too. A sum down the columns is computed in each program over its
-rows, and then over programs by PyTorch: in the same order on every GPU.
+A program handles ROWS rows at a time. If it sums along rows, it holds them whole, in one block of COLUMNS elements;
+otherwise the columns are distributed over programs, too. For a sum down the columns, each program sums its rows, and
+PyTorch sums over programs: in the same order on every GPU.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from partc.ir.program import DType, Op, TensorType
 from partc.rules.kernels import REDUCTIONS
 from partc.rules.rule import integers
 
-TILE = 4096  # elements that a program holds at a time, unless a row has more
-SUMMED = 2048  # the same for programs that sum down columns, whose sums have one number for each element of a tile
-PROGRAMS = 528  # that sum down columns: four for each processor of an H100
-NARROW = 128  # columns of a program that sums down many rows, where nothing sums along them
-WIDEST = 1024  # and of one that sums neither way
-MOST_ACROSS = 65_535  # programs along the second dimension of a CUDA grid
-_REDUCED = {  # reductions along rows: the operation, and its neutral element
+TILE = 4096  # elements that a program holds at a time, unless a row is longer
+SUMMED = 2048  # the same for programs that sum down columns and accumulate a whole tile
+PROGRAMS = 528  # programs that sum down columns: four for each multiprocessor of an H100
+NARROW = 128  # columns per program that only sums down many rows
+WIDEST = 1024  # columns per program that sums neither way
+MOST_ACROSS = 65_535  # the most programs along the second dimension of a CUDA grid
+_REDUCED = {  # reductions along rows: operation -> Triton function and neutral element
     "sum": ("tl.sum({}, axis=1, keep_dims=True)", "0.0"),
     "amax": ("functions.largest({})", 'float("-inf")'),
     "amin": ("-functions.largest(-({}))", 'float("inf")'),
@@ -60,7 +60,7 @@ class Tiling:
 
     @property
     def cuts_rows(self) -> bool:
-        """Whether some rows of a tile do not exist."""
+        """Whether the last tile has rows that do not exist."""
         return self.steps > 1 or self.high * self.programs != self.rows
 
     @property
@@ -69,13 +69,13 @@ class Tiling:
 
     @property
     def reach(self) -> int:
-        """The elements of all tiles, masked ones included: their positions are computed before they are masked."""
-        most = 2 * self.high * self.programs if self.steps > 1 else 0  # rows of a candidate in one step
+        """The number of elements in all tiles, masked ones included, because positions are computed before masking."""
+        most = 2 * self.high * self.programs if self.steps > 1 else 0  # rows in one step of the largest candidate
         return (max(self.rows, self.high * self.programs) + most) * self.wide * self.across
 
     @property
     def parts(self) -> int:
-        """The elements of a sum's parts, with the most programs of a candidate."""
+        """The number of elements in a sum's parts, for the candidate with the most programs."""
         return 2 * self.programs * self.columns
 
     @property
@@ -85,9 +85,9 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnSum:
-    """A sum down all rows: `parts` are the sums of each program, `total` is the variable of a program's own sum.
+    """A sum down all rows: `parts` are the sums of all programs, `total` is the variable of a program's sum.
 
-    Sums of one type share their parts, so that one launch adds them up; `row` is the index of this sum.
+    Sums of one type share the tensor of parts, so that one launch adds them up; `row` is the index of this sum.
     """
 
     result: Result
@@ -95,7 +95,7 @@ class ColumnSum:
     row: int
     total: str
     dtype: str
-    shaped: bool  # the result has other dimensions than one
+    shaped: bool  # the result is not one-dimensional
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -126,7 +126,7 @@ class PartialSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows(Kernel):
-    """`lines` run for each tile; `before` holds the lines that are common to all tiles."""
+    """A kernel over rows. `lines` run for each tile; `before` runs once, for all tiles."""
 
     tiling: Tiling
     long: bool  # places take 64 bits
@@ -142,11 +142,11 @@ class Rows(Kernel):
 
     @property
     def candidates(self) -> list[Configuration]:
-        """Numbers of warps with 16 to 32 elements a thread, and 16 where programs distribute columns and keep sums:
-        with others, derivatives spill.
+        """Configurations for tuning: numbers of warps with 16 to 32 elements per thread, or only 16 if programs
+        distribute columns and keep sums; with more, derivatives spill.
 
         If programs process several tiles in sequence: also smaller and larger tiles, half and twice as many programs,
-        and loads of the next tile during a computation.
+        and software pipelining.
         """
         elements = 16 if self.tiling.steps > 1 and self.tiling.across > 1 else 32
         least, most = self.tiling.high * self.tiling.wide // (32 * elements), max(8, self.tiling.warps)
@@ -181,16 +181,16 @@ class Rows(Kernel):
 
     @property
     def parts(self) -> list[PartialSums]:
-        """The partial sums to add over programs."""
+        """The partial sums that remain to be added over programs."""
         names = dict.fromkeys(total.parts for total in self.sums)
         return [PartialSums(name=name, sums=tuple(each for each in self.sums if each.parts == name)) for name in names]
 
     def summed(self, total: ColumnSum) -> str:
-        """A program's own sum."""
+        """The expression of a program's sum."""
         return added_rows(total.total) if self.tiling.steps > 1 else total.total
 
     def place(self, total: ColumnSum) -> str:
-        """The row of its parts that a program writes."""
+        """The row of the parts that a program writes."""
         programs = "PROGRAMS" if self.tiling.steps > 1 else str(self.tiling.programs)
         return f"({total.row} * {programs} + program)" if total.row else "program"
 
@@ -211,7 +211,9 @@ class Rows(Kernel):
 
     @property
     def unsummed(self) -> list[str]:
-        """The other results, then the partial sums: [programs, columns], or [sums, programs, columns]."""
+        """The return values without the sums over programs: other results, then partial sums [programs, columns] or
+        [sums, programs, columns].
+        """
         return [*(result.name for result in self.written), *(parts.name for parts in self.parts)]
 
     @staticmethod
@@ -221,7 +223,7 @@ class Rows(Kernel):
 
 
 def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
-    """Tiles of up to TILE or SUMMED elements: whole rows if the kernel sums along them."""
+    """The tiling: tiles of up to TILE or SUMMED elements, with whole rows if the kernel sums along them."""
     tile = SUMMED if summing else TILE
     few = max(NARROW, tile // _power(rows)) if summing else WIDEST
     few = max(few, _power(-(-columns // MOST_ACROSS)))
@@ -237,7 +239,7 @@ def tiling(rows: int, columns: int, *, whole: bool, summing: bool) -> Tiling:
 
 @dataclass(frozen=True, slots=True)
 class _Reductions:
-    """The reductions of a fused operation: the shape of its rows, whose first dimensions number them."""
+    """The reductions of a fused operation, and the shape of its rows."""
 
     shape: tuple[int, ...]
     first: int
@@ -274,9 +276,9 @@ def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[t
 def unsummed(
     op: Op, types: Mapping[str, TensorType], sizes: Sizes
 ) -> dict[tuple[DType, DType], tuple[tuple[int, ...], list[str]]]:
-    """The memory of partial sums, [sums, programs, columns], with the results that they belong to.
+    """For each (type of the sums, type of the results): the shape of the partial sums, and their results.
 
-    The keys are the type of the sums and the type of the results. A single sum lacks the first dimension.
+    The shape is [sums, programs, columns]; a single sum lacks the first dimension.
     """
     found = _Reductions.of(op, types, sizes)
     together: dict[tuple[DType, DType], list[str]] = {}
@@ -362,11 +364,11 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """Writes lines, knowing the masked parts of tiles and the dimensions of variables."""
+    """Writes lines, with masks for partial tiles and the dimensions over which variables vary."""
 
     tiling: Tiling
     ranges: Ranges
-    over: Mapping[str, frozenset[int]]  # variable -> 0 where it differs from row to row, 1 where by columns
+    over: Mapping[str, frozenset[int]]  # variable -> {0} if it varies over rows, {1} over columns
     row_symbols: frozenset[sympy.Symbol]
 
     def differs(self, variable: str, way: int) -> bool:
@@ -382,7 +384,7 @@ class _Text:
         return _masked(by_row, by_column)
 
     def reduced(self, statement: Reduce) -> Iterator[str]:
-        """A reduction along rows, with masked elements neutral."""
+        """A reduction along rows, in which masked elements are neutral."""
         found = statement.source
         made, nothing = _REDUCED[statement.how]
         text = found.text
@@ -393,7 +395,9 @@ class _Text:
         yield f"{statement.target} = {made.format(text)}"
 
     def down(self, total: str, found: Found, dtype: DType) -> str:
-        """A sum down the rows of a tile. Several tiles are summed by element; their sum's rows are added at the end."""
+        """A sum down the rows of a tile. Several tiles are first summed by element, and the rows of that sum at the
+        end.
+        """
         text = found.text
         if self.tiling.cuts_rows:
             text = f"tl.where(in_rows, {text}, 0.0)"
@@ -430,13 +434,13 @@ def _power(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-Loops = tuple[tuple[Variable, ...], tuple[Variable, ...]]  # of the rows, and of the columns
+Loops = tuple[tuple[Variable, ...], tuple[Variable, ...]]  # (loops over rows, loops over columns)
 
 
 def collapsed_rows(
     statements: Sequence[Statement], each: Loops, over: Mapping[str, frozenset[sympy.Symbol]]
 ) -> tuple[list[Statement], Loops, dict[str, frozenset[int]]]:
-    """The statements with the fewest loops, and the directions in which each variable varies."""
+    """The statements with as few loops as possible, the loops, and the directions in which each variable varies."""
     found = list(statements)
     few: list[tuple[Variable, ...]] = []
     for name, loops in zip(("row", "column"), each, strict=True):
@@ -459,7 +463,7 @@ def collapsed_rows(
 
 
 def row_loops(loops: Sequence[Variable], statements: Sequence[Statement], every: str) -> Iterator[str]:
-    """Several loop variables, computed from the one that numbers rows or columns."""
+    """Lines that compute several loop variables from the number of the row or column."""
     read = set().union(*(expr.free_symbols for statement in statements for expr in expressions(statement)))
     inside = math.prod(loop.size for loop in loops)
     for number, loop in enumerate(loops if len(loops) > 1 else ()):

@@ -1,5 +1,5 @@
-"""The loops of a kernel: dimensions that are contiguous in every index expression are joined, and expressions become
-text.
+"""The loops of a kernel: dimensions that are contiguous in every index expression are joined, and expressions are
+printed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def variables(shape: Sequence[int], letter: str) -> tuple[Variable, ...]:
 def collapsed(
     loops: Sequence[Variable], expressions: Iterable[sympy.Expr]
 ) -> tuple[tuple[Variable, ...], Mapping[sympy.Symbol, sympy.Expr]]:
-    """The fewest loops: neighbours are joined if every expression steps through both as through one.
+    """As few loops as possible: neighbours are joined if every expression steps through both as through one loop.
 
     Also returns the expressions of the old symbols.
     """
@@ -74,7 +74,7 @@ def settled(statement: Statement, instead: Mapping[sympy.Symbol, sympy.Expr]) ->
 
 
 def folded(statement: Statement, loops: Sequence[Variable], whole: sympy.Symbol) -> Statement:
-    """The statement with one variable for several loops, where a position steps through them as through one."""
+    """The statement with one variable in place of several loops, in positions that step through them as through one."""
     if isinstance(statement, Reduce) or len(loops) < 2:
         return statement
 
@@ -105,7 +105,7 @@ def written(expr: sympy.Expr, ranges: Ranges) -> str:
 
 
 def terms(place: sympy.Expr, ranges: Ranges) -> list[str]:
-    """The signed terms of a position: long strides first, terms with one stride together."""
+    """The signed terms of a position: long strides first, terms with equal strides together."""
     strides = sorted((symbol for symbol in place.free_symbols if _is_stride(symbol, ranges)), key=str)
     rest = sympy.expand(place)
     found = []
@@ -132,7 +132,7 @@ def _atom(expr: sympy.Expr, ranges: Ranges) -> str:
 
 
 def _far(index: sympy.Expr, ranges: Ranges) -> str:
-    """An index that is multiplied by a stride known at run time only: in 64 bits, since the product is unbounded."""
+    """An index in 64 bits: it is multiplied by a stride only known at run time, so the product is unbounded."""
     text = _atom(index, ranges)
     return text if isinstance(index, sympy.Integer) else f"{text}.to(tl.int64)"
 

@@ -32,31 +32,29 @@ Guards = tuple[Guard, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """`target` is the element of an argument at a position in memory, in the type for computation."""
+    """Load `target`: the element of an argument at a position in memory, in the type of the computation."""
 
     target: str
     source: str
     place: sympy.Expr
     guards: Guards
     dtype: DType
-    anywhere: bool = False  # the place is in memory even where the kernel's own element isn't
+    anywhere: bool = False  # the position is valid memory even where the kernel's own element doesn't exist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate:
-    """`target` is an expression, in which `{0}` stands for the first of its `guards`, and so on; then come its
-    `places`.
-    """
+    """Set `target` to an expression, in which `{0}`, `{1}`, … stand for its `guards`, and then for its `places`."""
 
     target: str
     text: str
     guards: Guards = ()
-    places: tuple[sympy.Expr, ...] = ()  # indices that it computes with
+    places: tuple[sympy.Expr, ...] = ()  # indices in the expression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce:
-    """`target` is the sum or the maximum of a variable along each row."""
+    """Set `target` to the sum, maximum or minimum of a variable along each row."""
 
     target: str
     source: Found
@@ -78,7 +76,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTensor:
-    """A tensor argument of the kernel; strides that are known at run time only are symbols."""
+    """A tensor argument of the kernel; strides that are only known at run time are symbols."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,7 +85,7 @@ class KernelTensor:
 
 
 def computed_in(dtype: DType) -> DType:
-    """The type for computation: fp32 for 16 bits."""
+    """The type of the computation: fp32 for 16-bit types."""
     return "f32" if dtype in ("bf16", "f16") else dtype
 
 

@@ -65,7 +65,7 @@ def runs(program: Program, calls: Sequence[Call]) -> list[Run]:
 
 
 def _readers(program: Program) -> dict[str, list[str]]:
-    """The readers of each program value: names of calls, or a marker for readers outside the stage's calls."""
+    """The readers of each program value: names of calls, "loss" for results, "transfer" for other stages."""
     readers: dict[str, list[str]] = {name: ["loss"] for name in program.returned}
     for call in program.calls:
         for name in call.args:

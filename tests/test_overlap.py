@@ -481,10 +481,10 @@ def test_without_the_pass_everything_is_waited_for_at_once() -> None:
 @pytest.mark.parametrize(
     ("given", "line", "fault"),
     [
-        (_GATHERS, "  wait gather b\n", "reads its parameters before they are there"),
+        (_GATHERS, "  wait gather b\n", "reads its parameters before they are gathered"),
         (_GATHERS, "  free gather b\n  wait scatter", "gathered again before they are freed"),
         (_GATHERS, "  wait scatter b\n", "scatter b starts again before it was waited for"),
-        (_kept(), "  first wait refresh b\n", "b reads its parameters before they are there"),
+        (_kept(), "  first wait refresh b\n", "b reads its parameters before they are gathered"),
     ],
     ids=["gather", "free", "scatter", "refresh"],
 )

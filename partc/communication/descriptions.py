@@ -12,8 +12,8 @@ from partc.ir.printer import readable
 from partc.ir.program import Collective, Graph, Op, Program, TensorType
 
 NAMES: Mapping[str, str] = {name: row.title for name, row in COLLECTIVES.items() if row.title}
-_LOW = {"bf16": "bf16", "f16": "fp16"}  # the element types of exchanges that comments name
-# Operations that are transparent in the search for a value's readers and makers.
+_LOW = {"bf16": "bf16", "f16": "fp16"}  # low-precision element types and their names in comments
+# Operations that the search for a value's readers and makers looks through.
 _VIEWS = VIEWS | {"to"}
 _TRANSPARENT = _VIEWS | {"add", "sub", "neg", "cat"}
 
@@ -37,7 +37,7 @@ def comment(
 ) -> str:
     """One sentence without a full stop; empty for an operation that is not a collective.
 
-    `apart` says that the collective is waited for later.
+    `apart`: the collective is waited for later.
     """
     attrs = dict(op.attrs)
     axis = attrs.get("axis")
@@ -85,7 +85,7 @@ def moved(collectives: Iterable[Collective], sizes: Sizes) -> str:
 
 
 def coded(collective: Collective) -> str:
-    """`in int8 ` or `in bf16 `, for numbers in a code or of a low precision; else nothing."""
+    """`in int8 ` or `in bf16 ` if the collective is compressed or in low precision; else empty."""
     code = collective.code or _LOW.get(collective.dtype)
     return f"in {code} " if code else ""
 

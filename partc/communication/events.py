@@ -28,7 +28,7 @@ from partc.ir.program import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered(Collective):
-    """A collective as a rank enters it: in an action, with the attributes that the ranks must agree on."""
+    """A collective that a rank enters in an action, with the attributes on which all ranks must agree."""
 
     attrs: tuple[tuple[str, object], ...] = ()
     action: str = ""
@@ -40,7 +40,7 @@ class Entered(Collective):
 
     @property
     def content(self) -> tuple[object, ...]:
-        """The facts that the ranks must agree on."""
+        """The attributes on which the ranks must agree."""
         return self.op, self.shape, self.dtype, self.attrs
 
     def __str__(self) -> str:
@@ -51,15 +51,15 @@ class Entered(Collective):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A send or the post of a receive, neither of which waits; or the wait for a posted receive.
+    """A send or a posted receive, which do not wait; or the wait for a posted receive.
 
-    Every `link`, from one stage to another, is a channel of its own: the first receive posted gets the first send.
+    Every `link` from one stage to another is a separate channel: the first receive posted gets the first send.
     """
 
     kind: Literal["send", "recv", "wait"]
     value: str
     link: tuple[int, int]
-    place: int  # the pipeline coordinate of the other rank, which agrees on every other axis
+    place: int  # the pipeline coordinate of the other rank; on other axes, both have the same coordinate
     microbatch: int
     shape: tuple[int, ...]
     dtype: str
@@ -71,7 +71,7 @@ class Message:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """The facts that both ends must agree on."""
+        """The attributes on which both ends must agree."""
         return self.value, self.microbatch, self.shape, self.dtype
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ Event = Entered | Message
 
 
 def message(program: Program, step: StatementRun) -> Message | None:
-    """The message of a step between stages, as of microbatch 0; None for any other step."""
+    """The message between stages in a statement, for microbatch 0; None for other statements."""
     each = step.statement
     if each.subject != "value" or each.peer is None:
         return None
@@ -103,7 +103,7 @@ def message(program: Program, step: StatementRun) -> Message | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationPlan:
-    """The events of all ranks: those of the pipeline coordinate, unless `overrides` has events of the rank itself."""
+    """The events of all ranks, by pipeline coordinate; `overrides` has the events of ranks that differ from theirs."""
 
     mesh: Mesh
     places: tuple[tuple[Event, ...], ...]
@@ -117,8 +117,8 @@ class CommunicationPlan:
 def events(program: Program, *, crossing: bool = False, proving: bool = False) -> CommunicationPlan:
     """The communication of one step and of the actions before the first step, in order.
 
-    With `crossing`, only that between pipeline coordinates: without overrides, all ranks at a coordinate have the same
-    events, so that they enter their other collectives alike. With `proving`, statements are held to their types.
+    With `crossing`, only communication between pipeline coordinates. The rest always matches without overrides, as all
+    ranks at a coordinate have the same events. With `proving`, statements are checked against the types of parameters.
     """
     of = _Events(program, crossing)
     places = []
@@ -137,10 +137,10 @@ def _crosses(event: Event) -> bool:
 
 @dataclass(frozen=True)
 class _Events:
-    """The events of steps, those of regions' graphs included."""
+    """Derives the events of statements, including the collectives in regions' graphs."""
 
     program: Program
-    crossing: bool = False  # only between pipeline coordinates
+    crossing: bool = False  # only events between pipeline coordinates
 
     @cached_property
     def _found(self) -> dict[tuple[str, str], tuple[Entered, ...]]:
@@ -161,7 +161,7 @@ class _Events:
         return {}
 
     def _template(self, steps: Iterable[StatementRun]) -> Iterator[Event]:
-        """The events of equal actions, without the action's name."""
+        """The events of an action, without the action's name; equal actions share them."""
         for step in steps:
             found: Iterable[Event]
             if (sent := message(self.program, step)) is not None:
@@ -204,7 +204,9 @@ class _Events:
                 )
 
     def _rows(self, op: Op, operand: TensorType) -> Entered:
-        """The exchange of rows, or of their numbers by expert. The number of rows is the data's: a mean stands here."""
+        """The exchange of rows, or of their counts by expert. The number of rows depends on the data; its mean stands
+        for it.
+        """
         axis = str(dict(op.attrs)["axis"])
         if op.name == "route":
             ways, count = self.program.sizes[axis], op.args[1]

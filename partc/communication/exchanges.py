@@ -1,9 +1,9 @@
-"""The collectives that an exchange of parameters or gradients consists of, from their types.
+"""The collectives of each exchange of parameters or gradients, derived from their types.
 
 A gather or scatter of ZeRO carries all parameters of a call that share an element type and axes in one collective. A
 sum of gradients carries a bucket. If only some ranks share a node (`Transport.near`), an exchange is a chain of several
 collectives: gathers cross nodes first and then run inside each node; scatters and sums run inside each node first. Each
-byte crosses between two nodes once.
+byte crosses from node to node only once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from itertools import zip_longest
 
 from partc.ir.program import Bucket, Call, Collective, DType, Graph, GraphKind, Parameter, Program, Region
 
-Chain = tuple[Collective, ...]  # collectives one after the other
-Chains = tuple[Chain, ...]  # which run side by side
+Chain = tuple[Collective, ...]  # consecutive collectives
+Chains = tuple[Chain, ...]  # chains that run concurrently
 
 
 def in_turn(chains: Chains) -> tuple[tuple[Collective | None, ...], ...]:
-    """The collectives of a start, and of each `advance` after it; None where a chain has ended."""
+    """For a start and each `advance` after it, the next collective of every chain; None where a chain has ended."""
     return tuple(zip_longest(*chains))
 
 
@@ -42,7 +42,7 @@ class Exchanges:
 
     @cached_property
     def parted(self) -> Mapping[str, Parameter]:
-        """Parameters that ranks hold in another form than calls read: in parts, or in another element type."""
+        """Parameters whose stored form differs from the one that calls read: in parts, or in another element type."""
         return {
             parameter.name: parameter
             for parameter in self.program.parameters
@@ -50,7 +50,7 @@ class Exchanges:
         }
 
     def has_unit(self, call: Call) -> bool:
-        """Whether a call, or another call of its region, reads `parted` parameters: they are emitted alike."""
+        """Whether the call reads `parted` parameters, or another call of its region does: both are emitted alike."""
         return call.region in self._with_units
 
     @cached_property
@@ -59,7 +59,7 @@ class Exchanges:
         return frozenset(call.region for call in calls if any(name in self.parted for name in call.params))
 
     def gathers(self, call: Call, kind: GraphKind) -> bool:
-        """Whether a call gathers parameters for one run, and frees them after it."""
+        """Whether a call gathers parameters for one run and frees them afterwards."""
         region = self.program.region(call.region)
         return self.program.zero == 3 and self.has_unit(call) and _reads(region, graph_of(region, kind))
 
@@ -77,7 +77,7 @@ class Exchanges:
         return [name for value, name in pairs if f"grad_{value.name}" in made]
 
     def whole_copies(self, stage: int) -> dict[str, list[str]]:
-        """Parameters that ranks keep whole besides their parts, by the first call that reads them."""
+        """Parameters that ranks also keep whole, by the first call that reads them."""
         found: dict[str, list[str]] = {}
         seen: set[str] = set()
         for call in self.program.calls_of(stage) if self.program.zero in (1, 2) else ():
@@ -88,7 +88,7 @@ class Exchanges:
 
     @cached_property
     def levels(self) -> int:
-        """The number of levels of gathers: 2 if some of the ranks share a node and others do not, else 1."""
+        """The number of levels of a gather: 2 if its ranks share nodes only in part, else 1."""
         levels = self.program.transport.levels
         return max((1 + all(levels(item.gather)) for item in self.program.parameters), default=1)
 
@@ -111,7 +111,7 @@ class Exchanges:
         return (self.parted[name] for name in dict.fromkeys(names) if name in self.parted)
 
     def _sizes(self, moved: Iterable[tuple[DType, Parameter]]) -> dict[tuple[DType, tuple[str, ...]], int]:
-        """The elements of whole parameters, the spare ones included, by element type and axes."""
+        """The number of elements of whole parameters, spare ones included, by (element type, axes)."""
         sizes: dict[tuple[DType, tuple[str, ...]], int] = {}
         for dtype, item in moved:
             if item.gather:
@@ -120,14 +120,14 @@ class Exchanges:
         return sizes
 
     def _gathered(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
-        """One all-gather, or one between nodes and one inside; `size` elements make up the whole."""
+        """One all-gather, or one between nodes and then one inside; `size` is the number of gathered elements."""
         near, far = self.program.transport.levels(over)
         found = [Collective(op="all_gather", axes=far, shape=(size // self.ways(over),), dtype=dtype)] if far else []
         found += [Collective(op="all_gather", axes=near, shape=(size // self.ways(near),), dtype=dtype)] if near else []
         return tuple(found)
 
     def _cut(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
-        """One reduce-scatter, or one inside nodes and one between them, which may be an all-to-all of codes."""
+        """One reduce-scatter, or one inside nodes and then one between them, which may be a compressed all-to-all."""
         near, far = self.program.transport.levels(over)
         share, compress = size // self.ways(near), self.program.transport.compress
         found = [Collective(op="reduce_scatter", axes=near, shape=(size,), dtype=dtype)] if near else []
@@ -163,11 +163,11 @@ class Exchanges:
         return parts, *between, Collective(op="all_gather", axes=near, shape=(share,), dtype=dtype)
 
     def ways(self, axes: Iterable[str]) -> int:
-        """The ranks that differ on the axes."""
+        """The number of ranks that differ only on the axes."""
         return math.prod(self.program.sizes[axis] for axis in axes)
 
     def shared(self, place: int) -> Mapping[str, Chains]:
-        """The sums of weights that a pipeline coordinate shares with others, in an order common to them."""
+        """The sums of shared weights' gradients at a pipeline coordinate, in an order common to all coordinates."""
         found: dict[tuple[tuple[int, ...], str], Collective] = {}
         for item, places in self._shared:
             if place in places:
@@ -178,13 +178,15 @@ class Exchanges:
 
     @cached_property
     def _shared(self) -> list[tuple[Parameter, tuple[int, ...]]]:
-        """The trained weights of several stages, each with the pipeline coordinates of these."""
+        """The trained weights that stages at several pipeline coordinates share, with these coordinates."""
         owners = self.program.owners()
         found = ((item, _sharers(self.program, item, owners)) for item in self.program.parameters)
         return [(item, places) for item, places in found if places]
 
     def returned(self, place: int) -> Mapping[str, Chains]:
-        """The sums of the loss, or of the results made at a place, over the axes where they are partial."""
+        """The sums of the loss, or of the results of a pipeline coordinate, over the axes over which they are
+        partial.
+        """
         program = self.program
         types = program.value_types()
         made = {name for call in program.calls if program.place(call.stage) == place for name in call.results}
@@ -210,7 +212,7 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class GradientSums:
-    """The gradients that a stage sums over ranks once per step: their buckets, and the stages that share them.
+    """The gradients that a stage sums over ranks once per step: their buckets, and the coordinates that share them.
 
     If several stages of one rank use a weight, the last of them sums its gradient.
     """
@@ -245,13 +247,14 @@ class GradientSums:
     def pieces(self, bucket: Bucket) -> list[tuple[DType, int]]:
         """The element type and length of each contiguous piece of memory that holds a bucket's gradients.
 
-        Gradients that are summed over the same axes lie side by side in order of use. Gradients of weights that several
-        pipeline ranks share lie apart, each by itself.
+        Gradients that are summed over the same axes are adjacent, in order of use. Each gradient of a weight that
+        several pipeline ranks share is separate.
         """
         holders = self.program.holders()
         place = self.program.place(self.stage)
         found: list[tuple[DType, int]] = []
-        beside: dict[tuple[tuple[str, ...], str], bool] = {}  # whether the preceding gradient is one of these
+        # Whether the preceding gradient with this key is in the bucket.
+        beside: dict[tuple[tuple[str, ...], str], bool] = {}
         for parameter in self.trained:
             here = [stage for stage in holders[parameter.name] if self.program.place(stage) == place]
             chosen = bucket.name in parameter.buckets
@@ -274,7 +277,7 @@ class GradientSums:
         return _sharers(self.program, parameter, self.owners)
 
     def shared(self) -> dict[tuple[int, ...], list[Parameter]]:
-        """The weights that each set of pipeline coordinates shares."""
+        """The shared weights, by the set of pipeline coordinates that share them."""
         found: dict[tuple[int, ...], list[Parameter]] = {}
         for parameter in self.trained:
             if self.sharers(parameter):
@@ -292,7 +295,7 @@ class GradientSums:
 
 
 def _codes(axes: tuple[str, ...], ways: int, size: int, compress: str) -> Collective:
-    """The all-to-all of codes, of `size` numbers for each rank."""
+    """The compressed all-to-all, with `size` numbers for each rank."""
     from partc.runtime.comm.compression import room
 
     dtype: DType = "bf16" if compress == "bf16" else "u8"

@@ -1,8 +1,7 @@
 """The execution of a rank's step: the actions of its schedule, and their statements, in order.
 
 The proof of communication, the accounts of bytes and time, and the reports all read a program's actions through this
-module. Ranks that differ only on axes other than the pipeline's do the same, so one rank stands for its pipeline
-coordinate.
+module. All ranks at a pipeline coordinate run the same statements, so one rank stands for its coordinate.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from partc.ir.program import Action, ActionStatement, Body, BodyKind, Collective
 
 @dataclass(frozen=True, slots=True)
 class StatementRun:
-    """A statement that a rank runs, of one of its stages; `key` is unique among the exchanges under way."""
+    """A statement of a stage that a rank runs; `key` is unique among the exchanges in progress."""
 
     stage: int
     statement: ActionStatement
@@ -33,12 +32,14 @@ class StatementRun:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """The exchanges of a rank between two statements. Equal states lead to equal steps."""
+    """The exchanges of a rank that are in progress between two statements. Equal states lead to equal steps."""
 
-    holds: dict[tuple[int, str], int] = field(default_factory=dict)  # (stage, call) -> uses that are not over
-    whole: tuple[tuple[int, str], ...] = ()  # (stage, call) of parameters that stay whole for their next use
+    # (stage, call) -> remaining uses of its gathered parameters.
+    holds: dict[tuple[int, str], int] = field(default_factory=dict)
+    whole: tuple[tuple[int, str], ...] = ()  # (stage, call) whose parameters stay whole for the next use
     under_way: dict[Key, int] = field(default_factory=dict)  # exchange -> the number of its advances
-    scatters: dict[int, tuple[Key, ...]] = field(default_factory=dict)  # stage -> those under way, the last one first
+    # Stage -> its scatters in progress, the last one first.
+    scatters: dict[int, tuple[Key, ...]] = field(default_factory=dict)
 
     def key(self) -> Key:
         return tuple(self.holds.items()), self.whole, tuple(self.under_way.items()), tuple(self.scatters.items())
@@ -49,11 +50,13 @@ class _UnderWay:
 
 @dataclass(frozen=True)
 class _Shared:
-    """Facts that all executions of a program share: equal actions in equal states have equal steps."""
+    """Facts that all executions of a program share. Equal actions in equal states have equal steps, which are
+    cached.
+    """
 
     program: Program
     steps: dict[Key, tuple[tuple[StatementRun, ...], _UnderWay]] = field(default_factory=dict)
-    late: dict[Key, ActionStatement] = field(default_factory=dict)  # scatter -> its advance by a later action
+    late: dict[Key, ActionStatement] = field(default_factory=dict)  # scatter -> its `advance` in a later action
     brought: dict[tuple[int, str], frozenset[str]] = field(default_factory=dict)
 
     @cached_property
@@ -62,11 +65,11 @@ class _Shared:
 
 
 class Execution:
-    """The execution of the ranks at one pipeline coordinate, with the program's schedule or another `row` of actions.
+    """The execution of the ranks at one pipeline coordinate, by the program's schedule or another `row` of actions.
 
     Raises InternalError if a statement waits for an exchange that has not started, starts one again before it was
-    waited for, or frees or reads parameters that have not been gathered. With `proving`, it checks that statements are
-    those that types need.
+    waited for, or frees or reads parameters that have not been gathered. With `proving`, it also checks that the
+    statements are the ones that the types need.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Execution:
         self.stages = program.stages_at(place)
         shared = program.derived(_Shared)
         self._bodies, self._late, self._brought = shared.bodies, shared.late, shared.brought
-        self._steps = {} if proving else shared.steps  # a proof sees every step
+        self._steps = {} if proving else shared.steps  # a proof checks every step
 
     def once(self) -> Iterator[tuple[str, tuple[StatementRun, ...]]]:
         """The actions before the first step."""
@@ -90,7 +93,7 @@ class Execution:
     def step(self, *, updates: bool = True) -> Iterator[tuple[Action | str, tuple[StatementRun, ...]]]:
         """The actions of a step in order, each with its steps; `prepare` and `refresh` come first, `end` last.
 
-        Without `updates`, the step only accumulates the gradients of a batch that is not the first one. Microbatches
+        Without `updates`, the step only accumulates the gradients of a batch other than the first. Microbatches
         with equal steps share one tuple.
         """
         state = _UnderWay()
@@ -138,7 +141,7 @@ class Execution:
         yield from self._statements(self._bodies.get(f"{action.stage}{action.kind}"), state, when, action.ahead)
 
     def _unshard(self, action: Action, state: _UnderWay) -> Iterator[StatementRun]:
-        """The first gathers of later actions; the first of them goes on."""
+        """Start the first gathers of later actions, and advance the first of them."""
         following = self._following(action.ahead)[: self.exchanges.levels]
         for each in following:
             yield from self._gather(*each[:2], state)
@@ -146,7 +149,7 @@ class Execution:
             yield from self._advance_gather(stage, advance, state)
 
     def _following(self, ahead: Iterable[str]) -> list[tuple[int, ActionStatement, ActionStatement | None]]:
-        """The gathers that `ahead` counts in some actions: stage, start, and the next level."""
+        """The gathers to which `ahead` refers in some actions: (stage, start, advance to the next level)."""
         return [each for name in ahead for each in self._early(self._bodies[name])]
 
     def _early(self, body: Body) -> list[tuple[int, ActionStatement, ActionStatement | None]]:
@@ -160,7 +163,7 @@ class Execution:
         if body is None:
             return
         following, left = self._following(ahead), state.scatters.get(body.index, ())
-        made: dict[str, str] = {}  # the backward graph that each call has run
+        made: dict[str, str] = {}  # call -> the backward graph that it has run
         for each in body.statements:
             if each.ahead:
                 for stage, start, advance in following[each.ahead - 1 : each.ahead]:
@@ -195,7 +198,7 @@ class Execution:
                 state.whole = tuple(other for other in state.whole if other != held)
             case "free", "gather":
                 if held not in state.holds or key in state.under_way:
-                    raise InternalError(f"the parameters of {each.of} are freed before they are there")
+                    raise InternalError(f"the parameters of {each.of} are freed before they are gathered")
                 state.holds[held] -= 1
                 if state.holds[held]:
                     state.whole = (*state.whole, held)
@@ -218,7 +221,7 @@ class Execution:
                 raise InternalError(f"an action cannot {each}")
 
     def _gather(self, stage: int, start: ActionStatement, state: _UnderWay) -> Iterator[StatementRun]:
-        """Gather parameters, unless they are whole; they stay for one more use in any case."""
+        """Gather parameters unless they are whole, and hold them for one more use in any case."""
         held = stage, start.of
         state.holds[held] = state.holds.get(held, 0) + 1
         if state.holds[held] == 1:
@@ -230,7 +233,7 @@ class Execution:
             yield from self._exchange(advance, stage, key, state)
 
     def _left(self, each: ActionStatement, stage: int, key: Key, state: _UnderWay) -> Iterator[StatementRun]:
-        """Advance or wait for a scatter that an earlier action has left under way."""
+        """Advance or wait for a scatter that an earlier action has left in progress."""
         if each.verb == "wait":
             yield from self._exchange(replace(each, of=str(key[2]), behind=0), stage, key, state)
         elif key in self._late:
@@ -255,14 +258,14 @@ class Execution:
         yield StatementRun(stage, each, key)
 
     def _check_read(self, stage: int, name: str, kind: GraphKind, state: _UnderWay) -> None:
-        """Raises InternalError if a call reads parameters that are not there."""
+        """Raise InternalError if a call reads parameters that are not gathered."""
         there = (stage, name) in state.holds and ("gather", stage, name) not in state.under_way
         coming = any(("refresh", stage, first) in state.under_way for first in self._refreshed(stage, name))
         if coming or (not there and self.exchanges.gathers(self.program.call(stage, name), kind)):
-            raise InternalError(f"{name} reads its parameters before they are there")
+            raise InternalError(f"{name} reads its parameters before they are gathered")
 
     def _refreshed(self, stage: int, name: str) -> frozenset[str]:
-        """The calls at which the gathers of the parameters that a call reads are waited for."""
+        """The calls whose refreshes must be complete before a call reads its parameters."""
         if (stage, name) not in self._brought:
             kept = self.exchanges.whole_copies(stage)
             read = set(self.program.call(stage, name).params)

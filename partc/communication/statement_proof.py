@@ -1,4 +1,4 @@
-"""The proof that statements are complete: exchanges are those that the types of parameters and gradients need."""
+"""The proof that statements have exactly the exchanges that the types of parameters and gradients need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from partc.communication.exchanges import Chains, Exchanges, in_turn
 from partc.errors import InternalError
 from partc.ir.program import ActionStatement, Collective
 
-Key = tuple[Any, ...]  # the subject, stage and name of an exchange; of a scatter, the graph that made the gradients
+Key = tuple[Any, ...]  # (subject, stage, name) of an exchange; for a scatter also the graph that computed the gradients
 
 
 class StatementProof:
@@ -17,7 +17,8 @@ class StatementProof:
 
     def __init__(self, exchanges: Exchanges, place: int) -> None:
         self._exchanges, self._place = exchanges, place
-        self._needed: dict[Key, tuple[tuple[Collective | None, ...], ...]] = {}  # of exchanges that have started
+        # Exchange that has started -> its collectives.
+        self._needed: dict[Key, tuple[tuple[Collective | None, ...], ...]] = {}
 
     def exchange(self, each: ActionStatement, key: Key, done: int) -> None:
         """Check the collectives of a statement; `done` counts the advances of its exchange."""
@@ -27,7 +28,7 @@ class StatementProof:
         if each.verb == "wait" and done + 1 < len(needed):
             raise InternalError(f"{each} comes before the last of {len(needed)} collectives")
         if each.verb != "wait" and each.collectives != (needed[done] if done < len(needed) else ()):
-            raise InternalError(f"{each} states other collectives than its types need")
+            raise InternalError(f"the collectives of {each} differ from those that its types need")
 
     def _chains(self, key: Key) -> Chains:
         """The collectives of an exchange, from the types of its parameters or gradients."""
@@ -55,7 +56,7 @@ class StatementProof:
                 raise InternalError(f"the gradients of {name} are not scattered")
 
     def step(self) -> None:
-        """Check that everything was exchanged that a step needs once."""
+        """Check that a step has started every exchange that it needs once."""
         missing = [key for key in self._once() if key not in self._needed]
         if missing:
             subject, _, of, *_ = missing[0]

@@ -40,10 +40,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """The operands (node, index) that read result `output` of node `source`.
+    """A value from result `output` of node `source` to the operands (node, index) that read it.
 
-    `change` is the price of a change of placement (made, wanted), or None if the change is impossible; equal placements
-    are free.
+    `change` is the price of a change of placement (made, wanted), or None if the change is impossible. No change is
+    free.
     """
 
     name: Hashable
@@ -82,7 +82,7 @@ def solve(
     model = _Model(problem, forbid)
     if not model.feasible:
         return None
-    kept: list[tuple[np.ndarray, float]] = []  # costs that must not rise, and their values
+    kept: list[tuple[np.ndarray, float]] = []  # (costs of an earlier objective, its minimum), which must not rise
     found: np.ndarray | None = None
 
     def minimised(cost: np.ndarray, slack: float) -> Any:
@@ -122,7 +122,7 @@ def solve(
 
 
 class _Model:
-    """The columns of the program: one per alternative, per (wire reader, made, wanted) and per (wire, change)."""
+    """The integer program. Columns: one per alternative, per (wire reader, made, wanted) and per (wire, change)."""
 
     def __init__(self, problem: Problem, forbid: frozenset[tuple[Hashable, Hashable]]) -> None:
         self._problem = problem

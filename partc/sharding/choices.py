@@ -12,9 +12,9 @@ from partc.rules import OpRule, fits, placements
 
 
 def axis_order(sizes: Sizes) -> tuple[str, ...]:
-    """The axes that layouts use; the major one first where several cut one sub-dimension.
+    """The axes of layouts, in the order in which they cut a sub-dimension, major first.
 
-    The batch is cut in space before time, so a rank's microbatches are rows of its own batch.
+    The batch is cut over ranks before microbatches, so a rank's microbatches are rows of its own part of the batch.
     """
     space = [axis for axis, size in sizes.items() if size > 1 and axis not in (PIPELINE_AXIS, TIME_AXIS)]
     batch = [axis for axis in space if is_batch_axis(axis)]
@@ -23,7 +23,7 @@ def axis_order(sizes: Sizes) -> tuple[str, ...]:
 
 
 def batch_axes(sizes: Sizes) -> tuple[str, ...]:
-    """The axes that share the batch: data parallelism in space, microbatches in time."""
+    """The axes that cut the batch: data-parallel axes, and microbatches."""
     return tuple(axis for axis in axis_order(sizes) if axis == TIME_AXIS or is_batch_axis(axis))
 
 

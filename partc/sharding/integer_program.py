@@ -10,7 +10,7 @@ from typing import Any
 
 
 def solved(cost: Any, **given: Any) -> Any:
-    """The result of `scipy.optimize.milp`, whose arguments these are."""
+    """The result of `scipy.optimize.milp` with these arguments."""
     from scipy.optimize import milp
 
     with _stdout_on_stderr():
@@ -19,7 +19,9 @@ def solved(cost: Any, **given: Any) -> Any:
 
 @contextmanager
 def _stdout_on_stderr() -> Iterator[None]:
-    """Divert standard output: some versions of HiGHS write debugging text to it, before a command's JSON."""
+    """A context in which standard output goes to standard error: some versions of HiGHS print debugging text, which
+    would precede a command's JSON.
+    """
     sys.stdout.flush()
     try:
         kept = os.dup(1)

@@ -13,7 +13,7 @@ from partc.ir.mesh import AXES, PIPELINE_AXIS, TENSOR_AXIS, is_batch_axis, is_te
 from partc.ir.program import Program, TensorType
 
 _FORMS = ("ring", "gathered")
-Entry = tuple[int | None, tuple[str, ...]]  # a sub-dimension's size, where it is given, and the axes that cut it
+Entry = tuple[int | None, tuple[str, ...]]  # a sub-dimension's size, if given, and the axes that cut it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class Pin:
     pattern: str
     text: str
     dims: tuple[tuple[Entry, ...], ...]
-    whole: bool = False  # an embedding table that one rank has, `rank` if it is given
+    whole: bool = False  # an embedding table that lies whole on one rank: on `rank`, if given
     rank: int | None = None
-    form: str = ""  # of attention whose rows are cut: "ring" or "gathered"; empty: either
+    form: str = ""  # the form of attention whose rows are cut: "ring" or "gathered"; "": either
 
     @classmethod
     def parse(cls, text: str) -> Pin:
@@ -45,7 +45,7 @@ class Pin:
         return fnmatchcase(name, self.pattern)
 
     def placement(self, axis: str) -> Placement:
-        """The placement that the pin gives on this axis: `[_, 4096@tp]`, `[3 * 64@tp, _]`, `[_, _]`."""
+        """The placement of the pin on this axis: `[_, 4096@tp]`, `[3 * 64@tp, _]`, `[_, _]`."""
         found: Placement = Replicated()
         for dim, entries in enumerate(self.dims):
             outer = 1
@@ -107,12 +107,14 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
                 raise PartcError(
                     "P0302",
                     f"--shard pins {name} {known[name].shape} to {pin.text}, which {reason}",
-                    help="write one entry a dimension, _ for those that stay whole",
+                    help="write one entry per dimension, with _ for dimensions that stay whole",
                 )
 
 
 def named(program: Program) -> Iterator[tuple[str, TensorType]]:
-    """All that pins and explanations name: parameters with their other names, program values, values of regions."""
+    """The names for pins and explanations, with types: parameters and their aliases, program values, values of
+    regions.
+    """
     for parameter in program.parameters:
         yield from ((name, parameter.type) for name in (parameter.name, *parameter.aliases))
     yield from program.value_types().items()

@@ -24,25 +24,28 @@ from partc.sharding.pins import Pin
 Slot = tuple[
     str, ...
 ]  # ("value", name) | ("parameter", name) | ("in" | "out", region, index) | ("weight", region, name)
-# An embedding may be replicated if it is smaller than this share of a pipeline stage, and than these bytes.
+# An embedding may be replicated if it is smaller than this share of a pipeline stage and than this number of bytes.
 _LARGE_TABLE, _LARGE_BYTES = 0.01, 1 << 26
-# Products that a device computes while a link moves a byte: 6e14 flops and 3e11 bytes a second of an H100.
+# Floating-point operations that a device computes while a link moves a byte: an H100 has 6e14 flops and 3e11 bytes a
+# second.
 _FLOPS_PER_BYTE = 2000.0
-_SEEN = 0.05  # the share of a ring's bytes that no products hide
+_SEEN = 0.05  # the share of a ring's bytes that products do not hide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """The problem, and the node that decides each placement."""
+    """The integer program's problem, and the node that decides each placement."""
 
     problem: Problem
     owners: Mapping[Slot, Hashable]
-    forbid: frozenset[tuple[Hashable, Hashable]]  # alternatives of attention by heads, where its rows have an order
-    inside: Mapping[str, tuple[Hashable, int, TensorType]]  # "region.value" -> node, result, type
-    types: Mapping[str, TensorType]  # of program values and parameters
+    forbid: frozenset[tuple[Hashable, Hashable]]  # attention by heads, if its rows are reordered
+    inside: Mapping[str, tuple[Hashable, int, TensorType]]  # "region.value" -> (node, result, type)
+    types: Mapping[str, TensorType]  # types of program values and parameters
 
     def deciders(self, name: str) -> tuple[Hashable, Callable[[Alternative], Placement], TensorType] | None:
-        """The node that decides the placement of a name, the reader of its alternatives, and the type."""
+        """The node that decides a name's placement, a function from the node's alternatives to that placement, and the
+        type; None if unknown.
+        """
         for kind in ("parameter", "value"):
             if (kind, name) in self.owners:
                 return self.owners[kind, name], lambda choice: choice.makes[0], self.types[name]
@@ -52,7 +55,7 @@ class Places:
         return None
 
     def placement(self, slot: Slot, solution: Solution) -> Placement:
-        """The placement of a value that crosses calls in the solution."""
+        """The placement of a value that crosses calls, in the solution."""
         owner = self.owners[slot]
         chosen = solution.chosen[owner]
         label = chosen.label
@@ -63,14 +66,15 @@ class Places:
 def build(program: Program, axis: str, pins: Sequence[Pin], *, expert_axes: tuple[str, ...] = ()) -> Places:
     """All alternatives of all regions on `axis`, given the choices already made on the batch axes.
 
-    `expert_axes` cut products by expert by rows, which will travel; other axes that cut weights cut their matrices.
+    `expert_axes` cut the rows of products by expert, which will travel; other weight axes cut the matrices of these
+    products.
     """
     by_matrix = bool(expert_axes) and axis not in expert_axes and not holds_weights_whole(axis)
     return _PlacementProgram(program, axis, pins, by_rows=axis in expert_axes, by_matrix=by_matrix).build()
 
 
 def most_repeated(program: Program) -> float:
-    """The bytes of a table from which on it is not small enough to be repeated on every rank."""
+    """The least number of bytes of a table that is too large to be replicated."""
     stored = sum(math.prod(item.type.shape) * ITEMSIZE[item.type.dtype] for item in program.parameters)
     return min(_LARGE_TABLE * stored / program.mesh.axis(PIPELINE_AXIS), _LARGE_BYTES)
 
@@ -78,8 +82,8 @@ def most_repeated(program: Program) -> float:
 class _PlacementProgram:
     def __init__(self, program: Program, axis: str, pins: Sequence[Pin], *, by_rows: bool, by_matrix: bool) -> None:
         self.program = program
-        self.by_rows = by_rows  # products by expert are cut by rows
-        self.by_matrix = by_matrix  # products by expert are not, if their matrices divide
+        self.by_rows = by_rows  # whether the rows of products by expert are cut
+        self.by_matrix = by_matrix  # whether their matrices are cut instead, if these divide
         self.axis = axis
         self.pins = [(pin, pin.placement(axis)) for pin in pins if pin.decides(axis)]
         self.sizes: Sizes = program.sizes
@@ -87,20 +91,21 @@ class _PlacementProgram:
         self.calls = {r.name: len(program.calls_to(r.name)) for r in program.regions}
         self.owners = _merged_slots(program)
         calls = input_only(program)
-        self.pure = {call.region for call in program.calls if call.name in calls}  # cheap: repeated on every rank
+        self.pure = {call.region for call in program.calls if call.name in calls}  # cheap, so they are replicated
         self.needs = gradient_inputs(program)
         self.trainable = trainable_params(program)
         self.small = most_repeated(program)
         ops = [op for region in program.regions for op in region.forward.ops if _is_ordered(op)]
-        self.halved = {op.results[0].type.shape[ROWS] for op in ops}  # sequences with an early and a late half
+        # Lengths of sequences with an early and a late half.
+        self.halved = {op.results[0].type.shape[ROWS] for op in ops}
         self.forbid: set[tuple[Hashable, Hashable]] = set()
         self.nodes: list[Node] = []
         self.wires: list[Wire] = []
-        self.writers: dict[Hashable, int] = {}  # number of regions that make each value that crosses calls
+        self.writers: dict[Hashable, int] = {}  # value that crosses calls -> the number of regions that compute it
         self.states: dict[Hashable, dict[Placement, None]] = {}
         self.crossing: dict[Hashable, tuple[TensorType, bool]] = {}
         self.multiplied: set[Hashable] = set()
-        self.travelled: set[Hashable] = set()  # weights of experts, to whose ranks rows will travel over this axis
+        self.travelled: set[Hashable] = set()  # weights of experts, to whose ranks rows travel over this axis
         self.looked_up: set[Hashable] = set()
         self.pins_met: set[str] = set()
 
@@ -125,7 +130,7 @@ class _PlacementProgram:
         problem = Problem(nodes=tuple(self.nodes), wires=tuple(self.wires))
         return Places(problem=problem, owners=self.owners, forbid=frozenset(self.forbid), inside=inside, types=types)
 
-    # Regions: one node per operation, one wire per value made inside.
+    # Regions: one node per operation, one wire per value computed inside.
 
     def _add_region(self, region: Region) -> None:
         graph = region.forward
@@ -140,7 +145,8 @@ class _PlacementProgram:
         made: dict[str, tuple[Node, int]] = {}
         experts = expert_weights(graph, types) if self.by_rows else frozenset()
         self.travelled.update(owners[name] for name in experts if name in owners)
-        weights = {value.name: value.name for value in region.params}  # and the values made of one of them alone
+        # Parameters, and values that are computed from one parameter alone.
+        weights = {value.name: value.name for value in region.params}
         for index, op in enumerate(graph.ops):
             node = self._operation(region, index, op, types, live, cuts, experts)
             self.nodes.append(node)
@@ -185,7 +191,7 @@ class _PlacementProgram:
             repeated.append(Choice(axis=self.axis, factor=None))
         spread: Sequence[Choice] = ()
         if rule is not None and region.name not in self.pure:
-            batch = {  # dimensions that the batch axes cut are excluded, but for rows that travel on
+            batch = {  # dimensions that the batch axes cut are excluded, except for rows that travel
                 (choice.factor, choice.outer)
                 for choice in op.choices
                 if not experts and (choice.axis == TIME_AXIS or is_batch_axis(choice.axis))
@@ -282,7 +288,7 @@ class _PlacementProgram:
         return price
 
     def _rows_price(self, op: Op, rule: OpRule, choice: Choice, types: Mapping[str, TensorType]) -> float:
-        """The bytes that a ring sends and products do not hide, and the price of unequal work under a causal mask."""
+        """The bytes of a ring that products do not hide, and the price of unequal work under a causal mask."""
         made = op.results[0].type
         share = math.prod(made.layout.local_shape(self.sizes)) / math.prod(made.shape)
         hiding = _hiding(flops(op, rule) * share / self.n)
@@ -296,13 +302,13 @@ class _PlacementProgram:
         return uneven + max(sum(sent) - hiding, _SEEN * sum(sent))
 
     def _bytes(self, type: TensorType) -> float:
-        """The bytes of a rank's share per microbatch, before this axis cuts it."""
+        """The bytes of a rank's part per microbatch, before this axis cuts it."""
         return math.prod(type.layout.local_shape(self.sizes)) * ITEMSIZE[type.dtype]
 
     def _change(
         self, type: TensorType, live: bool, weight: bool, times: int
     ) -> Callable[[Hashable, Hashable], Price | None]:
-        """The prices of a value's changes of placement, in bytes sent per microbatch.
+        """A function from (made, wanted) to the price of a value's change of placement, in bytes sent per microbatch.
 
         A weight's gradient is reduced once per step; everything else moves for every microbatch.
         """
@@ -356,7 +362,7 @@ class _PlacementProgram:
                 allowed = [state for state in allowed if not isinstance(state, Partial)]
             if owner in whole:
                 allowed = [Replicated()]
-            elif owner in weights and owner not in read:  # any layout will do
+            elif owner in weights and owner not in read:  # any layout is allowed
                 pinned = (state for pin, state in self.pins if any(map(pin.matches, names[owner])))
                 allowed = [*dict.fromkeys([*allowed, *pinned])]
             alternatives = [
@@ -370,7 +376,7 @@ class _PlacementProgram:
                 if self._fits(type, state)
             ]
             for name in names.get(owner, ()):
-                if owner in self.travelled:  # the pass that cuts experts checks pins
+                if owner in self.travelled:  # the pass `experts` checks their pins
                     self.pins_met.update(pin.pattern for pin, _ in self.pins if pin.matches(name))
                     continue
                 alternatives = self._pinned(name, type, alternatives, lambda choice: choice.makes[0])
@@ -413,7 +419,7 @@ class _PlacementProgram:
 
 
 def expert_weights(graph: Graph, types: Mapping[str, TensorType]) -> frozenset[str]:
-    """The weights of products and lookups by expert, and the values that they are views of."""
+    """The weights of products and lookups by expert, and the values of which they are views."""
     products = [product for op in graph.ops if (product := ExpertMatmul.of(op))]
     chosen = {product.chosen: types[product.weights].shape[0] for product in products}
     lookups = [
@@ -433,12 +439,14 @@ def expert_weights(graph: Graph, types: Mapping[str, TensorType]) -> frozenset[s
 
 
 def _hiding(flops: float) -> float:
-    """The bytes that a link moves during attention's products: five in backward for two in forward (Dao 2023)."""
+    """The bytes that a link moves during attention's products; backward has five products for two in forward (Dao
+    2023).
+    """
     return 3.5 * flops / _FLOPS_PER_BYTE
 
 
 def _per_ring(type: TensorType, n: int) -> float:
-    """The bytes sent per byte of whole keys: forward, backward, and by their gradients in fp32."""
+    """The bytes that a ring sends per byte of whole keys: forward, backward, and for their gradients in fp32."""
     return 2 * (1 - 1 / n) + max(4, ITEMSIZE[type.dtype]) / ITEMSIZE[type.dtype]
 
 
@@ -464,7 +472,7 @@ def _factor(choice: Alternative) -> Hashable:
 
 
 def _is_ordered(op: Op) -> bool:
-    """Whether the operation is attention whose rows have an order in which parts over cp are equal work."""
+    """Whether the operation is attention with rows in an order that makes equal parts over cp equal work."""
     attention = Attention.of(op)
     return attention is not None and attention.zigzag > 0
 

@@ -10,7 +10,7 @@ Every step changes the placement on one axis. The backward pass runs its transpo
     all_to_all  S->S'  / the reverse
 
 `outer` in a step's attributes counts elements of the local tensor: the dimension is viewed as [outer, rest], and `rest`
-is gathered or cut. For an all_to_all both counts refer to the tensor that is cut and not yet joined, so that the
+is gathered or cut. For an all_to_all both counts refer to the tensor after the cut and before the join, so that the
 reverse step has the same numbers.
 """
 
@@ -28,7 +28,8 @@ from partc.ir.collectives import backward_cost, cost, resized
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, SubDim, Varying
 from partc.ir.mesh import TIME_AXIS
 
-# Microbatches run one after the other, so nothing can move between them; only a plan without an alternative does.
+# Microbatches run one after the other, so nothing can move between them: a price that only a plan without an
+# alternative pays.
 _FORBIDDEN = 1 << 80
 
 
@@ -95,7 +96,7 @@ def plan(src: Layout, dst: Layout, *, sizes: Sizes, itemsize: int, needs_grad: b
 def _plan(
     src: Layout, dst: Layout, items: tuple[tuple[str, int], ...], itemsize: int, needs_grad: bool
 ) -> tuple[ReshardStep, ...]:
-    """A* search over layouts: the bound on further steps is that of each axis alone."""
+    """A* search over layouts. The bound on further steps adds up each axis' own least cost."""
     if src.shape != dst.shape:
         raise InternalError(f"no reshard from {src} to {dst}: the shapes differ")
     sizes = dict(items)
@@ -130,16 +131,18 @@ def _forbidden(op: str, axis: str) -> int:
 
 Move = tuple[str, str, tuple[tuple[str, int], ...], Layout]
 _Dim = tuple[SubDim, ...]
-_Cost = tuple[int, int]  # bytes and steps
-_Kind = tuple[type[Placement], bool]  # of a placement, and whether an axis cuts at its place in the last layout
+_Cost = tuple[int, int]  # (bytes, steps)
+# The kind of a placement, and whether it is a cut at the same position as in the last layout.
+_Kind = tuple[type[Placement], bool]
 _KINDS: Sequence[_Kind] = ((Replicated, False), (Varying, False), (Partial, False), (Shard, False), (Shard, True))
 
 
 class _Rest:
-    """The least bytes and steps from a layout to the last one, `dst`.
+    """A lower bound on the bytes and steps from a layout to the last one, `dst`.
 
-    The place of an axis' cut, the elements of its dimension before it, does not change as other axes move. So each axis
-    takes the steps from its own placement, on operands that are at least as small as if all axes cut the value.
+    The position of an axis' cut, counted in elements of the dimension before it, does not change when other axes move.
+    So each axis needs at least the steps from its own placement, on operands at least as large as if all axes cut the
+    value.
     """
 
     def __init__(self, dst: Layout, sizes: Sizes, itemsize: int, needs_grad: bool) -> None:
@@ -167,7 +170,7 @@ class _Rest:
         return self._dims[dim, subs]
 
     def _cuts(self, dim: int, subs: _Dim) -> Iterator[tuple[str, int, int]]:
-        """The axes that cut a dimension, with their places."""
+        """The axes that cut a dimension, with the positions of their cuts."""
         before = 1
         for sub in subs:
             inside = before
@@ -182,7 +185,7 @@ def _sum(costs: Sequence[_Cost]) -> _Cost:
 
 
 def _least_costs(last: _Kind, axis: str, n: int, local: int, needs_grad: bool) -> Mapping[_Kind, _Cost]:
-    """The least bytes and steps of one axis from each placement to the last one, on operands of `local` bytes."""
+    """The least cost of one axis from each kind of placement to the last one, on operands of `local` bytes."""
     found: dict[_Kind, _Cost] = dict.fromkeys(_KINDS, (_FORBIDDEN * _FORBIDDEN, 0)) | {last: (0, 0)}
     for _ in _KINDS:
         for here, then in permutations(_KINDS, 2):
@@ -195,7 +198,7 @@ def _least_costs(last: _Kind, axis: str, n: int, local: int, needs_grad: bool) -
 
 
 class _Search:
-    """The candidate moves: on axes that differ, to positions at which either layout has a boundary."""
+    """Yields the candidate moves: on axes that differ, to positions at which either layout has a boundary."""
 
     def __init__(self, src: Layout, dst: Layout, sizes: Sizes) -> None:
         self._dst = dst
@@ -204,7 +207,7 @@ class _Search:
         self._marks = tuple(
             sorted({*_boundaries(a, sizes), *_boundaries(b, sizes)}) for a, b in zip(src.dims, dst.dims, strict=True)
         )
-        # Dimensions are few, and layouts many: by dimension, its sub-dimensions and an axis.
+        # Caches by dimension, its sub-dimensions and axis: there are few of these, but many layouts.
         self._cuts: dict[tuple[int, _Dim, str], Sequence[tuple[int, _Dim]]] = {}
         self._uncuts: dict[tuple[_Dim, str], tuple[int, _Dim] | None] = {}
 
@@ -227,7 +230,7 @@ class _Search:
     def _marked(
         self, vary: str, spread: str, bare: Layout, axis: str, attrs: tuple[tuple[str, int], ...]
     ) -> Iterator[Move]:
-        """Steps to varying or partial; only the target placement justifies them."""
+        """Steps to varying or partial, which are only useful if the target has that placement."""
         if axis in self._dst.varying:
             yield vary, axis, attrs, replace(bare, varying=tuple(sorted((*bare.varying, axis))))
         if axis in self._dst.partial:
@@ -243,7 +246,7 @@ class _Search:
         for _, _, target, result in self._cut("", bare, axis):
             to_dim, to_outer = target[0][1], target[1][1]
             concat_outer, split_outer = outer, to_outer
-            if to_dim == dim:  # count without the part that is on the move
+            if to_dim == dim:  # counted without the axis that moves
                 low, high = sorted((outer, to_outer))
                 if result == layout or high % (low * n):
                     continue
@@ -294,7 +297,7 @@ def _normalized(subs: _Dim, sizes: Sizes) -> _Dim:
 
 
 def _differing(src: Layout, dst: Layout) -> tuple[str, ...]:
-    """The axes that must move, and those that share a dimension with one that must."""
+    """The axes that must move, and axes that share a dimension with one of these."""
     axes = {*src.partial} ^ {*dst.partial} | {*src.varying} ^ {*dst.varying}
     for a, b in zip(src.dims, dst.dims, strict=True):
         if a != b:
@@ -307,7 +310,7 @@ def _without(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
 
 
 def _boundaries(dim: tuple[SubDim, ...], sizes: Sizes) -> Iterator[int]:
-    """The global numbers of elements before each sub-dimension, and between the axes that cut it."""
+    """The global element counts before each sub-dimension, and at the cuts inside it."""
     before = 1
     for sub in dim:
         inside = before
@@ -367,7 +370,7 @@ def _cut_dim(subs: _Dim, axis: str, outer: int, sizes: Sizes) -> _Dim | None:
 
 
 def uncut(layout: Layout, axis: str, sizes: Sizes) -> tuple[int, int, Layout]:
-    """The dim and outer at which a local tensor is joined to undo a cut, and the layout after that.
+    """The dim and outer at which a local tensor is joined to undo the cut of an axis, and the layout afterwards.
 
     Joining an axis that is not the minor one of its sub-dimension leaves a strided cut: 16@dp,tp gathered over dp is 2
     · 8@tp.

@@ -1,12 +1,12 @@
 """The placement of whole tables on ranks: an integer program that balances bytes and traffic.
 
-A table lies whole on one rank, or is spread over all of them. Ranks exchange equally much with each other: every rank
-has as many slots for the tables of a kind, and as many rows, as the rank with most has. A spread table costs each rank
-its share of the bytes, and traffic of its own.
+A table lies whole on one rank, or is spread over all ranks. Exchanges are even: every rank has as many slots for the
+tables of a kind, and as many rows, as the rank with the most. A spread table costs each rank its share of the bytes,
+and the traffic of its own exchange.
 
-The objective is the sum of two ratios: traffic and bytes of a rank, each to those of a placement that spreads all
-tables. Tables that are equal are counted, not named, and ranks are ordered by their bytes, so that few placements are
-equal but for their names.
+The objective is the sum of two ratios: the traffic and the bytes of a rank, each relative to a placement that spreads
+all tables. Equal tables are only counted, and ranks are ordered by their bytes, so that few placements differ only in
+names.
 """
 
 from __future__ import annotations
@@ -18,33 +18,35 @@ from typing import Any
 
 from partc.sharding.integer_program import solved
 
-_NODES = 2000  # of the search tree; the greedy placement stays if the solver finds no better one
+_NODES = 2000  # of the search tree; if the solver finds nothing better in time, the greedy placement is used
 _GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeTable:
-    """A table that can be whole. `traffic` is that of a slot of its kind, `spread` its own if it is not whole."""
+    """A table that can be whole. `traffic` is the traffic of a slot of its kind, `spread` the table's if it is
+    spread.
+    """
 
     name: str
     kind: Hashable
     bytes: int
     traffic: float
     spread: float
-    rank: int | None = None  # where a pin has it
-    whole: bool = False  # whether a pin has it whole
+    rank: int | None = None  # the rank given by a pin
+    whole: bool = False  # whether a pin makes it whole
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The rank of every table that is whole; its price is 2 if it is as good as spreading all tables."""
+    """The rank of every whole table, and the price: 2 is the price of spreading all tables."""
 
     ranks: Mapping[str, int]
     price: float
 
 
 def placed(tables: Sequence[WholeTable], ranks: int) -> Placement:
-    """The best placement that is found."""
+    """The best placement found."""
     if not any(_pinned(each) for each in tables) and not _promising(tables, ranks):
         return Placement({}, _priced(tables, ranks, {}).price)
     candidates = [_priced(tables, ranks, {each.name: each.rank or 0 for each in tables if _pinned(each)})]
@@ -70,7 +72,7 @@ def price(tables: Sequence[WholeTable], ranks: int, found: Mapping[str, int]) ->
 
 
 def _promising(tables: Sequence[WholeTable], ranks: int) -> bool:
-    """Whether some kind's tables would save more together than the least that one of them costs whole."""
+    """Whether the tables of some kind together would save more than the cheapest of them costs when whole."""
     traffic, size = _units(tables, ranks)
     saved: dict[Hashable, float] = {}
     for each in tables:
@@ -106,9 +108,10 @@ def _units(tables: Sequence[WholeTable], ranks: int) -> tuple[float, float]:
 
 
 def _solved(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
-    """The integer program's placement; empty if the solver has none in time.
+    """The integer program's placement; empty if the solver finds none in time.
 
-    Variables: for each set of equal tables, how many of them each rank has; for each kind, the most slots and bytes.
+    Variables: for each set of equal tables, their number on each rank; for each kind, the most slots on a rank; the
+    most bytes.
     """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint

@@ -142,7 +142,7 @@ class Forecast:
             done, found = self._step_at(known)
         return done, found
 
-    @property
+    @cached_property
     def _pace(self) -> float:
         """The pace of computation while all ranks compute."""
         return pace(self.program.mesh.size, self.rates.cores)
@@ -483,8 +483,9 @@ class Forecast:
     def split(self) -> tuple[float, float, float]:
         """Seconds of computation, of waits for communication, and of waits for a peer: means over coordinates."""
         transfers: dict[str, float] = {}
+        takes = {stage: self.transfer(stage) for stage in range(self.program.stages)}
         for stage, _, target in self.arrivals():
-            transfers[target] = max(transfers.get(target, 0.0), self.transfer(stage))
+            transfers[target] = max(transfers.get(target, 0.0), takes[stage])
         compute = exposed = 0.0
         for spans in self.places:
             now = 0.0

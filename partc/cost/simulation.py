@@ -14,6 +14,7 @@ the same link has ended. The simulation also detects schedules that deadlock.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from partc.ir.program import Action, Program
 from partc.schedules import Compute
 
 Play = Callable[[int, "Action | Compute", float], float]  # rank, action, its start -> its seconds
+Key = tuple[int, str, "int | None"]  # of a value: its stage, F or B, and the microbatch
 Link = tuple[int, int, bool]  # a stage that makes a value, a later one that reads it, whether a gradient returns
 
 
@@ -153,8 +155,8 @@ def simulate(
     """
     each = [durations] * len(places) if isinstance(durations, Durations) else durations
     state = _Simulation(rows, places, each, chain(len(places)) if links is None else links, play, transfers)
-    while any([state.advance(rank) for rank in range(len(rows))]):
-        pass
+    while state.able:
+        state.advance(state.able.popleft())
     stuck = tuple((rank, at) for rank, at in enumerate(state.position) if at < len(rows[rank]))
     return Timeline(ranks=tuple(map(tuple, state.spans)), reductions=tuple(map(tuple, state.reductions)), stuck=stuck)
 
@@ -204,10 +206,12 @@ class _Simulation:
         self.clock = [0.0] * len(rows)
         self.spans: list[list[ComputeSpan]] = [[] for _ in rows]
         self.reductions: list[list[tuple[int, float, float]]] = [[] for _ in rows]
-        self.made: dict[tuple[int, str, int | None], float] = {}  # stage, F or B, microbatch -> end
-        self.sent: dict[tuple[int, str, int | None], float] = {}
+        self.made: dict[Key, float] = {}  # -> end
+        self.sent: dict[Key, float] = {}
         self.free: dict[tuple[int, int], float] = {}  # from rank, to rank -> the end of the last message
-        self.posted: dict[tuple[int, str, int | None], float] = {}  # by the stage that receives
+        self.posted: dict[Key, float] = {}  # by the stage that receives
+        self.able = deque(range(len(rows)))  # ranks that do not wait
+        self.waiting: dict[Key, list[int]] = {}  # ranks, by the value that they wait for
         self.sends = {(a.stage, a.kind[-1], a.microbatch) for row in rows for a in row if a.kind.startswith("SEND")}
         self.reads: Mapping[str, dict[int, list[int]]] = {"F": {}, "B": {}}
         for source, target, gradient in links:
@@ -215,13 +219,17 @@ class _Simulation:
             if gradient:
                 self.reads["B"].setdefault(source, []).append(target)
 
-    def advance(self, rank: int) -> bool:
-        """Run a rank until it waits; return whether it did anything."""
-        before = self.position[rank]
+    def advance(self, rank: int) -> None:
+        """Run a rank until it waits."""
         row = self.rows[rank]
         while self.position[rank] < len(row) and self._run(rank, row[self.position[rank]]):
             self.position[rank] += 1
-        return self.position[rank] > before
+
+    def _arrive(self, known: dict[Key, float], key: Key, end: float) -> None:
+        """Note a value that is computed, or sent, and wake the ranks that wait for it."""
+        known[key] = end
+        if key in self.waiting:
+            self.able.extend(self.waiting.pop(key))
 
     def _run(self, rank: int, action: Action | Compute) -> bool:
         kind, stage, index = action.kind, action.stage, action.microbatch
@@ -238,7 +246,7 @@ class _Simulation:
         if kind in ("SEND_F", "SEND_B"):
             if (stage, what, index) not in self.made:
                 return False
-            self.sent[stage, what, index] = self.clock[rank]
+            self._arrive(self.sent, (stage, what, index), self.clock[rank])
         if kind == "W" and (stage, "B", index) not in self.made:
             return False
         if kind == "REDUCE_GRAD":
@@ -248,8 +256,9 @@ class _Simulation:
         if kind in ("F", "B", "I", "W") and index is not None:
             start = self.clock[rank]
             self.clock[rank] = end = start + self._takes(rank, action, start)
-            self.spans[rank].append(ComputeSpan(compute=Compute(stage, kind, index), start=start, end=end))
-            self.made[stage, what, index] = end
+            compute = action if isinstance(action, Compute) else Compute(stage, kind, index)
+            self.spans[rank].append(ComputeSpan(compute=compute, start=start, end=end))
+            self._arrive(self.made, (stage, what, index), end)
         return True
 
     def _takes(self, rank: int, action: Action | Compute, start: float) -> float:
@@ -267,6 +276,7 @@ class _Simulation:
             here = self.places[other] == rank
             known = self.made if here or key not in self.sends else self.sent
             if key not in known:
+                self.waiting.setdefault(key, []).append(rank)
                 return None
             if here:
                 latest = max(latest, known[key])

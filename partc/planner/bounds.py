@@ -619,8 +619,10 @@ class TimedStages:
         ]
         passed = [self.passed(place) for place in range(self.stages.ranks)]
 
+        each = [{kind: known.of(kind) for kind in "FBIW"} for known in self.durations]
+
         def play(rank: int, action: Action | Compute, start: float) -> float:
-            takes = self.durations[action.stage].of(action.kind)
+            takes = each[action.stage][action.kind]
             return max(takes, passed[rank][action.stage] - start) if action.kind == "F" else takes
 
         done = simulate(rows, self.stages.places, durations=self.durations, play=play)

@@ -1,11 +1,16 @@
-"""The bytes that a rank sends in a step for a table: cut in some way, or whole with sums of its gradient."""
+"""The bytes that a rank sends in a step for a table: cut in some way, or whole with sums of its gradient.
+
+Ids and vectors of all microbatches together have the bytes of a batch that is computed at once.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from partc.ir.layout import Layout
+from partc.ir.layout import Layout, Sizes
+from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, TensorType
 from partc.passes.tables.lookups import ROWS, Cut, Lookup, Lookups, Slot, cut_type
 from partc.rules import resolve
@@ -26,18 +31,22 @@ class Costs:
     zero: int
     _known: dict[tuple[Slot, str, Cut], int] = field(default_factory=dict)
 
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The sizes of the axes for a batch without microbatches."""
+        return {**self.lookups.sizes, TIME_AXIS: 1}
+
     def moved(self, name: str, cut: Cut) -> float:
         """The bytes that a rank sends in a step to exchange ids and vectors."""
         pairs = ((slot, lookup) for slot in self.lookups.slots[name] for lookup in self.lookups.of[slot])
-        found = (min(self._gathered(*pair, cut), self._exchanged(*pair, cut)) for pair in pairs)
-        return sum(found) * self.lookups.program.microbatches
+        return sum(min(self._gathered(*pair, cut), self._exchanged(*pair, cut)) for pair in pairs)
 
     def exchanges(self, slot: Slot, lookup: Lookup, cut: Cut) -> bool:
         """Whether ids travel to the ranks of their rows, rather than to all ranks."""
         return self._exchanged(slot, lookup, cut) < self._gathered(slot, lookup, cut)
 
     def _gathered(self, slot: Slot, lookup: Lookup, cut: Cut) -> int:
-        """The bytes that a rank sends in a microbatch if all ranks look up all ids."""
+        """The bytes that a rank sends in a step if all ranks look up all ids."""
         key = slot, lookup.op.result.name, cut
         if key not in self._known:
             self._known[key] = self._to_all(slot, lookup, cut)
@@ -45,11 +54,11 @@ class Costs:
 
     def _to_all(self, slot: Slot, lookup: Lookup, cut: Cut) -> int:
         total, types = 0, dict(self.lookups.types[slot[0]])
-        types[slot[1]] = cut_type(types[slot[1]], cut, self.lookups.sizes)
+        types[slot[1]] = cut_type(types[slot[1]], cut, self.sizes)
         ops = self.lookups.recuts(slot, lookup, cut)
         assert ops is not None
         for op in ops:
-            found = layouts(op, resolve(op, types), types, self.lookups.sizes)
+            found = layouts(op, resolve(op, types), types, self.sizes)
             assert found is not None
             for ref, wanted in zip(op.refs(), found[0], strict=True):
                 if types[ref].dtype not in FLOATING:
@@ -59,7 +68,7 @@ class Costs:
         return total + self._resharded(ops[-1].result.type.layout, before.layout, before, gradient=True)
 
     def _exchanged(self, slot: Slot, lookup: Lookup, cut: Cut) -> float:
-        """The bytes that a rank sends in a microbatch if each rank looks up the ids of its own rows."""
+        """The bytes that a rank sends in a step if each rank looks up the ids of its own rows."""
         types, op = self.lookups.types[slot[0]], lookup.op
         ids = types[lookup.ids]
         masked = any(each.name == "masked_fill" for each, _ in lookup.after)
@@ -74,14 +83,14 @@ class Costs:
             or any(sub.axes for sub in types[slot[1]].layout.dims[0])
         ):
             return math.inf
-        vectors = (lookup.cast or op).result.type.local_bytes(self.lookups.sizes)
-        ranks = self.lookups.sizes[axis]
-        return (ids.local_bytes(self.lookups.sizes) + 2 * vectors) * (ranks - 1) / ranks
+        vectors = (lookup.cast or op).result.type.local_bytes(self.sizes)
+        ranks = self.sizes[axis]
+        return (ids.local_bytes(self.sizes) + 2 * vectors) * (ranks - 1) / ranks
 
     def _resharded(self, source: Layout, target: Layout, type: TensorType, *, gradient: bool) -> int:
         if not gradient:
             source, target = replace(source, varying=()), replace(target, varying=())
-        steps = plan(source, target, sizes=self.lookups.sizes, itemsize=ITEMSIZE[type.dtype], needs_grad=gradient)
+        steps = plan(source, target, sizes=self.sizes, itemsize=ITEMSIZE[type.dtype], needs_grad=gradient)
         return sum(step.forward + step.backward for step in steps)
 
     def spread(self, name: str, cut: Cut) -> float:
@@ -90,8 +99,8 @@ class Costs:
         for slot in self.lookups.slots[name]:
             for lookup in self.lookups.of[slot]:
                 if self.exchanges(slot, lookup, cut):
-                    copied += _COPIES * (lookup.cast or lookup.op).result.type.local_bytes(self.lookups.sizes)
-        return self.moved(name, cut) + copied * self.lookups.program.microbatches
+                    copied += _COPIES * (lookup.cast or lookup.op).result.type.local_bytes(self.sizes)
+        return self.moved(name, cut) + copied
 
     def whole(self, name: str) -> int:
         """The bytes that a rank sends in a step for a table that is not cut: of its gradient, and of ZeRO's gathers."""
@@ -102,7 +111,7 @@ class Costs:
         return self._bytes(name) >= _LARGE
 
     def _bytes(self, name: str) -> int:
-        return self.lookups.parameters[name].type.local_bytes(self.lookups.sizes)
+        return self.lookups.parameters[name].type.local_bytes(self.sizes)
 
     def saves(self, name: str, cut: Cut) -> bool:
         """Whether a table is large and exchanging its vectors costs less per step than summing its gradient and
@@ -111,7 +120,7 @@ class Costs:
         Sums share messages with other gradients; vectors need messages of their own.
         """
         lookups = sum(len(self.lookups.of[slot]) for slot in self.lookups.slots[name])
-        ranks = math.prod(self.lookups.sizes[axis] for axis, _ in cut)
+        ranks = math.prod(self.sizes[axis] for axis, _ in cut)
         started = 2 * _START * (ranks - 1) * lookups * self.lookups.program.microbatches
         moved = self.moved(name, cut) * (_NODE if ranks > _NODE else 1)
         return self.is_large(name) and moved + started < self.whole(name)

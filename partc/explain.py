@@ -199,7 +199,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0217": CodeExplanation(
         "nothing would be trained",
-        "No parameter requires gradients, or forward uses none that does, or the loss is detached from all of them. "
+        "No parameter requires gradients, or forward uses none that does, or the loss is detached from all of them or "
+        "does not depend on values at all, such as a mean over no elements. "
         "Plain PyTorch would fail in loss.backward(); partc fails before it compiles.",
     ),
     "P0221": CodeExplanation(

@@ -39,14 +39,21 @@ def stages(
 
     `places` holds the pipeline coordinate of every stage, if there are more stages than coordinates. `stage_calls` are
     the user's numbers of calls, in place of balanced ones. `held_by` maps parameters to the stages that already hold
-    them; calls are then placed with their parameters. Raises PartcError P0403 (too many stages), P0421 (numbers of
-    calls that do not fit) and P0420 (a call reads parameters of several stages, or of an earlier one).
+    them; calls are then placed with their parameters. Raises PartcError P0217 (no call at all), P0403 (too many
+    stages), P0421 (numbers of calls that do not fit) and P0420 (a call reads parameters of several stages, or of an
+    earlier one).
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     own = () if places == tuple(range(count)) else places
     main, runs = staged(program)
     names = {call.name for call in main}
     pure = frozenset(call.name for call in program.calls if call.name not in names)
+    if not runs:
+        raise PartcError(
+            "P0217",
+            "the loss is a constant: no operation is left that reads parameters or the batch",
+            help="check the batch's sizes: the mean over no elements, for example, is not a number",
+        )
     if count > len(runs):
         shared = _users_of_changing_buffers(program)
         buffer = max(shared, key=lambda name: len(shared[name]), default="")
@@ -54,7 +61,7 @@ def stages(
         because = f"; {users[0]} to {users[-1]} share {buffer}, which forward changes" if users else ""
         raise PartcError(
             "P0403",
-            f"{count} pipeline stages for {len(runs)} calls: a stage holds at least one",
+            f"{count} pipeline stages need as many calls, and there {'are' if len(runs) > 1 else 'is'} {len(runs)}",
             help=f"use {'fewer stages' if own else f'pp={len(runs)} or less'};"
             f" the calls are {', '.join(call.name for call in main[:8])}{because}",
             source=program.source_of(dict(program.updates)[buffer]) if buffer else None,

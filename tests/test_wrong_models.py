@@ -97,6 +97,7 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "no loss at all": (((f"return {OUT}", OUT),), "P0206", None),
     "a number for a loss": (((OUT, "1.0"),), "P0206", None),
     "a detached loss": (((OUT, f"{OUT}.detach()"),), "P0217", None),
+    "a mean of nothing": (((OUT, "self.down(h)[:, :0].mean()"),), "P0217", None),
     "a loss without weights": (((OUT, "x.sum()"),), "P0217", None),
     "all weights frozen": (((NET, "return Net().requires_grad_(False)"),), "P0217", None),
     "no weights at all": ((("nn.Linear(8, 12)", "nn.ReLU()"), ("nn.Linear(12, 1)", "nn.ReLU()")), "P0217", None),

@@ -25,8 +25,9 @@ def stage_ranks(kind: ScheduleKind, ranks: int, stages: int) -> tuple[int, ...]:
         wanted = "one or more, the same number," if kind.placement == "loop" else str(kind.stages_per_rank)
         raise PartcError(
             "P0406",
-            f"{kind.name} cannot place {stages} stages on {ranks} pipeline ranks: it takes {wanted} on each",
-            help=f"use {ranks * kind.stages_per_rank} stages: leave out --virtual-stages",
+            f"{kind.name} cannot place {stages} stages on {ranks} pipeline rank{'s' * (ranks != 1)}: it takes {wanted} "
+            "on each",
+            help="leave out --virtual-stages",
         )
     if stages > MOST_STAGES:
         raise PartcError(

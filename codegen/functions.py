@@ -440,8 +440,8 @@ class _Writer:
 
     def _joins(self, op: Op, following: Op) -> bool:
         """Whether an operation is written inline in the next one, as its first operand or as a weight's transpose."""
-        turned = op.name == "permute" and isinstance(op.args[0], Ref) and op.args[0].name in self._params
-        if turned and op.result.name in following.refs():
+        transposed = op.name == "permute" and isinstance(op.args[0], Ref) and op.args[0].name in self._params
+        if transposed and op.result.name in following.refs():
             return True
         return is_chained(following.name) and following.args[0] == Ref(op.result.name)
 

@@ -227,7 +227,7 @@ PIPELINE: tuple[Pass, ...] = (
         label="Transposed",
         does="sequences precede the batch around gathers and scatters, so that nothing is copied twice",
         requires=("local",),
-        ensures=("turned",),
+        ensures=("sequence-first",),
         optional=True,
     ),
     Pass(

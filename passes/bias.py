@@ -1,7 +1,7 @@
 """Move a bias into the product that it is added to, instead of a separate pass over memory.
 
-    matmul = matmul(x, weight)  ->  weight_turned = permute(weight, (1, 0))
-    add    = add(matmul, bias)      add           = linear(x, weight_turned, bias)
+    matmul = matmul(x, weight)  ->  weight_t = permute(weight, (1, 0))
+    add    = add(matmul, bias)      add      = linear(x, weight_t, bias)
 
 Requires that nothing else reads the product, that the weight is a matrix and the bias has one number for each of its
 columns, that all have the same dtype, and that each rank adds its own part of the bias. Models whose weights are stored
@@ -47,11 +47,11 @@ def _graph(region: Region, graph: Graph, sizes: Sizes) -> Graph:
         product, second = pair
         weight = product.args[1]
         assert isinstance(weight, Ref)
-        turned = Value(name=unique(f"{weight.name}_turned", taken), type=_turned(types[weight.name]))
-        args = (product.args[0], Ref(turned.name), second)
+        transposed = Value(name=unique(f"{weight.name}_t", taken), type=_transposed(types[weight.name]))
+        args = (product.args[0], Ref(transposed.name), second)
         instead[id(product)] = ()
         instead[id(op)] = (
-            Op(name="permute", args=(weight, (1, 0)), results=(turned,), source=product.source),
+            Op(name="permute", args=(weight, (1, 0)), results=(transposed,), source=product.source),
             Op(name="linear", args=args, results=op.results, source=product.source),
         )
     return replace(graph, ops=tuple(step for op in graph.ops for step in instead.get(id(op), (op,))))
@@ -80,5 +80,5 @@ def _fit(product: Op, added: Op, bias: Ref, types: Mapping[str, TensorType], siz
     )
 
 
-def _turned(type: TensorType) -> TensorType:
+def _transposed(type: TensorType) -> TensorType:
     return replace(type, layout=replace(type.layout, dims=type.layout.dims[::-1]))

@@ -376,8 +376,8 @@ class _Dense:
                     rows = self._spread(x, letters[x], tokens + i, w.shape(weights)[letters[weights].index(e)])
                 else:
                     rows = self.rows[x]
-                turned = w.permute(weights, [letters[weights].index(each) for each in (e, i, o)], f"{weights}_turned")
-                made = self._multiplied(rows, turned, op)
+                transposed = w.permute(weights, [letters[weights].index(each) for each in (e, i, o)], f"{weights}_t")
+                made = self._multiplied(rows, transposed, op)
                 if len(others) == 1 and e in out and out.replace(e, "") == f"{tokens}{o}" and out[-1] == o:
                     self.rows[op.result.name] = replace(made, place=out.index(e))
                     return True
@@ -450,7 +450,7 @@ class _Dense:
         kept = [each for each in letters if each in order]
         x = w.reshape(x, [sizes[each] for each in kept], f"{x}_alone")
         inner = [each for each in order if each in kept]
-        x = w.permute(x, [kept.index(each) for each in inner], f"{x}_turned")
+        x = w.permute(x, [kept.index(each) for each in inner], f"{x}_t")
         x = w.reshape(x, [sizes[each] if each in kept else 1 for each in order], f"{x}_each")
         x = w.expand(x, [sizes[each] for each in order], f"{x}_each")
         return w.reshape(x, shape, f"{x}_rows")
@@ -492,7 +492,7 @@ class _Dense:
         """The tokens of x, with a copy for each expert."""
         w = self.writer
         self.plain(x)
-        x = w.permute(x, [letters.index(each) for each in order], f"{x}_turned")
+        x = w.permute(x, [letters.index(each) for each in order], f"{x}_t")
         *tokens, width = w.shape(x)
         each = w.expand(w.reshape(x, (*tokens, 1, width), f"{x}_each"), (*tokens, experts, width), f"{x}_each")
         rows = w.reshape(each, (math.prod(tokens) * experts, width), f"{x}_rows")
@@ -528,8 +528,8 @@ class _Dense:
             sizes = [shape[dim] for dim in range(tokens + 1) if dim != place]
             order = [*(dim for dim in range(tokens + 1) if dim != place), place, *range(tokens + 1, len(shape))]
             rest = shape[tokens + 1 :]
-            turned = w.permute(name, order, f"{name}_turned")
-            rows = w.reshape(turned, (math.prod(sizes) * shape[place], *rest), f"{name}_rows")
+            transposed = w.permute(name, order, f"{name}_t")
+            rows = w.reshape(transposed, (math.prod(sizes) * shape[place], *rest), f"{name}_rows")
             found = self.rows[name] = _ByRow(rows, tuple(sizes), shape[place], place)
         return found
 

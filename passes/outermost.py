@@ -6,13 +6,13 @@
     …            = linear(gelu, down.weight)
     down_product = reduce_scatter(…, dim=1, …)
   ->
-    norm_turned         = permute(norm, (1, 0, 2))
-    norm_full           = all_gather(norm_turned, dim=0, …)
-    up                  = linear(norm_full, up.weight, up.bias)
-    gelu                = gelu(up)
-    …                   = linear(gelu, down.weight)
-    down_product_turned = reduce_scatter(…, dim=0, …)
-    down_product        = permute(down_product_turned, (1, 0, 2))
+    norm_t         = permute(norm, (1, 0, 2))
+    norm_full      = all_gather(norm_t, dim=0, …)
+    up             = linear(norm_full, up.weight, up.bias)
+    gelu           = gelu(up)
+    …              = linear(gelu, down.weight)
+    down_product_t = reduce_scatter(…, dim=0, …)
+    down_product   = permute(down_product_t, (1, 0, 2))
 
 Collectives move contiguous memory. Along the second dimension of a larger tensor, the result of a gather and the
 operand of a scatter are copied once more, as a whole. After the rewrite, a gather copies only the rank's own part, and
@@ -44,11 +44,11 @@ def outermost(program: Program) -> Program:
 def _region(region: Region, sizes: Sizes) -> Region:
     types = region.types(region.forward)
     found = _Permutations(region.forward, types, sizes)
-    turned: set[str] = set()
+    transposed: set[str] = set()
     for op in region.forward.ops:
         if found.is_seed(op) and (around := found.around(op)) and fuel.allowed("sequence first", op.source):
-            turned |= around
-    return replace(region, forward=_rewritten(region.forward, turned, types, found)) if turned else region
+            transposed |= around
+    return replace(region, forward=_rewritten(region.forward, transposed, types, found)) if transposed else region
 
 
 @dataclass(slots=True)
@@ -122,21 +122,21 @@ class _Permutations:
         return self.types[name].layout.local_shape(self.sizes)
 
 
-def _rewritten(graph: Graph, turned: set[str], types: Mapping[str, TensorType], turns: _Permutations) -> Graph:
+def _rewritten(graph: Graph, transposed: set[str], types: Mapping[str, TensorType], turns: _Permutations) -> Graph:
     taken = {*types}
     ops: list[Op] = []
     for op in graph.ops:
-        reads, makes = not turned.isdisjoint(op.refs()), any(value.name in turned for value in op.results)
-        results = tuple(_turned(value) if value.name in turned else value for value in op.results)
+        reads, makes = not transposed.isdisjoint(op.refs()), any(value.name in transposed for value in op.results)
+        results = tuple(_transposed(value) if value.name in transposed else value for value in op.results)
         if not reads and not makes:
             ops.append(op)
         elif op.name == "all_gather":
             [name] = op.refs()
-            part = _turned(Value(name=unique(f"{name}_turned", taken), type=types[name]))
+            part = _transposed(Value(name=unique(f"{name}_t", taken), type=types[name]))
             ops.append(_permutation(name, part, op))
             ops.append(replace(op, args=(Ref(part.name),), attrs=_outermost(op), results=results))
         elif op.name == "reduce_scatter" and not makes:
-            part = replace(_turned(op.result), name=unique(f"{op.result.name}_turned", taken))
+            part = replace(_transposed(op.result), name=unique(f"{op.result.name}_t", taken))
             ops.append(replace(op, attrs=_outermost(op), results=(part,)))
             ops.append(_permutation(part.name, op.result, op))
         elif op.name == "permute":
@@ -153,7 +153,7 @@ def _rewritten(graph: Graph, turned: set[str], types: Mapping[str, TensorType], 
     return replace(graph, ops=tuple(ops))
 
 
-def _turned(value: Value) -> Value:
+def _transposed(value: Value) -> Value:
     first, second, *rest = value.type.layout.dims
     return replace(value, type=replace(value.type, layout=replace(value.type.layout, dims=(second, first, *rest))))
 

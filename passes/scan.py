@@ -405,18 +405,18 @@ class _Loops:
             loop.made.setdefault((op_at, result, 0, builder.reverse), name)
         scan = builder.scan(sequences, tuple((op_at, result, dim) for op_at, result, dim, _ in loop.made))
         names = self._ends(loop, builder)
-        turned: dict[str, tuple[str, int]] = {}
+        backwards: dict[str, tuple[str, int]] = {}
         for (_, _, dim, flipped), name in loop.made.items():
-            names.append(name if flipped == builder.reverse else unique(f"{name}_turned", self.taken))
+            names.append(name if flipped == builder.reverse else unique(f"{name}_flipped", self.taken))
             if flipped != builder.reverse:
-                turned[names[-1]] = name, dim
+                backwards[names[-1]] = name, dim
         results = tuple(
             Value(name=name, type=type) for name, type in zip(names, builder.result_types(scan), strict=True)
         )
         yield Op(name=SCAN, args=scan.args, attrs=scan.attrs, results=results, source=source)
         for value in results:
-            if value.name in turned:
-                name, dim = turned[value.name]
+            if value.name in backwards:
+                name, dim = backwards[value.name]
                 made = (replace(value, name=name),)
                 yield Op(name="flip", args=(Ref(value.name), (dim,)), results=made, source=source)
         for (op_at, result), values in rows.items():

@@ -3,13 +3,13 @@
     embedding   = embedding(…, ids)                      # f32[4, 16, 24]
     scaled_…    = attention(transpose, transpose_1, transpose_2, None, True, None, by_rows=True)
   ->
-    ids_first   = slice(ids, 1, 0, 8, 1)                 # i64[4, 8]
-    ids_second  = slice(ids, 1, 8, 16, 1)                # i64[4, 8]
-    ids_parts   = reshape(ids_second, (4, 2, 4))         # i64[4, 2, 4]
-    ids_back    = flip(ids_parts, (1,))                  # i64[4, 2, 4]
-    ids_turned  = reshape(ids_back, (4, 8))              # i64[4, 8]
-    ids_zigzag  = cat((ids_first, ids_turned), 1)        # i64[4, 16]
-    embedding   = embedding(…, ids_zigzag)               # f32[4, 16, 24]
+    ids_first   = slice(ids, 1, 0, 8, 1)            # i64[4, 8]
+    ids_second  = slice(ids, 1, 8, 16, 1)           # i64[4, 8]
+    ids_parts   = reshape(ids_second, (4, 2, 4))    # i64[4, 2, 4]
+    ids_back    = flip(ids_parts, (1,))             # i64[4, 2, 4]
+    ids_flipped = reshape(ids_back, (4, 8))         # i64[4, 8]
+    ids_zigzag  = cat((ids_first, ids_flipped), 1)  # i64[4, 16]
+    embedding   = embedding(…, ids_zigzag)          # f32[4, 16, 24]
     …
     scaled_…    = attention(transpose, transpose_1, transpose_2, None, True, None, by_rows=True, zigzag=4)
 
@@ -217,10 +217,10 @@ class _Order:
     def _drawing(self, op: Op) -> Op:
         """The operation with random draws numbered by positions in the model's order."""
         name = op.results[0].name
-        turned = [place[1] for place in self.found if place[0] == name and place not in self.made]
+        reordered = [place[1] for place in self.found if place[0] == name and place not in self.made]
         attention = Attention.of(op)
         more = [ROWS + 1] if attention is not None and (attention.k, ROWS, 1) in self.found else []
-        return numbered(op, [*drawn_dims(op, turned), *more], self.size, self.parts) if turned else op
+        return numbered(op, [*drawn_dims(op, reordered), *more], self.size, self.parts) if reordered else op
 
     def _ordered(self, name: str, dim: int, taken: set[str]) -> Iterator[Op]:
         """The value with the parts of its second half in reverse order."""
@@ -238,7 +238,7 @@ class _Order:
         apart = [*shape[:dim], count, half // count, *shape[dim + 1 :]]
         parts = made("_parts", "reshape", (Ref(second.result.name), tuple(apart)), apart)
         back = made("_back", "flip", (Ref(parts.result.name), (dim,)), apart)
-        turned = made("_turned", "reshape", (Ref(back.result.name), tuple(halves)), halves)
-        whole = made(ZIGZAG, "cat", ((Ref(first.result.name), Ref(turned.result.name)), dim), shape)
+        flipped = made("_flipped", "reshape", (Ref(back.result.name), tuple(halves)), halves)
+        whole = made(ZIGZAG, "cat", ((Ref(first.result.name), Ref(flipped.result.name)), dim), shape)
         self.types[whole.result.name] = whole.result.type
-        yield from (first, second, parts, back, turned, whole)
+        yield from (first, second, parts, back, flipped, whole)

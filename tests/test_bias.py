@@ -39,9 +39,9 @@ region main phase microbatch:
   param c: f32[4]
   forward:
     input x: f32[8, 2, 4]
-    w_turned = permute(w, (1, 0))      # f32[6@tp, 4]
-    y        = linear(x, w_turned, b)  # f32[8, 2, 6@tp]
-    loss     = sum(y, (0, 1, 2))       # f32[] partial(tp)
+    w_t  = permute(w, (1, 0))  # f32[6@tp, 4]
+    y    = linear(x, w_t, b)   # f32[8, 2, 6@tp]
+    loss = sum(y, (0, 1, 2))   # f32[] partial(tp)
     return loss
 """,
     )

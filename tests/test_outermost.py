@@ -39,7 +39,7 @@ def test_a_block_gathers_and_scatters_what_is_outermost() -> None:
     assert outermost(program) == program
 
 
-def test_of_a_batch_of_one_nothing_is_turned() -> None:
+def test_of_a_batch_of_one_nothing_is_transposed() -> None:
     """There the second dimension is outermost already."""
     program = partc.compile(EXAMPLES / "gpt.py", mesh="1x4x2", microbatches=4).program
     assert {dim for _, dim in moved(program)["block"]} == {1}
@@ -111,5 +111,5 @@ def test_whatever_stands_between_the_numbers_are_the_same(kind: str, turned: int
     """Attention is turned always, and what works on rows in any order: in forward, `turned` pairs of collectives."""
     package = partc.compile(MODEL, options={"kind": kind}, mesh="1x1x2", precision="fp64")
     forward = package.program.region("block").forward
-    assert sum(name.endswith("_turned") for name in forward.definitions()) == 2 * turned
+    assert sum(name.endswith("_t") for name in forward.definitions()) == 2 * turned
     assert package.verify(steps=2, virtual=True).ok

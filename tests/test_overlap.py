@@ -101,10 +101,10 @@ def test_what_a_collective_does_not_need_runs_beside_it() -> None:
     input h: f32[4096@dp, 2048]
     grad_y         = mul(y, grad_loss)                      # f32[4096@dp, 2048@tp]
     grad_h_partial = matmul(grad_y, second.w)               # f32[4096@dp, 2048] partial(tp)
-    grad_h_coming  = all_reduce(grad_h_partial, axis="tp")  # f32[4096@dp, 2048]
+    grad_h_work    = all_reduce(grad_h_partial, axis="tp")  # f32[4096@dp, 2048]
     grad_second.w  = linear_grad_weight(grad_y, h)          # f32[2048@tp, 2048] partial(dp)
     grad_second.b  = sum(grad_h_partial, (0,), False)       # f32[2048] partial(dp,tp)
-    grad_h         = wait(grad_h_coming)                    # f32[4096@dp, 2048]
+    grad_h         = wait(grad_h_work)                      # f32[4096@dp, 2048]
     return grad_h, grad_second.w, grad_second.b
 """,
     )
@@ -151,22 +151,22 @@ region net phase microbatch:
         """\
     input grad_loss: f32[]
     input x: f32[4096@tp, 2048]
-    grad             = mul(x, grad_loss)                       # f32[4096@tp, 2048]
-    full             = all_gather(grad, dim=0, axis="tp")      # f32[4096, 2048]
-    h                = linear(full, w)                         # f32[4096, 8192@tp]
-    act              = mul(h, h)                               # f32[4096, 8192@tp]
-    part             = matmul(act, w)                          # f32[4096, 2048] partial(tp)
-    own_coming       = reduce_scatter(part, dim=0, axis="tp")  # f32[4096@tp, 2048]
-    second           = linear_grad_weight(act, full)           # f32[8192@tp, 2048]
-    own              = wait(own_coming)                        # f32[4096@tp, 2048]
-    next             = mul(own, own)                           # f32[4096@tp, 2048]
-    next_full_coming = all_gather(next, dim=0, axis="tp")      # f32[4096, 2048]
-    first            = linear_grad_weight(h, full)             # f32[8192@tp, 2048]
-    next_full        = wait(next_full_coming)                  # f32[4096, 2048]
-    last             = linear(next_full, w)                    # f32[4096, 8192@tp]
-    third            = linear_grad_weight(last, next_full)     # f32[8192@tp, 2048]
-    both             = add(first, second)                      # f32[8192@tp, 2048]
-    grad_w           = add(both, third)                        # f32[8192@tp, 2048]
+    grad           = mul(x, grad_loss)                       # f32[4096@tp, 2048]
+    full           = all_gather(grad, dim=0, axis="tp")      # f32[4096, 2048]
+    h              = linear(full, w)                         # f32[4096, 8192@tp]
+    act            = mul(h, h)                               # f32[4096, 8192@tp]
+    part           = matmul(act, w)                          # f32[4096, 2048] partial(tp)
+    own_work       = reduce_scatter(part, dim=0, axis="tp")  # f32[4096@tp, 2048]
+    second         = linear_grad_weight(act, full)           # f32[8192@tp, 2048]
+    own            = wait(own_work)                          # f32[4096@tp, 2048]
+    next           = mul(own, own)                           # f32[4096@tp, 2048]
+    next_full_work = all_gather(next, dim=0, axis="tp")      # f32[4096, 2048]
+    first          = linear_grad_weight(h, full)             # f32[8192@tp, 2048]
+    next_full      = wait(next_full_work)                    # f32[4096, 2048]
+    last           = linear(next_full, w)                    # f32[4096, 8192@tp]
+    third          = linear_grad_weight(last, next_full)     # f32[8192@tp, 2048]
+    both           = add(first, second)                      # f32[8192@tp, 2048]
+    grad_w         = add(both, third)                        # f32[8192@tp, 2048]
     return grad_w
 """,
     )
@@ -226,7 +226,7 @@ def test_every_wait_has_its_collective_and_work_between(recompute: str) -> None:
                 between = graph.ops[started.pop(next(op.refs())) + 1 : index]
                 assert any(other.name not in MOVING for other in between)
                 waits += 1
-            elif op.name in MOVING and op.result.name.endswith("_coming"):
+            elif op.name in MOVING and op.result.name.endswith("_work"):
                 started[op.result.name] = index
             assert not set(started) & set(op.refs()), "nothing but its wait reads what is on its way"
         assert not started

@@ -133,11 +133,11 @@ class RowCount(int):
     def __le__(self, other: int) -> Any:
         return self._compared("le", other)
 
-    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
-        """The result of a binary operation; this number is the right operand if `turned`."""
+    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, swapped: bool) -> Any:
+        """The result of a binary operation; this number is the right operand if `swapped`."""
 
         def run(mine: Any, its: Any) -> Any:
-            return operate(its, mine) if turned else operate(mine, its)
+            return operate(its, mine) if swapped else operate(mine, its)
 
         def tensor() -> Tensor:
             made: Tensor = run(self.tensor(), other.tensor() if isinstance(other, RowCount) else other)
@@ -176,7 +176,7 @@ class PartSize(RowCount):
     def __bool__(self) -> bool:
         return self._selections.nonempty(self.counts, self.first, self.last)
 
-    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, turned: bool) -> Any:
+    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, swapped: bool) -> Any:
         """The result of a binary operation. The sum of the sizes of adjacent parts is the size of the joined part;
         empty parts may lie between them.
         """
@@ -188,11 +188,11 @@ class PartSize(RowCount):
                 if left.last <= right.first and not self._selections.parts(self.counts, left.last, right.first):
                     shown = int(left) + int(right)
                     return PartSize.of(self.counts, left.first, right.last, shown, self._selections)
-        return super()._computed(operate, other, turned)
+        return super()._computed(operate, other, swapped)
 
 
-def _arithmetic(operate: Callable[[Any, Any], Any], turned: bool) -> Callable[[RowCount, Any], Any]:
-    return lambda number, other: number._computed(operate, other, turned)
+def _arithmetic(operate: Callable[[Any, Any], Any], swapped: bool) -> Callable[[RowCount, Any], Any]:
+    return lambda number, other: number._computed(operate, other, swapped)
 
 
 def _refused(number: RowCount, *others: Any) -> Any:
@@ -200,8 +200,8 @@ def _refused(number: RowCount, *others: Any) -> Any:
 
 
 for _word in _COMPUTED.split():
-    setattr(RowCount, f"__{_word}__", _arithmetic(getattr(operator, _word), turned=False))
-    setattr(RowCount, f"__r{_word}__", _arithmetic(getattr(operator, _word), turned=True))
+    setattr(RowCount, f"__{_word}__", _arithmetic(getattr(operator, _word), swapped=False))
+    setattr(RowCount, f"__r{_word}__", _arithmetic(getattr(operator, _word), swapped=True))
 for _word in _REFUSED.split():
     setattr(RowCount, f"__{_word}__", _refused)
 

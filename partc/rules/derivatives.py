@@ -44,8 +44,8 @@ def _of_convolution(
 
 def _of_kernel(x: Tensor, grad: Tensor, kernel: Sequence[int], steps: Sequence[Sequence[int]]) -> Tensor:
     """The gradient of a convolution's kernel, of one group. `steps` are the stride, the padding and the dilation."""
-    turned, (stride, padding, dilation) = (x.transpose(0, 1), grad.transpose(0, 1)), steps
-    made: Tensor = torch.ops.aten.convolution(*turned, None, dilation, padding, stride, False, [0], 1)
+    transposed, (stride, padding, dilation) = (x.transpose(0, 1), grad.transpose(0, 1)), steps
+    made: Tensor = torch.ops.aten.convolution(*transposed, None, dilation, padding, stride, False, [0], 1)
     for dim, size in enumerate(kernel):
         made = made.narrow(dim + 2, 0, size)
     return made.transpose(0, 1)

@@ -75,10 +75,10 @@ class Positions(NamedTuple):
         """The positions that a rank holds; `places` has its place on each axis, and the size."""
         found = _positions(self.cut, tuple(sorted(places.items())))
         size = math.prod(size for size, _ in parse_dims(f"[{self.cut}]")[0])
-        return _turned(found, size, self.order.parts) if self.order.parts else found
+        return _in_zigzag(found, size, self.order.parts) if self.order.parts else found
 
 
-def _turned(found: Stretches, size: int, parts: int) -> Stretches:
+def _in_zigzag(found: Stretches, size: int, parts: int) -> Stretches:
     """The positions of stretches in a tensor with the parts of its second half in reverse order."""
     half, each = size // 2, size // parts
     made = []

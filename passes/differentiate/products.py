@@ -36,10 +36,10 @@ def _rewritten(
         return None
     match [makers.get(name) for name in op.refs()]:
         case [
-            Op(name="matmul_grad_left", args=(Ref(g), Ref(turned))) as left,
+            Op(name="matmul_grad_left", args=(Ref(g), Ref(transposed))) as left,
             Op(name="permute", args=(Ref(product), order)) as last,
         ]:
-            right, before = makers.get(product), makers.get(turned)
+            right, before = makers.get(product), makers.get(transposed)
         case _:
             return None
     if right is None or right.name != "matmul_grad_right" or before is None or before.name != "permute":

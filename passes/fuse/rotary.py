@@ -1,12 +1,12 @@
 """Rotary embeddings, spelled as slices, products and sums, which kernels compute together with their neighbours.
 
-y = rotary(x, cos, sin, None, False)   ->   y_second = slice(x, 3, 8, 16, 1)
-                                          y_first  = slice(x, 3, 0, 8, 1)
-                                          y_neg    = neg(y_second)
-                                          y_turned = cat((y_neg, y_first), 3)
-                                          y_mul    = mul(x, cos)
-                                          y_mul_1  = mul(y_turned, sin)
-                                          y        = add(y_mul, y_mul_1)
+y = rotary(x, cos, sin, None, False)   ->   y_second  = slice(x, 3, 8, 16, 1)
+                                          y_first   = slice(x, 3, 0, 8, 1)
+                                          y_neg     = neg(y_second)
+                                          y_rotated = cat((y_neg, y_first), 3)
+                                          y_mul     = mul(x, cos)
+                                          y_mul_1   = mul(y_rotated, sin)
+                                          y         = add(y_mul, y_mul_1)
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _RotationWriter:
 
     def _joined(self, first: Ref, second: Ref, size: int, interleaved: bool, *, like: TensorType | None = None) -> Ref:
         """First and second elements joined to pairs; `like` is a type with the same rows, by default the result's."""
-        word = "turned" if like is None else "wide"
+        word = "rotated" if like is None else "wide"
         like = like or self.op.result.type
         *rows, _ = like.layout.local_shape(self.sizes)
         if not interleaved:

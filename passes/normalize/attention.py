@@ -25,7 +25,7 @@ def _four_dimensional(w: Writer, op: Op, name: str, args: tuple[Arg, ...], more:
     shape, dtype = op.result.type.shape, op.result.type.dtype
     before = shape[:-2]
 
-    def turned(arg: Arg) -> Arg:
+    def transposed(arg: Arg) -> Arg:
         if not isinstance(arg, Ref):
             return arg
         last = w.shape(arg)[-2:]
@@ -38,7 +38,7 @@ def _four_dimensional(w: Writer, op: Op, name: str, args: tuple[Arg, ...], more:
         value = w.value(f"{arg.name}_heads", (math.prod(before) // heads, heads, *last), w.types[arg.name].dtype)
         return w.add(op, "reshape", (arg, value.type.shape), value)
 
-    q, k, v, mask = (turned(arg) for arg in args[:4])
+    q, k, v, mask = (transposed(arg) for arg in args[:4])
     heads = w.value(f"{op.result.name}_heads", (*w.shape(q)[:3], shape[-1]), dtype)
     out = w.add(op, name, (q, k, v, mask, *args[4:], *more), heads)
     w.add(op, "reshape", (out, shape))

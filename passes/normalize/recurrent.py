@@ -27,7 +27,7 @@ def recurrent(w: Writer, op: Op) -> None:
     out, *ends = op.results
     if batch_first:
         shape = w.shape(x)
-        x = w.add(op, "permute", (x, _TIME_FIRST), _turned(w, f"{ref(x).name}_turned", shape, out))
+        x = w.add(op, "permute", (x, _TIME_FIRST), _transposed(w, f"{ref(x).name}_t", shape, out))
     last: list[tuple[Value, ...]] = []
     for layer in range(number(layers)):
         if layer:
@@ -35,7 +35,9 @@ def recurrent(w: Writer, op: Op) -> None:
         part = weights[layer * len(weights) // number(layers) : (layer + 1) * len(weights) // number(layers)]
         starts = _starts(w, op, states, layer, 2 if both else 1)
         made = (
-            _turned(w, f"{out.name}_layer", out.type.shape, out) if batch_first else _same(w, f"{out.name}_layer", out)
+            _transposed(w, f"{out.name}_layer", out.type.shape, out)
+            if batch_first
+            else _same(w, f"{out.name}_layer", out)
         )
         last.append(tuple(_same(w, f"{end.name}_layer", end, rows=2 if both else 1) for end in ends))
         args = (x, starts, part, biased, 1, 0.0, True, both, False)
@@ -57,7 +59,7 @@ def _starts(w: Writer, op: Op, states: Arg, layer: int, ways: int) -> Arg:
     return w.add(op, "slice", (states, 0, layer * ways, (layer + 1) * ways, 1), value)
 
 
-def _turned(w: Writer, name: str, shape: tuple[int, ...], like: Value) -> Value:
+def _transposed(w: Writer, name: str, shape: tuple[int, ...], like: Value) -> Value:
     return w.value(name, (shape[1], shape[0], shape[2]), like.type.dtype)
 
 

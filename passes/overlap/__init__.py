@@ -1,15 +1,15 @@
 """Run independent operations while a collective is in progress.
 
-    grad_down.bias           = sum(grad_out, (0, 1), False)
-    grad_down_…_turned       = permute(grad_out, (1, 0, 2))
-    grad_down_…_full         = all_gather(grad_down_…_turned, dim=0, outer=1, axis="tp")
-    grad_gelu                = linear_grad_input(grad_down_…_full, down.weight)
+    grad_down.bias   = sum(grad_out, (0, 1), False)
+    grad_down_…_t    = permute(grad_out, (1, 0, 2))
+    grad_down_…_full = all_gather(grad_down_…_t, dim=0, outer=1, axis="tp")
+    grad_gelu        = linear_grad_input(grad_down_…_full, down.weight)
   ->
-    grad_down_…_turned       = permute(grad_out, (1, 0, 2))
-    grad_down_…_full_coming  = all_gather(grad_down_…_turned, dim=0, outer=1, axis="tp")
-    grad_down.bias           = sum(grad_out, (0, 1), False)
-    grad_down_…_full         = wait(grad_down_…_full_coming)
-    grad_gelu                = linear_grad_input(grad_down_…_full, down.weight)
+    grad_down_…_t         = permute(grad_out, (1, 0, 2))
+    grad_down_…_full_work = all_gather(grad_down_…_t, dim=0, outer=1, axis="tp")
+    grad_down.bias        = sum(grad_out, (0, 1), False)
+    grad_down_…_full      = wait(grad_down_…_full_work)
+    grad_gelu             = linear_grad_input(grad_down_…_full, down.weight)
 
 At its place a collective only starts; a `wait` ends it. Earlier operations that the collective does not need
 (mostly gradients of weights) move behind its start, and later ones move before its wait. Together they take no longer
@@ -54,9 +54,9 @@ def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Grap
         wait = line.hidden(op) if fuel.allowed("overlap", op.source) else None
         if wait is None:
             continue
-        coming = replace(op.result, name=unique(f"{op.result.name}_coming", taken))
-        line.ops[line.at(op)] = replace(op, results=(coming,))
-        line.ops.insert(wait, Op(name="wait", args=(Ref(coming.name),), results=op.results, source=op.source))
+        work = replace(op.result, name=unique(f"{op.result.name}_work", taken))
+        line.ops[line.at(op)] = replace(op, results=(work,))
+        line.ops.insert(wait, Op(name="wait", args=(Ref(work.name),), results=op.results, source=op.source))
     return replace(graph, ops=tuple(line.ops))
 
 
@@ -97,16 +97,16 @@ class _Line:
         """
         left, place = self.times[id(op)], self.at(op)
         needed = {*op.refs()}
-        coming: set[str] = set()  # in progress at this position, until a later wait
+        under_way: set[str] = set()  # in progress at this position, until a later wait
         chosen: list[int] = []
         for index in range(place - 1, -1, -1):
             before = self.ops[index]
             if left <= 0:
                 break
             if before.name == "wait":
-                coming.update(before.refs())
-            coming.difference_update(value.name for value in before.results)
-            if not coming and self._time(before) and needed.isdisjoint(value.name for value in before.results):
+                under_way.update(before.refs())
+            under_way.difference_update(value.name for value in before.results)
+            if not under_way and self._time(before) and needed.isdisjoint(value.name for value in before.results):
                 chosen.append(index)
                 left -= self._time(before)
             else:

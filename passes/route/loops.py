@@ -696,7 +696,7 @@ class Lift:
         flat = w.reshape(x.name, (rows, shape[-1]), f"{x.name}_rows")
         matrix = weights.name
         if op.name == "linear":
-            matrix = w.permute(matrix, (0, 2, 1), f"{matrix}_turned")
+            matrix = w.permute(matrix, (0, 2, 1), f"{matrix}_t")
         width = w.shape(matrix)[2]
         args = (Ref(flat), Ref(self.experts), Ref(matrix))
         made = w.add("expert_matmul", args, (rows, width), result.type.dtype, f"{result.name}_of_experts")

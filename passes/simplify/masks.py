@@ -504,8 +504,8 @@ def _permuted(x: Matrix, order: tuple[int, ...], rank: int) -> Matrix | None:
         return None
     if isinstance(x, Outer):
         return replace(x, rows=x.columns, columns=x.rows)
-    turned = x.where.transposed()
-    return None if turned is None else replace(x, where=turned)
+    transposed = x.where.transposed()
+    return None if transposed is None else replace(x, where=transposed)
 
 
 def _fill(place: int) -> Callable[[Op], float | None]:

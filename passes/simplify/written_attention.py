@@ -101,11 +101,11 @@ class _Reading:
         shape, limits = structured(seen, writing)
         if scores is None or shape is None or shape.chunk or not math.isfinite(scale) or (limits and bias):
             return []
-        q, turned = scores.args[:2]
-        if not isinstance(q, Ref) or not isinstance(turned, Ref) or not self._fits(q, turned, op.args[1]):
+        q, transposed = scores.args[:2]
+        if not isinstance(q, Ref) or not isinstance(transposed, Ref) or not self._fits(q, transposed, op.args[1]):
             return []
         more = _Writing(op, self.made, self.types, taken, heads)
-        k = more.keys(turned)
+        k = more.keys(transposed)
         mask = None if bias is None else more.mask(*bias)
         drops: tuple[Arg, ...] = () if shape.window == 0 else (shape.window,)
         if dropped is not None:
@@ -222,9 +222,9 @@ class _Reading:
                 return scores, mask
         return None
 
-    def _fits(self, q: Ref, turned: Ref, v: Ref) -> bool:
+    def _fits(self, q: Ref, transposed: Ref, v: Ref) -> bool:
         """Whether the shapes are attention's, with equal numbers of key and query heads."""
-        queries, keys, values = (self.types[each.name].shape for each in (q, turned, v))
+        queries, keys, values = (self.types[each.name].shape for each in (q, transposed, v))
         return (
             len(queries) == len(keys) == len(values)
             and queries[:-2] == keys[:-2] == values[:-2]
@@ -261,17 +261,17 @@ class _Writing:
             return Ref(next(view.refs()))
         return self.add("reshape", (x, whole), whole, f"{x.name}_heads")
 
-    def keys(self, turned: Ref) -> Ref:
+    def keys(self, transposed: Ref) -> Ref:
         """Keys [b, h, t, d] from their transpose."""
-        made, rank = self.made.get(turned.name), len(self.types[turned.name].shape)
+        made, rank = self.made.get(transposed.name), len(self.types[transposed.name].shape)
         order = (*range(rank - 2), rank - 1, rank - 2)
-        base = turned
+        base = transposed
         if made is not None and made.name == "permute" and isinstance(made.args[0], Ref):
             before = integers(made.args[1])
             base, order = made.args[0], (*before[:-2], before[-1], before[-2])
         if order != tuple(range(rank)):
-            shape = self.types[turned.name].shape
-            base = self.add("permute", (base, order), (*shape[:-2], shape[-1], shape[-2]), f"{turned.name}_keys")
+            shape = self.types[transposed.name].shape
+            base = self.add("permute", (base, order), (*shape[:-2], shape[-1], shape[-2]), f"{transposed.name}_keys")
             self.types = {**self.types, base.name: self.ops[-1].result.type}
         return self.by_head(base)
 

@@ -224,8 +224,8 @@ class Exchange(Writing):
         shape = (ways, batch, total)
         parts = tuple(ref for _, ref in found)
         joined = parts[0] if len(parts) == 1 else self.plain("cat", (parts, 2), name, shape, dtype)
-        turned = (batch, ways, total)
-        home = self.plain("permute", (joined, (1, 0, 2)), f"{name}_home", turned, dtype, read=self._at_home(shape))
+        transposed = (batch, ways, total)
+        home = self.plain("permute", (joined, (1, 0, 2)), f"{name}_home", transposed, dtype, read=self._at_home(shape))
         flat = self.plain("reshape", (home, (batch, ways * total)), f"{name}_flat", (batch, ways * total), dtype)
         pieces: list[tuple[str, int, Reader | None]] = []
         for rank in range(ways):

@@ -51,9 +51,9 @@ def head_forward(
     logits = F.linear(norm_full, p.head_weight)  # f32[16@dp,mb, 32, 256@tp]
     nll_max_partial = functional.shard_max(logits)  # f32[16@dp,mb, 32] partial(tp)
     # all-reduce 256 B over tp, while what follows runs: the largest of every rank's, for gpt.py:131
-    nll_max_coming = comm.tp.start_all_reduce_(nll_max_partial, "max")  # f32[16@dp,mb, 32]
+    nll_max_work = comm.tp.start_all_reduce_(nll_max_partial, "max")  # f32[16@dp,mb, 32]
     nll_picked_partial = functional.pick(logits, labels, offset=comm.tp.rank * 128)  # f32[16@dp,mb, 32] partial(tp)
-    nll_max = nll_max_coming.wait()  # f32[16@dp,mb, 32]
+    nll_max = nll_max_work.wait()  # f32[16@dp,mb, 32]
     nll_sums_partial = functional.sum_exp(logits, nll_max)  # f32[16@dp,mb, 32] partial(tp)
     nll_sums_and_nll_picked_partial = torch.cat(
         (nll_sums_partial, nll_picked_partial)
@@ -87,11 +87,11 @@ def head_backward(
     grad_norm_full = grad_logits @ p.head_weight  # f32[16@dp,mb, 32, 64] partial(tp)
     # reduce-scatter 8.0 KiB over tp, while what follows runs: each rank has a part of the sum in head and keeps its
     # share of dim 1
-    grad_norm_coming = comm.tp.start_reduce_scatter(grad_norm_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
+    grad_norm_work = comm.tp.start_reduce_scatter(grad_norm_full, dim=1)  # f32[16@dp,mb, 32@tp, 64]
     del grad_norm_full
     functional.linear_add_grad_weight(g.head_weight, grad_logits, saved.norm_full)  # f32[256@tp, 64] partial(dp,mb)
     del grad_logits
-    grad_norm = grad_norm_coming.wait()  # f32[16@dp,mb, 32@tp, 64]
+    grad_norm = grad_norm_work.wait()  # f32[16@dp,mb, 32@tp, 64]
     # grad_x: f32[16@dp,mb, 32@tp, 64], grad_norm_weight: f32[64] partial(dp,mb,tp)
     grad_x, grad_norm_weight = functional.rms_norm_backward(grad_norm, saved.x, (64,), p.norm_weight, saved.norm_rstd)
     g.norm_weight.add_(grad_norm_weight)

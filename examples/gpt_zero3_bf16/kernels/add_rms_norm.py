@@ -1,6 +1,6 @@
 """Rows of 64, emitted by partc for these operations:
 
-attn_wo = permute(attn_wo_turned, (1, 0, 2))  # gpt.py:89
+attn_wo = permute(attn_wo_t, (1, 0, 2))  # gpt.py:89
 x_2 = add(x, attn_wo)  # gpt.py:89
 norm2_square = mul(x_2, x_2)  # gpt.py:90
 norm2_mean_sum = sum(norm2_square, (2,), True)  # gpt.py:90
@@ -29,7 +29,7 @@ CANDIDATES = (
 
 @triton.jit
 def _add_rms_norm(
-    attn_wo_turned_ptr,
+    attn_wo_t_ptr,
     x_ptr,
     norm2_weight_ptr,
     x_2_ptr,
@@ -44,8 +44,8 @@ def _add_rms_norm(
     row_0 = row // 16
     row_1 = row % 16
     x = tl.load(x_ptr + row * 64 + column).to(tl.float32)
-    attn_wo_turned = tl.load(attn_wo_turned_ptr + row_1 * 512 + row_0 * 64 + column).to(tl.float32)
-    x_2 = x + attn_wo_turned
+    attn_wo_t = tl.load(attn_wo_t_ptr + row_1 * 512 + row_0 * 64 + column).to(tl.float32)
+    x_2 = x + attn_wo_t
     norm2_square = x_2 * x_2
     norm2_mean_sum = tl.sum(norm2_square, axis=1, keep_dims=True)
     norm2_mean = norm2_mean_sum * 0.015625
@@ -59,12 +59,12 @@ def _add_rms_norm(
     tl.store(norm2_rstd_ptr + row, norm2_rstd)
 
 
-def add_rms_norm(attn_wo_turned: Tensor, x: Tensor, norm2_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm(attn_wo_t: Tensor, x: Tensor, norm2_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Moves 64.6 KiB; its operations one by one would move 228.1 KiB."""
-    x_2 = torch.empty((8, 16, 64), dtype=torch.bfloat16, device=attn_wo_turned.device)
-    norm2 = torch.empty((8, 16, 64), dtype=torch.bfloat16, device=attn_wo_turned.device)
-    norm2_rstd = torch.empty((8, 16, 1), dtype=torch.float32, device=attn_wo_turned.device)
-    _add_rms_norm[(2,)](attn_wo_turned, x, norm2_weight, x_2, norm2, norm2_rstd, **CONFIGURATION)
+    x_2 = torch.empty((8, 16, 64), dtype=torch.bfloat16, device=attn_wo_t.device)
+    norm2 = torch.empty((8, 16, 64), dtype=torch.bfloat16, device=attn_wo_t.device)
+    norm2_rstd = torch.empty((8, 16, 1), dtype=torch.float32, device=attn_wo_t.device)
+    _add_rms_norm[(2,)](attn_wo_t, x, norm2_weight, x_2, norm2, norm2_rstd, **CONFIGURATION)
     return x_2, norm2, norm2_rstd
 
 

@@ -5,9 +5,9 @@ grad_attn_k_wide_mul = mul(grad_attn_k_2, sin)  # gpt.py:59
 grad_attn_k_wide_first = slice(grad_attn_k_wide_mul, 3, 0, 8, 1)  # gpt.py:59
 grad_attn_k_wide_second = slice(grad_attn_k_wide_mul, 3, 8, 16, 1)  # gpt.py:59
 grad_attn_k_wide_neg = neg(grad_attn_k_wide_first)  # gpt.py:59
-grad_attn_k_wide_turned = cat((grad_attn_k_wide_second, grad_attn_k_wide_neg), 3)  # gpt.py:59
+grad_attn_k_wide_rotated = cat((grad_attn_k_wide_second, grad_attn_k_wide_neg), 3)  # gpt.py:59
 grad_attn_k_wide_mul_2 = mul(grad_attn_k_2, cos)  # gpt.py:59
-grad_attn_k_wide = add(grad_attn_k_wide_mul_2, grad_attn_k_wide_turned)  # gpt.py:59
+grad_attn_k_wide = add(grad_attn_k_wide_mul_2, grad_attn_k_wide_rotated)  # gpt.py:59
 grad_attn_k = to(grad_attn_k_wide, <bf16>)  # gpt.py:59
 grad_attn_wk_2 = permute(grad_attn_k, (2, 0, 1, 3))  # gpt.py:59
 grad_attn_wk = reshape(grad_attn_wk_2, (32, 8, 16))  # gpt.py:59
@@ -70,8 +70,8 @@ def _mul_neg_add(
     sin_2 = tl.load(sin_ptr + x0 * 16 + x2 - 8, mask=x2 >= 8, other=0)
     grad_attn_k_wide_mul_3 = grad_attn_k_2_bf16_3 * sin_2
     grad_attn_k_wide_neg = -grad_attn_k_wide_mul_3
-    grad_attn_k_wide_turned = tl.where(x2 < 8, grad_attn_k_wide_mul, grad_attn_k_wide_neg)
-    grad_attn_k_wide = grad_attn_k_wide_mul_2 + grad_attn_k_wide_turned
+    grad_attn_k_wide_rotated = tl.where(x2 < 8, grad_attn_k_wide_mul, grad_attn_k_wide_neg)
+    grad_attn_k_wide = grad_attn_k_wide_mul_2 + grad_attn_k_wide_rotated
     tl.store(grad_attn_wk_ptr + index, grad_attn_k_wide.to(tl.bfloat16))
 
 

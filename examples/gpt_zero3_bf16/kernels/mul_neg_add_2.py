@@ -5,9 +5,9 @@ grad_attn_q_wide_mul = mul(grad_attn_q_2, sin)  # gpt.py:58
 grad_attn_q_wide_first = slice(grad_attn_q_wide_mul, 3, 0, 8, 1)  # gpt.py:58
 grad_attn_q_wide_second = slice(grad_attn_q_wide_mul, 3, 8, 16, 1)  # gpt.py:58
 grad_attn_q_wide_neg = neg(grad_attn_q_wide_first)  # gpt.py:58
-grad_attn_q_wide_turned = cat((grad_attn_q_wide_second, grad_attn_q_wide_neg), 3)  # gpt.py:58
+grad_attn_q_wide_rotated = cat((grad_attn_q_wide_second, grad_attn_q_wide_neg), 3)  # gpt.py:58
 grad_attn_q_wide_mul_2 = mul(grad_attn_q_2, cos)  # gpt.py:58
-grad_attn_q_wide = add(grad_attn_q_wide_mul_2, grad_attn_q_wide_turned)  # gpt.py:58
+grad_attn_q_wide = add(grad_attn_q_wide_mul_2, grad_attn_q_wide_rotated)  # gpt.py:58
 grad_attn_q = to(grad_attn_q_wide, <bf16>)  # gpt.py:58
 grad_attn_wq_2 = permute(grad_attn_q, (2, 0, 1, 3))  # gpt.py:58
 grad_attn_wq = reshape(grad_attn_wq_2, (32, 8, 32))  # gpt.py:58
@@ -75,8 +75,8 @@ def _mul_neg_add_2(
     sin_2 = tl.load(sin_ptr + x0 * 16 + x3 - 8, mask=x3 >= 8, other=0)
     grad_attn_q_wide_mul_3 = grad_attn_q_2_bf16_3 * sin_2
     grad_attn_q_wide_neg = -grad_attn_q_wide_mul_3
-    grad_attn_q_wide_turned = tl.where(x3 < 8, grad_attn_q_wide_mul, grad_attn_q_wide_neg)
-    grad_attn_q_wide = grad_attn_q_wide_mul_2 + grad_attn_q_wide_turned
+    grad_attn_q_wide_rotated = tl.where(x3 < 8, grad_attn_q_wide_mul, grad_attn_q_wide_neg)
+    grad_attn_q_wide = grad_attn_q_wide_mul_2 + grad_attn_q_wide_rotated
     tl.store(grad_attn_wq_ptr + index, grad_attn_q_wide.to(tl.bfloat16))
 
 

@@ -6,9 +6,9 @@ attn_q_wide = to(attn_q, <f32>)  # gpt.py:58
 attn_q_2_first = slice(attn_q_wide, 3, 0, 8, 1)  # gpt.py:61
 attn_q_2_second = slice(attn_q_wide, 3, 8, 16, 1)  # gpt.py:61
 attn_q_2_neg = neg(attn_q_2_second)  # gpt.py:61
-attn_q_2_turned = cat((attn_q_2_neg, attn_q_2_first), 3)  # gpt.py:61
+attn_q_2_rotated = cat((attn_q_2_neg, attn_q_2_first), 3)  # gpt.py:61
 attn_q_2_mul = mul(attn_q_wide, cos)  # gpt.py:61
-attn_q_2_mul_2 = mul(attn_q_2_turned, sin)  # gpt.py:61
+attn_q_2_mul_2 = mul(attn_q_2_rotated, sin)  # gpt.py:61
 attn_q_2 = add(attn_q_2_mul, attn_q_2_mul_2)  # gpt.py:61
 attn_q_2_bf16 = to(attn_q_2, <bf16>)  # gpt.py:61
 """
@@ -44,9 +44,9 @@ def _neg_mul_add(attn_wq_ptr, cos_ptr, sin_ptr, attn_q_2_bf16_ptr, BLOCK: tl.con
     attn_wq_2 = tl.load(attn_wq_ptr + x1 * 256 + x0 * 16 + x2 + 8, mask=x2 < 8, other=0).to(tl.float32)
     attn_q_2_neg = -attn_wq_2
     attn_wq_3 = tl.load(attn_wq_ptr + x1 * 256 + x0 * 16 + x2 - 8, mask=x2 >= 8, other=0).to(tl.float32)
-    attn_q_2_turned = tl.where(x2 < 8, attn_q_2_neg, attn_wq_3)
+    attn_q_2_rotated = tl.where(x2 < 8, attn_q_2_neg, attn_wq_3)
     sin = tl.load(sin_ptr + x1 * 16 + x2)
-    attn_q_2_mul_2 = attn_q_2_turned * sin
+    attn_q_2_mul_2 = attn_q_2_rotated * sin
     attn_q_2 = attn_q_2_mul + attn_q_2_mul_2
     tl.store(attn_q_2_bf16_ptr + index, attn_q_2.to(tl.bfloat16))
 

@@ -6,9 +6,9 @@ attn_k_wide = to(attn_k, <f32>)  # gpt.py:59
 attn_k_2_first = slice(attn_k_wide, 3, 0, 8, 1)  # gpt.py:62
 attn_k_2_second = slice(attn_k_wide, 3, 8, 16, 1)  # gpt.py:62
 attn_k_2_neg = neg(attn_k_2_second)  # gpt.py:62
-attn_k_2_turned = cat((attn_k_2_neg, attn_k_2_first), 3)  # gpt.py:62
+attn_k_2_rotated = cat((attn_k_2_neg, attn_k_2_first), 3)  # gpt.py:62
 attn_k_2_mul = mul(attn_k_wide, cos)  # gpt.py:62
-attn_k_2_mul_2 = mul(attn_k_2_turned, sin)  # gpt.py:62
+attn_k_2_mul_2 = mul(attn_k_2_rotated, sin)  # gpt.py:62
 attn_k_2 = add(attn_k_2_mul, attn_k_2_mul_2)  # gpt.py:62
 attn_k_2_bf16 = to(attn_k_2, <bf16>)  # gpt.py:62
 """
@@ -44,9 +44,9 @@ def _neg_mul_add_2(attn_wk_ptr, cos_ptr, sin_ptr, attn_k_2_bf16_ptr, BLOCK: tl.c
     attn_wk_2 = tl.load(attn_wk_ptr + x1 * 128 + x0 * 16 + x2 + 8, mask=x2 < 8, other=0).to(tl.float32)
     attn_k_2_neg = -attn_wk_2
     attn_wk_3 = tl.load(attn_wk_ptr + x1 * 128 + x0 * 16 + x2 - 8, mask=x2 >= 8, other=0).to(tl.float32)
-    attn_k_2_turned = tl.where(x2 < 8, attn_k_2_neg, attn_wk_3)
+    attn_k_2_rotated = tl.where(x2 < 8, attn_k_2_neg, attn_wk_3)
     sin = tl.load(sin_ptr + x1 * 16 + x2)
-    attn_k_2_mul_2 = attn_k_2_turned * sin
+    attn_k_2_mul_2 = attn_k_2_rotated * sin
     attn_k_2 = attn_k_2_mul + attn_k_2_mul_2
     tl.store(attn_k_2_bf16_ptr + index, attn_k_2.to(tl.bfloat16))
 

@@ -1,6 +1,6 @@
 """Rows of 64, emitted by partc for these operations:
 
-grad_norm2 = permute(grad_norm2_turned, (1, 0, 2))  # gpt.py:90
+grad_norm2 = permute(grad_norm2_t, (1, 0, 2))  # gpt.py:90
 grad_x_2_1_unit = mul(x_2, norm2_rstd)  # gpt.py:90
 grad_x_2_1_scaled = mul(grad_norm2, norm2.weight)  # gpt.py:90
 grad_x_2_1_product = mul(grad_x_2_1_scaled, grad_x_2_1_unit)  # gpt.py:90
@@ -33,7 +33,7 @@ CANDIDATES = (
 
 @triton.jit
 def _rms_norm_backward_add(
-    grad_norm2_turned_ptr,
+    grad_norm2_t_ptr,
     x_2_ptr,
     norm2_rstd_ptr,
     norm2_weight_ptr,
@@ -48,14 +48,14 @@ def _rms_norm_backward_add(
     row = (program * ROWS + tl.arange(0, ROWS))[:, None]
     row_0 = row // 16
     row_1 = row % 16
-    grad_norm2_turned = tl.load(grad_norm2_turned_ptr + row_1 * 512 + row_0 * 64 + column).to(tl.float32)
+    grad_norm2_t = tl.load(grad_norm2_t_ptr + row_1 * 512 + row_0 * 64 + column).to(tl.float32)
     x_2 = tl.load(x_2_ptr + row * 64 + column).to(tl.float32)
     norm2_rstd = tl.load(norm2_rstd_ptr + row)
     grad_x_2_1_unit = x_2 * norm2_rstd
-    grad_x_2_1_terms = grad_norm2_turned * grad_x_2_1_unit
+    grad_x_2_1_terms = grad_norm2_t * grad_x_2_1_unit
     grad_y = tl.load(grad_y_ptr + row * 64 + column).to(tl.float32)
     norm2_weight = tl.load(norm2_weight_ptr + column).to(tl.float32)
-    grad_x_2_1_scaled = grad_norm2_turned * norm2_weight
+    grad_x_2_1_scaled = grad_norm2_t * norm2_weight
     grad_x_2_1_product = grad_x_2_1_scaled * grad_x_2_1_unit
     grad_x_2_1_along_sum = tl.sum(grad_x_2_1_product, axis=1, keep_dims=True)
     grad_x_2_1_along = grad_x_2_1_along_sum * 0.015625
@@ -69,19 +69,13 @@ def _rms_norm_backward_add(
 
 
 def rms_norm_backward_add(
-    grad_norm2_turned: Tensor,
-    x_2: Tensor,
-    norm2_rstd: Tensor,
-    norm2_weight: Tensor,
-    grad_y: Tensor,
-    *,
-    summed: bool = True,
+    grad_norm2_t: Tensor, x_2: Tensor, norm2_rstd: Tensor, norm2_weight: Tensor, grad_y: Tensor, *, summed: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Moves 64.8 KiB; its operations one by one would move 595.2 KiB. With summed=False, the last results are partial sums, one for each program."""
-    grad_x_2 = torch.empty((8, 16, 64), dtype=torch.bfloat16, device=grad_norm2_turned.device)
-    grad_norm2_weight_parts = torch.empty((4, 64), dtype=torch.float32, device=grad_norm2_turned.device)
+    grad_x_2 = torch.empty((8, 16, 64), dtype=torch.bfloat16, device=grad_norm2_t.device)
+    grad_norm2_weight_parts = torch.empty((4, 64), dtype=torch.float32, device=grad_norm2_t.device)
     _rms_norm_backward_add[(4,)](
-        grad_norm2_turned, x_2, norm2_rstd, norm2_weight, grad_y, grad_x_2, grad_norm2_weight_parts, **CONFIGURATION
+        grad_norm2_t, x_2, norm2_rstd, norm2_weight, grad_y, grad_x_2, grad_norm2_weight_parts, **CONFIGURATION
     )
     if not summed:
         return grad_x_2, grad_norm2_weight_parts

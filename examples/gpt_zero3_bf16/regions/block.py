@@ -60,10 +60,10 @@ def block_forward(
     """blocks.0 to blocks.3 (gpt.py:58)."""
     # norm1: bf16[16@dp, 32@tp, 64], norm1_rstd: f32[16@dp, 32@tp, 1]
     norm1, norm1_rstd = kernels.rms_norm(x, p.norm1_weight)
-    norm1_turned = norm1.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
+    norm1_t = norm1.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
     # all-gather 16.0 KiB over tp: attn.wq, attn.wk and attn.wv need all of dim 0
-    norm1_full = comm.tp.all_gather(norm1_turned, dim=0)  # bf16[32, 16@dp, 64] vary(tp)
-    del norm1, norm1_turned
+    norm1_full = comm.tp.all_gather(norm1_t, dim=0)  # bf16[32, 16@dp, 64] vary(tp)
+    del norm1, norm1_t
     attn_wq = F.linear(norm1_full, p.attn_wq_weight)  # bf16[32, 16@dp, 64@tp]
     attn_wk = F.linear(norm1_full, p.attn_wk_weight)  # bf16[32, 16@dp, 32@tp]
     attn_v = (
@@ -77,22 +77,22 @@ def block_forward(
     attn_merged = attn_heads.permute(2, 0, 1, 3).reshape(32, 8, 32)  # bf16[32, 16@dp, 64@tp]
     attn_wo_partial = F.linear(attn_merged, p.attn_wo_weight)  # bf16[32, 16@dp, 64] partial(tp)
     # reduce-scatter 16.0 KiB over tp: each rank has a part of the sum in attn.wo and keeps its share of dim 0
-    attn_wo_turned = comm.tp.reduce_scatter(attn_wo_partial, dim=0)  # bf16[32@tp, 16@dp, 64]
+    attn_wo_t = comm.tp.reduce_scatter(attn_wo_partial, dim=0)  # bf16[32@tp, 16@dp, 64]
     del attn_wo_partial
     # x_2: bf16[16@dp, 32@tp, 64], norm2: bf16[16@dp, 32@tp, 64], norm2_rstd: f32[16@dp, 32@tp, 1]
-    x_2, norm2, norm2_rstd = kernels.add_rms_norm(attn_wo_turned, x, p.norm2_weight)
-    del attn_wo_turned
-    norm2_turned = norm2.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
+    x_2, norm2, norm2_rstd = kernels.add_rms_norm(attn_wo_t, x, p.norm2_weight)
+    del attn_wo_t
+    norm2_t = norm2.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
     # all-gather 16.0 KiB over tp: mlp.gate and mlp.up need all of dim 0
-    norm2_full = comm.tp.all_gather(norm2_turned, dim=0)  # bf16[32, 16@dp, 64] vary(tp)
+    norm2_full = comm.tp.all_gather(norm2_t, dim=0)  # bf16[32, 16@dp, 64] vary(tp)
     mlp_gate = F.linear(norm2_full, p.mlp_gate_weight)  # bf16[32, 16@dp, 176@tp]
     mlp_up = F.linear(norm2_full, p.mlp_up_weight)  # bf16[32, 16@dp, 176@tp]
     mlp_hidden = kernels.silu_mul(mlp_gate, mlp_up)  # bf16[32, 16@dp, 176@tp]
     mlp_down_partial = F.linear(mlp_hidden, p.mlp_down_weight)  # bf16[32, 16@dp, 64] partial(tp)
     del mlp_hidden
     # reduce-scatter 16.0 KiB over tp: each rank has a part of the sum in mlp.down and keeps its share of dim 0
-    mlp_down_turned = comm.tp.reduce_scatter(mlp_down_partial, dim=0)  # bf16[32@tp, 16@dp, 64]
-    mlp_down = mlp_down_turned.transpose(0, 1)  # bf16[16@dp, 32@tp, 64]
+    mlp_down_t = comm.tp.reduce_scatter(mlp_down_partial, dim=0)  # bf16[32@tp, 16@dp, 64]
+    mlp_down = mlp_down_t.transpose(0, 1)  # bf16[16@dp, 32@tp, 64]
     y = x_2 + mlp_down  # bf16[16@dp, 32@tp, 64]
     saved = BlockSaved(
         x=x,
@@ -120,9 +120,9 @@ def block_backward(
     grad_y: Tensor,  # bf16[16@dp, 32@tp, 64]
     saved: BlockSaved,
 ) -> tuple[Tensor, BlockParams]:
-    grad_mlp_down_turned = grad_y.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
+    grad_mlp_down_t = grad_y.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
     # all-gather 16.0 KiB over tp: mlp and mlp.down need all of dim 0
-    grad_mlp_down_full = comm.tp.all_gather(grad_mlp_down_turned, dim=0)  # bf16[32, 16@dp, 64]
+    grad_mlp_down_full = comm.tp.all_gather(grad_mlp_down_t, dim=0)  # bf16[32, 16@dp, 64]
     grad_mlp_hidden = grad_mlp_down_full @ p.mlp_down_weight  # bf16[32, 16@dp, 176@tp]
     # recomputed: 132.0 KiB that forward did not save
     mlp_hidden, grad_mlp_up, grad_mlp_gate = kernels.silu_mul_silu_backward(
@@ -135,7 +135,7 @@ def block_backward(
     del grad_norm2_full_1, grad_norm2_full_2
     # reduce-scatter 16.0 KiB over tp, while what follows runs: each rank has a part of the sum in mlp.gate and keeps
     # its share of dim 0
-    grad_norm2_turned_coming = comm.tp.start_reduce_scatter(grad_norm2_full, dim=0)  # bf16[32@tp, 16@dp, 64]
+    grad_norm2_t_work = comm.tp.start_reduce_scatter(grad_norm2_full, dim=0)  # bf16[32@tp, 16@dp, 64]
     grad_mlp_down_weight = functional.linear_grad_weight(grad_mlp_down_full, mlp_hidden)  # bf16[64, 176@tp] partial(dp)
     del grad_mlp_down_full, mlp_hidden
     grad_mlp_up_weight = functional.linear_grad_weight(grad_mlp_up, saved.norm2_full)  # bf16[176@tp, 64] partial(dp)
@@ -144,14 +144,14 @@ def block_backward(
         grad_mlp_gate, saved.norm2_full
     )  # bf16[176@tp, 64] partial(dp)
     del saved.norm2_full, grad_mlp_gate
-    grad_norm2_turned = grad_norm2_turned_coming.wait()  # bf16[32@tp, 16@dp, 64]
+    grad_norm2_t = grad_norm2_t_work.wait()  # bf16[32@tp, 16@dp, 64]
     # grad_norm2_weight: bf16[64] partial(dp,tp), grad_x_2: bf16[16@dp, 32@tp, 64]
     grad_norm2_weight, grad_x_2 = kernels.rms_norm_backward_add(
-        grad_norm2_turned, saved.x_2, saved.norm2_rstd, p.norm2_weight, grad_y
+        grad_norm2_t, saved.x_2, saved.norm2_rstd, p.norm2_weight, grad_y
     )
-    grad_attn_wo_turned = grad_x_2.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
+    grad_attn_wo_t = grad_x_2.transpose(0, 1)  # bf16[32@tp, 16@dp, 64]
     # all-gather 16.0 KiB over tp: attn and attn.wo need all of dim 0
-    grad_attn_wo_full = comm.tp.all_gather(grad_attn_wo_turned, dim=0)  # bf16[32, 16@dp, 64]
+    grad_attn_wo_full = comm.tp.all_gather(grad_attn_wo_t, dim=0)  # bf16[32, 16@dp, 64]
     grad_attn_merged = grad_attn_wo_full @ p.attn_wo_weight  # bf16[32, 16@dp, 64@tp]
     grad_attn_heads = grad_attn_merged.reshape(32, 8, 2, 16).permute(1, 2, 0, 3)  # bf16[16@dp, 4@tp, 32, 16]
     attn_merged = saved.attn_heads.permute(2, 0, 1, 3).reshape(32, 8, 32)  # bf16[32, 16@dp, 64@tp]
@@ -178,16 +178,16 @@ def block_backward(
     )  # bf16[32, 16@dp, 64] partial(tp)
     # reduce-scatter 16.0 KiB over tp, while what follows runs: each rank has a part of the sum in attn.wq and keeps its
     # share of dim 0
-    grad_norm1_turned_coming = comm.tp.start_reduce_scatter(grad_norm1_full, dim=0)  # bf16[32@tp, 16@dp, 64]
+    grad_norm1_t_work = comm.tp.start_reduce_scatter(grad_norm1_full, dim=0)  # bf16[32@tp, 16@dp, 64]
     grad_attn_wo_weight = functional.linear_grad_weight(grad_attn_wo_full, attn_merged)  # bf16[64, 64@tp] partial(dp)
     grad_attn_wv_weight = functional.linear_grad_weight(grad_attn_wv, saved.norm1_full)  # bf16[32@tp, 64] partial(dp)
     grad_attn_wk_weight = functional.linear_grad_weight(grad_attn_wk, saved.norm1_full)  # bf16[32@tp, 64] partial(dp)
     grad_attn_wq_weight = functional.linear_grad_weight(grad_attn_wq, saved.norm1_full)  # bf16[64@tp, 64] partial(dp)
     del saved.norm1_full
-    grad_norm1_turned = grad_norm1_turned_coming.wait()  # bf16[32@tp, 16@dp, 64]
+    grad_norm1_t = grad_norm1_t_work.wait()  # bf16[32@tp, 16@dp, 64]
     # grad_norm1_weight: bf16[64] partial(dp,tp), grad_x: bf16[16@dp, 32@tp, 64]
     grad_norm1_weight, grad_x = kernels.rms_norm_backward_add(
-        grad_norm1_turned, saved.x, saved.norm1_rstd, p.norm1_weight, grad_x_2
+        grad_norm1_t, saved.x, saved.norm1_rstd, p.norm1_weight, grad_x_2
     )
     g = BlockParams(
         norm1_weight=grad_norm1_weight,

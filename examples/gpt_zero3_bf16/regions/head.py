@@ -86,9 +86,9 @@ def head_backward(
     grad_norm_full = grad_logits @ p.head_weight  # bf16[16@dp, 32, 64] partial(tp)
     # reduce-scatter 16.0 KiB over tp, while what follows runs: each rank has a part of the sum in head and keeps its
     # share of dim 1
-    grad_norm_coming = comm.tp.start_reduce_scatter(grad_norm_full, dim=1)  # bf16[16@dp, 32@tp, 64]
+    grad_norm_work = comm.tp.start_reduce_scatter(grad_norm_full, dim=1)  # bf16[16@dp, 32@tp, 64]
     grad_head_weight = functional.linear_grad_weight(grad_logits, saved.norm_full)  # bf16[256@tp, 64] partial(dp)
-    grad_norm = grad_norm_coming.wait()  # bf16[16@dp, 32@tp, 64]
+    grad_norm = grad_norm_work.wait()  # bf16[16@dp, 32@tp, 64]
     # grad_x: bf16[16@dp, 32@tp, 64], grad_norm_weight: bf16[64] partial(dp,tp)
     grad_x, grad_norm_weight = kernels.rms_norm_backward(saved.x, saved.norm_rstd, grad_norm, p.norm_weight)
     g = HeadParams(norm_weight=grad_norm_weight, head_weight=grad_head_weight)

@@ -68,6 +68,7 @@ __all__ = [
     "compiling_unsaid",
     "fake_stored",
     "inside_functorch",
+    "loss_decompositions",
     "norm_decompositions",
     "optimized_execution",
     "python_decompositions",
@@ -106,6 +107,13 @@ def norm_decompositions() -> dict[OpOverload, Callable[..., object]]:
     aten = torch.ops.aten
     norms = aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten._native_batch_norm_legit
     table = get_decompositions((*norms, aten._batch_norm_with_update, aten._fused_rms_norm))
+    return {each: made for each, made in table.items() if isinstance(each, OpOverload)}
+
+
+def loss_decompositions() -> dict[OpOverload, Callable[..., object]]:
+    """Losses that return more than the loss, in terms of operations."""
+    aten = torch.ops.aten
+    table = get_decompositions((aten.nll_loss_forward, aten.nll_loss2d_forward, aten.log_sigmoid_forward))
     return {each: made for each, made in table.items() if isinstance(each, OpOverload)}
 
 

@@ -112,7 +112,12 @@ def mapped(net: Net, x: Tensor) -> Tensor:
 
 def derived(net: Net, x: Tensor) -> Tensor:
     """Gradients of functions of all examples and of each one, by names that this module has imported."""
-    return grad(lambda x: layer(net, x).sin().sum())(x) + vmap(grad(lambda rows: layer(net, rows).cos().sum()))(x)
+    own = lambda row: F.cross_entropy(row, torch.tensor(1)) + F.logsigmoid(row).sum()  # noqa: E731
+    inverse = lambda row: torch.linalg.inv(row.outer(row) + torch.eye(8)).sum()  # noqa: E731
+    found = vmap(vmap(grad(lambda row: own(row) + inverse(row))))(layer(net, x))
+    return (
+        found + grad(lambda x: layer(net, x).sin().sum())(x) + vmap(grad(lambda rows: layer(net, rows).cos().sum()))(x)
+    )
 
 
 @pytest.mark.sampled

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,6 +25,7 @@ from partc.rules.derivatives import differentiable_derivatives
 from partc.torch_private import (
     TRANSFORMS,
     inside_functorch,
+    loss_decompositions,
     norm_decompositions,
     tree_flatten,
     tree_unflatten,
@@ -84,13 +86,16 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
     tensors = [leaves[place] for place in places]
     with without_modes():
-        graph = make_fx(run)(*tensors)
+        losses = loss_decompositions()
+        graph = make_fx(run, decomposition_table=losses)(*tensors)
         # A derivative has to be differentiated again.
         if any("_backward" in str(node.target) for node in graph.graph.nodes):
+            table = {**differentiable_derivatives(), **norm_decompositions(), **losses}
             with sdpa_kernel(SDPBackend.MATH):
-                graph = make_fx(run, decomposition_table={**differentiable_derivatives(), **norm_decompositions()})(
-                    *tensors
-                )
+                graph = make_fx(run, decomposition_table=table)(*tensors)
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten._linalg_check_errors.default:  # a guard, which a package does not run
+            graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()  # removes tests of sizes
     graph.recompile()
     return tree_unflatten(_Replay(graph).run(*tensors), shape[0])

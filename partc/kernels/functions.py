@@ -17,7 +17,9 @@ def silu_backward(grad, x):
 
 @triton.jit
 def tanh(x):
-    """From an exponential; near 0, where that would cancel, the eighth convergent of Lambert's continued fraction."""
+    """From an exponential; near 0, where this would cancel, by the eighth convergent of Lambert's continued
+    fraction.
+    """
     square = x * x
     above = 2027025.0 + square * (270270.0 + square * (6930.0 + square * 36.0))
     below = 2027025.0 + square * (945945.0 + square * (51975.0 + square * (630.0 + square)))
@@ -30,7 +32,7 @@ def tanh(x):
 def log1p(x):
     """Goldberg 1991, What every computer scientist should know about floating-point arithmetic, theorem 4."""
     above = 1.0 + x
-    part = above - 1.0  # the part of x that the sum kept
+    part = above - 1.0  # the part of x that survives in the sum
     return tl.where(part == 0.0, x, tl.where(part == x, tl.log(above), tl.log(above) * (x / part)))
 
 
@@ -59,7 +61,7 @@ def round(x):
 
 @triton.jit
 def sign(x):
-    # Not from integers: Triton 3.6 compiles the conversion of -1 to bf16 as that of 1.
+    # Not from integers: Triton 3.6 compiles a conversion of -1 to bf16 as one of 1.
     return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0)).to(x.dtype)
 
 

@@ -19,7 +19,7 @@ def _rounded(data: Any) -> Any:
 
 
 def rounds() -> None:
-    """Patch the interpreter in this process; does nothing where kernels are compiled."""
+    """Patch the interpreter in this process; does nothing if kernels are compiled."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     import numpy
@@ -44,7 +44,7 @@ def rounds() -> None:
     splat = builder.create_splat
 
     def repeat(self: Any, type: Any, one: Any) -> Any:
-        """Repeat a number; a boolean, which compares two numbers, keeps its type."""
+        """Repeat a number; a boolean keeps its type."""
         if one.data.dtype != bool:
             return splat(self, type, one)
         return interpreter.TensorHandle(numpy.full(type.shape, one.data.reshape(-1)[0]), tl.int1)

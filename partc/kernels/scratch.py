@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, below: int = 2) -> Tensor:
-    """Random numbers; integers are below a limit."""
+    """A tensor of random numbers; integers are below `below`."""
     x = torch.empty(shape, dtype=dtype, device=device)
     return x.normal_() if dtype.is_floating_point else x.random_(0, below)

@@ -1,8 +1,9 @@
 """A rank's activities and their times: for reports of ranks that hang, for metrics and for traces.
 
-`doing` is always up to date; a GPU runs asynchronously, and its activity then counts. Intervals are recorded only after
-`start`. They have two levels: the activities of the rank's program (an action of the schedule, the update) in sequence,
-and inside them every collective and transfer. The time outside collectives and transfers is the rank's own work.
+`doing` is always up to date; on a GPU, which runs asynchronously, it is the GPU's activity. Intervals are recorded only
+after `start`. They have two levels: the consecutive activities of the rank's program (an action of the schedule, the
+update), and inside them every collective and transfer. The time outside collectives and transfers is the rank's own
+work.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ class Interval(NamedTuple):
 
     start: int
     end: int
-    kind: Kind  # "work" and "aside" (not part of a step's seconds) are of the outer level
+    kind: Kind  # "work" and "aside" (not part of a step's seconds) belong to the outer level
     name: str  # the action, or the operation
     over: str = ""  # its axes, or its link, as in "link 0 1"
     bytes: int = 0  # of this rank's operand
     within: str = ""  # the action that a collective or transfer is waited for in
-    posted: int = 0  # when it was started: from `start` on it is waited for
+    posted: int = 0  # the time at which it was started; the wait for it begins at `start`
 
 
 class Clock:
     """The clock of one rank. Before `start` it costs two assignments for each activity."""
 
     def __init__(self) -> None:
-        self.step = 0  # counted from 1; 0 before the first
-        self.rows = ""  # in words, if more rows than the mean have come for a layer's experts in this step
+        self.step = 0  # the number of the step, from 1; 0 before the first
+        self.rows = ""  # a phrase, if more rows than the mean were received for a layer's experts in this step
         self._at = "start-up"
         self._inside = ""
         self._kind: Kind = "aside"
@@ -49,20 +50,20 @@ class Clock:
         self._followed: _Followed | None = None
 
     def follow(self, device: torch.device) -> None:
-        """Let `doing` ask the device, if its work runs asynchronously."""
+        """Let `doing` query the device, if its work runs asynchronously."""
         if device.type == "cuda":
             self._followed = _Followed(device)
 
     @property
     def doing(self) -> str:
-        """The current activity in words, with the step. Any thread may ask."""
+        """The current activity in words, with the step. Any thread may call it."""
         host = f"{self._here}, {self._inside}" if self._inside else self._here
         behind = self._followed.behind() if self._followed is not None else None
         return host if behind is None else f"{behind} on its GPU (the host is at {host})"
 
     @property
     def waited(self) -> float:
-        """The seconds since the device last made progress, as far as was observed; 0 if it is idle."""
+        """The seconds since the device was last seen to make progress; 0 if it is idle."""
         return 0.0 if self._followed is None else self._followed.waited
 
     @property
@@ -89,7 +90,7 @@ class Clock:
         return self.mark()
 
     def end(self, begun: Mark, kind: Kind, name: str, over: str, size: int, posted: Mark = None) -> None:
-        """End a collective or transfer that moved `size` bytes of this rank. One that began before `start` is not
+        """End a collective or transfer that moved `size` bytes of this rank. If it began before `start`, it is not
         recorded.
         """
         self._inside = ""
@@ -117,7 +118,7 @@ class Clock:
 
 
 def machine() -> int:
-    """A number that processes with the same monotonic clock share."""
+    """A number that is equal for processes with the same monotonic clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return zlib.crc32(f"{boot} {os.stat('/proc/self/ns/time').st_ino}".encode())
@@ -126,7 +127,9 @@ def machine() -> int:
 
 
 class _Host:
-    """Synchronous work: it is done when the call returns. Processes of one machine read the same clock."""
+    """The clock for synchronous work, which is done when a call returns. Processes of one machine read the same
+    clock.
+    """
 
     def mark(self) -> int:
         return time.monotonic_ns()
@@ -136,10 +139,10 @@ class _Host:
 
 
 class _Cuda:
-    """Asynchronous work, in the order of the current stream; the device reports the times.
+    """The clock for asynchronous work, in the order of the current stream; the device reports the times.
 
-    A collective runs on a stream of its own, for which the current one waits: the time between two events on the
-    current stream is the time that the rank's own work waited.
+    A collective runs on its own stream, for which the current one waits: the time between two events on the current
+    stream is the time that the rank's own work waited.
     """
 
     def __init__(self) -> None:
@@ -153,7 +156,7 @@ class _Cuda:
         return event
 
     def read(self, marks: Sequence[torch.cuda.Event]) -> Sequence[int]:
-        self.mark().synchronize()  # after all others on the stream
+        self.mark().synchronize()  # this mark comes after all others on the stream
         return [self._zero + round(self._first.elapsed_time(mark) * 1e6) for mark in marks]
 
 
@@ -165,16 +168,16 @@ class _Followed:
         self._reached = "start-up"
         self._ahead: deque[tuple[torch.cuda.Event, str]] = (
             deque()
-        )  # of the submitted activities; used by the main thread only
+        )  # the submitted activities; used by the main thread only
         self._seen: tuple[torch.cuda.Event | None, float] = (
             None,
             0.0,
-        )  # the next activity at the last look, and its time
+        )  # the next activity at the last query, and the time of that query
 
     def entering(self, what: str) -> None:
         """Work submitted from now on belongs to this activity."""
         if torch.cuda.is_current_stream_capturing():
-            return  # recorded work is done when it is repeated
+            return  # recorded work only runs in replays
         event = torch.cuda.Event()
         event.record()
         self._ahead.append((event, what))
@@ -182,17 +185,17 @@ class _Followed:
             self._reached = self._ahead.popleft()[1]
 
     def behind(self) -> str | None:
-        """The device's activity, if it has others left after it."""
+        """The device's activity, if further ones are queued behind it; else None."""
         reached, ahead = self._reached, self._ahead.copy()
         try:
-            with torch.cuda.device(self._device):  # a thread that asks elsewhere would make a context there
+            with torch.cuda.device(self._device):  # on another device, the calling thread would create a context
                 for event, what in ahead:
                     if not event.query():
                         if event is not self._seen[0]:
                             self._seen = event, time.monotonic()
                         return reached
                     reached = what
-        except RuntimeError as error:  # the main thread meets the same, and tells all
+        except RuntimeError as error:  # the main thread gets the same error and reports it
             return f"{reached}, {str(error).strip().partition(chr(10))[0]},"
         self._seen = None, 0.0
         return None

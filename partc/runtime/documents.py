@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 T = TypeVar("T")
-Check = Callable[[Any], str]  # a complaint about a value, as it follows "is ...": "less than 0"; '' for none
+Check = Callable[[Any], str]  # returns a complaint about a value that can follow "is": "less than 0"; '' for none
 
-LARGEST = 1 << 30  # bytes of a document
+LARGEST = 1 << 30  # the most bytes of a document
 _INTEGERS = range(-(1 << 63), 1 << 64)
 _LONGEST_NAME = 255
 
@@ -53,7 +53,7 @@ def more_than(bound: float) -> Check:
 
 
 def file_name(value: str) -> str:
-    """Check that a value names a file in the document's own folder: no separators, no way up."""
+    """Check that a value names a file in the document's own folder, without separators or `..`."""
     plain = value not in ("", ".", "..") and not set(value) & {"/", "\\", "\0"}
     return "" if plain and len(os.fsencode(_encodable(value))) <= _LONGEST_NAME else "no plain file name"
 
@@ -64,7 +64,7 @@ FileName = Annotated[str, file_name]
 
 
 def path_of(text: str) -> Path:
-    """The path of a command line's word. Raises Malformed for a word that no file can have as its path."""
+    """A command line argument as a path. Raises Malformed if it cannot be a path."""
     try:
         if not text:
             raise ValueError("it is empty")
@@ -99,7 +99,7 @@ def contents(path: Path, *, within: Path | None = None, largest: int = LARGEST) 
             data = file.read(largest + 1)
     except Malformed:
         raise
-    except (OSError, RuntimeError, ValueError) as error:  # links that lead round and round, names no file can have
+    except (OSError, RuntimeError, ValueError) as error:  # circular links, invalid file names
         raise Malformed(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > largest:
         raise Malformed(f"has more than {largest:,} bytes")
@@ -244,7 +244,7 @@ def _shown(found: object) -> str:
     short.maxstring = short.maxother = 80
     try:
         return short.repr(found)
-    except (RecursionError, ValueError):  # ValueError: an integer of too many digits
+    except (RecursionError, ValueError):  # ValueError: an integer with too many digits
         return f"a {type(found).__name__}"
 
 

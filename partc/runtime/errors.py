@@ -1,4 +1,4 @@
-"""The errors that end a rank: wrong use of a package, another rank, or this machine."""
+"""The errors that end a rank: wrong use of the package, failures of other ranks or of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .clock import Clock
 class UsageError(Exception):
     """Wrong use of the package: a code, one sentence of cause, one of help.
 
-    `alike` says that every rank raises the same error, so that no rank is to blame.
+    `alike`: every rank raises the same error, so that no single rank is to blame.
     """
 
     def __init__(self, code: str, cause: str, help: str, *, alike: bool = False, exit_code: int = 2) -> None:
@@ -39,7 +39,7 @@ def shown(text: str) -> str:
 
 
 def tell(text: str) -> None:
-    """Print lines to stderr, with control characters escaped. A terminal that has been closed ends no training."""
+    """Print lines to stderr, with control characters escaped. A closed terminal does not end the training."""
     with suppress(OSError):
         print("\n".join(map(shown, text.split("\n"))), file=sys.stderr, flush=True)
 

@@ -22,9 +22,10 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class Seam(NamedTuple):
-    """Where gathered parts are joined: a dimension viewed as [outer, rest], along `rest`, which has `length` elements.
+    """The place where gathered parts are joined: a dimension viewed as [outer, rest], along `rest` of `length`
+    elements.
 
-    Parts may together have more; the last ones are then spare.
+    All parts together may have more elements; the last ones are then spare.
     """
 
     dim: int
@@ -33,7 +34,7 @@ class Seam(NamedTuple):
 
     @property
     def rows(self) -> bool:
-        """Whether the parts are rows of the whole, one part behind the other."""
+        """Whether the parts are consecutive rows of the whole."""
         return (self.dim, self.outer) == (0, 1)
 
 
@@ -49,15 +50,15 @@ class Shard:
     type: str
     trainable: bool = True
     reduce: tuple[str, ...] = ()  # axes over which the gradient is summed once per step
-    shared: tuple[int, ...] = ()  # pipeline ranks that use it and sum its gradient, where there are several
-    gather: tuple[str, ...] = ()  # of the axes that cut it, those over which it is gathered for the calls that read it
-    read: str = ""  # the type in which calls read it, if it is held in another
+    shared: tuple[int, ...] = ()  # pipeline ranks that use it and sum its gradient, if there are several
+    gather: tuple[str, ...] = ()  # the axes over which it is gathered for the calls that read it
+    read: str = ""  # the type in which calls read it, if it is stored in another
     aliases: tuple[str, ...] = ()  # its other names in the model
-    holds: tuple[int, ...] = ()  # the model's own shape, where zeros follow it
-    sparse: bool = False  # its gradient has the rows that lookups read
-    stacked: bool = False  # its rows are parameters of the model, whose numbers take the place of `*` in its name
-    members: tuple[tuple[str, int, int], ...] = ()  # whole tables of the model in it: name, first row, rows
-    apart: tuple[str, ...] = ()  # of a row of a stack, and of a member: the axes whose other ranks have others
+    holds: tuple[int, ...] = ()  # the model's own shape, if the tensor is padded with zeros
+    sparse: bool = False  # its gradient only has the rows that lookups read
+    stacked: bool = False  # its rows are parameters of the model: their numbers replace `*` in its name
+    members: tuple[tuple[str, int, int], ...] = ()  # whole tables of the model in it: name, first row, number of rows
+    apart: tuple[str, ...] = ()  # for a row of a stack, or a member: the axes along which ranks have different ones
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +79,7 @@ class Shard:
 
     @property
     def cut(self) -> frozenset[str]:
-        """The axes whose other ranks have other elements."""
+        """The axes along which ranks have different elements."""
         return cutting(self.dims) | frozenset(self.apart)
 
     @property
@@ -88,20 +89,20 @@ class Shard:
         return replace(self, type=type, stacked=False, apart=tuple(sorted(cutting(self.dims[:1]))))
 
     def member(self, rows: int) -> Shard:
-        """The shard of a whole table among others."""
+        """The shard of a whole table, which is a member of this one."""
         others = "".join(f", {dim}" for dim in written_dims(self.dims[1:]).split(", ") if dim)
         type, apart = f"{self.type.partition('[')[0]}[{rows}{others}]", tuple(sorted(cutting(self.dims[:1])))
         return replace(self, type=type, members=(), apart=apart)
 
     def members_at(self, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-        """The members on the rank at a coordinate: the first row there, and the rows."""
+        """The members on the rank at a coordinate: name -> (first row there, number of rows)."""
         ((size, axes),) = self.dims[0]
         count = size // _ways(axes, sizes)
         first = count * _place(axes, sizes, coordinate)
         return {name: (row - first, rows) for name, row, rows in self.members if first <= row < first + count}
 
     def seam(self, sizes: Mapping[str, int]) -> Seam:
-        """Where parts are joined that are gathered."""
+        """The place where gathered parts are joined."""
         for index, dim in enumerate(self.dims):
             outer = 1
             for place, (size, axes) in enumerate(dim):
@@ -128,7 +129,7 @@ class Shard:
 
 
 class ModelView:
-    """A rank's parameters under the model's own names: the rows of a stack, and whole tables among others."""
+    """A rank's parameters under the model's own names: rows of stacks, and whole tables inside others."""
 
     def __init__(self, shards: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:
         self.shards: dict[str, Shard] = {}
@@ -145,7 +146,7 @@ class ModelView:
             self.shards.update((each, shard.row if shard.stacked else shard) for each in self.names((name,)))
 
     def names(self, names: Iterable[str]) -> Iterator[str]:
-        """The model's names of what this rank holds of a package's parameters."""
+        """The model's names for the package's parameters, as far as this rank holds them."""
         for name in names:
             yield from self._tables.get(name) or self._names.get(name, (name,))
 
@@ -160,10 +161,10 @@ class ModelView:
         return found
 
     def joined(self, tensors: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `tensors`, for rows that follow each other in memory; stacks have the shapes of `before`."""
+        """The inverse of `tensors`, for rows that are consecutive in memory; stacks have the shapes of `before`."""
         found: dict[str, Tensor] = {}
         for name, x in before.items():
-            if name in self._tables:  # sparse gradients leave it where it is
+            if name in self._tables:  # sparse gradients do not move it
                 found[name] = x
                 continue
             names = self._names.get(name, (name,))
@@ -205,10 +206,10 @@ class Returned:
     partial: tuple[str, ...] = ()
 
     def joined(self, parts: Sequence[Tensor], sizes: Mapping[str, int]) -> Tensor:
-        """A rank's part of the value for a whole batch, from those of its microbatches.
+        """A rank's part of the value for a whole batch, from the parts for its microbatches.
 
-        They follow each other if microbatches cut the value, and are summed if it is a sum or a scalar. Any other value
-        is the same in each of them.
+        They are concatenated if microbatches cut the value, and summed if it is a sum or a scalar. Any other value is
+        equal in all microbatches.
         """
         factors = [factor for dim in self.shard.dims for factor in dim]
         cut = next((index for index, (_, axes) in enumerate(factors) if "mb" in axes), None)
@@ -226,7 +227,7 @@ def cutting(dims: Dims) -> frozenset[str]:
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """`f32`, as in types; torch's own name for other dtypes."""
+    """The dtype's name in types, such as `f32`; torch's name for other dtypes."""
     return next((short for short, each in DTYPES.items() if each == dtype), str(dtype))
 
 
@@ -248,7 +249,7 @@ def _part(size: int, axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 
 def _place(axes: Sequence[str], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> int:
-    """The number of a rank among those of these axes."""
+    """The index of a rank among the ranks that differ along these axes."""
     place = 0
     for axis in axes:
         place = place * sizes.get(axis, 1) + (coordinate.get(axis, 0) if sizes.get(axis, 1) > 1 else 0)
@@ -256,7 +257,9 @@ def _place(axes: Sequence[str], sizes: Mapping[str, int], coordinate: Mapping[st
 
 
 def local_part(whole: Tensor, dims: Dims, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
-    """The part of `whole` at a coordinate, with zeros as spare elements. Axes that `sizes` leaves out cut nothing."""
+    """The part of `whole` at a coordinate, with zeros as spare elements. Axes that are absent from `sizes` do not
+    cut.
+    """
     shape = tuple(math.prod(size for size, _ in dim) for dim in dims)
     if tuple(whole.shape) != shape:
         raise ValueError(f"tensor of shape {tuple(whole.shape)} where the layout says {shape}")
@@ -272,7 +275,7 @@ def local_part(whole: Tensor, dims: Dims, sizes: Mapping[str, int], coordinate: 
 
 
 def extended(x: Tensor, dim: int, size: int) -> Tensor:
-    """The tensor with zeros behind its elements along a dimension, up to `size` of them; itself if it has as many."""
+    """The tensor padded with zeros along a dimension to `size` elements; itself if it has as many."""
     missing = size - x.shape[dim]
     return torch.nn.functional.pad(x, [0] * (2 * (x.dim() - dim) - 1) + [missing]) if missing else x
 

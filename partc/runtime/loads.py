@@ -27,11 +27,11 @@ class Loads:
         self._clock = clock
         self._routers: tuple[PlanRouter, ...] = ()
         self._counted = False
-        self._found: dict[PlanRouter, Tensor] = {}  # rows by expert, and at the end those without one
+        self._found: dict[PlanRouter, Tensor] = {}  # the number of rows of each expert, then of rows without an expert
         self._turns: Iterator[PlanRouter] = iter(())
         self._layer = ""
         self._told: set[str] = set()
-        self.rows: dict[str, list[int]] = {}  # of each expert by layer, on all ranks, as `spreads` last found them
+        self.rows: dict[str, list[int]] = {}  # layer -> rows of each expert on all ranks, from the last `spreads`
 
     def expect(
         self, routers: Iterable[PlanRouter], stages: Iterable[int], device: torch.device, *, counted: bool
@@ -64,7 +64,9 @@ class Loads:
                 self._found[router].add_(chosen.float().histc(router.experts + 1, 0, router.experts))
 
     def came(self, rows: int, mean: int, most: float) -> None:
-        """Note how many rows this rank's experts receive; warn once per layer above `most` times the `mean`."""
+        """Note how many rows this rank's experts receive; warn once per layer if they exceed `most` times the
+        `mean`.
+        """
         if not self._layer or rows <= (most or 1) * mean:
             return
         said = f"{rows} rows came for this rank's experts of {self._layer}, where the mean is {mean}"

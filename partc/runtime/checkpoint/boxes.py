@@ -100,7 +100,7 @@ class Piece:
         return Box(self.local, self.whole.sizes)
 
 
-Run = tuple[int, int, int]  # first element in the whole, the same in the part, how many
+Run = tuple[int, int, int]  # (first element in the whole, first element in the part, number of elements)
 
 
 def pieces(
@@ -115,9 +115,9 @@ def pieces(
 
 
 def _runs(dim: Sequence[SubDim], size: int, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> list[Run]:
-    """The stretches of one dimension, with neighbours joined, cut off at `size`; spare elements are left out."""
+    """The runs of elements in one dimension, with neighbours joined, cut off at `size`; spare elements are left out."""
     runs: list[Run] = [(0, 0, 1)]
-    whole = part = 1  # elements behind one step of the next factor
+    whole = part = 1  # the number of elements in one step of the next factor
     for factor, axes in reversed(dim):
         ways, place = 1, 0
         for axis in axes:
@@ -157,7 +157,7 @@ def speaks(
 ) -> bool:
     """Whether this rank writes the tensor, among all ranks with an equal copy.
 
-    `cut` has the axes whose other ranks have other elements, `holders` the pipeline ranks that have the tensor.
+    `cut` has the axes along which ranks have different elements, `holders` the pipeline ranks that have the tensor.
     """
     copy, copies = numbered_copy(cut, sizes, coordinate, holders)
     return copy == written_copy(name, copies)

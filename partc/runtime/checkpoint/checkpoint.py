@@ -1,7 +1,7 @@
 """Writing checkpoints: every rank writes its own boxes, in a thread, while training continues.
 
-`save` copies to host memory and returns. All ranks write into one temporary folder beside the checkpoint's final path
-and count themselves in the ranks' store. The last rank joins the notes of all ranks into one manifest and renames the
+`save` copies to host memory and returns. All ranks write into one temporary folder next to the checkpoint's final path
+and count themselves in the ranks' store. The last rank merges the notes of all ranks into one manifest and renames the
 folder: a checkpoint is complete or absent. manifest.py describes the contents. Training waits for it only before a step
 whose loss would exceed the slack (`behind`), and before the next save.
 """
@@ -36,7 +36,7 @@ from .safetensors import write
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor of this rank, or its shard of one: the cut, and the pipeline ranks that have it."""
+    """A tensor or shard of this rank, with its cut and the pipeline ranks that have it."""
 
     shard: Shard
     tensor: Tensor
@@ -68,7 +68,7 @@ class _Note:
     files: dict[str, tuple[int, str]]
     boxes: tuple[tuple[str, str, Numbers, str, Numbers, Numbers], ...]  # name, dtype, shape, file, offsets, sizes
     empty: tuple[tuple[str, str, Numbers], ...]  # name, dtype, shape
-    position: str  # of its data; '' on ranks that read none
+    position: str  # the position of its data; '' on ranks without data
 
 
 class Saver:
@@ -85,7 +85,7 @@ class Saver:
         self.saved: int | None = None  # the last step that was handed over
         self._keep = keep
         self._place = place
-        self._begun: int | None = None  # the last step that was handed over, if its checkpoint may not be there yet
+        self._begun: int | None = None  # the last step passed to `save`, if its checkpoint may be incomplete
         self._store = clone_store(store)
         self._attempt = attempt
         self._run = dict(run)
@@ -138,7 +138,7 @@ class Saver:
     def complete(self, barrier: Callable[[], None]) -> None:
         """Wait until all ranks have completed the last checkpoint; `barrier` is a barrier of all ranks."""
         self.wait()
-        barrier()  # the one that wrote last has completed it before it came
+        barrier()  # the rank that wrote last completes the checkpoint before it gets here
         self._begun = None
 
     def _mine(self, name: str, held: Held) -> tuple[Piece, ...]:
@@ -199,7 +199,7 @@ class Saver:
         boxes = []
         for layer in range(max(map(len, copies.values()), default=0)):
             name = f"rank_{self._place.rank:03d}{f'_{layer}' * (layer > 0)}.safetensors"
-            # Wide elements first, so that each tensor is aligned to its element's size.
+            # Large element types first, so that each tensor is aligned to its element size.
             here = sorted(
                 ((tensor, *found[layer]) for tensor, found in copies.items() if len(found) > layer),
                 key=lambda item: -item[2].element_size(),
@@ -240,7 +240,7 @@ class Saver:
             os.fsync(file.fileno())
         _sync(part)
         target = self.folder / folder_name(step)
-        if target.exists():  # a damaged one, which --resume has passed over
+        if target.exists():  # a damaged checkpoint that --resume has skipped
             target.rename(self.folder / f"{target.name}.damaged.{self._attempt}")
         part.rename(target)
         _sync(self.folder)

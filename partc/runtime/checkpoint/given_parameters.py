@@ -19,14 +19,14 @@ from .manifest import Manifest, Saved
 from .restore import Checkpoint
 from .safetensors import BadTensorFile, Described, TensorFile
 
-INDEX = "model.safetensors.index.json"  # where Hugging Face lists a large model's files
+INDEX = "model.safetensors.index.json"  # Hugging Face's list of a large model's files
 
 
 @dataclass(frozen=True, slots=True)
 class _Index:
     """The schema of an index; it allows additional fields."""
 
-    weight_map: dict[str, FileName]  # by tensor
+    weight_map: dict[str, FileName]  # tensor -> file
 
 
 State = Callable[[], Mapping[str, torch.dtype]]
@@ -37,7 +37,7 @@ def given(path: Path, plan: Mapping[str, Any], state: State, together: Together)
     found = None
     try:
         found, problem = fitting(path, plan, state), ""
-    except UsageError as error:  # perhaps on this rank alone
+    except UsageError as error:  # possibly on this rank only
         problem = error.cause
     problem = together.first(problem)
     if problem or found is None:
@@ -49,8 +49,8 @@ def fitting(path: Path, plan: Mapping[str, Any], state: State) -> Checkpoint:
     """The tensors of a state dict under the plan's names.
 
     `path` is a file, an index of files, or a folder with either under its usual name. Tied weights may appear under any
-    of their names. Buffers that a state dict leaves out may be missing, according to `state`, the model's own names and
-    dtypes. Raises UsageError P0527.
+    of their names. `state` has the model's names and dtypes in state dicts; buffers that it lacks may be missing.
+    Raises UsageError P0527.
     """
     places = _places(path)
     tensors: dict[str, Saved] = {}
@@ -82,7 +82,7 @@ _HELP = "give the state dict of the same model, as safetensors; plan.json has it
 
 
 def _places(path: Path) -> dict[str, tuple[Path, Described]]:
-    """All given tensors: the file, type and shape of each."""
+    """All given tensors by name: the file, type and shape of each."""
     file = path
     if path.is_dir():
         usual = [path / INDEX, path / "model.safetensors"]
@@ -111,13 +111,13 @@ def _elsewhere(index: Mapping[str, str], name: str) -> str:
 
 
 def _shard(path: Path, folder: Path, name: str) -> Path:
-    """A file that an index names: in the index's own folder; or, as in Hugging Face's cache, linked to `blobs`."""
+    """A file named by an index: in the index's folder, or a link to `blobs` as in Hugging Face's cache."""
     roots = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
         roots.append(folder.resolve().parent.parent / "blobs")
     try:
         leads = (folder / name).resolve()
-    except RuntimeError as error:  # links that lead round and round
+    except RuntimeError as error:  # circular links
         raise _wrong(path, f"{name} cannot be read: {error}") from None
     if leads.parent not in roots:
         raise _wrong(path, f"{name} is a link that leaves the folder")

@@ -1,11 +1,11 @@
-"""A checkpoint's manifest: its tensors, the boxes of them in each file, and every file's digest.
+"""A checkpoint's manifest: its tensors, their boxes in each file, and every file's digest.
 
-A checkpoint is a folder `step_00000300/`: safetensors files by rank, and `manifest.json`. It is written under another
-name and renamed when complete, so a folder with this name is complete.
+A checkpoint is a folder `step_00000300/`: safetensors files by rank, and `manifest.json`. It is written under a
+temporary name and renamed when complete, so a folder with this name is complete.
 
 torch.distributed.checkpoint can read it, with its own reader for safetensors files (`HuggingFaceStorageReader`): the
-metadata of each file, in that reader's format, states the positions of its tensors in the whole. There a file has one
-box of a tensor, so a rank's further boxes (of a strided shard) are in further files, `rank_003_1.safetensors`.
+metadata of each file, in that reader's format, states the positions of its tensors in the whole. That reader allows one
+box of a tensor per file, so a rank's further boxes (of a strided shard) are in further files, `rank_003_1.safetensors`.
 Parameters have their own names, the optimizer's state is `exp_avg/NAME`; a tied weight is stored under its first name
 only (load with `DefaultLoadPlanner(allow_partial_load=True)`). partc does not write with torch.distributed.checkpoint,
 because its `.metadata` is a pickle, and its planning needs a process group of all ranks, which a package does not make.
@@ -45,9 +45,9 @@ from .safetensors import BadTensorFile, Shape, TensorFile
 
 FORMAT = 1
 NAME = "manifest.json"
-LOSS_SCALE = "loss_scale"  # a tensor that is of no parameter: its value, and the updates since it changed
+LOSS_SCALE = "loss_scale"  # a tensor without a parameter: the scale, and the updates since it changed
 LEFT_OUT = "left_out/"  # prefix of the names of each rank's compression errors
-_ADAMW = (("exp_avg", "exp_avg_sq", "step"),)  # the states in checkpoints of a first version
+_ADAMW = (("exp_avg", "exp_avg_sq", "step"),)  # the states in checkpoints of format 1
 _PREFIX = "step_"
 _LONG = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -59,7 +59,7 @@ class Saved:
     dtype: str
     shape: tuple[int, ...]
     boxes: list[tuple[str, Box]] = field(default_factory=list)
-    key: str = ""  # its name in the files, where that is another
+    key: str = ""  # its name in the files, if different
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class _Run:
     data: str | None = None
     data_dtype: str | None = None
     data_labels: Literal["next", "same"] | None = None
-    position: str = ""  # of the data, where its batches' number does not say it
+    position: str = ""  # the position of the data, if the number of batches does not determine it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class _Content:
 
 
 def states_in(run: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """The sets of states that the optimizer keeps: a parameter has the tensors of one set, or none yet."""
+    """The possible sets of states that the optimizer keeps: each parameter has the tensors of one set, or none yet."""
     found = run.get("states")
     if found is None:
         return _ADAMW if run["optimizer"] == "adamw" else ()
@@ -227,7 +227,7 @@ def _manifest(content: Any) -> Manifest:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Violations that the schema does not cover: missing files, tensors that boxes do not fill, incomplete states."""
+    """Faults that the schema does not cover: missing files, tensors not covered by boxes, incomplete states."""
     for name in manifest.files:
         if why := file_name(name):
             yield f"file {name!r} is {why}"
@@ -248,7 +248,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _lonely_states(manifest: Manifest) -> Iterator[str]:
-    """Violations of: a parameter has all states of a set or none, and each has its shape, or 1 for some sizes."""
+    """Parameters with only a part of a set of states, or with states whose shape is not theirs (up to sizes of 1)."""
     tensors, sets = manifest.tensors, states_in(manifest.run)
     states = sorted({state for each in sets for state in each})
     for state in states:

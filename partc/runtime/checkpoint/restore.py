@@ -25,7 +25,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
-        self.passed_over: tuple[str, ...] = ()  # newer ones beside it that are damaged
+        self.passed_over: tuple[str, ...] = ()  # newer but damaged checkpoints in the same folder
         self.step = manifest.step
         self.run = manifest.run
         self.tensors = manifest.tensors
@@ -34,7 +34,7 @@ class Checkpoint:
     def check_fits(self, plan: Mapping[str, Any]) -> None:
         """Raise UsageError P0525 if the plan's parameters differ from the checkpoint's."""
         for name, entry in plan["parameters"].items():
-            if not entry["stages"]:  # unused, so no rank has it
+            if not entry["stages"]:  # unused, so that no rank has it
                 continue
             saved = self.tensors.get(name)
             wanted = f"{entry['dtype']}{entry['shape']}"
@@ -108,7 +108,7 @@ class Checkpoint:
 def opened(path: Path, together: Together, *, within: Path | None = None) -> Checkpoint:
     """A checkpoint after its files have been checked against their digests, each by one rank. Raises P0524.
 
-    A checkpoint that was found in a folder must lie `within` it, since a link may lead anywhere.
+    A checkpoint that was found in a folder must lie `within` it: links to other places are refused.
     """
     manifest = None
     try:
@@ -129,8 +129,8 @@ def opened(path: Path, together: Together, *, within: Path | None = None) -> Che
 def newest(target: Path, together: Together, *, needed: bool, say: Say) -> Checkpoint | None:
     """The checkpoint `target`, or the newest whole one in the folder `target`.
 
-    Returns None if there is none at all, unless one is `needed`. Damaged ones are skipped and reported to `say`. Raises
-    UsageError P0523 and P0524.
+    Returns None if there is no checkpoint, unless one is `needed`. Damaged ones are skipped and reported to `say`.
+    Raises UsageError P0523 and P0524.
     """
     if step_of(target) is not None:
         if together.broadcast("" if target.is_dir() else "absent"):

@@ -27,11 +27,12 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _PAIRS = {"C64": "F32"}  # complex numbers, read as pairs in a new last dimension
 
-# Python names it from 3.13 on; the number is Linux's.
+# The constant has a name in Python 3.13; the number is Linux's.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
-_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # a zip archive, or a pickle that starts with a long number
-_LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
+# The beginning of a zip archive, or of a pickle that starts with a long number.
+_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\n")
+_LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _MOST_DIMS = 64
 
 Described = tuple[torch.dtype, tuple[int, ...]]  # element type and shape
@@ -113,14 +114,14 @@ class _Entry:
 
     dtype: Annotated[str, _known]
     shape: Shape
-    data_offsets: tuple[Natural, Natural]  # from the header's end
+    data_offsets: tuple[Natural, Natural]  # relative to the header's end
 
 
 @dataclass(frozen=True, slots=True)
 class _TensorEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int  # from the start of the file
+    begin: int  # relative to the start of the file
 
 
 class TensorFile:
@@ -135,8 +136,8 @@ class TensorFile:
         with file:
             size = os.fstat(file.fileno()).st_size
             header, start = _header(path, file.read, size)
-            # Private pages: the file can't change, and torch may look at them as its own. Without a
-            # reserve: a file may be larger than memory.
+            # Private pages: writes don't reach the file, so torch may treat them as its own memory. No reserved space:
+            # a file may be larger than memory.
             self._data = mmap.mmap(
                 file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )

@@ -19,7 +19,7 @@ from .checkpoint import Held
 from .manifest import LEFT_OUT, LOSS_SCALE
 from .restore import Checkpoint
 
-Owned = Mapping[str, tuple[Shard, Tensor]]  # by parameter: how the tensor is cut, and the tensor
+Owned = Mapping[str, tuple[Shard, Tensor]]  # parameter -> (the tensor's cut, the tensor)
 
 
 def state(
@@ -29,7 +29,7 @@ def state(
     plan: Mapping[str, Any],
     scale: LossScale | None = None,
 ) -> dict[str, Held]:
-    """All tensors by name. `trained` are those that the optimizer updates, cut as it holds them.
+    """All tensors of a checkpoint by name. `trained` are the tensors that the optimizer updates, in their cut there.
 
     The optimizer's tensors are cut in the same way (`exp_avg/NAME`), except those of other shapes (`step/NAME`).
     """
@@ -52,7 +52,7 @@ def restore_scale(scale: LossScale, checkpoint: Checkpoint) -> None:
 
 
 def left_out(stages: Mapping[int, Any], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> dict[str, Held]:
-    """The rests of compressed gradient sums: each rank's own, as a row of a tensor."""
+    """The errors of compressed gradient sums: each rank's own, as a row of a tensor."""
     return {
         _row_name(first, piece, kind, coordinate): Held(
             _row(x.numel(), sizes), x.view(1, -1), (coordinate.get(PIPELINE, 0),)
@@ -69,7 +69,7 @@ def restore_left_out(
     coordinate: Mapping[str, int],
     device: torch.device,
 ) -> bool:
-    """Restore the rests of compressed sums; False if any is dropped, as on another mesh."""
+    """Restore the errors of compressed sums; False if any is dropped, as on another mesh."""
     same = parse_mesh(checkpoint.run["mesh"]) == sizes
     restored = []
     for (first, piece), compressed in remembering(stages):
@@ -128,7 +128,7 @@ def holders(plan: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def by_rows(shard: Shard) -> Shard:
-    """A tensor with one number for each row of a parameter, cut as the rows are."""
+    """The cut of a tensor with one number for each row of a parameter."""
     dims = (shard.dims[0], *(((1, ()),) for _ in shard.dims[1:]))
     text = written_dims(dims)
     holds = (shard.holds[0], *(1 for _ in shard.holds[1:])) if shard.holds else ()
@@ -136,5 +136,5 @@ def by_rows(shard: Shard) -> Shard:
 
 
 def _uncut(shape: Sequence[int], apart: tuple[str, ...] = ()) -> Shard:
-    """A tensor that every rank has whole."""
+    """The cut of a tensor that every rank has whole, except along the axes `apart`."""
     return Shard(f"f32{list(shape)}", apart=apart)

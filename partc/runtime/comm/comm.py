@@ -26,7 +26,7 @@ S = TypeVar("S")
 class Pending(Generic[T]):
     """A pending result, mostly a tensor. Its operands must not be written to before it is waited for.
 
-    It may have two stages, the second of which takes the result of the first.
+    It may have two stages; the second one reads the result of the first.
     """
 
     __slots__ = ("_advance", "_finish")
@@ -49,7 +49,7 @@ class Pending(Generic[T]):
 
 
 def timed(clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending[T]]) -> Pending[T]:
-    """The same, with the start and the waiting time reported to the clock."""
+    """The same pending result, whose start and waiting time are reported to the clock."""
     posted = clock.mark()
     going = start()
 
@@ -65,7 +65,7 @@ def timed(clock: Clock, kind: Kind, name: str, over: str, size: int, start: Call
 def timed_at_once(
     clock: Clock, kind: Kind, name: str, over: str, size: int, start: Callable[[], Pending[Tensor]]
 ) -> Tensor:
-    """Start and wait, with all of it reported to the clock as waiting time."""
+    """Start and wait; all of it is reported to the clock as waiting time."""
     begun = clock.begin(name, over)
     x = start().wait()
     clock.end(begun, kind, name, over, size)
@@ -73,12 +73,12 @@ def timed_at_once(
 
 
 def there(x: Tensor) -> Pending[Tensor]:
-    """A pending tensor that is present already."""
+    """A pending tensor that is already complete."""
     return Pending(lambda: x)
 
 
 class Axis:
-    """This rank's view of a group of ranks: its place (`rank`) among `size`, and their collectives.
+    """This rank's view of a group of ranks: its index (`rank`) among `size`, and their collectives.
 
     In every operation `dim` is viewed as [outer, rest] and only `rest` is gathered, scattered or cut, so that a strided
     shard (such as a fused QKV weight) needs no reordering. A group of one does nothing. Started collectives run while
@@ -86,19 +86,19 @@ class Axis:
     methods at the end on contiguous tensors.
     """
 
-    name = ""  # the axes it goes over
-    moves_many = False  # True if several tensors can travel in one collective without being copied side by side
-    clock: Clock | None = None  # is told of every collective
-    overlaps = True  # whether collectives run beside the rank's own work
+    name = ""  # the axes of the group
+    moves_many = False  # whether several tensors can travel in one collective without being copied into one
+    clock: Clock | None = None  # records every collective
+    overlaps = True  # whether collectives overlap with the rank's own work
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
-        self.loads = Loads(Clock())  # is told of rows that come for experts
+        self.loads = Loads(Clock())  # records rows that are received for experts
 
     @property
     def at_once(self) -> Axis:
-        """The same group for collectives that are waited for immediately, if the backend can do these at lower cost."""
+        """The group for collectives that are waited for immediately, at lower cost if the backend supports that."""
         return self
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
@@ -110,7 +110,7 @@ class Axis:
         return self.at_once.start_all_reduce_(x, op).wait()
 
     def all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
-        """The shards of all ranks side by side along `rest`."""
+        """The concatenation of all ranks' shards along `rest`."""
         return self.at_once.start_all_gather(x, dim=dim, outer=outer).wait()
 
     def reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
@@ -120,13 +120,15 @@ class Axis:
     def all_to_all(
         self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
     ) -> Tensor:
-        """Cut along one dimension, join along another: a tensor sharded there is now sharded here."""
+        """Cut along one dimension and join along another: a tensor sharded along the latter becomes sharded along the
+        former.
+        """
         return self.at_once.start_all_to_all(
             x, split_dim=split_dim, split_outer=split_outer, concat_dim=concat_dim, concat_outer=concat_outer
         ).wait()
 
     def start_shift(self, x: Tensor) -> Pending[Tensor]:
-        """The tensor of the rank before this one, in a circle; `x` goes to the rank after it."""
+        """Send `x` to the next rank of a ring, and receive the previous rank's tensor."""
         if self.size == 1:
             return there(x)
         return self._timed("shift", self._shift, x.contiguous())
@@ -137,7 +139,7 @@ class Axis:
         return self._timed("all_reduce", self._all_reduce, x.clone(memory_format=torch.contiguous_format), op)
 
     def start_all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Pending[Tensor]:
-        """`x` holds the sum after the wait, and must not be read before."""
+        """Start a sum into `x`, which must not be read before the wait."""
         if self.size == 1:
             return there(x)
         if not x.is_contiguous():
@@ -156,12 +158,12 @@ class Axis:
         return self._timed("reduce_scatter", self._reduce_scatter, split(x, self.size, dim, outer).contiguous())
 
     def start_all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
-        """Gather each part into its contiguous whole, ranks along dim 0; for axes with `moves_many`."""
+        """Start to gather each part into its contiguous whole, ranks along dim 0; for axes with `moves_many`."""
         start = partial(self._all_gather_many, [x.contiguous() for x in parts], wholes)
         return self._timed_many("all_gather", start, parts)
 
     def start_reduce_scatter_many(self, wholes: Sequence[Tensor]) -> Pending[list[Tensor]]:
-        """This rank's part along dim 0 of the sum of each; for axes with `moves_many`."""
+        """Start to sum each tensor and return this rank's part along dim 0; for axes with `moves_many`."""
         parts = [x.new_empty((x.shape[0] // self.size, *x.shape[1:])) for x in wholes]
         start = partial(self._reduce_scatter_many, [x.contiguous() for x in wholes], parts)
         return self._timed_many("reduce_scatter", start, wholes).then(lambda done: parts)
@@ -182,7 +184,7 @@ class Axis:
     def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor, *, rows: int) -> Pending[Tensor]:
         """Exchange rows with every rank. This rank receives `rows` rows in total.
 
-        `sent` and `received` count them, in equal parts for the ranks in order.
+        `sent` and `received` hold their numbers, divided equally among the ranks in order.
         """
         if self.size == 1:
             return there(x)
@@ -197,7 +199,8 @@ class Axis:
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum each gradient over the group, in place. Neighbours in memory travel together.
 
-        For ranks of one stage: they lay out their gradients alike, so they join the same neighbours.
+        The ranks must belong to one stage: their gradients have the same memory layout, so they join the same
+        neighbours.
         """
         if self.size > 1:
             for run in runs(gradients):
@@ -210,7 +213,7 @@ class Axis:
         return split(x, self.size, dim, outer)[self.rank]
 
     def put(self, x: Tensor, *, dim: int, outer: int = 1) -> Tensor:
-        """`x` at this rank's place in a tensor of zeros: the transpose of `take`."""
+        """A tensor of zeros with `x` as this rank's part: the transpose of `take`."""
         if self.size == 1:
             return x
         before, after, rest = x.shape[:dim], x.shape[dim + 1 :], x.shape[dim] // outer
@@ -276,11 +279,11 @@ class Comm:
         self.loads = Loads(self.clock)
         for name, axis in groups.items():
             axis.name, axis.clock, axis.loads = name, self.clock, self.loads
-        self.mb = Axis()  # microbatches: an axis in time, where only `take` and `put` make sense
-        self.draws = 0  # random operations of a microbatch, where each one draws its own
+        self.mb = Axis()  # microbatches: an axis in time, on which only `take` and `put` make sense
+        self.draws = 0  # the number of random operations per microbatch, if microbatches draw separately
         self.seed = 0
         self.step = 0
-        self.scale = 1.0  # of the loss, and so of every gradient; set by `scales`
+        self.scale = 1.0  # the scale of the loss, and so of every gradient; set by `scales`
         for name, axis in axes.items():
             setattr(self, name, axis)
 
@@ -331,7 +334,7 @@ class Comm:
     def draw(self, number: int, layout: str) -> Draw:
         """The random numbers of a step for operation `number` and a tensor of this layout (`16@dp,mb, 64@tp`).
 
-        `2 · 16@cp zigzag 4 of 31` is a dimension in another order, of which the first 31 positions are the model's.
+        `2 · 16@cp zigzag 4 of 31` is a dimension in zigzag order, of which 31 positions are the model's.
         """
         places = []
         for text in layout.split(", ") if layout else ():
@@ -371,7 +374,9 @@ class Comm:
         return {name: (axis.rank, axis.size) for name, axis in axes.items()}
 
     def counter(self, number: int, layout: str) -> Tensor:
-        """The generator's unmixed word for this rank's first element, for kernels that draw by themselves."""
+        """The generator's unmixed word for this rank's first element, for kernels that draw random numbers
+        themselves.
+        """
         first = 0
         for size, axes in (factor for dim in parse_dims(f"[{layout}]") for factor in dim):
             ways, place = 1, 0
@@ -385,7 +390,7 @@ class Comm:
         return self.words.at(self.seed, self.step, number + self.mb.rank * self.draws, index)
 
     def send(self, x: Tensor, link: Link) -> None:
-        """Post `x` on a link that starts here; never waits for it."""
+        """Post `x` on a link that starts here; does not wait."""
         over = f"link {link[0]} {link[1]}"
         begun = self.clock.begin("send", over)
         self._send(x, link)
@@ -398,10 +403,10 @@ class Comm:
         return timed(self.clock, "recv", "recv", f"link {link[0]} {link[1]}", size, start)
 
     def taken(self, link: Link, microbatch: int) -> None:
-        """Release the tensor that was sent over a link for a microbatch, once its other end has confirmed it."""
+        """Release the tensor that was sent over a link for a microbatch, after the other end has confirmed it."""
 
     def drain(self) -> None:
-        """Wait until everything posted has left: once, at a step's end."""
+        """Wait until everything posted has been sent; called once, at a step's end."""
         begun = self.clock.begin("drain", "all links")
         self._drain()
         self.clock.end(begun, "drain", "drain", "all links", 0)
@@ -456,7 +461,9 @@ def join(parts: Tensor, dim: int, outer: int) -> Tensor:
 
 
 def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory in fewer, longer pieces: each tensor joins the one before it if it follows it in one storage."""
+    """The same memory in fewer, longer tensors: a tensor joins the previous one if it follows it in the same
+    storage.
+    """
     runs: list[Tensor] = []
     for x in tensors:
         flat = x.view(-1)

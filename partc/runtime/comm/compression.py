@@ -1,6 +1,6 @@
-"""Sums of compressed gradients with error feedback: each rank sends few bits, and remembers the rest.
+"""Sums of compressed gradients with error feedback: each rank sends few bits, and remembers its error.
 
-The rest is added to the next gradient (error feedback: Seide et al. 2014, 1-Bit Stochastic Gradient Descent, section
+The error is added to the next gradient (error feedback: Seide et al. 2014, 1-Bit Stochastic Gradient Descent, section
 3.2; Karimireddy et al. 2019, Error Feedback Fixes SignSGD, algorithm 1), both by the ranks that send parts of a
 gradient and by the rank that sends their sum (Tang et al. 2021, 1-bit Adam, section 4.1). Sums are computed in fp32.
 """
@@ -20,7 +20,9 @@ BLOCK = 256  # numbers of int8 that share a scale
 
 
 def room(kind: str, size: int) -> int:
-    """The number of elements sent for `size` numbers: bf16 unchanged; int8 in whole blocks, bytes with their scales."""
+    """The number of elements sent for `size` numbers: the same for bf16; for int8, the bytes of whole blocks and their
+    scales.
+    """
     return size if kind == "bf16" else -(-size // BLOCK) * (BLOCK + 4)
 
 
@@ -50,9 +52,9 @@ class Codec(Protocol):
     """The compression of gradients and its inverse, by the package's kernels or by PyTorch."""
 
     def encode(self, x: Tensor, left: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Encode x plus the earlier rest: the encoded [ways, size], and the new rest, unscaled.
+        """Encode x[ways, size] plus the earlier error; returns the encoded tensor and the new error, unscaled.
 
-        The tensor of the earlier rest may be reused for the new one.
+        The tensor of the earlier error may be reused for the new one.
         """
 
     def decode(self, coded: Tensor, size: int) -> Tensor:
@@ -63,7 +65,7 @@ class Codec(Protocol):
 
 
 class TorchCodec:
-    """A codec of PyTorch operations."""
+    """A codec that uses PyTorch operations."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -72,7 +74,7 @@ class TorchCodec:
         x = x if left is None else x + left * scale
         coded = encode(self.kind, x)
         out = (x - decode(self.kind, coded, x.shape[1])) / scale
-        return coded, out.nan_to_num_(0, 0, 0)  # a step whose gradients overflow is skipped, and leaves nothing
+        return coded, out.nan_to_num_(0, 0, 0)  # a step with overflowing gradients is skipped, and leaves no error
 
     def decode(self, coded: Tensor, size: int) -> Tensor:
         return decode(self.kind, coded, size)
@@ -82,23 +84,23 @@ class TorchCodec:
 
 
 def codec(compress: str | Codec) -> Codec:
-    """The codec of this name, or the package's own."""
+    """The codec with this name, or the package's own kernels."""
     return TorchCodec(compress) if isinstance(compress, str) else compress
 
 
 class Remembers(Protocol):
-    """A sum that adds its rest to the next sum."""
+    """A sum whose compression error is added to the next sum."""
 
     @property
     def numbers(self) -> Mapping[str, int]:
-        """The sizes of the rests, by kind."""
+        """The sizes of the errors, by kind."""
 
     @property
     def left_out(self) -> dict[str, Tensor]:
-        """The rests, flat; empty before the first sum."""
+        """The errors, flat; empty before the first sum."""
 
     def restore(self, left: Mapping[str, Tensor]) -> bool:
-        """Continue with these rests; False if they belong to other sums."""
+        """Continue with these errors; False if they belong to other sums."""
 
 
 class Compressed:
@@ -108,7 +110,7 @@ class Compressed:
         self._codec, self._axis = codec(kind), axis
         self._size = -(-numbers // axis.size)
         self._sent: Tensor | None = None  # [ways, size]: this rank's compression errors
-        self._summed: Tensor | None = None  # [1, size]: and of its part of the sum
+        self._summed: Tensor | None = None  # [1, size]: the error of its part of the sum
 
     @property
     def numbers(self) -> Mapping[str, int]:
@@ -128,7 +130,7 @@ class Compressed:
     def sum(self, x: Tensor, scale: float = 1.0) -> Generator[Pending[Tensor], Tensor, Tensor]:
         """Sum a flat tensor over the group: yields the pending collectives, and receives their results.
 
-        `scale` is that of this step's gradients.
+        `scale` is the loss scale of this step's gradients.
         """
         codec, axis = self._codec, self._axis
         rows = padded(x.float(), axis.size).view(axis.size, -1)
@@ -146,7 +148,7 @@ class Compressed:
 
 
 def _in_memory_of(before: Tensor | None, now: Tensor) -> Tensor:
-    """Store the new rest in the memory of the earlier one, where recorded graphs expect it."""
+    """Store the new error in the memory of the earlier one, where recorded graphs expect it."""
     if before is None:
         return now
     place = lambda x: (storage_key(x), x.storage_offset())  # noqa: E731
@@ -159,9 +161,9 @@ def padded(x: Tensor, ways: int) -> Tensor:
 
 
 class Scattered:
-    """A rank's rests of one reduce-scattered gradient, step after step: one for each rank.
+    """A rank's errors of one reduce-scattered gradient, step after step: one for each receiving rank.
 
-    The rest belongs to the gradient, whichever other gradients travel with it.
+    The error belongs to the gradient, whatever other gradients travel with it.
     """
 
     def __init__(self, ways: int, size: int) -> None:
@@ -186,7 +188,7 @@ class Scattered:
     def start(
         compress: str | Codec, axis: Axis, gradients: Sequence[Scattered], x: Tensor, scale: float
     ) -> Pending[Tensor]:
-        """Start the reduce-scatter of a flat tensor with a row for each rank, of several gradients side by side."""
+        """Start the reduce-scatter of x, which has a row for each rank with several gradients in it."""
         coder, rows = codec(compress), x.view(axis.size, -1).float()
         left = [each._sent for each in gradients if each._sent is not None]
         assert len(left) in (0, len(gradients))

@@ -1,7 +1,7 @@
 """Communicators over torch.distributed: NCCL between GPUs, gloo between CPUs.
 
-Groups are built directly from the rank's place, each under its own prefix of the store: a rank meets only the ranks
-that it talks to, so start-up time does not grow with the mesh. (`new_group` numbers groups by the count of
+Groups are built directly from the rank's place, each under its own prefix of the store. A rank only connects to ranks
+with which it communicates, so start-up time does not grow with the mesh. (`new_group` numbers groups by the count of
 earlier ones, which differs between pipeline stages.)
 """
 
@@ -36,7 +36,7 @@ from ..torch_private import (
 )
 from .comm import Axis, Comm, Link, Pending, ReduceOp, axes_and_groups
 
-# Multiprocessors of a link's kernels: receives are posted ahead, and occupy them during computation.
+# Multiprocessors for a link's kernels: receives are posted ahead, and occupy them during computation.
 LINK_BLOCKS = 4
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -44,8 +44,8 @@ _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 class NcclAxis(Axis):
     """A group of GPUs over a process group.
 
-    Started collectives run on a stream of their own. Collectives that are waited for at once run in the caller's
-    stream, without events.
+    Started collectives run on their own stream. Collectives that are waited for at once run on the caller's stream,
+    without events.
     """
 
     moves_many = True
@@ -61,7 +61,9 @@ class NcclAxis(Axis):
         return axis
 
     def connect(self, device: torch.device, *, link: bool) -> None:
-        """Run a first operation, since NCCL connects in it: not later, while others wait on the GPU for peers."""
+        """Run a first operation, in which NCCL connects; later, other operations might be waiting on the GPU for
+        peers.
+        """
         x = torch.zeros(1, device=device)
         if not link:
             self._all_reduce(x, "sum").wait()
@@ -72,7 +74,7 @@ class NcclAxis(Axis):
         finish(device)
 
     def disconnect(self) -> None:
-        """Shut down after all work is done, on all ranks: otherwise the interpreter's exit would abort it."""
+        """Shut down after all work is done, on all ranks; otherwise the interpreter's exit would abort the group."""
         with _peers():
             self.process_group.shutdown()
         self.process_group = None
@@ -131,7 +133,7 @@ class NcclAxis(Axis):
 
 
 class GlooAxis(NcclAxis):
-    """A group of CPUs, whose ranks send directly to each other: a gather of gloo takes up to five times as long."""
+    """A group of CPUs whose ranks send directly to each other: gloo's own gather takes up to five times as long."""
 
     moves_many = False
 
@@ -140,10 +142,10 @@ class GlooAxis(NcclAxis):
         return self
 
     def connect(self, device: torch.device, *, link: bool) -> None:
-        """Does nothing: a gloo group is connected once it is made."""
+        """Does nothing: a gloo group connects when it is created."""
 
     def disconnect(self) -> None:
-        self.process_group = None  # its threads end here, not while the interpreter goes down
+        self.process_group = None  # its threads end here, not during the interpreter's exit
 
     def abort(self) -> None:
         """Does nothing: gloo leaves nothing behind when its process ends."""
@@ -159,14 +161,14 @@ class GlooAxis(NcclAxis):
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
         whole = x.new_empty((self.size, *x.shape))
-        mine = whole[self.rank].copy_(x)  # the sent tensors, so that no other reference is needed
+        mine = whole[self.rank].copy_(x)  # also the tensors that are sent, so that no other reference is needed
         return _arriving(self._exchange(lambda target: mine, lambda source: whole[source]), whole)
 
     def _exchange(self, to: Callable[[int], Tensor], into: Callable[[int], Tensor]) -> list[Any]:
         """Send each other rank its tensor, and receive one from each.
 
-        A peer sends once it hears of the receive, which travels before a tensor that is sent later. Otherwise the two
-        directions of a slow link would take turns, as they do in an all-to-all of gloo.
+        Receives are posted before sends: a peer sends when it learns of the receive, and this notice must not queue
+        behind a tensor. Otherwise the two directions of a slow link would take turns, as in gloo's all-to-all.
         """
         group, work = self.process_group, []
         distances = range(1, self.size)
@@ -199,7 +201,7 @@ class GlooAxis(NcclAxis):
         mine = [x[self.rank]]
 
         def summed(rows: Tensor) -> Tensor:
-            """Sum in the order of ranks, in at least fp32."""
+            """The sum in the order of ranks, in at least fp32."""
             wide = torch.promote_types(rows.dtype, torch.float32)
             places = [(self.rank - source) % self.size for source in range(self.size)]
             return self._total((rows[place - 1] if place else mine.pop()).to(wide) for place in places).to(rows.dtype)
@@ -207,7 +209,7 @@ class GlooAxis(NcclAxis):
         return _arriving(work, received, x).then(summed)
 
     def _total(self, rows: Iterator[Tensor]) -> Tensor:
-        """The sum of two or more rows, in order, of which few are in memory at one time."""
+        """The sum of two or more rows, in order; only few of them are in memory at a time."""
         total = next(rows) + next(rows)
         for row in rows:
             total += row
@@ -215,7 +217,7 @@ class GlooAxis(NcclAxis):
 
 
 def _arriving_all(work: Any, results: Sequence[Tensor], sources: Sequence[Tensor]) -> Pending[None]:
-    """The same for several tensors that one work object moves."""
+    """The pending results of several tensors that one work object moves."""
     going = [_arriving(work, results[0])]
     held = [results, sources]
 
@@ -229,7 +231,7 @@ def _arriving_all(work: Any, results: Sequence[Tensor], sources: Sequence[Tensor
 def _arriving(work: Any, x: Tensor, source: Tensor | None = None) -> Pending[Tensor]:
     """The pending result of one or several work objects; `source` is kept alive until they are done.
 
-    None stands for work in the caller's stream, which needs no wait.
+    None stands for work on the caller's stream, which needs no wait.
     """
     parts = list(work) if isinstance(work, list) else [] if work is None else [work]
     held = [source]
@@ -266,12 +268,12 @@ class DistributedComm(Comm):
         self._store = store
         self._world_size = world_size
         self._barriers = 0
-        self._posted: dict[tuple[Link, int], list[tuple[Any, Tensor]]] = {}  # by link and microbatch
+        self._posted: dict[tuple[Link, int], list[tuple[Any, Tensor]]] = {}  # (link, microbatch) -> posted sends
         wanted = [(ranks, name) for name, ranks in groups.items()]
         for (source, target), peer in links.items():
             wanted.append(((rank, peer) if source in stages else (peer, rank), f"link {source} {target}"))
-        # Every rank connects in one order, by the ranks of each group: of all groups not yet connected,
-        # the first in that order always has its whole membership waiting for it, so nobody waits forever.
+        # All ranks connect their groups in one order, by the members of each group. All members of the first
+        # unconnected group are then waiting for it, so connecting always terminates.
         axis = NcclAxis if device.type == "cuda" else GlooAxis
         if device.type == "cuda":
             nccl_settings(os.environ, pipeline=bool(links))
@@ -321,7 +323,7 @@ class DistributedComm(Comm):
                 self._store.set(f"{place}/true", "")
             arrive(self._store, place, self._world_size)
             found: bool = self._store.check([f"{place}/true"])
-            if self._rank == 0:  # all have arrived, so all have read the earlier entries
+            if self._rank == 0:  # all ranks have arrived, so all have read the earlier entries
                 self._store.delete_key(f"any/{self._barriers - 1}")
                 self._store.delete_key(f"any/{self._barriers - 1}/all")
         return found
@@ -334,24 +336,24 @@ class DistributedComm(Comm):
             return [self._store.get(f"said/{self._barriers}/{rank}").decode() for rank in range(self._world_size)]
 
     def disconnect(self) -> None:
-        """Destroy all groups, in the order of their creation; no work may be under way."""
+        """Destroy all groups, in the order of their creation; no work may be in progress."""
         for axis in self._made:
             axis.disconnect()
 
     def abort(self) -> None:
-        """Destroy all groups, whatever they are doing. This may take as long as a rank waits for others."""
+        """Destroy all groups, even with work in progress. This may take as long as a rank waits for others."""
         for axis in self._made:
             axis.abort()
 
     def close(self) -> None:
-        """Leave. Rank 0 may hold the store, so it leaves last."""
+        """Disconnect. Rank 0 may host the store, so it leaves last."""
         if self._world_size > 1:
             with _peers():
                 arrive(self._store, "left", self._world_size, wait=self._rank == 0)
 
 
 def arrive(store: Store, place: str, count: int, *, wait: bool = True) -> None:
-    """Count this rank in at a place, and wait until `count` ranks have arrived."""
+    """Count this rank at a meeting place, and wait until `count` ranks have arrived."""
     if store.add(place, 1) == count:
         store.set(f"{place}/all", "")
     if wait:
@@ -368,5 +370,5 @@ def _peers() -> Iterator[None]:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The same memory in a type that every backend moves (gloo has no bool)."""
+    """The same memory in a dtype that every backend supports (gloo has no bool)."""
     return x.view(torch.uint8) if x.dtype == torch.bool else x

@@ -1,4 +1,4 @@
-"""Hierarchical collectives over ranks of which some share a node: inside nodes and between them, in sequence.
+"""Hierarchical collectives over ranks on several nodes: inside nodes and between them, in sequence.
 
 A gather crosses nodes first, from each rank to its counterparts on other nodes, and then runs inside nodes: every byte
 enters a node once. A scatter sums inside nodes first, so that only a part crosses nodes.
@@ -16,7 +16,8 @@ from .comm import Axis, Comm, Pending, split
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """The ranks that differ from this one on some axes: its counterparts on other nodes, and those of its node.
+    """The ranks that differ from this one on some axes, as two groups: its counterparts on other nodes, and those on
+    its own node.
 
     A rank's index counts nodes first. If all ranks share a node, or none do, one of the two groups is this rank alone.
     """
@@ -26,7 +27,7 @@ class Levels:
 
     @classmethod
     def of(cls, comm: Comm, axes: Sequence[str], near: Sequence[str]) -> Levels:
-        """`near` are the axes whose ranks share a node."""
+        """The levels of `axes`; `near` are the axes whose ranks share a node."""
         inside = tuple(axis for axis in axes if axis in near)
         outside = tuple(axis for axis in axes if axis not in near)
         return cls(comm.group(outside) if outside else Axis(), comm.group(inside) if inside else Axis())
@@ -41,7 +42,7 @@ class Levels:
 
     @property
     def direct(self) -> Axis | None:
-        """The axis for whole tensors without copies, if there is one level and its backend supports it."""
+        """The axis that can move whole tensors without copies, if there is one level and its backend supports this."""
         axis = self.near if self.far.size == 1 else self.far
         return axis if axis.moves_many and not self.both else None
 
@@ -59,7 +60,7 @@ class Levels:
         places.movedim((dim + 2, dim + 1), (0, 1)).copy_(parts.unflatten(dim + 2, (outer, rest)))
 
     def _place_without_spare(self, parts: Tensor, whole: Tensor, dim: int, rest: int) -> None:
-        """Join parts without their spare elements: copy the full parts at once, then the rest of the next one."""
+        """Join parts without their spare elements: copy all full parts at once, then the rest of the next part."""
         start, length = 0, whole.shape[dim]
         for row in parts.unbind(1) if self.both else (parts.flatten(0, 1),):
             row = row.unflatten(dim, (-1, rest))
@@ -97,7 +98,7 @@ class Levels:
 
 
 def _in_turns(first: Pending[Tensor], second: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
-    """Two collectives in sequence: the second takes the result of the first."""
+    """Two collectives in sequence: the second reads the result of the first."""
     waiting, going = [first], list[Pending[Tensor]]()
 
     def advance() -> None:

@@ -1,7 +1,7 @@
-"""All ranks in one process: a thread per rank, of which one runs at a time, and communicators in memory.
+"""All ranks in one process: one thread per rank, only one of which runs at a time, and communicators in memory.
 
-Ranks switch only where they wait for each other. So a run is deterministic, has no contention however many ranks there
-are, and detects a deadlock at once: all ranks wait and none can run.
+Threads switch only where ranks wait for each other. So a run is deterministic and without contention, and a deadlock is
+detected at once: all ranks wait and none can run.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class World:
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._ready: deque[int] = deque(range(size))
         self._waiting: dict[int, str] = {}
-        self._readers: dict[int, tuple[int, Link]] = {}  # who waits for mail, from whom and over which link
+        self._readers: dict[int, tuple[int, Link]] = {}  # waiting rank -> (sender, link)
         self._error: BaseException | None = None
         self._failed_rank = -1
 
     def run(self, work: Callable[[int], None]) -> None:
-        """Call `work(rank)` for every rank. The first failure stops all, and is raised here."""
+        """Call `work(rank)` for every rank. The first failure stops all ranks and is raised here."""
         threads = [threading.Thread(target=self._rank, args=(rank, work), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -68,7 +68,7 @@ class World:
 
     def _pass_turn(self) -> None:
         if not self._ready and self._waiting:
-            # No rank can run: after a failure the waiting ranks unwind one by one, else this is a deadlock.
+            # No rank can run: after a failure the waiting ranks unwind one by one; otherwise this is a deadlock.
             if self._error is None:
                 waits = "; ".join(f"rank {rank} in {what}" for rank, what in sorted(self._waiting.items()))
                 self._fail(min(self._waiting), Deadlock(f"every rank waits for another: {waits}"))
@@ -105,14 +105,14 @@ class _Meeting:
     """One collective of a group: the contributions, the results, and the waiting ranks."""
 
     operation: str
-    brought: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # with a hash of its contents
+    brought: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # rank -> (tensor, hash of its contents)
     results: dict[int, Tensor] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class _Group:
-    """A group's collectives in progress, by number, and the number that each rank has begun."""
+    """A group's collectives in progress, by number, and the number of collectives that each rank has begun."""
 
     meetings: dict[int, _Meeting] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
@@ -120,9 +120,10 @@ class _Group:
 
 
 class VirtualAxis(Axis):
-    """A group of virtual ranks: the first rank that waits after all have come computes everybody's result.
+    """A group of virtual ranks. After all ranks have entered a collective, the first one that waits computes
+    everybody's result.
 
-    Tensors travel together as they do between GPUs, so that virtual runs test those paths.
+    Tensors travel together as they do between GPUs, so that virtual runs test the same code.
     """
 
     moves_many = True
@@ -135,7 +136,8 @@ class VirtualAxis(Axis):
 
     def _meet(self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> Pending[Tensor]:
         group, me = self._group, self._ranks[self.rank]
-        shape = [*x.shape] if operation != "exchange" else ["rows", *x.shape[1:]]  # of which ranks bring any number
+        # Ranks may contribute any number of rows.
+        shape = [*x.shape] if operation != "exchange" else ["rows", *x.shape[1:]]
         of = f"{str(x.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
         signature = f"{operation} of {of} over {self._name}"
         number = group.begun[me] = group.begun.get(me, 0) + 1
@@ -154,8 +156,8 @@ class VirtualAxis(Axis):
             if not meeting.results:
                 del group.meetings[number]
                 if any(not torch.equal(_hash(tensor), was) for tensor, was in meeting.brought.values()):
-                    raise RuntimeError(f"what was brought to {signature} has changed on its way")
-                # In rank order, whichever came last, so that sums are equal in every run.
+                    raise RuntimeError(f"an operand of {signature} was changed before the collective was complete")
+                # In rank order, whatever the order of arrival, so that sums are equal in every run.
                 results = combine([meeting.brought[rank][0] for rank in self._ranks])
                 meeting.results = dict(zip(self._ranks, results, strict=True))
             return meeting.results.pop(me)
@@ -235,7 +237,7 @@ def _reduced(parts: list[Tensor], op: ReduceOp) -> Tensor:
 
 
 class VirtualComm(Comm):
-    """The counterpart of DistributedComm between the threads of a World."""
+    """The counterpart of DistributedComm for the threads of a World."""
 
     def __init__(
         self,

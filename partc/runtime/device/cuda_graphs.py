@@ -1,8 +1,7 @@
 """Recorded device work: run normally at first, then recorded once, and replayed.
 
-A recording holds the device's operations and their addresses; neither Python nor the host's numbers are in it. So
-values that change from step to step are in memory that the host writes before a replay, and nothing inside may wait for
-the device.
+A recording holds the device's operations and addresses, but no Python code and no numbers of the host. So values that
+change from step to step are in memory that the host writes before a replay, and nothing inside may wait for the device.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from ..errors import PeerLost, UsageError
 from .sending import finish
 
-WARM = 2  # normal runs before the recording: allocations and compilations happen in them
+WARM = 2  # the number of normal runs before the recording, in which allocations and compilations happen
 
 T = TypeVar("T")
 
@@ -35,13 +34,15 @@ class RecordedGraph(Protocol):
 
 
 class RecordedWork(Generic[T]):
-    """A callable that runs the work; from its third call on it replays it, and returns the same tensors each time."""
+    """A callable that runs the work; from its third call on it replays a recording, and returns the same tensors each
+    time.
+    """
 
     def __init__(self, work: Callable[[], T], graph: RecordedGraph) -> None:
         self._work = work
         self._graph = graph
         self._done = 0
-        self._result: list[T] = []  # once it is recorded
+        self._result: list[T] = []  # the result, after recording
 
     def __call__(self) -> T:
         if self._done < WARM:
@@ -61,13 +62,13 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], T]) -> T:
-        # Other threads, which watch and write checkpoints, may use the device meanwhile.
+        # Other threads (watchdog, checkpoints) may use the device meanwhile.
         here = torch.cuda.graph(self._graph, self._pool, torch.cuda.current_stream(), capture_error_mode="thread_local")
         try:
             with here:
                 return work()
         except RuntimeError as error:
-            # Ending a failed recording only reports the failure: the cause came before it.
+            # Ending a failed recording only reports that it failed; the cause is an earlier error.
             cause = error.__context__ if isinstance(error.__context__, RuntimeError) else error
             if isinstance(cause, PeerLost):
                 raise cause from None
@@ -108,10 +109,10 @@ def need_gpus(there: bool) -> None:
 
 @contextmanager
 def _cuda_graphs(device: torch.device) -> Iterator[Callable[[], RecordedGraph]]:
-    """A factory of graphs, which end with the context: a communicator cannot be destroyed while a recording contains
-    its work.
+    """A context with a factory of graphs. They end with the context, because a communicator cannot be destroyed while a
+    recording contains its work.
 
-    The context runs on a stream of its own, since the default stream cannot be captured.
+    The context runs on its own stream, since the default stream cannot be captured.
     """
     before, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(before)

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import UsageError
 
-_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which cuBLAS divides its work alike on every stream
+_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS divide work in the same way on every stream
 _NONE = "does not have a deterministic implementation"
 
 
@@ -30,7 +30,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     filled, convolutions = memory.fill_uninitialized_memory, torch.backends.cudnn.deterministic
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # all of it is written before it is read
+    memory.fill_uninitialized_memory = False  # memory is always written before it is read
     torch.backends.cudnn.deterministic = True
     try:
         yield

@@ -23,4 +23,4 @@ def collected() -> Iterator[Callable[[int], None]]:
 
 
 def _collect() -> None:
-    gc.collect(1)  # of the two generations that steps make
+    gc.collect(1)  # the two generations that steps fill

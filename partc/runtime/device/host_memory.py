@@ -14,18 +14,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 def keep_freed_memory() -> None:
     """Make the C library reuse the memory of large tensors.
 
-    By default it returns it to the system and faults it in again page by page: on CPUs a tenth of a step's time.
+    By default, that memory is returned to the system and faulted in again page by page: on CPUs, a tenth of a step's
+    time.
     """
     if sys.platform != "linux":
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries than GNU's have none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only GNU's C library has it
     if mallopt is not None:
-        _ = mallopt(_M_MMAP_THRESHOLD, 1 << 30) or mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # older ones stop there
+        _ = mallopt(_M_MMAP_THRESHOLD, 1 << 30) or mallopt(_M_MMAP_THRESHOLD, 1 << 25)  # the limit in older versions
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak so far: of tensors on a GPU, of the whole process on a CPU."""
+    """The peak memory so far, in bytes: of tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

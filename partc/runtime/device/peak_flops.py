@@ -8,8 +8,8 @@ import torch
 
 from .sending import finish
 
-# Of dense products, in 10^12 a second; fp32 without TF32, which torch leaves off. From NVIDIA's data sheets
-# of each, in the SXM form where there are several, halved where they state twice as much "with sparsity".
+# Dense matrix products, in 10^12 flops per second; fp32 without TF32, which torch disables by default. From NVIDIA's
+# data sheets (SXM if there are several forms), halved where they state the rate "with sparsity".
 _TERAFLOPS: tuple[tuple[str, dict[torch.dtype, float]], ...] = (
     ("H200", {torch.bfloat16: 989, torch.float16: 989, torch.float32: 67, torch.float64: 67}),
     ("H100 PCIe", {torch.bfloat16: 756, torch.float16: 756, torch.float32: 51, torch.float64: 51}),

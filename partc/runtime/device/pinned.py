@@ -17,7 +17,7 @@ _PORTABLE = 1  # for all contexts of the process: cudaHostRegisterPortable
 
 
 def pinned(alike: Sequence[Tensor]) -> list[Tensor]:
-    """For each tensor a contiguous one of its shape and type, all in one allocation."""
+    """For each tensor, a contiguous pinned one of its shape and dtype; all are in one allocation."""
     places = [0]
     for x in alike:
         places.append(places[-1] + -(-math.prod(x.shape) * x.element_size() // _ALIGNED) * _ALIGNED)

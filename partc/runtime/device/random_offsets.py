@@ -1,6 +1,6 @@
-"""The starts of random streams in the device's memory: a word for each drawing operation, written for each batch.
+"""The starts of random streams in the device's memory: a word for each random operation, rewritten for each batch.
 
-So neither a kernel's arguments nor an operation's depend on seed and step (runtime/random.py defines a word).
+So no arguments of kernels or operations depend on seed and step (runtime/random.py defines a word).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 from ..random import GOLDEN, mix, mixed, signed
 from .sending import send
 
-ROW = 2  # words in the table for each that is used: kernels know that pointers divide by 16 bytes
-BLOCK = 64  # rows that are allocated at once, unless a number was reserved
+ROW = 2  # table entries per word: kernels assume pointers aligned to 16 bytes
+BLOCK = 64  # rows per allocation, unless a number was reserved
 
 
 class Words:
@@ -21,12 +21,12 @@ class Words:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.blocks: list[Tensor] = []  # [rows, ROW]; all but the last one are full
-        self._keys: list[tuple[int, int]] = []  # by row: which operation, and which element its word is for
+        self._keys: list[tuple[int, int]] = []  # row -> (operation, element) of its word
         self._places: dict[tuple[int, int], Tensor] = {}
         self._written: tuple[int, int] | None = None
 
     def reserve(self, rows: int) -> None:
-        """Make room if there is none left."""
+        """Allocate rows if none are left."""
         if rows:
             self.blocks.append(torch.zeros((rows, ROW), dtype=torch.int64, device=self._device))
 

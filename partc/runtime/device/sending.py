@@ -1,4 +1,4 @@
-"""Between the host and the device: copies that the host does not wait for, and the wait where one is wanted."""
+"""Copies between host and device for which the host does not wait, and an explicit wait."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def send(numbers: Any, there: Tensor) -> None:
-    """Write numbers, of nested sequences or a tensor of the host, into a tensor of their shape."""
+    """Write numbers (nested sequences or a host tensor) into a device tensor of their shape, asynchronously."""
     here = torch.as_tensor(numbers, dtype=there.dtype)
     there.copy_(here.pin_memory() if there.is_cuda else here, non_blocking=True)
 
 
 def bring(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device: itself, where that is the host."""
+    """A host tensor on the device; the tensor itself if the device is the host."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done all that it has been told."""
+    """Wait until the device has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

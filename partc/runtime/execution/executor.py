@@ -73,7 +73,7 @@ def acknowledged_by(actions: Sequence[Action]) -> dict[Slot, tuple[int, ...]]:
 
 
 class Step:
-    """One step over the stages of this rank. Values between two of them are handed over, all others are sent."""
+    """One step over the stages of this rank. Values between two of them are passed directly, all others are sent."""
 
     def __init__(
         self, stages: Mapping[int, PipelineStage], comm: Comm, microbatches: Sequence[dict[str, Tensor]], acks: Acks
@@ -83,15 +83,16 @@ class Step:
         self.comm = comm
         self.microbatches = microbatches
         self.loss: Tensor | None = None
-        self.arriving: dict[Slot, dict[str, Pending[Tensor]]] = {}  # from RECV_F to F
-        self.received: dict[Slot, dict[str, Tensor]] = {}  # from another stage's F to F
-        self.sent: dict[Slot, dict[str, Tensor]] = {}  # from F to SEND_F
-        self.saved: dict[Slot, Any] = {}  # from F to B or I
-        self.weight_saved: dict[Slot, Any] = {}  # from I to W
-        # Gradients of sent values, from RECV_B to B or I.
+        self.arriving: dict[Slot, dict[str, Pending[Tensor]]] = {}  # filled by RECV_F, read by F
+        self.received: dict[Slot, dict[str, Tensor]] = {}  # filled by another stage's F, read by F
+        self.sent: dict[Slot, dict[str, Tensor]] = {}  # filled by F, read by SEND_F
+        self.saved: dict[Slot, Any] = {}  # filled by F, read by B or I
+        self.weight_saved: dict[Slot, Any] = {}  # filled by I, read by W
+        # Gradients of sent values: filled by RECV_B, read by B or I.
         self.returning: dict[Slot, list[tuple[str, Pending[Tensor]]]] = {}
-        self.incoming: dict[Slot, dict[str, Tensor]] = {}  # gradients of values handed to a stage of this rank
-        self.outgoing: dict[Slot, dict[str, Tensor]] = {}  # gradients of received values, from B or I to SEND_B
+        self.incoming: dict[Slot, dict[str, Tensor]] = {}  # gradients of values passed to another stage of this rank
+        # Gradients of received values: filled by B or I, read by SEND_B.
+        self.outgoing: dict[Slot, dict[str, Tensor]] = {}
         self.shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def run(self, action: Action, *, first: bool = False, last: bool = False) -> None:
@@ -129,7 +130,7 @@ class Step:
                 stage.reduce_gradients(last)
 
     def _ahead(self, action: Action) -> list[Unit]:
-        """The first units of later actions, whose gathers this action starts; `NOTHING` in place of missing ones."""
+        """The first units of later actions, whose gathers this action starts; `NOTHING` stands for missing ones."""
         stage = self.stages[action.stage]
         if action.kind != "UNSHARD" and action.kind not in stage.first_units:
             return []
@@ -189,7 +190,7 @@ class Step:
         returning = self.returning.pop(slot, ())
         for name, gradient in returning:
             self._add(slot, name, gradient.wait())
-        # A rank that returns a microbatch's gradients has received all values sent to it for this microbatch.
+        # A rank that sends back a microbatch's gradients has received all values sent to it for this microbatch.
         for target in {target for name, _ in returning for target in self.stages[slot[0]].gradients_from[name]}:
             self.comm.taken((slot[0], target), slot[1])
         return self.incoming.pop(slot, {})
@@ -211,13 +212,13 @@ class Step:
             self.comm.send(gradient, (slot[0], stage.receives[name].source))
 
     def _add(self, slot: Slot, name: str, gradient: Tensor) -> None:
-        """Add a gradient that a reader sends back: the gradient of a value is the sum over its readers."""
+        """Add a gradient that a reader of a value sends back; the value's gradient is the sum over its readers."""
         there = self.incoming.setdefault(slot, {})
         there[name] = there[name] + gradient if name in there else gradient
 
 
 class _Forward(Step):
-    """A pass forward, whose results are kept by path and microbatch."""
+    """A forward pass whose results are kept by path and microbatch."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -239,7 +240,7 @@ def run_forward(
 ) -> dict[str, Tensor]:
     """Run one batch forward; returns this rank's parts of the results of its stages, by path.
 
-    Arguments are those of `run_step`; `sizes` are those of the mesh's axes.
+    Arguments are as in `run_step`; `sizes` are the sizes of the mesh's axes.
     """
     step = _Forward(stages, comm, microbatches, {})
     _play(step, actions, batch)
@@ -267,14 +268,13 @@ def run_step(
     last: bool = True,
     acks: Acks | None = None,
 ) -> Tensor | None:
-    """Run one step; returns the loss (of the whole batch) on ranks of the stage that makes it.
+    """Run one step; returns the loss (of the whole batch) on ranks of the stage that computes it.
 
-    `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the
-    same in pieces. Parameters are gathered if this is the `first` batch after an update; gradients are summed over
-    ranks if it is the `last` one before the next.
-    `acks` are the implicit acknowledgements of other ranks (see `acknowledged_by`). A received value confirms that its
-    sender has used some gradients, whose buffers are then released.
-    The communicator's clock is told each action before it starts.
+    `stages` are this rank's, by number; `batch` is its part of the step's batch, `microbatches` the same part in
+    pieces. Parameters are gathered if this is the `first` batch after an update; gradients are summed over ranks if it
+    is the `last` one before the next. `acks` are the implicit acknowledgements of other ranks (see `acknowledged_by`).
+    A received value confirms that its sender has used some gradients, whose buffers are then released. Each action is
+    reported to the communicator's clock before it starts.
     """
     entering = comm.clock.entering
     step = Step(stages, comm, microbatches, acks or {})
@@ -314,7 +314,7 @@ def _play(
 
 
 def _shared_gradients(stages: Mapping[int, PipelineStage]) -> dict[tuple[int, ...], list[Tensor]]:
-    """Gradients of shared weights by the pipeline ranks that share them, in an order that these ranks agree on."""
+    """Gradients of shared weights by the pipeline ranks that share them, in an order common to these ranks."""
     found: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for stage in stages.values():
         for ranks, names in stage.shared.items():
@@ -325,9 +325,9 @@ def _shared_gradients(stages: Mapping[int, PipelineStage]) -> dict[tuple[int, ..
 class GradientMemory(NamedTuple):
     """The gradients of a rank, zeroed."""
 
-    gradients: dict[str, Tensor]  # of every trainable parameter: of the part that the rank holds
-    buffers: dict[tuple[str, ...], Tensor]  # the memory of dense gradients, by their parameters
-    sums: dict[str, Tensor]  # gradients of whole parameters, whose memory those of the parts take over
+    gradients: dict[str, Tensor]  # of every trainable parameter, or of the part that the rank holds
+    buffers: dict[tuple[str, ...], Tensor]  # names of parameters -> the memory of their dense gradients
+    sums: dict[str, Tensor]  # gradients of whole parameters; gradients of their parts later reuse the memory
 
 
 def gradient_memory(
@@ -338,14 +338,14 @@ def gradient_memory(
     *,
     compiled: bool = False,
 ) -> GradientMemory:
-    """The gradients of parameters, of stages on a mesh of these sizes.
+    """Allocate the gradients of a rank's parameters; `sizes` are the mesh's axes.
 
-    Gradients that are reduced over the same axes share a buffer, so that one collective moves them. They are plain
-    tensors if torch.compile makes the functions that add to them, so that the first addition is one, too. Sparse
+    Gradients that are reduced over the same axes share a buffer, so that one collective moves them. If torch.compile
+    compiles the functions that add to them, they are plain tensors, to which even the first gradient is added. Sparse
     gradients have no buffer.
 
-    A step's sums of whole gradients are not read once they have been scattered. The gradients of the parts of a bucket
-    then take over the beginning of the bucket's memory, as in Megatron-LM's distributed optimizer.
+    A step's sums of whole gradients are no longer read after they have been scattered. The gradients of a bucket's
+    parts then reuse the beginning of the bucket's memory, as in Megatron-LM's distributed optimizer.
     """
     bucket_of = _scattered_once(shards, stages)
     together: dict[tuple[object, ...], list[str]] = {}
@@ -354,7 +354,7 @@ def gradient_memory(
         if shard.sparse:
             gradients[name] = RowGradient(parameters[name])
         elif shard.trainable:
-            # A shared weight stands alone: the ranks that share it have different neighbours for it.
+            # A shared weight has its own buffer: on the ranks that share it, its neighbours differ.
             alone = name if shard.shared else None
             key = (shard.reduce, parameters[name].dtype, alone, bucket_of.get(name))
             together.setdefault(key, []).append(name)
@@ -375,7 +375,7 @@ def gradient_memory(
 
 
 def _scattered_once(shards: Mapping[str, Shard], stages: Iterable[type[PipelineStage]]) -> dict[str, tuple[str, ...]]:
-    """The buckets of parameters whose gradients are summed up whole, by one stage, and only scattered then."""
+    """The buckets of parameters whose gradients one stage accumulates whole and scatters afterwards."""
     buckets: dict[str, list[tuple[str, ...]]] = {}
     for stage in stages:
         for bucket in stage.buckets.values():
@@ -386,7 +386,9 @@ def _scattered_once(shards: Mapping[str, Shard], stages: Iterable[type[PipelineS
 
 
 def scatters(stage: type[PipelineStage]) -> bool:
-    """Whether a stage sums up gradients of whole parameters and scatters them after the last microbatch (ZeRO 1)."""
+    """Whether a stage accumulates gradients of whole parameters and scatters them after the last microbatch (ZeRO
+    1).
+    """
     return any(bucket.scatter for bucket in stage.buckets.values())
 
 
@@ -406,11 +408,11 @@ def _whole_shape(shard: Shard, part: Tensor, sizes: Mapping[str, int]) -> tuple[
 
 
 def _aligned(elements: int) -> int:
-    """Elements up to the next address at which matrix products write without splitting vectors."""
+    """The number of elements, rounded up so that matrix products write aligned vectors."""
     return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
 def pieces_of(buffer: Tensor, names: Sequence[str], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views of a buffer with the shapes of these parameters, one after the other."""
+    """Consecutive views of a buffer, with the shapes of these parameters."""
     cut = torch.split(buffer, [parameters[name].numel() for name in names])
     return {name: piece.view(parameters[name].shape) for name, piece in zip(names, cut, strict=True)}

@@ -18,17 +18,17 @@ from ..comm.hierarchical import Levels
 from ..layout import DTYPES, Seam, Shard, cutting, extended
 from ..ops.accumulation import Gradient, clear, materialized
 
-Fields = Any  # the tuple class of a region's parameters, or one of it
+Fields = Any  # the tuple class of a region's parameters, or an instance
 
 
 class Parts:
     """The parameters of a stage: this rank's parts of some, the whole of others.
 
     A unit gathers or scatters its tensors in one collective for each dtype; gradients travel in `wire` if it is given.
-    If the ranks on the axes `near` share a node and others do not, an exchange has two levels: inside nodes and between
-    them (see levels). Parts may end with spare elements, which are zeros: they travel, but calls do not see them.
-    `sums` are gradients of whole parameters in memory that those of the parts take over (see executor.gradient_memory).
-    `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
+    If only the ranks along the axes `near` share a node, an exchange has two levels: inside nodes and between them (see
+    Levels). Parts may end with spare elements, which are zeros: they travel, but calls do not see them. `sums` are
+    gradients of whole parameters, whose memory the gradients of parts later reuse (see executor.gradient_memory).
+    `compress` is the compression of gradients between nodes, or everywhere if `near` is empty.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Parts:
         axes = {axis for shard in shards.values() for axis in cutting(shard.dims)}
         sizes = {name: comm.group((name,)).size for name in axes}
         self._seams = {name: shard.seam(sizes) for name, shard in shards.items() if shard.gather}
-        self._kept: dict[str, Tensor] = {}  # whole parameters, up to date once their unit's gather has been waited for
+        self._kept: dict[str, Tensor] = {}  # whole parameters, up to date after the wait for their unit's gather
         self._sums: dict[str, Tensor] = {}  # gradients of whole parameters, until `scatter_sums`
         self._taken_over = sums or {}
         self._left: frozenset[str] = frozenset()
@@ -70,7 +70,7 @@ class Parts:
         return Unit(self, kind, names)
 
     def keep(self, kind: Any, *names: str) -> Unit:
-        """A unit of parameters that stay whole. The first unit that has a parameter gathers it in each step."""
+        """A unit of parameters that stay whole. In each step, the first unit with a parameter gathers it."""
         new = tuple(name for name in names if name not in self._kept)
         for name in new:
             x, dtype = self._held[name], self._shards[name].read_dtype
@@ -79,7 +79,7 @@ class Parts:
         return Kept(self, kind, names, tuple(name for name in new if self._shards[name].gather))
 
     def gather(self, names: Sequence[str], *, kept: bool = False) -> Pending[list[Tensor]]:
-        """Start to gather parameters in the dtype that calls read; `kept` ones into their permanent tensors."""
+        """Start to gather parameters in the dtype that calls read; with `kept`, into their permanent tensors."""
         return self._gather(names, self._kept if kept else {})
 
     def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
@@ -143,7 +143,9 @@ class Parts:
         return Pending(finish, partial(_advance, going))
 
     def _scatter(self, gradients: Mapping[str, Tensor]) -> list[Pending[dict[str, Tensor]]]:
-        """Start to reduce-scatter gradients of whole parameters: the sums of this rank's parts by name."""
+        """Start to reduce-scatter gradients of whole parameters; the results are the sums of this rank's parts by
+        name.
+        """
         going: list[Pending[dict[str, Tensor]]] = []
         for levels, together in self._together({name: self._gradients[name].dtype for name in gradients}):
             dtype = self._wire or self._gradients[together[0]].dtype
@@ -170,11 +172,15 @@ class Parts:
             self._gradients[name].add_(part.view(self._gradients[name].shape))
 
     def _direct(self, levels: Levels, names: Sequence[str]) -> Axis | None:
-        """The axis over which these tensors travel without copies, as ranks hold consecutive rows of each."""
+        """The axis over which these tensors can travel without copies, because ranks hold consecutive rows; else
+        None.
+        """
         return levels.direct if all(self._seams[name].rows for name in names) else None
 
     def _with_spare(self, name: str, whole: Tensor, levels: Levels) -> Tensor:
-        """The tensor with zeros in place of the spare elements of parts; itself if it has them, or parts have none."""
+        """The tensor padded with zeros for the spare elements of parts; itself if it is padded already or needs no
+        padding.
+        """
         dim, outer, length = self._seams[name]
         size = levels.size * self._held[name].shape[dim]
         if whole.shape[dim] == size:
@@ -190,11 +196,11 @@ class Parts:
         }
 
     def leave(self, names: Collection[str]) -> None:
-        """Leave these copies out of `refresh`: the optimizer's update itself writes them."""
+        """Exclude these copies from `refresh`, because the optimizer's update itself writes them."""
         self._left = frozenset(names)
 
     def refresh(self) -> None:
-        """After the optimizer's update: renew the copies of whole parameters in the dtype that calls read."""
+        """After the optimizer's update: refresh the low-precision copies of whole parameters."""
         for name, x in self._kept.items():
             if not self._shards[name].gather and name not in self._left and x is not self._held[name]:
                 x.copy_(self._held[name])
@@ -206,9 +212,9 @@ class Parts:
         return [self._sums.get(name) for name in names]
 
     def scatter_sums(self, *names: str) -> Pending[None]:
-        """After a step's last microbatch: start to scatter these sums; they are cleared when the scatter ends.
+        """After a step's last microbatch: start to scatter the sums; they are cleared when the scatter ends.
 
-        The sums of parts may then take over the memory.
+        The sums of parts may then reuse the memory.
         """
         going = self._scatter({name: self._summed(name) for name in names})
 
@@ -223,7 +229,7 @@ class Parts:
         return Pending(finish, partial(_advance, going))
 
     def _summed(self, name: str) -> Tensor:
-        """An accumulated gradient, with spare rows that its memory has; zeros if no call of this stage gave one."""
+        """An accumulated gradient with its spare rows; zeros if no call of this stage has computed one."""
         self.sums(name)
         x = materialized(self._sums[name])
         if not self._shards[name].gather or not self._seams[name].rows:
@@ -231,7 +237,7 @@ class Parts:
         levels = Levels.of(self._comm, self._shards[name].gather, self._near)
         whole = _room(x, (levels.size * len(self._held[name]), *x.shape[1:]))
         if name in self._taken_over:
-            whole[len(x) :].zero_()  # spare rows have the last step's gradients of parts
+            whole[len(x) :].zero_()  # spare rows still hold gradients of parts from the last step
         return whole
 
     def _whole_gradient(self, name: str) -> Tensor:
@@ -242,12 +248,12 @@ class Parts:
         return Gradient.of(whole) if isinstance(gradient, Gradient) else whole
 
     def _whole(self, name: str, make: Callable[[Sequence[int]], Tensor]) -> Tensor:
-        """Allocate a whole tensor. Its memory includes the spare rows, which travel too."""
+        """Allocate a whole tensor. Its memory includes the spare rows, which also travel."""
         ways = Levels.of(self._comm, self._shards[name].gather, self._near).size
         return without_spare(make(whole_shape(self._held[name].shape, self._seams[name], ways)), self._seams[name])
 
     def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
-        """Names of sharded parameters whose tensors can share a collective."""
+        """Groups of names of sharded parameters whose tensors can share a collective."""
         found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
         for name, dtype in moved.items():
             if self._shards[name].gather:
@@ -259,7 +265,7 @@ class Parts:
 class Unit:
     """The parameters of one call."""
 
-    whole: Fields  # from `wait` to `free`
+    whole: Fields  # valid from `wait` to `free`
 
     def __init__(self, parts: Parts, kind: Any, names: tuple[str, ...]) -> None:
         self._parts = parts
@@ -269,7 +275,7 @@ class Unit:
         self._coming: Pending[list[Tensor]] | None = None
 
     def gather(self) -> None:
-        """Start to gather. Parameters that are already whole, or on their way, stay for one more `free`."""
+        """Start to gather. Parameters that are already gathered or being gathered need one more `free`."""
         self._holds += 1
         if self._holds == 1:
             self._coming = self._parts.gather(self._names)
@@ -280,7 +286,7 @@ class Unit:
             self._coming.advance()
 
     def wait(self) -> None:
-        """Wait for the gather; `whole` has the parameters then."""
+        """Wait for the gather; afterwards `whole` has the parameters."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
             self.whole = self._kind(*coming.wait())
@@ -295,13 +301,13 @@ class Unit:
         """Start to reduce-scatter gradients of the whole parameters, and to add the sums to the ranks' own parts."""
         sums: dict[str, Any] = {}
         for name, gradient in zip(self._names, gradients, strict=True):
-            if gradient is not None:  # several parameters of the region may be one
+            if gradient is not None:  # several parameters of the region may be the same
                 sums[name] = sums[name] + gradient if name in sums else gradient
         return self._parts.scatter(sums)
 
 
 class Kept(Unit):
-    """The parameters of one call, which stay whole and are gathered again in each step."""
+    """The parameters of one call that stay whole and are gathered again in each step."""
 
     def __init__(self, parts: Parts, kind: Any, names: tuple[str, ...], gathered: tuple[str, ...]) -> None:
         super().__init__(parts, kind, names)
@@ -335,14 +341,14 @@ DONE: Pending[None] = Pending(lambda: None)
 
 
 def whole_shape(part: Sequence[int], seam: Seam, ways: int) -> tuple[int, ...]:
-    """The shape of a whole parameter that is cut in so many parts, with the spare rows of the parts."""
+    """The shape of a whole parameter that is cut into `ways` parts, including the parts' spare rows."""
     shape = list(part)
     shape[seam.dim] = ways * part[0] if seam.rows else seam.outer * seam.length
     return tuple(shape)
 
 
 def without_spare(whole: Tensor, seam: Seam) -> Tensor:
-    """A whole parameter, from memory of its `whole_shape`."""
+    """The parameter without spare elements, from a tensor of its `whole_shape`."""
     return whole[: seam.length] if seam.rows else whole
 
 
@@ -360,12 +366,12 @@ def _cut(names: Sequence[str], sizes: Sequence[int], flat: Tensor) -> dict[str, 
 
 
 def _room(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """The memory of rows with that of the spare ones behind them."""
+    """The rows with the spare rows that follow them in memory."""
     return rows if len(rows) == shape[0] else rows.as_strided(shape, rows.stride())
 
 
 def _joined(rows: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """The rows joined in one contiguous tensor. Without a `dtype`, all have the same one."""
+    """The rows joined in one contiguous tensor. Without a `dtype`, all must have the same."""
     if len(rows) == 1:
         return rows[0].contiguous().to(dtype or rows[0].dtype)
     sizes = [row.shape[-1] for row in rows]

@@ -1,6 +1,6 @@
 """Sums of gradients over ranks, in buckets; the stage modules say when the collectives of a sum start.
 
-If some ranks share a node and others do not, a sum is hierarchical: a reduce-scatter inside each node, a sum of equal
+If only some of the ranks share a node, a sum is hierarchical: a reduce-scatter inside each node, a sum of equal
 parts between nodes, and an all-gather inside each node. Each rank sends only its part across nodes.
 """
 
@@ -23,16 +23,16 @@ Chain = Generator[Pending[Tensor], Tensor, None]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are summed over ranks together: those of the stage from `first` to `last`, or `names`."""
+    """Gradients that are summed over ranks together: those from `first` to `last` in the stage's table, or `names`."""
 
     over: tuple[str, ...]
     first: str = ""
     last: str = ""
     names: tuple[str, ...] = ()
-    scatter: bool = False  # each rank keeps the sum of a part
+    scatter: bool = False  # whether each rank keeps only the sum of its part
 
     def among(self, shards: Mapping[str, Shard]) -> tuple[str, ...]:
-        """Its parameters, in the order of the stage's table."""
+        """The bucket's parameters, in the order of the stage's table."""
         if self.names:
             return self.names
         table = list(shards)
@@ -46,8 +46,8 @@ class Bucket:
 class Sums(dict[str, "Sum"]):
     """The sums of a stage's buckets by name. Scattered buckets are sums of `parts`: gradients of whole parameters.
 
-    `near` are the axes whose ranks share a node, if others do not; `wire` is the dtype of sums, if it is not that of
-    the gradients; `compress` is the code of gradients between nodes, or everywhere if `near` is empty.
+    `near` are the axes whose ranks share a node, if not all do; `wire` is the dtype of sums, if it differs from the
+    gradients'; `compress` is the compression between nodes, or everywhere if `near` is empty.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Sums(dict[str, "Sum"]):
 
     @property
     def compressed(self) -> dict[tuple[str, int], Compressed]:
-        """Compressed sums, by the first gradient of the bucket and the piece of memory."""
+        """Compressed sums, by (first gradient of the bucket, index of the piece of memory)."""
         return {key: found for each in self.values() for key, found in each.compressed.items()}
 
 
@@ -109,11 +109,11 @@ class Sum:
             self._going.append((chain, next(chain)))
 
     def advance(self) -> None:
-        """Wait for the collectives under way, and start the next ones."""
+        """Wait for the collectives in progress, and start the next ones."""
         self._going = [(chain, chain.send(pending.wait())) for chain, pending in self._going]
 
     def wait(self) -> None:
-        """Wait for the last collectives; the gradients are the sums then."""
+        """Wait for the last collectives; afterwards the gradients are the sums."""
         while self._going:
             chain, pending = self._going.pop(0)
             try:
@@ -142,7 +142,7 @@ class Sum:
 
 
 class Scatter(Sum):
-    """The sum of a scattered bucket, of which each rank keeps a part."""
+    """The sum of a scattered bucket: each rank keeps a part of the sum."""
 
     compressed: dict[tuple[str, int], Compressed]
 

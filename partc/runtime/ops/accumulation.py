@@ -1,6 +1,6 @@
-"""Gradient buffers with a cleared state: a step's first gradient is written, not added to zeros.
+"""Gradient buffers with a cleared state: a step's first gradient is written instead of added to zeros.
 
-This saves a pass that writes zeros and one that reads them. Zeros are written where nothing was added, and where an
+This saves a pass that writes zeros and one that reads them. Zeros are written only where nothing was added, or where an
 operation can only add.
 """
 
@@ -17,7 +17,7 @@ from ..torch_private import foreach_add_, foreach_copy_, without_overrides
 
 
 class Gradient(Tensor):
-    """A parameter's gradient, which knows whether anything has been added since it was last cleared.
+    """A parameter's gradient that records whether anything has been added since it was last cleared.
 
     Only the operations below use this state; for all others it is plain memory (see `materialized`).
     """
@@ -61,7 +61,7 @@ def clear(gradients: Iterable[Tensor]) -> None:
 
 
 def begun(gradient: Tensor) -> bool:
-    """Whether the next gradient is the first since clearing, and so overwrites the memory; unmarks it."""
+    """Whether the next gradient is the first since clearing, and so overwrites the memory; resets the mark."""
     first = isinstance(gradient, Gradient) and gradient.cleared
     if first:
         gradient.cleared = False  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def add_sums(into: Sequence[Tensor], parts: Tensor) -> None:
 
 @lru_cache
 def _sums_wide(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch adds 16-bit products to fp32 on a GPU; some versions require equal types."""
+    """Whether this version of torch can add 16-bit products to fp32 on a GPU; some versions require equal types."""
     x, total = torch.zeros(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     try:
         torch.addmm(total, x, x, out_dtype=total.dtype, out=total)

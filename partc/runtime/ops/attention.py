@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from ..random import Draw, dropout_backward
 from .attention_kernels import AttentionKernel, Case, chosen, on_cpu
 
-SMALL = 1 << 24  # elements of a mask that is made for a fused kernel
-MOST = 1 << 22  # scores that a block has, of all heads: they stay in a GPU's cache
+SMALL = 1 << 24  # the most elements of a mask that is materialised for a fused kernel
+MOST = 1 << 22  # the most scores in a block, over all heads: they fit into a GPU's cache
 
 
 def attention(
@@ -35,10 +35,10 @@ def attention(
     """q[b, h, s, k], k[b, g, t, k], v[b, g, t, v] -> out[b, h, s, v], and the rows' log-sum-exps for backward.
 
     `mask` broadcasts to [b, h, s, t]: booleans (True: the position is read), or numbers that are added to the scores.
-    With a window, positions at that distance and beyond are not read. `sinks[h]` are the scores of one further position
-    without a value, which takes its share of every row's softmax. Of `limits[b, s, n]` and `keys[b, t]`, integers whose
-    first dimension broadcasts, a position is read if an odd number of the row's limits are at most its key; without
-    keys these are the positions' numbers.
+    With a window, positions at that distance or farther are not read. `sinks[h]` are the scores of one further position
+    without a value, which takes its share of every row's softmax. `limits[b, s, n]` and `keys[b, t]` are integers whose
+    first dimension broadcasts: a position is read if an odd number of the row's limits are at most its key. By default
+    keys are the positions' numbers.
     """
     mask, limits = spelled_out(mask, limits, keys, q, k)
     kernel = _kernel(q, k, v, mask, is_causal, window, limits)
@@ -68,7 +68,7 @@ def attention(
 def spelled_out(
     mask: Tensor | None, limits: Tensor | None, keys: Tensor | None, q: Tensor, k: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The mask that limits describe, if it is small, and no limits; otherwise both unchanged."""
+    """The mask and limits; small limits are replaced by the mask that they describe."""
     if limits is None or max(len(limits), len(q)) * q.shape[2] * k.shape[2] > SMALL:
         return mask, limits
     if mask is not None and mask.dtype != torch.bool:
@@ -78,7 +78,7 @@ def spelled_out(
 
 
 def within(limits: Tensor, keys: Tensor | None, t: int) -> Tensor:
-    """Whether each position is read, bool[b, 1, s, t]; positions beyond the keys are not."""
+    """Whether each position is read, bool[b, 1, s, t]; positions without a key are not."""
     if keys is None:
         keys = torch.arange(t, device=limits.device)[None]
     elif keys.shape[1] < t:
@@ -90,10 +90,10 @@ def within(limits: Tensor, keys: Tensor | None, t: int) -> Tensor:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of attention with sinks[h] from those without: out[b, h, s, v] and lse[b, h, s].
+    """The results of attention with sinks[h] from the results without: out[b, h, s, v] and lse[b, h, s].
 
-    Sinks scale a row by exp(lse - lse'), which is a sigmoid. With these results attention's backward has the scores'
-    true weights, and so the gradients of queries, keys and values.
+    Sinks scale a row by exp(lse - lse'), which is a sigmoid. From these results, attention's backward computes the true
+    weights, and so the right gradients of queries, keys and values.
     """
     own = sinks.to(lse.dtype).unsqueeze(-1)
     return (out * torch.sigmoid(lse - own).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, own)
@@ -109,7 +109,7 @@ def attention_sinks_backward(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tens
 
 def plain_lse(lse: Tensor, q: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """A kernel's log-sum-exps as [b, h, s]; with the mask, minus infinity where a row reads nothing."""
-    lse = lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]  # kernels of GPUs pad it
+    lse = lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]  # GPU kernels pad it
     if mask is None:
         return lse
     read = mask if mask.dtype == torch.bool else mask != -math.inf
@@ -158,7 +158,7 @@ def attention_backward(
             *whole, out, lse, 0.0, attn_mask=bias, **given
         )
     else:
-        none = torch.zeros((), dtype=torch.int64, device=q.device)  # the seed, and the offset, of no dropout
+        none = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset, unused without dropout
         lengths = (q.shape[2], k.shape[2])
         if kernel.name == "cudnn":
             found = aten._scaled_dot_product_cudnn_attention_backward(
@@ -192,7 +192,7 @@ def attention_bias_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same with the gradient of `mask`, which is added to the scores."""
     kernel = _kernel(q, k, v, mask, is_causal, window, limits)
-    if kernel is None or kernel.name == "cpu":  # the kernel for CPUs has no gradient of its mask
+    if kernel is None or kernel.name == "cpu":  # the CPU kernel does not compute a gradient of its mask
         found = attention_in_blocks_backward(
             *(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window),
             learned=True,
@@ -312,7 +312,7 @@ def kernel_name(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal:
 
 
 def _operands(kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The operands in the kernel's form: heads are padded with zeros, which change no score."""
+    """The operands in the kernel's form: heads are padded with zeros, which do not change scores."""
     width, value_width = (-(-x.shape[-1] // kernel.multiple) * kernel.multiple for x in (q, v))
     if kernel.equal:
         width = value_width = max(width, value_width)
@@ -332,7 +332,7 @@ def _wider(x: Tensor, width: int) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Make rows contiguous and, on GPUs, aligned to 16 bytes: kernels assume this and do not check."""
+    """The tensor with contiguous rows, aligned to 16 bytes on GPUs: kernels assume this without a check."""
     loose = x.stride(-1) != 1 and x.shape[-1] != 1
     if x.is_cuda and not loose:
         places = (x.storage_offset(), *(x.stride(dim) for dim in range(x.dim() - 1) if x.shape[dim] > 1))
@@ -355,7 +355,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """The addend of the scores, in four dimensions that broadcast to theirs."""
+    """The mask as numbers to add to the scores, in four dimensions that broadcast to theirs."""
     if mask is None:
         return None
     mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
@@ -365,7 +365,7 @@ def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _aligned_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The addend for GPUs: in the scores' shape, with rows that start at multiples of 16 elements."""
+    """The same for GPU kernels: in the scores' shape, with rows that start at multiples of 16 elements."""
     bias = _additive(mask, q)
     if bias is None:
         return None
@@ -375,7 +375,7 @@ def _aligned_bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _summed_to(grad: Tensor, mask: Tensor) -> Tensor:
-    """The gradient of a broadcast operand."""
+    """The gradient of an operand that was broadcast, summed to its shape."""
     spread = [dim for dim in range(grad.dim()) if dim < grad.dim() - mask.dim() or mask.shape[dim - grad.dim()] == 1]
     whole = grad.sum(spread, keepdim=True, dtype=row_dtype(grad)) if spread else grad
     return whole.reshape(mask.shape).to(mask.dtype)
@@ -397,7 +397,7 @@ def attention_in_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Attention by plain operations, one block of scores at a time.
 
-    The first query stands `ahead` positions after the first key.
+    The first query is `ahead` positions after the first key.
     """
     b, heads, s, _ = q.shape
     scale = _scale(q, scale)
@@ -474,8 +474,10 @@ def attention_in_blocks_backward(
 
 
 def _parts(b: int, heads: int, s: int, t: int, window: int = 0, largest: bool = False) -> Iterator[tuple[slice, slice]]:
-    """The blocks, as slices of the batch and of the rows of scores; or the largest, which is enough to count memory."""
-    t = min(t, 4 * window) if window else t  # columns that a block of at most 2 * window rows reads
+    """The blocks, as slices of the batch and of the score rows; with `largest`, only the largest one, to count
+    memory.
+    """
+    t = min(t, 4 * window) if window else t  # the most columns that a block of at most 2 * window rows reads
     each = max(1, heads * s * t)
     count, length = max(1, MOST // each), s if each <= MOST else max(1, MOST // max(1, heads * t))
     length = max(1, min(length, 2 * window) if window else length)
@@ -497,7 +499,7 @@ def _seen(rows: slice, t: int, is_causal: bool, window: int, ahead: int) -> slic
 def _within(
     limits: Tensor | None, keys: Tensor | None, part: slice, rows: slice, seen: slice
 ) -> tuple[slice, Tensor | None]:
-    """The columns between a block's limits, without those at the ends that no row reads, and whether each is read."""
+    """The range of columns that some row of a block reads by its limits, and whether each row reads each of them."""
     if limits is None:
         return seen, None
     limits = mask_part(limits.unsqueeze(1), part, rows, slice(0, limits.shape[-1]))
@@ -505,7 +507,7 @@ def _within(
     at = torch.arange(seen.start, seen.stop, device=limits.device)[None] if keys is None else keys[:, seen]
     at = at[part] if len(at) > 1 else at
     read = within(limits[:, 0], at, seen.stop - seen.start)
-    if read.is_cpu:  # elsewhere the host would wait for the device
+    if read.is_cpu:  # on a GPU, the host would wait for the device
         some = read.flatten(0, -2).any(0).nonzero()
         first, last = (int(some[0]), int(some[-1]) + 1) if len(some) else (0, min(1, read.shape[-1]))
         seen, read = slice(seen.start + first, seen.start + last), read[..., first:last]
@@ -513,7 +515,7 @@ def _within(
 
 
 def _hidden(rows: slice, seen: slice, is_causal: bool, window: int, ahead: int, device: torch.device) -> Tensor | None:
-    """The scores of a block that are not read; None if all are."""
+    """The mask of a block's scores that are not read; None if all are read."""
     if not is_causal and not window:
         return None
     own, read = (torch.arange(part.start, part.stop, dtype=torch.int32, device=device) for part in (rows, seen))
@@ -523,7 +525,7 @@ def _hidden(rows: slice, seen: slice, is_causal: bool, window: int, ahead: int, 
 
 
 def mask_part(mask: Tensor | None, part: slice | None, rows: slice, seen: slice) -> Tensor | None:
-    """The part of a mask that a block reads, a view; without `part`, of the whole batch."""
+    """A view of the part of a mask that a block reads; without `part`, for the whole batch."""
     if mask is None:
         return None
     for dim, cut in ((-4, part), (-2, rows), (-1, seen)):
@@ -543,10 +545,10 @@ def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, hidden: Tensor | None,
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """The softmax from the saved normaliser; rows without positions are zero."""
+    """The softmax weights from the saved log-sum-exps; rows that read no position are zero."""
     return (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)
 
 
 def row_dtype(x: Tensor) -> torch.dtype:
-    """The type for sums of rows: at least 32 bits."""
+    """The dtype for statistics of rows: at least 32 bits."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import UsageError
 
-BLOCKS = "blocks"  # plain operations on a block of the scores at a time
+BLOCKS = "blocks"  # attention by plain operations, one block of scores at a time
 WANTED = ("auto", "cudnn", "flash3", "flash", "efficient", BLOCKS)
 HALF = (torch.bfloat16, torch.float16)
 # Earlier versions of cuDNN are wrong, or slower than flash, at lengths that are not multiples of 128; torch has the
@@ -27,7 +27,9 @@ GOOD_CUDNN = 91501
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One attention, as far as the choice depends on it. `s`, `t` are lengths, `d`, `e` the head sizes of k and v."""
+    """The properties of an attention that determine its kernel. `s`, `t` are lengths, `d`, `e` the head sizes of k and
+    v.
+    """
 
     dtype: torch.dtype
     heads: int
@@ -40,8 +42,8 @@ class Case:
     learned: bool = False  # the mask has a gradient
     causal: bool = False
     drops: bool = False
-    window: int = 0  # positions at this distance and beyond are not read; 0: all are
-    limits: int = 0  # elements of the mask that limits of rows stand for, if they are too many to make it
+    window: int = 0  # positions at this distance or farther are not read; 0: no window
+    limits: int = 0  # the number of elements of the mask that limits describe, if it is too large to be materialised
 
     def __str__(self) -> str:
         kinds = {"causal": self.causal, "masked": self.masked, "learned mask": self.learned, "dropout": self.drops}
@@ -57,7 +59,7 @@ class Gpu:
     """The properties of a GPU on which the limits depend."""
 
     capability: tuple[int, int]
-    cudnn: int  # its version, 91501 for 9.15.1; 0 where there is none
+    cudnn: int  # cuDNN's version, 91501 for 9.15.1; 0 without cuDNN
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,10 @@ class AttentionKernel:
     dtypes: tuple[torch.dtype, ...]
     most: int  # the largest head size
     multiple: int = 1
-    grouped: bool = True  # query heads may share one of keys and values
+    grouped: bool = True  # whether query heads may share key and value heads
     masks: bool = False
-    equal: bool = True  # keys and values must have one head size
-    square: bool = True  # a causal mask needs as many queries as keys
+    equal: bool = True  # whether keys and values must have the same head size
+    square: bool = True  # whether a causal mask requires as many queries as keys
 
     def obstacle(self, case: Case) -> str:
         """The reason why the kernel cannot compute this case on any device; empty if it can."""
@@ -95,7 +97,7 @@ class AttentionKernel:
 
 
 CPU = AttentionKernel("cpu", (torch.float64, torch.float32, *HALF), most=1 << 30, masks=True, square=False)
-# A mask goes to `efficient` alone: cuDNN's gradients under masks have been wrong in several of its versions.
+# Only `efficient` gets masks: cuDNN's gradients under masks have been wrong in several versions.
 GPUS = (
     AttentionKernel("cudnn", HALF, most=128, multiple=8, equal=False),
     AttentionKernel("flash", HALF, most=256, multiple=8),
@@ -107,9 +109,9 @@ GPUS = (
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The kernel for a case, and the reasons against those before it."""
+    """The kernel for a case, and the reasons against the kernels preferred to it."""
 
-    kernel: AttentionKernel | None  # None: in blocks
+    kernel: AttentionKernel | None  # None: attention runs in blocks
     passed: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -125,7 +127,9 @@ def on_cpu(case: Case) -> AttentionKernel | None:
 def on_gpu(
     case: Case, gpu: Gpu, off: Iterable[str] = (), refusal: Callable[[str, Case], str] | None = None
 ) -> KernelChoice:
-    """The first possible kernel. Kernels in `off` are switched off; `refusal` returns torch's objection to one."""
+    """The first possible kernel. Kernels in `off` are switched off; `refusal(name)` returns torch's objection to a
+    kernel.
+    """
     passed: list[tuple[str, str]] = []
     for kernel in GPUS:
         reason = "switched off" if kernel.name in off else kernel.obstacle(case) or _device_obstacle(kernel, case, gpu)
@@ -137,7 +141,7 @@ def on_gpu(
 
 
 def chosen(case: Case, device: int) -> KernelChoice:
-    """The choice on a GPU of this process, with torch's current switches."""
+    """The choice for a GPU of this process, under torch's current switches."""
     return _chosen(case, device, tuple(name for name, is_on in _SWITCHES.items() if not is_on()))
 
 
@@ -163,7 +167,7 @@ def _device_obstacle(kernel: AttentionKernel, case: Case, gpu: Gpu) -> str:
         return "not deterministic"
     if kernel.name == "cudnn" and case.t == 1:
         return "more than one key"
-    # The registers of these GPUs cannot hold the gradients of such heads.
+    # These GPUs have too few registers for the gradients of larger heads.
     if kernel.name == "flash" and ((major == 8 and minor in (6, 7, 9)) or major == 12) and case.d > 192:
         return "heads of at most 192 on this GPU"
     return ""
@@ -221,7 +225,7 @@ def enable_kernels(wanted: str, cases: Mapping[str, Case], device: torch.device,
 
 
 def choice_lines(choices: Mapping[str, tuple[Case, KernelChoice]]) -> list[str]:
-    """A line for each distinct case: its places, its kernel, and the reasons against those before it."""
+    """A line for each distinct case: its places, its kernel, and the reasons against the kernels preferred to it."""
     places: dict[tuple[Case, KernelChoice], list[str]] = {}
     for place, choice in choices.items():
         places.setdefault(choice, []).append(place)
@@ -233,7 +237,7 @@ def choice_lines(choices: Mapping[str, tuple[Case, KernelChoice]]) -> list[str]:
 
 
 def cases(attentions: Mapping[str, Mapping[str, object]], dtypes: Mapping[str, torch.dtype]) -> dict[str, Case]:
-    """The attentions that plan.json lists, by place."""
+    """The attention cases in plan.json, by place in the program."""
     return {
         place: Case(dtype=dtypes[str(entry["dtype"])], **{key: entry[key] for key in entry if key != "dtype"})  # type: ignore[arg-type]
         for place, entry in attentions.items()

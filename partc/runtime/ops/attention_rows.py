@@ -1,10 +1,11 @@
 """Attention of some rows of a sequence: tiles of the scores by fused kernels, merged by their log-sum-exps.
 
-A rank of the axis cp has the queries of some runs of positions. Keys and values are there whole (`attention_rows`), or
-go around the ranks, each with its own runs (`ring_attention`). A run of queries and a run of keys make a tile: before
-the diagonal all of its scores are read, on the diagonal the kernel is causal. Partial results merge in at least fp32
-(Liu et al. 2023, Ring Attention, section 3; Dao 2023, FlashAttention-2, section 3.1). In the backward pass every tile
-has the log-sum-exps and the results of whole rows, so that its gradients are the tile's parts of the sums.
+A rank of the axis cp has the queries of some runs of positions. It has all keys and values (`attention_rows`), or keys
+and values travel around the ranks, each of which holds its own runs (`ring_attention`). A run of queries and a run of
+keys form a tile: below the diagonal all of its scores are read, on the diagonal the kernel is causal. Partial results
+merge in at least fp32 (Liu et al. 2023, Ring Attention, section 3; Dao 2023, FlashAttention-2, section 3.1). In the
+backward pass every tile uses the log-sum-exps and results of whole rows, so that its gradients are its summands of the
+whole gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .attention import (
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The arguments of attention beside queries, keys and values: the scores that are read, and their scale."""
+    """The arguments of attention other than queries, keys and values: which scores are read, and their scale."""
 
     mask: Tensor | None = None
     is_causal: bool = False
@@ -46,10 +47,10 @@ class Scores:
     p: float = 0.0
     draw: Draw | None = None
     limits: Tensor | None = None
-    keys: Tensor | None = None  # in the order of positions
+    keys: Tensor | None = None  # the keys of limits, in the order of positions
 
     def part(self, tile: Tile, q: Tensor, k: Tensor) -> Scores:
-        """The same for a tile; `q` and `k` are its own."""
+        """The arguments for a tile with these `q` and `k`."""
         rows, columns, every = tile.rows, tile.whole, slice(None)
         draw = None if self.draw is None else self.draw.part(every, every, rows, columns)
         mask = mask_part(self.mask, None, rows, columns)
@@ -65,10 +66,10 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Some rows and columns of the scores, as slices of the queries and keys that are there.
+    """Some rows and columns of the scores, as slices of this rank's queries and of the current keys.
 
-    Masks and random numbers have the columns of all keys, `whole`; the columns' positions are `at`. The first row
-    stands `ahead` positions after the first column.
+    Masks and random numbers have `whole` columns, one for each key; the columns' positions are `at`. The first row is
+    `ahead` positions after the first column.
     """
 
     rows: slice
@@ -76,7 +77,7 @@ class Tile:
     whole: slice
     at: slice
     ahead: int
-    kind: str  # "all" are read, on the "diagonal" a causal mask hides the upper half, or "some" are hidden
+    kind: str  # "all": every score is read; "diagonal": the kernel is causal; "some": other scores are hidden
 
 
 def attention_rows(
@@ -96,7 +97,9 @@ def attention_rows(
     rows: Stretches,
     columns: Stretches = (),
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose queries are those of `rows`, and whose keys and values are whole, at `columns` if given."""
+    """Attention with the queries at the positions `rows` and all keys and values, whose positions are `columns` if
+    given.
+    """
     merged = Merged(q, v)
     scores = Scores(mask, is_causal, scale, window, p, draw, limits, keys)
     for tile in tiles(rows, columns or (Stretch(0, k.shape[2], 0),), scores):
@@ -124,7 +127,7 @@ def attention_rows_backward(
     rows: Stretches,
     columns: Stretches = (),
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v, and of the mask if it is learned; those of k and v are this rank's parts of sums."""
+    """The gradients of q, k and v, and of the mask if it is learned; those of k and v are partial sums."""
     scores = Scores(mask, is_causal, scale, window, p, draw, limits, keys)
     sums = TileGradients.like(q, k, v, mask if learned else None)
     for tile in tiles(rows, columns or (Stretch(0, k.shape[2], 0),), scores):
@@ -150,9 +153,9 @@ def ring_attention(
     ring: Axis,
     rows: Sequence[Stretches],
 ) -> tuple[Tensor, Tensor]:
-    """Attention whose queries, keys and values are cut alike; keys and values go around the ranks of `ring`.
+    """Attention with queries, keys and values cut alike; keys and values travel around the ranks of `ring`.
 
-    `rows` are the positions of each rank's part. A part travels on while its scores are computed.
+    `rows` are the positions of each rank's part. A part is sent on while its scores are computed.
     """
     merged = Merged(q, v)
     scores = Scores(mask, is_causal, scale, window, p, draw, limits, keys)
@@ -184,7 +187,7 @@ def ring_attention_backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, and of the mask if it is learned.
 
-    The gradients of a part of keys and values travel one step behind it, in at least fp32, until they are home.
+    The gradients of a part of keys and values travel one step behind it, in at least fp32, until they reach its rank.
     """
     scores = Scores(mask, is_causal, scale, window, p, draw, limits, keys)
     sums = TileGradients.like(q, k, v, mask if learned else None)
@@ -205,7 +208,7 @@ def ring_attention_backward(
 
 
 def _around(ring: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The keys and values of all ranks, and the rank that each part is of: this rank's first, then the one before."""
+    """The keys and values of all ranks as (rank, k, v): this rank's first, then those of the ranks before it."""
     size = k.numel()
     here = torch.cat([k.reshape(-1), v.reshape(-1)])
     for step in range(ring.size):
@@ -216,7 +219,7 @@ def _around(ring: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Ten
 
 
 def tiles(rows: Stretches, columns: Stretches, scores: Scores) -> Iterator[Tile]:
-    """The tiles of which some scores are read."""
+    """The tiles in which some scores are read."""
     row = 0
     for own in rows:
         column = 0
@@ -236,7 +239,7 @@ def tiles(rows: Stretches, columns: Stretches, scores: Scores) -> Iterator[Tile]
 
 
 def _read(own: Stretch, read: Stretch, scores: Scores) -> Iterator[tuple[int, int, str]]:
-    """The positions of `read` that the queries of `own` read, in parts of one kind each."""
+    """The positions of `read` that the queries of `own` read, in parts: (start, stop, kind of tile)."""
     start, stop, first, last = own.start, own.stop, read.start, read.stop
     if scores.is_causal:
         last = min(last, stop)
@@ -260,7 +263,7 @@ def _read(own: Stretch, read: Stretch, scores: Scores) -> Iterator[tuple[int, in
 
 
 class Merged:
-    """The results of some rows over the tiles that have been added."""
+    """The merged results of some rows, over the tiles added so far."""
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
         b, heads, s, _ = q.shape
@@ -272,7 +275,7 @@ class Merged:
     def add(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> None:
         out, lse = _tile(q[:, :, tile.rows], k[:, :, tile.columns], v[:, :, tile.columns], tile, scores)
         here, sums = self.out[:, :, tile.rows], self.lse[..., tile.rows]
-        # A row without positions has no sum: its difference is not a number, and its weight is zero.
+        # A row that reads no position has no sum: the difference is NaN, and its weight is set to zero.
         share = torch.sigmoid(lse.to(sums.dtype) - sums).nan_to_num_(nan=0.0).unsqueeze(-1)
         here.add_(share * (out.to(here.dtype) - here))
         sums.copy_(torch.logaddexp(sums, lse))
@@ -293,7 +296,8 @@ def _tile(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scores: Scores) -> tuple[
             keys=part.keys,
         )
     out, lse = attention(q, k, v, part.mask, tile.kind == "diagonal", scores.scale)
-    return out, plain_lse(lse, q, part.mask, tile.kind == "diagonal")  # kernels give numbers to rows that read nothing
+    # Kernels return finite numbers for rows that read nothing.
+    return out, plain_lse(lse, q, part.mask, tile.kind == "diagonal")
 
 
 def _by_blocks(tile: Tile, scores: Scores) -> bool:
@@ -328,7 +332,7 @@ class TileGradients:
         tile: Tile,
         scores: Scores,
     ) -> None:
-        lse = lse.masked_fill(lse == -math.inf, math.inf)  # of a row without positions: all of its weights are zero
+        lse = lse.masked_fill(lse == -math.inf, math.inf)  # all weights of a row without positions become zero
         grad, q, out, lse = grad[:, :, tile.rows], q[:, :, tile.rows], out[:, :, tile.rows], lse[..., tile.rows]
         k, v = k[:, :, tile.columns], v[:, :, tile.columns]
         part = scores.part(tile, q, k)

@@ -16,14 +16,14 @@ from .attention import row_dtype
 
 
 def bag_sum(rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """The sum of each bag's rows, which are added up in at least fp32."""
+    """The sum of each bag's rows, computed in at least fp32."""
     count, wide = starts.shape[0], row_dtype(rows)
     sums = rows.new_zeros(count + 1, rows.shape[1], dtype=wide)
     return sums.index_add_(0, _bags(rows.shape[0], starts, ends), rows.to(wide))[:count].to(rows.dtype)
 
 
 def bag_sum_grad(grad: Tensor, starts: Tensor, ends: Tensor, count: int) -> Tensor:
-    """Gradients of `count` rows, from that of `bag_sum`."""
+    """Gradients of `count` rows, from the gradient of `bag_sum`'s result."""
     return torch.cat((grad, grad.new_zeros(1, grad.shape[1])))[_bags(count, starts, ends)]
 
 
@@ -34,7 +34,7 @@ def bag_max(rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
 
 
 def bag_max_grad(grad: Tensor, rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Gradients of rows, from that of `bag_max`: of equal rows, the first has it."""
+    """Gradients of rows, from the gradient of `bag_max`'s result; among equal rows, the first one gets it."""
     (count, width), bags = rows.shape, _bags(rows.shape[0], starts, ends)
     most = _most(rows, bags, starts.shape[0])
     places = torch.arange(count, device=rows.device)[:, None].expand(count, width)
@@ -50,7 +50,7 @@ def _most(rows: Tensor, bags: Tensor, count: int) -> Tensor:
 
 
 def _bags(count: int, starts: Tensor, ends: Tensor) -> Tensor:
-    """The bag of each of `count` rows; the number of bags for rows outside them."""
+    """The index of each row's bag; the number of bags for rows outside all bags."""
     places = torch.arange(count, device=starts.device, dtype=starts.dtype)
     bags = torch.searchsorted(ends, places, right=True)
     began = starts[bags.clamp(max=starts.shape[0] - 1)] <= places

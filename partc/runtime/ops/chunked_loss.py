@@ -1,8 +1,8 @@
 """The loss of a head with logits in chunks of rows, one in memory at a time.
 
-Shapes: x[*rows, d], weight[c, d] and bias[c] of this rank's classes, labels[*rows]. Rows are treated as
-runtime/ops/functional.py treats whole logits, so sums have at least fp32. If the package has kernels for it, they read
-the logits as the product makes them, and overwrite them with their gradient.
+Shapes: x[*rows, d], weight[c, d] and bias[c] of this rank's classes, labels[*rows]. Rows are computed as
+runtime/ops/functional.py computes whole logits: sums are in at least fp32. If the package has kernels for it, they read
+the product's logits and overwrite them with their gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from torch.nn import functional as F
 
 from .accumulation import add_product, in_rows
 
-LINE = 64  # numbers: rows of logits for kernels begin where as many of them do, 128 bytes of 16 bits each
+LINE = 64  # elements to which rows of logits are aligned for kernels: 128 bytes in 16 bits
 
-Pieces = Callable[[Tensor, Tensor, Sequence[Tensor]], None]  # logits[rows, c], labels[rows], where a number a row goes
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of losses[rows], logits, labels, lse -> of logits
+# (logits[rows, c], labels[rows], outputs with one number per row).
+Pieces = Callable[[Tensor, Tensor, Sequence[Tensor]], None]
+# (gradient of losses[rows], logits, labels, lse) -> gradient of logits.
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class _Products:
-    """The logits of some rows; with `even`, each chunk uses the same memory, with rows aligned to lines."""
+    """Computes logits of chunks of rows; with `even`, all chunks use the same memory, with aligned rows."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, even: bool) -> None:
         self._weight, self._bias = weight, bias
@@ -86,7 +88,7 @@ def gradients_of_logits(
 
 
 def _cut(chunks: int, x: Tensor, *per_row: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows in as many parts, of nearly equal size."""
+    """The rows of `x` in `chunks` parts of nearly equal size."""
     flat = in_rows(x)
     for tensor in (flat, *(other.reshape(-1) for other in per_row)):
         yield tensor.tensor_split(min(chunks, max(1, len(flat))))

@@ -1,7 +1,7 @@
-"""Regions' functions through torch.compile, which makes few kernels of the operations between collectives.
+"""Regions' functions compiled by torch.compile, which fuses the operations between collectives.
 
 Collectives, random numbers (which depend on an element's position) and attention (whose kernel is chosen at the call)
-run as they are: graphs end before them.
+are not compiled: graphs break before them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..torch_private import recompile_limit
 from . import attention, attention_rows, functional
 
 Function = TypeVar("Function", bound=Callable[..., object])
-# One function serves every layer, every rank in one process, and the training step as well as its rehearsal.
+# One function serves every layer, every rank in the process, the training step and its rehearsal.
 MOST_VARIANTS = 256
 
 
 def compiled(function: Function) -> Function:
-    """The same function, compiled at its first call."""
+    """The function, compiled at its first call."""
     made: Function = torch.compile(function)  # type: ignore[assignment]
     return made
 

@@ -11,7 +11,7 @@ from .row_gradients import TouchedRows
 
 
 def embedding_shard(weight: Tensor, ids: Tensor, rank: int) -> Tensor:
-    """TouchedRows of a vocabulary-sharded table: weight[n, d] holds the ids from rank·n on; zero for other ids.
+    """Lookup in a vocabulary-sharded table: weight[n, d] holds the ids from rank·n on; zero for other ids.
 
     ids[*rows] -> [*rows, d]. The sum over the ranks that hold the table is the embedding.
     """
@@ -63,7 +63,7 @@ def embedding_shard_rows(
 ) -> TouchedRows:
     """The gradients of this rank's rows that `embedding_shard` read; `rows` of a table are on each of `ranks`.
 
-    Without memory, ids are spread evenly.
+    For tensors without memory, ids count as spread evenly.
     """
     numbers, values = ids.reshape(-1), in_rows(grad)
     if ids.is_meta:

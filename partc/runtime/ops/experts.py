@@ -2,8 +2,8 @@
 
 Shapes: x[s, i] rows, experts[s] the expert of each row, w[e, i, o] a matrix for each expert.
 
-Where the ranks of an axis hold different experts, rows travel: `route` plans it, `dispatch` brings rows to the ranks of
-their experts, in the order of the experts, and `combine` brings them back to their places.
+If the ranks of an axis hold different experts, rows travel: `route` plans it, `dispatch` sends rows to the ranks of
+their experts, in the order of the experts, and `combine` returns them to their places.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The plan for rows with one of `count` experts each, which the ranks of the axis hold in equal numbers.
 
-    With `stay`, rows with the number `count` have no expert, and do not travel. The memory account has `most` times the
-    mean of the rows that come, if `most` is not 0; a layer that brings more is named. Returns the order in which rows
-    leave, the order in which rows that have come are read, the expert of each of these among this rank's own, and the
-    numbers of rows, on the host: by expert those that leave, by sender and expert those that come. Raises UsageError
-    P0552 for other experts.
+    With `stay`, rows with the number `count` have no expert, and do not travel. The memory account assumes `most` times
+    the mean number of received rows, unless `most` is 0; a layer that exceeds it is reported. Returns the order in
+    which rows are sent, the order in which received rows are read, the index of each received row's expert among this
+    rank's experts, and the numbers of rows, on the host: of sent rows by expert, of received rows by sender and expert.
+    Raises UsageError P0552 for expert numbers out of range.
     """
     order = experts.argsort(stable=True)
     found = torch.bincount(experts, minlength=count)
@@ -42,8 +42,9 @@ def route(
         rows = math.ceil(rows * (most or 1))
     else:
         axis.loads.came(rows, len(order), most)
-    places = (coming.flatten().cumsum(0) - coming.flatten()).view(axis.size, -1)  # where a sender's rows begin
-    each = coming.T.flatten()  # by expert, then by sender
+    # The first row of each sender and expert.
+    places = (coming.flatten().cumsum(0) - coming.flatten()).view(axis.size, -1)
+    each = coming.T.flatten()  # numbers of rows, by expert, then by sender
     shifts = places.T.flatten() - (each.cumsum(0) - each)
     grouped = shifts.repeat_interleave(each, output_size=rows) + torch.arange(rows, device=experts.device)
     own = torch.arange(coming.shape[1], device=experts.device)
@@ -51,7 +52,7 @@ def route(
 
 
 def dispatch(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Tensor:
-    """The rows that come to this rank's experts."""
+    """The rows received by this rank's experts."""
     return start_dispatch(x, order, grouped, counts, axis).wait()
 
 
@@ -62,7 +63,7 @@ def start_dispatch(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, ax
 
 
 def combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Tensor:
-    """The rows that `dispatch` took from this rank, in their places; zero for rows that stayed."""
+    """The rows that `dispatch` sent from this rank, back in their places; zero for rows that stayed."""
     return start_combine(x, order, grouped, counts, axis).wait()
 
 
@@ -76,19 +77,19 @@ def start_combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axi
 
 
 def _going(order: Tensor, counts: Tensor) -> int:
-    """The number of rows that leave this rank, which are the first ones of `order`."""
+    """The number of rows that this rank sends: the first ones of `order`."""
     return len(order) if counts.is_meta else int(counts[0].sum())
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """The place of each row in an order: reading rows there is faster than writing them in it."""
+    """The inverse of a permutation: reading rows by it is faster than writing rows by the permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def divide_rows(x: Tensor, counts: Tensor, shares: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """The rows for each of several tables among those that `dispatch` brought, where each is an expert on every rank.
+    """Divide the rows received by `dispatch` among several tables, each of which is an expert on every rank.
 
-    Without memory, the mean: rows in proportion to the shares.
+    For tensors without memory, the mean: rows in proportion to the shares.
     """
     if counts.is_meta:
         sizes = [x.shape[0] * share // sum(shares) for share in shares]
@@ -99,7 +100,7 @@ def divide_rows(x: Tensor, counts: Tensor, shares: tuple[int, ...]) -> tuple[Ten
 
 
 def expert_matmul(x: Tensor, experts: Tensor, w: Tensor) -> Tensor:
-    """Each row times the matrix of its expert: [s, o]; zero for rows whose number is that of no expert."""
+    """Each row times the matrix of its expert: [s, o]; zero for rows with a number beyond the experts."""
     if x.is_cuda and _grouped(x, w):
         order, ends = _sorted(experts, w.shape[0])
         out = x.new_empty(x.shape[0], w.shape[2])
@@ -113,12 +114,12 @@ def expert_matmul(x: Tensor, experts: Tensor, w: Tensor) -> Tensor:
 
 
 def expert_matmul_grad_rows(grad: Tensor, experts: Tensor, w: Tensor) -> Tensor:
-    """Gradient of x, from that of the product [s, o]."""
+    """The gradient of x, from the gradient of the product [s, o]."""
     return expert_matmul(grad, experts, w.mT)
 
 
 def expert_matmul_grad_weight(grad: Tensor, experts: Tensor, x: Tensor, count: int) -> Tensor:
-    """Gradient of w for `count` experts; zero for those without rows."""
+    """The gradient of w for `count` experts; zero for experts without rows."""
     into = x.new_zeros(count, x.shape[1], grad.shape[1])
     expert_matmul_add_grad_weight(into, grad, experts, x)
     return into
@@ -135,7 +136,7 @@ def expert_matmul_add_grad_weight(into: Tensor, grad: Tensor, experts: Tensor, x
 
 
 def expert_rows_grad(grad: Tensor, experts: Tensor, count: int) -> Tensor:
-    """The sums of the rows of each of `count` experts, which are added up in at least fp32."""
+    """For each of `count` experts the sum of its rows, computed in at least fp32."""
     wide = row_dtype(grad)
     return grad.new_zeros(count, *grad.shape[1:], dtype=wide).index_add_(0, experts, grad.to(wide)).to(grad.dtype)
 
@@ -149,7 +150,7 @@ def expert_places(experts: Tensor) -> Tensor:
 
 
 def _rows(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Each expert that has rows, with the indices of its rows."""
+    """Each expert with rows, and the indices of these rows."""
     order, ends = _sorted(experts, count)
     start = 0
     for expert, end in enumerate(ends.tolist()):
@@ -159,7 +160,7 @@ def _rows(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows in the order of their experts, and the end of each expert's rows."""
+    """The indices of rows in the order of their experts, and the end of each expert's rows."""
     order = experts.argsort(stable=True)
     ends = torch.searchsorted(
         experts[order], torch.arange(count, device=experts.device, dtype=experts.dtype), right=True
@@ -168,8 +169,8 @@ def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _grouped(x: Tensor, w: Tensor) -> bool:
-    """Whether torch has one kernel for all experts. In its operands, each row (or each column) starts at a multiple of
-    16 bytes.
+    """Whether torch's grouped product can compute all experts in one kernel. It needs operands whose rows (or columns)
+    start at multiples of 16 bytes.
     """
     there = x.dtype == torch.bfloat16 and x.shape[0] > 0 and hasattr(torch.nn.functional, "grouped_mm")
     step, inner = max(w.stride()[1:]), min(w.stride()[1:])

@@ -1,4 +1,4 @@
-"""Computations of the emitted code that are not one torch call, each with its explicit backward.
+"""Functions of the emitted code that are not a single torch call, each with an explicit backward.
 
 Shapes: rows are any leading dimensions; c is the number of classes (of this rank, if the vocabulary is sharded).
 """
@@ -124,9 +124,10 @@ __all__ = [
 
 
 def selected_places(mask: Tensor, count: int) -> Tensor:
-    """The number of selected elements before each selected one in its row of `mask` [rows, n], as int64 [rows, n].
+    """For each selected element of `mask` [rows, n], the number of selected ones before it in its row, as int64 [rows,
+    n].
 
-    Raises RuntimeError unless every row selects `count` elements; on GPUs, the next synchronisation does.
+    Raises RuntimeError unless every row selects `count` elements; on GPUs at the next synchronisation.
     """
     before = mask.cumsum(1)
     message = f"each example of a mask has to select {count} elements"
@@ -138,7 +139,7 @@ def selected_places(mask: Tensor, count: int) -> Tensor:
 
 
 def linear_grad_weight(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of w[o, i] in y[*rows, o] = x[*rows, i] wᵀ, from that of y."""
+    """The gradient of w[o, i] in y[*rows, o] = x[*rows, i] wᵀ, from the gradient of y."""
     return in_rows(grad).t() @ in_rows(x)
 
 
@@ -158,7 +159,7 @@ def linear_grad_bias(grad: Tensor) -> Tensor:
 def fourier(x: Tensor, dims: tuple[int, ...], inverse: bool) -> Tensor:
     """The transform over `dims`, without a scale, of complex numbers as pairs in the last dimension.
 
-    Its transpose, hence its gradient, is the transform of the other direction.
+    Its transpose, and so its gradient, is the transform in the other direction.
     """
     numbers = torch.view_as_complex(x.contiguous())
     if inverse:
@@ -204,7 +205,7 @@ def layer_norm(
     out, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
     if x.is_cuda:
         return out, mean, rstd
-    return out, mean.to(row_dtype(x)), rstd.to(row_dtype(x))  # of 16-bit rows, a CPU's have 16 bits
+    return out, mean.to(row_dtype(x)), rstd.to(row_dtype(x))  # on a CPU, statistics of 16-bit rows have 16 bits
 
 
 def layer_norm_backward(
@@ -215,7 +216,7 @@ def layer_norm_backward(
     if not x.is_cuda:
         dtype = x.dtype if weight is None else weight.dtype
         mean, rstd = mean.to(dtype), rstd.to(dtype)
-    # The bias itself doesn't enter its gradient; torch asks for one to know that there is one.
+    # The gradient doesn't depend on the bias; torch only needs to know that there is one.
     grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
         grad, x, shape, mean, rstd, weight, weight, wanted
     )
@@ -287,7 +288,7 @@ def cross_entropy_rows(
     smooth: Tensor | None = None,
     num_classes: int = 0,
 ) -> Tensor:
-    """Per-row losses from the combined pieces; `weight` and `num_classes` are those of the whole vocabulary."""
+    """Per-row losses from the combined pieces; `weight` and `num_classes` refer to the whole vocabulary."""
     ignored = labels == ignore_index
     nll = lse - picked
     if weight is not None:
@@ -310,10 +311,10 @@ def cross_entropy_backward(
     offset: int = 0,
     num_classes: int = 0,
 ) -> Tensor:
-    """The gradient of this rank's logits from that of the per-row losses: [*rows] -> [*rows, c].
+    """The gradient of this rank's logits from the gradient of the per-row losses: [*rows] -> [*rows, c].
 
-    `offset` is this rank's first class; `weight` and `num_classes` are the whole vocabulary's (`num_classes` 0: the
-    vocabulary is not sharded).
+    `offset` is this rank's first class; `weight` and `num_classes` refer to the whole vocabulary (`num_classes` 0: it
+    is not sharded).
     """
     classes = logits.shape[-1]
     ignored = labels == ignore_index
@@ -363,7 +364,7 @@ def linear_cross_entropy(
             kernels.numbers(logits, labels, *made, weight=class_weight, offset=offset)
             return
         largest = made[0].copy_(shard_max(logits))
-        below = largest.masked_fill(largest == -torch.inf, 0)  # where none of these classes is one of the model's
+        below = largest.masked_fill(largest == -torch.inf, 0)  # if all of these classes are padding
         made[1].copy_(sum_exp(logits, below))
         made[2].copy_(pick(logits, labels, offset))
         if smooth:

@@ -1,7 +1,7 @@
-"""Elements that two indices choose in neighbouring dimensions, as of products of all pairs of vectors.
+"""Elements selected by two indices in adjacent dimensions, such as products of all pairs of vectors.
 
-Shapes: first[k], second[k]; x[*before, n, m, *after] with n at `dim`. One index into n·m reads and writes rows of
-`after`; torch's kernels for two indices take element by element on processors.
+Shapes: first[k], second[k]; x[*before, n, m, *after] with n at `dim`. A single index into n·m reads and writes rows of
+`after`; torch's CPU kernels for two indices work element by element.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def index_pairs(x: Tensor, dim: int, first: Tensor, second: Tensor) -> Tensor:
 
 
 def index_pairs_add(x: Tensor, dim: int, first: Tensor, second: Tensor, values: Tensor) -> Tensor:
-    """x with the values added there, those of equal pairs in order."""
+    """x with `values` added at these pairs; values of equal pairs are added in order."""
     if _torchs(x):
         return x.index_put([*[None] * dim, first, second], values, accumulate=True)
     return x.flatten(dim, dim + 1).index_add(dim, _joint(x, dim, first, second), values).view(x.shape)
@@ -30,7 +30,7 @@ def _torchs(x: Tensor) -> bool:
 
 
 def _joint(x: Tensor, dim: int, first: Tensor, second: Tensor) -> Tensor:
-    """Indices into both dimensions as one: n·m, which torch refuses, for a pair of which one is out of bounds."""
+    """One index into both dimensions joined; a pair with an index out of bounds becomes n·m, which torch rejects."""
     n, m = x.shape[dim : dim + 2]
     first, second = torch.where(first < 0, first + n, first), torch.where(second < 0, second + m, second)
     inside = (first >= 0) & (first < n) & (second >= 0) & (second < m)

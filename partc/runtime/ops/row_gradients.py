@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class TouchedRows:
-    """Gradients of rows, as lookups return them: `values`[k, d] are those of the rows `numbers`[k]."""
+    """Gradients of rows, as lookups return them: `values`[k, d] for the rows `numbers`[k]."""
 
     numbers: Tensor
     values: Tensor
@@ -24,16 +24,16 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 class RowGradient:
-    """The gradient of a table[n, d]: rows by their numbers, as lookups return them, and then summed by number.
+    """The gradient of a table[n, d], as rows with numbers: first as lookups return them, later summed by number.
 
-    TouchedRows without memory (of the memory account) count as if ids were spread evenly over the ranks that hold rows.
+    Rows without memory (in the memory account) count as if ids were spread evenly over the ranks that hold rows.
     """
 
     def __init__(self, parameter: Tensor) -> None:
         self.shape, self.dtype, self.device = parameter.shape, parameter.dtype, parameter.device
         self._numbers: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._summed = False  # whether every number is there once
+        self._summed = False  # whether every number occurs only once
 
     def add_(self, rows: TouchedRows) -> None:
         self._numbers.append(rows.numbers)
@@ -71,20 +71,20 @@ class RowGradient:
         )
 
     def summed(self) -> Tensor:
-        """The gradients of these rows."""
+        """The summed gradients of the touched rows, [rows, d]."""
         return self._sum()
 
     def touched(self) -> Tensor:
-        """The numbers of its rows, each of them once."""
+        """The numbers of the touched rows, each once."""
         self._sum()
         return self._numbers[0]
 
     def narrow(self, dim: int, start: int, length: int) -> RowGradient:
-        """The part for some of the rows, which is summed with the others."""
+        """The gradient of a range of the table's rows; it is summed together with the whole."""
         return _Part(self, start, length)
 
     def _sum(self) -> Tensor:
-        """Sum rows of equal numbers, in the order in which they came."""
+        """Sum rows with equal numbers, in the order in which they were added."""
         if self._summed:
             return self._values[0]
         if self._values:

@@ -1,4 +1,4 @@
-"""Loops over time: one step after the other, from states to states."""
+"""Loops over time, which apply a step function from states to states."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def scan(
 ) -> tuple[Tensor, ...]:
     """The states after the last step, then a sequence for each further result of a step.
 
-    `step` takes states, one element of each sequence, and the constants. `dims` are the dimensions of time, of the
-    sequences read and then of those made.
+    `step` takes states, one element of each sequence, and the constants. `dims` are the time dimensions of operand
+    sequences, then of result sequences.
     """
     states: Sequence[Tensor] = starts
     made: list[Tensor] = []

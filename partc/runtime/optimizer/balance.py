@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 BALANCE = "balance"
-_EQUAL = 2.0**-22  # of the largest load: differences below are of rounding in fp32
+_EQUAL = 2.0**-22  # share of the largest load below which differences count as fp32 rounding
 
 
 class Balance(torch.optim.Optimizer):
     """Raises the biases of experts with fewer rows than the mean by `rate`, and lowers those of experts with more.
 
-    A gradient is the load, up to a factor. The learning rate plays no part.
+    The gradient is the load, up to a factor. The learning rate has no effect.
     """
 
     def __init__(self, params: list[Tensor], lr: float = 0.0, rate: float = 1e-3) -> None:

@@ -18,14 +18,14 @@ from .gradients import Scaled
 from .recipe import UpdateRule
 
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch.optim.AdamW's
-EVEN = 8  # numbers of 16 bits that are written at once
+EVEN = 8  # 16-bit numbers that are written at once
 UNCOPIED = -(1 << 62)  # the shift of elements without a copy
-GRANULE = 1024  # numbers that share an entry of the table of stretches: the least block of the kernel
-Buffers = Mapping[tuple[str, ...], Tensor]  # flat memory, by the parameters in it
+GRANULE = 1024  # elements per entry of the table of segments: the kernel's smallest block
+Buffers = Mapping[tuple[str, ...], Tensor]  # names of parameters -> their flat memory
 
 
 def _moved(parameters: MutableMapping[str, Tensor], names: Sequence[str], like: Tensor) -> Tensor:
-    """Move parameters into one flat tensor, which is returned."""
+    """Move parameters into one flat tensor, and return it."""
     flat = torch.empty_like(like)
     for name, view in pieces_of(flat, names, parameters).items():
         parameters[name] = view.copy_(parameters[name])
@@ -34,7 +34,7 @@ def _moved(parameters: MutableMapping[str, Tensor], names: Sequence[str], like: 
 
 @dataclass(frozen=True, slots=True)
 class _Flat:
-    """The buffers of the same parameters: values, gradients and moments."""
+    """The flat buffers of a set of parameters: values, gradients and moments."""
 
     names: tuple[str, ...]
     gradient: Tensor
@@ -49,15 +49,16 @@ class _Flat:
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Stretches of a buffer whose parameters share weight decay, learning rate, number of steps, and copying.
+    """The segments of a buffer: runs of parameters with equal weight decay, learning rate, number of steps, and
+    copying.
 
-    `first` holds the number of the stretch in which each granule of the buffer begins, and at its end the last one's.
-    `first` and `starts` are None if there is only one stretch; `shifts` is None if nothing is copied.
+    `first` holds the index of the segment in which each granule of the buffer begins, then the last segment's. `first`
+    and `starts` are None if there is only one segment; `shifts` is None if nothing is copied.
     """
 
     decays: tuple[float, ...]
-    scales: tuple[float, ...]  # of the learning rate
-    ages: tuple[float, ...]  # number of steps, relative to the buffer's first parameter
+    scales: tuple[float, ...]  # factors of the learning rate
+    ages: tuple[float, ...]  # numbers of steps, relative to the buffer's first parameter
     starts: Tensor | None
     first: Tensor | None
     shifts: Tensor | None
@@ -97,15 +98,15 @@ class FlatSGD:
             for key, buffer in zip(self.moments, each.moments, strict=True):
                 for name, piece in pieces_of(buffer, each.names, parameters).items():
                     self._moments[name][key] = piece
-        # The step count of every parameter, as in checkpoints; on the host, which computes with them.
+        # The step count of every parameter, as in checkpoints; on the host, which reads them.
         self._steps = torch.zeros(len(self._sizes))
         self._step_of = dict(zip(self._sizes, self._steps.unbind(), strict=True))
         self._copies: dict[tuple[str, ...], tuple[Tensor, frozenset[str]]] = {}
         self._segments: list[_Segments] | None = None
-        self._rates: dict[tuple[str, ...], Tensor] = {}  # buffer -> this step's rates, a row for each segment
+        self._rates: dict[tuple[str, ...], Tensor] = {}  # buffer -> this step's numbers, a row for each segment
 
     def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
-        """Move the low-precision copies into flat memory: in each buffer, those of one dtype."""
+        """Move the low-precision copies into flat memory; all copies in a buffer have the same dtype."""
         taken: set[str] = set()
         for each in self._flats:
             names = [name for name in each.names if name in read and name not in taken and read[name].numel()]
@@ -139,7 +140,7 @@ class FlatSGD:
         self._segments = None
 
     def begin(self, rate: float) -> None:
-        """Send the numbers that the host computes for a step."""
+        """Send the numbers that the host computes for a step to the device."""
         self._steps += 1
         if self._segments is None:
             self._segments = [self._cut(each) for each in self._flats]
@@ -177,7 +178,7 @@ class FlatSGD:
             )
 
     def _cut(self, each: _Flat) -> _Segments:
-        """The segments of a buffer, by the properties of its parameters."""
+        """Divide a buffer into segments by the properties of its parameters."""
         begun = float(self._step_of[each.names[0]])
         _, copied = self._copies.get(each.names, (None, frozenset[str]()))
         kinds: list[tuple[float, float, float]] = []
@@ -225,11 +226,11 @@ class FlatAdamW(FlatSGD):
         ]
 
 
-FLAT: Mapping[str, type[FlatSGD]] = {"adamw": FlatAdamW, "sgd": FlatSGD}  # by the name of the kernel too
+FLAT: Mapping[str, type[FlatSGD]] = {"adamw": FlatAdamW, "sgd": FlatSGD}  # also the names of the kernels
 
 
 def flat(settings: Iterable[UpdateRule]) -> str | None:
-    """The name of the kernel that makes these updates; None if there is none, as for other betas."""
+    """The name of the kernel for these updates; None if there is none, for example for other betas."""
     names = {each.name for each in settings}
     plain = all(
         key == "weight_decay" or value == each.kind.parameters[key].default

@@ -1,4 +1,4 @@
-"""This rank's gradients before the update: their squares, and their scaling."""
+"""The squares and the scaling of this rank's gradients before the update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gradients:
         self._named = named
 
     def begin(self, divisor: float | Tensor) -> None:
-        """Divide the complete gradients by the divisor; it is a tensor if it may change from step to step."""
+        """Divide the complete gradients by a divisor, which is a tensor if it may change between steps."""
         if isinstance(divisor, Tensor) or divisor != 1:
             for buffer in self._buffers:
                 buffer.div_(divisor)
@@ -37,21 +37,21 @@ class Gradients:
         return sum((norm.square() for norm in norms), start=0.0)
 
     def clip(self, norm: Tensor, most: float) -> None:
-        """Scale the gradients down to the norm `most`, if `norm` (over all ranks) is larger."""
+        """Scale the gradients down to the norm `most` if `norm` (over all ranks) is larger."""
         factor = _clipping(norm, most)
         for buffer in self._buffers:
             buffer.mul_(factor)
 
     def copy(self, name: str) -> Tensor:
-        """A copy of one gradient in its present state."""
+        """A copy of a gradient in its current state."""
         found = self._named[name]
         return found.dense() if isinstance(found, RowGradient) else found.clone()
 
 
 class Scaled(Gradients):
-    """Gradients that the update itself multiplies by a factor on the device.
+    """Gradients that the update kernel multiplies by a factor on the device.
 
-    `sum_of_squares` is the package's kernel: of a flat tensor, in fp64.
+    `sum_of_squares` is the package's kernel: flat tensor -> sum of squares in fp64.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Scaled(Gradients):
         super().__init__(buffers, named)
         self._sum_of_squares = sum_of_squares
         self._rows = [x for x in self._buffers if isinstance(x, RowGradient)]
-        self.factor = torch.ones((), dtype=torch.float64, device=buffers[0].device)  # of unscaled gradients
+        self.factor = torch.ones((), dtype=torch.float64, device=buffers[0].device)  # the factor of unscaled gradients
 
     def begin(self, divisor: float | Tensor) -> None:
         for rows in self._rows:

@@ -25,16 +25,17 @@ Options = Mapping[str, Value]
 class Kind:
     """A class of optimizers.
 
-    The update of an element reads that element alone, unless it is `whole`: then it reads the parameter as a whole; or
-    `by_rows`: then it reads the element's row. `fused` says that the class has a kernel that reads and writes each
-    tensor once. `own` is the class that packages use in place of torch's.
+    The update of an element reads only that element, unless the class is `whole` (it reads the whole parameter) or
+    `by_rows` (it reads the element's row). `fused`: the class has a kernel that reads and writes each tensor once.
+    `own` is the class that packages use in place of torch's.
 
-    Sparse gradients have the rows that lookups read: `sparse` optimizers take only these. `rows` optimizers take them
-    if the options in `dense` are 0, and then update no other rows; `of_rows` is the class that does.
+    Sparse gradients only have the rows that lookups read. `sparse` optimizers only take sparse gradients. `rows`
+    optimizers take them if the options in `dense` are 0, and then update only these rows; `of_rows` is the class for
+    this.
     """
 
     name: str
-    cls: Any  # a subclass of torch.optim.Optimizer, whose constructors differ
+    cls: Any  # a subclass of torch.optim.Optimizer; constructors differ
     whole: bool = False
     fused: bool = False
     own: Any = None
@@ -54,12 +55,12 @@ class Kind:
     def undecorated(self) -> Any:
         """The class without the guards of its methods against torch.compile.
 
-        The guards import the compiler at their first call: nearly a second, on every rank.
+        At their first call the guards import the compiler, which takes nearly a second on every rank.
         """
         return self._undecorated(self.own or self.cls)
 
     def for_gradients(self, *, sparse: bool) -> Any:
-        """The class for such gradients."""
+        """The class for sparse or dense gradients."""
         return self._undecorated(self.of_rows) if sparse and self.of_rows else self.undecorated
 
     @staticmethod
@@ -74,7 +75,7 @@ class Kind:
         return {"foreach": False} if "foreach" in inspect.signature(self.cls).parameters else {}
 
 
-TRIED = (2, 3, 5, 7, 11, 13)  # the shape of a parameter for trials: means over dimensions have others
+TRIED = (2, 3, 5, 7, 11, 13)  # the shape of a parameter for trials, by which means over dimensions can be told apart
 _MEANS = ("foreach", "fused", "capturable", "differentiable")
 _ELEMENTWISE = (
     Kind(name="adadelta", cls=optim.Adadelta), 
@@ -91,11 +92,11 @@ _WHOLE = (
     Kind(name="adafactor", cls=optim.Adafactor, whole=True), Kind(name="muon", cls=optim.Muon, whole=True),
 )  # fmt: skip
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (*_ELEMENTWISE, *_WHOLE)}
-# With the updates that users do not choose.
+# Including updates that users cannot choose.
 EVERY: Mapping[str, Kind] = {**KINDS, BALANCE: Kind(name=BALANCE, cls=Balance, whole=True)}
 
 _EIGHT = "keeps moments of 8 bits in blocks that shards would cut elsewhere, in tensors that checkpoints do not know"
-# Optimizers that packages cannot run, and the reason.
+# Optimizers that packages cannot run -> the reason.
 REFUSED: Mapping[str, str] = {
     "lbfgs": "evaluates the loss several times in a step",
     "adam8bit": _EIGHT, "adamw8bit": _EIGHT, "lion8bit": _EIGHT,
@@ -174,7 +175,7 @@ def _finite(text: str) -> float:
 
 @lru_cache
 def states_of(name: str, options: tuple[tuple[str, Value], ...], dims: int) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of the states that a step leaves for a parameter of `TRIED` with so many dimensions."""
+    """The shapes of the states after a step, for a parameter with the first `dims` sizes of `TRIED`."""
     kind, parameter = EVERY[name], torch.ones(TRIED[:dims])
     parameter.grad = torch.ones_like(parameter)
     made = kind.undecorated([parameter], lr=0.0, **dict(options))

@@ -18,7 +18,7 @@ class Optimizer(Protocol):
     """The interface of an optimizer for updates."""
 
     def begin(self, rate: float) -> None:
-        """Before a step: send the host's numbers to the device. The step itself does not depend on the host."""
+        """Before a step: send the host's numbers to the device. `step` itself does not depend on the host."""
 
     def step(self) -> None:
         """Update the parameters from their gradients."""
@@ -27,7 +27,7 @@ class Optimizer(Protocol):
         """The state of a parameter, under torch's names."""
 
     def uncut(self, name: str) -> Collection[str]:
-        """The entries of a parameter's state that are not cut as the parameter is: every rank has them whole."""
+        """The entries of a parameter's state that are not cut like the parameter: every rank has them whole."""
 
     def by_rows(self, name: str) -> Collection[str]:
         """The entries of a parameter's state with one number for each of its rows."""
@@ -36,7 +36,9 @@ class Optimizer(Protocol):
         """Restore one entry of the state."""
 
     def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
-        """Make updates also write these low-precision copies of parameters; returns the names that they do write."""
+        """Make updates also write these low-precision copies of parameters; returns the names of the copies that they
+        will write.
+        """
 
 
 class TorchOptimizer:
@@ -70,7 +72,8 @@ class TorchOptimizer:
     def step(self) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = rate = self._rates[group.get("lr_scale", 1.0)]
-            if isinstance(rate, Tensor) and "capturable" in group:  # torch requires it in a capture, and warns else
+            # Torch requires it in a capture, and warns otherwise.
+            if isinstance(rate, Tensor) and "capturable" in group:
                 group["capturable"] = rate.is_cuda and torch.cuda.is_current_stream_capturing()
         for name, rows in self._sparse.items():
             self._parameters[name].grad = rows.sparse()
@@ -101,7 +104,7 @@ class TorchOptimizer:
 
 
 class Several:
-    """Optimizers of disjoint parameters, as one."""
+    """Several optimizers of disjoint parameters as one."""
 
     def __init__(self, parts: Sequence[tuple[Optimizer, Collection[str]]]) -> None:
         self._parts = [part for part, _ in parts]
@@ -134,9 +137,10 @@ class Several:
 def make_optimizers(
     settings: Mapping[str, UpdateRule], parameters: Mapping[str, Tensor], lr: float, sparse: Collection[str] = ()
 ) -> Iterator[tuple[Kind, torch.optim.Optimizer, dict[str, Tensor]]]:
-    """One of torch's optimizers for each choice of options, and its parameters; equal learning rates form a group.
+    """A torch optimizer for each choice of options, with its parameters; parameters with equal learning rates form a
+    group.
 
-    The gradients of the parameters `sparse` have rows.
+    The parameters in `sparse` have sparse gradients.
     """
     found: dict[tuple[UpdateRule, bool], dict[float, dict[str, Tensor]]] = {}
     for name, x in parameters.items():

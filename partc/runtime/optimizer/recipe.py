@@ -1,7 +1,7 @@
 """The update of each parameter as the user's options describe it: `sgd:momentum=0.9`, and groups of parameters.
 
 `*.bias,*norm*:weight_decay=0` is a group: patterns of names, and options of the optimizer for these parameters. Besides
-the options of its class a group can have `lr_scale`, a factor of the learning rate, and `optimizer`, another class.
+the options of its class, a group can have `lr_scale`, a factor of the learning rate, and `optimizer`, another class.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class UpdateRule:
         return EVERY[self.name]
 
     def states(self, dims: int) -> list[str]:
-        """The names of the tensors that the optimizer keeps of a parameter with so many dimensions."""
+        """The names of the tensors that the optimizer keeps for a parameter with `dims` dimensions."""
         return list(states_of(self.name, self.options, dims))
 
     def uncut(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The states that have other shapes than the parameter, with their shapes: numbers, and means over dims."""
+        """The shapes of states that differ from the parameter's: single numbers, and means over dimensions."""
         tried = TRIED[: len(shape)]
         return {
             key: tuple(size if mean != 1 else 1 for mean, size in zip(found, shape, strict=False))
@@ -71,12 +71,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The optimizer of all parameters, and groups with options of their own: later ones override earlier ones."""
+    """The optimizer of all parameters, and groups with further options; later groups override earlier ones."""
 
     name: str
     options: Mapping[str, Value]
     groups: tuple[Group, ...] = ()
-    balance: Mapping[str, float] = field(default_factory=dict)  # the sizes of the updates of routers' biases
+    balance: Mapping[str, float] = field(default_factory=dict)  # bias of a router -> the size of its update
 
     @classmethod
     def of(
@@ -104,7 +104,7 @@ class Recipe:
         return written(self.name, self.options)
 
     def settings(self, name: str, dims: int) -> UpdateRule:
-        """The update of a parameter. Muon is for matrices: AdamW updates others, with the same weight decay.
+        """The update of a parameter. Muon only updates matrices; AdamW updates the others, with the same weight decay.
 
         Raises UsageError P0551.
         """
@@ -136,7 +136,7 @@ class Recipe:
         self.all_settings(dims)
 
     def states(self, dims: Mapping[str, int]) -> list[list[str]]:
-        """The sets of states that the parameters have."""
+        """The distinct sets of states that parameters have."""
         sets = {tuple(settings.states(dims[name])) for name, settings in self.all_settings(dims).items()}
         return [list(states) for states in sorted(sets) if states]
 

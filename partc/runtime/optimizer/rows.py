@@ -1,4 +1,4 @@
-"""Optimizers of embedding tables: a step updates the rows of a sparse gradient alone.
+"""Optimizers of embedding tables: a step only updates the rows of a sparse gradient.
 
 The rows and columns of a table may be cut over ranks. The parts of a row are on ranks that look up the same ids.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers of a sparse gradient's rows, each of them once, and their values; of a dense one, all rows."""
+    """The numbers of a sparse gradient's rows, each once, and their values; for a dense gradient, all rows."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         return gradient._indices()[0], gradient._values()
@@ -21,7 +21,7 @@ def rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Adagrad(torch.optim.Adagrad):
-    """torch.optim.Adagrad for sparse gradients, without sparse tensors of its own."""
+    """torch.optim.Adagrad for sparse gradients, without temporary sparse tensors."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -40,7 +40,7 @@ class Adagrad(torch.optim.Adagrad):
 
 
 class SparseAdam(torch.optim.Optimizer):
-    """torch.optim.SparseAdam, whose number of steps is a tensor, as in torch's other optimizers."""
+    """torch.optim.SparseAdam with a tensor as step count, as in torch's other optimizers."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class SparseAdam(torch.optim.Optimizer):
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
-    """Adagrad with one sum for each row: of the mean of the squares of its gradient (FBGEMM's EXACT_ROWWISE_ADAGRAD).
+    """Adagrad with one sum per row: the sum of the gradient's mean squares (FBGEMM's EXACT_ROWWISE_ADAGRAD).
 
-    `over` has, by parameter whose columns are cut, the sum over the ranks that have the other columns.
+    For parameters whose columns are cut, `over` has a function that sums over the ranks with the other columns.
     """
 
     by_rows = ("sum",)

@@ -1,4 +1,6 @@
-"""One update of the parameters: unscaled gradients, their norm over all ranks, clipping, the step's learning rate."""
+"""One update of the parameters: unscaling of gradients, their norm over all ranks, clipping, the step's learning
+rate.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ FIRST_SCALE, GROWTH, BACKOFF, PATIENCE = 2.0**16, 2.0, 0.5, 2000  # torch.amp.Gr
 class Rate:
     """The learning rate by step: a linear warm-up to `base`, then constant or down to `least`, the last step's rate.
 
-    It is a function of the step alone, so that a continued run needs no state. Cosine: Loshchilov and Hutter 2017,
+    It only depends on the step, so that a continued run needs no state. Cosine: Loshchilov and Hutter 2017,
     SGDR, equation 5 without restarts.
     """
 
@@ -48,7 +50,7 @@ class Rate:
             return self.base * (step + 1) / self.warmup
         if self.decline == "constant":
             return self.base
-        peak = max(0, self.warmup - 1)  # the step that has the whole rate
+        peak = max(0, self.warmup - 1)  # the first step with the full rate
         done = min(1.0, (step - peak) / max(1, self.steps - 1 - peak))
         left = 1 - done if self.decline == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.least + (self.base - self.least) * left
@@ -63,7 +65,7 @@ class LossScale:
 
     def __init__(self, first: float = FIRST_SCALE) -> None:
         self.value = first
-        self.good = 0  # updates since it changed
+        self.good = 0  # updates without overflow since it changed
         self.skipped = 0
 
     def after(self, finite: bool) -> None:
@@ -86,7 +88,7 @@ class Updated:
     """The outcome of an update."""
 
     rate: float
-    norm: float | None  # of all gradients, before clipping; None if the host did not read it
+    norm: float | None  # the norm of all gradients before clipping; None if the host did not read it
     skipped: bool = False
 
 
@@ -114,18 +116,18 @@ class Update:
         self._rate = rate
         self._clip = clip
         self._scale = scale
-        self._reports_norm = norms or scale is not None  # whether the host wants to know the norm
+        self._reports_norm = norms or scale is not None  # whether the host reads the norm
 
     def measure(self, batches: int = 1) -> Tensor | None:
-        """Scale gradients that were summed over batches of a scaled loss to those of the mean loss.
+        """Scale gradients, which are summed over batches of a scaled loss, to gradients of the mean loss.
 
-        Returns their norm, if it is wanted.
+        Returns their norm if it is needed.
         """
         self._gradients.begin(batches if self._scale is None else self._comm.scale_here * batches)
         return self._norm() if self._reports_norm or self._clip is not None else None
 
     def begin(self, step: int, norm: Tensor | None) -> bool:
-        """On the host: tell the device the step. False if gradients overflow and the update is skipped."""
+        """On the host: send the step's numbers to the device. False if gradients overflow and the update is skipped."""
         if self._scale is not None and norm is not None:
             finite = math.isfinite(float(norm))
             self._scale.after(finite)
@@ -143,12 +145,12 @@ class Update:
             self._optimizer.step()
 
     def ended(self, step: int, norm: Tensor | None, *, skipped: bool) -> Updated:
-        """The outcome; waits for the device if the host wants the norm."""
+        """The outcome of an update; waits for the device if the host reads the norm."""
         reported = float(norm) if self._reports_norm and norm is not None else None
         return Updated(rate=self._rate.at(step), norm=reported, skipped=skipped)
 
     def _norm(self) -> Tensor:
-        """The norm of the whole model's gradient: every element counts once, however many copies there are."""
+        """The norm of the whole model's gradient; every element counts once, whatever the number of its copies."""
         total = torch.zeros((), dtype=torch.float64, device=self._comm.device)
         for copies, names in self._groups:
             total += self._gradients.squares(names) / copies
@@ -172,9 +174,9 @@ def updating(
 ) -> tuple[Optimizer | None, Gradients]:
     """The optimizer of a rank's parameters, if it trains any, and the scaling of their gradients.
 
-    If the package has a kernel for it, `parameters` move into flat memory. With `graphs` no number of the host may
-    change from step to step; in fused updates on GPUs none does, so that steps are equal with graphs and
-    without.
+    If the package has a kernel for the updates, `parameters` move into flat memory. With `graphs`, no number on the
+    host may change between steps. In fused updates on GPUs none ever does, so that steps are equal with and without
+    graphs.
     """
     if not gradients:
         return None, Gradients((), {})
@@ -206,7 +208,9 @@ def updating(
 
 
 def _check_rows(settings: Mapping[str, UpdateRule], rows: Collection[str]) -> None:
-    """Raise UsageError P0551 if an optimizer does not take the gradients of a parameter as the package makes them."""
+    """Raise UsageError P0551 if an optimizer does not accept a parameter's gradient, sparse or dense, as the package
+    computes it.
+    """
     for name, rule in settings.items():
         if name in rows and not rule.takes_rows:
             raise refusal(
@@ -224,7 +228,9 @@ def _check_rows(settings: Mapping[str, UpdateRule], rows: Collection[str]) -> No
 def _columns(
     parameters: Mapping[str, Tensor], shards: Mapping[str, Shard], comm: Comm, sizes: Mapping[str, int]
 ) -> Iterator[tuple[Tensor, tuple[int, Callable[[Tensor], Tensor]]]]:
-    """For parameters whose columns are cut: the numbers in a row, and the sum over the ranks that have its parts."""
+    """For parameters whose columns are cut: the length of a whole row, and a function that sums over the ranks with its
+    parts.
+    """
     for name, x in parameters.items():
         axes = [axis for axis in sizes if axis in cutting(shards[name].dims[1:]) and sizes[axis] > 1]
         if axes:
@@ -239,7 +245,7 @@ def _columns(
 
 
 def write_casts(optimizer: Optimizer, stages: Iterable[PipelineStage]) -> None:
-    """Make updates write the low-precision copies that stages read, if the optimizer can."""
+    """Make updates write the low-precision copies that stages read, if the optimizer supports it."""
     parted = [stage.parts for stage in stages if stage.parts is not None]
     read: dict[str, Tensor] = {}
     for parts in parted:
@@ -250,7 +256,7 @@ def write_casts(optimizer: Optimizer, stages: Iterable[PipelineStage]) -> None:
 
 
 def _by_copies(shards: Mapping[str, Shard], sizes: Mapping[str, int]) -> Iterator[tuple[int, list[str]]]:
-    """Parameters by the number of ranks that hold the same part."""
+    """Groups of parameters by the number of ranks that hold the same part."""
     found: dict[int, list[str]] = {}
     for name, shard in shards.items():
         equal = math.prod(size for axis, size in sizes.items() if axis not in shard.cut and axis != "pp")

@@ -1,7 +1,7 @@
-"""Optimizers whose update reads a parameter as a whole, such as Muon: shards are gathered for it.
+"""Optimizers whose update reads whole parameters, such as Muon: shards are gathered for the update.
 
-One parameter at a time is whole. All ranks that hold parts of it compute its update, and keep their parts of the new
-parameter and of the states of its shape. States of other shapes, such as Adafactor's means of rows, stay whole.
+Parameters are gathered one at a time. All ranks that hold parts of a parameter compute its update, and keep their parts
+of the parameter and of states in its shape. States of other shapes, such as Adafactor's means of rows, stay whole.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WholeOptimizer:
                 states[key].copy_(self._part(name, x))
             else:
                 states[key] = x if key in uncut else self._part(name, x)
-        self._optimizer.param_groups.clear()  # lets go of the whole parameter
+        self._optimizer.param_groups.clear()  # releases the whole parameter
         mine.copy_(self._part(name, whole))
 
     def state_of(self, name: str) -> Mapping[str, Tensor]:
@@ -103,7 +103,7 @@ class WholeOptimizer:
         return whole[tuple(map(slice, shard.holds))].contiguous() if shard.holds else whole
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part, in memory of its own."""
+        """This rank's part, as a copy."""
         part = self._shards[name].local(whole, self._sizes, self._coordinate)
         return part if part is whole else part.clone(memory_format=torch.contiguous_format)
 

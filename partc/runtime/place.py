@@ -18,7 +18,9 @@ def _imported(place: int) -> Any:
 
 
 def stacked_names(name: str, count: int) -> tuple[str, ...]:
-    """The names of parameters that are the rows of one: `experts.*.up` has the rows `experts.0.up`, `experts.1.up`."""
+    """The names of the parameters that are rows of a stack: `experts.*.up` has the rows `experts.0.up`,
+    `experts.1.up`.
+    """
     return tuple(name.replace("*", str(number)) for number in range(count))
 
 
@@ -30,14 +32,16 @@ class Place:
     coordinate: Mapping[str, int]
     stages: tuple[int, ...]
     groups: Mapping[str, tuple[int, ...]]
-    links: Mapping[Link, int]  # the other rank
+    links: Mapping[Link, int]  # link -> the rank at the other end
     schedule: str
     evaluation: str
-    schedules: Mapping[int, str]  # of the pipeline ranks at the other ends of links
+    schedules: Mapping[int, str]  # the schedules of the pipeline ranks at the other ends of links
 
     @classmethod
     def of(cls, rank: int, sizes: Mapping[str, int], module: Callable[[int], Any] = _imported) -> Place:
-        """The place of a rank on a mesh with these sizes; `module` has the literals of a pipeline coordinate."""
+        """The place of a rank on a mesh with these sizes; `module(place)` returns the module of a pipeline
+        coordinate.
+        """
         here = coordinate(rank, sizes)
         mine = module(here.get(PIPELINE, 0))
         return cls(
@@ -53,7 +57,7 @@ class Place:
 
 
 def coordinate(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The coordinate of a rank; the last axis counts fastest."""
+    """The coordinate of a rank; the last axis varies fastest."""
     found: dict[str, int] = {}
     for name, size in reversed([*sizes.items()]):
         rank, found[name] = divmod(rank, size)
@@ -68,7 +72,9 @@ def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 
 
 def members(group: str, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The ranks of a rank's group: those of `dp_out,dp_in` differ along these axes, those of `pp 0,3` have this pp."""
+    """The ranks of a rank's group: in `dp_out,dp_in` they differ along these axes, in `pp 0,3` they have these
+    coordinates on pp.
+    """
     axes: dict[str, Sequence[int]]
     if group.startswith(f"{PIPELINE} "):
         axes = {PIPELINE: [int(each) for each in group.removeprefix(f"{PIPELINE} ").split(",")]}

@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 
 from .documents import Malformed, Natural, Positive, at_least, contents, decoded, parsed
 
-FORMAT = 1  # of plan.json; readers refuse others
+FORMAT = 1  # the format of plan.json; readers refuse others
 NAME = "plan.json"
 MOST_RANKS = 1 << 20
-ONE_MACHINE = 64  # processes that one machine may be expected to run, on CPUs too
-NODE = 8  # GPUs of a node, unless --nodes was given
-# Bytes that a rank receives in a sum between CPUs up to which everyone sends everything: fewer turns than a ring takes.
+ONE_MACHINE = 64  # the most processes to expect on one machine, also on CPUs
+NODE = 8  # the number of GPUs in a node, unless --nodes was given
+# The most bytes that a rank receives in a sum between CPUs in which all ranks send everything to all, with fewer steps
+# than a ring.
 DIRECT = 1 << 20
 _AXIS = re.compile(r"([a-z][a-z0-9_]*)=([1-9][0-9]{0,6})")
 _LAYOUT = re.compile(r"\[([^\[\]]*)\](?: (?:partial|vary)\([a-z0-9_,]+\))*")
@@ -52,7 +53,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """`below` is the number of values of an entry that indexes a table or classes."""
+    """An entry of the batch. `below` is the exclusive upper bound of an entry that indexes a table or classes."""
 
     dtype: DType
     layout: Layout
@@ -61,17 +62,19 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStack:
-    """The parameter of the package of which a model's parameter is a row, or some rows; `rows` is how these are cut."""
+    """The package's parameter that contains a model's parameter as one or several rows; `rows` describes the cut of
+    rows.
+    """
 
     name: str
     rows: Layout
     row: Natural
-    count: Natural | None = None  # of a whole table: its rows, from `row` on
+    count: Natural | None = None  # for a whole table: the number of its rows, from `row` on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanParameter:
-    """`shape` is the model's own, without the layout's padding.
+    """A parameter. `shape` is the model's own, without the layout's padding.
 
     `balance` is the size of the update of a router's bias, whose gradient is the load of its experts.
     """
@@ -90,7 +93,7 @@ class PlanParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """The compile's other options, where they differ from the defaults."""
+    """The compile's other options that differ from the defaults."""
 
     schedule: Annotated[str, _schedule] = ""
     virtual_stages: Positive | None = None
@@ -125,7 +128,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """A result of a package that only runs forward; `place` is the pipeline rank that makes it."""
+    """A result of a package that only runs forward; `place` is the pipeline rank that computes it."""
 
     dtype: DType
     layout: Layout
@@ -178,7 +181,7 @@ class PlanTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """`memory` has a schema of its own, declared by its readers."""
+    """The whole document. `memory` has its own schema, declared by its readers."""
 
     partc: int
     mesh: Mesh
@@ -210,7 +213,7 @@ class Plan:
 
 
 def launches(ranks: int, node: int | None, script: str = "train.py") -> tuple[str, ...]:
-    """The commands that start all ranks, one for each node; `node` is the number of ranks that --nodes gave."""
+    """The commands that start all ranks, one for each node; `node` is the number of ranks given by --nodes."""
     if node is None:
         node = NODE if ranks > ONE_MACHINE and ranks % NODE == 0 else ranks
     if node == ranks:
@@ -266,7 +269,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
 
 
 def _factors(layout: str) -> list[list[tuple[int, list[str]]]]:
-    """The factors of each dimension: sizes, and the axes that cut them."""
+    """The factors of each dimension, as (size, axes that cut it)."""
     inside = layout[1 : layout.index("]")]
     dims = [re.split(r"\s*[·*]\s*", dim) for dim in inside.split(", ")] if inside else []
     matches = [[_FACTOR.fullmatch(factor) for factor in dim] for dim in dims]
@@ -278,7 +281,9 @@ def _whole(layout: str) -> tuple[int, ...]:
 
 
 def _uncuttable(layout: str, sizes: Mapping[str, int], gathered: Names) -> str:
-    """The reason why a layout cuts nothing; parts that are `gathered` over axes may end with spare elements."""
+    """The reason why a layout is impossible; '' if it is possible. Parts that are `gathered` over axes may end with
+    spare elements.
+    """
     cut = [axis for dim in _factors(layout) for _, axes in dim for axis in axes]
     if len(set(cut)) != len(cut):
         return f"{layout} is cut over one axis twice"

@@ -1,4 +1,4 @@
-"""Positions along a dimension of which a rank holds parts, and their text: `2 · 16@cp zigzag 4 of 31`."""
+"""The positions along a dimension that a rank holds, and their text: `2 · 16@cp zigzag 4 of 31`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .dims import parse_dims
 
 
 class Stretch(NamedTuple):
-    """Positions that follow each other, from `start` to before `stop`; their place in the whole tensor is `held`."""
+    """Consecutive positions from `start` to before `stop`; `held` is the index of the first one in the whole tensor."""
 
     start: int
     stop: int
@@ -22,8 +22,8 @@ Stretches = tuple[Stretch, ...]
 
 
 class Order(NamedTuple):
-    """`zigzag 4 of 31`: of four equal parts those of the second half are held in reverse order, and the first 31
-    positions are the model's. By default none is reversed, and all are the model's (0).
+    """`zigzag 4 of 31`: of four equal parts, those of the second half are stored in reverse order, and the first 31
+    positions are the model's. By default no part is reversed, and all positions are the model's (0).
     """
 
     parts: int = 0
@@ -53,7 +53,7 @@ class Orders(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """The cut of a dimension, as a layout has it, and the order of its positions."""
+    """The cut of a dimension, as in a layout, and the order of its positions."""
 
     cut: str
     order: Order = Order()
@@ -72,14 +72,14 @@ class Positions(NamedTuple):
         return tuple(name for _, names in parse_dims(f"[{self.cut}]")[0] for name in names)
 
     def of_rank(self, places: Mapping[str, tuple[int, int]]) -> Stretches:
-        """The positions that a rank holds; `places` has its place on each axis, and the size."""
+        """The positions that a rank holds; `places` maps each axis to (the rank's coordinate, size)."""
         found = _positions(self.cut, tuple(sorted(places.items())))
         size = math.prod(size for size, _ in parse_dims(f"[{self.cut}]")[0])
         return _in_zigzag(found, size, self.order.parts) if self.order.parts else found
 
 
 def _in_zigzag(found: Stretches, size: int, parts: int) -> Stretches:
-    """The positions of stretches in a tensor with the parts of its second half in reverse order."""
+    """The positions of stretches of a tensor that stores the parts of its second half in reverse order."""
     half, each = size // 2, size // parts
     made = []
     for start, stop, _ in found:
@@ -110,7 +110,7 @@ def _positions(dim: str, items: tuple[tuple[str, tuple[int, int]], ...]) -> Stre
 
 
 def _joined(parts: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Parts that follow each other are one."""
+    """Join consecutive parts."""
     start, stop = next(parts)
     for first, last in parts:
         if first != stop:

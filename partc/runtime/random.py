@@ -30,7 +30,7 @@ def mixed(word: int) -> int:
 
 
 def mix(words: Tensor) -> Tensor:
-    """The mixing function on i64 words, in place: their arithmetic wraps like that of 64-bit words."""
+    """The mixing function on i64 words, in place; i64 arithmetic wraps like that of 64-bit words."""
     for shift, factor in _MIX:
         words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1))
         if factor:
@@ -53,7 +53,7 @@ def stream(seed: int, step: int, number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The random numbers of one tensor: its stream, and its elements' indices in the whole along each dimension."""
+    """The random numbers of one tensor: its stream, and its elements' indices in the whole tensor, by dimension."""
 
     start: int | Tensor
     places: tuple[tuple[Tensor, int], ...]  # indices along a dimension, and that dimension's whole size
@@ -112,5 +112,5 @@ def dropout(x: Tensor, p: float, draw: Draw) -> tuple[Tensor, Tensor]:
 
 
 def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
-    """The gradient with the same elements kept, and the same scale."""
+    """The gradient of x: the same elements are kept, with the same scale."""
     return grad * kept.to(grad.dtype).div_(1 - p)

@@ -1,4 +1,4 @@
-"""All unstable torch names that the runtime uses: the place to look at after an upgrade of torch."""
+"""All private torch names that the runtime uses, to be checked after an upgrade of torch."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ __all__ = [
 ]
 
 LOOPBACK = "127.0.0.1"
-_WAITING = 1024  # connections that have not been accepted yet
+_WAITING = 1024  # the most connections that wait to be accepted
 
 foreach_add_, foreach_copy_ = torch._foreach_add_, torch._foreach_copy_  # many tensors in one launch
 
 
 # Defaults of NCCL's groups, unless the user's environment sets them.
 _NCCL_SETTINGS = {
-    # Lost ranks are reported by name (see watchdog.py); torch's own watchdog would kill the process before that.
+    # watchdog.py reports lost ranks by name; torch's own watchdog would kill the process before that.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # The signal to write dumps is in the ranks' store under a name that outlives restarts.
+    # NCCL's signal to write dumps has a name in the ranks' store that outlives restarts.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # Each link is a group of its own, so that its transfers wait for no others.
+    # Each link has its own group, so that its transfers do not wait for others.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-# Where receives are posted ahead and hold the GPU, a communicator connects whole when it is made, not in a later step.
+# Receives that are posted ahead hold the GPU, so a communicator has to connect completely when it is created.
 _NCCL_PIPELINE = {"NCCL_RUNTIME_CONNECT": "0"}
 
 
 def nccl_settings(environment: MutableMapping[str, str], *, pipeline: bool) -> None:
-    """Set NCCL's environment; called before the first group is made, which reads it."""
+    """Set NCCL's environment; must be called before the first group is created, which reads it."""
     for name, value in (_NCCL_SETTINGS | (_NCCL_PIPELINE if pipeline else {})).items():
         environment.setdefault(name, value)
 
@@ -76,7 +76,7 @@ def process_group(
 ) -> Any:
     """Connect to the other ranks of a group, with the classes that `new_group` uses.
 
-    On GPUs its kernels take at most `most_blocks` multiprocessors, unless that is 0.
+    On GPUs its kernels use at most `most_blocks` multiprocessors, unless that is 0.
     """
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -179,14 +179,14 @@ def reduce_scatter_many(group: Any, parts: Sequence[Tensor], wholes: Sequence[Te
 def all_to_all_base(
     group: Any, into: Tensor, x: Tensor, *, overlaps: bool, received: Sequence[int] = (), sent: Sequence[int] = ()
 ) -> Any:
-    """Equal parts to all ranks, or as many rows as `sent` says to each and `received` from each."""
+    """An all-to-all: of equal parts, or of `sent[i]` rows to rank i and `received[i]` rows from it."""
     options = dist.AllToAllOptions()
     options.asyncOp = overlaps
     return group.alltoall_base(into, x, list(received), list(sent), options)
 
 
 def send_and_receive(group: Any, x: Tensor, target: int, into: Tensor, source: int) -> list[Any]:
-    """A receive and a send that start together: GPUs join them, so that neither waits for the other."""
+    """A receive and a send that start together; GPUs fuse them, so that neither waits for the other."""
     if x.is_cuda:
         group._start_coalescing()
     work = [group.recv([into], source, 0), group.send([x], target, 0)]
@@ -194,7 +194,7 @@ def send_and_receive(group: Any, x: Tensor, target: int, into: Tensor, source: i
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Run operations for real, inside a recording."""
+    """A context in which operations run for real, inside a recording."""
     context: AbstractContextManager[Any] = _disable_current_modes()
     return context
 
@@ -205,7 +205,7 @@ def storage_key(x: Tensor) -> int:
 
 
 def recompile_limit(most: int) -> None:
-    """Set the number of variants of a function that torch.compile makes before it gives up."""
+    """Set the number of variants of a function after which torch.compile stops compiling it."""
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(most, dynamo.recompile_limit)

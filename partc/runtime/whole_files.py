@@ -1,4 +1,4 @@
-"""Files that are whole or absent: a full disk or a kill leaves the old file, or none."""
+"""Files that are written completely or not at all: after a full disk or a kill, the old file or none remains."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside `path` that takes its place once it is written; after an error it is removed.
+    """A context with a temporary file that replaces `path` when it is written; after an error it is removed.
 
-    A link keeps leading to its file, and an existing file keeps its permissions. Raises OSError, also for folders,
-    pipes and devices.
+    A link still points to its file afterwards, and an existing file keeps its permissions. Raises OSError, also for
+    folders, pipes and devices.
     """
     target = Path(os.path.realpath(path))
     if target.is_symlink():
@@ -26,7 +26,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     if there and not target.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     if there:
-        target.open("ab").close()  # a read-only file stays
+        target.open("ab").close()  # raises for a read-only file
     aside = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         with aside.open("xb") as file:

@@ -6,7 +6,7 @@ from torch.distributed.distributed_c10d import Store
 
 
 class Together:
-    """Each method is called by every rank, in the same order."""
+    """Agreements of all ranks. Every rank must call each method, in the same order."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank = rank
@@ -22,7 +22,7 @@ class Together:
         return self._store.get(key).decode()
 
     def first(self, problem: str) -> str:
-        """Once every rank has called: the first problem of any rank; '' if there is none."""
+        """Wait until every rank has called; returns the first rank's problem, or '' if there is none."""
         key = self._key()
         if problem:
             self._store.compare_set(f"{key}/problem", "", _encodable(problem))
@@ -33,7 +33,7 @@ class Together:
         return self._store.get(f"{key}/problem").decode() if there else ""
 
     def claimed(self, thing: str) -> int:
-        """The rank that claimed a thing first; calls need no common order."""
+        """The rank that claimed a thing first; ranks may call this in any order."""
         return int(self._store.compare_set(f"claimed/{thing}", "", str(self.rank)))
 
     def _key(self) -> str:
@@ -42,5 +42,5 @@ class Together:
 
 
 def _encodable(text: str) -> str:
-    """The text with undecodable bytes of file names escaped."""
+    """The text, with undecodable bytes of file names escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -11,8 +11,8 @@ import torch
 from ..errors import UsageError
 from .agreement import Together
 
-# Hardware queues of a process on its GPU; the default is 8. Streams that share a queue wait for each other, and a
-# receive that is posted ahead may wait for a send behind it.
+# The number of a process' hardware queues on its GPU (default 8). Streams that share a queue wait for each other, so
+# that a receive posted ahead might wait for a later send.
 QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 Wanted = Literal["auto", "cpu", "cuda"]
@@ -20,7 +20,8 @@ WANTED: tuple[Wanted, ...] = ("auto", "cpu", "cuda")
 
 
 def own_device(wanted: Wanted, together: Together, environment: MutableMapping[str, str] | None = None) -> torch.device:
-    """This process's own GPU if all have one, the CPU if none has. Raises UsageError P0540, on all ranks.
+    """This process's own GPU if all processes have one, the CPU if none has. Raises UsageError P0540 on all ranks
+    otherwise.
 
     Sets `QUEUES` in the environment, which CUDA reads when it starts.
     """
@@ -28,7 +29,7 @@ def own_device(wanted: Wanted, together: Together, environment: MutableMapping[s
     environment.setdefault(*QUEUES)
     count = 0 if wanted == "cpu" else torch.cuda.device_count()
     place = int(environment.get("LOCAL_RANK", "0"))
-    index = place if place < count else 0 if count == 1 else None  # launchers may show each process its own alone
+    index = place if place < count else 0 if count == 1 else None  # a launcher may show each process only its own GPU
     here = "cpu" if count == 0 else "cuda"
     first = together.broadcast(here)
     problem = ""
@@ -64,7 +65,7 @@ def shared_device(wanted: Wanted) -> torch.device:
 
 
 def _taken(index: int, together: Together) -> str:
-    """The other rank that uses this GPU; '' if none does."""
+    """A description of another rank that uses this GPU; '' if none does."""
     if together.size == 1:
         return ""
     gpu = str(torch.cuda.get_device_properties(index).uuid)

@@ -1,4 +1,4 @@
-"""Stopping on request: all ranks agree on a step, by threads beside their training."""
+"""Stopping on request: threads next to the training agree on a step at which all ranks stop."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch.distributed.distributed_c10d import Store
 
 
 class Interruption:
-    """One rank's side. Its main thread calls `before` each step; the watching thread calls `look`.
+    """One rank's part in the agreement. Its main thread calls `before` before each step; the watching thread calls
+    `look`.
 
-    After a request, every rank notes the last step that it has begun, and begins no other until all have noted theirs.
-    All stop before the step after the latest of these: no rank has gone further, and ranks that are behind can still
-    take part in the steps that others wait in.
+    After a request, every rank notes the last step that it has begun, and does not begin another until all have noted
+    theirs. All stop after the latest of these steps: no rank has gone further, and ranks that are behind can still take
+    part in steps in which others wait.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -64,7 +65,7 @@ class Interruption:
 
 
 class VirtualInterruption:
-    """The same for ranks that take turns in one process."""
+    """The interruption of virtual ranks, which take turns in one process."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -1,7 +1,7 @@
-"""One run at a time saves into a folder, by a file lock that the kernel releases when a process ends.
+"""A file lock with which only one run at a time saves into a folder. The kernel releases it when a process ends.
 
 Every rank holds the lock, so that no other run begins while a rank of a killed run may still complete a checkpoint.
-Rank 0 takes it exclusively, notifies the others, and then shares it with them.
+Rank 0 takes the lock exclusively, notifies the others, and then shares it with them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..errors import UsageError
 from .agreement import Together
 
 NAME = ".lock"
-PATIENCE = 30.0  # seconds: within these the ranks of a run end after one of them was killed
+PATIENCE = 30.0  # seconds within which all ranks of a run end after one was killed
 _TURN = 0.1
-_LONGEST = 4096  # bytes
+_LONGEST = 4096  # bytes of the lock file
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 _ALONE, _SHARED = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_SH | fcntl.LOCK_NB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owner:
-    """The contents of the lock file: the location of rank 0 of the run that holds or held it."""
+    """The contents of the lock file: the location of rank 0 of the run that holds or held the lock."""
 
     host: str
     pid: int
@@ -39,18 +39,18 @@ class _Owner:
 def sole(folder: Path, together: Together, *, timeout: float, say: Callable[[str], None]) -> Callable[[], None]:
     """Make this the only run that saves into `folder`; returns the function that ends this.
 
-    Waits for another run's ranks, which may be about to end. Raises UsageError P0526 and P0539 on all ranks alike.
+    Waits for another run's ranks, which may be about to end. Raises UsageError P0526 and P0539 on all ranks.
     """
     descriptor, problem, code = -1, "", "P0526"
     try:
         if together.rank == 0:
             descriptor = _opened(folder)
-            # Less than the time that the others wait for rank 0.
+            # Less than the time for which the others wait for rank 0.
             if _taken_alone(descriptor, folder, min(PATIENCE, timeout / 2), say):
-                _lock(descriptor, _SHARED)  # before the others are told, who share it
+                _lock(descriptor, _SHARED)  # before notifying the others, which share it
             else:
                 problem, code = f"{_named(descriptor)} saves into {folder}", "P0539"
-    except BlockingIOError:  # a lock is let go of before it is shared
+    except BlockingIOError:  # changing an exclusive lock to a shared one releases it in between
         problem, code = f"{_named(descriptor)} saves into {folder}", "P0539"
     except OSError as error:
         problem = f"rank {together.rank} cannot write a checkpoint in {folder}: {error.strerror}"
@@ -78,12 +78,14 @@ def sole(folder: Path, together: Together, *, timeout: float, say: Callable[[str
 
 def _opened(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    # A symbolic link could lead to any file, which would be overwritten.
+    # A symbolic link could point to any file, which would be overwritten.
     return os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _taken_alone(descriptor: int, folder: Path, patience: float, say: Callable[[str], None]) -> bool:
-    """Whether rank 0 gets the exclusive lock within `patience` seconds; the file then names the owner."""
+    """Try to get the exclusive lock within `patience` seconds and write the owner into the file; returns whether it
+    succeeded.
+    """
     deadline, told = time.monotonic() + patience, False
     while True:
         try:
@@ -103,7 +105,9 @@ def _taken_alone(descriptor: int, folder: Path, patience: float, say: Callable[[
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """Whether this file system supports locks. Raises BlockingIOError if another run holds it."""
+    """Lock the file; returns whether the file system supports locks. Raises BlockingIOError if another run holds the
+    lock.
+    """
     try:
         fcntl.flock(descriptor, how)
         return True

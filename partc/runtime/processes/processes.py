@@ -1,4 +1,4 @@
-"""The ranks' processes on this machine according to /proc, and whether each of them runs.
+"""The ranks' processes on this machine and their state, from /proc.
 
 A *place* identifies a process: its machine's boot, its pid namespace, its pid, and its start time, since pids are
 reused.
@@ -15,7 +15,8 @@ from typing import Literal
 
 Condition = Literal["runs", "stopped", "gone", "unknown"]  # unknown: on another machine
 
-_JOB = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")  # variables that ranks of one job share
+# Environment variables that the ranks of a job share.
+_JOB = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 
 
 @cache
@@ -59,7 +60,7 @@ def siblings() -> dict[int, str]:
     """The places of the ranks that this process's launcher has started on this machine, by rank."""
     try:
         mine, launcher = os.environ, os.getppid()
-        while _variables(launcher).get("RANK") == mine.get("RANK", ""):  # a script around this rank
+        while _variables(launcher).get("RANK") == mine.get("RANK", ""):  # a wrapper script around this rank
             launcher = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
         started = children(launcher)
     except (OSError, ValueError, IndexError):
@@ -85,7 +86,7 @@ def children(number: int) -> list[int]:
 
 
 def place_of(number: int) -> str | None:
-    """The place of a process; None if it has ended, or this system does not tell."""
+    """The place of a process; None if it has ended, or if the system does not tell."""
     try:
         return f"{_machine()}:{number}:{_stat(number)[1]}"
     except (OSError, IndexError):

@@ -1,7 +1,7 @@
 """Rendezvous: from the start of a process until all ranks share a store.
 
-No rank can watch another one yet (see watchdog.py). Each observes the processes that its own launcher has started on
-its machine, reports after a while which rank it waits for, and gives up after `timeout`.
+Ranks cannot watch each other yet (see watchdog.py). Each one observes the processes that its own launcher has started
+on its machine, reports after a while for which rank it waits, and gives up after `timeout`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..torch_private import connected_store, lone_store
 from .processes import condition, end_stopped, here, siblings
 from .signals import TERMINATING, Caught
 
-SPEAK = 20.0  # seconds after which a rank says for whom it waits
-STOPPED = 15.0  # seconds after which a process that was stopped is a failure
-HURRY = 5.0  # seconds for a rank to find out why its launcher stops all ranks
-ANSWER = 10.0  # seconds in which a connection is made
-LOOK = 2.0  # seconds between counts of those that are missing
+SPEAK = 20.0  # seconds after which a rank reports for which rank it waits
+STOPPED = 15.0  # seconds after which a stopped process counts as failed
+HURRY = 5.0  # seconds in which a rank finds out why its launcher stops all ranks
+ANSWER = 10.0  # seconds for making a connection
+LOOK = 2.0  # seconds between checks for missing ranks
 
-_OPEN = 10  # ranks that a message names
-_ALL = 64  # ranks of a world in which each may ask for all others
+_OPEN = 10  # the most ranks that a message names
+_ALL = 64  # the most ranks in a world in which every rank may query all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,16 @@ def store_holder() -> str:
 
 
 def meet(world: LauncherVariables, timeout: float, caught: Caught) -> Store:
-    """The store that all ranks share, once all have arrived. Raises UsageError P0536; exits if a rank cannot come."""
+    """Wait until all ranks have arrived; returns their common store. Raises UsageError P0536; exits if a rank cannot
+    come.
+    """
     return lone_store() if world.size == 1 else _WatchedStore(world, timeout, caught).store()
 
 
 class _WatchedStore:
-    """A thread talks to the store, which may not answer; the main thread observes the missing ranks."""
+    """A connection in progress: a thread talks to the store, which may not answer, while the main thread watches for
+    missing ranks.
+    """
 
     def __init__(self, world: LauncherVariables, timeout: float, caught: Caught) -> None:
         self._world = world
@@ -88,13 +92,13 @@ class _WatchedStore:
         self._caught = caught
         self._began = time.monotonic()
         self._spoken = False
-        self._signals = b""  # signals that the next listener has to answer
+        self._signals = b""  # signals that the next listener has to handle
         self._terminated: float | None = None
-        self._known: dict[int, str] = {}  # places of siblings
-        self._stopped: dict[int, float] = {}  # by rank, the seconds in which this process ran and that one did not
+        self._known: dict[int, str] = {}  # rank -> place of a sibling
+        self._stopped: dict[int, float] = {}  # rank -> seconds in which this process ran and the sibling was stopped
         self._looked = self._began
         self._waiting = f"{store_holder()} does not answer"
-        self._missed = self._began  # when `_waiting` was found
+        self._missed = self._began  # the time at which `_waiting` was determined
         self._found: Store | None = None
         self._error: Exception | None = None
 
@@ -128,7 +132,7 @@ class _WatchedStore:
             raise UsageError("P0536", cause, "set MASTER_PORT to a free port, the same for all ranks") from None
 
     def _reached(self) -> Store:
-        """The store that another process hosts, possibly later than now."""
+        """Connect to the store, which another process hosts or is about to host."""
         address, port = self._world.address, self._world.port
         while True:
             try:
@@ -150,14 +154,15 @@ class _WatchedStore:
     def _session(self, store: Store) -> str:
         """A name that is unique to the ranks of this start.
 
-        A launcher's store outlives restarts, with the entries of ended ranks, and the agents of several nodes do not
-        count restarts alike. Rank 0 creates a name; the others count themselves in and wait for its answer. Under the
-        name of an ended rank 0 nobody answers, or the count is complete already.
+        A launcher's store outlives restarts, with the entries of ended ranks, and the agents of several nodes may count
+        restarts differently. Rank 0 creates a name; the others count themselves and wait for its answer. Under the name
+        of a rank 0 that has ended, nobody answers, or the count is already complete.
         """
         size, rank = self._world.size, self._world.rank
         self._waiting = "rank 0 has not come"
         if rank == 0:
-            store.delete_key("exception_dump")  # by which NCCL's monitors of an ended start tell others to write dumps
+            # With this key, NCCL's monitors of an earlier start tell others to write dumps.
+            store.delete_key("exception_dump")
             name = uuid.uuid4().hex
             store.set(f"{name}/alive/0", _first_sign())
             store.set("session", name)
@@ -188,7 +193,7 @@ class _WatchedStore:
         """Report missing ranks occasionally; otherwise pause briefly."""
         size = self._world.size
         time.sleep(0.02 * max(1.0, size / 256))
-        names = self._world.rank == 0 or size <= _ALL  # of larger worlds the store has enough to do
+        names = self._world.rank == 0 or size <= _ALL  # in larger worlds this would overload the store
         if name and names and time.monotonic() - self._missed > LOOK:
             self._waiting = _not_there(store, name, size)
             self._missed = time.monotonic()
@@ -217,12 +222,13 @@ class _WatchedStore:
                 tell(f"rank {rank} waits: {self._waiting}; it gives up after {self._timeout:g} s (--timeout)")
 
     def _look_around(self, passed: float) -> None:
-        """Exit if a process that the launcher has started here has ended or was stopped."""
+        """Exit if a process that the launcher has started on this machine has ended or was stopped."""
         started = siblings()
         self._known |= started
         first = self._world.rank - int(os.environ.get("LOCAL_RANK", "0"))
         here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
-        if "TORCHELASTIC_RUN_ID" in os.environ and self._world.rank in started:  # torchrun starts all, then watches
+        # Torchrun starts all processes before it watches them.
+        if "TORCHELASTIC_RUN_ID" in os.environ and self._world.rank in started:
             for rank in here:
                 if rank not in self._known:
                     self._leave(f"rank {rank} died before it joined the others", 1)
@@ -241,8 +247,8 @@ class _WatchedStore:
 
 
 def leave(why: str, rank: int, doing: str, code: int, *, linger: float = 0.0, stopped: Sequence[str] = ()) -> NoReturn:
-    """End this process, whatever its main thread is doing, and those that were stopped; `linger` first, for the other
-    ranks.
+    """End this process, whatever its main thread is doing, and stopped siblings; wait `linger` seconds first, for the
+    other ranks.
     """
     tell(f"error P0505: {why}; rank {rank} stops, in {doing}")
     time.sleep(linger)

@@ -1,4 +1,4 @@
-"""Signals that ask a rank to stop: held back until a thread can answer them, then read from a pipe.
+"""Signals that ask a rank to stop: blocked until a thread can handle them, then read from a pipe.
 
 Python's own handlers wait for the main thread, which may be inside a collective; the wake-up pipe does not. This module
 has no slow imports: train.py calls `hold` before it loads torch.
@@ -34,7 +34,7 @@ class Caught:
 
     def __enter__(self) -> Caught:
         self._old_wakeup = signal.set_wakeup_fd(self._write)
-        # Under nohup SIGHUP is ignored, and stays so.
+        # Under nohup, SIGHUP is ignored and stays ignored.
         caught = [number for number in self._numbers if signal.getsignal(number) != signal.SIG_IGN]
         self._old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in caught}
         release()
@@ -48,14 +48,14 @@ class Caught:
             signal.signal(number, handler)
 
     def wait(self, seconds: float) -> bytes:
-        """The numbers of the signals that have arrived, as soon as there are any."""
+        """Wait for signals, and return the numbers of those that have arrived."""
         ready, _, _ = select.select([self._read], [], [], seconds)
         return os.read(self._read, 64) if ready else b""
 
     def again(self, numbers: bytes) -> None:
-        """Make `wait` return these signals again: they are unanswered."""
+        """Make `wait` return these signals again, since they were not handled."""
         os.write(self._write, numbers)
 
     def wake(self) -> None:
-        """Make `wait` return now, in another thread."""
+        """Make a `wait` in another thread return now."""
         os.write(self._write, b"\0")

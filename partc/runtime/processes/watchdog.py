@@ -1,12 +1,12 @@
 """Failure detection: notices that another rank has died or was stopped, and ends this one with a message.
 
-A thread of each rank leaves a sign of life in the ranks' common store, watches its neighbour's, and looks for failures
-that other ranks have noted there. It works while the main thread waits in a collective. On SIGTERM and SIGUSR1 it also
-agrees with the others on the last step, if the run can be continued.
+A thread of each rank writes a sign of life into the ranks' common store, watches its neighbour's, and looks for
+failures that other ranks have noted there. It works while the main thread waits in a collective. On SIGTERM and SIGUSR1
+it also agrees with the others on the last step, if the run can be continued.
 
 A missing sign proves nothing: a call that holds Python's lock for a minute silences the thread. For a process on this
-machine the kernel knows its state, and ranks that see another one run there renew its sign for ranks elsewhere. Silence
-is counted in seconds in which the listener itself runs: a job that is suspended as a whole continues as a whole.
+machine, the kernel knows its state; ranks that see a silent one running renew its sign for ranks elsewhere. Silence is
+counted in seconds in which the listener itself runs, so a job that is suspended as a whole can continue as a whole.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from .processes import condition, end_stopped, here, siblings
 from .rendezvous import LauncherVariables, leave, store_holder
 from .signals import TERMINATING, Caught
 
-INTERVAL = 1.0  # seconds between signs of life, in worlds of a usual size
-SILENT = 3.0  # intervals without one after which a rank is looked at more closely
-PATIENCE = 15.0  # seconds without one after which a process that was stopped is lost
-AFAR = 22.0  # the same of one on another machine, which may have been stopped, or keep Python's lock
-HURRY = 5.0  # the same, once a connection has broken or the launcher stops all ranks
+INTERVAL = 1.0  # seconds between signs of life, except in very large worlds
+SILENT = 3.0  # intervals without a sign after which a rank is examined
+PATIENCE = 15.0  # seconds without a sign after which a stopped process counts as lost
+AFAR = 22.0  # the same for a process on another machine, which may be stopped, or hold Python's lock
+HURRY = 5.0  # the same after a connection has broken, or when the launcher stops all ranks
 
-ABORTED = 5.0  # seconds in which connections may be broken off; they may wait for peers, too
+ABORTED = 5.0  # seconds for breaking off connections, which may also wait for peers
 
 _FAILED, _SUSPECT = "failed", "suspect"
 _NAMED = 4  # ranks that a message names
-_ASKED = 256  # ranks of a world in which each may look at the signs of all
+_ASKED = 256  # the most ranks in a world in which every rank may read the signs of all
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The knowledge about another rank."""
+    """This rank's knowledge about another rank."""
 
     sign: str = ""
-    silent: float = 0.0  # seconds since it changed
-    renewed: str = ""  # the sign that this rank has left for it
+    silent: float = 0.0  # seconds since the sign changed
+    renewed: str = ""  # the sign that this rank has written on its behalf
 
 
 class Watchdog:
@@ -81,7 +81,7 @@ class Watchdog:
         self._caught = caught
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(clone_store(store),), daemon=True)
-        self._turns = 0  # turns of the thread's loop
+        self._turns = 0  # iterations of the thread's loop
         self._holder = ""  # the place of rank 0, if its process holds the store
         self._here = here()
 
@@ -95,7 +95,7 @@ class Watchdog:
     ) -> None:
         alike = isinstance(error, UsageError) and error.alike
         if isinstance(error, PeerLost | DistError):
-            # Most likely another rank failed: leave time to find out which, and let the thread report it.
+            # Most likely another rank failed: allow time to find out which, and let the thread report it.
             self._tell(_SUSPECT, "")
             time.sleep(HURRY + 5 * self._interval)
             self._note(
@@ -113,12 +113,12 @@ class Watchdog:
         self._caught.wake()
         self._thread.join()
         if alike and self._rank:
-            time.sleep(self._interval)  # rank 0 reports it: a launcher stops all ranks when the first one leaves
+            time.sleep(self._interval)  # rank 0 reports it, since a launcher stops all ranks when the first one leaves
         elif error is not None and not alike:
             self._outlast_others()
 
     def _busy(self) -> str:
-        """The activities of ranks that do not wait for others: one of them may be the cause of the waiting."""
+        """The activities of ranks that do not wait for others, one of which may be the cause of the waiting."""
         if self._size > _ASKED:
             return ""
         found = []
@@ -130,7 +130,7 @@ class Watchdog:
         return "".join(found[:_NAMED])
 
     def _note(self, failure: str) -> None:
-        """Tell all ranks; the first failure stands."""
+        """Report a failure to all ranks; only the first one counts."""
         self._tell(_FAILED, failure)
 
     def _tell(self, key: str, text: str) -> None:
@@ -147,13 +147,13 @@ class Watchdog:
                 self._stop(f"{store_holder()} died ({_first_line(error)})", 1)
 
     def _guard(self) -> None:
-        """Stop if the store does not answer. Counts seconds in which this process itself runs."""
+        """End this process if the store does not answer. Counts only seconds in which this process runs."""
         turns, seconds = 0, 0
         while not self._done.wait(1.0):
             seconds = seconds + 1 if turns == self._turns else 0
             turns = self._turns
             if seconds > self._patience + 2 * self._interval:
-                # Without a store each rank finds out for itself, before it ends the processes that the others observe.
+                # Without a store, each rank has to find out itself, before it ends the processes that others observe.
                 found = {rank: place for rank, place in siblings().items() if condition(place) == "stopped"}
                 holder = condition(self._holder) == "stopped"
                 why = f"{store_holder()} {'stalls, stopped by a signal' if holder else 'does not answer'}"
@@ -174,7 +174,7 @@ class Watchdog:
             now = time.monotonic()
             lost = self._lost(store, min(now - before, 2 * self._interval))
             before = now
-            if not lost and self.clock.waited > self._timeout:  # on CPUs the transfer itself gives up
+            if not lost and self.clock.waited > self._timeout:  # on CPUs the transfer itself times out
                 lost = f"rank {self._rank} has not moved for {self._timeout:g} s in {self.clock.doing}"
             if lost:
                 store.compare_set(_FAILED, "", lost)
@@ -183,14 +183,14 @@ class Watchdog:
                 if number == signal.SIGINT:
                     self._stop("interrupted", 130)
                 elif number in TERMINATING and terminated is None:
-                    # A launcher does this when a rank has died. Stay just long enough to learn which one.
+                    # A launcher does this when a rank has died. Stay long enough to learn which one.
                     terminated = now
                     store.set(_SUSPECT, "")
                 if number in (*TERMINATING, signal.SIGUSR1) and interruption is not None:
                     interruption.ask(store)
             if interruption is not None:
                 interruption.look(store)
-                if interruption.agreed:  # so all ranks live
+                if interruption.agreed:  # so all ranks are alive
                     terminated = None
             if terminated is not None and self._size == 1 and interruption is None:
                 self._stop("stopped by SIGTERM", 143)
@@ -199,10 +199,10 @@ class Watchdog:
         store.set(f"alive/{self._rank}", "")
 
     def _lost(self, store: Store, passed: float) -> str:
-        """The lost ranks among those behind this one; '' if there are none. `passed` are the seconds since the last
-        look.
+        """The lost ranks among those after this one; '' if there are none. `passed` are the seconds since the last
+        check.
 
-        A silent rank watches nobody, so the rank that it watched is watched from here.
+        A silent rank watches nobody, so this rank also watches the rank behind it.
         """
         if not self._holder and store_holder().startswith("rank 0"):
             self._holder = _place(self._sign(store, 0))
@@ -233,14 +233,14 @@ class Watchdog:
         return seen
 
     def _judged(self, store: Store, rank: int, seen: _Seen, hurry: bool, another: bool) -> str:
-        """The way in which a rank is lost; '' if it is not, or has left. After `another` lost rank, silence is
+        """How a rank was lost; '' if it is not lost, or has left regularly. After `another` lost rank, silence is
         sufficient evidence.
         """
         if not seen.sign:
             return ""
         found = condition(_place(seen.sign))
         if found == "gone":
-            return "died" if self._sign(store, rank) else ""  # a process that has left has no sign
+            return "died" if self._sign(store, rank) else ""  # a process that left regularly has deleted its sign
         if found == "stopped":
             patience = self._after(self._patience, hurry, another)
             return "stalls, stopped by a signal" if seen.silent > patience else ""
@@ -254,7 +254,7 @@ class Watchdog:
         return SILENT * self._interval if another else min(HURRY, patience) if hurry else patience
 
     def _renew(self, store: Store, rank: int, seen: _Seen) -> None:
-        """Tell other machines that a silent rank of this machine runs."""
+        """Renew the sign of a silent rank that runs on this machine, for ranks on other machines."""
         silent = SILENT * self._interval < seen.silent <= self._timeout
         if silent and condition(_place(seen.sign)) == "runs":
             number, _, rest = seen.sign.partition(" ")
@@ -262,31 +262,33 @@ class Watchdog:
             store.set(f"alive/{rank}", seen.renewed)
 
     def _sign(self, store: Store, rank: int) -> str:
-        """A rank's last sign of life; '' after its last."""
+        """A rank's latest sign of life; '' after it has left."""
         key = f"alive/{rank}"
         return store.get(key).decode() if store.check([key]) else ""
 
     def _signals(self) -> bytes:
-        """The numbers of the signals that arrived before the next sign of life is due."""
+        """The numbers of the signals that arrive before the next sign of life is due."""
         pending = self._interruption is not None and self._interruption.pending
         return self._caught.wait(0.05 if pending else self._interval)
 
     def _stop(self, why: str, code: int, *, stopped: Sequence[str] = ()) -> None:
         doing = self.clock.doing
         _break_off(self._leaving)
-        # Rank 0's process may host the store, from which the others have yet to read the failure.
+        # Rank 0's process may host the store, from which others still have to read the failure.
         linger = 3 * self._interval if stopped or (code == 1 and not self._rank) else 0.0
         leave(why, self._rank, doing, code, linger=linger, stopped=stopped)
 
     def _outlast_others(self) -> None:
-        """Wait for the others: rank 0's process may host the store, from which they have yet to read the failure."""
+        """Wait for the others: rank 0's process may host the store, from which they still have to read the failure."""
         if self._rank == 0:
             time.sleep(3 * self._interval)
 
 
 @contextmanager
 def breaking_off() -> Iterator[list[Callable[[], None]]]:
-    """On an error inside, call the functions in the list: they break off connections that would block this process."""
+    """A context that, on an error, calls the functions in its list, which break off connections that would block this
+    process.
+    """
     leaving: list[Callable[[], None]] = []
     try:
         yield leaving
@@ -296,7 +298,7 @@ def breaking_off() -> Iterator[list[Callable[[], None]]]:
 
 
 def _break_off(leaving: Sequence[Callable[[], None]]) -> None:
-    """Break connections off without waiting long, ignoring failures: the process ends after that."""
+    """Break off connections without waiting long, ignoring failures, since the process ends afterwards."""
 
     def run() -> None:
         for each in leaving:
@@ -309,9 +311,9 @@ def _break_off(leaving: Sequence[Callable[[], None]]) -> None:
 
 
 def _place(sign: str) -> str:
-    """The place of the process that left a sign."""
+    """The place of the process that wrote a sign."""
     return sign.split(" ", 2)[1] if sign else ""
 
 
 def _first_line(error: BaseException) -> str:
-    return re.sub(r"^\[[^]]*\] ", "", str(error).strip().partition("\n")[0])[:200]  # without a place in C++
+    return re.sub(r"^\[[^]]*\] ", "", str(error).strip().partition("\n")[0])[:200]  # without the C++ source location

@@ -1,4 +1,4 @@
-"""The command line of train.py: a table of its options, and the job that they make."""
+"""The command line of train.py: a table of its options, and the job that they describe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .tokens import DTYPES as TOKENS
 from .trace import wanted_steps
 from .tuning import given
 
-_OPTION = "option_"  # prefix of arguments that are options of an optimizer
+_OPTION = "option_"  # prefix of the arguments for optimizers' options
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Range:
 class TrainOption:
     """An option of train.py: its name, which is a field of Job, and its values.
 
-    `shown` is the default in help; `value` is that of argparse, None where the package or a checkpoint decides.
+    `shown` is the default in help; `value` is the default for argparse, None if the package or a checkpoint decides.
     """
 
     name: str
@@ -79,7 +79,7 @@ def a_path(text: str) -> Path:
 
 
 def _resumed(text: str) -> Path | str:
-    """A folder, or '' for that of --save."""
+    """The folder of --resume; '' stands for the folder of --save."""
     return a_path(text) if text else ""
 
 
@@ -93,7 +93,7 @@ _SEVERAL = {"action": "append"}
 def _number(
     name: str, help: str, shown: str, allowed: Range, metavar: str = "N", value: float | None = None
 ) -> TrainOption:
-    """An option whose value is a whole number (N or K) or a real one."""
+    """A numeric option: an integer if the metavar is N or K, else a float."""
     kind = int if metavar in ("N", "K") else float
     return TrainOption(name, help, shown, metavar, kind, allowed, value=value)
 
@@ -236,7 +236,7 @@ OPTIONS: tuple[TrainOption, ...] = (
     ),
 )
 
-# Options that another one gives a meaning, with their defaults.
+# Options that only have an effect with another option, with their defaults.
 _DEPENDENT: dict[str, dict[str, Any]] = {
     "save": {"save_every": SAVE_EVERY, "save_slack": 0, "keep": KEEP, "exit_code": 0},
     "eval_every": {"eval_batches": 1, "eval_data": None},
@@ -268,7 +268,7 @@ def parse(argv: Sequence[str], root: Path) -> Job:
 
 
 def _parsed(argv: Sequence[str]) -> dict[str, Any]:
-    """The values of all options; `options` has those of optimizers."""
+    """The values of all options; the entry `options` has the optimizer's options."""
     parser = Parser(prog="train.py", description="Train this package; one process per rank, under torchrun.")
     for each in OPTIONS:
         each.add_to(parser)
@@ -305,7 +305,7 @@ def _check_values(arguments: dict[str, Any]) -> None:
 
 
 def _check_installed(arguments: dict[str, Any], root: Path) -> None:
-    """Check that libraries which the run needs are there. Raises UsageError P0529 and P0531."""
+    """Check that the libraries that the run needs are installed. Raises UsageError P0529 and P0531."""
     if arguments["tensorboard"] is not None and importlib.util.find_spec("tensorboard") is None:
         raise UsageError("P0529", "TensorBoard is not installed", "pip install tensorboard", alike=True)
     if (root / "kernels").is_dir() and importlib.util.find_spec("triton") is None:
@@ -314,7 +314,9 @@ def _check_installed(arguments: dict[str, Any], root: Path) -> None:
 
 
 def _job(arguments: dict[str, Any], root: Path, plan: dict[str, Any]) -> Job:
-    """The job of checked arguments, with defaults of the package's plan. Raises UsageError P0521, P0533 and P0546."""
+    """The job for checked arguments, with defaults from the package's plan. Raises UsageError P0521, P0533 and
+    P0546.
+    """
     command = plan.get("command", {})
     for pattern in arguments["no_decay"] or ():
         if not spared(plan["parameters"], (pattern,)):
@@ -349,7 +351,7 @@ def _job(arguments: dict[str, Any], root: Path, plan: dict[str, Any]) -> Job:
 
 
 def _optimizer_options() -> dict[str, list[str]]:
-    """The options that have no flag of their own, and the optimizers that take them."""
+    """The options of optimizers without a separate flag -> the optimizers that take them."""
     found: dict[str, list[str]] = {}
     for kind in KINDS.values():
         for name in kind.parameters:
@@ -359,7 +361,7 @@ def _optimizer_options() -> dict[str, list[str]]:
 
 
 def _check_graphs(arguments: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Raise UsageError P0533 if the host takes part in a step."""
+    """Raise UsageError P0533 if CUDA graphs are wanted but the host takes part in a step."""
     if "uncaptured" in plan:
         raise uncaptured(plan["uncaptured"], "leave out --cuda-graphs, or add --no-cuda-graphs")
     for name, why in (

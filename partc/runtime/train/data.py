@@ -1,7 +1,7 @@
-"""The batches of a training: the same on every run, cut to this rank and to microbatches.
+"""The batches of a training: the same in every run, cut to this rank and to microbatches.
 
-The model file's `data` is a function of the step, an iterable, or a function that makes one. An iterable is read in
-order by every rank that needs its batches; a checkpoint keeps its position. A token file takes the place of `data`.
+The model file's `data` is a function of the step, an iterable, or a function that returns one. Every rank that needs
+the batches of an iterable reads them in order; a checkpoint keeps the position. A token file takes the place of `data`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .precision import as_real, dtype_held
 from .tokens import TokenFile, TokenRows, ordered
 
 Say = Callable[[str], None]
-_APART = 1 << 40  # the first number of batches that no training reads
-_KEPT = 80  # positions of batches; more than are read ahead
+_APART = 1 << 40  # the number from which on batches are not used by any training
+_KEPT = 80  # the number of stored batch positions: more than are read ahead
 
 
 def load_model_file(path: Path) -> ModuleType:
-    """Import the package's copy of the user's model file, and what it imports from `sources/`."""
+    """Import the package's copy of the user's model file, which may import modules from `sources/`."""
     sys.path.insert(0, str(path.parent / "sources"))
     spec = importlib.util.spec_from_file_location("partc_model_file", path)
     assert spec is not None and spec.loader is not None
@@ -48,7 +48,7 @@ def load_model_file(path: Path) -> ModuleType:
 
 
 def call_with_options(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Call a function of the model file with the options that it accepts."""
+    """Call a function of the model file with those options that it accepts."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return function(**options)
@@ -68,8 +68,8 @@ def global_batch(
 ) -> Any:
     """The whole batch of a step: `data(step)` if the model file has it, else `batch()` under the step's own seed.
 
-    Both receive the options that they accept. `name` is another function in place of `data`, `first` the number of
-    step 0 among the seeds. Raises UsageError P0530 if `data` fails.
+    Both receive the options that they accept. `name` is the function's name if it is not `data`; seeds are numbered
+    from `first`. Raises UsageError P0530 if `data` fails.
     """
     with _seeded(seed, first + step):
         batch = (
@@ -81,7 +81,9 @@ def global_batch(
 
 
 def takes_step(data: Any) -> bool:
-    """Whether a model file's `data` is a function of the step, and not an iterable or a function that makes one."""
+    """Whether a model file's `data` is a function of the step, rather than an iterable or a function that returns
+    one.
+    """
     if hasattr(data, "__iter__") or not callable(data):
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -93,7 +95,9 @@ def takes_step(data: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A token file, the type of its numbers if it is bare, and whether labels are the `next` tokens or the `same`."""
+    """A token file, the type of its numbers if it has no header, and whether labels are the `next` tokens or the
+    `same`.
+    """
 
     path: str
     dtype: str | None = None
@@ -113,11 +117,12 @@ class BatchSource(Protocol):
         """A rank's part of the entries that its stages read."""
 
     def position(self, number: int) -> str:
-        """The position behind a batch, for a checkpoint; '' if its number says all."""
+        """The position behind a batch, for a checkpoint; '' if the batch's number determines it."""
 
 
 class MadeWhole:
-    """Batches that are made whole, by a function of their number; the last `kept` are for other ranks of this process.
+    """Batches that are created whole, by a function of their number; the last `kept` stay for other ranks of this
+    process.
 
     `plan` describes the entries; every batch must have them. Raises UsageError P0543.
     """
@@ -149,11 +154,11 @@ class MadeWhole:
 
 
 class InOrder(MadeWhole):
-    """The batches of an iterable, in order. Every pass over it is an epoch; `again` says whether another one follows.
+    """The batches of an iterable, in order. Every pass over it is an epoch; `again`: another epoch may follow.
 
-    If it has `state_dict` and `load_state_dict` (as torchdata's StatefulDataLoader does), `state` continues it behind
-    the batches before `start`. Any other iterable is read from the beginning, as it was the first time. Raises
-    UsageError P0530 (it fails), P0543 (a batch of another form) and P0544 (it ends).
+    If it has `state_dict` and `load_state_dict` (like torchdata's StatefulDataLoader), it continues from `state` behind
+    the first `start` batches. Any other iterable is read again from the beginning. Raises UsageError P0530 (it fails),
+    P0543 (a batch of another form) and P0544 (it ends).
     """
 
     def __init__(
@@ -171,16 +176,17 @@ class InOrder(MadeWhole):
         say: Say,
         made: Any,
     ) -> None:
-        """`made` is the iterable, which a function may have made."""
+        """`made` is the iterable, if it already exists."""
         super().__init__(self._read, plan, name, kept=kept)
-        self._shards: dict[str, Shard] | None = None  # of the entries that a stream of examples fills
+        self._shards: dict[str, Shard] | None = None  # the shards of the entries that a stream of examples fills
         self._module, self._seed, self._dtype, self._again = module, seed, dtype, again
         self._say = say
         data = getattr(module, name)
         make = lambda: call_with_options(data, plan["options"])  # noqa: E731
         given = hasattr(data, "__iter__")
         self._iterable = made
-        self._renew = make if not given and hasattr(self._iterable, "__next__") else None  # the iterator of an epoch
+        # Creates the iterator of a further epoch.
+        self._renew = make if not given and hasattr(self._iterable, "__next__") else None
         if not hasattr(self._iterable, "__iter__"):
             kind = type(self._iterable).__name__
             help = "data is data(step), an iterable of batches, or a function that returns one"
@@ -219,7 +225,7 @@ class InOrder(MadeWhole):
                 return _cast(self._entry_form(batch), self._dtype)
 
     def _entry_form(self, batch: Any) -> Any:
-        """A batch of examples in the form of batch()."""
+        """A batch of a stream of examples, in the form of batch()."""
         if self._shards is None:
             return batch
         rows = batch_rows(self._shards)
@@ -250,7 +256,7 @@ class InOrder(MadeWhole):
         return self._one()
 
     def _begin(self, prepare: Callable[[], object] = lambda: None) -> None:
-        """Start an epoch."""
+        """Start an epoch: create its iterator."""
         for each in (self._iterable, getattr(self._iterable, "sampler", None)):
             set_epoch = getattr(each, "set_epoch", None)
             if callable(set_epoch):
@@ -268,7 +274,7 @@ class InOrder(MadeWhole):
 
 
 def _restored(position: str) -> tuple[int, int, Any]:
-    """The epoch, the number of its batches before a position, and the iterable's state."""
+    """Decode a position: the epoch, the number of batches read in it, and the iterable's state."""
     help = "resume from an older one; nothing was changed"
     try:
         found = decoded(position)
@@ -294,8 +300,7 @@ def source(
     tokens: Tokens | None = None,
     name: str = "data",
 ) -> BatchSource:
-    """The batches of a token file, of the model file's `name`, or of `batch()`; `start` of them have been read before.
-
+    """The batches of a token file, of the model file's `name`, or of `batch()`; `start` of them have already been read.
     Raises UsageError P0545 if a token file cannot be used.
     """
     how: dict[str, Any]
@@ -360,11 +365,11 @@ def _unfit(cause: str, help: str) -> UsageError:
 
 @contextmanager
 def _seeded(seed: int, number: int) -> Iterator[None]:
-    """A context in which the host's generators are those of a batch, on every rank: torch's, Python's and NumPy's."""
+    """A context in which the host's generators (torch, Python, NumPy) are seeded for a batch, equally on all ranks."""
     numpy: Any = sys.modules.get("numpy")
     own = seed * 1_000_003 + number + 1
     held = torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
-    torch.default_generator.manual_seed(own)  # the host's alone: a device may be recording
+    torch.default_generator.manual_seed(own)  # only the host's generator: a device may be recording
     random.seed(own)
     if numpy:
         numpy.random.seed(own % 2**32)
@@ -390,10 +395,10 @@ def _asked(module: ModuleType, name: str, number: int, ask: Callable[[], Any]) -
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    """The batch with its floating-point tensors in the dtype that the package computes in."""
+    """The batch with its floating-point tensors in the dtype in which the package computes."""
     try:
         found = entries(batch)
-    except Malformed:  # which `fitting` explains
+    except Malformed:  # `fitting` explains the error
         return batch
     held = {name: x.to(dtype_held(x.dtype, dtype)) for name, x in found.items() if isinstance(x, Tensor)}
     return rebuilt(batch, {name: x for name, x in held.items() if x is not found[name]})
@@ -407,7 +412,7 @@ def local_batch(
     count: int,
     device: torch.device,
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """This rank's part of the entries that its stage reads, whole and in `count` microbatches."""
+    """This rank's part of the entries that its stages read, as a whole and in `count` microbatches."""
     local = {name: x.to(device) for name, x in own_part(batch, inputs, sizes, coordinate).items()}
     return local, in_microbatches(local, inputs, sizes, count)
 
@@ -415,14 +420,14 @@ def local_batch(
 def own_part(
     batch: Mapping[str, Tensor], inputs: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """This rank's part of the entries that its stage reads, on the batch's device."""
+    """This rank's part of the entries that its stages read, on the batch's device."""
     return {name: _alone(shard.local(batch[name], sizes, coordinate)) for name, shard in inputs.items()}
 
 
 def in_microbatches(
     local: Mapping[str, Tensor], inputs: Mapping[str, Shard], sizes: Mapping[str, int], count: int
 ) -> list[dict[str, Tensor]]:
-    """A rank's part in `count` microbatches."""
+    """A rank's part, divided into `count` microbatches."""
     return [
         {name: microbatch_part(x, inputs[name].dims, sizes, count, m).contiguous() for name, x in local.items()}
         for m in range(count)
@@ -430,6 +435,6 @@ def in_microbatches(
 
 
 def _alone(part: Tensor) -> Tensor:
-    """A contiguous copy, unless the part owns its memory: a view would keep the whole alive."""
+    """The part, copied if it is a view, which would keep the whole batch alive."""
     part = part.contiguous()
     return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()

@@ -1,4 +1,4 @@
-"""The entries of a batch: its tensors and constants by path, and the batch again from other ones.
+"""The entries of a batch: its tensors and constants by path; and the reverse, a batch with other entries.
 
     {"inputs": {"ids": x}, "weights": (y, 0.5)}  ->  inputs.ids: x, weights.0: y, weights.1: 0.5
 
@@ -52,12 +52,12 @@ def entries(batch: Any) -> Entries:
 
 
 def rebuilt(batch: Any, found: Mapping[str, Any]) -> Any:
-    """A batch of the same form and types with these entries in place of its own."""
+    """A batch with the form and types of `batch`, and the entries in `found`."""
     return _mapped(batch, "", lambda path, item: found.get(path, item))
 
 
 def of_model(model: nn.Module, batch: Any) -> Any:
-    """The model's result for a batch if there is no loss function: entries are arguments, by name or by position."""
+    """The model's result for a batch without a loss function: entries are arguments, by name or by position."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if type(batch) in (list, tuple) else model(batch)
@@ -96,7 +96,7 @@ def _mapped(item: Any, path: str, leaf: Callable[[str, Any], Any]) -> Any:
             held = getattr(item, field.name)
             value = _mapped(held, _joined(path, field.name), leaf)
             if value is not held:
-                object.__setattr__(made_of, field.name, value)  # of a frozen one too
+                object.__setattr__(made_of, field.name, value)  # also in frozen dataclasses
         return made_of
     return leaf(path, item)
 

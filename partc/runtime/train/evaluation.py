@@ -1,4 +1,4 @@
-"""Evaluations between steps: `evaluate` of the model file, forward only, on the training's ranks and parameters."""
+"""Evaluations between steps: the model file's `evaluate`, forward only, on the training's ranks and parameters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .data import BatchSource, Say, Tokens, source
 from .data import in_microbatches as cut
 from .job import Job
 
-NAME = "eval_data"  # of the model file
+NAME = "eval_data"  # the function's name in the model file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The evaluations of one rank. Its stages exist only while one runs, with what they gather."""
+    """The evaluations of one rank. Their stages, and the parameters that these gather, exist only while one runs."""
 
     job: Job
     model_file: ModuleType
@@ -36,13 +36,14 @@ class Evaluation:
     parameters: Mapping[str, Tensor]
 
     def due(self, done: int) -> bool:
-        """Whether an evaluation follows after this number of steps."""
+        """Whether an evaluation is due after this number of steps."""
         return bool(self.job.eval_every) and (done % self.job.eval_every == 0 or done == self.job.steps)
 
     def run(self) -> dict[str, float]:
-        """The means of `evaluate`'s scalars over the first batches of the data, on ranks of the stage that makes them.
+        """The means of `evaluate`'s scalars over the first batches of the data, on ranks of the stage that computes
+        them.
 
-        Their names are those of the log: `evaluation` for one scalar, `evaluation/loss` for one of a dict.
+        They have their names in the log: `evaluation` for a single scalar, `evaluation/loss` for one in a dict.
         """
         clock, job = self.comm.clock, self.job
         clock.entering("an evaluation")
@@ -69,7 +70,7 @@ class Evaluation:
 def evaluation_data(job: Job, model_file: ModuleType, say: Say = lambda line: None) -> BatchSource:
     """The batches of an evaluation, from their beginning: --eval-data, or `eval_data` of the model file.
 
-    Without either, batches of `batch()` under seeds that no step has.
+    Without either, batches of `batch()` under seeds that steps do not use.
     """
     tokens = None if job.eval_data is None else Tokens(job.eval_data, job.data_dtype, job.data_labels)
     how: dict[str, Any] = {"seed": job.seed, "dtype": job.dtype, "again": job.data_end == "repeat"}

@@ -1,8 +1,8 @@
 """Datasets of examples as data: tables of Hugging Face's `datasets`, whose columns are the entries of the batch.
 
 A table with a length is read by rows: batch n has the rows n * B to n * B + B of an epoch, in the table's order, and a
-rank reads its own ones. A table that is only iterated is batched by its own `batch`. Nothing here imports `datasets`:
-objects are known by their attributes.
+rank reads only its own rows. A table that can only be iterated is batched by its own `batch`. Nothing here imports
+`datasets`: objects are recognised by their attributes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from .entries import rebuilt
 
 
 def is_table(data: Any) -> bool:
-    """Whether data are examples under the names of columns, of a known number."""
+    """Whether data is a table with named columns and a known number of examples."""
     return hasattr(data, "column_names") and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
 def is_stream(data: Any) -> bool:
-    """Whether data are examples under the names of columns, to be read in order."""
+    """Whether data is a stream of examples with named columns."""
     return hasattr(data, "column_names") and callable(getattr(data, "batch", None)) and not hasattr(data, "__len__")
 
 
 class ExampleRows:
-    """Batches of the rows of a table; `form` is a batch with the constants.
+    """Batches of a table's rows; `form` is a batch with the constants.
 
     Raises UsageError P0530 (the table fails), P0543 (it does not fit the batch) and P0544 (it ends).
     """
@@ -45,7 +45,7 @@ class ExampleRows:
             raise UsageError("P0543", cause, "name columns like the entries of batch(): rename_column", alike=True)
         select = getattr(table, "select_columns", None)
         self._table = select(list(self._shards)) if callable(select) else table
-        self.count = len(table) // self.rows  # batches of an epoch
+        self.count = len(table) // self.rows  # batches per epoch
         if not self.count:
             cause = f"{name} of the model file has {len(table):,} rows, and a batch {self.rows:,}"
             raise UsageError("P0544", cause, "give a longer one, or compile for a smaller batch", alike=True)
@@ -88,7 +88,7 @@ class ExampleRows:
 
 
 def batch_rows(shards: Mapping[str, Shard]) -> int:
-    """The number of examples of a batch. Raises UsageError P0543 if the entries have different ones."""
+    """The number of examples in a batch. Raises UsageError P0543 if it differs between entries."""
     lengths = {shard.shape[:1] for shard in shards.values()}
     if len(lengths) != 1 or () in lengths:
         cause = "a dataset fills entries with one row for each example, and the entries of batch() are not all such"
@@ -97,7 +97,7 @@ def batch_rows(shards: Mapping[str, Shard]) -> int:
 
 
 def as_entry(column: Any, name: str, shard: Shard, rows: int) -> Tensor:
-    """The column of some examples as a tensor of the entry's type. Raises UsageError P0543."""
+    """A column of some examples as a tensor of the entry's type. Raises UsageError P0543."""
     shape = (rows, *shard.shape[1:])
     try:
         if isinstance(column, Tensor):

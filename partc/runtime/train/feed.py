@@ -15,7 +15,7 @@ Part = Mapping[str, Tensor]
 class Feed:
     """This rank's parts of batches, by number; up to `ahead` of them are prepared in advance.
 
-    Parts are prepared one at a time, in order, and equal those without a thread. With `pin` they are in page-locked
+    Parts are prepared one at a time, in order, and are the same as without a thread. With `pin` they are in page-locked
     memory, from which copies to the device do not block the host.
     """
 
@@ -24,7 +24,7 @@ class Feed:
         self._coming: deque[_Coming] = deque()
 
     def __call__(self, number: int) -> Part:
-        """The part of one batch. Raises the error of its preparation, if any."""
+        """The part of one batch. Raises the error of its preparation, if there was one."""
         if not self._ahead:
             return self._make(number)
         if not self._coming or self._coming[0].number != number:
@@ -43,7 +43,7 @@ class Feed:
 
 
 class _Coming:
-    """A batch that a thread prepares after the one before it."""
+    """A batch that a thread prepares after the previous one."""
 
     def __init__(self, number: int, make: Callable[[int], Part], before: _Coming | None) -> None:
         self.number = number

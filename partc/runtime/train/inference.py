@@ -1,4 +1,4 @@
-"""Inference by a package that only runs forward: results of batches of data, in files."""
+"""Inference with a forward-only package: writes the results of batches of data into files."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _PASSED_ON = ("--init", "--data", "--data-dtype", "--data-labels", "--seed", "--
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceJob(Job):
-    """The job of infer.py: batches up to `steps`, or to the end of the data if this is 0."""
+    """The job of infer.py: `steps` batches, or all batches of the data if this is 0."""
 
     out: Path = Path("results")
     checkpoint_of: Path | None = None
 
     @property
     def start(self) -> int:
-        """The first batch, whatever the steps of a checkpoint."""
+        """The first batch, which does not depend on a checkpoint's steps."""
         return 0
 
     @property
@@ -60,7 +60,7 @@ def main(argv: Sequence[str], root: Path) -> int:
 
 
 def check(argv: Sequence[str], root: Path) -> InferenceJob:
-    """Parse infer.py's command line. Raises UsageError P0521, P0535 and those of train.py's."""
+    """Parse infer.py's command line. Raises UsageError P0521, P0535 and the errors of train.py's command line."""
     parser = Parser(prog="infer.py", description="Run this package forward; one process per rank.")
     add = parser.add_argument
     add("--out", type=a_path, default=Path("results"), metavar="DIR", help="the folder of the results; results")
@@ -95,7 +95,7 @@ def check(argv: Sequence[str], root: Path) -> InferenceJob:
 
 
 def _prepared(job: Job, together: Together, say: Say) -> Job:
-    """The job with the checkpoint that its parameters come from. Raises UsageError P0523 to P0525."""
+    """The job with the checkpoint of its parameters. Raises UsageError P0523 to P0525."""
     assert isinstance(job, InferenceJob)
     old = next(iter(sorted(job.out.glob("batch_*.safetensors"))), None) if together.rank == 0 else None
     if together.broadcast("" if old is None else "occupied"):
@@ -143,7 +143,7 @@ def _infer(
 
 
 def _end(job: InferenceJob, data: BatchSource, *, say: bool) -> int | None:
-    """The number of batches; None for all of an iterable's. Raises UsageError P0521 if the data have no end."""
+    """The number of batches; None for all batches of an iterable. Raises UsageError P0521 if the data has no end."""
     if job.steps or isinstance(data, InOrder):
         return job.steps or None
     if isinstance(data, ExampleRows):
@@ -157,9 +157,9 @@ def _end(job: InferenceJob, data: BatchSource, *, say: bool) -> int | None:
 
 
 def _write(job: Job, path: Path, found: Mapping[str, Tensor], rank: Rank, comm: Comm) -> None:
-    """Write the results of a batch into one file: every rank its own parts, one rank those that several have.
+    """Write the results of a batch into one file. Every rank writes its parts; of equal parts, one rank writes.
 
-    The file gets its name once it is complete.
+    The file gets its name when it is complete.
     """
     plan = job.plan["results"]
     shards = {name: Shard(entry["dtype"] + entry["layout"]) for name, entry in plan.items()}
@@ -191,7 +191,7 @@ def _write(job: Job, path: Path, found: Mapping[str, Tensor], rank: Rank, comm: 
 
 
 def _runs(part: Tensor, box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """The stretches of a box that follow each other in the whole tensor: the first element's place, and the values."""
+    """The runs of a box's elements that are contiguous in the whole tensor: (index of the first element, values)."""
     whole = next((dim for dim in reversed(range(len(shape))) if box.sizes[dim] != shape[dim]), 0)
     inner = math.prod(shape[whole + 1 :])
     ahead = [range(start, start + size) for start, size in zip(box.offsets[:whole], box.sizes[:whole], strict=True)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .data import call_with_options
 from .replay import CannotReplay, Recording, named_tensors, record, registered
 
-SMALL = 64 << 20  # bytes: less than torch itself takes, and replaying loads more of torch than that
+SMALL = 64 << 20  # bytes; replaying loads modules of torch that take more
 
 
 def initialise(
@@ -27,10 +27,11 @@ def initialise(
     size: int | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> None:
-    """Pass the wanted parameters and buffers to `take(name, tensor)`: whole, one after the other, and not kept.
+    """Pass the wanted parameters and buffers to `take(name, tensor)`: whole tensors, one at a time, not kept
+    afterwards.
 
-    Memory for one tensor at a time suffices (see replay.py). The whole model is built if `size`, its bytes, is small,
-    or if its constructor cannot be replayed; `say` receives the reason.
+    Memory for one tensor at a time suffices (see replay.py). The whole model is built if it is small (`size` bytes), or
+    if its constructor cannot be replayed; `say` receives the reason.
     """
 
     def build() -> nn.Module:
@@ -55,11 +56,11 @@ def _threads() -> int:
 
 
 def state_dtypes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """The names and dtypes of the model's state dict, which omits some buffers; computed without memory if possible."""
+    """The names and dtypes in the model's state dict, which omits some buffers; computed without memory if possible."""
     try:
         with torch.device("meta"):
             model = call_with_options(module.model, options)
-    except Exception:  # whatever a constructor can't do without values
+    except Exception:  # constructors may fail in any way without values
         model = call_with_options(module.model, options)
     return {name: x.dtype for name, x in model.state_dict().items()}
 
@@ -69,7 +70,7 @@ def _recorded(build: Callable[[], nn.Module], seed: int, say: Callable[[str], No
         return record(build, seed)
     except CannotReplay as reason:
         why = str(reason)
-    except Exception as error:  # whatever it is: the plain constructor has no such limits, or raises it again
+    except Exception as error:  # the plain constructor has no such limits, or raises the error again
         why = f"{type(error).__name__} on fake tensors: {str(error).partition(chr(10))[0][:120]}"
     say(f"building the whole model in memory to initialise it: {why}")
     return None

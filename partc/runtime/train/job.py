@@ -59,7 +59,7 @@ class Job:
     weight_decay: float | None = None
     no_decay: tuple[str, ...] = ()
     group: tuple[str, ...] = ()
-    options: Mapping[str, str] = field(default_factory=dict)  # the optimizer's, as the command line gives them
+    options: Mapping[str, str] = field(default_factory=dict)  # the optimizer's options from the command line
     save: Path | None = None
     save_every: int = SAVE_EVERY
     save_slack: int = 0
@@ -81,9 +81,9 @@ class Job:
     cuda_graphs: bool = False
     attention: str = "auto"
     deterministic: bool = False
-    given: frozenset[str] = frozenset()  # the options in `CONTINUED` that the command line gives
+    given: frozenset[str] = frozenset()  # the options in `CONTINUED` that are on the command line
     checkpoint: Checkpoint | None = None  # found by `resume`
-    attempt: str = ""  # names this run, if it saves
+    attempt: str = ""  # a name for this run, if it saves checkpoints
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -114,13 +114,13 @@ class Job:
 
     @property
     def balance(self) -> dict[str, float]:
-        """The sizes of the updates of routers' biases, whose gradients are loads of experts."""
+        """Map routers' biases, whose gradients are loads of experts, to the sizes of their updates."""
         parameters = self.plan["parameters"]
         return {name: entry["balance"] for name, entry in parameters.items() if "balance" in entry}
 
     @property
     def dims(self) -> dict[str, int]:
-        """The numbers of dimensions of trained parameters."""
+        """The number of dimensions of each trained parameter."""
         return {name: len(entry["shape"]) for name, entry in self.plan["parameters"].items() if entry["trainable"]}
 
     @property
@@ -140,14 +140,14 @@ class Job:
 
     @property
     def run(self) -> dict[str, Any]:
-        """The training's description in a checkpoint; a continuation inherits the entries in `CONTINUED`."""
+        """The description of the training for a checkpoint; a continued run inherits the entries in `CONTINUED`."""
         kept = {name: self.plan.get(name) for name in ("name", "mesh", "microbatches", "precision", "options")}
         kept |= {"init": self._origin, "states": self.recipe.states(self.dims)}
         return kept | {name: getattr(self, name) for name in CONTINUED}
 
     @property
     def _origin(self) -> str | None:
-        """The file that the training started from, if any."""
+        """The file of initial parameters, if there is one."""
         if self.checkpoint is not None:
             return self.checkpoint.run.get("init")
         return None if self.init is None else str(self.init.resolve())
@@ -156,7 +156,7 @@ class Job:
         return self.save is not None and (step % self.save_every == 0 or step == self.steps)
 
 
-# Decided at the start of a training; a continued one keeps them unless given again.
+# Options that are fixed at the start of a training; a continued one keeps them unless they are given again.
 DEFAULTS: dict[str, Any] = {
     "optimizer": "adamw", "lr": 1e-3, "accumulate": 1, "clip": None, "lr_schedule": "constant", "warmup": 0,
     "min_lr": 0.0, "weight_decay": None, "no_decay": (), "group": (), "data": None,
@@ -166,7 +166,7 @@ CONTINUED = ("seed", *DEFAULTS)
 
 
 def told_of_memory(job: Job) -> str:
-    """A line for a run whose optimizer keeps other tensors than that of the memory account; '' if it does not."""
+    """A message if the run's optimizer keeps other tensors than the one in the memory account; else ''."""
     command = job.plan.get("command", {})
     optimizer = command.get("optimizer", recipes.DEFAULT)
     compiled = Recipe.of(optimizer, groups=command.get("group", ()), balance=job.balance)
@@ -201,7 +201,7 @@ def with_options(job: Job, before: str = "") -> Job:
 
 
 def check_places(job: Job) -> None:
-    """Check that a run on this machine can read and write the files in its options.
+    """Check that a run on this machine can read and write the files named in its options.
 
     Raises UsageError P0521, P0523, P0526, P0527, P0538 and P0545.
     """
@@ -236,7 +236,7 @@ def check_places(job: Job) -> None:
 
 
 class _Undecided(Exception):
-    """Only the model itself can decide."""
+    """The plan does not determine whether parameters fit; the model file has to be loaded."""
 
 
 def _undecided() -> NoReturn:
@@ -247,8 +247,8 @@ _ROOM = "name a place with room that all ranks can write to"
 
 
 def _why_not(name: str, path: Path, folder: Path) -> str:
-    """The reason why `path`, which is `folder` or a file in it, cannot be written; '' if it can. New folders are made
-    later.
+    """The reason why `path`, which is `folder` or a file in it, cannot be written; '' if it can. New folders are
+    created later.
     """
     why = ""
     try:
@@ -273,7 +273,7 @@ def _why_not(name: str, path: Path, folder: Path) -> str:
 
 
 def _is_log(path: Path) -> bool:
-    """Whether a file is empty, or starts as the metrics of a run."""
+    """Whether a file is empty, or starts like a run's metrics."""
     with regular(path) as file:
         line = file.readline(1 << 20)
     try:
@@ -295,7 +295,7 @@ def option(name: str) -> str:
 
 
 def prepared(job: Job, together: Together, say: Say) -> Job:
-    """The job with the checkpoint that it continues, once all ranks agree. Raises UsageError P0522 to P0525."""
+    """The job with the checkpoint that it continues, after all ranks have agreed. Raises UsageError P0522 to P0525."""
     if job.resume is not None:
         checkpoint = newest(job.resume, together, needed=job.resume != job.save, say=say)
         if checkpoint is None:
@@ -319,7 +319,7 @@ def prepared(job: Job, together: Together, say: Say) -> Job:
 
 def _continued(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
     """The checkpoint's settings for options that the command line omits; the learning rate may change."""
-    for name in ("seed", "accumulate"):  # a step's batches follow from its number and theirs
+    for name in ("seed", "accumulate"):  # the batches of a step depend on these
         if name in job.given and getattr(job, name) != checkpoint.run[name]:
             raise UsageError(
                 "P0521",
@@ -331,7 +331,7 @@ def _continued(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _check_states(job: Job, checkpoint: Checkpoint) -> None:
-    """Raise UsageError P0521 if the optimizer keeps other tensors than the checkpoint has."""
+    """Raise UsageError P0521 if the tensors that the optimizer keeps are not those in the checkpoint."""
     mine, theirs = job.recipe.states(job.dims), sorted(map(list, states_in(checkpoint.run)))
     if recipes.parsed(job.optimizer)[0] != recipes.parsed(checkpoint.run["optimizer"])[0] or mine != theirs:
         raise UsageError(
@@ -343,7 +343,7 @@ def _check_states(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def _occupied(job: Job, folder: Path) -> str:
-    """The reason why this run must not save in a folder (it has another run's or later checkpoints); '' if it may."""
+    """The reason why this run must not save in a folder (it has later checkpoints, or another run's); '' if it may."""
     own = job.checkpoint is not None and folder.resolve() == job.checkpoint.path.resolve().parent
     for path in checkpoints(folder):
         if own and job.checkpoint is not None and path.name in job.checkpoint.passed_over:

@@ -22,9 +22,9 @@ from .step_times import Split
 
 
 class StepLog:
-    """Opened on the single rank that has the loss and the coordinate 0 on every other axis.
+    """The log. Only one rank opens it: the one that has the loss, at coordinate 0 on every other axis.
 
-    `tokens` and `flops` are those of a step, `peak` the flops per second of all ranks with their source, `board` a
+    `tokens` and `flops` are numbers per step, `peak` the flops per second of all ranks and their source, `board` a
     folder for TensorBoard.
     """
 
@@ -115,11 +115,11 @@ class StepLog:
                 self._board.close()
 
     def _tell(self, text: str) -> None:
-        with suppress(OSError):  # a terminal that has been closed ends no training
+        with suppress(OSError):  # a closed terminal does not end the training
             print(text, end="", file=self._stream, flush=True)
 
     def _bar(self, done: int, line: str) -> str:
-        """The line with a progress bar and the remaining time, as wide as the terminal."""
+        """The line with a progress bar and the remaining time, in the terminal's width."""
         passed = time.monotonic() - self._began
         left = round(passed / max(1, done - self._start) * (self._steps - done))
         line = f"{line}  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
@@ -132,7 +132,7 @@ class StepLog:
 
 
 def _fullest(loads: Mapping[str, float]) -> str:
-    """The largest load of an expert over the mean, among all layers, and the largest share of dropped rows."""
+    """Text: the largest load of an expert over the mean, among all layers, and the largest share of dropped rows."""
     largest, dropped = (
         max((value for name, value in loads.items() if name.endswith(f"/{word}")), default=0.0)
         for word in ("largest", "dropped")
@@ -155,14 +155,14 @@ class _LogLine:
 
 
 def _opened(path: Path, how: int) -> TextIO:
-    """A file to write. Raises OSError for a pipe without a reader, for which opening would wait."""
+    """Open a file for writing. Raises OSError for a pipe without a reader, which would block."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | how, 0o666)
     os.set_blocking(descriptor, True)
     return open(descriptor, "w")
 
 
 def _earlier(path: Path, start: int) -> str:
-    """The lines of the continued run, up to its continuation."""
+    """The lines of the run that is continued, up to its continuation."""
     if not start or not path.is_file():
         return ""
     kept = []

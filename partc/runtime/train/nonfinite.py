@@ -15,8 +15,8 @@ from torch import Tensor
 from ..comm.comm import Comm
 from ..errors import UsageError
 
-_SUFFIX = "_forward"  # of the function that a region is, in a stage's module
-_found: dict[int, dict[str, Any]] = {}  # by thread: ranks in one process share a stage's module
+_SUFFIX = "_forward"  # suffix of a region's forward function in a stage's module
+_found: dict[int, dict[str, Any]] = {}  # thread -> findings; ranks in one process share a stage's module
 
 
 def explain(
@@ -29,7 +29,7 @@ def explain(
     calls: list[dict[str, Any]],
     rerun: Callable[[], object],
 ) -> UsageError:
-    """The error to stop with, equal on every rank; all ranks call this. `calls` are the plan's."""
+    """The error with which to stop, equal on every rank. All ranks must call this. `calls` are the plan's."""
     mine: dict[str, Any] = {"order": [], "text": "", "loss": loss}
     held = {**{f"parameter {name}": x for name, x in parameters.items()}, **{f"input {n}": x for n, x in batch.items()}}
     before = next((name for name, x in held.items() if not _finite(x)), None)

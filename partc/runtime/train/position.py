@@ -28,7 +28,7 @@ def encoded(state: Any) -> str:
 
 
 def decoded(text: str) -> Any:
-    """The state that `encoded` made a text of. Raises Malformed."""
+    """The inverse of `encoded`. Raises Malformed."""
     try:
         return _unpacked(json.loads(text))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, RuntimeError, OverflowError) as error:

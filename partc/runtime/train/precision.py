@@ -1,4 +1,4 @@
-"""The precision of a model's own code: in float64 its casts stay there, and grouped products take any dtype."""
+"""The precision of a model's own code: in float64, casts keep float64; grouped products accept any dtype."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from torch.overrides import TorchFunctionMode
 
 
 def held_in(precision: str) -> torch.dtype:
-    """The dtype of parameters and of the trace; lower precision is chosen later, where it is safe."""
+    """The dtype of parameters and of the trace; lower precision is introduced later, where it is safe."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def dtype_held(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """`dtype` for floating-point tensors, the complex one of such parts for complex tensors; the given one else."""
+    """The dtype in which a tensor is held: `dtype` for floats, its complex counterpart for complex tensors, else
+    `given`.
+    """
     if given.is_complex:
         return dtype.to_complex()
     return dtype if given.is_floating_point else given
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones in a new last dimension, as packages hold them."""
+    """A complex tensor as pairs of real numbers in a new last dimension, as in packages; other tensors unchanged."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
@@ -35,7 +37,7 @@ _WIDE = {
 
 
 class _AnyGrouped(TorchFunctionMode):
-    """Computes torch's grouped products, which take few dtypes and aligned rows, in the dtype of their operands."""
+    """Computes torch's grouped products, which support few dtypes and only aligned rows, in any dtype."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,7 +57,7 @@ class _AnyGrouped(TorchFunctionMode):
 
 
 class _Double(_AnyGrouped):
-    """Replaces floating-point dtypes in arguments of functions by float64, and complex ones by that of such parts."""
+    """Replaces floating-point dtypes in arguments of functions by float64, and complex ones by complex128."""
 
     def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half):
@@ -70,7 +72,7 @@ class _Double(_AnyGrouped):
 def _grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     """The product of each group's rows with its matrix, x[s, i] w[g, i, o] -> [s, o]; zero for rows of no group.
 
-    torch's own lacks double precision, and traces in bf16 alone.
+    torch's own function lacks double precision, and only traces in bf16.
     """
     parts = [x[start:end] @ w[group] for group, (start, end) in enumerate(_groups(offs))]
     return torch.cat([*parts, x.new_zeros(x.shape[0] - sum(map(len, parts)), w.shape[2])])
@@ -114,8 +116,8 @@ def _groups(offs: Tensor) -> Iterator[tuple[int, int]]:
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
     """Make `dtype` the default; for float64, also replace explicit float32, bfloat16 and float16.
 
-    A model that computes its norms or its loss in float32, or products in bfloat16, would otherwise round there, and
-    could not be compared to 1e-10.
+    Otherwise a model that computes its norms or loss in float32, or products in bfloat16, would round there, and could
+    not be compared to 1e-10.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

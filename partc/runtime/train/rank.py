@@ -1,4 +1,4 @@
-"""One rank of a training: its literals, its stages' classes, and its tensors with their first values."""
+"""One rank of a training: its place, its stages' classes, and its tensors with initial values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rank:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    done: int = 0  # steps, with those before this run
+    done: int = 0  # the number of steps done, including those before this run
 
     @property
     def number(self) -> int:
@@ -48,7 +48,7 @@ class Rank:
 
     @property
     def acks(self) -> dict[Slot, tuple[int, ...]]:
-        """By stage and microbatch of a value that a peer sends, the microbatches whose gradients the value confirms."""
+        """Map the (stage, microbatch) of a peer's sent value to the microbatches whose gradients it confirms."""
         rows = map(parse_schedule, self.place.schedules.values())
         return {slot: acks for row in rows for slot, acks in acknowledged_by(row).items()}
 
@@ -71,7 +71,7 @@ class Rank:
 
 def load_rank(number: int, device: torch.device, job: Job) -> Rank:
     if device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # runs kernels, if there are any, without a GPU
+        os.environ["TRITON_INTERPRET"] = "1"  # runs Triton kernels without a GPU
     place = Place.of(number, job.sizes)
     stages = {stage: importlib.import_module(f"stages.stage_{stage}").Stage for stage in place.stages}
     kernels = importlib.import_module("kernels") if (job.root / "kernels").is_dir() else None
@@ -81,7 +81,7 @@ def load_rank(number: int, device: torch.device, job: Job) -> Rank:
 def materialise(
     job: Job, model_file: ModuleType, ranks: Sequence[Rank], device: torch.device, together: Together
 ) -> None:
-    """Give every rank its shards of the initial parameters, or of a checkpoint's."""
+    """Give every rank its shards of the initial parameters, or of a checkpoint's parameters."""
     places = [_ModelTensors(rank, job.sizes, device) for rank in ranks]
     options = job.plan["options"]
     source = job.checkpoint
@@ -119,7 +119,7 @@ def materialise(
 
 
 class _ModelTensors:
-    """The places of a rank's parameters by the model's own names; rows of stacks are in one tensor."""
+    """The destinations of a rank's parameters, by the model's own names; rows of stacks share a tensor."""
 
     def __init__(self, rank: Rank, sizes: Mapping[str, int], device: torch.device) -> None:
         stacks = {

@@ -1,13 +1,13 @@
 """Building a model one tensor at a time: its constructor runs on fake tensors, and its operations are replayed.
 
 `record` runs the constructor without memory and records its operations on every storage, in order. `Recording.replay`
-repeats them with real memory, with equal draws from the generator: a storage is filled from its first relevant
-operation to its last, handed over, and freed. If the constructor reads a value (`.item()`, a rejection loop), it is
-computed at once, draws included.
+repeats them with real memory and the same random draws: a storage is filled from its first relevant operation to its
+last, passed on, and freed. If the constructor reads a value (`.item()`, a rejection loop), it is computed at once,
+draws included.
 
 Every rank replays the draws of the whole model, so their speed determines the start-up time of a large model. One
-thread advances the generator from draw to draw, without computing the numbers if the number of random words of a draw
-is known; other threads compute the wanted tensors, each from the generator's state at its draw.
+thread advances the generator from draw to draw. If the number of random words of a draw is known, it skips them without
+computing numbers. Other threads compute the wanted tensors, each from the generator's state at its draw.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _FILLS = frozenset(
     }
 )
 _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted"})
-# 32-bit random words of a draw for each element, and the number of elements drawn at a time.
+# For each draw: 32-bit random words per element, and the number of elements drawn at a time.
 _WORDS = {torch.float32: 1, torch.float64: 2, torch.bfloat16: 1, torch.float16: 1}
 _NORMALS = 16
-_SKIPPED = 1 << 16  # words that are skipped at a time
-_WAITING = 1 << 28  # bytes of finished tensors that may wait to be handed over
-_RECORDING_STATE = 0x9A57C0DE  # a state of the generator that no constructor sets
+_SKIPPED = 1 << 16  # the number of words skipped at a time
+_WAITING = 1 << 28  # the most bytes of finished tensors that wait to be passed on
+_RECORDING_STATE = 0x9A57C0DE  # a state of the generator that constructors do not set
 
 
 class CannotReplay(Exception):
-    """The constructor did something that a replay could get wrong."""
+    """The constructor did something that cannot be replayed reliably."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,10 @@ class RecordedOp:
     kwargs: dict[str, Any]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    fills: int | None  # the storage that it overwrites whole
+    fills: int | None  # the storage that it overwrites completely
     results: tuple[View, ...]
     random: bool
-    state: Tensor | None = None  # the generator's state before it, once that is known
+    state: Tensor | None = None  # the generator's state before it, when known
 
 
 @dataclass(slots=True)
@@ -107,11 +107,11 @@ class Recording:
     sizes: dict[int, int] = field(default_factory=dict)  # storage -> bytes
     constants: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     tensors: dict[str, View] = field(default_factory=dict)
-    drawn: int = 0  # number of steps that have made their draws, while recording
+    drawn: int = 0  # the number of steps whose draws have been made while recording
     state: Tensor = field(default_factory=torch.default_generator.get_state)  # the generator's state after these draws
 
     def replay(self, wanted: Collection[str], take: Callable[[str, Tensor], None], *, threads: int = 1) -> None:
-        """Pass each wanted tensor to `take(name, tensor)`, with the constructor's draws from the generator.
+        """Pass each wanted tensor to `take(name, tensor)`, and make the constructor's draws from the generator.
 
         `take` runs on the calling thread, in the order in which the constructor finished the tensors.
         """
@@ -190,7 +190,7 @@ class Recording:
     def _live(self, needed: set[int]) -> set[int]:
         """The steps that determine the final contents of the needed storages.
 
-        Includes steps whose draws may depend on values that they read, for which scratch memory is not a substitute.
+        Includes steps whose draws may depend on values that they read, because scratch memory cannot replace these.
         """
         needed, live = set(needed), set()
         for index in range(len(self.steps) - 1, -1, -1):
@@ -211,7 +211,7 @@ class Recording:
         return memory[storage]
 
     def _run(self, step: RecordedOp, memory: dict[int, torch.UntypedStorage], state: Tensor | None = None) -> None:
-        """Repeat a step; if a state is given, with a generator in that state instead of the default one."""
+        """Repeat a step, with the default generator or with one in the given state."""
         real = lambda view: view.of(self._memory(memory, view.storage))  # noqa: E731
         args, kwargs = tree_map_only(View, real, (step.args, step.kwargs))
         if state is not None:
@@ -252,7 +252,7 @@ class _Workers:
         before = {future for storage in storages if (future := self._last.get(storage)) is not None}
 
         def run() -> None:
-            for future in before:  # submitted earlier, so that some thread has it
+            for future in before:  # submitted earlier, so some thread is working on it
                 future.result()
             with torch.no_grad():
                 task()
@@ -281,7 +281,7 @@ def _words(name: str, dtype: torch.dtype, count: int, dense: bool) -> int | None
     if name == "uniform_" and dtype in _WORDS:
         return count * _WORDS[dtype]
     if name == "normal_" and dtype in _WORDS and dense and count >= _NORMALS:
-        # The last elements that do not fill a group are drawn again as a group, padded in 16 bits.
+        # The last, incomplete group of elements is drawn again as a whole group (padded in 16 bits).
         rest = count % _NORMALS
         more = 0 if not rest else _NORMALS if dtype.itemsize > 2 else _NORMALS - rest
         return (count + more) * _WORDS[dtype]
@@ -290,7 +290,7 @@ def _words(name: str, dtype: torch.dtype, count: int, dense: bool) -> int | None
 
 @functools.cache
 def _agrees(name: str, dtype: torch.dtype) -> bool:
-    """Whether this torch takes as many random words for a draw as `_words` predicts."""
+    """Whether this version of torch uses as many random words for a draw as `_words` predicts."""
     drawn, skipped = torch.Generator(), torch.Generator()
     for count in (16, 35, 64):
         drawn.manual_seed(count)
@@ -303,19 +303,19 @@ def _agrees(name: str, dtype: torch.dtype) -> bool:
 
 
 def _skip(generator: torch.Generator, words: int) -> None:
-    """Advance a generator by this number of words: drawing a byte takes one."""
+    """Advance a generator by this number of words: drawing one byte takes one word."""
     scratch = torch.empty(min(words, _SKIPPED), dtype=torch.uint8)
     for start in range(0, words, _SKIPPED):
         scratch[: words - start].random_(generator=generator)
 
 
 class _Recorder(TorchDispatchMode):
-    """Records each operation, then lets the fake mode beneath compute the shape of its result."""
+    """Records each operation, then lets the fake mode below compute the shape of its result."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.recording = recording
-        self._kept: list[Tensor] = []  # so that no storage's identity is used twice
+        self._kept: list[Tensor] = []  # keeps storages alive, so that ids are not reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -376,7 +376,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
+    """The arguments to which an operation writes."""
     found = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -407,7 +407,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, under each of their names, complex ones as pairs of real numbers."""
+    """All parameters and buffers, under each of their names; complex ones as pairs of real numbers."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name, as_real(parameter.detach() if not isinstance(parameter, FakeTensor) else parameter)
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -415,7 +415,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def registered(model: Any, without: Container[str] = ()) -> Any:
-    """The model; a tensor that a module keeps as a plain attribute becomes a buffer that no state dict has.
+    """The model; a tensor that a module keeps as a plain attribute becomes a non-persistent buffer.
 
     Tensors that require gradients, those in the memory of a weight, and the paths `without` stay as they are.
     """
@@ -437,7 +437,7 @@ def registered(model: Any, without: Container[str] = ()) -> Any:
 class _Surroundings:
     """The environment of a constructor while it is recorded.
 
-    The default generator cannot be saved, set or seeded: fake tensors draw nothing, so its state is meaningless.
+    The default generator cannot be saved, set or seeded: fake tensors do not draw, so its state is meaningless.
     `module.to(...)` replaces a parameter's data, as on real tensors; on fake tensors torch would try to swap them, and
     fail.
     """

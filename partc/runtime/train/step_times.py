@@ -1,12 +1,11 @@
 """The split of a step's seconds: a rank's own work, communication that it waits for, and the pipeline's bubble.
 
-`compute` is a rank's own work. `exposed_communication` is its waiting in collectives (also for slower ranks), for
-transfers that are on their way, and for its own sends to leave. `bubble` is its waiting in receives for a pipeline peer
-that has not sent yet. Each is the mean over all ranks, so that they add up to the step; the mean is the time that more
-hardware, or a better plan, could win back.
+`compute` is a rank's own work. `exposed_communication` is the time that it waits in collectives (also for slower
+ranks), for transfers in progress, and for its own sends to finish. `bubble` is the time that it waits in receives for a
+pipeline peer that has not sent yet. Each is the mean over all ranks, so that they add up to the step.
 
-The lateness of a peer is measured without a common clock. After each step every rank tells its pipeline peers when it
-sent. Processes of one machine read one clock. For others the offset is half of the difference between the quickest
+The lateness of a peer is measured without a common clock. After each step every rank reports to its pipeline peers when
+it sent. Processes on one machine share a clock. For others the offset is half of the difference between the quickest
 transfers there and back, as in the Network Time Protocol (Mills 1991, section 3).
 """
 
@@ -27,7 +26,7 @@ from .job import Job
 from .trace import Trace, wanted_steps
 
 _SHORT = {"fp64": "f64", "fp32": "f32", "bf16": "bf16", "fp16": "f16"}
-_FAR = 1 << 62  # nanoseconds: nothing has come yet
+_FAR = 1 << 62  # nanoseconds; nothing has been received yet
 
 
 class Split(NamedTuple):
@@ -39,7 +38,7 @@ class Split(NamedTuple):
 
 
 def split(intervals: Sequence[Interval], late: int) -> Split:
-    """The split of one rank, whose peers were late by `late` nanoseconds."""
+    """The split of one rank; `late` is the total lateness of its peers in nanoseconds."""
     work = waits = 0
     for interval in intervals:
         if interval.kind == "work":
@@ -50,7 +49,7 @@ def split(intervals: Sequence[Interval], late: int) -> Split:
 
 
 class Times:
-    """The times of one rank. Every rank has one or none: they communicate at a step's end."""
+    """The measurements of one rank. Either all ranks have one or none: they communicate at a step's end."""
 
     def __init__(
         self,
@@ -73,12 +72,12 @@ class Times:
 
     @classmethod
     def of(cls, job: Job, comm: Comm, rank: int, links: Mapping[Link, int], stages: Sequence[int]) -> Times:
-        """The measurements that a run asks for. Raises UsageError P0521."""
+        """The measurements that a run needs. Raises UsageError P0521."""
         trace = None
         if job.trace is not None:
             steps = wanted_steps(job.trace_steps, job.start, job.steps)
             trace = Trace(job.trace, steps, root=job.root, rank=rank, world_size=job.world_size, links=links)
-        metrics = job.measures and not job.cuda_graphs  # graphs, whose replays are not measured
+        metrics = job.measures and not job.cuda_graphs  # replays of graphs cannot be measured
         return cls(comm, sizes=job.sizes, links=links, stages=stages, metrics=metrics, trace=trace)
 
     def peak(self, job: Job) -> tuple[float, str]:
@@ -95,7 +94,7 @@ class Times:
             self._comm.clock.start(self._comm.device)
 
     def end(self, step: int) -> Split | None:
-        """After a step's update; None if no metrics are wanted."""
+        """After a step's update: the step's split; None if no metrics are wanted."""
         intervals = self._comm.clock.stop()
         if self._trace is not None:
             self._trace.add(step, intervals)
@@ -105,7 +104,7 @@ class Times:
         return split
 
     def close(self) -> None:
-        """After the last step, which may come before the end of the traced steps."""
+        """After the last step, which may precede the end of the traced steps."""
         self._comm.clock.stop()
         if self._trace is not None:
             self._trace.write()
@@ -122,7 +121,7 @@ class Times:
 
 
 class _Lateness:
-    """The time that a rank waits in receives until its peers send."""
+    """Measures the time that a rank waits in receives before its peers send."""
 
     def __init__(self, comm: Comm, links: Mapping[Link, int], stages: Sequence[int]) -> None:
         self._comm = comm
@@ -130,11 +129,12 @@ class _Lateness:
         self._in = [link for link in sorted(links) if link[0] not in stages]
         self._peers = links
         self._machine = machine()
-        self._near: set[int] | None = None  # peers that read the same clock, and know it, once all have answered
-        self._quickest = dict.fromkeys(links.values(), _FAR)  # by peer, from its sending to this rank's having
+        self._near: set[int] | None = None  # peers known to share the clock; None until all have answered
+        # Peer -> shortest time from its send to this rank's receipt.
+        self._quickest = dict.fromkeys(links.values(), _FAR)
 
     def of(self, intervals: Sequence[Interval]) -> int:
-        """The nanoseconds of one step; all peers call this together."""
+        """The lateness of peers in one step, in nanoseconds. All peers must call this."""
         if not self._peers:
             return 0
         sent = self._exchanged(
@@ -153,7 +153,7 @@ class _Lateness:
         return late
 
     def _offsets(self) -> dict[int, int]:
-        """For each peer, the offset of this rank's clock from the peer's."""
+        """For each peer, the offset between this rank's clock and the peer's."""
         if self._near is None:
             answers = self._exchanged({link: [self._machine] for link in self._out}, dict.fromkeys(self._in, 1))
             here = {self._peers[link] for link, (there,) in answers.items() if there == self._machine}
@@ -167,14 +167,14 @@ class _Lateness:
         return [link for link in links if self._peers[link] not in (self._near or ())]
 
     def _offset(self, link: Link, machine: int, quickest: int) -> int:
-        """The offset of this rank's clock from its peer's; `quickest` is the peer's measurement of this rank."""
+        """The offset between this rank's clock and its peer's; `quickest` is the peer's measurement for this rank."""
         mine = self._quickest[self._peers[link]]
         if machine == self._machine or _FAR in (mine, quickest):
             return 0 if machine == self._machine or mine == _FAR else mine
         return (mine - quickest) // 2
 
     def _exchanged(self, said: Mapping[Link, Sequence[int]], counts: Mapping[Link, int]) -> dict[Link, list[int]]:
-        """The numbers that the other ends of incoming links send; those ends do the same."""
+        """Exchange numbers over links: `said` is sent over outgoing ones; returns those received over incoming ones."""
         device = self._comm.device
         for link, numbers in said.items():
             self._comm.send(bring(torch.tensor(numbers, dtype=torch.int64), device), link)
@@ -184,7 +184,7 @@ class _Lateness:
 
 
 def _over(intervals: Sequence[Interval], kind: str, link: Link) -> list[Interval]:
-    """The intervals of a link in the order of posting, which both ends share."""
+    """The intervals of a link in the order of posting, which is the same on both ends."""
     over = f"link {link[0]} {link[1]}"
     found = [interval for interval in intervals if interval.kind == kind and interval.over == over]
     return sorted(found, key=lambda interval: interval.posted)

@@ -1,7 +1,7 @@
 """Training steps on one rank: forward and backward of the step's batches, then an update.
 
-The device's work is in three functions, which read only memory that the host has written before: `_batch` for each
-batch, `_measure` and `_update`. With CUDA graphs they are recorded once, and replayed from then on.
+The device's work is in three functions, which only read memory that the host has written before: `_batch` for each
+batch, `_measure` and `_update`. With CUDA graphs they are recorded once and then replayed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .job import Job
 class Done:
     """The results of a step."""
 
-    loss: float | None  # of the whole batch, on ranks of the stage that makes it
-    seconds: float  # from its first batch to the end of its update, on the device too if the host waits for it
-    data: float  # the part of them in which the host makes batches and copies them to the device
+    loss: float | None  # the loss of the whole batch, on ranks of the stage that computes it
+    seconds: float  # from the first batch to the end of the update; includes the device's work if the host waits for it
+    data: float  # the part of `seconds` in which the host prepares batches and copies them to the device
     updated: Updated
     recorded: dict[str, Tensor]  # gradients, if the job records them
     loads: Mapping[str, float]  # the spreads of experts' loads
@@ -53,7 +53,7 @@ class Steps:
     device: torch.device
     stages: Mapping[int, PipelineStage]
     actions: Sequence[Action]
-    acks: Acks  # by values of other ranks
+    acks: Acks  # acknowledgements by other ranks' values
     inputs: Mapping[str, Shard]
     parameters: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
@@ -62,7 +62,7 @@ class Steps:
     scale: LossScale | None
     part_of: Callable[[int], Mapping[str, Tensor]]  # batch number -> this rank's part, on the host
     finish_saving: Callable[[], None]  # called before an error that ends the run
-    graph: Callable[[], RecordedGraph] | None = None  # makes a graph, if steps are recorded
+    graph: Callable[[], RecordedGraph] | None = None  # creates a graph, if steps are recorded
 
     def __post_init__(self) -> None:
         self._local: dict[str, Tensor] = {}  # this rank's part of a batch
@@ -75,7 +75,7 @@ class Steps:
         return work if self.graph is None else RecordedWork(work, self.graph())
 
     def run(self, step: int) -> Done:
-        """Take a step, counted from 0. Raises UsageError P0528, on all ranks."""
+        """Run a step, counted from 0. Raises UsageError P0528 on all ranks."""
         clock = self.comm.clock
         clock.step = step + 1
         started = time.perf_counter()
@@ -105,7 +105,7 @@ class Steps:
         updated = self.update.ended(step, self._norm, skipped=not goes_on)
         self._norm = None
         if self.job.report is not None:
-            finish(self.device)  # ranks without a loss have launched their work, and not waited for it
+            finish(self.device)  # ranks without a loss have launched their work without waiting for it
         seconds = time.perf_counter() - started
         loss = sum(known) / self.job.accumulate if known else None
         reported = self.job.report is not None and step + 1 == self.job.steps
@@ -118,7 +118,8 @@ class Steps:
 
     def _take(self, part: Mapping[str, Tensor]) -> None:
         if self.graph is None or not self._local:
-            part = part if self.graph is None else {name: x.clone() for name, x in part.items()}  # written to later
+            # Replays write to these later.
+            part = part if self.graph is None else {name: x.clone() for name, x in part.items()}
             self._local = {name: bring(x, self.device) for name, x in part.items()}
             return
         for name, x in part.items():
@@ -159,7 +160,7 @@ class Steps:
                 stage.parts.refresh()
 
     def _check(self, step: int, made: Tensor | None, run: Callable[[], object]) -> None:
-        """Stop all ranks if a loss is not finite, and name the operation that made it so."""
+        """Stop all ranks if a loss is not finite, and name the operation that caused it."""
         self.comm.clock.entering("the check of its loss")
         loss = None if made is None else made.item()
         if self.comm.any(loss is not None and not math.isfinite(loss)):

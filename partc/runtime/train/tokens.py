@@ -1,7 +1,7 @@
 """Token files as data: one long row of token numbers on disk, mapped into memory.
 
-A `.bin` file has nothing but little-endian numbers, a `.npy` file one array. An epoch has each row of the length of the
-batch's once, in an order that follows from the seed and the epoch; a rank reads its own rows only.
+A `.bin` file only has little-endian numbers, a `.npy` file one array. In an epoch each row, of the batch's row length,
+is read once, in an order that follows from the seed and the epoch; a rank only reads its own rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = {name: getattr(torch, name) for name in ("uint8", "uint16", "uint32", "
 _NPY = {"|u1": "uint8", "<u2": "uint16", "<u4": "uint32", "<i4": "int32", "<i8": "int64"}
 _LABELS = frozenset({"labels", "label", "targets", "target", "y"})
 _ROUNDS = 4
-_STRETCH, _STRETCHES = 1 << 18, 64  # tokens of a file that are read before a run
+_STRETCH, _STRETCHES = 1 << 18, 64  # tokens per stretch, and stretches, that are checked before a run
 
 
 class TokenFile:
@@ -59,7 +59,7 @@ class TokenFile:
         return len(self._tokens)
 
     def rows(self, starts: Iterable[int], length: int, below: int | None) -> Tensor:
-        """Rows of tokens from these positions. A token of `below` or more is none of the model's."""
+        """Rows of tokens from these positions. Raises UsageError P0545 for a token of `below` or more."""
         found = torch.stack([self._tokens[start : start + length].to(torch.int64) for start in starts])
         least, most = (int(x) for x in found.aminmax())
         if least < 0 or (below is not None and most >= below):
@@ -75,13 +75,13 @@ class TokenFile:
             raise self._unusable(cause, "give a longer file, or compile for shorter rows")
 
     def sample(self, below: int | None) -> None:
-        """Check stretches over the whole file: all of up to 16 million tokens. Raises UsageError P0545."""
+        """Check stretches across the file: all tokens if there are at most 16 million. Raises UsageError P0545."""
         step = _STRETCH * -(-len(self) // (_STRETCH * _STRETCHES))
         for start in range(0, len(self), step):
             self.rows([start], _STRETCH, below)
 
     def _header(self) -> tuple[str, int, int]:
-        """The type, the first byte and the number of elements of a NumPy file."""
+        """The type, the offset of the data and the number of elements of a NumPy file."""
         try:
             if self._memory[:6] != b"\x93NUMPY":
                 raise ValueError("it does not start as one")
@@ -103,10 +103,10 @@ class TokenFile:
 
 
 class TokenRows:
-    """Batches of token rows: the first entry of the batch are tokens, the second those that follow or the same ones.
+    """Batches of token rows: the first entry of the batch has tokens, the second one labels.
 
-    `labels` is `next` or `same`. Without `shuffles` rows come in the file's order. `form` is a batch with the
-    constants. Raises UsageError P0544 and P0545.
+    `labels` is `next` (the tokens that follow) or `same`. Without `shuffles`, rows come in the file's order. `form` is
+    a batch with the constants. Raises UsageError P0544 and P0545.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class TokenRows:
         self.names = ordered(plan)
         self.rows, self.length = self._shards[self.names[0]].shape
         self._behind = labels == "next" and len(self.names) == 2
-        self.count = (len(file) - self._behind) // self.length  # rows of an epoch
+        self.count = (len(file) - self._behind) // self.length  # rows per epoch
         file.need(self.length + self._behind)
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ class TokenRows:
         return self._file.rows(starts, self.length, self._below[name]).to(self._shards[name].dtype)
 
     def _row(self, index: int) -> int:
-        """The place in the file of a row in the order of reading."""
+        """The index in the file of the row that is read at `index`."""
         epoch, index = divmod(index, self.count)
         if epoch and not self._again:
             help = "--data-end repeat reads it again in another order"
@@ -171,7 +171,7 @@ def _shards(plan: Mapping[str, Any]) -> dict[str, Shard]:
 
 
 def ordered(plan: Mapping[str, Any]) -> tuple[str, ...]:
-    """The entries that tokens fill: tokens, and labels if there are any. Raises UsageError P0545."""
+    """The names of the entries to fill: tokens, and labels if there are any. Raises UsageError P0545."""
     shards = _shards(plan)
     shapes = {shard.shape for shard in shards.values()}
     fits = len(shards) in (1, 2) and len(shapes) == 1 and all(len(shape) == 2 for shape in shapes)
@@ -183,7 +183,9 @@ def ordered(plan: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_file(path: Path, dtype: str | None, plan: Mapping[str, Any], labels: str | None) -> None:
-    """Check before a run that a file has a row of the batch, and tokens of the model. Raises UsageError P0545."""
+    """Check before a run that a file has enough tokens for a row, and only tokens of the model. Raises UsageError
+    P0545.
+    """
     names = ordered(plan)
     limits = [entry["below"] for entry in plan["inputs"].values() if "below" in entry]
     file = TokenFile(path, dtype)
@@ -192,7 +194,9 @@ def check_file(path: Path, dtype: str | None, plan: Mapping[str, Any], labels: s
 
 
 def shuffled(index: int, count: int, key: int) -> int:
-    """The place of `index` in a permutation of `count` places: a Feistel network on the numbers below a power of 4."""
+    """The image of `index` under a permutation of `count` numbers: a Feistel network on the numbers below a power
+    of 4.
+    """
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:

@@ -35,7 +35,7 @@ def wanted_steps(text: str | None, start: int, steps: int) -> range:
 
 
 class Trace:
-    """One rank's intervals of the steps from `first` to before `last`, counted from 0."""
+    """One rank's intervals in the steps from `first` to before `last`, counted from 0."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Trace:
         return step in self._steps
 
     def add(self, step: int, intervals: Sequence[Interval]) -> None:
-        """Add the intervals of a step, if it is wanted; the last one writes the file."""
+        """Add the intervals of a step, if it is wanted; writes the file after the last one."""
         if step not in self._steps:
             return
         self._kept.append({"step": step + 1, "intervals": intervals})

@@ -1,4 +1,4 @@
-"""The training loop of the package's train.py, on one rank of many or on all of them at once."""
+"""The entry of the package's train.py: runs one rank of many, or all ranks in one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .tuning import configure_kernels
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task of all ranks: they agree on the job, then each does its work."""
+    """A task of all ranks: they agree on a job, then each rank does its work."""
 
     prepared: Callable[[Job, Together, Say], Job]
     work: Callable[..., None]
@@ -53,12 +53,13 @@ def main(argv: Sequence[str], root: Path) -> int:
 
 
 def run(job_of: Callable[[], Job], task: Task) -> int:
-    """Do a task on all ranks, or on this one under torchrun. Returns the exit code."""
+    """Do a task on all ranks, or on this rank under torchrun. Returns the exit code."""
     report: Path | None = None
     try:
         job = job_of()
         report = job.report
-        here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")  # all ranks are on this machine
+        # Whether all ranks are on this machine.
+        here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
         if job.virtual or here:
             check_places(job)
         keep_freed_memory()
@@ -101,7 +102,7 @@ def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
     _configure_kernels(job, ranks[0], device, together, tell)
     model_file = load_model_file(job.root / "model.py")
     materialise(job, model_file, ranks, device, together)
-    data = batches_of(job, model_file, tell, kept=2)  # no rank is two batches behind another
+    data = batches_of(job, model_file, tell, kept=2)  # no rank is more than one batch behind another
 
     def work(number: int) -> None:
         rank = ranks[number]
@@ -123,7 +124,7 @@ def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
 
 
 def _launch(job: Job) -> str:
-    """The command of the first node, or of all."""
+    """The launch command, of the first node if there are several."""
     commands = launches(job.world_size, job.plan["command"].get("nodes"))
     return commands[0] if len(commands) == 1 else f"on {len(commands):,} nodes, {commands[0]} and so on"
 
@@ -160,7 +161,7 @@ def _run_this_rank(job: Job, task: Task) -> bool:
         model_file = load_model_file(job.root / "model.py")
         clock.entering("the choice of its checkpoint")
         say = tell if number == 0 else lambda line: None
-        if job.save is not None:  # until this process ends: a checkpoint may be on its way until then
+        if job.save is not None:  # held until this process ends, since a checkpoint may be in progress until then
             sole(job.save, together, timeout=job.timeout, say=say)
         job = task.prepared(job, together, say)
         if memory := told_of_memory(job):

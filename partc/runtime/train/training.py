@@ -113,7 +113,7 @@ class _Trained:
     view: ModelView
     parameters: Mapping[str, Tensor]
     memory: GradientMemory
-    names: tuple[str, ...]  # of trained parameters
+    names: tuple[str, ...]  # names of trained parameters
     optimizer: Optimizer | None
     scaled: Gradients
     stages: Mapping[int, PipelineStage]
@@ -165,7 +165,7 @@ class _Trained:
         return {name: held[name] for name in self.names}
 
     def restore(self, device: torch.device) -> None:
-        """Restore the checkpoint's states, besides parameters. Does nothing without a checkpoint."""
+        """Restore the checkpoint's states other than parameters. Does nothing without a checkpoint."""
         checkpoint, sizes, coordinate = self.job.checkpoint, self.job.sizes, self.rank.place.coordinate
         if checkpoint is None:
             return
@@ -207,7 +207,7 @@ def _steps(
     saver: Saver | None,
     graph: Callable[[], RecordedGraph] | None,
 ) -> Steps:
-    """The steps of a rank, whose stages have been set up."""
+    """The steps of a rank whose stages have been set up."""
     comm.clock.entering("setup")
     routers = (decoded(PlanRouter, each) for each in job.plan.get("routers", ()))
     comm.loads.expect(routers, trained.stages, device, counted=job.measures or job.report is not None)
@@ -255,10 +255,10 @@ class _Training:
     steps: Steps
     evaluation: Evaluation
     collect: Callable[[int], None]  # collects garbage after a step
-    measuring: float = 0.0  # seconds between two steps, which count for the throughput of the second one
+    measuring: float = 0.0  # seconds between two steps, which count towards the throughput of the second one
 
     def run(self, interruption: Interruption | VirtualInterruption | None) -> None:
-        """Take all steps, or those before an interruption."""
+        """Run all steps, or those before an interruption."""
         self.times.begin(self.job.start)
         for step in range(self.job.start, self.job.steps):
             if interruption is not None and interruption.before(step):
@@ -276,7 +276,7 @@ class _Training:
                 self._save(self.saver)
 
     def _measure(self, step: int, done: Done) -> None:
-        """Evaluate where an evaluation is due, and log the step."""
+        """Run an evaluation if one is due, and log the step."""
         seconds, aside = done.seconds + self.measuring, {"data": done.data, "measuring": self.measuring}
         self.rank.seconds.append(seconds)
         begun = time.perf_counter()

@@ -3,8 +3,8 @@
     {"NVIDIA H200, Triton 3.7.1": {"silu_mul 1f0c88a2": {"BLOCK": 2048, "num_warps": 8}}}
 
 A kernel is identified by its name and a digest of its source. The first rank times the candidates, before other memory
-is allocated, and tells all ranks: the last bits of some kernels depend on the configuration, and copies must stay
-equal.
+is allocated, and all ranks use its choices: the last bits of some kernels' results depend on the configuration, and
+copies of parameters must stay equal.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ..processes.agreement import Together
 from ..whole_files import write_whole
 
 FILE = "tuned.json"  # in the package's folder of kernels
-BETTER = 0.98  # of the default configuration's time; a slower candidate is not chosen
+BETTER = 0.98  # a candidate is chosen only below this share of the default configuration's time
 RUNS, WARM = 20, 3
-FLUSHED = 256 << 20  # bytes, more than caches have: each run finds its operands in memory
+FLUSHED = 256 << 20  # bytes, more than the caches' size, so that each timed run reads its operands from memory
 OPTIONS = ("num_warps", "num_stages")
 MOST_OPTION = 32
-_WRONG = "wrong: "  # before the cause, in place of choices
+_WRONG = "wrong: "  # prefix of an error's cause, sent in place of choices
 
 Configuration = Mapping[str, int]
-Choices = dict[str, dict[str, int]]  # by kernel
-Table = dict[str, Choices]  # by GPU and version of Triton, in the files
+Choices = dict[str, dict[str, int]]  # kernel -> configuration
+Table = dict[str, Choices]  # "GPU, version of Triton" -> choices, as in files
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class TunableKernel:
 def configure_kernels(
     package: ModuleType, folder: Path, device: torch.device, together: Together, *, file: Path | None, say: Say
 ) -> None:
-    """On all ranks together: configure the kernels in `folder` by a user's `file`, or by the fastest here.
+    """Configure the kernels in `folder` by a user's `file`, or by timing them here. All ranks must call this.
 
     Raises UsageError P0532.
     """
@@ -111,7 +111,9 @@ def kernels_of(package: ModuleType) -> tuple[TunableKernel, ...]:
 
 
 def fastest(candidates: Sequence[Configuration], seconds: Callable[[Configuration], float]) -> dict[str, int]:
-    """The fastest candidate; the first one, unless another is clearly faster. NaN marks a candidate that cannot run."""
+    """The fastest candidate, or the first one unless another is clearly faster. NaN marks a candidate that cannot
+    run.
+    """
     times = [seconds(each) for each in candidates]
     own = times[0] if times[0] == times[0] else math.inf
     best = min(range(len(times)), key=lambda index: times[index] if times[index] == times[index] else math.inf)
@@ -125,9 +127,9 @@ def tuned(
     seconds: Callable[[TunableKernel, Configuration], float],
     say: Say,
 ) -> Choices:
-    """A choice for every kernel: the file's for this `place` (a GPU and a version of Triton), or a new one.
+    """A choice for every kernel: from the file for this `place` (GPU and version of Triton), or a new one.
 
-    New choices are added to the file. Entries that cannot be read, or do not fit, are reported and chosen again.
+    New choices are added to the file. Entries that cannot be read or do not fit are reported and chosen again.
     """
     table = _read(file, say)
     there = table.get(place)
@@ -148,7 +150,7 @@ def tuned(
 
 
 def given(file: Path) -> Table:
-    """The table in a user's file, in the format of `tuned`; digests may be left out. Raises UsageError P0532."""
+    """The table in a user's file, in the format of `tuned`; digests are optional. Raises UsageError P0532."""
     try:
         return decoded(Table, parsed(contents(file)))
     except Malformed as error:
@@ -156,7 +158,7 @@ def given(file: Path) -> Table:
 
 
 def from_given(kernels: Sequence[TunableKernel], file: Path, place: str, say: Say) -> Choices:
-    """A user's choices; kernels that the file does not name keep their defaults. Raises UsageError P0532."""
+    """A user's choices; kernels that are not in the file keep their defaults. Raises UsageError P0532."""
     table = given(file)
     if place not in table:
         say(f"{file} has nothing for {place}: kernels keep their own configurations")
@@ -185,7 +187,9 @@ def gpu_and_triton(device: torch.device) -> str:
 
 
 class Clocked:
-    """The seconds of a launch on a GPU: the median of several, with operands in memory rather than in caches."""
+    """Measures the seconds of a launch on a GPU: the median of several, with operands in memory rather than in
+    caches.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -197,7 +201,7 @@ class Clocked:
         forget(kernel.module)
         try:
             if self._trial is None or self._trial[0] != kernel.name:
-                self._trial = None  # lets go of its memory first
+                self._trial = None  # releases the previous trial's memory first
                 self._trial = kernel.name, kernel.module.trial(self._device)
             launch = self._trial[1]
             for _ in range(WARM):
@@ -205,7 +209,7 @@ class Clocked:
             if spills(kernel.module):
                 return math.nan
             return statistics.median(self._once(launch) for _ in range(RUNS))
-        except Exception:  # whatever this GPU has too little of; training says so, if that is its own configuration
+        except Exception:  # the GPU lacks some resource; training reports it if this is the chosen configuration
             return math.nan
         finally:
             kernel.run_with(kernel.candidates[0])
@@ -221,7 +225,7 @@ class Clocked:
 
 
 def forget(module: ModuleType) -> None:
-    """Make Triton load a module's kernels from its disk cache again, or compile them."""
+    """Make Triton load a module's kernels again, from its disk cache or by compiling them."""
     for function in _compiled(module):
         function.device_caches.clear()
 
@@ -251,7 +255,7 @@ def _read(file: Path, say: Say) -> dict[str, Any]:
 
 
 def _write(file: Path, place: str, new: Mapping[str, Configuration], say: Say) -> None:
-    """Merge new choices into the file: another run may have timed other kernels meanwhile."""
+    """Merge new choices into the file, since another run may have added others meanwhile."""
     table = _read(file, lambda line: None)
     there = table.get(place)
     table[place] = {**(there if isinstance(there, dict) else {}), **new}

@@ -105,6 +105,13 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
         ["sin", "reshape", "reshape", "cat", "cumsum"],
     ),
     "empty cat": (lambda m, x: torch.cat([x[:0].view(0), x.flatten()]).sin().sum(), ["sin"]),
+    "padded rows": (
+        lambda m, x: torch.nn.utils.rnn.pad_sequence([x[0], x[1, :2], m.v[None]], True, 0.5, "left").sin().sum(),
+        [
+            *("slice", "slice", "reshape", "slice", "reshape"),
+            *("constant_pad_nd", "constant_pad_nd", "reshape", "reshape", "cat", "sin"),
+        ],
+    ),
     "an empty part": (
         lambda m, x: (lambda a, b, c: torch.cat([a.sin(), b.cos(), c], -1).sum() + b.sum())(*x.split([2, 0, 4], -1)),
         ["full", "split", "sin", "cat", "sum", "sum", "add"],

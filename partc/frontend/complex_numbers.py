@@ -395,6 +395,15 @@ def _padded(like: Tensor, x: Pair, pads: Sequence[int], *mode: Any) -> Pair:
     return Pair(torch.nn.functional.pad(x.parts, [0, 0, *pads], *mode))
 
 
+def _rows_padded(
+    like: Tensor, rows: Sequence[Pair], batch_first: bool = False, value: float = 0.0, side: str = "right"
+) -> Pair:
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pair(*(pad([*part], batch_first, number, side) for part, number in (
+        ((x.real for x in rows), value), ((x.imag for x in rows), 0.0)
+    )))  # fmt: skip
+
+
 def _real(like: Tensor, x: Operand) -> Tensor:
     return x.real if isinstance(x, Pair) else x  # type: ignore[return-value]
 
@@ -577,6 +586,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "roll": _rolled,
     "repeat": lambda like, x, times: Pair(x.parts.repeat([*times, 1])),
     **_each("pad constant_pad_nd", _padded),
+    "pad_sequence": _rows_padded,
     **_each("empty empty_like empty_strided new_empty", _empty),
     **_each("zeros new_zeros zeros_like", _filled(0)),
     **_each("ones new_ones ones_like", _filled(1)),

@@ -409,6 +409,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "select_scatter": views.select_scatter,
     **_each("cat concat concatenate", views.cat),
     "stack": views.stack,
+    "pad_sequence": views.pad_sequence,
     "tile": views.tile,
     # nothing
     **_each("contiguous alias clone lift_fresh_copy view_of identity", lambda w, op: w.drop(op)),

@@ -144,6 +144,26 @@ def stack(w: Writer, op: Op) -> None:
     w.add(op, "cat", (tuple(parts), dim))
 
 
+def pad_sequence(w: Writer, op: Op) -> None:
+    """Rows of different lengths, each padded to the longest one, in a stack."""
+    assert isinstance(op.args[0], tuple)
+    first, value, side = (
+        argument(op, 1, "batch_first"),
+        argument(op, 2, "padding_value", 0.0),
+        argument(op, 3, "padding_side"),
+    )
+    longest = op.result.type.shape[1 if first else 0]
+    rows = []
+    for row in op.args[0]:
+        size, *rest = w.shape(row)
+        if missing := longest - size:
+            pads = (*(0, 0) * len(rest), *((missing, 0) if side == "left" else (0, missing)))
+            padded = w.value(f"{ref(row).name}_padded", (longest, *rest), op.result.type.dtype)
+            row = w.add(op, "constant_pad_nd", (row, pads, value), padded)
+        rows.append(row)
+    stack(w, replace(op, args=(tuple(rows), 0 if first else 1), attrs=()))
+
+
 def tile(w: Writer, op: Op) -> None:
     """tile(x, times) as a repeat; missing leading counts are 1."""
     times = op.args[1]

@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import derived
+import derived_diffusion
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -1315,12 +1317,35 @@ def of_timm() -> dict[str, Architecture]:
 
 
 def diffusion(kind: str, inputs: Callable[[], Batch], **given: Any) -> Architecture:
+    WITH_ROWS.add(kind)
+
     def build() -> nn.Module:
         import diffusers
 
         return getattr(diffusers, kind)(**given)
 
     return Architecture(library="diffusers", build=build, batch=inputs)
+
+
+WITH_ROWS: set[str] = set()  # the classes of diffusers that have a row of their own
+
+
+def derived_diffusion_rows() -> dict[str, Architecture]:
+    """A row for each other network of diffusers."""
+    try:
+        from diffusers import _import_structure
+    except ImportError:
+        return {}
+
+    def row(kind: str) -> Architecture:
+        def build() -> nn.Module:
+            made = derived_diffusion.recipe(kind)
+            return made.model(made.config)
+
+        return Architecture(library="diffusers", build=build, batch=lambda: derived_diffusion.recipe(kind).batch())
+
+    kinds = [kind for kind in _import_structure["models"] if re.search(r"Model$|Transformer|Autoencoder|UNet", kind)]
+    return {f"diffusers_{kind}": row(kind) for kind in kinds if kind not in WITH_ROWS}
 
 
 def of_diffusers() -> dict[str, Architecture]:
@@ -1831,13 +1856,13 @@ def of_files() -> dict[str, Architecture]:
 
 
 _of_transformers = of_transformers()
-DERIVED = derived_rows(set(_of_transformers))
+_of_diffusers = {**of_diffusers(), **further_diffusers()}
+DERIVED = {**derived_rows(set(_of_transformers)), **derived_diffusion_rows()}
 ARCHITECTURES = {
     **_of_transformers,
     **DERIVED,
     **of_torchvision(),
     **of_timm(),
-    **of_diffusers(),
-    **further_diffusers(),
+    **_of_diffusers,
     **of_files(),
 }

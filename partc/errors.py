@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A place in the user's code."""
+    """A place in the user's code; the file is empty if only the module is known."""
 
     file: str
     line: int
     module: str = ""  # path of the nn.Module that was running, e.g. "blocks.3.attn"
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" if self.file else f"module {self.module}"
 
 
 _LONGEST = 3000  # characters of a cause that are printed

@@ -54,7 +54,7 @@ def left_whole(program: Program, *, loss_chunks: int) -> tuple[str, ...]:
     """Notes for the user about losses that `chunk` leaves whole although it rewrites others."""
     _, refused = _chunked(program, loss_chunks) if loss_chunks > 1 else ((), [])
     return tuple(
-        f"{f'{each.source.file}:{each.source.line}: ' if each.source else ''}"
+        f"{f'{each.source}: ' if each.source else ''}"
         f"a loss is computed from whole logits, not in {loss_chunks} chunks: {each.cause}"
         for each in refused
     )

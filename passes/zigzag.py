@@ -66,7 +66,7 @@ def kept_order(program: Program) -> tuple[str, ...]:
         op, readers = error.op, program.regions[0].forward.readers()
         while op.source is None and op.results and readers.get(op.results[0].name):  # the operation comes from a pass
             op = readers[op.results[0].name][0]
-        where = f"{op.source.file}:{op.source.line}: " if op.source else ""
+        where = f"{op.source}: " if op.source else ""
         return (
             f"{where}{op.name} depends on the order of positions, so that the last ranks of cp compute up to "
             "twice as many scores of attention as all do on average",

@@ -124,6 +124,10 @@ def test_what_is_no_model_is_said() -> None:
         ({"mesh": "2", "schedule": "zigzag"}, "P0404"),
         ({"mesh": "2", "precision": "fp12"}, "P0404"),
         ({"mesh": "2", "shard": ["oops"]}, "P0301"),
+        ({"mesh": 2}, "P0004"),
+        ({"mesh": "2", "microbatches": "4"}, "P0004"),
+        ({"mesh": "2", "shard": "w=[@dp, _]"}, "P0004"),  # whose characters would be pins
+        ({"mesh": "2", "seed": True}, "P0004"),
     ],
 )
 def test_options_are_checked_first(given: dict[str, object], code: str) -> None:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import partc
 from partc.errors import PartcError, Source
@@ -116,3 +118,9 @@ def test_an_error_reads_as_place_code_cause_help() -> None:
     error = PartcError("P0401", "a batch of 7 does not divide", help="use 8", source=Source(file="m.py", line=3))
     assert str(error) == "m.py:3: error P0401: a batch of 7 does not divide\n  help: use 8"
     assert str(PartcError("P0401", "no")) == "error P0401: no"
+
+
+def test_an_error_in_a_library_module_names_the_module() -> None:
+    with pytest.raises(PartcError) as failure:
+        partc.compile(nn.Sequential(nn.Linear(4, 3)), {"input": torch.randn(2, 4)}, mesh="1")
+    assert str(failure.value).startswith("module 0: error P0208: the loss has shape (2, 3)")

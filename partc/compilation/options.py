@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from partc.compilation.given_options import COMPRESSIONS, KERNELS, RECOMPUTE, RECORDED, SUMS, GivenOptions
 from partc.cost.saved_tensors import parse_bytes
@@ -89,6 +91,7 @@ class Options:
         Raises PartcError P0004, P0101 to P0106, P0108, P0109, P0301, P0404 to P0414, P0418, P0421 and P0551.
         """
         given = GivenOptions(**fields_given)
+        _check_types(given)
         mesh = given.mesh if isinstance(given.mesh, Mesh) else Mesh.parse(given.mesh)
         expert_axes: tuple[str, ...] = ()
         if given.experts is not None:
@@ -215,6 +218,30 @@ def refused() -> Iterator[None]:
         yield
     except UsageError as error:
         raise PartcError(error.code, error.cause, help=error.help) from None
+
+
+_KINDS = {
+    str: "text", int: "a whole number", float: "a number", bool: "True or False", Path: "a path", Mesh: "a Mesh",
+    Sequence: "a list",
+}  # fmt: skip
+
+
+@functools.cache
+def _kinds() -> Mapping[str, frozenset[type]]:
+    """The types that each option may have."""
+    hints = get_type_hints(GivenOptions, localns={"Mesh": Mesh})
+    members = {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
+    return {name: frozenset(get_origin(kind) or kind for kind in kinds) for name, kinds in members.items()}
+
+
+def _check_types(given: GivenOptions) -> None:
+    """Check that values have the types of their fields. Raises PartcError P0004."""
+    for name, kinds in _kinds().items():
+        value = getattr(given, name)
+        fits = isinstance(value, (*kinds, *([int] if float in kinds else [])))
+        if not fits or (isinstance(value, str) and str not in kinds) or (type(value) is bool and bool not in kinds):
+            wanted = " or ".join(word for kind, word in _KINDS.items() if kind in kinds)
+            raise PartcError("P0004", f"{name} is {value!r}, of the type {type(value).__name__}", help=f"give {wanted}")
 
 
 def _check(given: GivenOptions) -> None:

@@ -3,7 +3,8 @@
 import os
 import sys
 
-# Python searches the working folder first. There, a build folder named z3 would pass for the library that torch tries.
+# Python searches the working folder first, where a folder named z3 would be taken for the library that torch tries to
+# import.
 if sys.path and sys.path[0] in ("", os.getcwd()):
     del sys.path[0]
 

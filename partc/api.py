@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from partc.package.comparison import VerifyResult
 
 PhaseObserver = Callable[["Phase"], None]
-OriginKey = tuple[str, int, str]  # precision, parts of the batch of which the model sees one, purpose
+OriginKey = tuple[str, int, str]  # (precision, number of parts of the batch, purpose)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,12 @@ class Package:
     options: Options
     phases: Mapping[str, float]
     replicated_ops: tuple[ReplicatedOp, ...] = ()
-    flops: int = 0  # of a batch, forward and backward, without recomputation
+    flops: int = 0  # for one batch, forward and backward, without recomputation
     coverage: Coverage = field(default_factory=lambda: Coverage(ops=1.0, flops=1.0))
     evaluation: Program | None = None
     constants: Mapping[str, str] = field(default_factory=dict)  # entries of the batch that are not tensors
-    limits: Mapping[str, int] = field(default_factory=dict)  # numbers of values of integer entries that index tables
+    # Exclusive upper bounds of integer entries that index tables.
+    limits: Mapping[str, int] = field(default_factory=dict)
     extra: Mapping[str, bytes] = field(default_factory=dict)  # files that model_source reads
     warnings: tuple[str, ...] = ()
     modules: Modules | None = None
@@ -174,11 +175,11 @@ class Compilation:
     model_options: Mapping[str, Any]
     options: Options
     phases: Mapping[str, float]
-    evaluation: Program | None = None  # what `evaluate` of the model file runs
+    evaluation: Program | None = None  # the program of the model file's `evaluate`
     constants: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, bytes] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()  # where the package differs from the whole batch on one device
-    again: Compiled | None = None  # the same model with other options, before its proof
+    warnings: tuple[str, ...] = ()  # differences from the whole batch on one device
+    again: Compiled | None = None  # compiles the same model with other options, up to the proof
 
     @property
     def program(self) -> Program:
@@ -238,36 +239,35 @@ def compile(
 ) -> Package:
     """Compile a model for a mesh.
 
-    `model` is a model file (a path, or `hf:PATH/config.json`) with `options` as `-D` gives them. Or it is an nn.Module
-    or a function that builds one; then `batch` is one global batch (a dict, list, tuple or dataclass, which may nest),
-    and `loss(model, batch)` and `evaluate(model, batch)` are optional.
+    `model` is a model file (a path, or `hf:PATH/config.json`) with `options` as for `-D`. Or it is an nn.Module or a
+    function that builds one; then `batch` is one global batch (a dict, list, tuple or dataclass, possibly nested), and
+    `loss(model, batch)` and `evaluate(model, batch)` are optional.
 
     `mesh` is a mesh or its text ("2x2x2"); `experts` ("ep=4@dp", "ep=8@dp,cp") cuts experts over some ranks.
     `microbatches` is the number of microbatches of a global batch. `schedule` is a name or the path of a CSV file.
-    `stage_calls` (9, 8, 8, 9) are the numbers of calls of the stages, which are balanced without it.
-    `shard` pins layouts ("*.wq.weight=[@tp, _]"). `zero` is the ZeRO stage, 0 to 3; `"3@dp_in"` names the axes.
-    `recompute` is none, selective, full, operations by name ("softmax,all_gather"), or the largest number of bytes that
-    a rank may hold ("18GB"); "full*2/none*6" differs by stage. `memory_limit` ("80GB") makes a rank that holds more an
-    error, whose message lists remedies.
+    `stage_calls` (9, 8, 8, 9) are the numbers of calls of the stages; by default stages are balanced. `shard` pins
+    layouts ("*.wq.weight=[@tp, _]"). `zero` is the ZeRO stage, 0 to 3; `"3@dp_in"` names the axes. `recompute` is none,
+    selective, full, operations by name ("softmax,all_gather"), or the largest number of bytes that a rank may hold
+    ("18GB"); "full*2/none*6" differs by stage. `memory_limit` ("80GB") raises an error with remedies if a rank holds
+    more.
 
     `precision` is fp32, bf16, fp16 or fp64; `casts` overrides the precision of operations ("softmax=bf16"). `bucket` is
     the size of a gradient bucket in bytes. `nodes` is the number of ranks on a node; gradients are then summed inside
     nodes first. `grad_reduce` is the precision of these sums, fp32 or bf16. `compress_grads` is the format of gradients
     that cross nodes: none, bf16 or int8, with error feedback. `loss_chunks` is the number of chunks of logits, of which
     one is in memory at a time. `expert_capacity` (1.25, "1.25@microbatch") bounds the rows that an expert takes of a
-    sequence or a microbatch. `expert_rows` times the mean is the number of rows of a rank's experts in the memory
-    account. `router_bias_rate` is the size of the update of routers' biases by the load of their
-    experts. `kernels` is auto, triton, aten, or inductor. `cuda_graphs` makes the package record its steps on GPUs.
-    `optimizer` ("sgd:momentum=0.9"), `group` ("*.bias:weight_decay=0") and `lr` are the defaults of
-    train.py, for which memory is accounted; without them the model file's optimizer() decides, else AdamW. `eval_every`
-    is another default of train.py: steps between evaluations; a model without `evaluate` then evaluates its loss.
-    `forward_only` makes a package for inference of whole batches, whose infer.py writes what `infer(model, batch)`, or
-    else the model on the batch, returns.
+    sequence or a microbatch. The memory account assumes `expert_rows` times the mean number of rows for a rank's
+    experts. `router_bias_rate` is the size of the update of routers' biases by the load of their experts. `kernels` is
+    auto, triton, aten, or inductor. `cuda_graphs` makes the package record its steps on GPUs. `optimizer`
+    ("sgd:momentum=0.9"), `group` ("*.bias:weight_decay=0") and `lr` are train.py's defaults, which the memory account
+    assumes; by default the model file's optimizer() decides, else AdamW. `eval_every` is another default of train.py:
+    steps between evaluations; a model without `evaluate` then evaluates its loss. `forward_only` makes a package for
+    inference of whole batches: its infer.py writes the results of `infer(model, batch)`, or else of the model.
 
     With `mesh="auto"` the planner decides the mesh, microbatches, schedule, virtual stages, ZeRO, recomputation and
     loss chunks for a `cluster` ("16x8xH100-80GB", "mine.toml"), of which `ranks` devices are used. `global_batch`
-    ("512", "4M tokens"), `memory` of a rank ("80GB"), `fix` ("tp=8,zero=1|2") and `max_seconds` are those of
-    `partc plan`. The package's `planned` has the prediction.
+    ("512", "4M tokens"), `memory` of a rank ("80GB"), `fix` ("tp=8,zero=1|2") and `max_seconds` are as in `partc plan`.
+    The package's `planned` has the prediction.
 
     Raises PartcError for invalid arguments.
     """
@@ -319,8 +319,9 @@ def compilation(
 ) -> Compilation:
     """Trace the model and run the passes, up to `until`; `observe` receives every step with its program.
 
-    `functions` are those beside a model given as an object. `origins` are earlier traces of it and `lowering` has its
-    earlier passes; new ones are added to both. Without `ahead`, ZeRO 3 gathers nothing ahead, as memory needs no more.
+    `functions` belong to a model that is given as an object. `origins` has earlier traces of the model and `lowering`
+    its earlier passes; new ones are added to both. Without `ahead`, ZeRO 3 gathers nothing ahead, which suffices to
+    determine memory.
     """
     known = {} if origins is None else origins
     shared = PassRuns() if lowering is None else lowering
@@ -440,7 +441,7 @@ def package(
 ) -> Package:
     """The package of a finished compilation.
 
-    Raises PartcError P0416 if a rank holds too much, P0419 if `cuda_graphs` is asked for and a step cannot be recorded.
+    Raises PartcError P0416 if a rank holds too much, P0419 if `cuda_graphs` is set and a step cannot be recorded.
     """
     from partc.codegen.attentions import without_kernel
     from partc.codegen.cuda_graphs import obstacle

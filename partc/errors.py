@@ -17,7 +17,7 @@ class Source:
         return f"{self.file}:{self.line}" if self.file else f"module {self.module}"
 
 
-_LONGEST = 3000  # characters of a cause that are printed
+_LONGEST = 3000  # the most characters of a cause that are printed
 
 
 class PartcError(Exception):
@@ -36,7 +36,8 @@ class PartcError(Exception):
     def __str__(self) -> str:
         place = f"{self.source}: " if self.source else ""
         hint = f"\n  help: {self.help}" if self.help else ""
-        cause = self.cause if len(self.cause) <= _LONGEST else f"{self.cause[:_LONGEST]} ..."  # it may quote a file
+        # A cause may quote a file.
+        cause = self.cause if len(self.cause) <= _LONGEST else f"{self.cause[:_LONGEST]} ..."
         return f"{place}error {self.code}: {cause}{hint}"
 
 

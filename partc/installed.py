@@ -37,7 +37,9 @@ def is_installed(path: Path) -> bool:
 
 
 def shortened(filename: str) -> str:
-    """The path of an installed file from its package on, which is the same on every machine; other paths unchanged."""
+    """The path of an installed file, starting at its package, which is the same on every machine; other paths
+    unchanged.
+    """
     path = Path(filename)
     for folder in _site_packages():
         if path.is_relative_to(folder):

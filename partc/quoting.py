@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import jinja2
 
-WIDTH = 120  # of a line of emitted code
+WIDTH = 120  # the width of emitted code
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|(.))", re.DOTALL)
 _STRING = re.compile(r"""(['"])((?:\\.|(?!\1)[^\\])*)(\1|$)|#""")
-_HIDDEN = "\ue000"  # has no picture: no text that these functions have written has it
+_HIDDEN = "\ue000"  # not printable, so texts written by these functions cannot contain it
 _SHORT = {"n": "\n", "r": "\r", "t": "\t"}
 _LETTERS = {character: letter for letter, character in _SHORT.items()}
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>|~#!])")
@@ -64,7 +64,7 @@ def shown(text: str) -> str:
 
 
 def shown_lines(text: str) -> str:
-    """Several lines for people, each as by `shown`; a terminal executes none of it."""
+    """Several lines for people, each escaped like by `shown`."""
     return "\n".join(map(shown, _lines(text)))
 
 

@@ -1,4 +1,4 @@
-"""Every private torch name that partc uses, so that a torch upgrade has one place to look."""
+"""Every private torch name that the compiler uses, to be checked after an upgrade of torch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,15 +27,15 @@ from torch.utils.checkpoint import CheckpointFunction
 
 # Where modules and weights keep the hooks that see gradients.
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-FULL_HOOKS = "_is_full_backward_hook"  # of a module: whether its hooks see the gradients of all operands
+FULL_HOOKS = "_is_full_backward_hook"  # whether a module's hooks see the gradients of all operands
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # The filter for the frames that a tracer records with an operation; by default it keeps those of modules only.
 STACK_FILTER = "_filter_traceback_frames"
-# The method of modules that runs hooks and forward, inside the wrapper by which tracers follow modules.
+# The method of modules that runs hooks and forward; tracers wrap the call around it.
 MODULE_CALL = "_call_impl"
-# What torch.utils.checkpoint runs with use_reentrant=False.
+# The function behind torch.utils.checkpoint with use_reentrant=False.
 CHECKPOINT = "_checkpoint_without_reentrant_generator"
-# What torch.vmap and torch.func's jvp, grad and vjp call; jacfwd and jacrev call two of them.
+# The functions behind torch.vmap and torch.func's jvp, grad and vjp; jacfwd and jacrev call two of them.
 TRANSFORMS = {
     "vmap": (apis, "vmap_impl"),
     "jvp": (eager_transforms, "_jvp_with_argnums"),
@@ -65,7 +65,7 @@ __all__ = [
     "below_autograd",
     "checkpoint",
     "checks",
-    "compiling_unsaid",
+    "not_compiling",
     "fake_stored",
     "inside_functorch",
     "loss_decompositions",
@@ -97,13 +97,13 @@ def inside_functorch() -> bool:
 
 
 def backward_decompositions() -> dict[OpOverload, Callable[..., object]]:
-    """Torch's own derivatives in terms of operations with derivatives of their own."""
+    """Torch's own decompositions of derivatives into differentiable operations."""
     table = core_aten_decompositions()
     return {each: made for each, made in table.items() if isinstance(each, OpOverload) and "_backward" in str(each)}
 
 
 def norm_decompositions() -> dict[OpOverload, Callable[..., object]]:
-    """Torch's norms in terms of operations; the statistics that they return have derivatives then."""
+    """Torch's decompositions of norms, after which the statistics that they return are differentiable."""
     aten = torch.ops.aten
     norms = aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten._native_batch_norm_legit
     table = get_decompositions((*norms, aten._batch_norm_with_update, aten._fused_rms_norm))
@@ -111,7 +111,7 @@ def norm_decompositions() -> dict[OpOverload, Callable[..., object]]:
 
 
 def loss_decompositions() -> dict[OpOverload, Callable[..., object]]:
-    """Losses that return more than the loss, in terms of operations."""
+    """Torch's decompositions of losses that return more than the loss."""
     aten = torch.ops.aten
     table = get_decompositions((aten.nll_loss_forward, aten.nll_loss2d_forward, aten.log_sigmoid_forward))
     return {each: made for each, made in table.items() if isinstance(each, OpOverload)}
@@ -119,7 +119,9 @@ def loss_decompositions() -> dict[OpOverload, Callable[..., object]]:
 
 @contextmanager
 def checks(changed: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
-    """A context in which `changed` functions stand behind torch._check and its like: error type, condition, message."""
+    """A context in which `changed` replaces the function behind torch._check and its variants: (error type, condition,
+    message).
+    """
     of_numbers, of_tensors = torch._check_with, torch._check_tensor_all_with
     torch._check_with = changed(of_numbers)
     torch._check_tensor_all_with = changed(of_tensors)
@@ -131,7 +133,7 @@ def checks(changed: Callable[[Callable[..., None]], Callable[..., None]]) -> Ite
 
 @contextmanager
 def lists(listed: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """A context in which `listed` gives what x.tolist() is for a tensor without memory, or None for torch's own."""
+    """A context in which `listed(x)` replaces x.tolist() for tensors without memory, unless it returns None."""
     plain = FakeTensor.tolist
 
     def tolist(x: FakeTensor) -> Any:
@@ -146,8 +148,8 @@ def lists(listed: Callable[[torch.Tensor], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def compiling_unsaid() -> Iterator[None]:
-    """A context in which code that asks whether torch traces it does what it does eagerly."""
+def not_compiling() -> Iterator[None]:
+    """A context in which torch.compiler.is_compiling() and is_exporting() return False."""
     asked = torch.compiler.is_compiling, torch.compiler.is_exporting
     torch.compiler.is_compiling = torch.compiler.is_exporting = lambda: False
     try:

@@ -147,7 +147,7 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
     from partc.package.launch import read_package
 
     read_package(directory)
-    with console.working("running twice, as the package and as the single-device model", quiet=as_json):
+    with console.working("running the package and the single-device model", quiet=as_json):
         from partc.package.verify import verify
 
         result = verify(directory, steps=steps, virtual=virtual, arguments=rest)

@@ -1,4 +1,4 @@
-"""The command line's compile options, and the model or package that they apply to."""
+"""The compile options of the command line, and the model or package to which they apply."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def _define(definitions: dict[str, str], name: str, value: str) -> None:
 
 
 def of_plan(path: Path, context: click.Context) -> dict[str, Any]:
-    """The options of a plan, beside those that it leaves to the command line.
+    """The compile options that a plan decides; the command line gives the others.
 
-    Raises PartcError P0804 and P0815: the plan and the command line decide the same.
+    Raises PartcError P0804, and P0815 if the command line gives an option that the plan decides.
     """
     from partc.compilation.plan import decisions, read
 
@@ -67,14 +67,14 @@ def of_plan(path: Path, context: click.Context) -> dict[str, Any]:
 
 
 def commanded(context: click.Context, names: Iterable[str]) -> Iterator[str]:
-    """The options that the command line gives."""
+    """The names of the options that are on the command line."""
     for name in names:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             yield name
 
 
 def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str, str]]:
-    """The model file, compile options and model options to compile: those given, or those of a package.
+    """The model file, compile options and model options for a target: as given, or those of a package.
 
     Raises PartcError P0201 if there is no such file or folder, and P0603 if the mesh does not go with it.
     """
@@ -245,12 +245,12 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
     return decorate
 
 
-# The options of a plan's search, beside the model's own.
+# The options of a plan's search, in addition to the model's own.
 AUTOMATIC = ("cluster", "ranks", "global_batch", "memory", "fix", "max_seconds")
 
 
 def automatic_options(*, batch: bool = True) -> Callable[[Command], Command]:
-    """A decorator that adds the options of a search to a command; all are unset by default."""
+    """A decorator that adds the options of a plan's search to a command; all are unset by default."""
     options = [
         click.option("--cluster", metavar="SPEC", help="8xH100-80GB, 16x8xA100-80GB, 4xCPU or FILE.toml"),
         click.option("--ranks", type=int, metavar="N", help="ranks to use [default: all devices of the cluster]"),
@@ -278,7 +278,7 @@ def automatic_options(*, batch: bool = True) -> Callable[[Command], Command]:
 
 
 def memory(name: str, given: Mapping[str, Any]) -> tuple[Account, Mesh]:
-    """The memory account from a package's plan or of a compiled model, and the mesh."""
+    """The memory account of a package (from its plan) or of a compiled model, and the mesh."""
     from partc.ir.mesh import Mesh
 
     if os.path.isdir(name) and not given["optimizer"] and not given["group"]:

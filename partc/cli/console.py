@@ -67,7 +67,7 @@ def guarded(command: Callable[[], Any], *, json: bool) -> int:
 
 
 def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
-    """Print text that contains outside names; control characters in them do not reach the terminal."""
+    """Print text with names from outside; their control characters are escaped."""
     click.echo(shown_lines(text), nl=nl, err=err)
 
 
@@ -93,7 +93,7 @@ def _keep(error: BaseException) -> str:
 
 
 def command(*words: object) -> str:
-    """A command that a shell reads as these words."""
+    """The shell command for these words, quoted as needed."""
     return shlex.join(map(str, words))
 
 
@@ -103,7 +103,7 @@ def next_step(text: str) -> None:
 
 
 def shortened(place: str) -> str:
-    """A file's path relative to the current folder, if it is below that."""
+    """A file's path, relative to the current folder if it is below it."""
     below = os.path.relpath(place)
     return place if below.startswith("..") else below
 
@@ -113,7 +113,7 @@ def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-_BRIEF = 0.05  # seconds below which a phase without a note has no line of its own
+_BRIEF = 0.05  # a phase without a note gets its own line only if it takes this many seconds
 
 
 class Phases:

@@ -105,7 +105,9 @@ def _torch() -> Iterator[Finding]:
 
 
 def _gloo_works() -> str:
-    """Connect a group of one process: this detects a host name that does not resolve, which breaks every local run."""
+    """Connect a group of one process. This detects a host name that does not resolve, which would break every local
+    run.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""`--dump-after`: the program after a pass, as numbered files beside the package."""
+"""`--dump-after`: the program after passes, as numbered files next to the package."""
 
 from __future__ import annotations
 

@@ -21,19 +21,19 @@ _FLAGS = {
     "after": "--after", "region": "--region", "diff": "--diff", "sources": "--sources", "provenance": "--provenance",
     "name": "--explain", "schedules": "--schedules", "html": "--html", "rank": "--rank",
 }  # fmt: skip
-# The views that are not the program's text, and the options that each takes.
+# Views other than the program's text -> the options that each accepts.
 _VIEWS: Mapping[str, tuple[str, ...]] = {
     "rank": (), "schedules": (), "html": (), "name": (), "provenance": ("after", "region"),
 }  # fmt: skip
 
 
 def check_one_view(given: Mapping[str, Any]) -> None:
-    """Check that the options of `partc inspect` ask for one view. Raises PartcError P0004."""
+    """Check that the options of `partc inspect` select only one view. Raises PartcError P0004."""
     asked = [name for name in _FLAGS if given[name] is not None and given[name] is not False]
     for view in (name for name in asked if name in _VIEWS):
         other = next((name for name in asked if name not in (view, *_VIEWS[view])), None)
         if other is not None:
-            help = f"give one of them: {_FLAGS[view]} is a view of its own"
+            help = f"give one of them: {_FLAGS[view]} is a separate view"
             raise PartcError("P0004", f"{_FLAGS[view]} and {_FLAGS[other]} are given", help=help)
 
 
@@ -76,7 +76,7 @@ def program_text(
 
 
 def origins(done: Compilation, *, region: str | None) -> str:
-    """Every value of the program with the pass that first made it, in the order of the program."""
+    """Every value of the program with the pass that created it, in the program's order."""
     made = passes.provenance(done.traced, done.steps)
     lines = []
     for item in done.program.regions:
@@ -110,7 +110,7 @@ def explained(done: Compilation, name: str) -> str:
 
 
 def _parts(done: Compilation, name: str) -> str:
-    """The parts of a weight under ZeRO; empty without ZeRO and for other values."""
+    """A description of a weight's parts under ZeRO; empty without ZeRO and for other values."""
     from partc.passes.zero import explain
 
     return explain(done.after("zero"), name)
@@ -156,7 +156,7 @@ def _table(done: Compilation, name: str) -> str:
 
 
 def _cost(option: object) -> str:
-    """The additional cost of a step, in words."""
+    """The additional cost per step, in words."""
     from partc.ir.printer import readable
 
     kinds = (

@@ -10,7 +10,7 @@ from partc.runtime.documents import Malformed, path_of
 
 
 def path(text: str) -> Path:
-    """A path that a file can have, whether or not there is one."""
+    """A syntactically valid path, whether or not a file exists there."""
     try:
         return path_of(str(text))  # a default is a path
     except Malformed as error:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from partc.planner.search import Played
     from partc.planner.variations import Variation
 
-MAX_SECONDS = 30.0  # of a search
+MAX_SECONDS = 30.0  # the default limit of a search
 
 
 @click.command("plan", short_help="Find the best mesh and options for MODEL on a cluster.")
@@ -148,7 +148,7 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
 
 
 class Answer(NamedTuple):
-    """The choice of a search, and the choices of its variations."""
+    """The choice of a search, and the choices for its what-if variations."""
 
     planner: Planner
     choice: PlanChoice
@@ -157,7 +157,7 @@ class Answer(NamedTuple):
 
 
 def answered(model: str, given: Mapping[str, Any], *, what_if: bool = False, pictured: bool = False) -> Answer:
-    """The answer to a command's options; the searches beside the first one take half of the time."""
+    """The answer to a command's options; the what-if searches take half of the time."""
     check_cluster(given["cluster"])
     from partc.compilation.plan import GIVEN_TO_SEARCH
     from partc.planner.planning import Planner, Request
@@ -191,7 +191,9 @@ def searched(given: Mapping[str, Any]) -> dict[str, Any]:
 def automatic(
     model: str, given: Mapping[str, Any], context: click.Context, *, quiet: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of a compile that the planner has decided, and the record of the choice, which is printed."""
+    """Plan, and print the choice; returns the compile options that the planner has decided, and the record of the
+    choice.
+    """
     from partc.compilation.plan import check_undecided
 
     check_undecided(compile_options.commanded(context, given), given["cluster"])

@@ -48,14 +48,14 @@ def show_command(spec: str, as_json: bool) -> None:
 @click.option("--master", default="", metavar="HOST:PORT", help="node 0 and a free port of it, with several nodes")
 @click.option("--page", type=PATH, metavar="FILE.html", help="a picture of the measured durations and their lines")
 def measure_command(output: Path, processes: int, nodes: int, node_rank: int, master: str, page: Path | None) -> None:
-    """Measure the rates of processes on processors, and write them as a cluster: about a minute.
+    """Measure the rates of CPU processes and write them as a cluster file; takes about a minute.
 
     \b
     Matrix products by type, memory's bandwidth, an operation's launch; messages
-    inside nodes and between them by size and distance; what overlap costs.
+    inside nodes and between them by size and distance; the cost of overlap.
 
     \b
-    With several nodes, start it on each of them at one time, as torchrun:
+    With several nodes, start it on each of them at the same time, like torchrun:
       partc cluster measure -o mine.toml --nodes 2 --node-rank 1 --master 10.0.0.1:29400
     """
     from partc.cluster.measurement import MARK, measured
@@ -64,9 +64,13 @@ def measure_command(output: Path, processes: int, nodes: int, node_rank: int, ma
     if not 1 <= processes <= 64:
         raise PartcError("P0004", f"--processes {processes} is out of range", help="give 1 to 64")
     if not 1 <= nodes <= 4096 or not 0 <= node_rank < nodes:
-        raise PartcError("P0004", f"--node-rank {node_rank} is none of {nodes} nodes", help="number nodes from 0")
+        raise PartcError(
+            "P0004", f"--node-rank {node_rank} is out of range for {nodes} nodes", help="number nodes from 0"
+        )
     if nodes > 1 and not re.fullmatch(r".+:\d{1,5}", master):
-        raise PartcError("P0004", f"--master {master!r} is no HOST:PORT", help="give the address of node 0, and a port")
+        raise PartcError(
+            "P0004", f"--master {master!r} is not HOST:PORT", help="give the address of node 0, and a port"
+        )
     with console.working("measuring", quiet=False):
         rates = measured(processes, nodes=nodes, node=node_rank, master=master)
     write_page(rates.toml(), output, mark=MARK, option="-o")
@@ -84,7 +88,7 @@ def measure_command(output: Path, processes: int, nodes: int, node_rank: int, ma
 @click.option("--calibration", "constants", type=PATH, metavar="FILE.toml", help="constants to start from")
 @click.option("-o", "--output", type=PATH, required=True, metavar="FILE.toml", help="the constants' file")
 def fit_command(runs: tuple[Path, ...], spec: str, constants: Path | None, output: Path) -> None:
-    """Correct the constants of the cost model so that predictions come close to RUNS.
+    """Fit the constants of the cost model so that predictions come close to RUNS.
 
     \b
     A run is FILE.jsonl from `--metrics` of the package in folder FILE beside it,
@@ -116,7 +120,7 @@ def fit_command(runs: tuple[Path, ...], spec: str, constants: Path | None, outpu
 
 
 def _program_of(package: Path) -> Program:
-    """The program of a package, whose model file is traced again."""
+    """The program of a package, compiled again from its model file."""
     from partc.api import compilation
     from partc.cli import compile_options
 
@@ -150,12 +154,10 @@ def simulate_command(
       {"mesh": "pp=2,dp=4,tp=8", "microbatches": 8, "schedule": "1f1b",
        "virtual_stages": 1, "zero": 1, "recompute": "none",
        "precision": "bf16", "kernels": "auto", "options": {"batch": 64}}
-    All but the mesh may be left out; `options` are those of the model file.
+    Only the mesh is required; `options` are those of the model file.
 
-    \b
-    --failures takes mtbf (hours between two failures of one device), and the
-    seconds checkpoint, restart and interval (of work between checkpoints; the
-    best one if it is left out).
+    \b --failures takes mtbf (hours between two failures of one device), and the seconds checkpoint, restart and
+    interval (of work between checkpoints; by default the best one).
     """
     from partc.cluster.files import cluster_of
     from partc.cost.calibration import calibration, read

@@ -1,4 +1,4 @@
-"""`partc trace`: a Chrome trace of measured steps beside the prediction, for Perfetto."""
+"""`partc trace`: a Chrome trace of measured steps together with the prediction, for Perfetto."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trace_command(directory: Path, output: Path | None, package: Path | None, sp
     """Make a Chrome trace of the folder that `train.py --trace DIR` wrote, for ui.perfetto.dev.
 
     Every rank is a process with its actions, collectives and transfers; with --package, the prediction for each
-    pipeline rank stands above it. If DIR is a package, the trace is the prediction alone.
+    pipeline rank is above it. If DIR is a package, the trace only has the prediction.
     """
     from partc.ir.mesh import Mesh
     from partc.package.launch import read_plan
@@ -67,10 +67,10 @@ def trace_command(directory: Path, output: Path | None, package: Path | None, sp
 
 
 def _package_of(measured: Measured, given: Path | None) -> tuple[Path | None, str]:
-    """The package for the prediction, or the reason for its absence. Raises PartcError P0608 for another package.
+    """The package for the prediction, or the reason why there is none. Raises PartcError P0608 for another package.
 
-    A prediction runs the package's model file. For safety it uses only a package that the user names, never one that a
-    file names.
+    A prediction runs the package's model file. For safety, only a package named by the user is used, never one named in
+    a file.
     """
     from partc.ir.mesh import Mesh
     from partc.package.launch import read_plan

@@ -1,4 +1,4 @@
-"""Programs that only run forward; among them the evaluation of a training, on its mesh and with its parameters."""
+"""Forward-only programs, such as the evaluation of a training, on its mesh and with its parameters."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from partc.sharding.pins import Pin
 
 Trace = Callable[[Batches], Program]
 
-# The last passes that run as for a training: over regions, whose composites have its form, and over parameters, whose
-# parts are its own.
+# The last passes that run as in a training: over regions, so that composites have the same form, and over parameters,
+# so that parts are the same.
 _REGIONS, _PARAMETERS = "stages", "zero"
 
 
 def evaluation(trace: Trace, training: Program, options: Options) -> tuple[Program, tuple[str, ...]]:
-    """The finished program of `evaluate` for a finished training, with warnings; `trace` gives its trace.
+    """The finished program of `evaluate` for a finished training, and warnings; `trace` returns its trace.
 
-    Each stage holds the parameters of the training's stage. Raises PartcError P0420 if they cannot stay where the
-    training has them, and those of the trace.
+    Each stage holds the parameters of the training's stage. Raises PartcError P0420 if parameters cannot stay where the
+    training has them, and the errors of the trace.
     """
     trained = {name for parameter in training.parameters if parameter.trainable for name in parameter.names}
 
@@ -53,7 +53,7 @@ def forward_only(
     until: str | None = None,
     observe: passes.Observer = lambda step: None,
 ) -> tuple[passes.PassResult, ...]:
-    """The passes for a program that only runs forward, up to `until`: nothing is trained, saved, summed or updated.
+    """Run the passes for a forward-only program, up to `until`: nothing is trained, saved, summed or updated.
 
     Raises PartcError P0420 if it draws random numbers.
     """
@@ -80,7 +80,7 @@ def forward_only(
     steps += passes.run(program, known, until=until, behind=behind, verify=verify, observe=observe)
     if program.draws:
         help = "make them in batch(), as entries; models are in evaluation mode, without dropout"
-        raise PartcError("P0420", "the function draws random numbers, and it only runs forward", help=help)
+        raise PartcError("P0420", "the function draws random numbers, which a forward-only program cannot", help=help)
     return steps
 
 
@@ -112,7 +112,7 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
 
 
 def _pin(parameter: Parameter) -> Pin:
-    """The parameter's placement over tp, as a pin; rows that a table's cut adds are not there yet."""
+    """The parameter's placement over tp, as a pin, without the rows that the cut of a table adds later."""
     dims = tuple(
         tuple((sub.size, tuple(filter(is_tensor_axis, sub.axes))) for sub in dim)
         if any(is_tensor_axis(axis) for sub in dim for axis in sub.axes)
@@ -143,7 +143,7 @@ def _check_shared(program: Program, training: Program) -> None:
 
 
 def _home(program: Program) -> int:
-    """The pipeline rank that makes the loss, or the results."""
+    """The pipeline rank that computes the loss, or the results."""
     places = {
         name: program.place(call.stage) for call in program.calls for name in call.results if name in program.returned
     }

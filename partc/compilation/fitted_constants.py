@@ -1,7 +1,7 @@
-"""Constants of the cost model from measured runs: those under which predictions come closest to the measured steps.
+"""Constants of the cost model from measured runs: those with which predictions come closest to the measured steps.
 
-A file of runs is the `--metrics` of a package, which lies beside it as a folder of the same name, or it has a plan on
-each line, with its `model` and its measured `step_seconds`.
+A file of runs is either the `--metrics` of a package, whose folder has the same name and lies next to it, or has a plan
+on each line, with its `model` and measured `step_seconds`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from partc.ir.program import Program
 from partc.runtime.documents import Malformed, decoded, parsed
 
 MARK = "fitted by `partc cluster fit`"
-_WARM = 3  # steps at a run's start that do not count, if there are more
-_HOLD = 0.003  # the weight of a constant's departure from its start, beside that of a run's error
+_WARM = 3  # steps at a run's start that are ignored if there are more
+_HOLD = 0.003  # the weight of a constant's deviation from its start, relative to a run's error
 _FACTORS = (1.3, 1.1, 1.03, 1.01)
 _MOST = 1.5  # the upper bound of constants that are shares
 
@@ -42,7 +42,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The constants, and each run's error of the prediction before and after: a share of the measured time."""
+    """The constants, and the prediction's error for each run before and after, as a share of the measured time."""
 
     constants: Calibration
     before: tuple[float, ...]
@@ -50,9 +50,9 @@ class Fit:
 
 
 def fit(runs: Sequence[MeasuredRun], cluster: Cluster, start: Calibration) -> Fit:
-    """The constants with the least squares of logarithmic errors.
+    """The constants with the least sum of squared logarithmic errors.
 
-    They leave their start only as far as the runs ask for it: a constant on which no run depends keeps its value.
+    They stay at their start unless runs demand otherwise: a constant on which no run depends keeps its value.
     """
 
     def errors(constants: Calibration) -> tuple[float, ...]:
@@ -83,7 +83,7 @@ def _apart(value: float, start: float) -> float:
 
 
 def toml(constants: Calibration) -> str:
-    """The constants' file, as `--calibration` reads it."""
+    """The text of a file with the constants, which `--calibration` reads."""
     lines = (f"{name} = {getattr(constants, name):g}\n" for name in constants.__slots__)
     return f"# Constants of the cost model, {MARK}.\n{''.join(lines)}"
 
@@ -93,7 +93,7 @@ def read_runs(
 ) -> Iterator[MeasuredRun]:
     """The runs of the files; `program_of` compiles a package's model again.
 
-    Raises PartcError P0809, and that of a program that cannot be compiled; its cause starts with the run's place.
+    Raises PartcError P0809, and the error of a program that cannot be compiled; its cause starts with the run's place.
     """
     simulators: dict[str, Simulator] = {}
     for file in files:
@@ -113,7 +113,7 @@ def read_runs(
         steps = [line["seconds"] for _, line in lines if _is_time(line.get("seconds"))]
         package = file.with_suffix("")
         if not steps or not (package / "plan.json").is_file():
-            raise _unreadable(f"{file} has no steps" if not steps else f"{file} has no package {package} beside it")
+            raise _unreadable(f"{file} has no steps" if not steps else f"{file} has no package {package} next to it")
         with _naming(str(file)):
             program = program_of(package)
             fitted(cluster, program.mesh.size)
@@ -130,7 +130,7 @@ def _naming(run: str) -> Iterator[None]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file with their places. Raises PartcError P0809."""
+    """The JSON objects of a file, with their places. Raises PartcError P0809."""
     place = str(file)
     try:
         for number, line in json_lines(file):
@@ -147,5 +147,5 @@ def _is_time(value: object) -> bool:
 
 
 def _unreadable(cause: str) -> PartcError:
-    help = "give the --metrics of packages that lie beside them, or plans with model and step_seconds"
+    help = "give the --metrics of packages that lie next to them, or plans with model and step_seconds"
     return PartcError("P0809", cause, help=help)

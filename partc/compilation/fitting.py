@@ -1,9 +1,9 @@
 """Fitting a program into memory: recomputation under a budget, and remedies if a limit is exceeded.
 
-A budget (`--recompute 18GB`) covers all memory of a rank, not only saved activations. The rest is known once a step has
-been rehearsed, and it changes with the choice of recomputation. So the choice is made under the assumption that other
-memory is as small as any known, rehearsed, and made again with the new knowledge: the first choice that fits is one of
-least recomputation.
+A budget (`--recompute 18GB`) covers all memory of a rank, not only saved activations. The other memory is known only
+after a step has been rehearsed, and it changes with the choice of recomputation. So each choice assumes the smallest
+other memory seen so far, is rehearsed, and is made again with the new knowledge: the first choice that fits is one with
+the least recomputation.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from partc.rehearsal.held_times import observed
 from partc.rehearsal.rehearsal import rehearse, rehearsed
 from partc.runtime.optimizer.recipe import DEFAULT
 
-ATTEMPTS, FURTHER = 12, 4  # programs that are tried until one fits, and then to find a quicker one
+ATTEMPTS, FURTHER = 12, 4  # the most programs to try until one fits, and then to find a quicker one
 Chosen = Callable[
     [Sequence[Sequence[Time]]], tuple[PassResult, ...]
-]  # times of each pipeline rank -> the passes' steps
+]  # moments of each pipeline rank -> the passes' steps
 
 
 def within(
@@ -39,12 +39,12 @@ def within(
     optimizer: str = DEFAULT,
     groups: Sequence[str] = (),
 ) -> tuple[PassResult, ...]:
-    """The steps with the least recomputation under which no pipeline rank holds more than `budget` bytes.
+    """The passes' steps with the least recomputation with which no pipeline rank holds more than `budget` bytes.
 
-    `start` is the program before the saved values are decided. The first two attempts save everything and as little as
+    `start` is the program before saved values are chosen. The first two attempts save everything and as little as
     possible. Later attempts assume the memory of all attempts so far, until one fits. `further` attempts look for a
-    faster choice, under the assumption that no more memory is held than was ever found; if none is left, there is none.
-    Raises PartcError P0415 if no attempt fits.
+    faster choice, assuming the least memory found so far; they end when no new choice is left. Raises PartcError P0415
+    if no attempt fits.
     """
     tries = _Tries(budget, start, choose, {"optimizer": optimizer, "groups": groups})
     fits = tries.next(lambda time: time)
@@ -67,18 +67,18 @@ def within(
 
 
 class _Tries:
-    """The rehearsed programs, and the moments that were found."""
+    """The programs rehearsed so far, and the moments found in them."""
 
     def __init__(self, budget: int, start: Program, choose: Chosen, how: Mapping[str, Any]) -> None:
-        self._how = how  # of the update, for rehearsals
+        self._how = how  # the optimizer and its groups, for rehearsals
         self._budget, self._start, self._choose = budget, start, choose
         self._times: list[tuple[Time, ...]] = [()] * start.mesh.axis(PIPELINE_AXIS)
         self._seen: list[Program] = []
         self.accounts: list[Account] = []
-        self.ended = False  # whether the last one had been tried before
+        self.ended = False  # whether the last choice had been tried before
 
     def next(self, each: Callable[[Time], Time]) -> tuple[PassResult, ...] | None:
-        """The steps with the best choice under these moments, if it is new and fits."""
+        """The steps with the best choice under these moments, if it is new and fits; else None."""
         steps = self._choose([tuple(map(each, times)) for times in self._times])
         chosen, program = steps[0].program, steps[-1].program
         self.ended = any(chosen.regions == other.regions and chosen.calls == other.calls for other in self._seen)
@@ -98,7 +98,7 @@ def _too_little(budget: int, account: Account) -> PartcError:
     worst = account.worst
     return PartcError(
         "P0415",
-        f"pipeline rank {worst.place} holds {worst.peak:,} bytes at least, {readable(worst.peak - budget)} more than "
+        f"pipeline rank {worst.place} holds at least {worst.peak:,} bytes, {readable(worst.peak - budget)} more than "
         f"the budget: {consists(worst)}",
         help=f"give --recompute {written(worst.peak)} or more, smaller microbatches, or --zero",
     )
@@ -106,20 +106,20 @@ def _too_little(budget: int, account: Account) -> PartcError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A combination of options, and the peak of the worst rank with it."""
+    """A combination of options, and the worst rank's peak with it."""
 
     flags: str
     peak: int
 
 
 class Compiled(Protocol):
-    """Compiles a model with other options, before the proof; without `ahead`, ZeRO 3 gathers nothing ahead."""
+    """Compiles a model with other options, up to the proof; without `ahead`, ZeRO 3 gathers nothing ahead."""
 
     def __call__(self, options: Options, *, ahead: bool = True) -> Program: ...
 
 
 def check_limit(account: Account, limit: int, options: Options, compiled: Compiled) -> None:
-    """Raise PartcError P0416 if a rank holds more than `limit` bytes, with the peaks of other options."""
+    """Raise PartcError P0416 if a rank holds more than `limit` bytes; the message has the peaks with other options."""
     worst = account.worst
     if worst.peak <= limit:
         return
@@ -136,7 +136,7 @@ def check_limit(account: Account, limit: int, options: Options, compiled: Compil
 
 
 def check_evaluation(account: Account, limit: int | None) -> None:
-    """Raise PartcError P0416 if a rank holds more than `limit` bytes in an evaluation, where its steps hold less."""
+    """Raise PartcError P0416 if a rank exceeds `limit` bytes during an evaluation, although its training steps fit."""
     if limit is not None and account.worst.peak > limit:
         raise _too_much(
             account, limit, "the step alone fits: --microbatches cuts batches of evaluations too, or evaluate less"
@@ -155,9 +155,10 @@ def _too_much(account: Account, limit: int, help: str) -> PartcError:
 
 
 def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> Iterator[Remedy]:
-    """The single changes that lower the peak; if none suffices, the smallest combination that does, or the lowest.
+    """The single changes that lower the peak. If none suffices, also the smallest combination that does, or the one
+    with the lowest peak.
 
-    Other meshes are tried only where no change on this one suffices.
+    Other meshes are tried only if no change on this one suffices.
     """
     singles: list[tuple[int, str, Mapping[str, Any]]] = []
     lowest: Remedy | None = None
@@ -174,7 +175,7 @@ def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> It
             if parse_bytes(change.get("recompute", "")) is not None and any(
                 least <= limit and "recompute" in other for least, _, other in singles
             ):
-                continue  # the search for a budget compiles many times, and a kind of recomputation is enough
+                continue  # a budget takes many compiles, and one of the fixed kinds of recomputation suffices
             found = peak_after(change)
             if found is not None and found < peak:
                 singles.append((found, flags, change))
@@ -199,7 +200,7 @@ def _remedies(options: Options, peak: int, limit: int, compiled: Compiled) -> It
 
 
 def _peak(options: Options, compiled: Compiled) -> int | None:
-    """The peak under these options; None if they do not suit the model."""
+    """The peak with these options; None if the model does not allow them."""
     try:
         _ = options.places
         return rehearse(compiled(options, ahead=False), optimizer=options.optimizer, groups=options.group).worst.peak
@@ -231,7 +232,7 @@ def _changes(options: Options, limit: int) -> Iterator[tuple[str, Mapping[str, A
 
 
 def _meshes(options: Options) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Meshes of as many ranks with less replication."""
+    """Meshes with the same number of ranks and less replication."""
     mesh = options.mesh
     spread = [name for name in mesh.names if is_batch_axis(name) and mesh.axis(name) % 2 == 0]
     for name in ("tp", PIPELINE_AXIS) if spread and options.table is None else ():

@@ -1,4 +1,4 @@
-"""From a traced program to a finished one: all passes, with the decisions that rehearsals take between them."""
+"""From a traced program to a finished one: all passes, and the decisions that need rehearsals between them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from partc.ir.mesh import Mesh
 from partc.ir.program import Program
 from partc.rules.layout_check import Verifier
 
-UNPROVED = "prefetch"  # the pass that leaves the finished program, before its proof
+UNPROVED = "prefetch"  # the last pass before the proof; its result is the finished program
 
 _SAVING, _AHEAD = passes.before("recompute")[-1], passes.before("prefetch")[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class PassRuns:
-    """The passes over the programs of one model. Programs under other options share passes that read equal ones."""
+    """Runs the passes over the programs of one model. Programs under different options share passes with equal
+    inputs.
+    """
 
     _shared: passes.Shared = field(default_factory=passes.Shared)
     _verifiers: dict[tuple[Mesh, int], Verifier] = field(default_factory=dict)
@@ -33,10 +35,11 @@ class PassRuns:
         observe: passes.Observer = lambda step: None,
         ahead: bool = True,
     ) -> tuple[passes.PassResult, ...]:
-        """The passes up to `until`; each is reported once.
+        """The steps of the passes up to `until`; each is reported once.
 
-        A budget chooses the cheapest recomputation that fits. ZeRO 3 gathers as much ahead as costs no rank memory:
-        without `ahead` the program has the same peaks sooner, and gathers nothing ahead.
+        With a budget, the cheapest recomputation that fits is chosen. ZeRO 3 gathers ahead as far as this does not
+        raise any rank's peak. Without `ahead` nothing is gathered ahead: the program has the same peaks and is found
+        sooner.
         """
         if options.zero < 3 or (until is not None and until in passes.before("prefetch")):
             return self._fitted(traced, options, until, observe)

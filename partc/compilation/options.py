@@ -28,7 +28,7 @@ from partc.sharding.pins import Pin
 
 LOW: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16"}
 DEFAULT = "adamw"  # train.py's own optimizer; importing it from there would import torch
-TABLE = "schedule.csv"  # the file of a package that has the user's table
+TABLE = "schedule.csv"  # the package's copy of the user's schedule table
 
 _CHOICES: Mapping[str, tuple[str, Sequence[str]]] = {
     "precision": ("precision", PRECISIONS),
@@ -36,7 +36,7 @@ _CHOICES: Mapping[str, tuple[str, Sequence[str]]] = {
     "grad_reduce": ("type for sums of gradients", SUMS),
     "compress_grads": ("compression", COMPRESSIONS),
 }
-# The error's code, the least value, the value that all are below, and the error's help.
+# option -> (error code, least value, exclusive upper bound, help)
 _RANGES: Mapping[str, tuple[str, float, float, str]] = {
     "microbatches": ("P0405", 1, math.inf, "give 1 or more"),
     "loss_chunks": ("P0418", 1, math.inf, "give 1 or more"),
@@ -57,7 +57,7 @@ class Options:
     schedule: str
     virtual_stages: int | None
     table: Table | None  # the contents of the file that `schedule` names
-    stage_calls: tuple[int, ...]  # of each stage; without them, stages have about the same work
+    stage_calls: tuple[int, ...]  # calls of each stage; empty: stages with about the same work
     precision: str
     seed: int
     shard: tuple[str, ...]
@@ -65,9 +65,9 @@ class Options:
     zero_axes: tuple[str, ...]
     recompute: str
     casts: tuple[str, ...]
-    kernels: str  # never auto
+    kernels: str  # "auto" is already resolved
     bucket: str
-    memory_limit: int | None  # bytes that a rank may hold
+    memory_limit: int | None  # the most bytes that a rank may hold
     nodes: int | None
     expert_axes: tuple[str, ...]
     grad_reduce: str
@@ -82,7 +82,7 @@ class Options:
     lr: float | None
     eval_every: int
     forward_only: bool
-    chosen: bool  # whether optimizer and group are given: else a model file's optimizer() decides
+    chosen: bool  # whether optimizer and group are given; otherwise the model file's optimizer() decides
 
     @classmethod
     def checked(cls, **fields_given: Any) -> Options:
@@ -126,7 +126,7 @@ class Options:
         return options
 
     def _check_stages(self, given: GivenOptions) -> None:
-        """Check the number of stages against options by stage. Raises PartcError P0406 and P0421."""
+        """Check that options with a value per stage fit the number of stages. Raises PartcError P0406 and P0421."""
         stages = len(self.places)
         for text, number in (
             (f"--stage-calls {given.stage_calls}", len(self.stage_calls)),
@@ -161,7 +161,7 @@ class Options:
 
     @property
     def command(self) -> dict[str, Any]:
-        """The options that the plan records, so that the compile can be repeated."""
+        """The options to record in the plan, so that the compile can be repeated."""
         spelled: Mapping[str, object] = {
             "schedule": self.schedule if self.table is None else TABLE,
             "stage_calls": ",".join(map(str, self.stage_calls)) or None,
@@ -180,7 +180,7 @@ class Options:
 
     @property
     def for_passes(self) -> dict[str, Any]:
-        """The options by the names that passes use."""
+        """The options under the names that passes use."""
         return {
             "pins": self.pins,
             "places": self.places,
@@ -211,7 +211,7 @@ class Options:
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Errors of the runtime, as those of a compile."""
+    """A context that turns errors of the runtime into errors of a compile."""
     from partc.runtime.errors import UsageError
 
     try:
@@ -245,7 +245,9 @@ def _check_types(given: GivenOptions) -> None:
 
 
 def _check(given: GivenOptions) -> None:
-    """Check the options that need no mesh. Raises PartcError P0004, P0108, P0404, P0405, P0414 and P0418."""
+    """Check the options that don't depend on the mesh. Raises PartcError P0004, P0108, P0404, P0405, P0414 and
+    P0418.
+    """
     for name, (word, known) in _CHOICES.items():
         if getattr(given, name) not in known:
             raise _unknown(word, getattr(given, name), known)
@@ -278,7 +280,7 @@ def _check(given: GivenOptions) -> None:
 
 
 def _table(given: GivenOptions, mesh: Mesh) -> Table | None:
-    """The user's own table of actions. Raises PartcError P0404, P0406 and those of the table."""
+    """The user's table of actions, if `schedule` is a file. Raises PartcError P0404, P0406 and the table's errors."""
     schedule = str(given.schedule)
     if not schedule.lower().endswith(".csv"):
         if schedule not in SCHEDULES:
@@ -291,7 +293,7 @@ def _table(given: GivenOptions, mesh: Mesh) -> Table | None:
 
 
 def _optimizer(text: str, group: Sequence[str]) -> str:
-    """The optimizer's text with all options checked."""
+    """The text of the optimizer, after all its options have been checked."""
     from partc.runtime.optimizer.recipe import Recipe
 
     with refused():
@@ -299,7 +301,7 @@ def _optimizer(text: str, group: Sequence[str]) -> str:
 
 
 def _resolved_kernels(kernels: str) -> str:
-    """Resolve `auto`: Triton where this machine has a GPU for it, else PyTorch's kernels."""
+    """Resolve `auto`: Triton if this machine has a suitable GPU, else PyTorch's kernels."""
     if kernels != "auto":
         return kernels
     import torch
@@ -329,9 +331,9 @@ def _cast(text: str) -> tuple[str, Precision]:
 
 
 def _zero(text: str, mesh: Mesh) -> tuple[Mesh, int, tuple[str, ...]]:
-    """Parse `3`, `3@dp_in` or `3@4`: the stage and the axes it spreads over, by default all that hold weights whole.
+    """Parse `3`, `3@dp_in` or `3@4`: the ZeRO stage and its axes, by default all that hold weights whole.
 
-    A number of ranks makes an axis of them in the mesh, which is returned.
+    Also returns the mesh, which gets a new axis for a number of ranks.
     """
     level, _, names = text.partition("@")
     if level not in ("0", "1", "2", "3"):

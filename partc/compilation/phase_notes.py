@@ -1,4 +1,4 @@
-"""The sentences of a compile: remarks on its phases, and notes for the package's README."""
+"""The sentences that a compile prints: remarks on its phases, and notes for the package's README."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from partc.rules.updates import UpdateRule
 
 
 def coupled(error: PartcError, microbatches: int) -> str:
-    """The consequence of an operation that needs the whole batch, in a sentence."""
+    """A sentence on the consequence of an operation that needs the whole batch."""
     where = f"{error.source}: " if error.source else ""
     return (
         f"{where}{error.cause}. Each of the {microbatches} microbatches is a batch of its own: statistics are "
@@ -28,7 +28,7 @@ def size(program: Program) -> str:
 
 
 def note(step: passes.PassResult) -> str:
-    """The remark on a pass's line, beside its time."""
+    """The remark on a pass's progress line."""
     program = step.program
     match step.name:
         case "outline":
@@ -50,7 +50,7 @@ def note(step: passes.PassResult) -> str:
 
 
 def extents(program: Program) -> list[tuple[int, int]]:
-    """The lengths of sequences, and their lengths inside, where these differ."""
+    """The lengths of sequences that are padded, as (model's length, padded length)."""
     found: dict[tuple[int, int], None] = {}
     for region in program.regions:
         types = region.types(region.forward)
@@ -73,7 +73,9 @@ def sentence(item: ReplicatedOp) -> str:
 
 
 def made_dense(traced: Program, program: Program, rules: Mapping[str, UpdateRule]) -> Iterator[str]:
-    """A sentence for each reason why gradients are dense though lookups of the normalized `traced` ask for rows."""
+    """A sentence for each reason why gradients are dense although lookups in the normalized `traced` ask for sparse
+    ones.
+    """
     wanted = {item.name for item in traced.parameters if item.sparse}
     found: dict[str, list[str]] = {}
     for item in program.parameters:
@@ -86,9 +88,9 @@ def made_dense(traced: Program, program: Program, rules: Mapping[str, UpdateRule
 
 
 def padding(padded: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> Iterator[str]:
-    """A sentence for the parameters that are held larger than the model has them; equal ones of layers share one.
+    """A sentence for each padded parameter; equal parameters of layers share one.
 
-    `padded` has the true shape and the held one of each.
+    `padded` maps names to (model's shape, padded shape).
     """
     alike: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for name, (true, held) in padded.items():

@@ -23,25 +23,25 @@ from partc.errors import PartcError
 from partc.runtime.documents import Malformed, Positive, contents, decoded, parsed
 from partc.schedules import SCHEDULES
 
-LARGEST = 1 << 28  # bytes of a file of plans or runs
+LARGEST = 1 << 28  # the most bytes of a file of plans or runs
 
-AUTO = "auto"  # a mesh that the planner decides
+AUTO = "auto"  # the mesh that lets the planner decide
 DECIDED = (
     "mesh", "experts", "microbatches", "schedule", "virtual_stages", "stage_calls", "zero", "recompute", "loss_chunks",
     "nodes", "kernels",
 )  # fmt: skip
-REDUCED = ("bucket", "grad_reduce", "compress_grads")  # the form of gradients' sums, which users decide
-GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options that all plans of a search share
+REDUCED = ("bucket", "grad_reduce", "compress_grads")  # options for sums of gradients, which users decide
+GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options that are common to all plans of a search
 
-FP8 = "fp8"  # a precision of predictions alone
-# Fields that are not options of a compile: the options of the model file, and those of predictions alone.
+FP8 = "fp8"  # a precision that exists only in predictions
+# Fields that are not compile options: the model file's options, and fields that only affect predictions.
 _PREDICTED = ("tp_overlap", "dp_overlap", "ep_by_node", "gradients", "weights")
 _NOT_COMPILED = ("options", *_PREDICTED)
 
 Scalar = bool | int | float | str
-_LONGEST = 1000  # characters of a decision
+_LONGEST = 1000  # the most characters of a decision
 
-# Names of other programs for partc's own, without case, spaces and punctuation.
+# Names that other programs use -> partc's, without case, spaces and punctuation.
 _SCHEDULES: Mapping[str, str] = {
     "afab": "gpipe", "fthenb": "gpipe", "vpp": "interleaved", "interleaved1f1b": "interleaved",
     "1f1binterleaved": "interleaved", "zb": "zero-bubble", "zbh1": "zero-bubble", "zb1p": "zero-bubble",
@@ -52,7 +52,8 @@ _PRECISIONS: Mapping[str, str] = {
     "double": "fp64",
 }  # fmt: skip
 
-_WORDS: Mapping[str, str] = {"tp_comm_overlap": "tp_overlap", "overlap_grad_reduce": "dp_overlap"}  # of Megatron-LM
+# Megatron-LM's names.
+_WORDS: Mapping[str, str] = {"tp_comm_overlap": "tp_overlap", "overlap_grad_reduce": "dp_overlap"}
 
 
 def _is_short(value: str) -> str:
@@ -75,8 +76,8 @@ class ParallelPlan:
     experts: _Text | None = None
     microbatches: Positive = 1
     schedule: _Text = "1f1b"
-    virtual_stages: Positive | None = None  # on each pipeline rank; None: the schedule's default
-    stage_calls: _Text | None = None  # of each stage; None: balanced by flops
+    virtual_stages: Positive | None = None  # stages per pipeline rank; None: the schedule's default
+    stage_calls: _Text | None = None  # calls of each stage; None: balanced by flops
     zero: int | _Text = 0
     recompute: _Text = "none"
     precision: _Text = "bf16"
@@ -87,11 +88,11 @@ class ParallelPlan:
     grad_reduce: _Text = "fp32"
     compress_grads: _Text = "none"
     optimizer: _Text | None = None
-    tp_overlap: bool = False  # of predictions alone: collectives of tp run in pieces beside pieces of products
-    dp_overlap: bool = True  # of predictions alone: gradients are summed, and parameters gathered, beside computation
-    ep_by_node: bool = False  # of predictions alone: a token's row goes to a node once, and from there to its experts
-    gradients: Literal["fp32", "bf16"] = "fp32"  # of predictions alone: the type in which they are held and summed
-    weights: Literal["fp32", "bf16"] = "fp32"  # of predictions alone: the type of weights and of the optimizer's states
+    tp_overlap: bool = False  # predictions only: collectives of tp run in pieces that overlap with pieces of products
+    dp_overlap: bool = True  # predictions only: sums of gradients and gathers of parameters overlap with computation
+    ep_by_node: bool = False  # predictions only: a token's row is sent to a node once, and from there to its experts
+    gradients: Literal["fp32", "bf16"] = "fp32"  # predictions only: the type in which gradients are held and summed
+    weights: Literal["fp32", "bf16"] = "fp32"  # predictions only: the type of weights and of the optimizer's states
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -134,7 +135,7 @@ class ParallelPlan:
         return replace(self, kernels="triton" if cluster.device.kind == "gpu" else "aten")
 
     def check_emitted(self) -> None:
-        """Check that packages do what the plan says. Raises PartcError P0804."""
+        """Check that the plan has no fields that only exist in predictions. Raises PartcError P0804."""
         for name in _PREDICTED:
             if getattr(self, name) != getattr(_USUAL, name):
                 help = f'partc simulate predicts such a program; leave "{name}" out to compile'
@@ -143,8 +144,8 @@ class ParallelPlan:
 
     @property
     def emitted(self) -> ParallelPlan:
-        """The plan of the program that is emitted: in bf16, where products in fp8 are predicted; collectives whole,
-        and beside computation; weights and gradients in fp32, but for sums.
+        """The plan of the emitted program, without fields that only affect predictions: bf16 instead of fp8, whole
+        collectives that overlap with computation, and weights and gradients in fp32.
         """
         precision = "bf16" if self.precision == FP8 else self.precision
         sums = self.grad_reduce if self.gradients == "fp32" else self.gradients
@@ -158,18 +159,18 @@ class ParallelPlan:
 
     @property
     def span(self) -> int:
-        """The neighbours in dp over which ZeRO shards; 0 where its axes are named, or all."""
+        """The number of neighbours in dp over which ZeRO shards; 0 if its axes are named, or are all axes."""
         ranks = str(self.zero).partition("@")[2]
         return int(ranks) if ranks.isdecimal() else 0
 
     @property
     def definitions(self) -> dict[str, str]:
-        """The options of the model file, as -D gives them."""
+        """The options of the model file as texts, as -D takes them."""
         return {name: str(value) for name, value in sorted(self.options.items())}
 
     @property
     def flags(self) -> str:
-        """The plan as options of `partc compile`; those at their defaults are left out."""
+        """The plan as options of `partc compile`, without defaults."""
         return shlex.join(self._flags())
 
     def _flags(self) -> Iterator[str]:
@@ -187,10 +188,10 @@ _USUAL = ParallelPlan(mesh="")
 
 
 def spelled(document: object) -> object:
-    """A plan in the spelling of tables and other programs, as `document` has it.
+    """A plan in the spelling of tables or other programs, converted to the form of `document`.
 
-    `null` is a field left out, 4.0 is 4, texts are in any case, a mesh may be an object or a list of sizes, schedules
-    and types have several names, and several stages of a rank under 1f1b are interleaved.
+    `null` means an absent field, 4.0 is 4, case does not matter, a mesh may be an object or a list of sizes, schedules
+    and types have several names, and several stages per rank under 1f1b mean interleaved.
     """
     if not isinstance(document, dict):
         return document
@@ -247,9 +248,9 @@ def _mesh(value: object) -> object:
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The numbers and the texts of a file's lines that are not blank. Raises Malformed.
+    """The non-blank lines of a file, as (line number, text). Raises Malformed.
 
-    Lines end with a line feed and nothing else: JSON texts may contain the other characters that end lines.
+    Only a line feed ends a line: JSON texts may contain other line separators.
     """
     text = contents(path, largest=LARGEST).removeprefix(codecs.BOM_UTF8)
     return ((number, line) for number, line in enumerate(text.split(b"\n"), 1) if line.strip())
@@ -264,7 +265,7 @@ def read(path: Path) -> ParallelPlan:
 
 
 def decisions(plan: ParallelPlan) -> dict[str, Any]:
-    """The options of `partc compile` that a plan decides, as click gives them."""
+    """The options of `partc compile` that a plan decides, in click's form."""
     plan.check_emitted()
     names = [item.name for item in fields(ParallelPlan) if item.name not in _NOT_COMPILED]
     found = {name: getattr(plan, name) for name in names} | {"zero": str(plan.zero)}
@@ -274,7 +275,9 @@ def decisions(plan: ParallelPlan) -> dict[str, Any]:
 
 
 def check_undecided(given: Iterable[str], cluster: object) -> None:
-    """Check that `auto` has a cluster, and none of its decisions is given. Raises PartcError P0815 and P0816."""
+    """Check that `--mesh auto` has a cluster, and that no decision of the planner is given. Raises PartcError P0815 and
+    P0816.
+    """
     if cluster is None:
         raise PartcError("P0816", "--mesh auto needs a cluster", help="add --cluster 8xH100-80GB or a FILE.toml")
     for name in given:
@@ -284,7 +287,7 @@ def check_undecided(given: Iterable[str], cluster: object) -> None:
 
 
 def check_unplanned(given: Mapping[str, Any]) -> None:
-    """Check that no option of the planner is given beside a mesh. Raises PartcError P0816."""
+    """Check that no option of the planner is given together with a mesh. Raises PartcError P0816."""
     for name, value in given.items():
         if value not in (None, "", ()):  # 0 was given
             flag = f"--{name.replace('_', '-')}"

@@ -1,10 +1,10 @@
 """Predictions for many plans of one model on a cluster, which share its trace and passes.
 
-Passes run once for all plans that they treat alike. Layouts depend on the axes that cut weights and sequences, and on
+Passes run once for all plans with equal inputs. Layouts depend on the axes that cut weights and sequences, and on
 whether the batch is cut at all. So one program serves all sizes of dp and all numbers of microbatches, since local
 sizes follow from layouts. Its regions are differentiated, recomputed and fused once. Stages, ZeRO's parts, buckets,
-schedules and actions are each plan's own. Nothing is emitted or proved; `partc compile` does this for the plan that is
-chosen.
+schedules and actions are computed for each plan. Nothing is emitted or proved; `partc compile` does this for the chosen
+plan.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from partc.sharding.choices import axis_order
 from partc.sharding.placements import most_repeated
 
 _Key = tuple[object, ...]
-_ROUNDING = 1e-9  # of sums of seconds in different orders
+_ROUNDING = 1e-9  # relative rounding error of sums of seconds in different orders
 _NO_MODEL = ("P0201", "P0202", "P0203")
-# Memory of a process on a GPU besides tensors: CUDA's context and the workspaces of libraries; and for each
-# communicator of NCCL its channels' buffers.
+# Memory of a process on a GPU besides tensors: CUDA's context and libraries' workspaces; and for each NCCL communicator
+# its channels' buffers.
 CONTEXT = 800 << 20
 COMMUNICATOR = 150 << 20
-# Memory that the caching allocator holds beyond what is allocated at the peak, as a share: blocks of other sizes.
+# The share by which the caching allocator exceeds the allocated memory at the peak, because of blocks of other sizes.
 FRAGMENTS = 0.03
 
 
@@ -58,12 +58,13 @@ class Prediction:
     """The predicted step of a plan. Times are seconds of a step, as means over pipeline ranks."""
 
     step_seconds: float
-    memory_bytes: int  # of the rank that holds most, with what the process holds besides tensors
+    memory_bytes: int  # of the rank that holds most, including the process' memory besides tensors
     fits: bool
     compute: float
-    exposed: float  # waits for communication
-    bubble: float  # waits for other stages
-    causes: Mapping[str, float] = field(default_factory=dict)  # of `exposed`: a collective and its axes -> seconds
+    exposed: float  # waiting for communication
+    bubble: float  # waiting for other stages
+    # The parts of `exposed`: a collective and its axes -> seconds.
+    causes: Mapping[str, float] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__} | {"error": None}
@@ -81,7 +82,7 @@ class Simulator:
         batch: Any = None,
         functions: Functions = Functions(),  # noqa: B008
     ) -> None:
-        """`batch` and `functions` are those beside a model given as an object."""
+        """`batch` and `functions` belong to a model that is given as an object."""
         self.model = model
         self.batch = batch
         self.functions = functions
@@ -94,16 +95,16 @@ class Simulator:
         self._costs: dict[tuple[bool, bool, bool, int], LocalCosts] = {}
 
     def on(self, cluster: Cluster, constants: Calibration) -> Simulator:
-        """The simulator for another cluster, which shares this one's programs: they depend on plans alone."""
+        """The simulator for another cluster. It shares this one's programs, which only depend on plans."""
         found = copy(self)
         found.cluster, found.rates = cluster, ClusterRates(cluster, constants)
         found._costs = {}
         return found
 
     def scale_factor(self, plan: ParallelPlan, step_seconds: float) -> float:
-        """The plan's throughput as a share of that of as many single devices: T_n / (n T).
+        """The plan's throughput as a share of the throughput of n single devices: T_n / (n T).
 
-        A single device computes the same microbatches one after the other, however much memory this takes.
+        A single device computes the same microbatches one after the other, whatever memory this takes.
         """
         plan = plan.emitted
         mesh = plan.compile_options().mesh
@@ -121,11 +122,11 @@ class Simulator:
     def predict(self, plan: ParallelPlan, *, everywhere: bool = False) -> Prediction:
         """The prediction for a plan. Raises PartcError if it cannot be compiled.
 
-        With `everywhere`, regions are those of `differentiated`, which more plans share. A plan in fp8 is its program
-        in bf16, with linear products at the device's rate for fp8. With `tp_overlap`, collectives of tp run in pieces
-        beside the products next to them; without `dp_overlap`, gathers and sums of parameters run beside nothing.
-        With `ep_by_node`, a token's row goes once to a node with some of its experts.
-        Gradients may be held and summed in bf16, and weights and the optimizer's states held in bf16.
+        With `everywhere`, regions are shared by more plans (see `differentiated`). A plan in fp8 is predicted by its
+        program in bf16, with linear products at the device's rate for fp8. With `tp_overlap`, collectives of tp run in
+        pieces that overlap with adjacent products; without `dp_overlap`, gathers of parameters and sums of gradients do
+        not overlap. With `ep_by_node`, a token's row goes once to a node with some of its experts. Gradients may be
+        held and summed in bf16, and weights and the optimizer's states held in bf16.
         """
         device, rates = self.cluster.device, self.rates
         if plan.precision == FP8:
@@ -146,7 +147,7 @@ class Simulator:
         return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs)
 
     def program(self, plan: ParallelPlan, *, everywhere: bool = False) -> Program:
-        """The plan's program with its actions: those of a compile, but for sizes that are literals of operations.
+        """The plan's program with its actions; it equals the compiled program except for literal sizes in operations.
 
         Raises PartcError.
         """
@@ -159,16 +160,16 @@ class Simulator:
         return self._program(plan, options, separate=True)
 
     def annotated(self, plan: ParallelPlan) -> Program:
-        """The program with layouts, and with shapes of the whole batch, for a plan without microbatches."""
+        """The program with layouts, in shapes of the whole batch, for a plan without microbatches."""
         options = plan.on(self.cluster).compile_options()
         _, found, _ = self._placed(plan, options, separate=False)
         return replace(found, mesh=options.mesh, microbatches=options.microbatches)
 
     def differentiated(self, plan: ParallelPlan, *, everywhere: bool = True) -> tuple[_Key, Program]:
-        """The plan's program before its stages, and what its regions depend on. Raises PartcError.
+        """The plan's program before stages, with a key of everything on which its regions depend. Raises PartcError.
 
-        With `everywhere`, its regions are those of all plans that cut the batch in space and in time as far as this one
-        does, and its own mesh has dp.
+        With `everywhere`, plans share regions if they agree on whether ranks, and whether microbatches, cut the batch;
+        the mesh then has dp.
         """
         options = plan.on(self.cluster).compile_options()
         return self._whole(plan, options, separate=False, everywhere=everywhere)[:2]
@@ -176,8 +177,8 @@ class Simulator:
     def _placed(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
     ) -> tuple[_Key, Program, Program]:
-        """The program with layouts and what it depends on, and the program on the mesh on which it is lowered; with
-        `everywhere`, for every size of the batch's axes.
+        """A key, the program with layouts, and the program on the mesh on which it is lowered; with `everywhere`, for
+        all sizes of the batch's axes.
         """
         parts = options.microbatches if separate else 1
         trace_key = (*plan.definitions.items(), options.precision, parts)
@@ -195,13 +196,14 @@ class Simulator:
         start = self._once(("simplify", *trace_key), canonical)
         check_divisible(ready(start))
         cut = self._cut(trace_key, ready(start), given) if everywhere else ready(start)
-        placed = _everywhere(cut, experts=True) if everywhere else cut  # layouts do not depend on ep's size
+        placed = _everywhere(cut, experts=True) if everywhere else cut  # layouts do not depend on the size of ep
 
         def outlined(places: tuple[int, ...]) -> Program:
             sized = replace(start, mesh=placed.mesh, microbatches=placed.microbatches)
             return passes.between("simplify", "outline", sized, given | {"places": places})
 
-        used = (axis for axis in axis_order(placed.mesh.sizes) if not _holds_alike(axis))  # orders on links are alike
+        # Their order on the links does not matter.
+        used = (axis for axis in axis_order(placed.mesh.sizes) if not _holds_alike(axis))
         weights = tuple((axis, placed.mesh.axis(axis)) for axis in used)
         widths: _Key = (*trace_key, weights, options.expert_axes, options.kernels)
 
@@ -221,8 +223,8 @@ class Simulator:
         return (*trace_key, options.kernels, layouts, _local(cut)), laid, cut
 
     def _cut(self, trace_key: _Key, program: Program, given: Mapping[str, Any]) -> Program:
-        """The program on the mesh on which all plans are lowered that share its regions: a whole batch counts as cut
-        in space or in time, unless the model has other calls where it is cut.
+        """The program on the common mesh of all plans that share its regions: a whole batch counts as cut over ranks or
+        microbatches, unless the model's calls differ if it is cut.
         """
         cut, kept = _everywhere(program, uncut=True), _everywhere(program)
         whole = tuple(axis for axis, size in cut.sizes.items() if size > kept.sizes[axis])
@@ -245,8 +247,8 @@ class Simulator:
     def _whole(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
     ) -> tuple[_Key, Program, Program]:
-        """The program before its stages, and the one on the mesh on which it is lowered; with `everywhere`, for every
-        size of the batch's axes.
+        """A key, the program before stages, and the program on the mesh on which it is lowered; with `everywhere`, for
+        all sizes of the batch's axes.
         """
         shape, laid, cut = self._placed(plan, options, separate=separate, everywhere=everywhere)
         given = options.for_passes
@@ -255,7 +257,7 @@ class Simulator:
         def apart(program: Program) -> Program:
             return replace(program, mesh=cut.mesh, microbatches=cut.microbatches)
 
-        level = max(1, options.zero)  # tables do not tell 0 from 1
+        level = max(1, options.zero)  # tables do not distinguish 0 and 1
         tabled = self._once(
             ("tables", *shape, mesh, options.microbatches, level, plan.optimizer),
             lambda: passes.between(
@@ -281,7 +283,7 @@ class Simulator:
         return shape, self._once(("expand", *shape), differentiated), cut
 
     def _program(self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False) -> Program:
-        everywhere = everywhere and options.budget is None  # a budget depends on the sizes of local batches
+        everywhere = everywhere and options.budget is None  # a budget depends on local batch sizes
         shape, whole, cut = self._whole(plan, options, separate=separate, everywhere=everywhere)
         given, stages = options.for_passes, options.places
         mesh = with_batch_axis(options.mesh) if everywhere else options.mesh
@@ -304,7 +306,7 @@ class Simulator:
         return passes.between("overlap", "prefetch", ready(overlapped), given)
 
     def _number(self, facts: _Key) -> int:
-        """A number for facts, the same for equal ones: numbers are cheaper as parts of keys."""
+        """A number for some facts, equal for equal facts; numbers are cheaper in keys."""
         return self._numbers.setdefault(facts, len(self._numbers))
 
     def _once(self, key: _Key, make: Any) -> Any:
@@ -325,18 +327,18 @@ class Simulator:
 
 
 def _local(program: Program) -> _Key:
-    """The sizes by which local shapes differ from the program's."""
+    """The sizes of axes that determine local shapes."""
     return tuple((axis, program.sizes[axis]) for axis in axis_order(program.sizes))
 
 
 def _holds_alike(axis: str) -> bool:
-    """Whether ranks along an axis differ in their part of the batch alone, so that its size does not change layouts."""
+    """Whether ranks along an axis differ only in their part of the batch, so that its size does not affect layouts."""
     return is_batch_axis(axis) and axis != EXPERT_AXIS
 
 
 def _everywhere(program: Program, *, uncut: bool = False, experts: bool = False) -> Program:
-    """The program on a mesh that cuts the batch in two, in space and in time where it is cut at all, if it divides so;
-    with `uncut`, also where it is not; with `experts`, the ranks of experts are two as well.
+    """The program on a mesh in which ranks, and microbatches, cut the batch in two wherever the plan cuts it, if
+    possible; with `uncut`, also where the plan does not; with `experts`, two ranks also cut experts.
     """
     axes = with_batch_axis(program.mesh).axes
     alike = [
@@ -352,7 +354,7 @@ def _everywhere(program: Program, *, uncut: bool = False, experts: bool = False)
 
 
 def with_batch_axis(mesh: Mesh) -> Mesh:
-    """A mesh with dp or pieces of it; dp may have size 1."""
+    """The mesh, with dp of size 1 added unless it has dp or pieces of it."""
     return mesh if any(map(_is_data, mesh.names)) else Mesh(axes=((BATCH_AXIS, 1), *mesh.axes))
 
 
@@ -383,14 +385,14 @@ def prediction(
 
 
 def states_of(optimizer: str) -> int:
-    """The number of tensors of a matrix's size that an optimizer (`sgd:momentum=0.9`) keeps for each matrix."""
+    """The number of tensors in a matrix' shape that an optimizer (`sgd:momentum=0.9`) keeps for each matrix."""
     with refused():
         rule = Recipe.of(optimizer).settings("", 2)
         return len(rule.states(2)) - len(rule.uncut((2, 2)))
 
 
 def resident(tensors: int, mesh: Mesh, cluster: Cluster) -> int:
-    """The memory of a process whose tensors hold so many bytes at most."""
+    """The memory of a process whose tensors take at most `tensors` bytes."""
     if cluster.device.kind == "cpu":
         return tensors
     groups = sum(size > 1 for _, size in mesh.axes)
@@ -398,7 +400,7 @@ def resident(tensors: int, mesh: Mesh, cluster: Cluster) -> int:
 
 
 def read_plans(path: Path) -> Iterator[ParallelPlan | PartcError]:
-    """The plans of a file with one JSON object a line; an error for each line that is none. Raises PartcError P0804."""
+    """The plans of a file with one JSON object per line; an error for each invalid line. Raises PartcError P0804."""
     try:
         lines = json_lines(path)
     except Malformed as error:
@@ -443,7 +445,7 @@ def predictions(
             if error.code in _NO_MODEL:
                 raise
             yield _failed(error)
-        except Exception as error:  # the other plans go on
+        except Exception as error:  # other plans are still predicted
             yield _failed(PartcError("P0806", f"partc fails on this plan: {type(error).__name__}: {first_line(error)}"))
 
 

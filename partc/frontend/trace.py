@@ -42,7 +42,7 @@ from partc.ir.program import (
 from partc.ir.repetitions import UnlikeError, check
 from partc.quoting import shown
 from partc.settings import PASSES, tell
-from partc.torch_private import compiling_unsaid, optimized_execution
+from partc.torch_private import not_compiling, optimized_execution
 
 MAIN = "main"
 TRIES = 6  # the most traces; each excludes one more group or row of modules
@@ -195,7 +195,7 @@ def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tu
     """
     excluded: Excluded = frozenset()
     # TorchScript's optimizer detaches the operands of functions that it differentiates itself.
-    with compiling_unsaid(), optimized_execution(False):
+    with not_compiling(), optimized_execution(False):
         for _ in range(TRIES):
             try:
                 return _of_all_outcomes(captured, excluded, name=name, mesh=mesh, batches=batches)

@@ -1,1 +1,3 @@
-"""The cost of a step: seconds by roofline and simulation, bytes in memory, bytes that ranks exchange."""
+"""The cost of a training step: its seconds by roofline and simulation, its memory, and the bytes that ranks
+exchange.
+"""

@@ -1,4 +1,4 @@
-"""The bytes that a step communicates over each axis, and the operations that ranks repeat."""
+"""The bytes that a step communicates over each mesh axis, and the operations that ranks compute redundantly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReplicatedOp:
     """An operation that every rank of an axis repeats in full."""
 
     op: str
-    place: str  # region and result: "block.scores"
+    place: str  # the region and the operation's result: "block.scores"
     axis: str
     flops: int  # repeated per step, by all ranks of one group together
     rule: bool  # False: it has no rule, so it must be repeated
@@ -34,7 +34,7 @@ class ReplicatedOp:
 def communication(program: Program) -> dict[str, int]:
     """Bytes that one rank receives per step over each axis, at the pipeline coordinate that receives most.
 
-    Collectives over several axes at once are counted under their names joined: "dp,tp". The loss does not count.
+    A collective over several axes at once is counted under their joined names ("dp,tp"). The loss is not counted.
     """
     busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
     graphs = _inside(program)
@@ -76,7 +76,7 @@ def _inside(program: Program) -> dict[tuple[str, GraphKind], Counter[str]]:
 
 
 def replicated_ops(program: Program) -> tuple[ReplicatedOp, ...]:
-    """Operations without a rule and matrix products that an axis repeats, the costliest first.
+    """The operations without a rule and the matrix products that all ranks of an axis repeat, the costliest first.
 
     `program` is the result of annotate: every operation has its choices, and shapes are still global.
     """

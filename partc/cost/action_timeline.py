@@ -1,8 +1,9 @@
-"""The timeline of an action: computation in order, collectives beside it.
+"""The timeline of an action: computation in order, collectives concurrent with it.
 
-Collectives over the same axes run one after the other, those over different axes at the same time; if they use the same
-links, each has its share of the bandwidth. A collective runs beside computation from its start to its wait; while both
-run, both take longer. It ends later by the lag of its slowest rank since the ranks met before.
+Collectives over the same axes run one after the other; collectives over different axes run concurrently, and share the
+bandwidth of the links that they have in common. A collective overlaps with the computation between its start and its
+wait; while both run, each slows the other down. Its end is delayed by the lag that its slowest rank has accumulated
+since the group's previous collective.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Computation, or a collective (`op`) over some axes with its purpose."""
+    """A stretch of computation, or a collective (`op`) over some axes and its purpose."""
 
     seconds: float
     op: str = ""
     over: str = ""
-    bytes: int = 0  # of a rank's operand
+    bytes: int = 0  # of one rank's operand
     why: str = ""
-    links: tuple[str, ...] = ()  # those that a collective's messages pass
-    lag: float = 0.0  # seconds by which its slowest rank comes late, if ranks have computed for one second
+    links: tuple[str, ...] = ()  # the links that a collective's messages use
+    lag: float = 0.0  # seconds by which the slowest rank is late after one second of computation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class TimedSegment:
 
 @dataclass(frozen=True, slots=True)
 class LeftCollective:
-    """A collective that is still under way when its action ends: the key of its wait, and its remaining seconds."""
+    """A collective that is still running when its action ends: the key of its wait, and its remaining seconds."""
 
     key: object
     segment: Segment
@@ -52,7 +53,8 @@ class ActionTimeline:
     pieces: tuple[TimedSegment, ...] = ()
     carried: float = 0.0
     pending: tuple[LeftCollective, ...] = ()
-    waited: tuple[tuple[str, float], ...] = ()  # a collective and its axes, and the seconds in which it is waited for
+    # A collective with its axes, and the seconds for which the rank waits for it.
+    waited: tuple[tuple[str, float], ...] = ()
 
     @property
     def compute(self) -> float:
@@ -60,7 +62,7 @@ class ActionTimeline:
 
     @property
     def collectives(self) -> tuple[Segment, ...]:
-        """The collectives in the order of their starts."""
+        """The collectives, in the order in which they start."""
         return tuple(piece.segment for piece in self.pieces if piece.segment.op)
 
 
@@ -72,18 +74,18 @@ class _Running:
     segment: Segment
     left: float
     begun: float
-    place: int | None  # among the pieces; None for one that an earlier action has started
+    place: int | None  # its position among the pieces; None if an earlier action started it
 
 
 class TimelineBuilder:
-    """Builds the timeline of an action. Computation and collectives that run at one time slow each other down."""
+    """Builds the timeline of an action. Concurrent computation and collectives slow each other down."""
 
     def __init__(
         self, slowdown: float = 0.0, pending: Iterable[LeftCollective] = (), idle: float = 0.0, pace: float = 1.0
     ) -> None:
-        """`pending` collectives were under way `idle` seconds before the action starts.
+        """`pending` collectives were running `idle` seconds before the action starts.
 
-        Computation takes `pace` times as long as on a core of its own.
+        Computation takes `pace` times as long as it does on a core of its own.
         """
         self._pace = pace
         self.now = 0.0
@@ -118,7 +120,7 @@ class TimelineBuilder:
         queue = self._queues.setdefault(segment.over, deque())
         place = len(self._pieces)
         self._pieces.append(None)
-        # The durations of pieces of computation vary independently: their variance grows with time.
+        # The durations of pieces of computation vary independently, so that the variance of their sum grows with time.
         lag = segment.lag * math.sqrt(self._computed - self._met.get(segment.over, 0.0))
         self._met[segment.over] = self._computed
         queue.append(_Running(key=key, segment=segment, left=segment.seconds + lag, begun=self.now, place=place))
@@ -135,18 +137,18 @@ class TimelineBuilder:
                 self.waited[name] = self.waited.get(name, 0.0) + self.now - begin
 
     def _first(self) -> float:
-        """The seconds until a collective ends, if no computation runs beside it."""
+        """The seconds until the first collective ends, if no computation runs concurrently."""
         return min((queue[0].left * self._sharing(queue[0]) for queue in self._queues.values()), default=math.inf)
 
     def _sharing(self, running: _Running) -> int:
-        """The number of collectives under way on the busiest link of this one."""
+        """The number of running collectives on the busiest link that this one uses."""
         if len(self._queues) < 2 or not running.segment.links:
             return 1
         under_way = [queue[0].segment.links for queue in self._queues.values()]
         return max(sum(link in links for links in under_way) for link in running.segment.links)
 
     def _pass(self, seconds: float, done: float) -> None:
-        """Let time pass, in which a collective that shares no link advances by `done` seconds."""
+        """Let `seconds` pass, in which a collective that shares no link advances by `done` seconds."""
         self.now += seconds
         advanced = {over: done / self._sharing(queue[0]) for over, queue in self._queues.items()}
         for over, queue in list(self._queues.items()):

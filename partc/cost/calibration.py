@@ -1,11 +1,11 @@
-"""The constants of the cost model: shares of data sheets' rates that programs reach, by device.
+"""The constants of the cost model: the shares of the data sheets' rates that programs reach, by device.
 
-Each constant is a share of a rate in the data sheet, or a ratio of times, and stands for what its comment says. Those
-of A100 and H100 are chosen between plausible bounds to suit published training runs (tests/benchmarks/published.py);
-those of other devices are taken from the most similar of these. Shares in training are about 0.8 of those that a kernel
-reaches alone (H100: 0.8 in products, 0.45 in FlashAttention-2), as clocks fall under load. GB300 may use more power
-than GB200 (1.4 kW, 1.2 kW); its share is chosen with half of Megatron-Bridge's runs. `partc simulate --calibration
-FILE` overrides the constants, in TOML.
+Each constant is a share of a rate in the data sheet, or a ratio of times; its comment says which. The constants of A100
+and H100 are fitted, between plausible bounds, to published training runs (tests/benchmarks/published.py); other devices
+take the constants of the more similar of the two. Shares in training are about 0.8 of the shares that a kernel reaches
+alone (H100: 0.8 in products, 0.45 in FlashAttention-2), since clocks fall under load. GB300 may use more power than
+GB200 (1.4 kW, 1.2 kW); its share is chosen with half of Megatron-Bridge's runs. `partc simulate --calibration FILE`
+overrides the constants, in TOML.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class Calibration:
     streaming: Share = 0.8  # of the memory's bandwidth, in kernels that compute elementwise or along rows
     inside: Share = 0.75  # of the bandwidth of links inside a node, in large collectives
     between: Share = 0.75  # of the bandwidth of links between nodes, in large collectives
-    slowdown: Annotated[float, at_least(0), at_most(10)] = 0.1  # of computation while a collective runs beside it
+    # Added to the time of computation while a collective runs concurrently.
+    slowdown: Annotated[float, at_least(0), at_most(10)] = 0.1
 
 
 _A100 = Calibration(products=0.68, attention=0.54, streaming=0.8, inside=0.7, between=0.85, slowdown=0.15)
 _H100 = Calibration(products=0.62, attention=0.36, streaming=0.8, inside=0.75, between=0.85, slowdown=0.2)
-# By the device's model. A process on a processor reaches the rates that are measured there.
+# By the device's model. A process on a CPU reaches the rates that are measured there.
 KNOWN: Mapping[str, Calibration] = {
     "V100": replace(_A100, attention=0.35),
     "A100": _A100,
@@ -58,7 +59,9 @@ def calibration(cluster: Cluster) -> Calibration:
 
 
 def read(path: Path, known: Calibration) -> Calibration:
-    """The constants with those of a TOML file in place of some. Raises PartcError P0805."""
+    """`known` with the constants of a TOML file in place of its own. Raises PartcError P0805 for a file that does not
+    parse.
+    """
     try:
         found = toml(path)
         values = decoded(Calibration, found)

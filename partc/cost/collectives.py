@@ -1,19 +1,19 @@
 """The duration of collectives and sends on a cluster: latency and bandwidth terms of the algorithms.
 
-With n members, b bytes of each rank's operand, bandwidth B and latency a of a step:
+With n members, an operand of b bytes on each rank, bandwidth B, and latency a of one step of the algorithm:
 
     ring       all-gather (n-1)(a + b/B), reduce-scatter (n-1)(a + b/nB), all-reduce 2(n-1)(a + b/nB)
     tree       all-reduce 2 log2(n) a + 2 b/B
     switches   all-reduce 2 a + b/eB, where switches compute sums with an efficiency e
     two levels inside domains, then between their members of equal rank; each level by its best algorithm
-    pairwise   all-to-all: the part for the own domain, beside the part for others
+    pairwise   all-to-all: the part for the own domain, concurrently with the part for others
     by domain  rows of experts: each token's row goes once to a domain with some of its experts, then on to each of them
 
 Between CPUs the emitted programs send everything directly: each member of an all-gather sends its operand to all
 others, as in an all-to-all. Sums of more than DIRECT bytes are gloo's ring.
 
 A ring through several domains leaves a domain as often as it has members there, each time over another device's link.
-The quickest algorithm counts, as NCCL chooses by its own such table.
+The quickest algorithm counts, since NCCL chooses by a table of the same kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from partc.runtime.plan import DIRECT
 
 # Seconds until all ranks of a collective have entered it and its kernel runs: NCCL's base latency of a ring.
 MEETING = 8e-6
-IN_SWITCHES = 0.85  # NCCL's own efficiency of sums in NVLink's switches (nvlsEfficiency in src/graph/tuning.cc)
+# NCCL's own figure for the efficiency of sums in NVLink's switches (nvlsEfficiency in src/graph/tuning.cc).
+IN_SWITCHES = 0.85
 _PAIRWISE = frozenset({"all_to_all", "dispatch", "combine", "exchange"})
 
 
@@ -50,7 +51,8 @@ class Network:
     def collective(self, op: str, span: GroupSpan, size: int, choices: int = 1) -> float:
         """Seconds of a collective on `size` bytes of each rank.
 
-        With more than one of them, `choices` is the number of experts of each token, whose row goes to a domain once.
+        `choices` is the number of experts of each token; if it is more than one, a token's row goes to each domain
+        once.
         """
         n = span.members
         if n <= 1:
@@ -68,13 +70,15 @@ class Network:
         return MEETING + self._summed(span, size)
 
     def send(self, size: int, *, near: bool, share: float = 1.0) -> float:
-        """Seconds of one message to one other device, which has a share of the bandwidth between nodes."""
+        """Seconds of one message to one other device: over a near link, or with `share` of the bandwidth between
+        nodes.
+        """
         link, rate = (self.cluster.inside, self.inside) if near else (self.cluster.between, self.between * share)
         meeting = MEETING if self.cluster.device.kind == "gpu" else 0.0
         return meeting + link.latency + size / rate
 
     def _directly(self, op: str, span: GroupSpan, size: int) -> float:
-        """A collective between CPUs, whose links' latencies are those of whole exchanges over gloo."""
+        """Seconds of a collective between CPUs. The latency of their links is that of a whole exchange over gloo."""
         n = span.members
         if op == "shift":
             rate, _ = self._ring(span)
@@ -87,7 +91,7 @@ class Network:
         return 2 * latency + 2 * size * (n - 1) / n / rate
 
     def _ring(self, span: GroupSpan) -> tuple[float, float]:
-        """The bandwidth of a ring over the group, and the sum of the latencies of its steps."""
+        """The bandwidth of a ring over the group, and the summed latencies of its steps."""
         link, far = self.cluster.inside, self.cluster.between
         if span.domains == 1:
             rate = self.inside if link.switched or span.members >= self.cluster.near else self._unswitched(span.near)
@@ -103,7 +107,7 @@ class Network:
         return self.inside * (members - 1) / max(1, self.cluster.near - 1)
 
     def _gathered(self, span: GroupSpan, total: int) -> float:
-        """An all-gather, or a reduce-scatter, of `total` bytes."""
+        """Seconds of an all-gather, or a reduce-scatter, of `total` bytes."""
         n = span.members
         rate, latency = self._ring(span)
         ring = latency + total * (n - 1) / n / rate
@@ -134,7 +138,9 @@ class Network:
         )
 
     def _pairwise(self, span: GroupSpan, size: int, choices: int = 1) -> float:
-        """Each token's choices are spread evenly: over several domains, it leaves for each that has one of them."""
+        """Seconds of an all-to-all. A token's `choices` are spread evenly over domains; its row goes once to each
+        chosen domain.
+        """
         n, near = span.members, span.near
         link, far = self.cluster.inside, self.cluster.between
         within = size * (near - 1) / n / self.inside + (near - 1) * link.latency
@@ -142,7 +148,7 @@ class Network:
             return within
         share = self.cluster.topology.spread_share(span.domains, span.stride)
         share = min(share, far.spread) if span.domains > 2 else share
-        # Messages to several devices are under way at one time: each further one adds its issue alone.
+        # Messages to several devices travel concurrently: each further one only adds the time to issue it.
         leaving = size * (n - near) / n
         if choices > 1:
             leaving = size / choices * (span.domains - 1) * (1 - (1 - 1 / span.domains) ** choices)

@@ -12,12 +12,12 @@ from itertools import pairwise
 from typing import TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
-ROUNDS = 8  # of playing the step with paces, from which the next ones follow
+ROUNDS = 8  # of playing the step with given paces, and deriving the next paces from it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusySpan:
-    """The time from `start` to `end`, in a share of which the ranks at a pipeline coordinate compute."""
+    """The time from `start` to `end`. The ranks at a pipeline coordinate compute during a share of it."""
 
     place: int
     start: float
@@ -26,12 +26,14 @@ class BusySpan:
 
 
 def pace(computing: float, cores: int) -> float:
-    """The slowdown of `computing` ranks on `cores` cores: 1 if each has its own; 0 cores stand for one a rank."""
+    """The slowdown of `computing` ranks on `cores` cores: 1 if each has its own. 0 cores means one core for each
+    rank.
+    """
     return max(1.0, computing / cores) if cores else 1.0
 
 
 def paces(spans: Mapping[Name, BusySpan], ranks: int, cores: int) -> dict[Name, float]:
-    """The pace of each span's computation, where `ranks` ranks at each coordinate share the cores."""
+    """The pace of each span's computation, if the `ranks` ranks at each coordinate share the cores."""
     found = {}
     for name, span in spans.items():
         others = [each for each in spans.values() if each.place != span.place and _overlap(each, span) > 0]

@@ -16,20 +16,20 @@ from partc.errors import PartcError
 from partc.runtime.documents import Malformed, at_least, decoded, more_than
 
 _HOUR = 3600.0
-_MOST = 700.0  # exp of more is not a float
+_MOST = 700.0  # exp of a larger number overflows a float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Times in seconds, but for `mtbf`: the hours between two failures of one device.
+    """The times of a failure model, in seconds; `mtbf` is in hours, between two failures of one device.
 
-    The default is that of 16,384 H100 over 54 days (Llama Team 2024, The Llama 3 Herd of Models, section 3.3.4).
+    The default is the rate of 16,384 H100 over 54 days (Llama Team 2024, The Llama 3 Herd of Models, section 3.3.4).
     """
 
     mtbf: Annotated[float, more_than(0)] = 50_000.0
-    checkpoint: Annotated[float, more_than(0)] = 60.0  # in which no rank computes
+    checkpoint: Annotated[float, more_than(0)] = 60.0  # seconds in which no rank computes
     restart: Annotated[float, at_least(0)] = 600.0
-    interval: Annotated[float, at_least(0)] = 0.0  # of work between checkpoints; 0: the best one
+    interval: Annotated[float, at_least(0)] = 0.0  # seconds of work between checkpoints; 0: the best interval
 
     @classmethod
     def parse(cls, text: str) -> Failures:
@@ -44,7 +44,7 @@ class Failures:
             raise PartcError("P0808", f"--failures {text!r} cannot be read{why}", help=help) from None
 
     def share(self, devices: int, interval: float) -> float:
-        """The share of the time in which the work is done that remains."""
+        """The share of the time that is spent on work which no failure undoes."""
         rate = devices / (self.mtbf * _HOUR)
         length = rate * (interval + self.checkpoint)
         if length > _MOST:
@@ -52,7 +52,7 @@ class Failures:
         return interval / ((1 / rate + self.restart) * math.expm1(length))
 
     def best_interval(self, devices: int) -> float:
-        """The seconds of work between checkpoints by which most of it remains."""
+        """The seconds of work between checkpoints that make `share` largest."""
         if self.interval:
             return self.interval
         # The share rises to its maximum and falls: golden sections between a tenth of and ten times Young's estimate.

@@ -1,4 +1,4 @@
-"""The floating-point operations of a training step, as the basis of hardware utilisation."""
+"""The floating-point operations of a training step, from which hardware utilisation follows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from partc.ir.attention import FORWARD
 from partc.ir.program import Call, Graph, Op, Program, Region, TensorType
 from partc.rules import OpRule, flops, resolve
 
-_OWN = frozenset({"own_gradient", "incoming_gradient"})  # of functions with a backward pass of the user's own
+_OWN = frozenset({"own_gradient", "incoming_gradient"})  # operations of functions whose backward pass the user wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ProductWork:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of a step, and of the parts of the forward pass that full recomputation computes `again`."""
+    """The work of a step, and of the parts of the forward pass that full recomputation repeats (`again`)."""
 
     once: ProductWork = ProductWork()
     again: ProductWork = ProductWork()
@@ -45,10 +45,10 @@ class StepWork:
 def model_flops(program: Program) -> int:
     """The flops of one batch, forward and backward, on all ranks together; repeated products count once.
 
-    Counts matrix products and convolutions, as PaLM's MFU does (Chowdhery et al. 2022, appendix B): no recomputation;
-    half of causal attention. A product's gradient costs another product for each operand that needs one: none for batch
-    entries or frozen weights. Transposed convolutions and operations without a rule do not count. `program` is the
-    result of annotate, with shapes of the whole batch.
+    Counts matrix products and convolutions, as PaLM's MFU does (Chowdhery et al. 2022, appendix B): no recomputation,
+    and half of causal attention. A product's backward pass costs another product for each operand that needs a
+    gradient; batch entries and frozen weights need none. Transposed convolutions and operations without a rule do not
+    count. `program` is the result of annotate, with shapes of the whole batch.
     """
     work = model_work(program).once
     return work.products + work.attention + work.backward
@@ -57,8 +57,8 @@ def model_flops(program: Program) -> int:
 def model_work(program: Program) -> StepWork:
     """The flops of `model_flops` by the kind of operation.
 
-    Recomputed are at least the operations of a region from which an operand of its products follows that the gradient
-    of another operand needs. Nothing is said of regions that change buffers or have gradients of the user's own.
+    Full recomputation repeats at least the operations that produce an operand which another operand's gradient needs.
+    Regions that change buffers, or whose backward pass the user wrote, count nothing as repeated.
     """
     trained: set[str] = {parameter.name for parameter in program.parameters if parameter.trainable}
     found: dict[tuple[str, tuple[bool, ...]], tuple[StepWork, tuple[bool, ...]]] = {}
@@ -113,7 +113,7 @@ def _backward(
     """The work of the gradients of an operation's operands."""
     learns = [name in learning for name in op.refs()]
     if op.name in FORWARD:
-        q, k, v = learns[:3]  # two products: scores by queries and keys, values
+        q, k, v = learns[:3]  # of two products: queries by keys, and scores by values
         return ProductWork(
             backward=forward.attention * ((q or k) + q + k + v) // 2, scores=any((q, k, v)) * forward.scores
         )
@@ -136,7 +136,7 @@ def _needed(op: Op, rule: OpRule, learning: set[str]) -> set[str]:
 
 
 def scores(work: float, rule: OpRule) -> float:
-    """The number of scores in `work` flops of attention: the factors that all of its products have in common."""
+    """The number of scores in attention of `work` flops: the product of the factors that all of its products share."""
     common = set.intersection(*map(set, rule.work))
     return work * math.prod(factor.size for factor in rule.factors if factor.name in common) / rule.flops
 
@@ -144,7 +144,7 @@ def scores(work: float, rule: OpRule) -> float:
 def product_sizes(rule: OpRule) -> tuple[int, int, int, int] | None:
     """The sizes of a product of two matrices, m x k by k x n, and the number of such products; None for other forms.
 
-    Rows that go to several experts are as many products, with equally many rows each.
+    Rows that are routed to n experts are n products, with an equal number of rows each.
     """
     matrices = [{name for dim in dims for name in dim} for dims in rule.operands if len(dims) >= 2]
     if len(matrices) < 2 or not rule.results or not rule.work:

@@ -1,7 +1,8 @@
-"""An estimate of the memory account from the program alone, for comparing many plans.
+"""An estimate of a step's peak memory from the program alone, quick enough to compare many plans.
 
-The account itself (partc/rehearsal/) runs the emitted code. The estimate adds up what ranks hold through a step, the
-values saved for microbatches in flight, and the largest set of values inside a call that are alive at one time.
+The memory account itself (partc/rehearsal/) runs the emitted code. The estimate adds up the bytes that ranks hold
+throughout a step, the values saved for microbatches in flight, and the largest set of values inside a call that are
+alive at the same time.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ _STATES = 2  # of AdamW, in the parameter's type
 
 @dataclass(frozen=True)
 class Footprint:
-    """The estimated peaks of a scheduled program's ranks; `states` are the tensors that the optimizer keeps of a
-    parameter. `eight_bits` are the products of weights' gradients that run in fp8, which save their operands so. An
-    element of a gradient has at most `gradient` bytes, one of a parameter or of a state at most `weight`.
+    """The estimated peaks of a scheduled program's ranks.
+
+    `states` is the number of tensors that the optimizer keeps for a parameter. `eight_bits` are the products for
+    weights' gradients that run in fp8, and save their operands in fp8. An element of a gradient has at most `gradient`
+    bytes, an element of a parameter or of a state at most `weight`.
     """
 
     program: Program
@@ -42,11 +45,11 @@ class Footprint:
 
     @property
     def peak(self) -> int:
-        """The bytes of the rank that holds most."""
+        """The peak of the rank that holds most, in bytes."""
         return max(self.of(place) for place in range(self.program.mesh.axis(PIPELINE_AXIS)))
 
     def of(self, place: int) -> int:
-        """The bytes of the ranks at a pipeline coordinate at their peak."""
+        """The peak of each rank at a pipeline coordinate, in bytes."""
         row = self.program.schedule[place]
         saved = max((sum(count * self._saved(stage) for stage, count in mix) for mix in flights(row)), default=0)
         return (
@@ -54,7 +57,9 @@ class Footprint:
         )
 
     def held(self, place: int) -> int:
-        """Parameters, gradients, states of the optimizer, and the parameters that stay whole beside their parts."""
+        """The bytes of parameters, gradients and optimizer states, and of parameters that stay whole in addition to
+        their parts.
+        """
         total = 0.0
         for name, stages in self._holders.items():
             if any(self.program.place(stage) == place for stage in stages):
@@ -62,7 +67,7 @@ class Footprint:
         return int(total) + self._rows(place)
 
     def _rows(self, place: int) -> int:
-        """Bytes of sparse gradients: numbers and values of the rows that a step looks up."""
+        """The bytes of sparse gradients: the numbers and the values of the rows that a step looks up."""
         total = 0
         for name, counts in touched_rows(self.program, self.program.stages_at(place)).items():
             type, sizes = self.program.parameter(name).type, self.program.sizes
@@ -71,7 +76,7 @@ class Footprint:
         return total
 
     def lasting(self, parameter: Parameter) -> float:
-        """The bytes that a rank holds of a parameter, its gradient and its states through a step."""
+        """The bytes that a rank holds throughout a step for a parameter, its gradient and its optimizer states."""
         each = ITEMSIZE[parameter.type.dtype]
         own = parameter.type.local_bytes(self.program.sizes) / each
         whole = self._whole_elements(parameter)
@@ -79,7 +84,7 @@ class Footprint:
         if parameter.trainable:
             total += own * min(each, self.weight) * self.states
             if parameter.zero == 1:
-                total += whole * min(each, self.gradient)  # the gradient is summed up whole
+                total += whole * min(each, self.gradient)  # the gradient is accumulated whole
             if not parameter.sparse and not self._taken_over(parameter):
                 total += own * min(each, self.gradient)
         parted = parameter.name in self._exchanges.parted
@@ -88,12 +93,14 @@ class Footprint:
         return total
 
     def _taken_over(self, parameter: Parameter) -> bool:
-        """Whether the gradient of a part takes over the memory of the whole one (executor.gradient_memory)."""
+        """Whether the gradient of the rank's part reuses the memory of the whole gradient
+        (executor.gradient_memory).
+        """
         once = len(self._holders[parameter.name]) == 1
         return parameter.zero == 1 and once and all(self.program.sizes[axis] == 1 for axis in parameter.reduce)
 
     def _saved(self, stage: int) -> int:
-        """The bytes that a stage saves of one microbatch. A value that one call hands to the next is saved once."""
+        """The bytes that a stage saves for one microbatch. A value that one call passes to the next is saved once."""
         if stage not in self._stages:
             self._stages[stage] = sum(self.saved_by_region[call.region] for call in self._calls(stage))
         return self._stages[stage]
@@ -105,7 +112,7 @@ class Footprint:
 
     @cached_property
     def saved_by_region(self) -> Mapping[str, int]:
-        """The bytes that a call of each region saves of one microbatch."""
+        """The bytes that one call of each region saves for one microbatch."""
         held, sizes = held_inputs(self.program), self.program.sizes
 
         def saved(region: Region) -> int:
@@ -119,11 +126,13 @@ class Footprint:
         }
 
     def _inside(self, stage: int) -> int:
-        """The most that a call of the stage holds besides saved values, with the parameters gathered around it."""
+        """The most bytes that a call of the stage holds besides saved values, with the parameters gathered around
+        it.
+        """
         regions = {call.region: call for call in self._calls(stage)}
         most = 0
         for name, call in regions.items():
-            gathered = self.gathered(call) * 2  # those of the next call arrive meanwhile
+            gathered = self.gathered(call) * 2  # the next call's parameters arrive meanwhile
             gradients = self.scattered(call)
             for kind in _KINDS:
                 alive = self.alive(name, kind)
@@ -141,7 +150,9 @@ class Footprint:
         )
 
     def scattered(self, call: Call) -> int:
-        """Bytes of unsharded gradients around a call if ZeRO scatters them: its own, and as many of the call before."""
+        """The bytes of unsharded gradients around a call if ZeRO scatters them: its own, and an equal amount of the
+        call before.
+        """
         if self.program.zero < 2:
             return 0
         names = (name for name in call.params if name in self._exchanges.parted)
@@ -154,7 +165,7 @@ class Footprint:
         return self._whole_elements(parameter) * each if parameter.gather else 0
 
     def _whole_elements(self, parameter: Parameter) -> int:
-        """The elements that calls read, without spare ones of the parts."""
+        """The number of a parameter's elements that calls read, without the padding of its parts."""
         return math.prod(parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes))
 
     def alive(self, region: str, kind: GraphKind) -> int:
@@ -223,7 +234,7 @@ def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> 
         freed.setdefault(last.get(name, end), []).append(size)
     if kind != "F":
         for value in graph.inputs:
-            if value.name in saved:  # its memory is in the saved values, until its last reader has run
+            if value.name in saved:  # its memory counts as saved, until its last reader has run
                 freed.setdefault(last.get(value.name, end), []).append(value.type.local_bytes(sizes))
     for index, op in enumerate(graph.ops):
         before = alive
@@ -242,10 +253,10 @@ def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> 
 
 
 def _around(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
-    """The bytes that attention around a ring holds before it has results; 0 for any other operation.
+    """The bytes that ring attention holds before it has results; 0 for any other operation.
 
-    Keys and values of two ranks, one of which arrive; gradients of three, as those that were sent stay until the next
-    ones are made; and sums of the queries' rows in fp32.
+    It holds the keys and values of two ranks, of which one pair is arriving; the gradients of three, since sent
+    gradients stay until the next ones are computed; and the sums of the queries' rows in fp32.
     """
     if parts(op, sizes) == 1:
         return 0
@@ -255,5 +266,5 @@ def _around(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
 
 
 def _adds(op: Op) -> bool:
-    """Whether a gradient's product adds to the buffer without a result of its own."""
+    """Whether the product that computes a gradient adds to the buffer directly, without a result of its own."""
     return op.name in ("linear_grad_weight", "matmul_grad_right") or SPARSE in dict(op.attrs)

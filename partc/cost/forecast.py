@@ -1,4 +1,4 @@
-"""The predicted step: rates give the duration of each operation and collective, and ranks follow their schedules."""
+"""The predicted step: rates give the duration of each operation and collective, and each rank follows its schedule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from partc.ir.program import (
 from partc.schedules import Compute
 from partc.sharding.choices import weight_axes
 
-# The operations in whose time the host issues a collective: torch.distributed checks it, and orders streams by events.
+# The time to issue a collective, in operations: torch.distributed checks it, and orders streams by events.
 _ISSUES = 3
 # AdamW's traffic in parameters: it reads parameter, gradient and two moments, and writes all but the gradient.
 UPDATE = 7
@@ -45,7 +45,7 @@ UPDATE = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Measured durations as multiples of those that the rates give."""
+    """Measured durations, as multiples of the durations that the rates give."""
 
     compute: float = 1.0
     communication: float = 1.0
@@ -88,7 +88,7 @@ class Forecast:
         return self._actions[key]
 
     def call(self, call: Call, kind: GraphKind) -> ActionTimeline:
-        """One run of a call's graph, without exchanges around it."""
+        """The timeline of one run of a call's graph, without the exchanges around it."""
         graph = graph_of(self.program.region(call.region), kind)
         builder = TimelineBuilder(self.rates.slowdown)
         if graph is not None:
@@ -101,7 +101,9 @@ class Forecast:
 
     @cached_property
     def _transfers(self) -> dict[tuple[int, int], float]:
-        """The seconds of the largest value from one stage to another, and of its gradient back."""
+        """The seconds in which the largest value travels from one stage to another, and in which its gradient
+        returns.
+        """
         found: dict[tuple[int, int], float] = {}
         program = self.program
         for each in filter(program.travels, program.transfers):
@@ -125,7 +127,7 @@ class Forecast:
         ranks = self.program.mesh.size // places
         known: dict[tuple[int, str], float] = {}
         done, found = self._step_at(known)
-        # Ranks that wait leave their cores to others, who are quicker then, which moves the waits.
+        # Waiting ranks leave their cores to others. This makes those quicker, which shifts the waits in turn.
         for _ in range(ROUNDS if self._pace > 1 and places > 1 else 0):
             spans = {
                 (place, str(span.compute)): BusySpan(
@@ -152,7 +154,8 @@ class Forecast:
     ) -> tuple[Timeline, Mapping[tuple[int, str], ActionTimeline]]:
         """The timeline of the schedule, and each action by its rank and name, for given paces of the actions.
 
-        A collective continues between the action that starts it and the one that waits for it, also while a rank waits.
+        A collective continues from the action that starts it to the action that waits for it, also while the rank
+        waits.
         """
         places = range(self.program.mesh.axis(PIPELINE_AXIS))
         before = list(self._opening)
@@ -174,7 +177,7 @@ class Forecast:
     def _continued(
         self, steps: Sequence[StatementRun], pending: tuple[LeftCollective, ...], idle: float, pace: float
     ) -> ActionTimeline:
-        """Lay out an action's steps behind collectives that are under way. Equal circumstances are laid out once."""
+        """The timeline of an action's steps after the `pending` collectives. Equal circumstances are laid out once."""
         key = id(steps), tuple((each.key, round(each.left, 9)) for each in pending), round(idle, 9), pace
         if key not in self._laid:
             self._laid[key] = self._played(steps, pending=pending, idle=idle, pace=pace)
@@ -194,7 +197,9 @@ class Forecast:
         return max((span.end for place in self.places for span in place), default=0.0)
 
     def _place(self, place: int) -> Iterator[Span]:
-        """The actions of a coordinate: all begin together, and wait for no other after their last action."""
+        """The actions of a coordinate. All coordinates begin together, and none waits for another after its last
+        action.
+        """
         begin = max(inside.seconds for inside in self._opening)
         if self._opening[place].pieces:
             yield Span(name="prepare", start=0.0, inside=self._opening[place])
@@ -237,13 +242,13 @@ class Forecast:
 
     @cached_property
     def _accumulating(self) -> dict[tuple[int, str, int | None], tuple[StatementRun, ...]]:
-        """The same for a batch that is not followed by an update."""
+        """Steps by stage, kind and microbatch, for a batch that no update follows."""
         places = range(self.program.mesh.axis(PIPELINE_AXIS))
         return _by_action([Execution(self.program, place).step(updates=False) for place in places])
 
     @cached_property
     def _outside(self) -> tuple[Mapping[str, tuple[StatementRun, ...]], ...]:
-        """For each coordinate, the steps around the actions of its stages, by their names."""
+        """For each coordinate, the steps outside the actions of its stages, by their names."""
         return tuple(
             {action: steps for action, steps in execution if isinstance(action, str)} for execution in self._executions
         )
@@ -255,7 +260,9 @@ class Forecast:
         idle: float = 0.0,
         pace: float | None = None,
     ) -> ActionTimeline:
-        """Lay out steps in order, behind pending collectives. A wait for any other collective takes no time."""
+        """The timeline of steps in order, after the pending collectives. A wait for any other collective takes no
+        time.
+        """
         builder = TimelineBuilder(self.rates.slowdown, pending, idle, self._pace if pace is None else pace)
         for step in steps:
             each = step.statement
@@ -288,7 +295,7 @@ class Forecast:
         builder.work(max(0.0, self._issued(call, graph) - (builder.now - begin)))
 
     def issued(self, call: Call, kind: GraphKind) -> float:
-        """Seconds in which the host issues the operations of a call's graph."""
+        """The seconds that the host takes to issue the operations of a call's graph."""
         graph = graph_of(self.program.region(call.region), kind)
         return 0.0 if graph is None else self._issued(call, graph)
 
@@ -304,7 +311,8 @@ class Forecast:
     def _operations(self, name: str, graph: Graph) -> tuple[tuple[float, ...], float]:
         """The seconds of each operation (0 for collectives), and the seconds in which the host launches all of them."""
         region, sizes = self.program.region(name), self.program.sizes
-        alone = tuple(axis for axis in self.program.mesh.names if sizes[axis] == 1)  # collectives over these are none
+        # Collectives over these axes move nothing.
+        alone = tuple(axis for axis in self.program.mesh.names if sizes[axis] == 1)
 
         def made() -> tuple[tuple[float, ...], float]:
             types = region.types(graph)
@@ -369,8 +377,8 @@ class Forecast:
                 yield OpPiece(op=op, awaited=made)
 
     def _around(self, op: Op, types: Mapping[str, TensorType], seconds: float, visits: int) -> Iterator[OpPiece]:
-        """Attention around a ring: keys and values travel to the next rank while a round, of `seconds`, computes with
-        them; their gradients follow one round behind.
+        """The pieces of ring attention: while a round of `seconds` computes with keys and values, they travel to the
+        next rank; their gradients follow one round later.
         """
         name = op.results[0].name
         shifts = (
@@ -394,7 +402,9 @@ class Forecast:
             yield OpPiece(op=op, awaited=behind)
 
     def once(self, place: int) -> ActionTimeline:
-        """The calls of phase `step` beside the first gathers, and the starts of the gathers of updated parameters."""
+        """The calls of phase `step`, concurrent with the first gathers, and the starts of the gathers of updated
+        parameters.
+        """
         opening = takewhile(lambda item: item[0] != "prepare", self._executions[place])
         gathers = chain.from_iterable(steps for _, steps in opening)
         outside = self._outside[place]
@@ -405,13 +415,13 @@ class Forecast:
 
     @property
     def update_seconds(self) -> float:
-        """The optimizer's update on the first pipeline rank, without communication."""
+        """The seconds of the optimizer's update on the first pipeline rank, without communication."""
         return self._updating(0)
 
     def _updating(self, place: int) -> float:
-        """AdamW, whose time is that of its memory traffic.
+        """The seconds of AdamW, which is bound by memory traffic.
 
-        Of tables with sparse gradients, the rows that a step looks up are updated.
+        In tables with sparse gradients, only the rows that a step looks up are updated.
         """
         rows = touched_rows(self.program, self.program.stages_at(place))
         size = sum(
@@ -429,7 +439,7 @@ class Forecast:
         return builder.built()
 
     def updated(self, size: int) -> float:
-        """Seconds of AdamW on parameters of so many bytes."""
+        """The seconds of AdamW on parameters of `size` bytes."""
         return self.scale.compute * self.rates.update(UPDATE * size)
 
     def _row_bytes(self, parameter: Parameter) -> int:
@@ -468,7 +478,7 @@ class Forecast:
         return self.program.holders()
 
     def arrivals(self) -> Iterator[tuple[int, str, str]]:
-        """Yields (stage, producer, consumer) for every value that crosses ranks."""
+        """Yields (stage, producer, consumer) for every value that is sent between ranks."""
         program = self.program
         done = {(action.stage, action.kind, action.microbatch) for row in program.schedule for action in row}
         travelling = (each for each in program.transfers if program.travels(each))

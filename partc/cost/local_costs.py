@@ -23,8 +23,10 @@ class LocalCosts:
     _known: dict[_Key, Any] = field(default_factory=dict)
 
     def of(self, kind: object, region: Region, graph: Graph | None, sizes: Sizes, make: Callable[[], _Cost]) -> _Cost:
-        """The known cost of a region, or of one of its graphs, at equal local shapes; else that of `make`."""
-        if id(region) not in self._cuts:  # the region is kept, so that no other one gets its identity
+        """The known cost of a region, or of one of its graphs, at equal local shapes; otherwise the cost that `make`
+        computes.
+        """
+        if id(region) not in self._cuts:  # keeps the region alive, so that its id is not reused
             self._cuts[id(region)] = region, tuple(dict.fromkeys(_axes(region)))
         parts = (math.prod(sizes[axis] for axis in axes) for axes in self._cuts[id(region)][1])
         key = kind, id(region), id(graph), *parts

@@ -1,7 +1,7 @@
-"""The memory account of a rank's step: the peak, its contents, and their course over the step.
+"""The memory account of a rank's step: the peak, its contents, and the memory in use over the step.
 
-partc/rehearsal/ makes it. There is one entry for each coordinate on the pipeline axis: ranks that differ only on other
-axes hold equal amounts.
+partc/rehearsal/ computes it. There is one entry for each pipeline coordinate: ranks that differ only on other axes hold
+equal amounts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from partc.ir.naming import starred
 from partc.ir.printer import readable
 from partc.runtime.documents import Malformed, Natural, Positive, decoded
 
-# In the order of display: permanent, of a step, temporary.
+# In the order of display: permanent, for the length of a step, temporary.
 CATEGORIES = (
     "parameters", "copies", "gradients", "optimizer", "constants", "batch", "activations", "temporaries",
     "communication",
@@ -32,10 +32,10 @@ def _category(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTensors:
-    """The tensors of one name that exist at one time: their number and their bytes."""
+    """The tensors with one name that exist at the same time: their number and their total bytes."""
 
     category: Annotated[str, _category]
-    name: str  # of a parameter, with stars for numbers; or of a value, after its region's: "block.attn_q"
+    name: str  # of a parameter, with * for numbers; or of a value, with its region: "block.attn_q"
     count: Positive
     bytes: Natural
 
@@ -150,7 +150,7 @@ def consists(rank: RankMemory) -> str:
 def together(items: Iterable[tuple[str, str, int]]) -> tuple[HeldTensors, ...]:
     """Group single tensors (category, name, bytes) by name, the largest group first.
 
-    Numbers in names become stars: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are two tensors of one name.
+    Numbers in names become *: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight count as two tensors with one name.
     """
     found: dict[tuple[str, str], list[int]] = {}
     for category, name, size in items:

@@ -1,12 +1,13 @@
-"""Collectives in pieces beside pieces of products (Wang et al. 2023, Overlap Communication with Dependent Computation).
+"""Collectives in pieces that overlap with pieces of products (Wang et al. 2023, Overlap Communication with Dependent
+Computation).
 
     start all_gather(x)   3 ms  |     start all_gather(x)     3 ms
     wait x                      |     work  linear(x)         6 ms    # with the pieces that are there
     work  linear(x)       8 ms  |     wait x
                                 |     work  linear(x)         2 ms
 
-With 4 ranks, a gather runs beside three quarters of the first product that reads it; the last quarter waits for it. A
-sum starts when the first quarter of its product is done, and the last quarter of the sum follows the product.
+With 4 ranks, a gather overlaps with three quarters of the first product that reads it; the last quarter waits for it. A
+sum starts when the first quarter of its product is done, and its own last quarter follows the product.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class OpPiece:
 
 
 def in_pieces(run: Sequence[OpPiece], ops: Iterable[Op], ways: Mapping[str, int]) -> Iterator[OpPiece]:
-    """The run of a graph's `ops` with collectives over the axes of `ways` in as many pieces as the axis has ranks."""
+    """The `run` of a graph's operations. A collective over an axis in `ways` is cut into one piece for each rank of the
+    axis.
+    """
     shown = _shown(ops)
     products: dict[str, int] = {}  # results -> positions in the run
     gathered: dict[str, OpPiece] = {}  # by value: waits that no operation has needed yet
-    before: dict[int, list[OpPiece]] = {}  # by position of a product: the waits for what it reads
+    before: dict[int, list[OpPiece]] = {}  # by position of a product: the waits for its operands
     after: dict[int, OpPiece] = {}  # by position of a product: the sum of its result
     dropped: set[int] = set()
     for index, piece in enumerate(run):
@@ -94,7 +97,7 @@ def _share(segment: Segment, share: float) -> Segment:
 
 
 def _shown(ops: Iterable[Op]) -> dict[str, str]:
-    """The values that views and waits show, by the names of these."""
+    """For each view and each wait, by its name: the value whose memory it shows."""
     shown: dict[str, str] = {}
     for op in ops:
         if op.name in VIEWS or op.name == "wait":

@@ -24,7 +24,7 @@ from partc.ir.scans import scan_of
 
 
 class Rates(Protocol):
-    """The durations on some hardware, in seconds."""
+    """The durations of operations and communication on some hardware, in seconds."""
 
     @property
     def basis(self) -> str:
@@ -32,11 +32,11 @@ class Rates(Protocol):
 
     @property
     def slowdown(self) -> float:
-        """The additional time of computation while a collective runs beside it, as a share."""
+        """The additional time of computation while a collective runs concurrently, as a share."""
 
     @property
     def host(self) -> float:
-        """The time in which the host issues an operation, beside the device."""
+        """The seconds in which the host issues an operation, concurrently with the device."""
 
     @property
     def cores(self) -> int:
@@ -44,34 +44,39 @@ class Rates(Protocol):
 
     @property
     def pieces(self) -> bool:
-        """Whether collectives of weights' axes run in pieces beside pieces of the products next to them."""
+        """Whether collectives over weights' axes run in pieces that overlap with pieces of the adjacent products."""
 
     @property
     def waits(self) -> bool:
-        """Whether ranks wait for each collective around graphs as soon as it starts: nothing runs beside it."""
+        """Whether ranks wait for each collective around graphs as soon as it starts, so that nothing overlaps with
+        it.
+        """
 
     def operation(self, op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> float:
-        """An operation with local shapes. Collectives take no time here, nor do those inside an operation."""
+        """The seconds of an operation with local shapes, without any collective."""
 
     def collective(
         self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int, choices: int = 1
     ) -> float:
-        """A collective on `size` bytes of each rank, over axes, or over coordinates on the pipeline axis.
+        """The seconds of a collective on `size` bytes of each rank, over axes, or over coordinates on the pipeline
+        axis.
 
-        `choices` is the number of experts of each token, where rows go to experts.
+        `choices` is the number of experts of each token, if the collective moves rows to experts.
         """
 
     def links(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> tuple[str, ...]:
-        """The links that such a collective uses, whose bandwidth it shares with others."""
+        """The links that a collective uses, and whose bandwidth it shares with others."""
 
     def lag(self, mesh: Mesh, axes: Sequence[str], places: Sequence[int]) -> float:
-        """The expected lag of the group's slowest rank after a second of computation; it grows as the root of time."""
+        """The expected lag of the group's slowest rank after a second of computation; it grows with the square root of
+        time.
+        """
 
     def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
-        """A message between two coordinates on the pipeline axis."""
+        """The seconds of a message between two coordinates on the pipeline axis."""
 
     def update(self, traffic: float) -> float:
-        """An optimizer's update that reads and writes `traffic` bytes."""
+        """The seconds of an optimizer's update that reads and writes `traffic` bytes in total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +118,12 @@ class RooflineRates:
 
 ROOFLINE = RooflineRates()
 
-INSIDE, BETWEEN = "inside", "between"  # the links of a domain, and those between domains
+INSIDE, BETWEEN = "inside", "between"  # the links inside a domain, and the links between domains
 
 # Tiles of matrix products, and the share of the rate of the largest tile that their operands' reuse allows.
 _TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.65))
 _ATTENTION = "attention"
-# Functions of elements with an exponential in them, which processors compute more slowly than their memory moves them.
+# Elementwise functions with an exponential, which CPUs compute more slowly than their memory moves the operands.
 _SPECIAL = frozenset(
     {"gelu", "silu", "sigmoid", "tanh", "exp", "erf", "softplus", "softmax", "log_softmax", "cross_entropy"}
 )
@@ -128,7 +133,7 @@ _SPECIAL = frozenset(
 # beside its products, which take less time if heads have fewer features.
 _BACKWARD = 0.75
 _EDGE = 256
-# Gradients of weights are added to buffers: they are read and written beside the product's own operands.
+# Gradients of weights are added to buffers, which are read and written in addition to the product's operands.
 _ADDS = frozenset({"linear_grad_weight", "matmul_grad_right", EXPERTS_GRADIENT})
 
 
@@ -138,20 +143,21 @@ _EIGHT_BITS: Mapping[str, int] = {
     "linear": 1, "linear_grad_input": 1, "linear_grad_weight": 0, "expert_matmul": 1, "expert_matmul_grad_rows": 1,
     EXPERTS_GRADIENT: 0,
 }  # fmt: skip
-# Of these, the products that read what forward passes have cast and saved.
+# Of these, the products that read operands which the forward pass has cast and saved.
 SAVED_IN_EIGHT_BITS = frozenset(name for name, casts in _EIGHT_BITS.items() if not casts)
 
 
 @dataclass(frozen=True)
 class ClusterRates:
-    """Durations on the devices and links of a cluster; with `fp8`, of programs whose linear products run in fp8; with
-    `pieces`, of programs that run collectives in pieces beside products; with `waits`, of programs that run gathers and
-    sums of parameters beside nothing; with `by_node`, of programs that send each token's row only once to a node of
-    its experts. An element of a gradient has at most `gradient` bytes, one of a parameter or of a state of the
-    optimizer at most `weight`.
+    """The durations on the devices and links of a cluster.
+
+    The flags describe the program: linear products run in fp8 (`fp8`); collectives run in pieces that overlap with
+    products (`pieces`); gathers and sums of parameters overlap with nothing (`waits`); each token's row goes only once
+    to a node of its experts (`by_node`). An element of a gradient has at most `gradient` bytes, an element of a
+    parameter or of an optimizer state at most `weight`.
 
     With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at
-    least 1/n of its time on the whole batch. Waves that are partly empty do not guarantee that.
+    least 1/n of its time on the whole batch, which partly empty waves would not guarantee.
     """
 
     cluster: Cluster
@@ -227,7 +233,9 @@ class ClusterRates:
         return casts + max(moved, work / (peak * self.constants.products * share))
 
     def least(self, work: ProductWork, peak: float) -> float:
-        """The least seconds of one device for products and attention, with products at `peak` flops a second."""
+        """The least seconds in which one device computes products and attention, with products at `peak` flops a
+        second.
+        """
         device, constants = self.cluster.device, self.constants
         high, wide, _ = _TILES[0]
         tiles = work.results / (high * wide * device.cores)
@@ -254,8 +262,8 @@ class ClusterRates:
 
     @cached_property
     def slowest(self) -> float:
-        """The expected time of a product on the slowest of the cluster's devices, for which all others wait in a step,
-        as a multiple of its mean.
+        """The expected time of a product on the slowest of the cluster's devices, as a multiple of the mean. In a step,
+        all other devices wait for it.
         """
         return 1 + self.cluster.device.spread * expected_maximum(self.cluster.size)
 
@@ -283,17 +291,17 @@ class ClusterRates:
         return self.network.send(size, near=near, share=1.0 if near else self._sending(mesh, *places))
 
     def _sending(self, mesh: Mesh, source: int, target: int) -> float:
-        """The share of a device's bandwidth between nodes for a message to another pipeline coordinate.
+        """The share of a device's bandwidth between nodes that a message to another pipeline coordinate gets.
 
-        All ranks of the coordinate send at one time: through the link of their node, if its devices share one, and out
-        of the switch of their node.
+        All ranks of the coordinate send at the same time: through the link of their node, if its devices share one, and
+        out of the switch of their node.
         """
         first, stride = mesh.rank({PIPELINE_AXIS: source}), mesh.rank({PIPELINE_AXIS: 1})
         apart = (target - source) * stride
         cluster = self.cluster
 
         def leaving(devices: int) -> int:
-            """The ranks of the coordinate that send out of the block of `devices` in which the first one is."""
+            """The number of the coordinate's ranks that send out of the first rank's block of `devices` devices."""
             block = range(first // devices * devices, min(first // devices * devices + devices, mesh.size))
             mine = (rank for rank in block if rank // stride % mesh.axis(PIPELINE_AXIS) == source)
             return sum(1 for rank in mine if (rank + apart) // devices != rank // devices)
@@ -311,7 +319,7 @@ class ClusterRates:
 def _attention_share(
     op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType], device: Device, *, filled: bool
 ) -> float:
-    """The share of the rate of long sequences that fused attention reaches with queries [..., rows, features].
+    """The share of its rate on long sequences that fused attention reaches with queries [..., rows, features].
 
     One block of 128 rows of one head is computed on each core, in waves.
     """
@@ -325,7 +333,7 @@ def _attention_share(
 
 
 def _experts_sizes(shapes: Mapping[str, TensorType], results: Sequence[TensorType]) -> tuple[int, int, int, int]:
-    """The sizes of the products that make the gradients of experts' weights, as `product_sizes` gives them."""
+    """The sizes of the products that compute the gradients of experts' weights, in the form of `product_sizes`."""
     experts, m, n = results[0].shape
     rows = next(iter(shapes.values())).shape[0]
     return m, n, -(-rows // experts), experts
@@ -334,8 +342,8 @@ def _experts_sizes(shapes: Mapping[str, TensorType], results: Sequence[TensorTyp
 def tile_share(sizes: tuple[int, int, int, int], device: Device, peak: float, *, filled: bool = False) -> float:
     """The share of a device's `peak` that `count` products [m, k] x [k, n] reach; `sizes` is (m, n, k, count).
 
-    Tiles of the result are dealt to cores in waves; the last wave, and tiles at the edges, are partly empty. Of the
-    kernels with different tiles the quickest counts. A product with few tiles is cut along k as well. With `filled`,
+    Tiles of the result are dealt to cores in waves; the last wave, and tiles at the edges, are partly empty. Of several
+    kernels with different tiles, the quickest counts. A product with few tiles is cut along k as well. With `filled`,
     no tile is empty.
     """
     m, n, k, count = sizes
@@ -350,7 +358,7 @@ def tile_share(sizes: tuple[int, int, int, int], device: Device, peak: float, *,
             tiles = math.ceil(m / high) * math.ceil(n / wide) * count
             waves = math.ceil(tiles / device.cores)
             full = m * n * count / (waves * device.cores * high * wide)
-            if waves == 1 and k > 2048:  # the sum is cut into pieces, which other cores add up
+            if waves == 1 and k > 2048:  # split k: other cores compute parts of the sum
                 full = max(full, min(0.9, full * min(k // 1024, max(1, device.cores // tiles))))
             best = max(best, rate * full)
     return best * summed

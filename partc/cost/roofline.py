@@ -17,11 +17,11 @@ from partc.rules import OpRule, flops, has_products, resolve_lowered
 class Machine:
     """The rates that a rank reaches (not those of the data sheet): an H100 on NVLink. Only their ratios matter."""
 
-    flops: Mapping[DType, float]  # of matrix products, a second
-    memory: float = 2.6e12  # bytes a second, read or written
-    link: float = 3.0e11  # bytes a second that a collective receives
+    flops: Mapping[DType, float]  # of matrix products, per second
+    memory: float = 2.6e12  # bytes per second, read or written
+    link: float = 3.0e11  # bytes per second that a rank receives in a collective
     start: float = 4e-6  # seconds until a kernel runs
-    meeting: float = 2e-5  # seconds until all ranks of a collective are there
+    meeting: float = 2e-5  # seconds until all ranks have entered a collective
 
 
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
@@ -47,7 +47,9 @@ def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Mach
 
 
 def traffic(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType]) -> int:
-    """The bytes that an operation reads and writes; of a table, the rows that it looks up or has gradients of."""
+    """The bytes that an operation reads and writes. Of an embedding table, only rows that it looks up or updates
+    count.
+    """
     read, made = [*shapes.values()], [*results]
     if op.name in _LOOKUPS:
         read[0] = made[0]
@@ -59,9 +61,9 @@ def traffic(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorTy
 def product_flops(
     op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType], parts: int = 1
 ) -> tuple[float, OpRule | None]:
-    """The floating-point operations of an operation's matrix products, and their rule, for local shapes.
+    """The floating-point operations of the matrix products in `op` on local shapes, and the rule of `op`.
 
-    `parts` is the number of blocks of keys and values that visit a rank around a ring.
+    `parts` is the number of blocks of keys and values that a rank sees in ring attention.
     """
     if op.name in _CONVOLUTIONS:
         return _convolved(op, shapes, results), None
@@ -75,9 +77,10 @@ def product_flops(
 
 
 def _convolved(op: Op, shapes: Mapping[str, TensorType], results: Sequence[TensorType]) -> float:
-    """A convolution multiplies each of its results, or a transposed one each of its inputs, with a filter's weights.
+    """The floating-point operations of a convolution, or of its gradients.
 
-    Each of the gradients of inputs and of weights takes as long.
+    Each result (of a transposed convolution: each input) is multiplied with a filter's weights. The gradient of the
+    inputs and the gradient of the weights each cost the same.
     """
     names = list(op.refs())
     backward = op.name == "convolution_backward"

@@ -1,4 +1,4 @@
-"""Saved values: the bytes that forward passes hand to backward passes, by call and for all microbatches in flight."""
+"""Saved values: the bytes that forward passes keep for backward passes, by call and for all microbatches in flight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partc.ir.operations import SHOWING, VIEWS
 from partc.ir.program import ITEMSIZE, Action, Graph, Program, Ref, Region
 from partc.schedules import Compute
 
-Flight = tuple[tuple[int, int], ...]  # stages, and how many microbatches of each are in flight at one time
+Flight = tuple[tuple[int, int], ...]  # stages, and how many microbatches of each are in flight at the same time
 Slot = tuple[int, str]  # a stage and a region that it calls
 
 
@@ -25,8 +25,8 @@ class Time:
     """A moment of a rank's step: the microbatches that have saved all their values, and the other memory.
 
     `inside` are the calls that a further microbatch has entered; the values that it has saved up to the last of them
-    count too. `given` are the choices of all calls under which `besides` is held; for equal moments, no other choice
-    holds less than the least. If `given` is empty, `besides` is held for every choice.
+    count too. `given` are the choices of all calls for which `besides` was observed. Under any other choice, a moment
+    holds at least the least `besides` of the equal moments. If `given` is empty, `besides` holds for every choice.
     """
 
     flight: Flight
@@ -48,7 +48,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 def written(bytes: int, *, fewer: bool = False) -> str:
-    """Bytes as options take them, rounded to few digits: up, or down with `fewer`."""
+    """A number of bytes as options take it ("18GB"), rounded up to few digits, or down with `fewer`."""
     if bytes < 10**7:
         return f"{bytes}B"
     return f"{bytes // 10**6 if fewer else math.ceil(bytes / 1e6)}MB"
@@ -86,7 +86,7 @@ def changed_buffers(program: Program) -> dict[str, frozenset[str]]:
 
 
 def memory_of(graph: Graph) -> dict[str, str]:
-    """Every value by name, with the value that it may alias; parameters stand for themselves."""
+    """For each value, by name: the value whose memory it may alias. Parameters alias themselves."""
     found = {value.name: value.name for value in graph.inputs}
     for op in graph.ops:
         shown = op.args[0].name if op.name in SHOWING and isinstance(op.args[0], Ref) else ""
@@ -114,7 +114,8 @@ def saved_bytes(region: Region, held: frozenset[str], sizes: Sizes) -> int:
 def saved_in_eight_bits(region: Region, held: frozenset[str], sizes: Sizes, products: Collection[str]) -> int:
     """The bytes of the saved values where some products, which make gradients of weights, run in fp8.
 
-    Of a 16-bit value that such products read, a copy in 8 bits is saved. The value itself is saved if others read it.
+    A 16-bit value that such products read is saved as a copy in 8 bits. The value itself is saved too if other
+    operations read it.
     """
     values, inside = region.forward.definitions(), memory_of(region.forward)
     readers: dict[str, set[bool]] = {}
@@ -138,7 +139,7 @@ def saved_in_eight_bits(region: Region, held: frozenset[str], sizes: Sizes, prod
 
 
 def stage_bytes(program: Program) -> tuple[int, ...]:
-    """The bytes that every stage saves of one microbatch."""
+    """The bytes that each stage saves for one microbatch."""
     held = held_inputs(program)
     each = {region.name: saved_bytes(region, held[region.name], program.sizes) for region in program.regions}
     lasting = {region.name for region in program.regions if region.phase != "microbatch"}
@@ -169,7 +170,7 @@ def flights(row: Sequence[Action | Compute]) -> tuple[Flight, ...]:
 
 
 def most_saved(program: Program) -> tuple[int, ...]:
-    """The largest number of bytes that each pipeline rank has saved at one time, in a scheduled program."""
+    """For each pipeline rank of a scheduled program, the most bytes of saved values at any time."""
     each = stage_bytes(program)
     return tuple(
         max((sum(count * each[stage] for stage, count in flight) for flight in flights(row)), default=0)

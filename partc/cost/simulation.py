@@ -6,9 +6,9 @@
     0      [0F0 ][0F1 ]      [   0B0    ][0F2 ][   0B1    ]      [   0B2    ]
     1            [1F0 ][   1B0    ][1F1 ][   1B1    ][1F2 ][   1B2    ]
 
-A rank runs its actions in order. A forward pass waits for the values that it reads from other stages, a backward pass
-for their gradients. Sends and receives do not wait; a transfer begins when both ends are ready and the one before it on
-the same link has ended. The simulation also detects schedules that deadlock.
+A rank runs its actions in order. A forward pass waits for the values that it reads from other stages; a backward pass
+waits for their gradients. Sends and receives do not block; a transfer begins when both ends are ready and the previous
+transfer on the same link has ended. The simulation also detects schedules that deadlock.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from partc.ir.program import Action, Program
 from partc.schedules import Compute
 
 Play = Callable[[int, "Action | Compute", float], float]  # rank, action, its start -> its seconds
-Key = tuple[int, str, "int | None"]  # of a value: its stage, F or B, and the microbatch
-Link = tuple[int, int, bool]  # a stage that makes a value, a later one that reads it, whether a gradient returns
+Key = tuple[int, str, "int | None"]  # identifies a value: its stage, F or B, and the microbatch
+Link = tuple[int, int, bool]  # a stage that produces a value, a later one that reads it, whether a gradient returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Durations:
     inputs: float = 1.0
     weights: float = 1.0
     reduction: float = 0.0  # of gradients over ranks, after the last microbatch
-    transfer: float = 0.0  # from a computation's end until its result has arrived on another rank
+    transfer: float = 0.0  # seconds from a computation's end until its result has arrived on another rank
 
     @classmethod
     def parse(cls, text: str) -> Durations:
@@ -69,7 +69,7 @@ class Durations:
         return ",".join(f"{key}={value:g}" for key, value in named.items())
 
     def shared(self, part: float) -> Durations:
-        """The durations of a stage with this share of the work; transfers take as long as before."""
+        """The durations of a stage with this share of the work; the duration of transfers stays."""
         return Durations(
             forward=part * self.forward,
             backward=part * self.backward,
@@ -120,7 +120,9 @@ class Timeline:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """The largest number of forward passes whose activations each rank holds: from F to the end of B or W."""
+        """For each rank, the largest number of forward passes whose activations it holds, from F to the end of B or
+        W.
+        """
         peaks = []
         for line in self.ranks:
             held = peak = 0
@@ -148,10 +150,11 @@ def simulate(
 ) -> Timeline:
     """Simulate the rows, one for each pipeline rank; `places` holds the rank of every stage.
 
-    Durations are common to all stages, or one for each; `play` gives each action's own instead, except of transfers.
-    `transfers` has the seconds from one stage to another, where they differ from those of the stage that sends.
-    `links` are the values that stages read from each other, by default a chain. If the rows contain sends and receives,
-    values leave and arrive when these are reached; otherwise they do as soon as they are computed.
+    `durations` are common to all stages, or one for each stage. `play` replaces them by the duration of each single
+    action, except for transfers. `transfers` has the seconds from one stage to another, where they differ from the
+    sending stage's own. `links` are the values that stages read from each other, by default a chain. If the rows
+    contain sends and receives, values leave and arrive when these are reached; otherwise values travel as soon as they
+    are computed.
     """
     each = [durations] * len(places) if isinstance(durations, Durations) else durations
     state = _Simulation(rows, places, each, chain(len(places)) if links is None else links, play, transfers)
@@ -210,7 +213,7 @@ class _Simulation:
         self.sent: dict[Key, float] = {}
         self.free: dict[tuple[int, int], float] = {}  # from rank, to rank -> the end of the last message
         self.posted: dict[Key, float] = {}  # by the stage that receives
-        self.able = deque(range(len(rows)))  # ranks that do not wait
+        self.able = deque(range(len(rows)))  # ranks that can advance
         self.waiting: dict[Key, list[int]] = {}  # ranks, by the value that they wait for
         self.sends = {(a.stage, a.kind[-1], a.microbatch) for row in rows for a in row if a.kind.startswith("SEND")}
         self.reads: Mapping[str, dict[int, list[int]]] = {"F": {}, "B": {}}
@@ -226,7 +229,7 @@ class _Simulation:
             self.position[rank] += 1
 
     def _arrive(self, known: dict[Key, float], key: Key, end: float) -> None:
-        """Note a value that is computed, or sent, and wake the ranks that wait for it."""
+        """Record that a value has been computed or sent, and wake the ranks that wait for it."""
         known[key] = end
         if key in self.waiting:
             self.able.extend(self.waiting.pop(key))
@@ -268,7 +271,7 @@ class _Simulation:
         return durations.reduction if action.kind == "REDUCE_GRAD" else durations.of(action.kind)
 
     def _ready(self, rank: int, stage: int, what: str, index: int | None) -> float | None:
-        """The time from which all inputs of a computation are present; None while one of them is not computed."""
+        """The time from which all inputs of a computation are present; None while one of them has not been computed."""
         latest, coming = 0.0, list[tuple[int, float, float]]()  # from rank, when both ends are ready, seconds
         posted = self.posted.get((stage, what, index), 0.0)
         for other in self.reads[what].get(stage, ()):
@@ -286,7 +289,7 @@ class _Simulation:
             if known is self.sent:
                 coming.append((self.places[other], begin, takes))
             latest = max(latest, begin + takes)
-        for source, begin, takes in coming:  # messages over a link follow each other
+        for source, begin, takes in coming:  # messages over one link follow each other
             self.free[source, rank] = max(begin, self.free.get((source, rank), 0.0)) + takes
             latest = max(latest, self.free[source, rank])
         return latest

@@ -23,12 +23,12 @@ from partc.ir.program import ITEMSIZE, Graph, Op, Parameter, Program, Region
 if TYPE_CHECKING:
     from sympy import Expr
 
-ADAMW = 2  # values that the optimizer keeps for each of a parameter's
+ADAMW = 2  # values that the optimizer keeps for each element of a parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedBytes:
-    """The tensors of one name, and their bytes."""
+    """The tensors with one name, and their total bytes."""
 
     name: str
     bytes: Expr
@@ -66,10 +66,10 @@ class RankFormulas:
     """The formulas of the ranks at one coordinate on the pipeline axis, in bytes."""
 
     place: int
-    parameters: Expr  # as they are kept: in parts, where ZeRO cuts them
+    parameters: Expr  # as the rank keeps them: in parts, where ZeRO cuts them
     gradients: Expr
     optimizer: Expr
-    saved: Expr  # of the largest number of microbatches in flight
+    saved: Expr  # at the largest number of microbatches in flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +78,17 @@ class Formulas:
 
     names: tuple[Named, ...]
     proportions: Mapping[str, Expr]  # names that are in fixed proportion to others in this model
-    unnamed: tuple[int, ...]  # sizes that stay numbers
+    unnamed: tuple[int, ...]  # sizes that appear as numbers
     regions: tuple[RegionFormulas, ...]
     ranks: tuple[RankFormulas, ...]
 
     def at(self, formula: Expr, **sizes: int) -> int:
-        """The value of a formula at the model's own sizes, with the given ones replaced."""
+        """The value of a formula at the model's own sizes, except for the given ones."""
         given = {named.name: named.value for named in self.names} | sizes
         return int(evaluated(formula, given))
 
     def in_proportion(self, formula: Expr) -> Expr:
-        """The same formula for models with these proportions."""
+        """The formula for models with the same proportions, with fewer names."""
         return formula.subs({each: self.proportions.get(str(each), each) for each in formula.free_symbols})
 
 
@@ -157,7 +157,7 @@ class _FormulaWriter:
         )
 
     def _kept(self, parameter: Parameter, region: str, name: str) -> Expr:
-        """The part of a parameter that a rank keeps: axes may cut it that do not cut the copy that calls read."""
+        """The part of a parameter that a rank keeps. More axes may cut it than the copy that calls read."""
         read = self.dimensions.types[region, name].layout.sharded_axes
         more = [axis for axis in parameter.type.layout.sharded_axes if axis not in read]
         found = self.names.elements(region, name)
@@ -189,7 +189,7 @@ class _FormulaWriter:
         return share if op.name == "all_gather" else (2 if op.name == "all_reduce" else 1) * share / n
 
     def _working(self, region: Region, graph: Graph) -> Expr:
-        """The peak of the temporary values of a pass that it does not return."""
+        """The peak of a pass's temporary values, without its results."""
         memory = memory_of(graph)
         outside = {value.name for value in (*graph.inputs, *region.params)}
         if graph is region.forward:

@@ -1,4 +1,4 @@
-"""Names for the sizes of a program: b, s, h, a, v where their role says which one is which, else a parameter's.
+"""Names for the sizes of a program: b, s, h, a, v where a size's role is known, else the name of a parameter.
 
 b = 4      examples of a microbatch on a rank
 s = 32     ids, dimension 1
@@ -25,7 +25,7 @@ from partc.sharding.choices import batch_axes
 if TYPE_CHECKING:
     from sympy import Expr
 
-# Factors of rules, and the names that their sizes get unless taken.
+# Factors of rules, and the names that their sizes get unless these are taken.
 ROLES = (
     ("embedding.v", "v", "rows of an embedding"),
     ("embedding_shard.v", "v", "rows of an embedding"),
@@ -70,8 +70,8 @@ class SizeNames:
 
     def __init__(self, dimensions: Dimensions) -> None:
         self.dimensions = dimensions
-        self.unnamed: set[int] = set()  # sizes that formulas have as numbers, larger ones
-        self._of: dict[int, Any] = {}  # a size that nothing cuts -> its formula
+        self.unnamed: set[int] = set()  # larger sizes that formulas show as numbers
+        self._of: dict[int, Any] = {}  # an uncut size -> its formula
         self._named: dict[str, Named] = {}
         self._widths: list[str] = []
         self._heads: tuple[str, ...] = ()
@@ -195,7 +195,9 @@ class SizeNames:
                     self._name(whole, wanted, f"{entry}, dimension {index}")
 
     def _large(self, sizes: Sequence[int]) -> bool:
-        """Whether the unnamed part is large: numbers of colours, kernels and projections stay numbers."""
+        """Whether the unnamed part is large enough for a name. Small sizes (channels, kernels, projections) stay
+        numbers.
+        """
         return math.prod(self.dimensions.sizes.value[size] for size in sizes if size not in self._of) > FEW
 
     def _roles(self) -> None:
@@ -224,7 +226,7 @@ class SizeNames:
                 return
 
     def _hidden(self) -> None:
-        """Name the width of the values between calls of the region that is called most."""
+        """Name the width of the values that pass between the calls of the most-called region."""
         program = self.dimensions.program
         if "h" in self._named or not program.calls:
             return

@@ -5,8 +5,9 @@
     y = linear(x, w)                  ->     y: [16, 32, 4·16']
     z = reshape(y, (16, 32, 4, 16))          z: [16, 32, 4, 16']
 
-The evidence is the rules of operations: dimensions that carry one factor have one size, and a view cuts a size into the
-factors of its product. A size that occurs nowhere else is a symbol of its own, whatever other sizes have its value.
+The evidence is in the rules of operations: dimensions that carry the same factor have the same size, and a view cuts a
+size into the factors of its product. A size that occurs nowhere else is a symbol of its own, even if other sizes happen
+to have the same value.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from partc.ir.program import Graph, Op, Program, Region, TensorType, Value
 from partc.rules import flops, resolve_lowered
 from partc.rules.rule import Dims, OpRule
 
-SHORT = 2  # the number of elements cut off a dimension, as opposed to a share of it
+SHORT = 2  # at most so many elements may be cut off a dimension; more is taken as a share of it
 Key = tuple[str, str]  # a region, or "" for the program, and one of its values
 
 
 class Sizes:
-    """Symbols of sizes, merged when found equal or equal to a product. A symbol is represented by a number."""
+    """Symbols of sizes, merged when found equal, or equal to a product. Numbers represent the symbols."""
 
     def __init__(self) -> None:
         self.value: list[int] = []
@@ -115,7 +116,7 @@ class Dimensions:
         self.types: dict[Key, TensorType] = {}
         self.roles: dict[str, list[int]] = {}  # a rule's name of a factor: "attention.g", "embedding.v"
         self.sums: list[SizeSum] = []
-        self.work: dict[Key, tuple[Product, ...]] = {}  # of the operation that makes a value
+        self.work: dict[Key, tuple[Product, ...]] = {}  # of the operation that computes a value
         for value in program.values:
             self._declare("", value)
         batch = [self.dims["", name][:1] for name in program.batch_entries]
@@ -175,15 +176,17 @@ class Dimensions:
         results = [(region, value.name) for value in op.results]
         if rule is not None:
             factors = {factor.name: self.sizes.new(factor.size) for factor in rule.factors}
-            told = [*zip(operands, rule.operands, strict=True), *zip(results, rule.results, strict=False)]
+            factored = [*zip(operands, rule.operands, strict=True), *zip(results, rule.results, strict=False)]
             chance = _chance(rule)
-            for key, dims in told:
+            for key, dims in factored:
                 self._carry(key, dims, {name: size for name, size in factors.items() if name not in chance})
-            self._sum(op, told)
+            self._sum(op, factored)
             for name, size in factors.items():
                 self.roles.setdefault(f"{op.name}.{name}", []).append(size)
             if rule.work and results:
-                self.work[results[0]] = tuple(self._product(op, rule, product, told, factors) for product in rule.work)
+                self.work[results[0]] = tuple(
+                    self._product(op, rule, product, factored, factors) for product in rule.work
+                )
         unknown = results[len(rule.results) :] if rule is not None else results
         for key in unknown:
             self._as_others(key, (*operands, *results))
@@ -193,12 +196,12 @@ class Dimensions:
         op: Op,
         rule: OpRule,
         product: tuple[str, ...],
-        told: Sequence[tuple[Key, Dims]],
+        factored: Sequence[tuple[Key, Dims]],
         factors: Mapping[str, int],
     ) -> Product:
         axes = {
             axis
-            for key, dims in told
+            for key, dims in factored
             for dim, names in zip(self.dims[key], dims, strict=True)
             for piece in dim
             for axis in piece.axes
@@ -212,11 +215,11 @@ class Dimensions:
             if names and all(name in factors for name in names):
                 self.sizes.equate([piece.size for piece in dim], [factors[name] for name in names])
 
-    def _sum(self, op: Op, told: Sequence[tuple[Key, Dims]]) -> None:
-        """Record the relation between lengths along an operation's dimension."""
+    def _sum(self, op: Op, factored: Sequence[tuple[Key, Dims]]) -> None:
+        """Record the relation of lengths along the dimension that an operation pads, slices or joins."""
         if op.name not in ("cat", "slice", "pad", "constant_pad_nd"):
             return
-        *given, made = (self.dims[key] for key, _ in told)
+        *given, made = (self.dims[key] for key, _ in factored)
         lengths = [[self._size(dim) for dim in dims] for dims in (*given, made)]
         for index, length in enumerate(lengths[-1]):
             before = [each[index] for each in lengths[:-1]]
@@ -227,7 +230,9 @@ class Dimensions:
                 self.sums.append(SizeSum(whole=whole, parts=tuple(parts), more=length - sum(before)))
 
     def _rule(self, region: str, op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
-        """The operation's rule for global shapes, covering all results, or the first if others are statistics."""
+        """The operation's rule for global shapes. It covers all results, or only the first if the others are
+        statistics.
+        """
         typed = tuple(replace(value, type=self.types[region, value.name]) for value in op.results)
         return resolve_lowered(replace(op, results=typed), types)
 
@@ -288,9 +293,9 @@ class Dimensions:
 
 
 def _chance(rule: OpRule) -> frozenset[str]:
-    """The factors of a cut or joined dimension whose pieces have a common divisor that is not a piece.
+    """The factors of a cut or joined dimension whose pieces have a common divisor that is not itself a piece.
 
-    Their equality is no evidence.
+    If two of them are equal, this proves nothing.
     """
     pieces = {
         names[0] for dims in (*rule.operands, *rule.results) for names in dims if len(names) == 2 and names[1] == "u"
@@ -302,7 +307,7 @@ def _chance(rule: OpRule) -> frozenset[str]:
 def _dealt(
     names: Sequence[str], dim: Sequence[SubDim], lengths: Mapping[str, int], sizes: Mapping[str, int]
 ) -> dict[str, tuple[SubDim, ...]]:
-    """The local sub-dimensions of each factor of a dimension, for factors that are whole ones."""
+    """The local sub-dimensions of each factor of a dimension, for factors that consist of whole sub-dimensions."""
     found: dict[str, tuple[SubDim, ...]] = {}
     left = list(dim)
     for name in names:

@@ -1,1 +1,1 @@
-"""The prediction of memory: a step of an emitted package runs on tensors without memory, and a ledger counts them."""
+"""The prediction of memory: a step of an emitted package runs on meta tensors, and a ledger counts their bytes."""

@@ -1,4 +1,4 @@
-"""The effects of emitted functions on memory: recorded when a function first runs, replayed from then on.
+"""The effects of emitted functions on memory: recorded when a function first runs, and replayed from then on.
 
     def block_forward(comm, p, x):                 def block_forward(comm, p, x):
         h = x @ p.w                                    _call = _lessons.enter("block_forward", (p, x))
@@ -13,9 +13,10 @@
                                                            …
                                                            return _call.leave((y, (h, x)))
 
-The caller of a function keeps its references to the arguments, or has given them up: Python's own rules decide when a
-tensor ends, in a replayed function as in a running one. For this reason arguments have substitutes while a function is
-recorded; the end of a substitute is the point at which the function no longer needs the argument.
+The caller of a function may or may not keep its references to the arguments, so that Python's reference counting
+decides when a tensor's memory is freed, in a replayed function as in a running one. For this reason substitutes replace
+the arguments while a function is recorded; a substitute is freed at the point at which the function no longer needs the
+argument.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NO_CALLS: Iterator[str] = iter(())
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A result that is one of the arguments' tensors, by its number; `sight` is another view of it, if any."""
+    """A result that is a tensor of the arguments, by its number; `sight` describes the view, if it is another view."""
 
     number: int
     sight: Sight | None
@@ -51,7 +52,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """A result in memory that the function allocated, by the number of the allocation."""
+    """A result in memory that the function allocated; it holds the number of the allocation."""
 
     number: int
     sight: Sight
@@ -59,7 +60,7 @@ class New:
 
 @dataclass(slots=True)
 class Lesson:
-    """The effects of a function: alternately temporary memory and releases of arguments."""
+    """The effects of a function: temporary memory and releases of arguments, in alternation."""
 
     steps: list[tuple[Surge, tuple[int, ...]]] = field(default_factory=list)
     blocks: list[tuple[int, str, str]] = field(default_factory=list)  # of results: bytes, category, name
@@ -74,10 +75,10 @@ class Lessons:
         self.learnt: dict[Key, Lesson] = {}
         self.exchanges: dict[Key, Any] = {}  # steps of exchanges (exchange_replay.py)
         self.ledger = Ledger()
-        self.turns: Mapping[str, Iterator[str]] = {}  # of functions, the calls that they run for, in order
+        self.turns: Mapping[str, Iterator[str]] = {}  # function -> the calls that it runs for, in order
 
     def enter(self, function: Learnt, arguments: tuple[Any, ...]) -> RecordedCall:
-        """Called at the start of a function. The call holds the tensors of the arguments until it ends."""
+        """Begin a call of a function. The result holds the tensors of the arguments until the call ends."""
         self.ledger.call = next(self.turns.get(function.name, _NO_CALLS), "")
         held = leaves_of(arguments)
         seen, same = self.ledger.seen(held)  # effects on memory do not depend on storage offsets
@@ -86,7 +87,7 @@ class Lessons:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learnt:
-    """A function of a region's module: `region` prefixes the names of its values."""
+    """A function of a region's module. `region` is the prefix of its values' names."""
 
     name: str
     region: str
@@ -97,9 +98,9 @@ class Learnt:
 def stand_ins(
     ledger: Ledger, arguments: T, same: Sequence[int], ended: Callable[[tuple[int, ...]], None]
 ) -> tuple[T, dict[int, int]]:
-    """A structure with substitutes for its tensors, and the number of the first tensor in each storage until it ends.
+    """The arguments with substitutes for their tensors, and for each live storage the number of its first tensor.
 
-    Tensors with equal numbers in `same` share memory; `ended` is called with the numbers of the tensors in it.
+    Tensors with equal numbers in `same` share a storage; `ended` is called with their numbers when it is freed.
     """
     numbers: dict[int, int] = {}
     bases: dict[int, Tensor] = {}
@@ -155,7 +156,9 @@ class RecordedCall:
         self.known = key in lessons.learnt
 
     def play(self) -> Any:
-        """Replay the function's effects. Nothing of the function may refer to its arguments any longer."""
+        """Replay the function's effects, and return its result. The function must no longer hold references to its
+        arguments.
+        """
         lesson, ledger, held = self._lessons.learnt[self._key], self._ledger, self._held
         passed = {number: held[number] for number in lesson.passed}
         for surge, dropped in lesson.steps:
@@ -172,7 +175,7 @@ class RecordedCall:
         return self._handed(lesson.result, returned)
 
     def stand_ins(self, *arguments: Any) -> tuple[Any, ...]:
-        """Substitutes for the arguments, whose ends the function determines."""
+        """Substitutes for the arguments, which are freed where the function drops its last references to them."""
         substitutes, self._stood = stand_ins(self._ledger, arguments, self._same, self._dropped)
         self._ledger.heard = []
         return substitutes
@@ -184,17 +187,17 @@ class RecordedCall:
             self._held[number] = None
 
     def at(self, line: int) -> None:
-        """The function reaches a line of its file."""
+        """Record that the function has reached a line of its file."""
         self._ledger.line = f"{self._function.file}:{line}"
 
     def named(self, name: str, value: Any) -> None:
-        """The function names a value."""
+        """Record the name that the function gives to a value."""
         block = self._ledger.block(value) if isinstance(value, Tensor) else None
         if block is not None and not block.name:
             block.name = f"{self._function.region}.{name}"
 
     def leave(self, result: Any) -> Any:
-        """Called with the function's result."""
+        """End the recording of the function with its result; return the result that the caller gets."""
         heard, self._ledger.heard = self._ledger.heard, None
         assert heard is not None
         numbers: dict[Block, int] = {}
@@ -229,7 +232,7 @@ class RecordedCall:
         return handed
 
     def _handed(self, result: Any, returned: Callable[[Any], Leaf | Tensor]) -> Any:
-        """Tensors for the caller to compute with; tensors in records are saved values."""
+        """The result with tensors for the caller to compute with. Tensors in records are saved values."""
         self._ledger.call = self._ledger.line = ""
 
         def handed(item: Any) -> Any:
@@ -239,7 +242,7 @@ class RecordedCall:
 
         def waiting(item: Any) -> Leaf | Tensor:
             leaf = returned(item)
-            if item.__class__ is not New:  # whose block has the category that the recording gave it
+            if item.__class__ is not New:  # its block has the category that the recording gave it
                 self._outlives(leaf, "activations")
             return leaf
 
@@ -248,7 +251,7 @@ class RecordedCall:
         return None if result is None else handed(result)
 
     def _outlives(self, leaf: Leaf | Tensor, category: str) -> None:
-        """Record that a temporary value is kept."""
+        """Record that a temporary value outlives the function."""
         owner = leaf.owner if isinstance(leaf, Leaf) else leaf
         block = owner.block if isinstance(owner, Owned) else self._ledger.block(owner)
         if block is not None and block.category in ("temporaries", "communication"):
@@ -275,7 +278,7 @@ class RecordedCall:
 
 
 def seen_as(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
-    """An argument as a result, as another view if `sight` is given."""
+    """An argument as a result; as another view if `sight` is given."""
     assert leaf is not None
     if sight is None:
         return leaf
@@ -283,7 +286,7 @@ def seen_as(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
 
 
 def _seen(x: Tensor, sight: Sight) -> Tensor:
-    """The same memory under another view."""
+    """Another view of the same memory."""
     dtype, shape, stride, offset = sight
     flat = x if x.dtype == dtype else x.view(-1).view(dtype)
     return flat.as_strided(shape, stride, offset)
@@ -315,7 +318,7 @@ def _sight(leaf: Leaf | Tensor) -> Sight:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether a value is an instance of an emitted dataclass, which a function keeps for another."""
+    """Whether a value is an instance of an emitted dataclass, in which one function keeps values for another."""
     return is_dataclass(value) and not isinstance(value, Leaf | Given | New)
 
 
@@ -324,7 +327,7 @@ Inside = Callable[[Any], Iterable[Any]]  # the items of a value
 
 
 class _Forms(dict[type, Inside | bool]):
-    """Whether a value of a class is a leaf, or how its items are found: those of tuples, lists, dicts and records."""
+    """For each class of values, how to find the items of a tuple, list, dict or record; other values are leaves."""
 
     def __missing__(self, kind: type) -> Inside | bool:
         found: Inside | bool = issubclass(kind, _LEAVES)
@@ -363,7 +366,7 @@ def _collect(items: Iterable[Any], found: list[Any]) -> None:
 
 
 def mapped(value: Any, each: Callable[[Any], Any]) -> Any:
-    """The same structure with other leaves."""
+    """The same structure, with `each` applied to its leaves."""
     form = _FORMS[value.__class__]
     if form is True or not form:
         return each(value) if form else value
@@ -379,7 +382,7 @@ def mapped(value: Any, each: Callable[[Any], Any]) -> Any:
 
 
 def region_module(module: RegionModule, lessons: Lessons, kernels: Any) -> dict[str, Any]:
-    """The names of an emitted region, with recording functions. `kernels` are those of the package.
+    """The namespace of an emitted region, with functions that record. `kernels` replaces the package's kernels.
 
     The text comes directly from codegen: no file is executed.
     """
@@ -392,7 +395,7 @@ def region_module(module: RegionModule, lessons: Lessons, kernels: Any) -> dict[
         if isinstance(node, ast.FunctionDef):
             source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             sources[node.name] = source.replace(ast.get_docstring(node, clean=False) or "", "", 1)
-        if isinstance(node, ast.FunctionDef) and node.name in steps:  # and no step of a scan
+        if isinstance(node, ast.FunctionDef) and node.name in steps:  # but not a step of a scan
             source = "\n".join(sources[name] for name in (*steps[node.name], node.name))
             functions[node.name] = Learnt(name=node.name, region=module.region, text=source, file=module.path)
             node.decorator_list = []  # compiled code holds as much as its operations, or less
@@ -405,12 +408,14 @@ def region_module(module: RegionModule, lessons: Lessons, kernels: Any) -> dict[
 
 
 def stage_class(module: StageModule, given: Mapping[str, Any]) -> Any:
-    """The Stage of an emitted module. `given` has the names that it imports from regions, and others to replace."""
+    """The Stage class of an emitted module. `given` has the names that it imports from regions, and replacements for
+    others.
+    """
     return _run(_tree(module.text, given), module.path, given)["Stage"]
 
 
 def _tree(text: str, given: Collection[str]) -> ast.Module:
-    """An emitted module that imports partc's own runtime, and none of the `given` names."""
+    """The syntax tree of an emitted module that imports partc's own runtime, and none of the `given` names."""
     tree = ast.parse(text)
     left: list[ast.stmt] = []
     for node in tree.body:
@@ -445,20 +450,20 @@ def _instrument(function: ast.FunctionDef) -> None:
         if isinstance(statement, ast.Return):
             last = statement.value or last
             break
-        body.append(_told("at", ast.Constant(statement.lineno)))
+        body.append(_recorded("at", ast.Constant(statement.lineno)))
         body.append(statement)
         if isinstance(statement, ast.Assign):
             for target in statement.targets:
                 for name in target.elts if isinstance(target, ast.Tuple) else [target]:
                     if isinstance(name, ast.Name):
-                        body.append(_told("named", ast.Constant(name.id), ast.Name(name.id, ast.Load())))
+                        body.append(_recorded("named", ast.Constant(name.id), ast.Name(name.id, ast.Load())))
     leave = ast.Attribute(ast.Name("_call", ast.Load()), "leave", ast.Load())
     closing = ast.Return(ast.Call(leave, [last], []))
     even = ast.With([ast.withitem(ast.Call(ast.Name("_EvenRouting", ast.Load()), [], []))], [*body, closing])
     function.body = [*ast.parse(opening).body, even]
 
 
-def _told(method: str, *arguments: ast.expr) -> ast.stmt:
+def _recorded(method: str, *arguments: ast.expr) -> ast.stmt:
     """`_call.method(arguments)`"""
     function = ast.Attribute(ast.Name("_call", ast.Load()), method, ast.Load())
     return ast.Expr(ast.Call(function, list(arguments), []))

@@ -1,13 +1,13 @@
-"""A rank's step, composed of the effects of its actions on memory.
+"""A rank's step, composed from the effects of its actions on memory.
 
     played:     0F0 0B0 0F1 0B1                       what each action allocates and frees, in which circumstances
     composed:   0F0 0F1 0F2 0B0 0F3 0B1 … 0B511       the same effects, in the order of the whole schedule
 
-Actions of one kind in equal circumstances have equal effects, whatever the microbatch and whichever of several equal
-stages they are of. Circumstances are the earlier actions of the microbatch, the exchanges that the action starts and
-waits for, whether it releases sent gradients, and whether it is among the first or the last of its kind. So a rank
-plays only microbatches that show all circumstances of its schedule, and equal ranks play them once. An action that
-releases the gradients of several microbatches has the effect of one that releases those of one, with more releases.
+Actions of one kind in equal circumstances have equal effects, for every microbatch and for each of several equal
+stages. The circumstances are: the earlier actions of the microbatch, the exchanges that the action starts and waits
+for, whether it releases sent gradients, and whether it is among the first or the last of its kind. So a rank plays only
+the microbatches that show all circumstances of its schedule, and equal ranks play them once. An action that releases
+the gradients of several microbatches has the effect of an action that releases one microbatch's, with more releases.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from partc.rehearsal.ledger import RELEASED, Block, Entry, Label, Ledger, label
 
 Key = tuple[object, ...]
 _ATTEMPTS = 4  # to find the microbatches that show all circumstances
-_UNLIKE = 2  # first actions of a kind that allocate otherwise than later ones: the second frees results of the first
+_UNLIKE = 2  # first actions of a kind that allocate differently from later ones: the second frees results of the first
 _NEIGHBOURS = 2  # actions before and after one, whose microbatches are played with it
 _DRAINED = "the last transfers of the step"
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The effect of an action on memory; bytes count from its start, calls are numbers among those of its stage."""
+    """The effect of an action on memory. Bytes are relative to its start; a call is its position among its stage's
+    calls.
+    """
 
     entries: tuple[tuple[str, Label | Key, int, str, str], ...]  # sign, what, call, line, operation
     change: int
     high: int
-    reach: int | None  # the most bytes that it allocates, and its entry
+    reach: int | None  # the most bytes that are allocated at once, and the entry at which they are
     at: int
-    calls: tuple[tuple[int, int], ...]  # the same for each call
+    calls: tuple[tuple[int, int], ...]  # the same, for each call
 
     @classmethod
     def of(cls, entries: Iterable[Entry], calls: Mapping[str, int]) -> Effect:
@@ -72,7 +74,9 @@ class Effect:
         return cls(tuple(entries), now, high, reach, at, tuple(most.items()))
 
     def releasing(self, before: int, after: int) -> Effect | None:
-        """The effect with the releases of `after` microbatches in place of `before` ones, if those are equal."""
+        """The effect with the releases of `after` microbatches in place of `before`; None if the releases are not
+        equal.
+        """
         places = [index for index, (*_, op) in enumerate(self.entries) if op == RELEASED[-1]]
         if before == after or not places:
             return self
@@ -84,7 +88,9 @@ class Effect:
         return Effect.made((*self.entries[:first], *released[:one] * after, *self.entries[last:]))
 
     def counted(self, end: int | None = None) -> Counter[Label]:
-        """The bytes that the entries before `end` allocate, less those that they free; a last surge is alive."""
+        """The bytes that the entries before `end` allocate, less the bytes that they free. If the last entry is a
+        surge, it counts.
+        """
         found: Counter[Label] = Counter()
         for sign, what, *_ in self.entries[:end]:
             if sign != "^":
@@ -96,9 +102,9 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The surroundings of a schedule's actions: memory at the step's start, and effects before and after them.
+    """The surroundings of a schedule's actions: memory at the step's start, and effects before and after the actions.
 
-    `rest` are the effects after all transfers have ended, when memory is `left`.
+    `rest` is the effect after all transfers have ended, when the memory `left` is still held.
     """
 
     base: Counter[Label]
@@ -110,7 +116,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Course:
-    """The composed step of a rank. It answers the same queries as a ledger of the whole step."""
+    """The composed step of a rank. It answers the same queries as the ledger of a whole step."""
 
     frame: Frame
     row: tuple[tuple[Action, Effect], ...]
@@ -129,7 +135,7 @@ class Course:
 
     @cached_property
     def _begins(self) -> tuple[tuple[str, int, Effect, int], ...]:
-        """Every action with the bytes at its start."""
+        """Every action, with the bytes held at its start."""
         now, found = _bytes(self.frame.base), []
         for name, stage, effect in self._actions():
             found.append((name, stage, effect, now))
@@ -233,7 +239,7 @@ def _by_category(labels: Counter[Label]) -> Counter[str]:
 
 
 def _at_height(effect: Effect) -> Counter[str]:
-    """By category, the bytes beyond those at the action's start where it holds the most."""
+    """By category, the bytes above the action's start, at the point where the action holds most."""
     now = 0
     for index, (sign, what, *_) in enumerate(effect.entries):
         size: Any = what[0] if sign == "^" else what[2]
@@ -249,28 +255,28 @@ def _at_height(effect: Effect) -> Counter[str]:
 
 @dataclass(slots=True)
 class _Equal:
-    """The account of ranks that are equal but for names."""
+    """The effects of actions, shared by ranks that are equal except for names."""
 
-    frames: dict[Key, Frame] = field(default_factory=dict)  # by the circumstances of the step's beginning
+    frames: dict[Key, Frame] = field(default_factory=dict)  # by the circumstances in which the step begins
     effects: dict[Key, Effect] = field(default_factory=dict)
-    doubtful: bool = False  # two effects were found for one circumstance: such ranks play whole steps
+    doubtful: bool = False  # one circumstance showed two effects: these ranks must play whole steps
     histories: dict[Key, int] = field(default_factory=dict)  # interned
     releasing: dict[tuple[Key, int], Effect] = field(default_factory=dict)
 
     def effect(self, key: Key, releases: int) -> Effect:
-        """The effect in a circumstance, with the releases of so many microbatches."""
+        """The effect in a circumstance, with the releases of `releases` microbatches."""
         if releases == 1:
             return self.effects[key]
         if (key, releases) not in self.releasing:
             found = self.effects[key].releasing(1, releases)
-            assert found is not None  # one release is like itself
+            assert found is not None  # a single release equals itself
             self.releasing[key, releases] = found
         return self.releasing[key, releases]
 
 
 @dataclass(frozen=True)
 class _Names:
-    """The numbers by which a rank's stages, calls and values are known among equal ranks."""
+    """The numbers that replace the names of a rank's stages, calls and values, so that equal ranks compare equal."""
 
     program: Program
     place: int
@@ -308,7 +314,7 @@ class _Names:
         return {}
 
     def path(self, name: str) -> Key:
-        """The name of a module or parameter, with its numbers counted from those of the first name like it."""
+        """The name of a module or parameter, with its numbers relative to the first similar name's."""
         alike, numbers = numbered(name)
         first = self._first.setdefault(alike, numbers)
         return alike, *(a - b for a, b in zip(numbers, first, strict=True))
@@ -317,7 +323,7 @@ class _Names:
         return stage if stage is None else self.stages.get(stage, "elsewhere")
 
     def signature(self) -> Key:
-        """Everything about the rank that its memory follows from, but for its schedule."""
+        """Everything that determines the rank's memory, except for its schedule."""
         program = self.program
         calls = [
             (
@@ -420,18 +426,20 @@ class Composer:
         return Course(equal.frames[start], tuple(effects), calls)
 
     def signature(self, place: int) -> Key:
-        """Equal for ranks that are equal but for names and schedules."""
+        """A key that is equal for ranks which differ only in names and schedules."""
         if place not in self._signatures:
             self._signatures[place] = _Names(self._program, place).signature()
         return self._signatures[place]
 
     def _alone(self, place: int) -> bool:
-        """Whether no other rank could use the account of this one."""
+        """Whether no other rank could share this rank's effects."""
         mine = self.signature(place)
         return all(self.signature(other) != mine for other in range(len(self._program.schedule)) if other != place)
 
     def _showing(self, row: Sequence[Action], index: int) -> Iterator[int]:
-        """The microbatches that an action is played with: of its neighbours, and of gradients that it releases."""
+        """The microbatches with which an action is played: those of its neighbours, and those whose gradients it
+        releases.
+        """
         for action in row[max(0, index - _NEIGHBOURS) : index + _NEIGHBOURS + 1]:
             if action.microbatch is not None:
                 yield action.microbatch
@@ -444,7 +452,7 @@ class Composer:
         return sorted({source for source in found if self._program.place(source) != self._program.place(stage)})
 
     def _only(self, row: Sequence[Action], microbatches: set[int]) -> tuple[Action, ...]:
-        """The row's actions on some microbatches, with gathers ahead between them."""
+        """The row's actions on some microbatches, with the gathers ahead between them."""
         left = [
             replace(action, ahead=())
             for action in row
@@ -455,7 +463,9 @@ class Composer:
     def _circumstances(
         self, place: int, row: Sequence[Action], names: _Names, equal: _Equal, acks: Acks | None = None
     ) -> tuple[Key, list[Key], list[int]]:
-        """The circumstances of the row's beginning, those of each of its actions, and the number of their releases."""
+        """The circumstances in which the row begins, the circumstances of each action, and the releases of each
+        action.
+        """
         execution = Execution(self._program, place, tuple(row))
         (start, _), *found = self._keys(execution, names, equal, self._acks if acks is None else acks)
         return start, [key for key, _ in found], [count for _, count in found]
@@ -526,7 +536,7 @@ def _opening(row: Sequence[Action]) -> int:
 
 
 def _parts(ledger: Ledger) -> list[list[Entry]]:
-    """The tape of each action of the step."""
+    """The step's tape, cut into the entries of each action."""
     found: list[list[Entry]] = []
     for entry in ledger.tape[ledger.begin :]:
         if entry[0] == ".":

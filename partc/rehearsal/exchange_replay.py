@@ -1,4 +1,4 @@
-"""The effects of gathers and scatters on memory: learnt in runs aside, replayed in a step.
+"""The effects of gathers and scatters on memory: recorded in separate runs, and replayed in a step.
 
     going = parts.gather(names)      start: + this rank's parts side by side, + room for those of all ranks
     whole = going.wait()             wait:  + whole parameters, - the room
@@ -30,8 +30,8 @@ Entries = tuple[tuple[Any, ...], ...]
 class _Lesson:
     """The effects of an exchange's start, of its advance to a second level, and of its wait.
 
-    Entries are ("+", number, block, operation), ("-", number) and ("drop", numbers of given tensors). The result of
-    the wait has numbers in place of tensors.
+    Entries are ("+", number, block, operation), ("-", number) and ("drop", numbers of given tensors). In the result of
+    the wait, numbers stand for tensors.
     """
 
     start: Entries
@@ -43,7 +43,7 @@ class _Lesson:
 class ReplayedExchange(Pending[Any]):
     """An exchange of tensors that changes memory as `start` would.
 
-    `start` only runs once for equal keys, aside and on stand-ins, unless the tensors are `kept`: outlive the exchange.
+    For equal keys `start` runs only once, separately and on stand-ins. `kept` tensors outlive the exchange.
     """
 
     __slots__ = ("_blocks", "_given", "_ledger", "_lesson")
@@ -66,7 +66,7 @@ class ReplayedExchange(Pending[Any]):
             self._replay(self._lesson.advance)
 
     def wait(self) -> Any:
-        """The result. Every call but the first returns it at once."""
+        """The result of the exchange. Every call after the first returns it immediately."""
         lesson, self._lesson = self._lesson, None
         if lesson is None:
             return None
@@ -90,7 +90,7 @@ class ReplayedExchange(Pending[Any]):
 
 
 def _lesson(ledger: Ledger, start: Start, tensors: Sequence[Tensor], same: Sequence[int], kept: bool) -> _Lesson:
-    """The effects of an exchange, from a run aside. One without a second level has nothing to advance."""
+    """The effects of an exchange, from a separate run. An exchange without a second level has no advance."""
     with ledger.aside() as tape:
         given, numbers = tuple(tensors), {storage_key(x): number for number, x in enumerate(tensors)}
         if not kept:

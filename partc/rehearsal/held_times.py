@@ -1,7 +1,7 @@
-"""The moments of a rank's step as its rehearsal found them: memory besides the saved values of microbatches.
+"""The moments of a rank's step that a rehearsal observed: the memory besides the saved values of microbatches.
 
-This memory changes little with the saved values. So the moments of a few rehearsed programs predict the memory of
-others.
+This memory depends little on which values are saved, so that the moments of a few rehearsed programs predict the memory
+of others.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from partc.cost.saved_tensors import Flight, Saving, Slot, Time, held_inputs, saved_bytes
 from partc.ir.program import Action, Program
 
-Peaks = Mapping[tuple[str, str], int]  # the most bytes in every action and call ("" between calls)
+Peaks = Mapping[tuple[str, str], int]  # the peak bytes in every action and call ("" between calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """The calls of a stage that save values, in order, with their regions and saved bytes."""
+    """A stage's calls that save values, in order, with their regions and saved bytes."""
 
     slots: Mapping[str, Slot]
     bytes: Mapping[str, int]
@@ -28,7 +28,7 @@ class _Stage:
         return sum(self.bytes.values())
 
     def up_to(self, name: str) -> int:
-        """The bytes that are saved at the end of the last call of this name."""
+        """The bytes that the stage has saved at the end of the last call with this name."""
         calls = list(self.bytes)
         alike = [other for other in calls if self._kind(other) == self._kind(name)]
         return sum(self.bytes[other] for other in calls[: calls.index(alike[-1]) + 1])
@@ -38,7 +38,9 @@ class _Stage:
 
 
 def observed(plain: Program, chosen: Program, schedule: Sequence[Action], peaks: Peaks) -> tuple[Time, ...]:
-    """The moments of the rank with this schedule; `chosen` is the program `plain` with its saved values decided."""
+    """The moments of the rank with this schedule. `chosen` is the program `plain` after its saved values were
+    decided.
+    """
     stages = {action.stage: _stage(plain, chosen, action.stage) for action in schedule}
     inside: dict[str, list[tuple[str, int]]] = {}
     for (action, call), bytes in peaks.items():
@@ -53,7 +55,7 @@ def observed(plain: Program, chosen: Program, schedule: Sequence[Action], peaks:
 
 
 def _stage(plain: Program, chosen: Program, stage: int) -> _Stage:
-    held = held_inputs(plain)  # as when it was decided: one of two bodies may be called with held inputs alone
+    held = held_inputs(plain)  # as at the decision: one of two bodies may be called with held inputs only
     regions = {region.name: region for region in chosen.regions}
     saving = {region.name for region in plain.regions if region.backward is not None and region.phase == "microbatch"}
     pairs = [
@@ -74,7 +76,7 @@ def _times(
 ) -> Iterator[tuple[Flight, Saving | None, int]]:
     flying: dict[int, int] = {}
     for name, found in peaks.items():
-        if not re.match(r"\d", name):  # the step's beginning and its end
+        if not re.match(r"\d", name):  # the beginning and the end of the step
             yield (), None, max(bytes for _, bytes in found)
     for action in schedule:
         stage, partly = stages[action.stage], action.kind in ("F", "B", "I")

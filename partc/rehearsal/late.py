@@ -1,8 +1,8 @@
 """Late actions: actions that gather nothing ahead, since this would raise their rank's peak memory.
 
 An action can start the next action's first gather while its last call runs. The parameters of both calls are then in
-memory until the action ends, also beside large gradients (an embedding's). Rehearsals find out whether this raises the
-peak.
+memory until the action ends, possibly together with large gradients (an embedding's). Rehearsals show whether this
+raises the peak.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from partc.rehearsal.rehearsal import peaks
 
 
 def gathering(program: Program) -> frozenset[str]:
-    """The names of all actions that gather something (`0B`), of a program before `prefetch`."""
+    """The names of all actions that gather something (`0B`), in a program before the pass `prefetch`."""
     places = range(program.mesh.axis(PIPELINE_AXIS))
     return frozenset(name for place in places for name in _gathering(program, place))
 
 
 def late(program: Program) -> frozenset[str]:
-    """Names of late actions of a program before `prefetch`: none if no peak rises, else found one by one."""
+    """The names of the late actions of a program before the pass `prefetch`: none if no peak rises, else found one by
+    one.
+    """
     places = [_gathering(program, place) for place in range(program.mesh.axis(PIPELINE_AXIS))]
     every = gathering(program)
     if not every:

@@ -1,7 +1,7 @@
-"""A ledger of tensor memory: counts every storage from the operation that makes it to its end.
+"""A ledger of tensor memory: counts every storage from the operation that allocates it until it is freed.
 
-The tensors are on the device meta. They have shapes and storages, which live as long as someone refers to them, but no
-bytes. Running code on them shows its memory over time, by Python's own reference counting.
+The tensors are on the device meta. They have shapes and storages, which live as long as they are referenced, but no
+bytes. Code that runs on them shows its memory over time, by Python's own reference counting.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Block:
 
 
 def _of_zeros(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The shapes that an operation without a kernel for the device meta gives to results for zeros."""
+    """The results of an operation that has no kernel for the device meta: their shapes are found by running it on
+    zeros.
+    """
     leaves, form = tree_flatten((args, kwargs))
     zeros = [torch.zeros(x.shape, dtype=x.dtype, device="cpu") if isinstance(x, Tensor) else x for x in leaves]
     again, named = tree_unflatten(zeros, form)
@@ -68,7 +70,7 @@ Sight = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # dtype, shap
 
 
 class Leaf:
-    """A tensor that is not computed with at present: the owner of its memory, and its view of it."""
+    """A tensor that is not in use at present: the owner of its memory, and its view of that memory."""
 
     __slots__ = ("owner", "sight")
 
@@ -83,7 +85,7 @@ def sight(x: Tensor) -> Sight:
 
 @dataclass(frozen=True)
 class Surge:
-    """The temporary memory of code that has run before: its peak, the place of the peak, and its contents."""
+    """The temporary memory of recorded code: its peak, the place of the peak, and its contents."""
 
     bytes: int
     line: str
@@ -92,7 +94,7 @@ class Surge:
 
     @cached_property
     def label(self) -> tuple[Any, ...]:
-        """The peak and the labels of the contents, which no longer change when a step has been played."""
+        """The peak and the labels of the contents. They are final once a step has been played."""
         return self.bytes, *map(label, self.alive)
 
 
@@ -126,14 +128,14 @@ class Ledger(TorchDispatchMode):
         self.now = 0
         self.peak = -1
         self.at = StepPosition(action="")
-        self.peaks: dict[tuple[str, str], int] = {}  # the most in every action and call
+        self.peaks: dict[tuple[str, str], int] = {}  # the peak bytes of every action and call
         self._found: dict[int, tuple[object, Block]] = {}  # by storage
         self.tape: list[Entry] = []
         self.begin = 0  # of the step on the tape
         self._end = 0  # of the tape, at the peak
         self.actions: list[str] = []
         self._muted = self._stopped = False
-        self._end_of: Place = NOWHERE  # the place on the tape of blocks that end
+        self._end_of: Place = NOWHERE  # the place that the tape notes for blocks that end
         self.heard: list[Event] | None = None  # events that are being recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,7 +144,7 @@ class Ledger(TorchDispatchMode):
         except NotImplementedError:
             result = _of_zeros(func, args, kwargs or {})
         if func is torch.ops.aten.native_layer_norm.default:
-            # Its kernel for CPUs keeps means and deviations in the bits of its operand, others in 32.
+            # The kernel for CPUs keeps means and deviations in its operand's type, other kernels in 32 bits.
             result = (result[0], *(x.to(args[0].dtype) for x in result[1:]))
         if not self._muted:
             for x in (result,) if isinstance(result, Tensor) else tree_flatten(result)[0]:
@@ -164,7 +166,7 @@ class Ledger(TorchDispatchMode):
         self._reaches(self.now, op, self.line)
 
     def holds(self, bytes: int) -> Owned:
-        """Reserve memory that is not computed with, until the returned object is dropped."""
+        """Count `bytes` that no tensor holds, until the returned object is dropped."""
         return self.owned(Block(bytes, self.category, self.name))
 
     def owned(self, block: Block, op: str = "") -> Owned:
@@ -193,7 +195,7 @@ class Ledger(TorchDispatchMode):
             self.at = StepPosition(action=self.action, call=self.call, line=line, op=op)
 
     def watch(self, x: Tensor, block: Block, ended: Callable[[], None]) -> None:
-        """Associate a storage with its block, and call `ended` when it ends."""
+        """Associate a tensor's storage with its block, and call `ended` when the storage is freed."""
         key = storage_key(x)
 
         def last(_: object) -> None:
@@ -203,7 +205,9 @@ class Ledger(TorchDispatchMode):
         self._found[key] = (weakref.ref(x.untyped_storage(), last), block)
 
     def seen(self, leaves: Iterable[Any]) -> tuple[tuple[object, ...], tuple[int, ...]]:
-        """The types, shapes and strides of tensors, and for each the number of the first one in the same memory."""
+        """The types, shapes and strides of tensors; and for each, the number of the first tensor in the same
+        storage.
+        """
         places: dict[object, int] = {}
         views: list[object] = []
         same: list[int] = []
@@ -240,7 +244,9 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def aside(self) -> Iterator[list[Entry]]:
-        """A context whose operations are noted on a tape of their own, and do not count. All that it makes must end."""
+        """A context whose operations go to a separate tape, and do not count. All that they allocate must be freed in
+        it.
+        """
         kept = self.tape, self.now, self.peak, self.peaks, self.at, self._end
         self.tape, self.peaks = [], {}
         try:
@@ -259,7 +265,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def making(self, category: str, name: str = "") -> Iterator[None]:
-        """A context whose operations create storages of this category and name."""
+        """A context in which new storages get this category and name."""
         before = self.category, self.name
         self.category, self.name = category, name
         try:
@@ -281,7 +287,7 @@ class Ledger(TorchDispatchMode):
         self._reaches(self.now, "", "")
 
     def stops(self) -> None:
-        """End the step: what ends from here on is not of it."""
+        """End the step: whatever is freed from here on is not part of it."""
         self._stopped = True
 
     def base(self) -> Counter[Label]:

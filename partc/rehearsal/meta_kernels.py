@@ -1,4 +1,4 @@
-"""Substitutes for a package's kernels: functions on tensors without memory that allocate as much as the kernels do."""
+"""Substitutes for a package's kernels: functions on meta tensors that allocate as much as the kernels do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ META = torch.device("meta")
 
 
 def stand_ins(program: Program) -> SimpleNamespace:
-    """Functions that allocate as much memory as the kernels, and do nothing else."""
+    """Substitutes for a program's kernels, by name: they allocate as much memory, and do nothing else."""
 
     def stand_in(op: Op, types: Mapping[str, TensorType]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
         shapes = [(value.type.layout.local_shape(program.sizes), DTYPES[value.type.dtype]) for value in op.results]

@@ -1,4 +1,4 @@
-"""The memory account of a package: its step runs on tensors without memory, and a ledger counts what they would hold.
+"""The memory account of a package: its step runs on meta tensors, and a ledger counts the bytes that they would hold.
 
 The emitted modules and the runtime run unchanged, with a communicator without peers; ledger.py counts their
 allocations. A region's function runs once, and its effects are replayed for all other calls (call_replay.py). An
@@ -59,16 +59,16 @@ from partc.torch_private import TorchDispatchMode
 
 Sizes = Mapping[str, int]
 Coordinate = Mapping[str, int]
-_ROWS = 5  # of a sum, after which its memory repeats
-MOST_COUNTED = 64  # up to so many ranks of a place are examined one by one
+_ROWS = 5  # so many rows of a sum show its peak memory
+MOST_COUNTED = 64  # up to so many ranks at a place are examined one by one
 
 
 def rehearse(
     program: Program, *, optimizer: str = DEFAULT, groups: Sequence[str] = (), modules: Modules | None = None
 ) -> Account:
-    """The account of a scheduled program, in a step after the first. `modules` are its emitted ones, if known.
+    """The account of a scheduled program, in a step after the first. `modules` are its emitted modules, if known.
 
-    `optimizer` and `groups` are texts of train.py's options.
+    `optimizer` and `groups` are values of train.py's options.
     """
     return rehearsed(program, optimizer=optimizer, groups=groups, modules=modules)[0]
 
@@ -76,7 +76,7 @@ def rehearse(
 def with_evaluation(account: Account, courses: Sequence[Course | Ledger], evaluation: Program) -> Account:
     """The account of a training whose steps are followed by evaluations; `courses` are the steps of its ranks.
 
-    An evaluation reads the training's parameters, and all else that the training holds between two steps stays.
+    An evaluation reads the training's parameters. Everything else that the training holds between two steps stays.
     """
     alone = _Rehearsal(evaluation, Recipe.of(DEFAULT), emit(evaluation, folder=EVALUATION)).courses()
     ranks = []
@@ -96,7 +96,7 @@ def with_evaluation(account: Account, courses: Sequence[Course | Ledger], evalua
 
 
 def peaks(program: Program) -> list[int]:
-    """The peak of the ranks at each pipeline coordinate, without the rest of the account."""
+    """The peak of the ranks at each pipeline coordinate, in bytes, without the rest of the account."""
     return [course.peak for course in _Rehearsal(program, Recipe.of(DEFAULT), None).courses()]
 
 
@@ -110,7 +110,7 @@ def rehearsed(
 ) -> tuple[Account, tuple[Course | Ledger, ...]]:
     """The account, and the step of each pipeline rank. With `whole`, all ranks play all their actions.
 
-    They do so too with groups, since equal stages may have parameters with different states.
+    They also do so if `groups` is given, since equal stages may then have parameters with different states.
     """
     rehearsal = _Rehearsal(program, Recipe.of(optimizer, groups=groups), modules)
     courses = rehearsal.courses(whole=whole or bool(groups))
@@ -120,7 +120,7 @@ def rehearsed(
     return Account(optimizer=optimizer, ranks=ranks), courses
 
 
-_ROW_TEMPORARIES = 4  # tensors of a sparse gradient's size that an update needs at once
+_ROW_TEMPORARIES = 4  # tensors of a sparse gradient's size that an update holds at once
 
 
 class _Rehearsal:
@@ -159,7 +159,7 @@ class _Rehearsal:
         return self._classes[stage]
 
     def _played(self, place: int, row: Sequence[ScheduledAction], acks: Acks) -> Ledger:
-        """The ledger of the ranks at a pipeline coordinate, after a step of these actions."""
+        """The ledger of a rank at a pipeline coordinate, after a step of these actions."""
         program, lessons = self._program, self._lessons
         with counting() as ledger:
             lessons.ledger = ledger
@@ -241,7 +241,7 @@ class _Rehearsal:
         return self._recipe.settings(name, len(shard.dims))
 
     def _states(self, name: str, shard: Shard) -> list[_State]:
-        """The tensors that the optimizer keeps of a parameter."""
+        """The tensors that the optimizer keeps for a parameter."""
         rule = self._rule(name, shard)
         uncut = rule.uncut(shard.holds or shard.shape)
         rows = rule.kind.cls.by_rows if rule.kind.by_rows else ()
@@ -258,7 +258,9 @@ class _Rehearsal:
         gradients: Mapping[str, Any],
         shards: Mapping[str, Shard],
     ) -> None:
-        """The temporary memory of the update: of the largest parameter of each optimizer without a fused kernel."""
+        """Count the temporary memory of the update: for each optimizer without a fused kernel, that of its largest
+        parameter.
+        """
         sizes, largest = self._program.mesh.sizes, dict[UpdateRule, str]()
         rows = [gradient for gradient in gradients.values() if isinstance(gradient, RowGradient)]
         with ledger.making("temporaries", "sums of rows"):
@@ -281,7 +283,7 @@ class _Rehearsal:
                 optimizer.begin(1.0)
                 optimizer.step()
             for x in (*mine.values(), *read.values(), *optimizer.state_of(name).values()):
-                ledger.watch(x, Block(0, "optimizer", name), lambda: None)  # the account has them already
+                ledger.watch(x, Block(0, "optimizer", name), lambda: None)  # the account counts them already
             with ledger.making("temporaries", "update"), _Numbers():
                 optimizer.step()
 
@@ -303,9 +305,10 @@ class _Rehearsal:
         }
 
     def copied(self, place: int) -> int:
-        """The bytes that a rank at a place writes into a checkpoint; on large meshes, equal ranks write as many.
+        """The bytes that a rank at a place writes into a checkpoint. On large meshes, equal ranks are taken to write
+        equally much.
 
-        Zero for programs that only run forward, which write none.
+        Zero for programs that only run forward, which write no checkpoint.
         """
         if self._program.results:
             return 0
@@ -315,9 +318,10 @@ class _Rehearsal:
         return self._hosts[key]
 
     def _copied(self, place: int, shards: Mapping[str, Shard]) -> int:
-        """The bytes that a rank writes into a checkpoint: the most of all ranks at this place. Equal copies count once.
+        """The most bytes that any rank at this place writes into a checkpoint. Only one rank writes each of several
+        copies.
 
-        On large meshes this is an upper bound: all that a rank holds.
+        On large meshes this is an upper bound: all bytes that a rank holds.
         """
         ranks = self._examined(place)
         found = [0] * len(ranks)
@@ -333,14 +337,14 @@ class _Rehearsal:
         return max(found)
 
     def _examined(self, place: int) -> list[Coordinate]:
-        """The coordinates of the ranks at a place; only of the first one, if they are many."""
+        """The coordinates of the ranks at a place; if they are many, only the first rank's."""
         mesh = self._program.mesh
         first = mesh.rank({PIPELINE_AXIS: place})
         equal = tuple(name for name in mesh.sizes if name != PIPELINE_AXIS)
         return [mesh.coordinate(rank) for rank in (mesh.group(first, equal) if self._few else (first,))]
 
     def _written(self, name: str, shard: Shard, place: int, ranks: Sequence[Coordinate]) -> list[int]:
-        """The bytes of a parameter and of its optimizer's states that each of the ranks at a place writes."""
+        """The bytes that each rank at a place writes of a parameter and its optimizer states."""
         whole = [(name, shard.dims, shard.dtype.itemsize)]
         for state in self._states(name, shard) if shard.trainable else ():
             cut = () if state.shape is not None else by_rows(shard).dims if state.rows else shard.dims
@@ -367,7 +371,7 @@ class _Rehearsal:
     def _copies(
         self, cut: frozenset[str], holders: Sequence[int], place: int, ranks: Sequence[Coordinate]
     ) -> tuple[list[int], int]:
-        """The number of a tensor's copy on each of the ranks at a place, and the number of all copies."""
+        """The number of a tensor's copy on each rank at a place, and the total number of copies."""
         key = cut, len(holders), holders.index(place)
         if key not in self._numbered:
             found = [numbered_copy(cut, self._program.mesh.sizes, each, holders) for each in ranks]
@@ -381,7 +385,9 @@ def _whole(dims: Dims) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A tensor that an optimizer keeps of a parameter: cut as it is, or as its rows are, or of a shape of its own."""
+    """A tensor that an optimizer keeps for a parameter: cut like the parameter, or like its rows, or with a shape of
+    its own.
+    """
 
     name: str
     shape: tuple[int, ...] | None
@@ -390,7 +396,7 @@ class _State:
 
     @property
     def size(self) -> int:
-        """The bytes of a shape of its own; numbers are in fp32."""
+        """The bytes of a state with a shape of its own, whose numbers are in fp32."""
         return math.prod(self.shape) * self.itemsize if self.shape else torch.float32.itemsize
 
     def bytes(self, parameter: Tensor) -> int:
@@ -400,7 +406,7 @@ class _State:
 
 
 class _CountedRows(RowGradient):
-    """A sparse gradient that has all rows of a step from the start, so that functions can be replayed."""
+    """A sparse gradient that counts all rows of a step from the start, so that functions can be replayed."""
 
     def __init__(self, parameter: Tensor, counts: Sequence[int]) -> None:
         super().__init__(parameter)
@@ -415,7 +421,7 @@ class _CountedRows(RowGradient):
 
 
 class _Numbers(TorchDispatchMode):
-    """Gives tensors without memory a number where an optimizer asks for one."""
+    """Gives meta tensors a number where an optimizer reads one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device == META:
@@ -424,7 +430,7 @@ class _Numbers(TorchDispatchMode):
 
 
 class _Turns:
-    """Tells the ledger the rank's current action, and the calls that its functions run for."""
+    """Reports to the ledger the rank's current action, and the calls that its functions run for."""
 
     def __init__(self, program: Program, modules: Modules, ledger: Ledger, lessons: Lessons) -> None:
         self._calls = {
@@ -451,7 +457,7 @@ class _Turns:
 
 
 class _Quiet:
-    """A process group without peers: every operation ends at once and receives nothing."""
+    """A process group without peers: every operation ends immediately, and receives nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., _Quiet]:
         return lambda *args, **kwargs: self
@@ -472,7 +478,9 @@ class _QuietAxis(GlooAxis):
         self._ledger = ledger
 
     def _exchange(self, to: Callable[[int], Tensor], into: Callable[[int], Tensor]) -> list[Any]:
-        """Moves nothing, and makes no views for its many peers: views take no memory, and no peer keeps them."""
+        """An exchange that moves nothing. It creates no views for the many peers: views take no memory, and no peer
+        keeps them.
+        """
         return []
 
     def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor, *, rows: int) -> Pending[Tensor]:
@@ -480,7 +488,7 @@ class _QuietAxis(GlooAxis):
             return there(x.new_empty(rows, *x.shape[1:]))
 
     def _total(self, rows: Iterator[Tensor]) -> Tensor:
-        """Sums the first few rows: each further one takes the memory of the one before it."""
+        """The sum of the first few rows: each further row reuses the memory of the row before it."""
         return super()._total(itertools.islice(rows, _ROWS))
 
 
@@ -502,7 +510,7 @@ _QuietAxis.reduce_gradients = _communicating("reduce_gradients")  # type: ignore
 
 
 class _NamedParts(Parts):
-    """Replays exchanges of calls and buckets, and tells the ledger the names of the tensors that it allocates."""
+    """Replays exchanges of calls and buckets, and gives the ledger the names of the tensors that they allocate."""
 
     _comm: _QuietComm
 
@@ -554,7 +562,7 @@ class _NamedParts(Parts):
 
 
 class _Groups(dict[str, Axis]):
-    """Groups by name: axes joined by commas, or some ranks of a pipeline (`pp 0,3`)."""
+    """The process groups by name: axes joined by commas, or some ranks of a pipeline (`pp 0,3`)."""
 
     def __init__(self, ledger: Ledger, sizes: Sizes) -> None:
         super().__init__()

@@ -77,6 +77,11 @@ def test_files_that_are_no_plans_are_refused(tmp_path: Path, text: str) -> None:
     assert caught.value.code == "P0804"
 
 
+def test_the_plan_of_a_package_is_told_from_a_planner_s() -> None:
+    with pytest.raises(PartcError, match=r"P0804: .* is the plan of a package"):
+        read(Path(GPT).parent / "gpt_2x2x2" / "plan.json")
+
+
 def test_the_space_has_every_mesh_once() -> None:
     space = Space(ranks=12, batch=24, calls=6, nodes=2, fixed=fixed("zero=1,recompute=none,schedule=1f1b"))
     plans = [plan for plan in space.plans() if plan.stage_calls is None]

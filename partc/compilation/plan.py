@@ -259,9 +259,13 @@ def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def read(path: Path) -> ParallelPlan:
     """The plan in a file. Raises PartcError P0804."""
     try:
-        return ParallelPlan.of(parsed(contents(path, largest=LARGEST)), place=str(path))
+        document = parsed(contents(path, largest=LARGEST))
     except Malformed as error:
         raise _unreadable(str(path), error) from None
+    if isinstance(document, dict) and "partc" in document:
+        help = "`partc replan` plans a package anew; `partc plan -o` writes plans for partc compile"
+        raise PartcError("P0804", f"{path} is the plan of a package, with the results of its compile", help=help)
+    return ParallelPlan.of(document, place=str(path))
 
 
 def decisions(plan: ParallelPlan) -> dict[str, Any]:

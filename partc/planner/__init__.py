@@ -1,1 +1,1 @@
-"""The planner: which mesh and options spread a model over a cluster best, and why."""
+"""The planner: finds the mesh and the options that train a model fastest on a cluster, and explains why."""

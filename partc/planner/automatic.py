@@ -1,4 +1,4 @@
-"""A compile whose mesh is `auto`: the decisions of the planner, and their record in the package."""
+"""Compiling with the mesh `auto`: the planner's decisions, and their record in the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from partc.planner.variations import required_choice
 
 
 def chosen(request: Request) -> PlanChoice:
-    """The choice for a request. Raises PartcError as the planner does, and P0813 if nothing fits."""
+    """The planner's choice for a request. Raises PartcError as the planner does, and P0813 if no plan fits."""
     return required_choice(Planner(request))
 
 

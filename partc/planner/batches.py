@@ -1,4 +1,4 @@
-"""Global batches as `--global-batch` gives them: samples, or tokens."""
+"""Global batches as `--global-batch` gives them, in samples or tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _SPEC = re.compile(r"(\d{1,12}(?:\.\d{1,6})?) ?([kKmM]?) ?(tok|token|tokens|samp
 
 
 def samples(text: str, program: Program) -> int:
-    """The samples of `512`, `512 samples`, `4M tokens` or `4Mtok`, for the sequences of a traced program.
+    """The number of samples that `512`, `512 samples`, `4M tokens` or `4Mtok` means, given a traced program's
+    sequences.
 
     K and M are 2^10 and 2^20. Raises PartcError P0814.
     """
@@ -37,7 +38,7 @@ def samples(text: str, program: Program) -> int:
 
 
 def batch_size(program: Program) -> int:
-    """The samples of the batch of a traced program."""
+    """The number of samples in a traced program's batch."""
     return program.value_types()[program.batch_entries[0]].shape[0]
 
 
@@ -48,7 +49,7 @@ def sequence_length(program: Program) -> int | None:
 
 
 def checked(options: Mapping[str, object], size: int) -> None:
-    """Check that the batch of a trace has the size that was asked for. Raises PartcError P0814."""
+    """Raise PartcError P0814 if the batch of a trace does not have the requested size."""
     if "batch" in options and int(str(options["batch"])) != size:
         raise _wrong(f"the batch has {size} samples, not {options['batch']}", "make batch() read its option `batch`")
 

@@ -1,20 +1,21 @@
 """Lower bounds on the seconds and bytes of a plan.
 
-The first bound follows from the model alone: every floating-point operation runs on some rank, at the device's peak
-at most, and the ranks of a stage hold the largest matrix product between them. The second one adds up the calls of each
-rank's whole batch, and the pipeline's filling, as if no wave of tiles was partly empty: parts of the batch take no
-less, so that one table serves all numbers of microbatches. The others add
-up what the simulator takes for each call (`tables`), in closed form, or along the schedule:
+The first bound follows from the model alone: every floating-point operation runs on some rank, at most at the device's
+peak, and the ranks of a stage together hold the largest matrix product. The second one adds up the calls of each rank's
+whole batch, and the filling of the pipeline, as if every wave of tiles were full. Parts of the batch take no less than
+their share of this, so that one table serves all numbers of microbatches. The other bounds add up the simulator's time
+for each call (`tables`), in closed form or along the schedule:
 
 - A pipeline rank computes all its microbatches, after its first one has passed the stages before it; after its last
   one, gradients return through these stages.
-- Collectives over the batch's axes follow each other. Computation beside them is slower, by the rates' slowdown.
+- Collectives over the batch's axes follow each other. Concurrent computation is slower, by the rates' slowdown.
 - The sums of gradients start in the last backward pass of a stage. At the end parameters are updated. Under ZeRO 1 and
-  2 they are gathered as the next step begins: beside the gathers over some axes, a rank runs one forward pass at most.
+  2 they are gathered as the next step begins: during the gathers over some axes, a rank runs at most one forward pass.
 - A rank holds its parameters, gradients and optimizer states, and the values that its microbatches in flight saved,
   besides those inside the largest call.
 
-Plans whose stages are still to be fitted have the first two bounds, with the quickest stages and ways of recomputing.
+For plans whose stages are not fitted yet, only the first two bounds exist. They assume the quickest stages and the
+quickest ways of recomputing.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from partc.sharding.placements import expert_weights
 Cuts = Sequence[tuple[int, int]]
 _Table = TypeVar("_Table")
 
-_LEAST = 1 - 1e-6  # of seconds whose parts are of rounded numbers of bytes
+_LEAST = 1 - 1e-6  # margin for seconds that are added up from rounded numbers of bytes
 _MUCH = 1e9  # seconds
-_MOST_FLIGHT = 4  # rounds of a pipeline after which no more microbatches are in flight than before
+_MOST_FLIGHT = 4  # rounds of a pipeline after which the microbatches in flight no longer increase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """No run of a plan takes fewer seconds, or holds fewer bytes on its fullest rank."""
+    """A lower bound of a plan: the seconds of its step, and the bytes on its fullest rank."""
 
     seconds: float
     bytes: int
@@ -64,23 +65,24 @@ class Bound:
 
 @dataclass
 class Bounds:
-    """The bounds of plans of one model; `peak` is in flops a second of a rank, `states` in copies of a parameter."""
+    """The bounds of plans of one model. `peak` is in flops per second and rank; `states` counts copies of a
+    parameter.
+    """
 
     annotated: Program  # with shapes of the whole batch
     peak: float
-    least: Callable[[ProductWork], float]  # seconds of one rank for some work at the highest rates
+    least: Callable[[ProductWork], float]  # the seconds in which one rank does some work, at the highest rates
     states: int
     tables: Tables
-    filled_tiles: (
-        Tables  # with rates under which parts of a batch take no less than their share of the whole one's time
-    )
-    resident: Callable[[ParallelPlan, int], int]  # the memory of a process whose tensors hold so many bytes
+    filled_tiles: Tables  # with rates at which a part of a batch takes no less than its share of the whole batch's time
+    resident: Callable[[ParallelPlan, int], int]  # the memory of a process, given the bytes of its tensors
     _products: StepWork = field(init=False)
     _calls: int = field(init=False)
     _bytes: int = field(init=False)  # of trained parameters besides experts
     _experts: int = field(init=False)
-    _product: int = field(init=False)  # of the largest result of a matrix product
-    _losses: dict[int, int] = field(init=False)  # the calls with it, which are computed in chunks -> its flops
+    _product: int = field(init=False)  # bytes of the largest result of a matrix product
+    # The calls that compute the loss's logits, in chunks if the plan says so -> their flops.
+    _losses: dict[int, int] = field(init=False)
     _flights: dict[tuple[str, int, int, int], tuple[tuple[tuple[tuple[int, int], ...], ...], ...]] = field(
         default_factory=dict
     )
@@ -118,14 +120,14 @@ class Bounds:
     def simple(self, plan: ParallelPlan) -> Bound:
         """The bound that follows from flops, parameters and the largest product alone.
 
-        Of stages that are finer than the calls nothing is said that full recomputation computes again.
+        If stages are finer than the calls, full recomputation adds nothing to this bound.
         """
         sizes = sizes_of(plan)
         ranks = math.prod(sizes.values())
         if plan.level == 0:
             stage = self._bytes // sizes[TENSOR_AXIS] + self._experts // expert_parts(plan)
             held = stage // sizes[PIPELINE_AXIS]
-        else:  # tables may be cut by rows over dp, so that nothing is said here of whole parameters under ZeRO
+        else:  # tables may be cut by rows over dp: whole parameters under ZeRO do not count here
             copies = sizes[BATCH_AXIS] // plan.span if plan.span else 1
             held = (self._bytes + self._experts) * copies // ranks
         product = self._product * sizes[PIPELINE_AXIS] // (ranks * plan.microbatches * plan.loss_chunks)
@@ -134,8 +136,9 @@ class Bounds:
         return Bound(seconds=self.computed(again=again, in_chunks=plan.loss_chunks > 1) / ranks, bytes=least)
 
     def computed(self, *, again: bool = False, in_chunks: bool = False) -> float:
-        """The least seconds of one rank that computes all products of a step, or also those that full recomputation
-        computes again. The time that tiles take to fill is left out if losses are computed `in_chunks`.
+        """The least seconds in which one rank computes all products of a step.
+
+        With `again`, full recomputation's products count too. With `in_chunks`, the time to write results is left out.
         """
         key = again, in_chunks
         if key not in self._computed:
@@ -145,12 +148,12 @@ class Bounds:
         return self._computed[key]
 
     def known(self, plan: ParallelPlan) -> bool:
-        """Whether a plan's tables are known."""
+        """Whether the tables hold for a plan."""
         return self.tables.room(_alike(plan)) is not None
 
     def fitted(self, plan: ParallelPlan, limit: int) -> ParallelPlan | None:
-        """The plan with stages that suit it, on ranks that hold at most `limit` bytes; None if none do, or if they are
-        balanced and recompute alike: that is another plan.
+        """The plan with fitted stages, on ranks that hold at most `limit` bytes. None if no stages fit, or if the
+        fitted stages are balanced and recompute alike, which is another plan of the space.
         """
         if plan.stage_calls != FITTED:
             return plan
@@ -195,23 +198,25 @@ class Bounds:
         return replace(plan, stage_calls=None if balanced else numbers, recompute=kinds)
 
     def _step(self, stages: Stages, calls: CallTable, shares: ShareTable) -> Any:
-        """The seconds of a step of the calls before each, without waits."""
+        """The seconds of a step without waits, as sums over the calls before each call."""
         backward = np.add(calls.inputs, calls.weights) if stages.halved else calls.backward
         update = self.tables.rates.update(UPDATE * shares.updated[-1]) / (shares.updated[-1] or 1)
         return stages.plan.microbatches * np.add(calls.forward, backward) + update * np.array(shares.updated)
 
     def of_family(self, family: Family, known: Bound, limit: float = math.inf) -> Bound:
-        """The bound of all plans of a family that hold at most `limit` bytes, or `known`."""
+        """The bound of all plans of a family that hold at most `limit` bytes, at least `known`."""
         ways = (way for way in family.ways() if self.simple(replace(way, zero=family.least.zero)).bytes <= limit)
         return replace(known, seconds=max(known.seconds, min(map(self._wide, ways), default=0.0)))
 
     def wide(self, plan: ParallelPlan, known: Bound) -> Bound:
-        """The bound from a batch that is computed at once, and the pipeline's filling, or `known`."""
+        """The bound from a whole batch without microbatches, and the pipeline's filling, at least `known`."""
         return replace(known, seconds=max(known.seconds, self._wide(plan)))
 
     def _wide(self, plan: ParallelPlan) -> float:
-        """The seconds of the slowest rank, which waits for the first microbatch to pass the stages before; after its
-        last one, gradients return through these stages. 0 if they are not known.
+        """The seconds of the slowest rank; 0 if they are not known.
+
+        The rank waits until the first microbatch has passed the earlier stages; after its last one, gradients return
+        through these stages.
         """
         key = plan.mesh, plan.experts, plan.recompute, plan.loss_chunks
         way = *key, plan.stage_calls, plan.schedule, plan.virtual_stages, plan.microbatches
@@ -234,8 +239,8 @@ class Bounds:
     def _work(self, plan: ParallelPlan, key: tuple[object, ...]) -> Work | None:
         """The work of a rank's whole local batch as one microbatch, without lookups; None if it is not known.
 
-        Of several ways of recomputing, each call has the quickest; full recomputation makes again all that others make.
-        Losses in chunks compute logits again, of which nothing else is said.
+        Of several ways of recomputing, each call takes the quickest; full recomputation repeats everything that the
+        others repeat. Of losses in chunks, only the products for logits count.
         """
         bodies = self.tables.bodies
         key = plan.microbatches if not bodies.everywhere else plan.microbatches > 1, *key
@@ -256,7 +261,7 @@ class Bounds:
         return self._works[key]
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
-        """The bound with the bytes of tables, where these are known to hold for the plan, or `known`."""
+        """The bound with bytes from the tables, if they hold for the plan; else `known`."""
         names = plan.recompute, plan.zero, plan.schedule, plan.virtual_stages, plan.microbatches, plan.loss_chunks
         key: tuple[object, ...] = (
             *names,
@@ -285,7 +290,7 @@ class Bounds:
         return self.resident(plan, least)
 
     def summed(self, plan: ParallelPlan, known: Bound) -> Bound:
-        """The bound from sums over calls and microbatches, where these are known to hold for the plan, or `known`."""
+        """The bound from sums over calls and microbatches, if the tables hold for the plan; else `known`."""
         timed = self._timed(plan)
         if timed is None:
             return known
@@ -293,7 +298,7 @@ class Bounds:
         return replace(known, seconds=max(known.seconds, seconds))
 
     def scheduled(self, plan: ParallelPlan, known: Bound) -> Bound:
-        """The bound from the schedule, played with the durations of stages; that of one pipeline rank is `known`."""
+        """The bound from the schedule, played with the durations of stages; `known` if there is one pipeline rank."""
         timed = self._timed(plan) if sizes_of(plan)[PIPELINE_AXIS] > 1 else None
         if timed is None:
             return known
@@ -306,7 +311,7 @@ class Bounds:
         return TimedStages(stages=self._stages(plan), calls=calls, shares=shares, tables=self.tables)
 
     def _stages(self, plan: ParallelPlan, body: ParallelPlan | None = None) -> Stages:
-        """The stages of a plan, which balance the calls of a `body`, by default its own."""
+        """The stages of a plan, which balance the calls of `body` (by default, the plan itself)."""
         kind, ranks = SCHEDULES[plan.schedule], sizes_of(plan)[PIPELINE_AXIS]
         places = stage_ranks(kind, ranks, stages_of(plan))
         if plan.stage_calls in (None, FITTED):
@@ -316,27 +321,31 @@ class Bounds:
         return Stages(plan=plan, ranks=ranks, places=places, cuts=cuts)
 
     def _by_stage(self, plan: ParallelPlan, table: Callable[[ParallelPlan], _Table | None]) -> Sequence[_Table] | None:
-        """The table of each stage, for its way of recomputing; None if one is not known."""
+        """For each stage, the table for its way of recomputing; None if one is not known."""
         kinds = stage_kinds(plan.recompute)
         found = [each for each in (table(_alike(plan, kind)) for kind in kinds) if each is not None]
         return None if len(found) < len(kinds) else found * stages_of(plan) if len(found) == 1 else found
 
     def lasting_bytes(self, plan: ParallelPlan, size: int, spread: int) -> int:
-        """The bytes of parameters, gradients and states, if parameters that `spread` ranks share have `size` bytes."""
+        """The bytes of parameters, gradients and states on a rank, if `spread` ranks share parameters of `size`
+        bytes.
+        """
         if plan.level == 0:
             return (2 + self.states) * size
         part = size // spread
         whole = 0
-        if plan.level < 3:  # parameters stay whole as computations read them, in 16 bits at least
+        if plan.level < 3:  # the parameters that computations read stay whole, in at least 16 bits
             whole = size if plan.precision in ("fp32", "fp64") else size // 2
-        if plan.level == 1:  # and gradients are summed up whole
+        if plan.level == 1:  # gradients are also accumulated whole
             whole += size
         return (2 + self.states) * part + whole
 
     def _in_flight(
         self, schedule: str, ranks: int, stages: int, microbatches: int
     ) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
-        """The sets of microbatches in flight on each pipeline rank; more microbatches have no smaller ones."""
+        """The sets of microbatches in flight on each pipeline rank. With more microbatches, they do not become
+        smaller.
+        """
         count = min(microbatches, _MOST_FLIGHT * stages)
         key = schedule, ranks, stages, count
         if key not in self._flights:
@@ -347,18 +356,18 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The least seconds of the calls of a whole batch, as sums over the calls before each."""
+    """The least seconds of the calls of a whole batch, as sums over the calls before each call."""
 
-    plan: ParallelPlan  # one with these calls
+    plan: ParallelPlan  # a plan with these calls
     forward: Sums
     backward: Sums  # whole backward passes
-    first: Mapping[bool, Sums]  # their parts until gradients are sent; True: in halves
-    left: Mapping[bool, Sums]  # at most, after these parts
+    first: Mapping[bool, Sums]  # the parts of backward passes before gradients are sent; True: with halves
+    left: Mapping[bool, Sums]  # the parts after that, at most
 
     @classmethod
     def of(cls, plan: ParallelPlan, tables: Sequence[CallTable], instead: Mapping[int, float]) -> Work:
-        """The work of calls, each with the quickest of several tables, or with the seconds of a product in `instead`,
-        that is computed twice and has two gradients.
+        """The work of calls. Each has the seconds of the quickest table, unless `instead` has the seconds of its
+        product, which is computed twice and has two gradients.
         """
         each = [np.array([cls._rows(table, index) for index in range(len(table.forward) - 1)]) for table in tables]
         rows = np.stack(each)
@@ -380,7 +389,7 @@ class Work:
         return forward, least, min(sent, least), min(inputs, least)
 
     def seconds(self, stages: Stages, microbatches: int) -> float:
-        """The least seconds of a step; a part of the batch takes no less than its share."""
+        """The least seconds of a step, if a part of the batch takes no less than its share."""
         least, first, left = 0.0, self.first[stages.halved], self.left[stages.halved]
         for place, here in enumerate(stages.at):
             work = stages.of_place(self.forward, place) + stages.of_place(self.backward, place)
@@ -391,7 +400,7 @@ class Work:
         return least
 
     def alone(self, microbatches: int, *, halved: bool) -> Any:
-        """The same of a rank with one stage, from each start to each end."""
+        """The least seconds of a step on a rank with one stage, for each first call and end of the stage."""
         fill, drain = (np.array(sums)[:, np.newaxis] / microbatches for sums in (self.forward, self.first[halved]))
         beside = between(np.array(self.left[halved])) / (1 if halved else microbatches)
         work = between(np.add(self.forward, self.backward))
@@ -413,7 +422,7 @@ def largest_product(program: Program) -> int:
 
 
 def _products(region: Region) -> Iterator[tuple[int, int]]:
-    """The bytes of the results of matrix products, and their flops."""
+    """Yields the bytes of the result of each matrix product, and its flops."""
     types = region.types(region.forward)
     for op in region.forward.ops if region.phase == "microbatch" else ():
         if op.name in ("linear", "matmul"):
@@ -422,7 +431,7 @@ def _products(region: Region) -> Iterator[tuple[int, int]]:
 
 
 def expert_count(program: Program) -> int:
-    """The largest number that divides the numbers of experts of all layers; 0 without experts."""
+    """The greatest common divisor of all layers' numbers of experts; 0 without experts."""
     found = 0
     for region in program.regions:
         types = region.types(region.forward)
@@ -441,7 +450,7 @@ def expert_parameters(program: Program) -> Iterator[str]:
 
 
 def _alike(plan: ParallelPlan, way: str = "") -> ParallelPlan:
-    """The plan with balanced stages, all of which recompute in one way, by default that of the first."""
+    """The plan with balanced stages that all recompute in one way (by default, the first stage's)."""
     way = way or stage_kinds(plan.recompute.partition("|")[0])[0]
     return plan if (plan.stage_calls, plan.recompute) == (None, way) else replace(plan, stage_calls=None, recompute=way)
 
@@ -469,11 +478,11 @@ class Stages:
 
     @property
     def halved(self) -> bool:
-        """Whether the schedule runs the halves of backward passes apart."""
+        """Whether the schedule runs the two halves of backward passes as separate actions."""
         return SCHEDULES[self.plan.schedule].split_backward
 
     def sends(self, stage: int) -> bool:
-        """Whether a stage sends its gradients before the rest of its backward pass, if it has halves."""
+        """Whether a stage with backward halves sends its gradients before the rest of its backward pass."""
         return stage > 0 and self.plan.level < 2 and self.places[stage] != self.places[stage - 1]
 
     def of_place(self, sums: Sums, place: int) -> float:
@@ -493,7 +502,9 @@ class Stages:
         return most
 
     def inside_calls(self, room: RoomTable, shares: ShareTable) -> Any:
-        """The bytes inside each call, on a stage that does not send its gradients before the rest."""
+        """The bytes inside each call, on a stage that does not send its gradients before the rest of its backward
+        pass.
+        """
         alive, around = (np.array(each, dtype=np.float64).T for each in (room.alive, shares.around))
         return 2 * around[0] + np.maximum(alive[0], alive[2 if self.halved else 1] + around[1])
 
@@ -509,7 +520,9 @@ class TimedStages:
 
     @cached_property
     def durations(self) -> Sequence[Durations]:
-        """The durations of each stage's actions; I and W are the parts before and after gradients are sent."""
+        """The durations of each stage's actions. I and W are the parts of a backward pass before and after gradients
+        are sent.
+        """
         found = []
         for stage, (calls, (start, end)) in enumerate(zip(self.calls, self.stages.cuts, strict=True)):
             whole = calls.backward[end] - calls.backward[start]
@@ -530,7 +543,7 @@ class TimedStages:
         return found
 
     def hop(self, stage: int) -> float:
-        """Seconds until a value of the stage before has arrived; that of the first stage, and the end, do not count."""
+        """The seconds until a value of the previous stage has arrived; 0 for the first stage and after the last."""
         if not 0 < stage < len(self.stages.places):
             return math.inf
         if self.stages.places[stage] == self.stages.places[stage - 1]:
@@ -539,7 +552,7 @@ class TimedStages:
         return self.tables.transfer(self.stages.plan, self.stages.places[stage - 1], self.stages.places[stage], size)
 
     def sums(self, stages: Iterable[int]) -> float:
-        """The least seconds of the sums of gradients of some stages, once per step."""
+        """The least seconds of the sums of some stages' gradients, once per step."""
         longest = 0.0
         for (op, axes), sums in self.shares.sums.items():
             size = sum(sums[self.stages.cuts[stage][1]] - sums[self.stages.cuts[stage][0]] for stage in stages)
@@ -550,8 +563,8 @@ class TimedStages:
     def moved(self, place: int) -> float:
         """The least seconds of a rank's gathers and scatters for a microbatch.
 
-        The last forward pass that needs a gather may share it with its backward pass, and the first call's backward
-        pass with the next forward pass.
+        The last forward pass that needs a gather may share it with its backward pass; the first call's backward pass
+        may share one with the next forward pass.
         """
         total: defaultdict[Axes, float] = defaultdict(float)
         for axes, sums in self.shares.gathers.items():
@@ -565,8 +578,8 @@ class TimedStages:
     def passed(self, place: int) -> Mapping[int, float]:
         """The least seconds from the step's start until the first forward pass of each of a rank's stages ends.
 
-        It waits for the stage's updated parameters, which are gathered in order. A call that communicates over the same
-        axes waits for all of the rank.
+        The forward pass waits for the stage's updated parameters, which are gathered in order. A call that communicates
+        over the same axes waits for all updated parameters of the rank.
         """
         found = dict.fromkeys(self.stages.at[place], 0.0)
         for axes, sums in self.shares.refreshed.items():
@@ -583,11 +596,11 @@ class TimedStages:
         return found
 
     def ended(self, place: int) -> float:
-        """Seconds of a rank's update."""
+        """The seconds of a rank's update."""
         return self.tables.rates.update(UPDATE * self.stages.of_place(self.shares.updated, place))
 
     def seconds(self, place: int) -> float:
-        """The least seconds until a rank has ended its step."""
+        """The least seconds until a rank ends its step."""
         times, here = self.stages.plan.microbatches, self.stages.at[place]
         own = [self.durations[stage] for stage in here]
         first = here[0]
@@ -637,7 +650,7 @@ class TimedStages:
         return least
 
     def _parts(self, compute: Compute) -> Iterator[Compute]:
-        """A backward pass as its part before gradients are sent, and the rest."""
+        """Yields the part of a backward pass before gradients are sent, and the rest."""
         if compute.kind == "B" and self.durations[compute.stage].weights:
             yield Compute(compute.stage, "I", compute.microbatch)
             yield Compute(compute.stage, "W", compute.microbatch)

@@ -1,4 +1,4 @@
-"""The time limit of a search, which also ends a lowering that is under way."""
+"""The time limit of a search, which also interrupts a lowering."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_AGAIN = 0.01  # seconds until the timer asks again, where the code under way must not be left
-_SHIELDED = "partc.torch_private"  # which replaces functions of torch for a while, and must restore them
+_AGAIN = 0.01  # seconds until the timer tries again, if the running code must not be interrupted
+_SHIELDED = "partc.torch_private"  # this module replaces functions of torch for a while, and must restore them
 
 
 class TimeUpError(BaseException):
-    """The time is up. No handler of errors catches it."""
+    """The time is up. Handlers of ordinary errors do not catch it."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Estimates of a plan's step, by which the search chooses the plans that it simulates first.
 
-They come from the model's flops, parameters and values between calls alone, without a body of a region, so that all
-meshes can be compared in no time. Nothing is concluded from them: bounds prove, and the simulator predicts.
+They need only the model's flops, parameters and values between calls, and no lowered region, so that all meshes can be
+compared quickly. Estimates only order the plans: bounds prove, and the simulator predicts.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from partc.planner.bounds import Bounds, expert_parameters
 from partc.planner.space import expert_parts, mesh_of, sharded_over, sizes_of, taken
 from partc.schedules import SCHEDULES
 
-# Times that a value is moved: written and read forward, read again backward, and its gradient written and read.
+# How often a value is moved: written and read forward, read again backward, and its gradient written and read.
 _PASSED: Mapping[str, int] = {"none": 5, "full": 7}
-_KEPT: Mapping[str, float] = {"none": 0.6, "selective": 0.4}  # of the bytes that a call makes, those that it saves
-_BUBBLE: Mapping[str, float] = {"zero-bubble": 1 / 3, "zbv": 1 / 6, "dualpipe-v": 1 / 6}  # of that of 1F1B
+_KEPT: Mapping[str, float] = {"none": 0.6, "selective": 0.4}  # the share of a call's bytes that it saves
+# As a share of 1F1B's idle time.
+_BUBBLE: Mapping[str, float] = {"zero-bubble": 1 / 3, "zbv": 1 / 6, "dualpipe-v": 1 / 6}
 _PASSES = 3  # a backward pass has two products for each of the forward pass
 _TENSOR_MOVES = 8  # collectives over tp in a call: two gathers and two scatters, forward and backward
 _STREAMED = 3  # times an expert's weights: 16 bits forward and backward, gradients read and written in 32
-_HIDDEN = 0.6  # of computation that can run beside the gradients' collectives
+_HIDDEN = 0.6  # the share of computation that can overlap with the gradients' collectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """Facts of a model and of a cluster's links, for estimates."""
+    """The facts about a model and a cluster's links from which steps are estimated."""
 
     bounds: Bounds
     rates: Rates
-    launch: float  # seconds that an operation takes at least
+    launch: float  # the least seconds of an operation
     between: int  # bytes of the values between calls, for the whole batch
     made: int  # bytes of all values
-    parameters: int  # bytes of the trained ones besides experts
-    experts: int  # bytes of those of experts
-    rows: int  # bytes of the rows that travel to experts, once for each call
-    mixtures: int  # calls with experts
+    parameters: int  # bytes of the trained parameters, without experts
+    experts: int  # bytes of the experts' parameters
+    rows: int  # bytes of the rows that travel to experts, over all calls
+    mixtures: int  # number of calls with experts
     calls: int
     operations: int
     known: dict[tuple[object, ...], float] = field(default_factory=dict)
@@ -78,14 +79,17 @@ class Estimates:
         )
 
     def seconds(self, plan: ParallelPlan) -> float:
-        """Computation with the pipeline's idle time, and the collectives that nothing hides."""
+        """The seconds of a step: computation, the pipeline's idle time, and collectives that do not overlap with
+        computation.
+        """
         sizes, times = sizes_of(plan), plan.microbatches
         ranks = sizes[PIPELINE_AXIS]
         devices, passed = math.prod(sizes.values()), _PASSED.get(plan.recompute, 6)
         work = self.bounds.computed(again=plan.recompute == "full") / devices
         work += self.rates.update(passed * self.made / devices)
         work = max(work, _PASSES * self.operations / ranks * times * self.launch)
-        if self.experts:  # few rows for each expert: its weights and gradients are streamed once for each microbatch
+        # With few rows for each expert, its weights and gradients are streamed once for each microbatch.
+        if self.experts:
             work += times * self.rates.update(_STREAMED * self.experts / (ranks * expert_parts(plan)))
         each = plan.virtual_stages or SCHEDULES[plan.schedule].stages_per_rank
         idle = work * (ranks - 1) / (times * each) * _BUBBLE.get(plan.schedule, 1.0)
@@ -113,7 +117,9 @@ class Estimates:
         return sum(count * self._moved(plan, "all_gather", each, size) for each in axes if each)
 
     def _routed(self, plan: ParallelPlan) -> float:
-        """Rows travel to their experts and back, forward and backward, over one axis after the other."""
+        """The seconds in which rows travel to their experts and back, forward and backward, over one axis after the
+        other.
+        """
         if plan.experts is None:
             return 0.0
         sizes, axes = sizes_of(plan), taken(plan)
@@ -133,7 +139,9 @@ class Estimates:
         return dense + self._summed(plan, self.experts // (ranks * expert_parts(plan)), rest)
 
     def _summed(self, plan: ParallelPlan, size: int, axes: tuple[str, ...]) -> float:
-        """Gradients of `size` bytes are summed over axes, and parameters are gathered over them."""
+        """The seconds in which gradients of `size` bytes are summed over axes, and parameters are gathered over
+        them.
+        """
         if not axes or not size:
             return 0.0
         over = tuple(axis for axis in axes if axis in sharded_over(plan))
@@ -154,7 +162,7 @@ class Estimates:
         return self.rates.collective(op, mesh_of(plan), axes, (), size)
 
     def bytes(self, plan: ParallelPlan) -> int:
-        """Parameters, gradients and states, and the values that the first pipeline rank has saved."""
+        """The bytes of parameters, gradients and states, and of the values that the first pipeline rank saves."""
         sizes, times = sizes_of(plan), plan.microbatches
         ranks = sizes[PIPELINE_AXIS]
         spread = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS]
@@ -173,7 +181,8 @@ def _rows(region: Region) -> int:
     """The bytes of the rows that a call's experts get, for the whole batch."""
     types = region.types(region.forward)
     products = [product for op in region.forward.ops if (product := ExpertMatmul.of(op))]
-    first = {product.chosen: product.rows for product in reversed(products)}  # by each choice of experts
+    # The first product of each choice of experts.
+    first = {product.chosen: product.rows for product in reversed(products)}
     return sum(_bytes(types[rows]) for rows in first.values())
 
 

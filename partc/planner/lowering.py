@@ -1,4 +1,4 @@
-"""Regions as the simulator has them, lowered for every way of recomputing."""
+"""The simulator's regions, lowered for every way of recomputing."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ _UNREADABLE = ("P0201", "P0202", "P0203")
 
 @dataclass
 class RegionBodies:
-    """The programs of a simulator before their stages, finished alike for all plans that share their regions."""
+    """The simulator's programs before the pass `stages`, finished in the same way for all plans that share their
+    regions.
+    """
 
     simulator: Simulator
-    calls: int  # that stages share; for more stages, the simulator finds finer ones
+    calls: int  # the number of calls that stages share; for more stages, the simulator outlines finer ones
     everywhere: bool = True  # whether regions are lowered once for all sizes of the batch's parts
     _shared: dict[tuple[object, ...], tuple[int, Program] | None] = field(default_factory=dict)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict)  # of bodies, by the simulator's keys
     _recomputed: dict[RegionBody, Program] = field(default_factory=dict)
     _lowered: dict[tuple[RegionBody, bool], Program] = field(default_factory=dict)
-    _regions: dict[Region, Region] = field(default_factory=dict)  # one of equal ones, whose costs are then shared
+    # A representative of equal regions, which then share their costs.
+    _regions: dict[Region, Region] = field(default_factory=dict)
 
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
-        """The plan's program before its stages; None where microbatches are batches of their own, or budgets decide
-        about recomputation call by call.
+        """The plan's program before the pass `stages`. None if microbatches are separate batches, or if a budget
+        decides about recomputation call by call.
         """
         if plan.recompute not in RECOMPUTE:
             return None
         sizes, stages = sizes_of(plan), stages_of(plan)
-        level = max(1, plan.level)  # tables do not tell 0 from 1
+        level = max(1, plan.level)  # tables do not distinguish 0 from 1
         options = plan.microbatches, level, plan.loss_chunks, max(stages, self.calls)
         key: tuple[object, ...] = (*sizes.values(), inside(plan), plan.experts, *options)
         if key not in self._shared:
@@ -48,7 +51,7 @@ class RegionBodies:
         try:
             key, program = self.simulator.differentiated(plan, everywhere=self.everywhere)
             options = plan.on(self.simulator.cluster).compile_options().for_passes
-            passes.between("stages", "chunk", program, options)  # refused if no loss can be computed in chunks
+            passes.between("stages", "chunk", program, options)  # raises if no loss can be computed in chunks
         except PartcError as error:
             if error.code in _UNREADABLE:
                 raise
@@ -56,7 +59,7 @@ class RegionBodies:
         return self._numbers.setdefault((key, plan.loss_chunks), len(self._numbers)), program
 
     def lowered(self, plan: ParallelPlan, body: RegionBody, *, halves: bool) -> Program:
-        """The finished program of a body, with whole backward passes or with halves."""
+        """The finished program of a body, with whole backward passes or, with `halves`, with their two halves."""
         key = body, halves
         if key not in self._lowered:
             options = plan.on(self.simulator.cluster).compile_options().for_passes

@@ -1,4 +1,4 @@
-"""The plan of a model on a cluster, as `partc plan` decides it."""
+"""The choice of a plan for a model on a cluster, as `partc plan` makes it."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from partc.planner.tables import Tables
 from partc.schedules.per_stage import stage_kinds
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
-LONG = 16_384  # tokens of a sequence from which cutting it is tried
-LARGE = 0.05  # of a rank's memory: a sample's logits from which computing them in chunks is tried
-_SOME = 4  # numbers of microbatches, and schedules, of a family's plans that are tried first
+LONG = 16_384  # tokens of a sequence from which context parallelism is tried
+LARGE = 0.05  # share of a rank's memory: if a sample's logits are larger, computing the loss in chunks is tried
+_SOME = 4  # so many numbers of microbatches, and schedules, of a family are tried first
 _STARTS = 4  # plans that are tried first
-_NEARLY = 1.05  # times the least estimate
-_OWN_SIZES = 200  # plans of a space up to which each one's regions are lowered for its own sizes
-_NEIGHBOURS = 8  # plans near the best one that are tried next, of those with its regions and of others
+_NEARLY = 1.05  # as a multiple of the least estimate
+_OWN_SIZES = 200  # in a space of at most so many plans, each plan's regions are lowered for its own sizes
+# So many neighbours of the best plan are tried next, both of those that share its regions and of others.
+_NEIGHBOURS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A model on a cluster, and what the user has decided already; `limit` is the memory of a rank in bytes.
+    """A model on a cluster, and the user's decisions; `limit` is the memory of a rank in bytes.
 
-    A model that is an object comes with a batch and its functions, as for partc.compile.
+    A model that is a Python object comes with a batch and functions, as for partc.compile.
     """
 
     model: Any
@@ -78,7 +79,7 @@ class Request:
         max_seconds: float | None = None,
         **others: Any,
     ) -> Request:
-        """A request as the command line gives it. Raises PartcError P0004, P0801, P0802 and P0811."""
+        """The request of a command line. Raises PartcError P0004, P0801, P0802 and P0811 for wrong values."""
         found = cluster_of(cluster) if isinstance(cluster, str) else cluster
         wanted = found.size if ranks is None else ranks
         if wanted < 1:
@@ -101,16 +102,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChoice:
-    """The outcome of a search, with the space that was searched."""
+    """The outcome of a search, and the space that it searched."""
 
     request: Request
     space: Space
     outcome: Outcome
-    tokens: int | None  # of a sample
+    tokens: int | None  # per sample
 
     @property
     def best(self) -> Played:
-        """The best plan. Raises PartcError P0813 if nothing fits."""
+        """The best plan. Raises PartcError P0813 if no plan fits."""
         if self.outcome.best is None:
             raise self.nothing_fits()
         return self.outcome.best
@@ -147,10 +148,10 @@ class PlanChoice:
 
 
 class Planner:
-    """The search for one request; predictions and tables are kept for further searches.
+    """The search for one request. Predictions and tables are kept for further searches.
 
-    Programs are shared with the `simulator` of another request for the same model. Raises PartcError P0803 and P0814,
-    and those of the trace.
+    It can share programs with the `simulator` of another request for the same model. Raises PartcError P0803 and P0814,
+    and the errors of tracing.
     """
 
     def __init__(self, request: Request, simulator: Simulator | None = None) -> None:
@@ -213,14 +214,16 @@ class Planner:
         self._own_predictions: dict[ParallelPlan, Prediction | Failure] = {}
 
     def _starts(self) -> Iterator[ParallelPlan]:
-        """The customary plan with the fewest pipeline ranks that is about the quickest such plan; for each size of the
-        axes, the plan of the least estimate; plans that hold little, until one fits.
+        """The plans that are tried first.
+
+        They are: the customary plan with the fewest pipeline ranks among the nearly quickest ones; for each choice of
+        the axes' sizes, the plan with the least estimate; plans that hold little, until one fits.
         """
         customary: list[ParallelPlan] = []
         found: dict[tuple[object, ...], ParallelPlan] = {}
         thrifty: dict[tuple[object, ...], ParallelPlan] = {}
         by_node = any(NODE in level for level in self.space.fixed.get("zero", ()))
-        space = self.space if by_node else replace(self.space, nodes=1)  # one order of the axes is enough
+        space = self.space if by_node else replace(self.space, nodes=1)  # one order of the axes suffices
         for family in space.families():
             plans, sizes = [*_some(family).plans()], (*sizes_of(family.base).values(), family.base.experts)
             customary += filter(_is_customary, plans)
@@ -238,16 +241,16 @@ class Planner:
                 yield plan
 
     def _promise(self, family: Family) -> tuple[bool, float]:
-        """The smallest estimate among some plans of a family."""
+        """The best estimate among some plans of a family."""
         base, decided = family.base, (family.microbatches, family.schedules, family.levels)
         alike = *sizes_of(base).values(), base.experts, base.recompute, base.stage_calls, base.loss_chunks
-        key: tuple[object, ...] = (*alike, *decided)  # orders of the axes are taken as equal
+        key: tuple[object, ...] = (*alike, *decided)  # orders of the axes count as equal
         if key not in self._promises:
             self._promises[key] = min(map(self._hope, _some(family).plans()))
         return self._promises[key]
 
     def _near(self, plan: ParallelPlan) -> list[ParallelPlan]:
-        """The neighbours of a plan with the least estimated times; first those whose regions are cut as its own are."""
+        """The neighbours of a plan with the least estimated times; first those that cut regions as this plan does."""
         alike: list[ParallelPlan] = []
         others: list[ParallelPlan] = []
         for each in sorted(dict.fromkeys(self.space.neighbours(plan)), key=self._hope):
@@ -255,17 +258,19 @@ class Planner:
         return [*alike[:_NEIGHBOURS], *others[:_NEIGHBOURS]]
 
     def _cut(self, plan: ParallelPlan) -> tuple[object, ...]:
-        """The decisions by which a plan's regions are outlined, cut and recomputed: others are lowered anew."""
+        """The decisions by which a plan's regions are outlined, cut and recomputed. Plans with other decisions are
+        lowered anew.
+        """
         several = plan.microbatches > 1, sizes_of(plan)[BATCH_AXIS] > 1
         return inside(plan), *several, plan.recompute, plan.loss_chunks, max(stages_of(plan), self._calls)
 
     def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
-        """The measure by which plans are tried: those that probably fit, by their estimated seconds."""
+        """The key that orders plans for trying: first those that probably fit, then by estimated seconds."""
         ways: Iterable[str] = (plan.recompute,)
-        if plan.stage_calls is not None:  # stages recompute as little as fits
+        if plan.stage_calls is not None:  # stages recompute as little as memory allows
             ways = plan.recompute.split("|") if plan.stage_calls == FITTED else stage_kinds(plan.recompute)
         decided = plan.microbatches, plan.schedule, plan.virtual_stages, plan.zero, plan.loss_chunks
-        alike = *sizes_of(plan).values(), plan.experts, *decided  # orders of the axes are taken as equal
+        alike = *sizes_of(plan).values(), plan.experts, *decided  # orders of the axes count as equal
         least = True, math.inf
         for way in ways:
             key: tuple[object, ...] = (way, *alike)
@@ -289,7 +294,7 @@ class Planner:
         return self._predictions[plan]
 
     def _refined(self, plan: ParallelPlan) -> Prediction | Failure:
-        """The prediction with regions that are lowered for the plan's own sizes, as a compile lowers them."""
+        """The prediction with regions lowered for the plan's own sizes, as a compile lowers them."""
         if plan not in self._own_predictions:
             self._own_predictions[plan] = self._simulated(plan, everywhere=False)
         return self._own_predictions[plan]
@@ -301,16 +306,16 @@ class Planner:
             return Failure(error=f"{error.code}: {error.cause}")
 
     def plans(self, limit: int | None = None) -> Iterator[ParallelPlan]:
-        """The plans of the space that are compared for ranks of at most `limit` bytes."""
+        """Yields the plans of the space that are compared for ranks of at most `limit` bytes."""
         for plan in self.space.plans():
             found = self.suited(plan, self.request.limit if limit is None else limit)
             if found is not None:
                 yield found
 
     def suited(self, plan: ParallelPlan, limit: int) -> ParallelPlan | None:
-        """A plan of the space with stages that suit ranks of at most `limit` bytes; None if none do.
+        """A plan of the space with stages that fit ranks of `limit` bytes; None if no stages do.
 
-        Losses are not computed in chunks where the plan fits without, unless the user asks for them.
+        Unless the user asks for it, losses are not computed in chunks if the plan fits without.
         """
         if plan.loss_chunks > 1 and "loss_chunks" not in self.space.fixed:
             whole = self.bounds.fitted(replace(plan, loss_chunks=1), limit)
@@ -328,7 +333,7 @@ class Planner:
     ) -> PlanChoice:
         """The best plan that holds at most `limit` bytes on a rank. Raises PartcError P0812.
 
-        The request's own limit of time gives the search at least the plans that it tries first; `max_seconds` may not.
+        The request's own time limit still lets the search try its first plans; `max_seconds` may end it earlier.
         """
         request = self.request if limit is None else replace(self.request, limit=limit)
         outcome = search(
@@ -350,25 +355,25 @@ class Planner:
 
 
 def _some(family: Family) -> Family:
-    """The plans of a family with some numbers of microbatches and some schedules."""
+    """The family, reduced to some numbers of microbatches and some schedules."""
     counts = family.microbatches
     spread = {counts[index * (len(counts) - 1) // max(1, _SOME - 1)] for index in range(_SOME)}
     return replace(family, microbatches=tuple(sorted(spread)), schedules=family.schedules[:_SOME])
 
 
 def _is_customary(plan: ParallelPlan) -> bool:
-    """Whether practitioners would try a plan first: 1F1B with one stage on each rank, and parameters held whole."""
+    """Whether practitioners would try this plan first: 1F1B with one stage on each rank, and whole parameters."""
     return plan.schedule == "1f1b" and plan.level < 2
 
 
 def _thrift(plan: ParallelPlan) -> tuple[int, ...]:
-    """A measure by which plans of a mesh are compared: the largest probably holds least."""
+    """A key that orders the plans of a mesh by memory: the plan with the largest key probably holds least."""
     kind = RECOMPUTE.index(plan.recompute) if plan.recompute in RECOMPUTE else 0
     return plan.microbatches, plan.level, kind, plan.loss_chunks
 
 
 def _batched(simulator: Simulator, base: ParallelPlan, wanted: str | None) -> tuple[ParallelPlan, Program]:
-    """The plan of one rank with the batch that is asked for, and its program with the shapes of the whole batch."""
+    """The plan of one rank with the requested batch, and its program with the shapes of the whole batch."""
     annotated = simulator.annotated(base)
     count = batch_size(annotated) if wanted is None else samples(wanted, annotated)
     if count == batch_size(annotated):

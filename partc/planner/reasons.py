@@ -1,4 +1,4 @@
-"""The reasons of a choice: the parts of a step on which other plans lose, and the constraint that binds."""
+"""The reasons for a choice: the parts of a step in which other plans are slower, and the binding constraint."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from partc.planner.planning import PlanChoice
 from partc.planner.search import Played
 from partc.planner.variations import Variation
 
-_LOSSES = 2  # parts of a step that a reason names
-_WORTH = 0.05  # of a plan's delay: smaller parts are not named
+_LOSSES = 2  # so many parts of a step are named in a reason
+_WORTH = 0.05  # share of a plan's delay: smaller parts are not named
 _ROUNDING = 1e-6
 
 
 def reason(best: Played, other: Played, limit: int) -> str:
-    """The parts of a step on which a plan loses most against the best one, and the one on which it gains most."""
+    """The parts of a step in which a plan loses most against the best one, and the part in which it gains most."""
     if other.error is not None:
         return f"does not compile: {other.error}"
     words = []
@@ -52,7 +52,7 @@ def differences(best: Played, other: Played) -> dict[str, float]:
 
 
 def parts(played: Played) -> Mapping[str, float]:
-    """The seconds of a step by what they are spent on; means over pipeline ranks."""
+    """The seconds of a step, by what they are spent on, as means over pipeline ranks."""
     found: Any = played.prediction
     causes = {f"wait for {name}": seconds for name, seconds in getattr(found, "causes", {}).items()}
     exposed = getattr(found, "exposed", 0.0)
@@ -69,7 +69,7 @@ def parts(played: Played) -> Mapping[str, float]:
 def binding(choice: PlanChoice, found: Sequence[Variation] = ()) -> str:
     """The constraint that keeps a quicker plan from being chosen, and its price.
 
-    The price is that of a search with more memory, if `found` has one, else of the plans that were simulated.
+    The price comes from a search with more memory, if `found` has one; else from the plans that were simulated.
     """
     limit, best = choice.request.limit, choice.best
     quicker = [
@@ -96,7 +96,7 @@ def binding(choice: PlanChoice, found: Sequence[Variation] = ()) -> str:
 
 
 def shown(choice: PlanChoice, top: int) -> tuple[Played, ...]:
-    """The best plans that fit, then the quickest of those that were simulated and do not."""
+    """The best plans that fit, then the quickest simulated plans that do not."""
     others = [played for played in choice.outcome.others if played.error is None]
     quickest = sorted(others, key=lambda played: played.seconds)
     return (*choice.outcome.fitting, *quickest)[:top]
@@ -104,11 +104,11 @@ def shown(choice: PlanChoice, top: int) -> tuple[Played, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledPlan:
-    """The best plan on some ranks, and the share of its throughput in that of as many times the least ranks."""
+    """The best plan on some number of ranks, and its scaling efficiency relative to the least number of ranks."""
 
     ranks: int
     best: Played
-    rate: float  # samples a second
+    rate: float  # samples per second
     share: float
 
 

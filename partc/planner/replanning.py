@@ -1,4 +1,4 @@
-"""A new plan for the training of a package: the same model, options, batch and precision on another cluster."""
+"""A new plan for a package's training: the same model, options, batch and precision, on another cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def continued(directory: Path, checkpoint: Path, say: Callable[[str], None]) -> Checkpoint:
-    """The newest whole checkpoint of a package's training. Raises PartcError P0503 and P0523 to P0525."""
+    """The newest complete checkpoint of a package's training. Raises PartcError P0503 and P0523 to P0525."""
     plan = read_package(directory)
     with refused():
         found = newest(checkpoint, Together(lone_store(), 0, 1), needed=True, say=say)
@@ -43,8 +43,8 @@ def continued(directory: Path, checkpoint: Path, say: Callable[[str], None]) -> 
 def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint | None, **given: Any) -> Request:
     """The request that plans a package's training anew; `given` are further options of the search.
 
-    The optimizer is the checkpoint's, the form of gradients' sums the package's. Where each microbatch is a batch of
-    its own, their number stays. Raises PartcError P0503, P0504 and those of Request.checked.
+    The optimizer comes from the checkpoint, the form of gradients' sums from the package. If each microbatch is a batch
+    of its own, their number stays. Raises PartcError P0503, P0504 and the errors of Request.checked.
     """
     plan = read_package(directory)
     check_trains(directory)
@@ -88,6 +88,6 @@ def nodes_of(directory: Path, plan: ParallelPlan, cluster: Cluster) -> int | Non
 
 
 def data_of(directory: Path) -> dict[str, bytes]:
-    """The files that the model file of a package reads, by name."""
+    """The contents of the files that a package's model file reads, by name."""
     found = ((name, directory / name) for name in (WEIGHTS, BATCH))
     return {name: path.read_bytes() for name, path in found if path.is_file()}

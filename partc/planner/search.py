@@ -1,8 +1,9 @@
 """The search for the best plan, best bound first.
 
-Every plan waits in a queue in the order of its lower bound. A plan at the head gets its next bound, which is tighter
-and takes longer, or, if it has them all, is simulated. The search ends when the best simulated plan is at least as
-quick as the bound at the head: no other plan can be quicker. If time is up before, the bound at the head gives the gap.
+Plans wait in a queue, ordered by their lower bounds. The plan at the head gets its next bound, which is tighter and
+takes longer to compute; a plan with all bounds is simulated. The search ends when the best simulated plan is at least
+as quick as the bound at the head: no other plan can be quicker. If time runs out before that, the bound at the head
+gives the gap.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from partc.planner.bounds import Bound, Bounds
 from partc.planner.deadline import TimeUpError, time_limit
 from partc.planner.space import Family
 
-_STARTING, _CLIMBING = 0.3, 0.5  # shares of the time, at whose ends starts and their neighbours are no longer tried
-_SCHEDULED = 1  # bounds that a promising plan may lack: that of its schedule
-_AGAIN = 0.05  # the share of the time after which the most promising plan is simulated out of turn
-_ROUNDING = 1e-9  # of seconds added up in different orders
+# Shares of the time, after which starts and neighbours, respectively, are no longer tried.
+_STARTING, _CLIMBING = 0.3, 0.5
+_SCHEDULED = 1  # a promising plan may lack one bound: its schedule's
+_AGAIN = 0.05  # after each such share of the time, the most promising plan is simulated out of turn
+_ROUNDING = 1e-9  # tolerance for seconds that are added up in different orders
 
 
 class Predicted(Protocol):
@@ -49,7 +51,7 @@ Simulated = Callable[[ParallelPlan], "Predicted | Failure"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """A plan with its bound and its prediction."""
+    """A simulated plan, with its bound and its prediction."""
 
     plan: ParallelPlan
     bound: Bound
@@ -65,7 +67,7 @@ class Played:
 
     @property
     def error(self) -> str | None:
-        """Why it does not compile; None if it does."""
+        """The reason why it does not compile; None if it does."""
         return self.prediction.error if isinstance(self.prediction, Failure) else None
 
     @property
@@ -76,7 +78,7 @@ class Played:
 
 
 def with_prediction(played: Played, found: Predicted | Failure) -> Played:
-    """The plan with a prediction of another program, for which its bound holds no longer."""
+    """The plan with the prediction of another program, for which its bound no longer holds."""
     known = played.bound
     bound = Bound(seconds=min(known.seconds, found.step_seconds), bytes=min(known.bytes, found.memory_bytes))
     return Played(plan=played.plan, bound=bound, prediction=found)
@@ -90,11 +92,11 @@ class Outcome:
     """
 
     fitting: tuple[Played, ...]
-    others: tuple[Played, ...]  # that hold too much, or do not compile
+    others: tuple[Played, ...]  # plans that hold too much, or do not compile
     bound: float
     space: int
     too_large: int  # plans whose bound on memory is above the limit
-    closest: tuple[ParallelPlan, Bound] | None  # of these, the one with the least bound
+    closest: tuple[ParallelPlan, Bound] | None  # the one of these with the least bound on memory
     complete: bool
     seconds: float
 
@@ -104,19 +106,19 @@ class Outcome:
 
     @property
     def gap(self) -> float:
-        """The largest share by which another plan may be quicker than the best."""
+        """The largest share by which another plan could be quicker than the best one."""
         return max(0.0, 1 - self.bound / self.best.seconds) if self.best else 1.0
 
     @property
     def wrong(self) -> tuple[Played, ...]:
-        """The plans whose predictions do not respect their bounds: a bug, which leaves the gap unproved."""
+        """The plans whose predictions violate their bounds. This would be a bug, and would leave the gap unproved."""
         return tuple(played for played in (*self.fitting, *self.others) if not played.holds)
 
 
 @dataclass(order=True, slots=True)
 class _Waiting:
     seconds: float
-    order: tuple[bool, float, int]  # of plans with equal seconds
+    order: tuple[bool, float, int]  # the order of plans with equal seconds
     plan: ParallelPlan | Family = field(compare=False)
     bound: Bound = field(compare=False)
     tighter: tuple[Callable[..., Bound], ...] = field(compare=False)  # further bounds, in order
@@ -138,22 +140,23 @@ def search(
     patient: bool = False,
     on_played: Callable[[Played], None] = lambda played: None,
 ) -> Outcome:
-    """The quickest of the plans of all families that hold at most `limit` bytes.
+    """The quickest plan that holds at most `limit` bytes, of all families.
 
-    Plans of a family are bounded when the family's own bound is at the head of the queue.
+    A family's plans get their bounds when the family's own bound is at the head of the queue.
 
-    `refined` is the last word on a plan that is the best so far by `simulated`, whose program plans of other sizes
-    share. Bounds are those of the shared program. `suited` gives a plan its stages, once its bound is at the head, if
-    these are still to be fitted; None if it is not compared with others.
+    `simulated` predicts with a program that plans of other sizes share; bounds hold for this shared program. `refined`
+    gives the final prediction of a plan that is the best so far. `suited` fits the stages of a plan whose bound is at
+    the head, if they are not fitted yet; it returns None if the plan should not be compared with others.
 
     `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
-    takes half of the time at most, or all of it while no plan fits. A `patient` search tries `starts` until one fits,
-    even if this takes longer. Of plans with equal bounds, those with the least `hope` come first, and families by
-    their `promise`.
+    takes at most half of the time, or all of it while no plan fits. A `patient` search tries `starts` until one fits,
+    even if this takes longer. Among equal bounds, plans with the least `hope` and families with the least `promise`
+    come first.
     """
     start = time.perf_counter()
     queue: list[_Waiting] = []
-    promising: list[_Waiting] = []  # those whose stages have their durations; the schedule may be played
+    # Plans whose stages have durations, so that only the schedule may still have to be played.
+    promising: list[_Waiting] = []
     count = too_large = 0
     closest: tuple[ParallelPlan, Bound] | None = None
     fitting: list[Played] = []
@@ -200,7 +203,7 @@ def search(
         return max_seconds is not None and time.perf_counter() - start > share * max_seconds
 
     def first(plan: ParallelPlan) -> bool:
-        """Simulate a plan unless its bounds show that it is not the best; whether it is the best so far."""
+        """Simulate a plan, unless its bounds show that it is not the best. Returns whether it is the best so far."""
         found = suited(plan)
         if found is None or found in known:
             return False
@@ -223,10 +226,10 @@ def search(
         too_large += len(family)
         if closest is None or bound.bytes < closest[1].bytes:
             closest = family.least, bound
-    reached = queue[0].seconds if queue else best  # no plan that is left is quicker
+    reached = queue[0].seconds if queue else best  # no remaining plan is quicker
 
     def run() -> bool:
-        """Search until the best plan is proved; whether it is, and the time is not up before."""
+        """Search until the best plan is proved. Returns whether it is, rather than that time ran out."""
         nonlocal reached
         for plan in left:
             if not late(_STARTING if fitting else 1.0):

@@ -1,7 +1,7 @@
-"""The space of plans: all meshes of some ranks, and the options that decide speed and memory on each.
+"""The space of plans: all meshes of a number of ranks, and on each mesh the options that decide speed and memory.
 
-Plans that compile to one program are one plan: ZeRO without a data axis, schedules without a pipeline, orders of axes
-on links that are all alike.
+Plans that compile to the same program count once: ZeRO without a data axis, schedules without a pipeline, orders of
+axes where all links are alike.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ DECISIONS = (
     "nodes", "bucket", "loss_chunks", "stage_calls",
 )  # fmt: skip
 BALANCED = "balanced"  # stages of equal work in floating-point operations
-FITTED = "fitted"  # stages of equal predicted seconds, which recompute as memory demands; chosen when they are compared
-NODE = "node"  # as a span of ZeRO: the neighbours in dp that share a node
-FLAT = "none"  # as `nodes`: gradients are summed over all ranks at one time
+# Stages of equal predicted seconds that recompute as memory demands; fitted when the plan is compared.
+FITTED = "fitted"
+NODE = "node"  # as ZeRO's span: the neighbours in dp that share a node
+FLAT = "none"  # as `nodes`: gradients are summed over all ranks in one collective
 MOST_VIRTUAL = 8  # stages on each pipeline rank
-CHUNKS = "8"  # of the loss, where logits are large and the smallest microbatches do not fit without
-# GPipe takes as long as 1F1B and holds more, so that it is only tried where it is asked for.
+CHUNKS = "8"  # chunks of the loss, tried if logits are large and the smallest microbatches do not fit without them
+# GPipe takes as long as 1F1B and holds more, so it is only tried on request.
 _TRIED = tuple(name for name in SCHEDULES if name != "gpipe")
 
 Fixed = Mapping[str, tuple[str, ...]]
@@ -49,12 +50,13 @@ Fixed = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The plans of a mesh with its experts, a way of recomputing and of cutting stages, and a number of loss chunks."""
+    """The plans with the same mesh, expert parallelism, recomputation, stages and number of loss chunks."""
 
     base: ParallelPlan
     microbatches: tuple[int, ...]
     schedules: tuple[tuple[str, int | None], ...]  # with virtual stages
-    levels: tuple[tuple[str, int | None], ...]  # of ZeRO, with the ranks of nodes in which gradients are summed first
+    # Of ZeRO, each with the ranks of a node if gradients are first summed inside nodes.
+    levels: tuple[tuple[str, int | None], ...]
 
     def __len__(self) -> int:
         return len(self.microbatches) * len(self.schedules) * len(self.levels)
@@ -90,7 +92,7 @@ class Family:
 
     @property
     def least(self) -> ParallelPlan:
-        """The plan whose parameters and states hold least."""
+        """The plan whose parameters and states take the fewest bytes."""
         schedule, virtual = self.schedules[0]
         return replace(
             self.base,
@@ -103,13 +105,13 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The plans of a model on some ranks with one global batch.
+    """All plans of a model on a number of ranks, with one global batch.
 
     `calls` is the largest number of pipeline stages, `nodes` the number of groups of ranks that share faster links.
-    `sequences` tells whether sequences are long enough for cp, `logits` whether those of a sample are large. `experts`
-    divides the number of the experts of each layer; 0 without any. `fixed` restricts decisions to the given values, and
-    allows some that are not tried by default: cp for short sequences, tp over slower links, GPipe, other numbers of
-    virtual stages than powers of two.
+    `sequences` tells whether sequences are long enough for cp, `logits` whether a sample's logits are large. `experts`
+    divides the number of experts of each layer; it is 0 without experts. `fixed` restricts decisions to the given
+    values, and allows some that are not tried by default: cp for short sequences, tp over slower links, GPipe, numbers
+    of virtual stages that are not powers of two.
     """
 
     ranks: int
@@ -129,7 +131,7 @@ class Space:
             yield from family.plans()
 
     def families(self) -> Iterator[Family]:
-        """All plans in families. Raises PartcError P0812 if a fixed value leaves none."""
+        """Yields all plans, grouped into families. Raises PartcError P0812 if a fixed value leaves none."""
         found = False
         for family in self._families():
             found = True
@@ -142,7 +144,7 @@ class Space:
         return any(total > count for total in itertools.accumulate(map(len, self._families())))
 
     def neighbours(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
-        """The plans that differ from one in a single decision, or in the sizes of two axes of the mesh."""
+        """Yields the plans that differ from `plan` in a single decision, or in the sizes of two axes of the mesh."""
         sizes, kind = sizes_of(plan), SCHEDULES[plan.schedule]
         each = plan.virtual_stages or kind.stages_per_rank
         chosen = {name: (str(size),) for name, size in sizes.items()} | {
@@ -180,14 +182,16 @@ class Space:
         return given if given == BALANCED or given in self.fixed.get("stage_calls", ()) else FITTED
 
     def _level(self, plan: ParallelPlan) -> str:
-        """The value of ZeRO that gives the plan's; a span is a node's wherever it can be."""
+        """The value of the decision `zero` that gives the plan's level and span: `3@node` rather than `3@8` if both
+        do.
+        """
         sizes, order = sizes_of(plan), Mesh.parse(plan.mesh).names
         of_node = plan.span and plan.span == self._in_node(sizes, order)
         text = f"{plan.level}@{NODE}" if of_node else str(plan.zero)
         return text if text in self.fixed.get("zero", (text,)) else str(plan.zero)
 
     def _has(self, name: str, value: str) -> bool:
-        """Whether the space has a plan's value also where the mesh leaves a choice, as one rank of an axis does not."""
+        """Whether the space has this value of a decision, on meshes that leave the decision a choice."""
         return name not in self.fixed or (name != "order" and value in self.fixed[name])
 
     def _plans(self) -> Iterator[ParallelPlan]:
@@ -224,9 +228,9 @@ class Space:
     def _levels(
         self, sizes: Mapping[str, int], order: Sequence[str], experts: str | None
     ) -> tuple[tuple[str, int | None], ...]:
-        """ZeRO's levels over all ranks that hold weights whole, and over some neighbours in dp (`3@8`).
+        """ZeRO's levels over all ranks that replicate weights, and over some neighbours in dp (`3@8`).
 
-        The former also with sums inside nodes first, where dp has further ranks.
+        Levels over all ranks are also tried with sums inside nodes first, if dp extends beyond a node.
         """
         dp = sizes[BATCH_AXIS]
         if dp * sizes[CONTEXT_AXIS] == 1:
@@ -250,14 +254,16 @@ class Space:
         return tuple((level, count) for level, count in pairs if count is None or "@" not in level)
 
     def _in_node(self, sizes: Mapping[str, int], order: Sequence[str], near: int = 0) -> int:
-        """The neighbours in dp that share a node of `near` ranks; 0 if dp has no further ones, or a rank has none."""
+        """The number of neighbours in dp that share a node of `near` ranks; 0 if dp lies inside one node, or each node
+        has only one of its ranks.
+        """
         dp, near = sizes[BATCH_AXIS], near or self.near
         inner = math.prod(sizes[name] for name in order[order.index(BATCH_AXIS) + 1 :]) if dp > 1 else 1
         here = near // inner if self.nodes > 1 and near % inner == 0 else 0
         return here if 1 < here < dp and dp % here == 0 else 0
 
     def _factors(self) -> Iterator[dict[str, int]]:
-        """The sizes of all axes whose product is the number of ranks."""
+        """Yields all choices of the axes' sizes whose product is the number of ranks."""
         for pp in self._sizes(PIPELINE_AXIS, self.ranks):
             if pp > self.calls:
                 continue
@@ -277,7 +283,7 @@ class Space:
                 yield size
 
     def _orders(self, sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
-        """The orders of the axes, slowest first; without nodes, all links are alike."""
+        """Yields the orders of the axes, slowest first. Without nodes all links are alike, and one order suffices."""
         used = tuple(name for name in AXES if sizes[name] > 1) or (BATCH_AXIS,)
         for order in itertools.permutations(used):
             if "order" in self.fixed:
@@ -289,9 +295,9 @@ class Space:
                 yield order
 
     def _experts(self, sizes: Mapping[str, int], order: Sequence[str]) -> Iterator[str | None]:
-        """The ways of cutting experts: over how many ranks, and along which axes these are neighbours.
+        """Yields the ways of cutting experts: over how many ranks, and which axes these ranks come from.
 
-        The last axes give all their ranks, the first of them a part. An axis that is named gives two ranks or more.
+        The last axes give all their ranks; the first of them may give a part. Each named axis gives at least two ranks.
         """
         if self._is_allowed(EXPERT_AXIS, 1) or not self.experts:
             yield None
@@ -337,7 +343,9 @@ class Space:
     def _stages(
         self, ranks: int, schedules: Sequence[tuple[str, int | None]]
     ) -> Iterator[tuple[str, str | None, tuple[tuple[str, int | None], ...]]]:
-        """The ways of recomputing with those of cutting stages, and the schedules with as many stages."""
+        """Yields the ways of recomputing, each with a way of cutting stages and the schedules with that number of
+        stages.
+        """
         kinds = self._allowed("recompute", RECOMPUTE)
         for given in self._allowed("stage_calls", (BALANCED, FITTED)) if ranks > 1 else (BALANCED,):
             if given == FITTED:
@@ -353,7 +361,7 @@ class Space:
                     yield kind, cut, suited
 
     def _allowed(self, name: str, values: Sequence[str]) -> tuple[str, ...]:
-        """The values of a decision: those that are fixed, which may be others than those tried by default."""
+        """The values of a decision that are tried: the fixed ones if there are any, else `values`."""
         given = self.fixed.get(name)
         if given is None or values == ("0",):
             return tuple(values)
@@ -428,18 +436,18 @@ def _suits(name: str, value: str) -> bool:
 
 
 def sizes_of(plan: ParallelPlan) -> Mapping[str, int]:
-    """The sizes of all axes of a plan's mesh, of which its experts take ranks."""
+    """The sizes of all axes of a plan's mesh, before its experts take ranks from them."""
     return _sizes_of(plan.mesh)
 
 
 def experts_of(plan: ParallelPlan) -> tuple[int, tuple[str, ...]]:
-    """The number of ranks over which a plan of the space cuts experts, and the axes that give them."""
+    """The number of ranks over which a plan of the space cuts experts, and the axes that these ranks come from."""
     ways, _, over = (plan.experts or "").removeprefix(f"{EXPERT_AXIS}=").partition("@")
     return int(ways or 1), tuple(filter(None, over.split(",")))
 
 
 def expert_parts(plan: ParallelPlan) -> int:
-    """The number of parts of an expert's weights on the ranks of a pipeline stage, where ZeRO cuts none."""
+    """The number of parts into which the ranks of a pipeline stage cut an expert's weights, without ZeRO."""
     tensor = (size for name, size in mesh_of(plan).axes if is_tensor_axis(name) and name not in taken(plan))
     return experts_of(plan)[0] * math.prod(tensor)
 
@@ -454,12 +462,12 @@ def _stage_count(ranks: int, schedule: str, virtual: int | None) -> int:
 
 
 def mesh_of(plan: ParallelPlan) -> Mesh:
-    """The mesh of a plan, with axes for the experts' ranks and for those over which ZeRO shards."""
+    """The mesh of a plan, with separate axes for the experts' ranks and for the ranks over which ZeRO shards."""
     return _mesh_of(plan.mesh, plan.experts, plan.span, plan.nodes)[0]
 
 
 def inside(plan: ParallelPlan) -> tuple[tuple[str, int], ...]:
-    """The axes of a plan's mesh besides pp and dp, in their order, on which layouts depend."""
+    """The axes of a plan's mesh on which layouts depend: all but pp and dp, in order."""
     return tuple(axis for axis in mesh_of(plan).axes if axis[0] not in (PIPELINE_AXIS, BATCH_AXIS))
 
 

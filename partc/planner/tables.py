@@ -1,11 +1,12 @@
-"""Tables of costs: seconds and bytes of every call, for one way of cutting weights and one size of a microbatch.
+"""Tables of costs: the seconds and bytes of every call, for one way of cutting weights and one size of a microbatch.
 
-A region's body depends on the axes that cut weights and sequences (tp and cp), on recomputation and on a few options;
-the simulator knows which. The sizes of the batch's axes only scale its local shapes, and a cut in space leaves the same
-shapes as a cut in time: dp=4 with 2 microbatches as dp=2 with 4. So one program serves all plans that share a body.
+A region's body depends on the axes that cut weights and sequences (tp and cp), on recomputation, and on a few options
+that the simulator knows. The sizes of the batch's axes only scale its local shapes, and cutting the batch over ranks
+gives the same shapes as cutting it into microbatches: dp=4 with 2 microbatches equals dp=2 with 4. So one program
+serves all plans that share a body.
 
-Calls are played by the simulator itself, each graph once. Everything is kept as sums over the calls before each
-(`Sums`: [0, first, first two, ...]), so that the costs of a stage are differences.
+The simulator itself plays the calls, each graph once. All costs are kept as prefix sums over calls (`Sums`: [0, first,
+first two, ...]), so that the cost of a stage is a difference.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from partc.passes.stages import call_work, cuts, staged
 from partc.planner.space import mesh_of, sizes_of
 
 _ROUNDING = 1e-9  # of seconds added up in different orders
-LOOKUP = "embedding"  # how names of operations that look up rows of tables begin
+LOOKUP = "embedding"  # prefix of the names of operations that look up rows of tables
 Sums = tuple[float, ...]
 _Table = TypeVar("_Table")
 _Cost = TypeVar("_Cost")
@@ -43,7 +44,7 @@ Moves = Mapping[tuple[str, Axes], Sums]  # bytes of collectives by (op, axes)
 
 @dataclass(frozen=True, slots=True)
 class RegionBody:
-    """The facts on which bodies of regions depend, apart from the sizes of local batches."""
+    """The facts on which the bodies of regions depend, except for the sizes of local batches."""
 
     number: int
     recompute: str
@@ -51,9 +52,9 @@ class RegionBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCost:
-    """The seconds of a graph, and `moving`: the part of them that further collectives do not make longer.
+    """The seconds of a graph, and `moving`: the part of them that further collectives do not slow down.
 
-    It has the seconds in which collectives are under way already, or all seconds if the device waits for the host.
+    These are the seconds during which collectives already run, or all seconds if the device waits for the host.
     """
 
     seconds: float = 0.0
@@ -62,11 +63,13 @@ class GraphCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalvesCost:
-    """The costs of the halves of a call's backward pass: a whole one, and nothing, where a region has no halves."""
+    """The costs of the two halves of a call's backward pass. Without halves: the cost of the whole pass, and no
+    cost.
+    """
 
     inputs: GraphCost
     weights: GraphCost
-    apart: bool  # whether they run one after the other where gradients are sent
+    apart: bool  # whether the halves run separately if gradients are sent between them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +80,11 @@ class CallTable:
     backward: Sums  # of whole backward passes
     inputs: Sums  # of the halves of backward passes
     weights: Sums
-    sent: Sums  # of the part of a backward pass before gradients are sent, and of the other part
+    sent: Sums  # of the part of a backward pass before gradients are sent, and of the rest
     rest: Sums
-    moving: Sums  # those of a microbatch that further collectives do not make longer
+    moving: Sums  # the seconds of a microbatch that further collectives do not slow down
     meeting: tuple[frozenset[Axes], ...]  # the axes over which each call's forward pass communicates
-    crossing: tuple[int, ...]  # bytes of a value that the call before a cut hands to the one behind it
+    crossing: tuple[int, ...]  # bytes of the value that the call before a cut passes to the call after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +93,7 @@ class RoomTable:
 
     names: tuple[str, ...]  # of regions
     saved: Sums  # of a microbatch
-    alive: tuple[tuple[int, int, int], ...]  # at one time: forward, whole backward pass, halves
+    alive: tuple[tuple[int, int, int], ...]  # at the same time, in: forward pass, whole backward pass, halves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +102,8 @@ class ShareTable:
 
     held: Sums  # bytes of parameters, gradients and states
     updated: Sums  # bytes that the optimizer updates
-    gathers: Mapping[Axes, Sums]  # seconds of gathers for a forward pass, and for a backward pass
-    edges: Mapping[Axes, Sums]  # of a gather of each call, which follows itself at the ends of a stage
+    gathers: Mapping[Axes, Sums]  # seconds of gathers for a forward pass and a backward pass
+    edges: Mapping[Axes, Sums]  # seconds of a gather of each call, which at the ends of a stage may serve two passes
     scatters: Mapping[Axes, Sums]  # seconds of scatters after a backward pass
     refreshed: Mapping[Axes, Sums]  # seconds of gathers of updated parameters, once per step
     sums: Moves  # of gradients, once per step
@@ -109,12 +112,14 @@ class ShareTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallExchanges:
-    """The parameters of a call that no earlier one reads, and its exchanges, as ShareTable has them."""
+    """The parameters of a call that no earlier call reads, and the call's exchanges, with the meanings of
+    ShareTable.
+    """
 
     held: float
     updated: int
     gathers: Chains  # for a forward or a backward pass, empty if no pass needs them
-    passes: int  # that need them: 0 to 2
+    passes: int  # the number of passes that need them: 0 to 2
     scatters: Chains
     refreshed: Chains
     sums: Mapping[tuple[str, tuple[str, ...]], int]
@@ -122,7 +127,7 @@ class CallExchanges:
 
 
 class BodySource(Protocol):
-    """The source of programs."""
+    """The source of the programs from which tables are computed."""
 
     @property
     def everywhere(self) -> bool:
@@ -137,14 +142,14 @@ class BodySource(Protocol):
 
 @dataclass
 class Tables:
-    """The tables by body, mesh and sizes, made when they are first read."""
+    """The tables by body, mesh and sizes, each computed when it is first read."""
 
     bodies: BodySource
     rates: Rates
     cluster: Cluster
     states: int
     _costs_of: LocalCosts = field(default_factory=LocalCosts)
-    _operations: LocalCosts = field(default_factory=LocalCosts)  # which do not depend on links
+    _operations: LocalCosts = field(default_factory=LocalCosts)  # costs that do not depend on links
     _calls: dict[tuple[object, ...], CallTable] = field(default_factory=dict)
     _rooms: dict[tuple[object, ...], RoomTable] = field(default_factory=dict)
     _shares: dict[tuple[object, ...], ShareTable] = field(default_factory=dict)
@@ -153,14 +158,14 @@ class Tables:
     _exchanged: dict[tuple[object, ...], Sequence[CallExchanges]] = field(default_factory=dict)
     _moves: dict[tuple[object, ...], float] = field(default_factory=dict)
     _sends: dict[tuple[object, ...], float] = field(default_factory=dict)
-    _groups: dict[tuple[object, ...], tuple[object, ...]] = field(default_factory=dict)  # of ranks, by _links
+    _groups: dict[tuple[object, ...], tuple[object, ...]] = field(default_factory=dict)  # groups of ranks, by _links
 
     def on(self, rates: Rates) -> Tables:
-        """Tables of the same programs with other rates."""
+        """The tables of the same programs with other rates."""
         return Tables(bodies=self.bodies, rates=rates, cluster=self.cluster, states=self.states)
 
     def calls(self, plan: ParallelPlan) -> CallTable | None:
-        """The seconds of calls; None if they are not known to hold for the plan. So it is with the other tables."""
+        """The seconds of calls; None, like the other tables, if they are not known to hold for the plan."""
         return self._found(self._calls, plan, (plan.recompute, *_split(plan), *_links(plan)), self._call_table)
 
     def calls_at_once(self, plan: ParallelPlan) -> CallTable | None:
@@ -181,7 +186,7 @@ class Tables:
         return self._found(self._shares, plan, own, self._share_table)
 
     def cuts(self, plan: ParallelPlan, count: int) -> tuple[tuple[int, int], ...]:
-        """The first call of each stage, and the one after its last."""
+        """The first call of each stage, and the end of its calls."""
         found = self.bodies.shared(plan)
         assert found is not None
         return self._facts_of(*found).cuts(count)
@@ -193,7 +198,7 @@ class Tables:
         return (0, *(end for _, end in self._facts_of(*found).runs))
 
     def looked_up(self, plan: ParallelPlan) -> Collection[int]:
-        """The positions of calls that look up embeddings. Their exchanges depend on the size of the local batch."""
+        """The positions of calls that look up embeddings, whose exchanges depend on the size of the local batch."""
         found = self.bodies.shared(plan)
         assert found is not None
         regions = {region.name: region for region in found[1].regions}
@@ -293,7 +298,7 @@ class Tables:
         *,
         halves: bool,
     ) -> Mapping[str, _Cost]:
-        """The cost of each region; regions share those of other meshes whose links and local shapes are equal."""
+        """The cost of each region. Meshes with equal links and equal local shapes share costs."""
         lowered = self.bodies.lowered(plan, body, halves=halves)
         if (body, halves) not in self._axes:
             self._axes[body, halves] = {
@@ -318,7 +323,7 @@ class Tables:
         found = self._exchanged[key]
 
         def queues(chains: Chains) -> Mapping[Axes, float]:
-            """Collectives over the same axes follow each other."""
+            """The seconds of some chains of collectives by axes: collectives over the same axes follow each other."""
             takes: dict[Axes, float] = {}
             for each in (each for one in chains for each in one):
                 takes[each.axes] = takes.get(each.axes, 0.0) + self.collective(plan, each.op, each.axes, each.bytes)
@@ -345,10 +350,11 @@ class Tables:
         program = passes.between("overlap", "zero", program, options)
         program = replace(program, transport=Transport(near=options["near"]))
         footprint, exchanges = Footprint(program, self.states), program.derived(Exchanges)
-        usual = (plan.grad_reduce, plan.compress_grads) == ("fp32", "none")  # nothing is said of other forms of sums
+        # For other forms of sums, nothing is counted.
+        usual = (plan.grad_reduce, plan.compress_grads) == ("fp32", "none")
         left = {item.name for item in program.parameters}
         kinds: tuple[GraphKind, ...] = ("F", "B")
-        known: dict[tuple[object, ...], CallExchanges] = {}  # calls of a region are alike, but for parameters
+        known: dict[tuple[object, ...], CallExchanges] = {}  # calls of a region differ only in parameters
 
         def facts(name: str) -> tuple[object, ...]:
             item = program.parameter(name)
@@ -401,10 +407,10 @@ class Tables:
 
 @dataclass
 class _Facts:
-    """The calls that stages share, and their work, by which stages are balanced."""
+    """The calls that stages share, and the work of each call, by which stages are balanced."""
 
     calls: Sequence[Call]
-    runs: Sequence[tuple[int, int]]  # that no stage may cut
+    runs: Sequence[tuple[int, int]]  # runs of calls that no stage may cut
     work: tuple[float, ...]
     _cuts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
@@ -414,7 +420,7 @@ class _Facts:
         return {call.region: call for call in self.calls}
 
     def cuts(self, count: int) -> tuple[tuple[int, int], ...]:
-        """The first call of each stage, and the one after its last."""
+        """The first call of each stage, and the end of its calls."""
         if count not in self._cuts:
             self._cuts[count] = cuts(self.work, self.runs, count)
         return self._cuts[count]
@@ -450,25 +456,29 @@ def _graph(call: Call, kind: GraphKind, forecast: Forecast) -> GraphCost:
 
 
 def _room(call: Call, program: Program, tables: Tables) -> tuple[int, int, int]:
-    """The bytes that a call saves, and those alive at one time in its forward pass and in the others."""
+    """The bytes that a call saves, and the most bytes alive at the same time in its forward pass and in its other
+    passes.
+    """
     footprint = Footprint(program, tables.states)
     forward, *backward = (footprint.alive(call.region, kind) for kind in ("F", "B", "I", "W"))
     return footprint.saved_by_region[call.region], forward, max(backward)
 
 
 def _split(plan: ParallelPlan) -> tuple[object, ...]:
-    """The parts of the batch in space and in time, and whether there is a pipeline."""
+    """The ranks and the microbatches over which the batch is cut, and whether there is a pipeline."""
     sizes = sizes_of(plan)
     return sizes[BATCH_AXIS], plan.microbatches, sizes[PIPELINE_AXIS] > 1
 
 
 def _links(plan: ParallelPlan) -> tuple[str, str | None, int, int | None]:
-    """The plan's part that places ranks on links."""
+    """The decisions of a plan that place ranks on links."""
     return plan.mesh, plan.experts, plan.span, plan.nodes
 
 
 def _axes(graph: Graph) -> Iterator[str]:
-    """The axes in the attributes of operations, also of those that move nothing, such as parts by rank."""
+    """Yields the axes in the attributes of operations, including operations that move nothing, such as parts by
+    rank.
+    """
     for op in graph.ops:
         axis = dict(op.attrs).get("axis")
         if isinstance(axis, str):

@@ -1,4 +1,4 @@
-"""The best plans of requests near the user's, with other memory, ranks or batches: the prices of constraints."""
+"""The best plans for similar requests, with other memory, ranks or batches: they show the price of each constraint."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from partc.planner.planning import PlanChoice, Planner, Request
 from partc.planner.search import Played
 
 Change = Literal["memory", "ranks", "batch", "decisions"]
-MEMORY = 1.1  # of the limit: the price of memory
+MEMORY = 1.1  # as a share of the limit: the search that gives the price of memory
 _LEAST = 0.5  # seconds of a search
-_WAYS = 3  # to make a plan fit that are named
-_FRONT = 8  # plans of a front at most
-_STEP = 0.9  # of the memory of a plan: the next one of a front holds less
+_WAYS = 3  # so many ways of making a plan fit are named
+_FRONT = 8  # the most plans of a front
+_STEP = 0.9  # share of a plan's memory that the next plan of a front may hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variation:
-    """A request that differs from the user's in one way, and its best plan; or the reason why there is none."""
+    """A request that differs from the user's in one way; and its best plan, or the reason why there is none."""
 
     name: str
     change: Change
@@ -41,7 +41,7 @@ class Variation:
 
 
 class Budget:
-    """Seconds that several searches share: each gets an equal part of the rest."""
+    """The seconds that several searches share: each gets an equal part of the remainder."""
 
     def __init__(self, seconds: float | None, searches: int) -> None:
         self._end = None if seconds is None else time.perf_counter() + seconds
@@ -57,7 +57,9 @@ class Budget:
 
 
 def required_choice(planner: Planner) -> PlanChoice:
-    """The choice of a planner. Raises PartcError P0813 if nothing fits, and names what was tried and would fit."""
+    """The choice of a planner. Raises PartcError P0813 if no plan fits; the error names similar requests that would
+    fit.
+    """
     start = time.perf_counter()
     choice = planner.choice()
     if choice.outcome.best is not None:
@@ -90,12 +92,12 @@ def variations(planner: Planner, choice: PlanChoice, seconds: float | None) -> t
 
 
 def price(planner: Planner, choice: PlanChoice) -> Variation:
-    """The price of memory: the best plan with 10% more than a choice of the planner had."""
+    """The price of memory: the best plan with 10% more memory than the choice had."""
     return next(_found(planner, [*_looser(planner, choice)], planner.request.max_seconds))
 
 
 def front(planner: Planner, choice: PlanChoice, seconds: float | None) -> tuple[Played, ...]:
-    """The quickest plans for less and less memory, each after a search of its own."""
+    """The quickest plans for less and less memory, each found by a separate search."""
     found = [choice.best]
     budget = Budget(seconds, _FRONT)
     while len(found) < _FRONT:
@@ -174,7 +176,7 @@ def _with_ranks(planner: Planner, ranks: int) -> Request:
 
 
 def _room(cluster: Cluster, ranks: int) -> Cluster:
-    """The cluster with as many nodes as the ranks need, where its network can have more."""
+    """The cluster with as many nodes as the ranks need, if its network can have that many."""
     if ranks <= cluster.size or cluster.topology.kind in ("torus", "hypercube"):
         return cluster
     return resized(cluster, -(-ranks // cluster.devices))

@@ -139,6 +139,15 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     ),
     "gradients inside forward without seeds": (((OUT, "torch.autograd.grad(h, self.up.weight)[0].sum()"),), "P0206", 12),
     "gradients inside forward of nothing": (((OUT, "torch.autograd.grad(h.sum(), self.down.weight)[0].sum()"),), "P0206", 12),
+    "tensors in a list": (
+        (("self.up = nn", "self.tables = [torch.ones(12)]; self.up = nn"),
+         (OUT, f"({OUT}) * self.tables[0][x.long().clamp(0, 3)].sum()")), "P0211", 12,
+    ),
+    "tensors in a list that forward makes again": (
+        (("self.up = nn", "self.tables = [torch.ones(12)]; self.up = nn"),
+         ("h = ", "self.tables = [each.to(x.device) for each in self.tables]; h = "),
+         (OUT, f"({OUT}) * self.tables[0][x.long().clamp(0, 3)].sum()")), "P0225", 11,
+    ),
     "two buffers in one memory": (
         (("self.up = nn", "self.scale = torch.ones(12); self.first = self.scale[:2]; self.up = nn"),
          (OUT, f"({OUT}) * self.scale[1:].mul_(2).sum() * self.first.sum()")), "P0225", 12,

@@ -458,6 +458,8 @@ def alike(plain: tuple[Any, ...], other: tuple[Any, ...], *, filled: bool) -> bo
 def _content_of(constant: Any) -> Any:
     if not isinstance(constant, Tensor) or hasattr(constant, "fake_mode"):
         return _FILLED
+    if constant.is_meta:  # the graph's reader refuses it
+        return str(constant.dtype), tuple(constant.shape)
     with without_modes():
         return hash((str(constant.dtype), tuple(constant.shape), repr(constant.flatten().tolist())))
 

@@ -1586,6 +1586,96 @@ def of_diffusers() -> dict[str, Architecture]:
     }  # fmt: skip
 
 
+class Called(nn.Module):
+    """A network whose arguments a function makes of the entries of a batch: lists, positions, sizes."""
+
+    def __init__(self, net: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.net, self.call = net, call
+
+    def forward(self, **entries: Tensor) -> Any:
+        return self.call(self.net, **entries)
+
+
+def called_diffusers() -> dict[str, Architecture]:
+    """Networks that take lists of tensors, positions or sizes beside tensors of examples."""
+
+    def called(
+        kind: str, call: Callable[..., Any], shapes: Mapping[str, tuple[int, ...]], **given: Any
+    ) -> Architecture:
+        WITH_ROWS.add(kind)
+
+        def build() -> nn.Module:
+            import diffusers
+
+            return Called(getattr(diffusers, kind)(**given), call)
+
+        return Architecture(
+            library="diffusers", build=build,
+            batch=lambda: {name: noise(*shape) if shape else torch.rand(BATCH) for name, shape in shapes.items()},
+        )  # fmt: skip
+
+    heads: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 16}
+    # fmt: off
+    return {
+        "z_image": called(
+            "ZImageTransformer2DModel", lambda net, x, t, words: torch.stack(net([*x.unbind()], t, [*words.unbind()]).sample),
+            {"x": (16, 1, 8, 8), "t": (), "words": (6, 32), "target": (16, 1, 8, 8)}, in_channels=16, dim=64, n_layers=2,
+            n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=32, axes_dims=[4, 6, 6], axes_lens=[64, 32, 32],
+        ),
+        "ltx2": called(
+            "LTX2VideoTransformer3DModel",
+            lambda net, x, heard, words, said, t: torch.cat([each.flatten(1) for each in net(
+                x, heard, words, said, t, num_frames=2, height=4, width=2, fps=24.0, audio_num_frames=10, return_dict=False)[:2]], 1),
+            {"x": (16, 8), "heard": (10, 6), "words": (5, 24), "said": (5, 24), "t": (), "target": (188,)}, **heads, in_channels=8,
+            out_channels=8, cross_attention_dim=64, audio_in_channels=6, audio_out_channels=6, audio_num_attention_heads=2,
+            audio_attention_head_dim=16, audio_cross_attention_dim=32, num_layers=2, caption_channels=24,
+        ),
+        "kandinsky5": called(
+            "Kandinsky5Transformer3DModel",
+            lambda net, x, words, pooled, t: net(x, words, t, pooled, [torch.arange(n) for n in (2, 4, 4)], torch.arange(6)),
+            {"x": (2, 8, 8, 4), "words": (6, 32), "pooled": (24,), "t": (), "target": (2, 8, 8, 4)}, in_visual_dim=4, in_text_dim=32,
+            in_text_dim2=24, time_dim=64, out_visual_dim=4, model_dim=64, ff_dim=128, num_text_blocks=1, num_visual_blocks=2,
+            axes_dims=(4, 6, 6), visual_cond=False,
+        ),
+        "kandinsky6": called(
+            "Kandinsky6Transformer3DModel", lambda net, x, words, pooled, t: net(x, words, pooled, t),
+            {"x": (2, 8, 8, 4), "words": (6, 32), "pooled": (24,), "t": (), "target": (2, 8, 8, 4)}, in_visual_dim=4, out_visual_dim=4,
+            in_text_dim=32, in_text_dim2=24, time_dim=64, model_dim=64, ff_dim=128, num_text_blocks=1, num_visual_blocks=2,
+            axes_dims=(4, 6, 6), in_audio_dim=4, out_audio_dim=4, visual_cond=False,
+        ),
+        "ace_step": called(
+            "AceStepTransformer1DModel", lambda net, x, t, r, words, given: net(x, t, r, words, given),
+            {"x": (16, 8), "t": (), "r": (), "words": (6, 64), "given": (16, 16), "target": (16, 8)}, hidden_size=64,
+            intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, in_channels=24,
+            audio_acoustic_hidden_dim=8, encoder_hidden_size=64, sliding_window=4,
+        ),
+        "wan_animate": called(
+            "WanAnimateTransformer3DModel", lambda net, x, t, words, seen, pose, face: net(x, t, words, seen, pose, face),
+            {"x": (12, 3, 8, 8), "t": (), "words": (6, 32), "seen": (4, 16), "pose": (4, 2, 8, 8), "face": (3, 5, 16, 16),
+             "target": (4, 3, 8, 8)}, **heads, in_channels=12, latent_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64,
+            num_layers=2, image_dim=16, rope_max_seq_len=32, motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16},
+            motion_encoder_size=16, motion_style_dim=16, motion_dim=4, motion_encoder_dim=16, face_encoder_hidden_dim=32,
+            inject_face_latents_blocks=2,
+        ),
+        "bria_fibo": called(
+            "BriaFiboTransformer2DModel",
+            lambda net, x, words, layer, t: net(x, words, [layer] * 3, timestep=t, img_ids=torch.zeros(16, 3), txt_ids=torch.zeros(6, 3)),
+            {"x": (16, 16), "words": (6, 32), "layer": (6, 16), "t": (), "target": (16, 16)}, **heads, in_channels=16, num_layers=1,
+            num_single_layers=2, joint_attention_dim=32, axes_dims_rope=[4, 6, 6], text_encoder_dim=16,
+        ),
+        "ideogram4": called(
+            "Ideogram4Transformer2DModel",
+            lambda net, x, t, words: net(
+                x, t, words, torch.arange(22)[:, None].expand(len(x), 22, 3), torch.ones(len(x), 22, dtype=torch.long),
+                torch.tensor([3] * 6 + [2] * 16).expand(len(x), 22)),
+            {"x": (22, 8), "t": (), "words": (22, 24), "target": (22, 8)}, **heads, in_channels=8, num_layers=2, intermediate_size=64,
+            adaln_dim=32, llm_features_dim=24, mrope_section=(4, 2, 2),
+        ),
+    }
+    # fmt: on
+
+
 def further_diffusers() -> dict[str, Architecture]:
     """Control networks, and transformers and autoencoders that came later."""
 
@@ -1856,7 +1946,7 @@ def of_files() -> dict[str, Architecture]:
 
 
 _of_transformers = of_transformers()
-_of_diffusers = {**of_diffusers(), **further_diffusers()}
+_of_diffusers = {**of_diffusers(), **further_diffusers(), **called_diffusers()}
 DERIVED = {**derived_rows(set(_of_transformers)), **derived_diffusion_rows()}
 ARCHITECTURES = {
     **_of_transformers,

@@ -1,4 +1,4 @@
-"""The catalogue of error codes: the meaning of each and its remedy, for `partc explain`."""
+"""The catalogue of error codes for `partc explain`: the meaning of each code, and the remedy."""
 
 from __future__ import annotations
 

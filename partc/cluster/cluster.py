@@ -18,7 +18,8 @@ FLAT = Topology()  # a fat tree without oversubscription
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`nodes` nodes of `devices` devices; `domain` devices reach each other by `inside`, all others by `between`.
+    """`nodes` nodes with `devices` devices each. Devices of one domain are connected by `inside`, all others by
+    `between`.
 
     A domain is a node, or several nodes that share switches (72 GPUs of GB200 NVL72).
     """
@@ -31,8 +32,9 @@ class Cluster:
     between: Link
     topology: Topology = FLAT
     domain: int = 0
-    processors: int = 0  # cores that all devices share, if they are processes; 0: each has one of its own
-    slowdown: float | None = None  # of computation beside a collective, as measured; None: as for the kind of device
+    processors: int = 0  # if devices are processes: the cores that all of them share; 0: each has its own core
+    # Measured additional share of computation's time during a collective; None: the device's default.
+    slowdown: float | None = None
 
     @property
     def size(self) -> int:
@@ -46,7 +48,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpan:
-    """The members of a group: `members` ranks, of which `near` share a domain; `stride` domains between two of them."""
+    """The placement of a group: `members` ranks, of which `near` share each domain; its domains are `stride` apart."""
 
     members: int
     near: int
@@ -58,7 +60,7 @@ class GroupSpan:
 
 
 def span(mesh: Mesh, axes: Iterable[str], cluster: Cluster) -> GroupSpan:
-    """The span of a group over some axes. The ranks of the last axis are neighbours."""
+    """The placement of a group over some axes. The ranks of the mesh's last axis are neighbours."""
     wanted = set(axes)
     strides: dict[str, int] = {}
     stride = 1
@@ -78,7 +80,7 @@ def span(mesh: Mesh, axes: Iterable[str], cluster: Cluster) -> GroupSpan:
     return GroupSpan(members=members, near=min(near, members), stride=1 if step is math.inf else max(1, int(step)))
 
 
-# Links by device: inside a node, and to other nodes (bandwidth each way of one device, in 10^9 bytes a second).
+# Links by device: inside a node, and to other nodes (bandwidth of one device each way, in 10^9 bytes per second).
 _LINKS: Mapping[str, tuple[Link, Link]] = {
     "V100": (link("nvlink", 150, switched=False), link("infiniband", 6.25)),
     "A100": (link("nvlink", 300), link("infiniband", 25)),
@@ -104,7 +106,7 @@ _FORM = "for example 8xH100-80GB, 16x8xA100-80GB (nodes x devices), 4xCPU, or a 
 
 
 def preset(spec: str) -> Cluster:
-    """The cluster of a text such as `8xH100-80GB` or `16x8xA100-80GB`. Raises PartcError P0801 and P0802."""
+    """The cluster that a text such as `8xH100-80GB` or `16x8xA100-80GB` names. Raises PartcError P0801 and P0802."""
     found = _SPEC.fullmatch(spec.strip())
     if found is None:
         raise PartcError("P0801", f"cluster {spec!r} does not parse", help=_FORM)
@@ -130,7 +132,7 @@ def preset(spec: str) -> Cluster:
 
 
 def _device(name: str) -> Device:
-    """A device by its whole name, or by its model: the variant with the most memory."""
+    """A device by its full name, or by its model, which stands for the variant with the most memory."""
     if name.upper() == "CPU":
         return processor()
     whole = {key.upper(): device for key, device in DEVICES.items()}
@@ -144,7 +146,7 @@ def _device(name: str) -> Device:
 
 
 def fitted(cluster: Cluster, ranks: int) -> Cluster:
-    """The cluster, if a mesh of so many ranks fits. Raises PartcError P0803."""
+    """The cluster. Raises PartcError P0803 if it has fewer devices than a mesh of `ranks` ranks needs."""
     if ranks > cluster.size:
         raise PartcError(
             "P0803",

@@ -1,6 +1,6 @@
 """Devices, with the figures of their data sheets.
 
-Peaks are those of dense products with sums in fp32. Vendors that state twice as much "with sparsity" are halved.
+Peaks are for dense products with sums in fp32. Figures that vendors state "with sparsity" are halved.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ HOST = 2e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """An accelerator, or the processor cores of one process."""
+    """An accelerator, or the CPU cores of one process."""
 
     name: str
     memory: int  # bytes
-    peak: Mapping[DType, float]  # flops a second of matrix products, by the type of their operands
-    bandwidth: float  # bytes a second between the device and its memory, read or written
-    cores: int = 1  # multiprocessors: as many tiles of a product are computed at one time
+    peak: Mapping[DType, float]  # flops per second of matrix products, by the type of their operands
+    bandwidth: float  # bytes per second between the device and its memory, read or written
+    cores: int = 1  # multiprocessors: each computes one tile of a product at a time
     launch: float = 3e-6  # seconds from a kernel's end to the start of the next one in a queue
     host: float = HOST  # seconds in which the host issues an operation
-    fill: float = 0.0  # seconds of a tile of a matrix product in which its first loads arrive and its last sums leave
+    # Seconds that a tile of a matrix product takes to load its first operands and to store its last sums.
+    fill: float = 0.0
     kind: DeviceKind = "gpu"
-    attention: float = 0.0  # flops a second of fused attention, if they were measured
-    special: float = 0.0  # exponential functions a second; 0: as quick as memory
-    fp8: float = 0.0  # flops a second of products of 8-bit floats; 0 for a device without them
+    attention: float = 0.0  # flops per second of fused attention, if measured
+    special: float = 0.0  # exponentials per second; 0: bound by memory
+    fp8: float = 0.0  # flops per second of products of 8-bit floats; 0 for a device without them
     spread: float = 0.0  # standard deviation of equal devices' rates of products, as a share of their mean
     jitter: float = 0.0  # seconds: the variance of the duration of one second of computation, in seconds squared
 
     def peak_of(self, dtype: str) -> float:
-        """The peak for a type of operands; types without one compute as fp32 does."""
+        """The peak for a type of operands, in flops per second. Types without a peak of their own have that of fp32."""
         return next((rate for name, rate in self.peak.items() if name == dtype), self.peak["f32"])
 
 
@@ -61,9 +62,9 @@ _WITHOUT_FP8 = ("V100", "A100", "A10", "RTX3090", "RTXA6000")
 def _gpu(
     name: str, gigabytes: float, low: float, single: float, terabytes: float, cores: int, double: float = 0.0
 ) -> Device:
-    """Peaks in 10^12 flops a second; `single` is fp32 without TF32, which torch leaves off.
+    """A GPU, with peaks in 10^12 flops per second; `single` is fp32 without TF32, which torch disables by default.
 
-    Where there are products in fp8, they are twice as fast as those in bf16.
+    If the GPU has fp8 products, they are twice as fast as bf16.
     """
     model = name.partition("-")[0]
     peak: dict[DType, float] = {"f16": low * 1e12, "bf16": low * 1e12, "f32": single * 1e12}
@@ -79,7 +80,7 @@ def _gpu(
 
 
 def processor() -> Device:
-    """One process on a core of this machine. `partc cluster measure` replaces the rates, which are rough."""
+    """One process on a core of this machine. Its rates are rough; `partc cluster measure` replaces them."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
         name="CPU",

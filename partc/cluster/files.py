@@ -1,4 +1,4 @@
-"""Clusters in TOML files, which are read as untrusted data.
+"""Clusters described in TOML files, which are read as untrusted data.
 
     name = "lab"
     nodes = 4
@@ -18,7 +18,7 @@
     leaf = 2
     oversubscription = 2.0
 
-Fields that are left out are those of the device's preset.
+Omitted fields have the values of the device's preset.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from partc.errors import PartcError
 from partc.ir.program import DType
 from partc.runtime.documents import Malformed, Natural, Positive, at_least, at_most, contents, decoded, more_than
 
-# Beyond these, durations are not finite numbers, or sums of them are.
+# Beyond these bounds, durations or their sums would not be finite.
 _Rate = Annotated[float, at_least(1.0), at_most(1e24)]  # a second
 _Gigabytes = Annotated[float, at_least(1e-6), at_most(1e12)]  # a second
 _Seconds = Annotated[float, at_least(0), at_most(3600)]
@@ -95,7 +95,7 @@ class _ClusterTable:
 
 
 def cluster_of(spec: str) -> Cluster:
-    """The cluster of a preset's text or of a TOML file. Raises PartcError P0801 and P0802."""
+    """The cluster that a preset's text or a TOML file describes. Raises PartcError P0801 and P0802."""
     if not spec.lower().endswith(".toml"):
         return preset(spec)
     path = Path(spec)
@@ -168,7 +168,7 @@ def _link(table: _LinkTable) -> Link:
 
 
 def _check(topology: Topology, table: _ClusterTable) -> None:
-    """Refuse descriptions that contradict themselves. Raises Malformed."""
+    """Raise Malformed if a description contradicts itself."""
     if topology.kind == "torus":
         if math.prod(topology.dims) != table.nodes or len(topology.dims) not in (2, 3):
             raise Malformed(

@@ -1,9 +1,8 @@
-"""The rates of processes on processors, of one machine or several: products, memory, launches, exchanges over gloo.
+"""Measuring the rates of CPU processes, on one machine or several: products, memory, launches, exchanges over gloo.
 
-Each process computes with one thread, as packages on processors do by default. The rate of products and of memory is
-the slope of the line through the measured durations that has the least relative errors. A link's latency is the
-duration of its smallest message, and its rate follows from the largest one: between them, buffers may be quicker than
-the link.
+Each process computes with one thread, as packages on CPUs do by default. The rates of products and of memory come from
+the line through the measured durations with the least relative errors. A link's latency is the duration of its smallest
+message, and its rate follows from the largest message: for sizes between them, buffers may be quicker than the link.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from partc.errors import PartcError
 
 _LIMIT = 300.0  # seconds
 _LINKS = ("inside", "between", "alone", "spread")
-_LARGE = 1 << 18  # bytes of a process in exchanges with several others, beyond which latencies count little
-_NARROW = 0.8  # of the bandwidth between neighbours: a distance with less crosses a narrower link
-MARK = "measured by `partc cluster measure`"  # in every file
+_LARGE = 1 << 18  # bytes that a process exchanges with several others, beyond which latency matters little
+_NARROW = 0.8  # share of the bandwidth between neighbours: a distance with less crosses a narrower link
+MARK = "measured by `partc cluster measure`"  # written into every file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateLine:
-    """Seconds of some work: `latency` and the work over `rate`."""
+    """The duration of work, in seconds: `latency` plus work / `rate`."""
 
     latency: float
     rate: float
@@ -43,18 +42,18 @@ class RateLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRates:
-    """The samples of a process on each of `nodes` nodes with `processes` each, and the cluster that they describe."""
+    """The measured samples of `nodes` nodes with `processes` processes each, and the cluster that they describe."""
 
     nodes: int
     processes: int
     memory: int
-    processors: int  # cores that all processes share, or 0 if each has one of its own
+    processors: int  # the cores that all processes share, or 0 if each has its own core
     samples: tuple[Sample, ...]
     overlap: Overlap | None
     meeting: Meeting | None = None
 
     def line(self, kind: str) -> RateLine:
-        """The line through the samples of a kind."""
+        """The fitted line through the samples of a kind."""
         samples = [sample for sample in self.samples if sample.kind == kind]
         return _ends(samples) if kind.startswith(_LINKS) else _line(samples)
 
@@ -64,7 +63,7 @@ class MeasuredRates:
 
     @property
     def slowdown(self) -> float:
-        """The additional time of computation beside an exchange, as a share."""
+        """The additional time of computation during an exchange, as a share."""
         if self.overlap is None:
             return 0.0
         alone = self.overlap.products, self.overlap.exchange
@@ -72,7 +71,9 @@ class MeasuredRates:
 
     @property
     def jitter(self) -> float:
-        """The variance of the duration of a second of computation: meetings wait for the slowest process."""
+        """The variance of the duration of one second of computation, from the waits of meetings for the slowest
+        process.
+        """
         if self.meeting is None:
             return 0.0
         ranks = self.nodes * self.processes
@@ -82,7 +83,9 @@ class MeasuredRates:
 
     @property
     def oversubscription(self) -> tuple[int, float]:
-        """The nodes below a switch, and their bandwidth over that of the link out of it; (0, 1) if it is not narrow."""
+        """The nodes below a switch, and their oversubscription: their bandwidth over the bandwidth out of the switch.
+        (0, 1) if it is not oversubscribed.
+        """
         distances = [int(kind.split()[1]) for kind in self.kinds if kind.startswith("between ")]
         rates = {distance: self.line(f"between {distance}").rate for distance in distances}
         narrow = [distance for distance in distances if rates[distance] < _NARROW * rates[1]]
@@ -92,7 +95,9 @@ class MeasuredRates:
 
     @property
     def spread(self) -> float:
-        """The share of a link's bandwidth that messages to several nodes reach; 1 if a narrow core hides it."""
+        """The share of a link's bandwidth that messages to several nodes reach; 1 if an oversubscribed network hides
+        it.
+        """
         line = self.line("between 1") if "spread" in self.kinds and not self.oversubscription[0] else None
         if line is None:
             return 1.0
@@ -101,11 +106,11 @@ class MeasuredRates:
 
     @property
     def shared(self) -> bool:
-        """Whether the processes of a node share its link: one alone is quicker."""
+        """Whether the processes of a node share its link, so that one process alone is quicker."""
         return "alone" in self.kinds and self.line("between 1").rate < _NARROW * self.line("alone").rate
 
     def toml(self) -> str:
-        """A cluster's file, as `--cluster` reads it."""
+        """The text of a cluster file, as `--cluster` reads it."""
         products = [kind.split()[1] for kind in self.kinds if kind.startswith("product ")]
         peaks = ", ".join(f"{name} = {self.line(f'product {name}').rate:.4g}" for name in products)
         launch = next(sample.seconds for sample in self.samples if sample.kind == "launch")
@@ -139,7 +144,7 @@ class MeasuredRates:
 
 
 def _line(samples: Sequence[Sample]) -> RateLine:
-    """The line with the least squares of relative errors."""
+    """The line with the least sum of squared relative errors."""
     weights = [1 / sample.seconds**2 for sample in samples]
     pairs = [(sample.work, sample.seconds) for sample in samples]
     one = sum(weights)
@@ -184,7 +189,7 @@ def measured(processes: int, *, nodes: int = 1, node: int = 0, master: str = "")
 
 
 def _together(places: Sequence[ProbeProcess], folder: Path) -> dict[str, Any]:
-    """The document that the first process of this node prints."""
+    """Run the processes of this node. Returns the document that the first one prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = []
     for place in places:

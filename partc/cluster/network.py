@@ -13,15 +13,15 @@ TopologyKind = Literal["fat-tree", "ring", "torus", "hypercube", "dragonfly", "f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A device's connection to the others of its node, or to those of other nodes."""
+    """A device's connection to the other devices of its node, or to the devices of other nodes."""
 
     kind: LinkKind
-    bandwidth: float  # bytes a second each way, of one device
-    latency: float  # seconds of a message without content
-    switched: bool = True  # whether any two devices can use their whole bandwidth
+    bandwidth: float  # bytes per second each way, of one device
+    latency: float  # seconds of an empty message
+    switched: bool = True  # whether any two devices can use their full bandwidth
     reduces: bool = False  # whether switches compute sums
-    shared: bool = False  # whether a node's devices share it: one of them alone has the bandwidth of all
-    spread: float = 1.0  # the share of the bandwidth that messages to several nodes at one time reach
+    shared: bool = False  # whether a node's devices share it, so that one of them alone has the bandwidth of all
+    spread: float = 1.0  # the share of the bandwidth that concurrent messages to several nodes reach
 
 
 # Latencies of GPUs' links: one step of a ring with NCCL's protocol for large messages (Simple). Inside a node they are
@@ -48,11 +48,11 @@ class Topology:
 
     kind: TopologyKind = "fat-tree"
     dims: tuple[int, ...] = ()  # nodes along each dimension of a torus, slowest first
-    oversubscription: float = 1.0  # of a fat tree: bandwidth into its leaves over bandwidth out of them
-    leaf: int = 0  # nodes below one switch, or in a group of a dragonfly; 0: all of them
+    oversubscription: float = 1.0  # of a fat tree: bandwidth into a leaf switch over bandwidth out of it
+    leaf: int = 0  # nodes below one leaf switch, or in a group of a dragonfly; 0: all nodes
 
     def hops(self, nodes: int) -> float:
-        """The mean number of links on the way between two of `nodes` nodes, over all pairs."""
+        """The mean number of links on the path between two of `nodes` nodes, over all pairs."""
         match self.kind:
             case "ring":
                 return max(1.0, nodes / 4)
@@ -68,9 +68,10 @@ class Topology:
                 return 3.0 if self.leaf and nodes > self.leaf else 1.0
 
     def ring_share(self, nodes: int, stride: int) -> float:
-        """The share of a node's bandwidth for a ring through `nodes` nodes, `stride` apart, beside the rings of others.
+        """The share of a node's bandwidth that a ring through `nodes` nodes gets, `stride` apart, while other nodes run
+        rings too.
 
-        Between neighbours, messages run through the nodes between: as many rings as `stride` share each link.
+        Messages pass through the nodes between two members of the ring, so that `stride` rings share each link.
         """
         match self.kind:
             case "ring":
@@ -85,23 +86,24 @@ class Topology:
             case "hypercube":
                 return 1 / max(1.0, math.log2(max(2, nodes * stride)))
             case _:
-                # A ring leaves a switch once, and as many rings do as have nodes there.
+                # A ring leaves a switch once, and every ring with nodes below the switch does.
                 return self.out_share(nodes * stride, min(stride, self.leaf))
 
     def spread_share(self, nodes: int, stride: int) -> float:
-        """The share of a node's bandwidth if each of `nodes` nodes sends to all others at one time."""
+        """The share of a node's bandwidth if each of `nodes` nodes sends to all others at the same time."""
         match self.kind:
             case "ring" | "torus" | "hypercube":
                 return min(1.0, 1 / self.hops(nodes * stride))
             case _:
-                # The messages to nodes below the same switch do not leave it.
+                # Messages to nodes below the same switch do not leave it.
                 out = (nodes - min(nodes - 1, max(1, self.leaf // stride))) / max(1, nodes - 1)
                 return self.out_share(nodes * stride, self.leaf * out)
 
     def out_share(self, extent: int, sending: float) -> float:
-        """The share of a node's bandwidth that each of `sending` nodes below a switch has for messages that leave it.
+        """The share of a node's bandwidth that each of `sending` nodes below a switch gets for messages that leave the
+        switch.
 
-        The first and last of the nodes that talk to each other are `extent` apart.
+        The communicating nodes span `extent` nodes.
         """
         if not self.leaf or extent <= self.leaf or not sending:
             return 1.0

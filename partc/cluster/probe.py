@@ -1,7 +1,7 @@
 """A process whose rates are measured: `python -m partc.cluster.probe FILE.json`, started by `measurement`.
 
-Processes of one machine beyond its cores wait while others compute, since a core is what is measured. In exchanges
-between nodes all processes of a node take part, as they share its link.
+If a machine has more processes than cores, the excess processes wait while others compute, so that a core is measured.
+In exchanges between nodes all processes of a node take part, since they share its link.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ _PRODUCTS = ((128, 64, 256), (256, 128, 512), (512, 512, 512), (1024, 256, 1024)
 _HEADS = ((16, 64, 32), (16, 128, 64), (32, 256, 64))  # heads of attention, rows and features of each
 _DTYPES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16"}
 _ELEMENTS = (1 << 14, 1 << 17, 1 << 20)  # of exponential functions
-_VECTORS = (1 << 17, 1 << 20, 1 << 23)  # elements of a sum
+_VECTORS = (1 << 17, 1 << 20, 1 << 23)  # elements of an addition
 _MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes
 _ENOUGH = 0.5  # seconds of an exchange, after which no larger one is measured
-_SEVERAL, _FEW = 9, 5  # exchanges of a size, if they are quick and if they are not
-_ROW = 4  # exchanges with several processes, one after the other
-_BETWEEN, _MEETINGS = 0.005, 100  # seconds of products between two meetings of all processes, and how many there are
-_PAUSE = 0.05  # seconds of an exchange that is not quick
-MACHINE = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers and namespaces of a machine
+_SEVERAL, _FEW = 9, 5  # exchanges of one size, if they are quick, and if they are slow
+_ROW = 4  # exchanges with several processes in a row
+# Seconds of products between two meetings of all processes, and the number of meetings.
+_BETWEEN, _MEETINGS = 0.005, 100
+_PAUSE = 0.05  # seconds from which an exchange counts as slow
+MACHINE = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers and namespaces of a machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeProcess:
-    """A process among the others: of `nodes` nodes with `processes` each."""
+    """The place of a process among `nodes` nodes with `processes` processes each."""
 
     rank: int
     nodes: int
@@ -46,7 +47,7 @@ class ProbeProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A measured duration: of `work` flops, bytes, or elements."""
+    """A measured duration of `work` flops, bytes, or elements."""
 
     kind: str  # product TYPE, attention, special, memory, launch, inside, between DISTANCE, alone, spread
     work: float
@@ -55,7 +56,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Seconds of products, of an exchange, and of both at one time."""
+    """The seconds of products, of an exchange, and of both concurrently."""
 
     products: float
     exchange: float
@@ -64,7 +65,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Seconds of products that all processes compute, of a barrier, and of both in turn."""
+    """The seconds of products that all processes compute, of a barrier, and of both in turn."""
 
     products: float
     barrier: float
@@ -72,7 +73,7 @@ class Meeting:
 
 
 def quickest(run: Callable[[], object], *, times: int = 4, least: float = 0.02) -> float:
-    """Seconds of one run: the quickest of several groups of runs."""
+    """The seconds of one run, as the mean of the quickest of several groups of runs."""
     run()
     start = time.perf_counter()
     run()
@@ -98,7 +99,7 @@ class _Probe:
         machines: list[Any] = [None] * world
         name = MACHINE.read_text() if MACHINE.exists() else f"node {place.node}"
         dist.all_gather_object(machines, name)
-        self._turn = machines[: place.rank].count(name)  # among the processes of this machine
+        self._turn = machines[: place.rank].count(name)  # its position among the processes of this machine
         self._beside = machines.count(name)
         self._machines = len(set(machines))
 
@@ -173,9 +174,12 @@ class _Probe:
         return found
 
     def _exchanged(self, kind: str, *partners: int | None) -> Iterator[Sample]:
-        """Exchanges of several sizes, all processes at one time; those of the first one count."""
+        """Yields the samples of exchanges of several sizes, by all processes concurrently; only the first process's
+        count.
+        """
         others = [partner for partner in partners if partner is not None]
-        # Messages to several processes are in each other's way by chance, and where some have begun the next exchange.
+        # Messages to several processes collide by chance, also with those of processes that have begun the next
+        # exchange.
         several = len(partners) > 1
         for size in _MESSAGES:
             first = self._exchange(size, others)
@@ -200,14 +204,16 @@ class _Probe:
         return (time.perf_counter() - start) / in_a_row
 
     def _started(self, size: int, partners: Sequence[int]) -> list[Any]:
-        """Receives and then sends, as the emitted programs start them."""
+        """Start the receives and then the sends of an exchange, in the order of the emitted programs."""
         dist, torch = self._dist, self._torch
         received, sent = torch.zeros(max(1, len(partners)), size // 4), torch.zeros(size // 4)
         going = [dist.irecv(row, partner) for row, partner in zip(received, partners, strict=False)]
         return going + [dist.isend(sent, partner) for partner in partners]
 
     def _overlap(self) -> Overlap | None:
-        """Products beside an exchange between the farthest pairs of processes, which take equally long alone."""
+        """The durations of products and of an exchange between the farthest pairs of processes, which alone take
+        equally long.
+        """
         dist, torch, place = self._dist, self._torch, self._place
         world = dist.get_world_size()
         if world == 1:

@@ -1,4 +1,4 @@
-"""The variation of equal devices: ranks that meet wait for the slowest of them."""
+"""The variation between equal devices: in a collective, all ranks wait for the slowest one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Packages from outside: writing, running, verifying and exporting them."""
+"""Handling packages: writing, running, verifying and exporting them."""

@@ -1,4 +1,4 @@
-"""The comparison of a package with its single-device model: its result, tolerances and measures."""
+"""The comparison of a package with its single-device model: result, tolerances, and measures of difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 # buffers, and parameters without gradients or that forward changes.
 TOLERANCES: Mapping[str, Mapping[str, float]] = {
     "fp64": {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10, "constant": 1e-10},
-    # Against torch's autocast, which rounds in other places: activations have 8 (bf16) or 11 (fp16) bits.
+    # Against torch's autocast, which rounds in other places: significands have 8 (bf16) or 11 (fp16) bits.
     "bf16": {"loss": 2e-2, "gradient": 1e-1, "parameter": 2e-6, "constant": 1e-2},
     "fp16": {"loss": 5e-3, "gradient": 5e-2, "parameter": 2e-6, "constant": 1e-2},
     "fp32": {"loss": 1e-5, "gradient": 2e-4, "parameter": 2e-6, "constant": 2e-4},
@@ -43,9 +43,9 @@ class VerifyResult:
     losses: tuple[float, ...]
     reference_losses: tuple[float, ...]
     worst: Difference
-    tolerance: float  # of the worst difference's kind
-    rounding: str  # the precision that the tolerance belongs to
-    compared: int  # number of tensors and losses
+    tolerance: float  # the tolerance for the worst difference's kind
+    rounding: str  # the precision from which the tolerance follows
+    compared: int  # the number of compared tensors and losses
 
 
 def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -> float:
@@ -59,17 +59,19 @@ def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -
 
 
 def largest(x: Tensor) -> float:
-    """The largest magnitude of the numbers; infinities, which masks have, set no scale."""
+    """The largest magnitude of the finite numbers. Infinities occur in masks, and do not set a scale."""
     return _over_numbers(x, lambda numbers: numbers.abs().amax())
 
 
 def root_mean_square(x: Tensor) -> float:
-    """The effect of rounding on a tensor as a whole; single elements may fall on the other side of a relu."""
+    """The root of the mean square. It measures rounding in a whole tensor, of which single elements may cross a relu's
+    zero.
+    """
     return _over_numbers(x, lambda numbers: numbers.double().square().mean().sqrt())
 
 
 def difference(mine: Tensor, theirs: Tensor, measure: Callable[[Tensor], float]) -> float:
-    """The measure of a difference; infinite if integers, booleans or infinities differ, or if there is no number."""
+    """The measure of a difference; infinite if integers, booleans or infinities differ, or if a number is NaN."""
     if not theirs.is_floating_point():
         return 0.0 if torch.equal(mine, theirs) else math.inf
     apart = torch.where(mine == theirs, 0, mine - theirs)

@@ -1,4 +1,4 @@
-"""Export of a checkpoint to plain PyTorch: the model's own state dict in one safetensors file."""
+"""Exporting a checkpoint to plain PyTorch: the model's own state dict, in one safetensors file."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def export(
     """Write the state dict of a package's checkpoint, with one tensor at a time in memory.
 
     The file contains all names of the model's own `state_dict()`, tied weights under each of their names, so that
-    `load_state_dict` accepts it. The format has no name for complex numbers in fp64: these are written as pairs of real
-    ones, which torch.view_as_complex turns back. `checkpoint` is a checkpoint, or a folder of them; then the newest
-    complete one is used. `init` is the file that the training started from, if any: it supplies parameters that the
-    loss does not use. Raises PartcError P0503, P0523 to P0525, P0527, P0601 and P0602.
+    `load_state_dict` accepts it. The format has no complex numbers of fp64: they are written as pairs of real numbers,
+    which torch.view_as_complex turns back. `checkpoint` is a checkpoint, or a folder of checkpoints, of which the
+    newest complete one is used. `init` is the file that the training started from, if any: it supplies parameters that
+    the loss does not use. Raises PartcError P0503, P0523 to P0525, P0527, P0601 and P0602.
     """
     plan = read_package(directory)
     if target.exists():
@@ -78,7 +78,7 @@ def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target:
             described[name] = getattr(torch, saved.dtype), saved.shape
         if state[name].is_complex and described[name][0] == torch.float32:  # the format has no larger complex numbers
             described[name] = torch.complex64, described[name][1][:-1]
-    # Wide elements first, so that each tensor is aligned to its element's size.
+    # Tensors with wide elements come first, so that each tensor is aligned to its element's size.
     described = dict(sorted(described.items(), key=lambda item: -item[1][0].itemsize))
 
     def tensors() -> Iterator[Tensor]:
@@ -100,7 +100,7 @@ def _write(directory: Path, plan: Mapping[str, Any], source: Checkpoint, target:
 def _initial(
     module: Any, plan: Mapping[str, Any], source: Checkpoint, names: tuple[str, ...], init: Path | None
 ) -> dict[str, Tensor]:
-    """Initial values, from the training's --init file or else from the seed, in the package's dtypes."""
+    """The initial values of `names` in the package's dtypes, from the training's --init file or else from the seed."""
     found: dict[str, Tensor] = {}
     if not names:
         return found

@@ -30,7 +30,7 @@ from partc.runtime.processes.processes import children, condition, place_of
 from partc.runtime.whole_files import write_whole
 
 Tell = Callable[[str], None]
-_LOOK = 15.0  # seconds between looks at a launcher
+_LOOK = 15.0  # seconds between checks of a launcher
 
 
 class RunFailed(Exception):
@@ -43,7 +43,7 @@ class RunFailed(Exception):
 
 
 def _without_launcher(output: str) -> list[str]:
-    """The lines before torchrun's own traceback, which follows the errors of the ranks and says nothing about them."""
+    """The lines before torchrun's own traceback, which follows the ranks' errors and does not explain them."""
     lines = output.splitlines()
     for number, (line, following) in enumerate(itertools.pairwise(lines)):
         if line.startswith("Traceback") and re.search(r"torchrun|torch/distributed/run\.py", following):
@@ -63,7 +63,7 @@ class RunResult:
 
 
 def read_plan(directory: Path) -> dict[str, Any]:
-    """The plan of a package. Raises PartcError P0503 if the folder is not a package."""
+    """The contents of a package's plan.json. Raises PartcError P0503 if the folder is not a package."""
     path = directory / "plan.json"
     if not is_file(path):
         raise PartcError(
@@ -80,7 +80,7 @@ def read_plan(directory: Path) -> dict[str, Any]:
 
 
 def literals(path: Path) -> SimpleNamespace:
-    """The constants of a module, which is not executed. Raises PartcError P0503."""
+    """The constants of a module, read without executing it. Raises PartcError P0503."""
     found = {}
     try:
         for each in ast.parse(path.read_bytes()).body:
@@ -98,7 +98,9 @@ def literals(path: Path) -> SimpleNamespace:
 
 
 def read_package(directory: Path) -> dict[str, Any]:
-    """The plan of a package whose files are all present, and for its mesh. Raises PartcError P0503."""
+    """The contents of plan.json. Raises PartcError P0503 if a file of the package is missing, or is for another
+    mesh.
+    """
     plan = read_plan(directory)
     ranks = [f"ranks/pp_{place}.py" for place in range(Mesh.parse(plan["mesh"]).axis(PIPELINE_AXIS))]
     stages = [f"stages/stage_{stage}.py" for stage in range(plan["stages"])]
@@ -179,10 +181,10 @@ def run(
         reports = read_reports(folder)
         if job.report is not None:
             _copy_reports(folder, job.report)
-        # torchrun fails when it is stopped, even if its ranks have saved and exited successfully.
+        # A stopped torchrun reports failure, even if its ranks have saved and exited successfully.
         if code and not (stopped and len(reports) == job.world_size):
             raise refusal(folder) or RunFailed("the package", code, "")
-    from partc.runtime.layout import tokens_per_step  # which loads torch
+    from partc.runtime.layout import tokens_per_step  # imported here, because it loads torch
 
     logging = next(report for report in reports if report["logs"])
     seconds = tuple(logging["step_seconds"])
@@ -207,9 +209,9 @@ def _copy_reports(folder: Path, target: Path) -> None:
 
 
 def _watched(command: Sequence[str], *, launches: bool) -> tuple[int, bool]:
-    """Run a command to its end and pass signals on; return its exit code, and whether it was asked to stop.
+    """Run a command to its end and forward signals. Returns its exit code, and whether it was asked to stop.
 
-    Raises PartcError P0536 if it `launches` ranks, and is stopped before it has started any.
+    Raises PartcError P0536 if the command `launches` ranks, and is stopped before it has started any.
     """
     asked: list[int] = []
     process = subprocess.Popen(command, env=local_environment(), stdout=sys.stderr)
@@ -222,7 +224,7 @@ def _watched(command: Sequence[str], *, launches: bool) -> tuple[int, bool]:
     old = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP) if main}
     try:
         code = _ended(process) if launches else process.wait()
-    except KeyboardInterrupt:  # the terminal has told the command, too
+    except KeyboardInterrupt:  # the terminal has signalled the command, too
         process.wait(timeout=60)
         raise
     finally:
@@ -234,7 +236,7 @@ def _watched(command: Sequence[str], *, launches: bool) -> tuple[int, bool]:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a launcher, once it has ended; a stopped one is given two looks to go on."""
+    """The exit code of a launcher, once it has ended. A suspended launcher has two checks' time to continue."""
     stopped = 0
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -246,13 +248,13 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
 
 
 def read_reports(folder: Path) -> list[dict[str, Any]]:
-    """The final report of each rank, by rank."""
+    """The final reports of the ranks, in the order of ranks."""
     reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
     return sorted(reports, key=lambda report: int(report["rank"]))
 
 
 def refusal(folder: Path) -> PartcError | None:
-    """The error for which ranks rejected their input, from the folder of their reports; None if they did not."""
+    """The error with which ranks rejected their input, read from the folder of their reports; None if they did not."""
     path = folder / "refusal.json"
     if not path.is_file():
         return None
@@ -261,17 +263,17 @@ def refusal(folder: Path) -> PartcError | None:
 
 
 def local_environment() -> dict[str, str]:
-    """The environment of this process, with one thread per rank unless the user set another number."""
+    """The environment of this process, with one thread per rank unless the user has set a number."""
     return {"OMP_NUM_THREADS": "1", **os.environ}
 
 
 def searching() -> dict[str, str]:
-    """The environment in which a process finds partc, which packages do without."""
+    """The environment in which a process can import partc; packages do not need it."""
     root = str(Path(__file__).resolve().parents[2])
     return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))}
 
 
 def started(command: list[str], output: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process of this machine that writes all its output to a file."""
+    """Start a process on this machine that writes all its output to a file."""
     with output.open("wb") as file:
         return subprocess.Popen(command, env={**local_environment(), **variables}, stdout=file, stderr=file)

@@ -1,4 +1,4 @@
-"""The loads of experts in a single-device run, for the update of their routers' biases."""
+"""The loads of experts in a single-device run, from which their routers' biases are updated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHOOSING = (torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops
 
 
 class LoadCounts(TorchDispatchMode):
-    """Counts the experts that are chosen by scores to which a bias was added: the last choice behind each bias."""
+    """Counts the chosen experts by bias: of all choices that depend on a bias, the last one counts."""
 
     def __init__(self, biases: Mapping[str, Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Writing a package's folder: atomically, and never over files that partc did not write."""
+"""Writing a package's folder atomically, and never over files that partc did not write."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _CACHES = "__pycache__"
 
 
 def check_target(directory: Path) -> None:
-    """Check that the folder may be replaced. Raises PartcError P0601 (not partc's), P0602 (unusable), P0606 (changed by
-    hand).
+    """Check that the folder may be replaced.
+
+    Raises PartcError P0601 if it is not partc's, P0602 if it is unusable, and P0606 if it was changed by hand.
     """
     try:
         _check_target(directory)
-    except (OSError, RuntimeError, ValueError) as error:  # loops of links, names that no file can have
+    except (OSError, RuntimeError, ValueError) as error:  # cycles of links, names that no file can have
         raise _unwritable(directory, error) from error
 
 
@@ -57,8 +58,9 @@ def _check_target(directory: Path) -> None:
 def write(files: Iterable[tuple[str, str | bytes]], directory: Path) -> Path:
     """Write a package and return its folder.
 
-    The package is written beside its place and moved there when complete; until then an older package is unchanged. The
-    older package's files are removed, and a user's files among them stay. Raises PartcError P0601, P0602 and P0606.
+    The package is written next to its final place and moved there when complete; until then an older package is
+    unchanged. Then the older package's files are removed; a user's files among them stay. Raises PartcError P0601,
+    P0602 and P0606.
     """
     check_target(directory)
     target = directory.resolve()
@@ -77,14 +79,16 @@ def write(files: Iterable[tuple[str, str | bytes]], directory: Path) -> Path:
     except OSError as error:
         raise _unwritable(target, error) from error
     finally:
-        if old.exists() and not target.exists():  # stopped between the two moves
+        if old.exists() and not target.exists():  # a run was stopped between the two moves
             old.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
     return directory
 
 
 def write_page(text: str, path: Path, *, mark: str = PAGE, option: str = "--html") -> None:
-    """Write a report; it replaces at most an older report, which contains `mark`. Raises PartcError P0601 and P0602."""
+    """Write a report. It replaces nothing but an older report, which contains `mark`. Raises PartcError P0601 and
+    P0602.
+    """
     try:
         if path.exists() and mark.encode() not in contents(path):
             raise PartcError("P0601", f"{path} is a file that partc did not write", help=f"name another with {option}")
@@ -123,7 +127,7 @@ def _keep_others(old: Path, new: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Hard-link the file under a second name, since the first will be removed; copy it if links do not work."""
+    """Hard-link the file under a second name, since the first will be removed. Copy it if links do not work."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -139,7 +143,7 @@ def _is_package(directory: Path) -> bool:
 
 
 def _manifest(directory: Path) -> dict[str, str]:
-    """Name -> digest of the files that partc wrote. Raises PartcError P0606 for paths outside the folder."""
+    """The digests of the files that partc wrote, by name. Raises PartcError P0606 for paths outside the folder."""
     try:
         lines = contents(directory / MANIFEST, within=directory).decode().splitlines()
     except (Malformed, UnicodeDecodeError):
@@ -157,7 +161,7 @@ def _manifest(directory: Path) -> dict[str, str]:
 
 
 def _inside(directory: Path, name: str) -> bool:
-    """Whether a listed name is a file in the folder, reached without symbolic links."""
+    """Whether a listed name is a file inside the folder that is reached without symbolic links."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
         return False

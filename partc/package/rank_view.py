@@ -1,4 +1,4 @@
-"""The facts of a single rank of a package, as text: its place on the mesh, its peers, its shards and its schedule."""
+"""A single rank of a package, as text: its place on the mesh, its peers, its shards and its schedule."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rank_view(directory: Path, rank: int) -> str:
     try:
         place = Place.of(rank, mesh.sizes, lambda place: literals(directory / f"ranks/pp_{place}.py"))
         return "\n".join(_lines(plan, mesh, place))
-    except (AttributeError, LookupError, TypeError, ValueError) as error:  # of literals that say something else
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # the literals do not have the expected form
         cause = f"{directory / 'ranks'} does not fit plan.json: {first_line(error)}"
         raise PartcError("P0503", cause, help="compile again: a file has been changed") from None
 
@@ -50,7 +50,9 @@ def _lines(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[str]:
 
 
 def _held(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[tuple[str, str]]:
-    """The elements that the rank holds of parameters that are cut; those of repeated calls under one name with `*`."""
+    """Yields the names of cut parameters, and the elements that the rank holds. The parameters of repeated calls share
+    one name with `*`.
+    """
     for name, entry in plan["parameters"].items():
         layout, stack = Layout.parse(entry["layout"]), entry.get("stack")
         if stack is not None and "count" in stack:  # a whole table

@@ -1,4 +1,4 @@
-"""The traces that ranks wrote with `train.py --trace`: read, checked, and put on one axis of time."""
+"""The traces that ranks wrote with `train.py --trace`: read, checked, and put on a common time axis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Time = Annotated[int, at_least(-(1 << 62)), at_most(1 << 62)]  # nanoseconds
 
 
 def _fields(fields: tuple[Any, ...]) -> str:
-    """A validator of an interval's fields together."""
+    """Check an interval's fields against each other."""
     start, end, kind, _, over, *_ = fields
     if start > end:
         return "which ends before it starts"
@@ -56,17 +56,17 @@ class _File:
     steps: tuple[_StepRecord, ...]
 
 
-Steps = Mapping[int, tuple[Interval, ...]]  # by number, counted from 1
+Steps = Mapping[int, tuple[Interval, ...]]  # by step number, counted from 1
 
 
 @dataclass(frozen=True)
 class Measured:
     """Measured steps of a run. All times are nanoseconds of one clock."""
 
-    package: str  # where it was
+    package: str  # the package's folder when it ran
     plan: str  # the digest of its plan.json
     ranks: tuple[Steps, ...]
-    peers: tuple[Mapping[str, int], ...]  # by rank: link -> the rank at its other end
+    peers: tuple[Mapping[str, int], ...]  # for each rank: link -> the rank at its other end
     one_machine: bool
 
     @property
@@ -116,7 +116,7 @@ class Measured:
 
 
 def read_trace(folder: Path) -> Measured:
-    """The traces of all ranks. Raises PartcError P0607."""
+    """The traces of all ranks, from the folder of a run. Raises PartcError P0607."""
     try:
         names = [path.name for path in folder.iterdir()]
     except OSError as error:
@@ -166,7 +166,7 @@ def _read(path: Path) -> _File:
 
 
 def _steps(file: _File, by: int) -> Steps:
-    """A rank's steps on the common axis of time."""
+    """A rank's steps on the common time axis."""
     return {
         each.step: tuple(
             found._replace(start=found.start + by, end=found.end + by, posted=found.posted + by)

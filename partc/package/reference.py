@@ -1,4 +1,4 @@
-"""The single-device model, trained plainly: the reference of `partc verify`.
+"""Plain training of the single-device model: the reference of `partc verify`.
 
 Run as `python -m partc.package.reference PACKAGE FOLDER SETTINGS` in a process of its own. It uses the package's
 model.py and plan.json, autograd, torch's optimizers and the whole batch, and no other emitted file.
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) -> None:
     """Write the initial parameters to `folder` as step 0, then loss, gradients and parameters of every step.
 
-    Gradients are those before clipping, parameters those after the update. A parameter without a gradient has none.
+    Gradients are written before clipping, parameters after the update. Parameters without a gradient have no entry.
     """
     plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
     module = load_model_file(package / "model.py")
@@ -76,7 +76,7 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
         shares = update.accumulate * len(parts)
         for x in model.parameters():  # a weight with two names is divided once
             if x.grad is not None:
-                # That of sgn and its like has no memory to write to.
+                # The gradient of sgn and similar operations has no memory to write to.
                 x.grad = x.grad.clone() if shares == 1 else x.grad / shares
         recorded: dict[str, Tensor] = {}
         for name, x in names:
@@ -98,18 +98,18 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def balanced(plan: Mapping[str, Any]) -> dict[str, float]:
-    """The routers' biases that a package moves after each step, and how far."""
+    """The routers' biases that a package updates after each step, with the size of the update."""
     return {name: entry["balance"] for name, entry in plan["parameters"].items() if "balance" in entry}
 
 
 def cast_states(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hold parameters and buffers in `dtype`; `Module.to` would drop the imaginary parts of complex ones."""
+    """Cast parameters and buffers to `dtype`. `Module.to` would drop the imaginary parts of complex tensors."""
     for x in (*model.parameters(), *model.buffers()):
         x.data = x.data.to(dtype_held(x.dtype, dtype))
 
 
 class _Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, algorithm 2, line by line."""
+    """Lion, as in Chen et al. 2023, algorithm 2, line by line."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class _Lion(torch.optim.Optimizer):
 
 
 class _RowwiseAdagrad(torch.optim.Optimizer):
-    """FBGEMM's EXACT_ROWWISE_ADAGRAD, on all rows: one sum of mean squares for each."""
+    """FBGEMM's EXACT_ROWWISE_ADAGRAD on all rows, with one sum of mean squares for each row."""
 
     def __init__(
         self, params: list[Tensor], lr: float, eps: float = 1e-8, initial_accumulator_value: float = 0.0
@@ -159,12 +159,12 @@ _CLASSES: Mapping[str, Any] = {
     **{name.lower(): found for name, found in vars(torch.optim).items() if isinstance(found, type)},
 }  # fmt: skip
 _SPARSE = ("adagrad", "sgd", "sparseadam")  # torch's classes for sparse gradients
-_DENSE = ("momentum", "weight_decay", "dampening")  # options with which these need dense ones
+_DENSE = ("momentum", "weight_decay", "dampening")  # options with which these classes need dense gradients
 
 
 class ReferenceUpdate:
-    """torch's own optimizer, clipping and schedule, with the options of train.py. Parameters without `grad` do not
-    change.
+    """The update by torch's own optimizer, clipping and schedule, with train.py's options. Parameters without `grad` do
+    not change.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class ReferenceUpdate:
         min_lr: float = 0.0,
         balance: Mapping[str, float] | None = None,
     ) -> None:
-        """`balance` has the sizes of the updates of routers' biases, whose gradients are loads of experts."""
+        """`balance` has the update sizes of routers' biases. Their gradients hold the loads of experts."""
         self.accumulate = accumulate
         self._clip = clip
         self._biases = [(parameters[name], rate) for name, rate in (balance or {}).items()]
@@ -232,12 +232,12 @@ class ReferenceUpdate:
             optimizer.param_groups[0]["lr"] = self._clocked.param_groups[0]["lr"] * scale
             optimizer.step()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a first step without an update
+            warnings.simplefilter("ignore")  # torch warns if the first step has no update
             self._schedule.step()
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """A parameter whose gradient is that of `x`, or the rows of it in the same memory."""
+    """A parameter with the gradient of `x`: a dense one, or its rows in the same memory."""
     if x.grad is None or not x.grad.is_sparse:
         return x
     x.grad = x.grad.coalesce()
@@ -265,14 +265,14 @@ def _schedule(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Branches:
-    """The branches of a model on random numbers, and the parameters that get a gradient in some outcome."""
+    """The branches on random numbers in a model, and the parameters that get a gradient in some outcome."""
 
     shorter: Mapping[int, Mapping[bool, int]]
     trained: frozenset[str]
 
 
 def _branches(module: Any, model: nn.Module, plan: dict[str, Any], batch: Any) -> _Branches:
-    """Run both outcomes of all branches on random numbers, and put the model's buffers back."""
+    """Run both outcomes of all branches on random numbers, and restore the model's buffers."""
     if not plan["draws"]:
         return _Branches(shorter={}, trained=frozenset())
     before = [(x, x.clone()) for x in model.buffers()]
@@ -326,7 +326,7 @@ def mixed(precision: str) -> torch.autocast:
 
 
 def _microbatches(batch: Any, plan: dict[str, Any]) -> list[Any]:
-    """The whole batch; or its microbatches, if the plan treats each as a batch of its own."""
+    """The parts of the batch: the whole batch, or its microbatches if the plan treats each as a separate batch."""
     if not plan["repeated"]:
         return [batch]
     count = plan["microbatches"]

@@ -1,4 +1,4 @@
-"""The single device's random operations, drawn by element as in packages."""
+"""Random operations of the single-device model, with numbers drawn by element position as in packages."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from partc.runtime.torch_private import TorchDispatchMode
 class Sampling(TorchDispatchMode):
     """Replaces torch's generator while a model runs eagerly; random operations are numbered in order.
 
-    The count is kept as the seed of torch's CPU generator: code that runs a part of the model again, such as activation
-    checkpointing in backward, first restores that generator, and so draws the same. Torch sees a dropout as one
-    Bernoulli draw, and so it is here: only its position in the order counts.
+    The count is kept as the seed of torch's CPU generator. Code that runs a part of the model again, such as activation
+    checkpointing in backward, first restores that generator, and so draws the same numbers. A dropout counts as one
+    draw, as in torch: only its position in the order matters.
     """
 
     def __init__(self, seed: int, step: int) -> None:
         super().__init__()
         self.seed = seed
         self.step = step
-        self.drawn = 0  # random operations that have run, known at the end; those that ran again are counted once
+        self.drawn = 0  # the number of random operations, final when the run ends; repeated ones are counted once
         self._before = torch.default_generator.get_state()
 
     def __enter__(self) -> Sampling:
@@ -48,7 +48,7 @@ class Sampling(TorchDispatchMode):
         rule = _RANDOM.get(func._schema.name.removeprefix("aten::"))
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
-        if given.get("generator") not in (None, torch.default_generator):  # one of the model's own
+        if given.get("generator") not in (None, torch.default_generator):  # a generator of the model's own
             return func(*args, **(kwargs or {}))
         if rule is not None:
             return rule(self, func, given)
@@ -61,21 +61,21 @@ class Sampling(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def draw(self, shape: Sequence[int], device: torch.device) -> Draw:
-        """Numbers for the next random operation."""
+        """The numbers of the next random operation."""
         number = torch.default_generator.initial_seed()
         torch.default_generator.manual_seed(number + 1)
         return Draw.everything(stream(self.seed, self.step, number), shape, device)
 
     def skip(self, count: int) -> None:
-        """Leave out the numbers of random operations that do not run."""
+        """Skip the numbers of `count` random operations that do not run."""
         torch.default_generator.manual_seed(torch.default_generator.initial_seed() + count)
 
 
 class BranchSampling(TorchFunctionMode):
-    """Gives random operations behind branches on random numbers the same numbers on both ways, as packages have.
+    """Gives random operations after a branch on a random number the same numbers for both outcomes, as in packages.
 
-    A package runs both outcomes of such a branch. `shorter` has the number of operations that each outcome of a branch
-    lacks, by the number of random operations before the branch.
+    A package runs both outcomes of such a branch. `shorter` has the number of random operations that an outcome lacks,
+    by the number of random operations before the branch.
     """
 
     def __init__(self, sampling: Sampling, shorter: Mapping[int, Mapping[bool, int]]) -> None:
@@ -103,7 +103,7 @@ class BranchSampling(TorchFunctionMode):
 
 
 class BranchCount(BranchSampling):
-    """Takes one outcome of every branch on a random number, and counts the random operations behind each."""
+    """Takes one outcome of every branch on a random number, and counts the random operations after each branch."""
 
     def __init__(self, sampling: Sampling, outcomes: Outcomes) -> None:
         super().__init__(sampling, {})
@@ -118,8 +118,8 @@ class BranchCount(BranchSampling):
 def shorter_outcomes(run: Callable[[], Any]) -> dict[int, dict[bool, int]]:
     """For each branch of `run`, how many fewer random operations each outcome draws than the outcome that draws more.
 
-    A branch's key is its position: the number of random operations before it, where every earlier branch counts as its
-    longer outcome. True is the outcome for numbers below the limit, False the other.
+    A branch's key is its position: the number of random operations before it, with the longer outcome of every earlier
+    branch. True is the outcome for numbers below the limit.
     """
     behind: list[list[int]] = []
     first = 0
@@ -160,7 +160,7 @@ def _normal(sampling: Sampling, func: Any, given: Given) -> Tensor:
 
 
 def _normal_of(sampling: Sampling, func: Any, given: Given) -> Tensor:
-    """normal(mean, std) of numbers or tensors."""
+    """The results of normal(mean, std), for numbers or tensors."""
     mean, std = given.get("mean", 0.0), given.get("std", 1.0)
     tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors)) if tensors else given["size"]
@@ -191,7 +191,7 @@ def _multinomial(sampling: Sampling, func: Any, given: Given) -> Tensor:
 
 
 def _rrelu(sampling: Sampling, func: Any, given: Given) -> Tensor:
-    """rrelu; the multiplier of each element is left in `noise`, where backward reads it."""
+    """The results of rrelu. The multiplier of each element is stored in `noise`, for the backward pass."""
     x: Tensor = given["self"]
     lower, upper = given.get("lower", 1 / 8), given.get("upper", 1 / 3)
     if not given.get("training", False):
@@ -242,7 +242,7 @@ def _native_dropout(sampling: Sampling, func: Any, given: Given) -> tuple[Tensor
 
 
 def _draws(names: Sequence[str], given: Given) -> bool:
-    """Whether this call draws: attention does only with dropout."""
+    """Whether this call draws random numbers: attention only does with dropout."""
     return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 
@@ -251,7 +251,7 @@ def _makes_tensors(func: Any) -> bool:
 
 
 def _given_back(func: Any, x: Tensor, result: Tensor) -> Tensor:
-    """Return the result, in place if the operation is in place."""
+    """The result; written into `x` if the operation is in place."""
     return x.copy_(result) if func._schema.name.endswith("_") else result
 
 

@@ -1,4 +1,4 @@
-"""Verification by training: a package against the single-device model that it was compiled from."""
+"""Verification by training: compares a package with the single-device model from which it was compiled."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ RECIPE = (
     "optimizer", "lr", "weight_decay", "no_decay", "group", "clip", "accumulate", "lr_schedule", "warmup", "min_lr",
     "data", "data_dtype", "data_labels", "data_end",
 )  # fmt: skip
-CLIP = 1.0  # where the options have none: clipping is compared as well
+CLIP = 1.0  # used if the options have no --clip, so that clipping is compared as well
 # Tensors much smaller than the largest of their kind are measured against this part of it: some
 # gradients are zero but for rounding (a key's bias), and have no scale of their own.
 SMALLEST_SCALE: Mapping[str, float] = {"fp64": 1e-3, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1, "int8": 1e-1}
@@ -65,11 +65,11 @@ def verify(
     arguments: Sequence[str] = (),
     reference: Path | None = None,
 ) -> VerifyResult:
-    """Train twice from the same seed, and compare every loss, gradient and parameter on every rank.
+    """Train the package and the model from the same seed, and compare every loss, gradient and parameter on every rank.
 
     `arguments` are training options of train.py; its defaults apply, and gradients are clipped (`CLIP`). With
-    `virtual`, all ranks run in one process. `reference` is a folder for the single-device run: a run that is there is
-    used again, so that packages of one model on many meshes share it. Raises PartcError P0504 for invalid options and
+    `virtual`, all ranks run in one process. `reference` is a folder for the single-device run. An existing run in it is
+    reused, so that packages of one model on many meshes share it. Raises PartcError P0504 for invalid options and
     train.py's errors for wrong input, and RunFailed if a training stops otherwise.
     """
     plan = read_package(directory)
@@ -94,7 +94,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
         folder = Path(name)
         plain = reference or folder / "reference"
-        if plan["repeated"]:  # another run than that of the whole batch
+        if plan["repeated"]:  # the reference differs from a run of the whole batch
             plain = plain / f"{plan['microbatches']}_batches"
         _train_both(directory.resolve(), folder, plain, virtual, job.device, recipe)
         start, *reference_steps = [load(plain / f"step_{step:04d}.safetensors") for step in range(steps + 1)]
@@ -122,7 +122,7 @@ def verify(
 
 
 def _recipe(directory: Path, arguments: Sequence[str]) -> tuple[Job, dict[str, Any]]:
-    """The options of the package's run as train.py parses them, and those that the single-device run shares."""
+    """The options of the package's run as train.py parses them, and the options that the single-device run shares."""
     try:
         job = parse(arguments, directory)
     except UsageError as error:
@@ -141,14 +141,14 @@ def _recipe(directory: Path, arguments: Sequence[str]) -> tuple[Job, dict[str, A
 def _train_both(
     directory: Path, folder: Path, reference: Path, virtual: bool, device: Wanted, recipe: Mapping[str, Any]
 ) -> None:
-    """Run the package on the device, and beside it the single-device model on the CPU unless its run exists."""
+    """Run the package on the device and, concurrently, the single-device model on the CPU, unless its run exists."""
     arguments = [*_options(recipe), *(() if device == "auto" else ("--device", device))]
     arguments += ["--record", str(folder / "record"), "--report", str(folder / "report")]
     if (directory / "runtime" / "train" / "tuning.py").is_file():
         arguments.append("--no-tuning")  # a few steps aren't worth the time
     ranks = Mesh.parse(read_plan(directory)["mesh"]).size
     if (directory / "runtime" / "device" / "cuda_graphs.py").is_file() and (virtual or gpus() < ranks):
-        arguments.append("--no-cuda-graphs")  # of GPUs
+        arguments.append("--no-cuda-graphs")  # graphs need a GPU for each rank
     package = (
         [sys.executable, str(directory / "train.py"), "--virtual", *arguments]
         if virtual
@@ -172,7 +172,7 @@ def _train_both(
 
 
 def _options(recipe: Mapping[str, Any]) -> Iterator[str]:
-    """The training options on train.py's command line."""
+    """Yields the training options in the form of train.py's command line."""
     for name, value in recipe.items():
         for each in value if isinstance(value, list | tuple) else (value,):
             if each is not None:
@@ -182,14 +182,14 @@ def _options(recipe: Mapping[str, Any]) -> Iterator[str]:
 def _rounding(plan: Mapping[str, Any]) -> str:
     """The precision that determines the tolerance.
 
-    Gradients may travel in fewer bits than they are computed in, and a model may compute in fewer bits by itself.
+    Gradients may be sent in fewer bits than they are computed in, and the model itself may compute in fewer bits.
     """
     command = plan.get("command", {})
     fewer = [command[name] for name in ("compress_grads", "grad_reduce") if name in command]
     return str(fewer[0] if fewer else plan.get("rounds", plan["precision"]))
 
 
-Records = Sequence[Mapping[str, Tensor]]  # of a step, by rank: gradients before clipping, parameters after the update
+Records = Sequence[Mapping[str, Tensor]]  # of one step, by rank: gradients before clipping, parameters after the update
 
 
 def _recorded(plan: Mapping[str, Any], record: Path, step: int) -> Records:
@@ -198,7 +198,7 @@ def _recorded(plan: Mapping[str, Any], record: Path, step: int) -> Records:
 
 
 def _holders(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, int]]]:
-    """The ranks that hold a parameter, with their coordinates."""
+    """Yields the ranks that hold a parameter, with their coordinates."""
     mesh = Mesh.parse(plan["mesh"])
     places = {plan["places"][stage] for stage in entry["stages"]}
     stack = entry.get("stack")
@@ -210,16 +210,17 @@ def _holders(plan: Mapping[str, Any], entry: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _has_row(stack: Mapping[str, Any], coordinate: Mapping[str, int], mesh: Mesh) -> bool:
-    """Whether the rank at a coordinate holds a row of a stack; a whole table is where its first row is."""
+    """Whether the rank at a coordinate holds a row of a stack. A whole table is held where its first row is."""
     (ranges,) = index_ranges(Layout.parse(stack["rows"]), coordinate, mesh.sizes)
     return any(start <= stack["row"] < end for start, end in ranges)
 
 
 class _Updates:
-    """torch's optimizer on the package's own gradients; its result must equal the package's parameters almost exactly.
+    """Runs torch's optimizer on the package's gradients. The result must equal the package's parameters almost exactly.
 
-    Some gradients are rounding errors alone, such as those of a bias before a norm. Adam divides each gradient by its
-    own size, so that the parameters of two correct trainings differ. Updates from equal gradients can be compared.
+    Some gradients consist of rounding errors, such as the gradient of a bias before a norm. Adam divides each gradient
+    by its own size, so that the parameters of two correct trainings may differ. Updates from equal gradients are
+    comparable.
     """
 
     def __init__(self, plan: Mapping[str, Any], start: Mapping[str, Tensor], recipe: Mapping[str, Any]) -> None:
@@ -234,7 +235,9 @@ class _Updates:
         self._update = ReferenceUpdate(self._values, balance=balanced(plan), **settings)
 
     def after(self, records: Records, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The reference's gradients and buffers of a step, and the parameters after the package's gradients."""
+        """The reference's gradients and buffers of a step, and the parameters that follow from the package's
+        gradients.
+        """
         trained = [name for name in self._values if f"gradient/{name}" in reference]
         for name in trained:
             whole = self._gradient(name, records)
@@ -272,7 +275,7 @@ def _is_finite(gradient: Tensor) -> bool:
 
 
 def _sparse(whole: Tensor, rows: Tensor) -> Tensor:
-    """A gradient with the rows that the reference has, and with others if they are not zero: these are wrong."""
+    """A sparse gradient with the rows of the reference, and with other rows that are not zero, which are wrong."""
     others = whole.flatten(1).ne(0).any(1).nonzero()[:, 0]
     rows = torch.cat((rows, others)).unique()
     return torch.sparse_coo_tensor(rows[None], whole[rows], whole.shape, is_coalesced=True, check_invariants=False)
@@ -302,20 +305,21 @@ def _compare_step(
                 else:
                     scale = max(measure(whole), floors[kind], _spread(reference, kind, name, measure))
                     error = relative_error(difference(mine, theirs, measure), 0.0, scale)
-                own = kind == "parameter" and (not trained or name in plan["updates"])  # beside the reference's own
+                # In addition to the reference's own.
+                own = kind == "parameter" and (not trained or name in plan["updates"])
                 told = "constant" if own else kind
                 yield Difference(kind=told, name=name, rel_err=error, step=step, rank=rank)
 
 
 def _spread(reference: Mapping[str, Tensor], kind: str, name: str, measure: Callable[[Tensor], float]) -> float:
-    """The scale of a batch norm's running mean, which may be rounding alone: the running standard deviation."""
+    """The scale of a batch norm's running mean: its running standard deviation, since the mean may be pure rounding."""
     place, found, _ = name.rpartition("running_mean")
     variance = reference.get(f"{kind}/{place}running_var") if found else None
     return 0.0 if variance is None else math.sqrt(measure(variance))
 
 
 def _whole(reference: Mapping[str, Tensor], kind: str, name: str, shard: Shard) -> Tensor:
-    """The reference's tensor; a parameter that the loss does not depend on has a gradient of zeros."""
+    """The reference's tensor. The gradient of a parameter on which the loss does not depend is zero."""
     if f"parameter/{name}" not in reference:
         raise PartcError(
             "P0502",

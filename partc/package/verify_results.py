@@ -1,4 +1,4 @@
-"""Verification of a package that only runs forward: its results against those of the single-device model."""
+"""Verification of a forward-only package: compares its results with the results of the single-device model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from partc.runtime.train.inference import check
 
 
 def verify_results(directory: Path, *, batches: int, virtual: bool, arguments: Sequence[str]) -> VerifyResult:
-    """Run both on the same batches with parameters of one seed, and compare every result.
+    """Run the package and the model on the same batches with parameters of the same seed, and compare every result.
 
     `arguments` are options of infer.py. Raises RunFailed if a run stops, and PartcError for invalid options.
     """
@@ -79,7 +79,9 @@ def _compared(mine: Path, plain: Path, number: int, mixed: bool) -> Iterator[Dif
 
 
 def _apart(mine: Tensor, theirs: Tensor, mixed: bool) -> float:
-    """The difference relative to the result's scale; the share that differs of integers, such as places of maxima."""
+    """The difference relative to the result's scale. For integers, such as positions of maxima: the share that
+    differs.
+    """
     if not theirs.is_floating_point():
         return float((mine != theirs).double().mean()) if mine.numel() else 0.0
     measure = root_mean_square if mixed else largest

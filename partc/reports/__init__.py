@@ -1,1 +1,1 @@
-"""Pages, tables, pictures and traces for people."""
+"""Reports for people: pages, tables, pictures and traces."""

@@ -23,7 +23,7 @@ COMPUTE, COMMUNICATION = 0, 1  # threads of a process
 _THREADS = {COMPUTE: "compute", COMMUNICATION: "communication"}
 _PREDICTED = 1_000_000  # process ids of predicted ranks begin here
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|F|B|I|W)(\d*)")
-# The purposes of collectives outside the schedule's actions, where the name of the place does not tell.
+# The purposes of collectives outside the schedule's actions, for places whose names do not tell.
 _OTHERS = {
     ("the update", "all_reduce"): "the norm of the whole model's gradient",
     ("the update", "all_gather"): "every rank keeps the updated parameters whole",
@@ -35,7 +35,9 @@ Event = dict[str, Any]
 
 
 def document(forecast: Forecast | None, measured: Measured | None, mesh: Mesh | None) -> str:
-    """The trace of measured ranks, with the prediction above each pipeline coordinate, and its basis in `otherData`."""
+    """The text of a trace: the measured ranks, with the prediction above each pipeline coordinate and its basis in
+    `otherData`.
+    """
     events = list(_measured(measured, forecast, mesh)) if measured is not None else []
     about: dict[str, Any] = {"producer": "partc"}
     if measured is not None:
@@ -55,7 +57,7 @@ def document(forecast: Forecast | None, measured: Measured | None, mesh: Mesh | 
 
 
 def basis(forecast: Forecast, measured: Measured | None) -> str:
-    """The basis of a prediction, in a sentence."""
+    """The basis of a prediction, in one sentence."""
     if measured is None:
         return f"durations are those of {forecast.rates.basis}"
     return (
@@ -70,16 +72,16 @@ def summary(seconds: float, parts: Split) -> dict[str, float]:
 
 
 def predicted_split(forecast: Forecast) -> tuple[float, Split]:
-    """The seconds of the predicted step, and their average split."""
+    """The seconds of the predicted step, and how they split on average."""
     return forecast.seconds, Split(*forecast.split())
 
 
 def calibrated(forecast: Forecast, measured: Measured, mesh: Mesh) -> Forecast:
     """The forecast with total computation and total communication scaled to the measurement.
 
-    A collective's time is the time that the last rank to arrive waited in it, if the wait follows the start at once.
-    Transfers count if the receiver was ready before the sender. Thus waiting for other ranks is not mistaken for slow
-    communication.
+    The measured time of a collective is how long the last rank to arrive waited in it, if the wait follows the start
+    immediately. Transfers count if the receiver was ready before the sender. So waiting for other ranks is not mistaken
+    for slow communication.
     """
     work = sum(
         (1 if each.kind == "work" else -1) * (each.end - each.start)
@@ -95,13 +97,13 @@ def calibrated(forecast: Forecast, measured: Measured, mesh: Mesh) -> Forecast:
                 group = _group(mesh, rank, each.over)
                 together.setdefault((step, *key, group), []).append(each)
     awaited = [(sent, got) for _, _, sent, got in measured.messages if got.start < sent.start < got.end]
-    ranks = mesh.size // len(forecast.places) * len(measured.steps)  # of one pipeline coordinate, in all steps
+    ranks = mesh.size // len(forecast.places) * len(measured.steps)  # ranks at one pipeline coordinate, times steps
     compute = ranks * sum(span.inside.compute for place in forecast.places for span in place)
     moving = sum(got.end - sent.start for sent, got in awaited)
     communication = sum(forecast.transfer(int(sent.over.split()[1])) for sent, _ in awaited)
     for times in together.values():
         last = min(times, key=lambda each: each.end - each.start)
-        if last.start - last.posted <= last.end - last.start:  # else it may have been there long before
+        if last.start - last.posted <= last.end - last.start:  # else the message may have arrived long before
             moving += last.end - last.start
             communication += forecast.collective(last.name, last.over, last.bytes)
     return forecast.scaled(
@@ -113,7 +115,7 @@ def calibrated(forecast: Forecast, measured: Measured, mesh: Mesh) -> Forecast:
 
 
 def _collectives(intervals: Sequence[Interval]) -> Iterator[tuple[tuple[str, str, int], Interval]]:
-    """The collectives with keys that are unique within a step: (action, axes, index)."""
+    """Yields the collectives, with keys that are unique within a step: (action, axes, index)."""
     seen: dict[tuple[str, str], int] = {}
     for each in sorted((each for each in intervals if each.kind == "collective"), key=lambda each: each.posted):
         key = each.within, each.over
@@ -166,7 +168,7 @@ def _slice(each: Interval, rank: int, first: int, step: int, why: str) -> Event:
 
 
 def _reasons(intervals: Sequence[Interval], forecast: Forecast, place: int) -> dict[int, str]:
-    """The purposes of collectives, for actions that start as many of them as the plan has."""
+    """The purposes of collectives, for actions that start as many collectives as the plan has."""
     places = sorted((each.start, each.name) for each in intervals if each.kind in ("work", "aside"))
     by_action: dict[tuple[float, str], list[int]] = {}
     for index, each in enumerate(intervals):
@@ -190,7 +192,7 @@ def _reasons(intervals: Sequence[Interval], forecast: Forecast, place: int) -> d
 
 
 def _predicted(forecast: Forecast, begin: float) -> Iterator[Event]:
-    """One predicted step, starting `begin` microseconds after the start of the trace."""
+    """Yields the events of a predicted step that starts `begin` microseconds after the start of the trace."""
     drawn: dict[str, tuple[int, float, float]] = {}  # process, start, end
     for place, spans in enumerate(forecast.places):
         process = _PREDICTED + place

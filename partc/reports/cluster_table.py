@@ -1,4 +1,4 @@
-"""A cluster in words: its devices, its links, and the constants of their cost model."""
+"""A cluster as text: its devices, its links, and the constants of their cost model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _kernels(device: Device) -> Iterator[tuple[str, str]]:
 
 
 def page(cluster: Cluster, constants: Calibration) -> str:
-    """The page of `partc cluster show`."""
+    """The text that `partc cluster show` prints."""
     device = cluster.device
     peaks = ", ".join(f"{rate / 1e12:g} {name}" for name, rate in sorted(device.peak.items()))
     rows = [

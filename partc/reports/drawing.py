@@ -1,4 +1,4 @@
-"""Pictures of a program as data: positions of boxes, lines and bars, which templates draw."""
+"""Pictures of a program as data: the positions of boxes, lines and bars that templates draw."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class NodeBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """A line from one box to another; `text` is the layout of the value that flows along it, labelled once."""
+    """A line from one box to another. `text` is the layout of the value that flows along it; each value is labelled
+    once.
+    """
 
     path: str
     text: str
@@ -47,7 +49,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A computation on the timeline, in percent of the picture; `second` is every other stage of a rank."""
+    """A computation on the timeline, in percent of the picture's width. `second` marks every other stage of a rank."""
 
     left: float
     width: float
@@ -58,7 +60,9 @@ class Bar:
 
 
 def draw(region: Region, graph: Graph, sizes: Sizes) -> Drawing:
-    """Place operations in layers: each below everything it reads, each layer ordered by its readers."""
+    """Place operations in layers. Each operation is below everything that it reads; each layer is ordered by its
+    readers.
+    """
     types = region.types(graph)
     makers: dict[str, int] = {value.name: index for index, value in enumerate(graph.inputs)}
     nodes: list[tuple[str, Op | None]] = [(value.name, None) for value in graph.inputs]

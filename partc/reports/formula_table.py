@@ -1,4 +1,4 @@
-"""Tables of formulas: the meanings of names, then for each region the saved bytes, traffic and flops of a call.
+"""Tables of formulas: the meanings of names; then, for each region, the saved bytes, traffic and flops of a call.
 
 block: 2 calls, each on one rank and for one microbatch
   saved for backward        b·s·h·(4 + 30/tp + 5·a·s/(h·tp) + 8/(h·tp))     192.5 KiB
@@ -25,7 +25,7 @@ Row = tuple[str, str, str]
 
 
 def page(found: Formulas, *, region: str | None = None, width: int = 120) -> str:
-    """The formulas of all regions, or of one. Raises PartcError P0605 if there is no such region."""
+    """The formulas of all regions, or of one region, as text. Raises PartcError P0605 if no region has this name."""
     from rich.console import Console
 
     out = io.StringIO()
@@ -85,11 +85,11 @@ def chosen(found: Formulas, region: str | None) -> Sequence[RegionFormulas]:
 
 
 def arranged(found: Formulas, formula: Expr) -> str:
-    """A sum with the common factors of its terms in front, with h if a term has no other factor."""
+    """A sum as text, with the common factors of its terms in front; also with h, if a term has no other factor."""
     from sympy import Integer, cancel
 
     shares = [axis for axis in formula.free_symbols if formula.subs(axis, 1) == 0]
-    for axis in shares:  # a ring's ranks receive from all but themselves
+    for axis in shares:  # the ranks of a ring receive from all other ranks
         formula = cancel(formula / (axis - 1))
     terms = [term.as_coeff_Mul() for term in formula.expand().as_ordered_terms()]
     common: Any = Integer(1)
@@ -118,13 +118,13 @@ def _size(found: Formulas, term: Expr) -> float:
 
 
 def _text(term: Expr) -> str:
-    """One product of numbers and symbols."""
+    """A product of numbers and symbols, as text."""
     top, bottom = (_product(part) for part in term.as_numer_denom())
     return top + ("" if bottom == "1" else f"/({bottom})" if "·" in bottom else f"/{bottom}")
 
 
 def _product(term: Expr) -> str:
-    """The letters of a product in the order that papers use."""
+    """The letters of a product, in the order that papers use."""
     count, rest = term.as_coeff_Mul()
     powers = {str(base): int(power) for base, power in rest.as_powers_dict().items() if base.is_Symbol}
     ordered = sorted(powers, key=lambda name: (len(name) > 1, ORDER.find(name) % len(ORDER), name))
@@ -171,7 +171,7 @@ def _entry(found: Formulas, formula: Expr) -> dict[str, Any]:
 
 
 def _grid(rows: Iterable[Row]) -> object:
-    """Three columns; where the second is text, the third has numbers."""
+    """The rows in three columns. Numbers are aligned right: the second column if it has numbers alone, else the third."""
     from rich.table import Table
 
     rows = list(rows)

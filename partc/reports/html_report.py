@@ -21,10 +21,10 @@ from partc.reports.memory_chart import stacked
 from partc.reports.schedule_comparison import candidates, figures
 from partc.runtime.optimizer.recipe import DEFAULT
 
-MOST_RANKS = 64  # of a mesh whose ranks are drawn; a larger one is drawn by its axes
-MOST_NAMES = 4  # ranks that a group lists
+MOST_RANKS = 64  # the largest mesh whose ranks are drawn; a larger mesh is drawn by its axes
+MOST_NAMES = 4  # so many ranks of a group are listed
 MOST_MICROBATCHES = 64
-MOST_BARS = 6000  # of all schedules together; with more only their figures are shown
+MOST_BARS = 6000  # of all schedules together; with more, only figures are shown
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Branch:
 
     name: str
     branches: dict[str, Branch] = field(default_factory=dict)
-    calls: list[list[Call]] = field(default_factory=list)  # neighbours of one region and stage together
+    calls: list[list[Call]] = field(default_factory=list)  # neighbouring calls of one region and stage are in one list
 
 
 def page(program: Program, *, optimizer: str = DEFAULT, groups: Sequence[str] = ()) -> str:
@@ -79,7 +79,7 @@ def _facts(program: Program, step: Timeline, account: Account) -> list[tuple[str
 
 
 def _tree(program: Program) -> Branch:
-    """The calls by module; consecutive calls of one region and stage are folded."""
+    """The calls by module. Consecutive calls of one region and stage are folded."""
     root = Branch(program.name)
     for call in program.calls:
         place = root
@@ -94,7 +94,7 @@ def _tree(program: Program) -> Branch:
 
 
 def _parameters(program: Program) -> list[Mapping[str, Any]]:
-    """The parameters; those that differ in the numbers of their names alone are folded."""
+    """The parameters. Those whose names differ only in numbers are folded."""
     found: dict[tuple[object, ...], list[Parameter]] = {}
     for parameter in program.parameters:
         key = (re.sub(r"\d+", "*", parameter.name), str(parameter.type), parameter.reduce, parameter.trainable)
@@ -118,7 +118,7 @@ def _peaks(program: Program, account: Account) -> list[Mapping[str, Any]]:
 
 
 def _graphs(program: Program) -> list[Mapping[str, Any]]:
-    """Every region's graphs, drawn."""
+    """The drawn graphs of every region."""
     found: list[Mapping[str, Any]] = []
     for region in program.regions:
         titles = ("forward", "backward" if region.weight is None else "backward, inputs", "backward, weights")
@@ -129,14 +129,14 @@ def _graphs(program: Program) -> list[Mapping[str, Any]]:
 
 
 def _first(program: Program) -> int:
-    """The graph shown first: the body with the most operations in all its calls."""
+    """The position of the graph that is shown first: the region with the most operations over all its calls."""
     titles = [region.name for region in program.regions for graph in region.graphs]
     work = {r.name: len(r.forward.ops) * len(program.calls_to(r.name)) for r in program.regions}
     return titles.index(max(work, key=lambda name: work[name]))
 
 
 def _lines(program: Program, step: Timeline) -> list[Mapping[str, Any]]:
-    """The timeline of each pipeline coordinate, common to its ranks."""
+    """The timeline of each pipeline coordinate, which all its ranks share."""
     mesh = program.mesh
     others = tuple(name for name in mesh.names if name != PIPELINE_AXIS)
     return [
@@ -154,7 +154,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _schedules(program: Program) -> list[Mapping[str, Any]]:
-    """Every schedule on equal ranks, all at one scale."""
+    """Every schedule on equal ranks, all at the same scale."""
     ranks = program.mesh.axis(PIPELINE_AXIS)
     each = program.stages // ranks
     found = candidates(ranks, program.microbatches, virtual_stages=each if each > 1 else None)
@@ -192,7 +192,7 @@ def _axes(mesh: Mesh) -> list[Mapping[str, Any]]:
 
 
 def _ranks(program: Program) -> Mapping[str, list[list[tuple[int, str]]]]:
-    """Ranks in a grid for each pipeline coordinate: the last axis along rows."""
+    """For each pipeline coordinate, its ranks in a grid, with the mesh's last axis along rows."""
     mesh = program.mesh
     last = mesh.axes[-1] if mesh.axes[-1][0] != PIPELINE_AXIS else ("", 1)
     groups: dict[str, list[list[tuple[int, str]]]] = {}

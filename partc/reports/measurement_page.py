@@ -12,8 +12,8 @@ from partc.quoting import environment
 
 _Axis = Callable[[float], float]
 
-WIDE, HIGH, LOW = 1000.0, 300.0, 90.0  # of a chart of durations, and of its residuals below
-_KINDS = 6  # colours
+WIDE, HIGH, LOW = 1000.0, 300.0, 90.0  # of a chart of durations; LOW: the height of its residuals below
+_KINDS = 6  # number of colours
 _RATES = {"flops": "Gflop/s", "bytes": "GB/s", "elements": "G/s"}
 _GROUPS = (
     ("Matrix products and attention", "flops", ("product", "attention")),
@@ -25,7 +25,7 @@ _GROUPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredDot:
-    """A measured duration in a chart: its place, and its residual below."""
+    """A measured duration in a chart: its position, and the position of its residual below."""
 
     x: float
     y: float
@@ -36,7 +36,7 @@ class MeasuredDot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedLine:
-    """The line through the durations of a kind, in words and as a path."""
+    """The fitted line of a kind of durations, in words and as a path."""
 
     colour: int
     path: str
@@ -45,7 +45,7 @@ class FittedLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredChart:
-    """Durations over work, both on logarithmic axes, with the residuals of the lines in percent."""
+    """A chart of durations over work, both on logarithmic axes, with the residuals of the lines in percent."""
 
     title: str
     unit: str
@@ -129,7 +129,7 @@ def _drawn(
 
 
 def _decades(values: Sequence[float]) -> tuple[int, int]:
-    """The powers of ten around some values."""
+    """The exponents of the powers of ten around some values."""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     return low, max(high, low + 1)
 

@@ -9,8 +9,8 @@ from partc.cost.memory import Account
 from partc.ir.printer import readable
 
 WIDTH, HEIGHT = 1000.0, 190.0  # in pixels
-MOST_STACKS = 250  # more actions than these are drawn as the fullest of each few
-# From below: permanent, of a step, temporary.
+MOST_STACKS = 250  # of more actions, groups are drawn by their fullest action
+# From bottom to top: permanent, for the length of a step, temporary.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("parameters", "copies"),
     "gradients": ("gradients",),
@@ -32,7 +32,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """The peak of an action."""
+    """The drawn peak of an action."""
 
     x: float
     width: float
@@ -42,13 +42,13 @@ class Stack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A step of the rank with the highest peak."""
+    """The picture of a step of the rank with the highest peak."""
 
     title: str
     width: float
     height: float
     stacks: tuple[Stack, ...]
-    legend: tuple[tuple[str, str], ...]  # kinds, and their bytes where most is held
+    legend: tuple[tuple[str, str], ...]  # kinds, and their bytes at the peak
 
 
 def stacked(account: Account, actions: Sequence[tuple[str, Mapping[str, int]]]) -> Picture:

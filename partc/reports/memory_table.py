@@ -21,10 +21,10 @@ from partc.cost.memory import CATEGORIES, RESERVE, Account, Moment, RankMemory
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.printer import readable
 
-MOST_ALIVE = 16  # things that are listed
+MOST_ALIVE = 16  # so many entries are listed
 MOST_PLACES = 16  # pipeline ranks
 HEIGHT = 8
-SHORT = {"parameters": "params", "temporaries": "temps", "communication": "comm"}  # where columns stand side by side
+SHORT = {"parameters": "params", "temporaries": "temps", "communication": "comm"}  # for narrow columns
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
@@ -98,8 +98,8 @@ def _alive(rank: RankMemory) -> object:
 
 
 def chart(timeline: Sequence[Moment], *, width: int) -> Iterator[str]:
-    """A step in time, from left to right, in rows of blocks; the lowest row stands at half of the bytes that are always
-    held.
+    """The memory over a step, from left to right, in rows of blocks. The lowest row starts at half of the bytes that
+    are always held.
     """
     top = max((moment.peak for moment in timeline), default=0)
     floor = min((moment.after for moment in timeline), default=0) // 2
@@ -114,7 +114,7 @@ def chart(timeline: Sequence[Moment], *, width: int) -> Iterator[str]:
 
 
 def _columns(timeline: Sequence[Moment], width: int) -> list[tuple[str, int]]:
-    """The peak of each group of actions, with the first action's name; a short step has wide columns."""
+    """The peak of each group of actions, with the first action's name. A short step has wide columns."""
     each = max(1, -(-len(timeline) // width))
     wide = max(1, min(6, width // max(1, len(timeline))))
     found = []
@@ -126,7 +126,7 @@ def _columns(timeline: Sequence[Moment], width: int) -> list[tuple[str, int]]:
 
 
 def _ticks(names: Sequence[str]) -> str:
-    """The names of actions, as many as fit."""
+    """A line with the names of as many actions as fit."""
     line = ""
     for at, name in enumerate(names):
         if name and " " not in name and len(line) <= at and at + len(name) <= len(names):

@@ -18,11 +18,11 @@ from partc.planner.planning import PlanChoice
 from partc.planner.reasons import reason, shown
 from partc.planner.variations import Variation
 
-_UNPROVED = 0.999  # a larger gap is that of a search without bounds
+_UNPROVED = 0.999  # a larger gap comes from a search without bounds
 
 
 def page(choice: PlanChoice, top: int, *, width: int = 140) -> str:
-    """The best plans, side by side, and the proof's figures."""
+    """The table of the best plans, and the figures of the proof."""
     from rich.console import Console
     from rich.table import Table
 
@@ -54,7 +54,7 @@ def page(choice: PlanChoice, top: int, *, width: int = 140) -> str:
 
 
 def variation_table(choice: PlanChoice, found: Sequence[Variation]) -> str:
-    """The best plans of other requests, and the change of throughput that each brings."""
+    """The table of other requests' best plans, with the change of throughput that each brings."""
     rows = [("if", "step", "throughput", "memory", "best plan")]
     rate = choice.space.batch / choice.best.seconds
     for each in found:
@@ -73,7 +73,7 @@ def variation_table(choice: PlanChoice, found: Sequence[Variation]) -> str:
 
 
 def gap(choice: PlanChoice) -> str:
-    """The figure that is proved about all other plans."""
+    """The statement that is proved about all other plans."""
     outcome = choice.outcome
     if outcome.wrong:
         return f"no gap is proved: the bound of {words(outcome.wrong[0].plan)} is above its prediction, a bug in partc"
@@ -85,7 +85,7 @@ def gap(choice: PlanChoice) -> str:
 
 
 def words(plan: ParallelPlan) -> str:
-    """A plan in short: the mesh, and the options that are not the defaults."""
+    """A plan in short: its mesh, and the options that differ from the defaults."""
     parts = [plan.mesh, f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"]
     if plan.experts is not None:
         parts.insert(1, f"experts {plan.experts}")
@@ -107,10 +107,10 @@ def words(plan: ParallelPlan) -> str:
 
 
 def figure(number: float) -> str:
-    """A number in four digits or more, without an exponent."""
+    """A number with at least four digits, without an exponent."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def duration(seconds: float) -> str:
-    """A time in three digits."""
+    """A time with three digits."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -19,12 +19,12 @@ from partc.quoting import environment, shown_lines
 from partc.reports.plan_choice import duration, figure, gap, words
 
 WIDE, HIGH = 1000.0, 300.0  # of a chart's area
-STEPS = 4  # that are drawn side by side
-MOST_ROWS = 8  # pipeline ranks of a step that are drawn
-MOST_BARS = 4000  # of all steps together; with more only figures are shown
+STEPS = 4  # so many steps are drawn side by side
+MOST_ROWS = 8  # so many pipeline ranks of a step are drawn
+MOST_BARS = 4000  # of all steps together; with more, only figures are shown
 _TICKS = 5
-_NARROW = 0.4  # of the thousand units of a picture's width: shorter waits are not drawn
-_PARTS = 5  # kinds of time that have a colour; the last one is for all others
+_NARROW = 0.4  # of a picture's width of 1000 units: shorter waits are not drawn
+_PARTS = 5  # kinds of time that have a colour; the last colour is for all others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ def _searched(choice: PlanChoice) -> str:
 
 
 def _memory(choice: PlanChoice, front: Sequence[Played]) -> PlanChart:
-    """All simulated plans, and the line of those that no other one beats in time and memory alike."""
+    """The chart of all simulated plans, with the line of the plans that no other plan beats in both time and memory."""
     best = choice.best
     known = [each for each in (*choice.outcome.fitting, *choice.outcome.others) if each.error is None]
     plans = {each.plan: each for each in (*known, *front)}
@@ -187,7 +187,7 @@ def _memory(choice: PlanChoice, front: Sequence[Played]) -> PlanChart:
 
 
 def _efficient(played: Sequence[Played]) -> list[Played]:
-    """The Pareto set: by growing memory, each plan that is quicker than all that hold less."""
+    """The Pareto set, by growing memory: each plan that is quicker than all plans that hold less."""
     found: list[Played] = []
     for each in sorted(played, key=lambda each: (each.bytes, each.seconds)):
         if not found or each.seconds < found[-1].seconds:
@@ -196,7 +196,7 @@ def _efficient(played: Sequence[Played]) -> list[Played]:
 
 
 def _stairs(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Between two plans of the front, only the slower one fits."""
+    """Yields the points of a step function: between two plans of the front, only the slower one fits."""
     before: float | None = None
     for x, y in points:
         if before is not None:
@@ -206,7 +206,9 @@ def _stairs(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, floa
 
 
 def _throughput(scaled: Sequence[Any]) -> PlanChart:
-    """Samples a second over ranks, both on logarithmic scales, and the line of a constant rate of each rank."""
+    """The chart of samples per second over ranks, both on logarithmic scales, with the line of a constant rate per
+    rank.
+    """
     least = scaled[0]
     rates = [each.rate for each in scaled]
     ideal = [least.rate * each.ranks / least.ranks for each in scaled]
@@ -264,7 +266,7 @@ def _path(points: Iterator[tuple[float, float]]) -> str:
 def _steps(
     planner: Planner, choice: PlanChoice, found: Sequence[Played]
 ) -> tuple[list[PlanStep], list[tuple[int, str]]]:
-    """The steps of some plans at one scale, and the legend of their parts."""
+    """The steps of some plans at the same scale, and the legend of their parts."""
     best = choice.best
     longest = max(each.seconds for each in found)
     names = _ranked([parts(each) for each in found])
@@ -314,14 +316,14 @@ def _ranked(found: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _spread(places: int) -> list[int]:
-    """The pipeline ranks that are drawn: all of few, else some of them from the first to the last."""
+    """The pipeline ranks that are drawn: all if they are few, else evenly spread ones from the first to the last."""
     if places <= MOST_ROWS:
         return list(range(places))
     return [round(index * (places - 1) / (MOST_ROWS - 1)) for index in range(MOST_ROWS)]
 
 
 def _bars(spans: Sequence[ForecastSpan], longest: float) -> Iterator[ActionBar]:
-    """A pipeline rank's actions, and on them the waits in which it computes nothing."""
+    """Yields the bars of a pipeline rank's actions, and of the waits inside them."""
     for span in spans:
         width = 1000 * span.inside.seconds / longest
         if width <= 0:
@@ -342,7 +344,7 @@ def _bars(spans: Sequence[ForecastSpan], longest: float) -> Iterator[ActionBar]:
 
 
 def _idle(span: ForecastSpan) -> Iterator[tuple[float, float]]:
-    """The parts of an action without computation."""
+    """Yields the intervals of an action without computation."""
     now = 0.0
     for piece in sorted((piece for piece in span.inside.pieces if not piece.segment.op), key=lambda piece: piece.start):
         if piece.start > now:

@@ -9,7 +9,7 @@ from partc.ir.printer import readable
 
 
 def table(names: Sequence[str], found: Sequence[Mapping[str, Any]]) -> str:
-    """The predictions of plans with these names, as text."""
+    """The table of the predictions of named plans, as text."""
     width = max(map(len, names), default=0)
     lines = [f"{'':>4} {'mesh':<{width}}  {'step':>11} {'compute':>11} {'exposed':>11} {'bubble':>11}  memory"]
     for number, (name, each) in enumerate(zip(names, found, strict=True), 1):

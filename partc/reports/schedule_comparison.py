@@ -1,7 +1,7 @@
-"""Schedules side by side: length of a step, idle time, activations in flight.
+"""The comparison of schedules: length of a step, idle time, activations in flight.
 
-All schedules do the same work: a rank takes equally long for a microbatch, by default one unit of time forward and two
-backward, whatever its number of stages.
+All schedules do the same work: whatever its number of stages, a rank takes equally long for a microbatch, by default
+one unit of time forward and two backward.
 
     schedule     stages  length   idle  microbatches in flight, rank by rank
     1f1b              2      12  25.0%  2 1
@@ -21,7 +21,7 @@ from partc.cost.simulation import Durations, Timeline, simulate
 from partc.schedules import SCHEDULES, compute_order, stage_ranks
 from partc.schedules.table import Table
 
-MOST_RANKS = 16  # of which each one's peak is written
+MOST_RANKS = 16  # up to so many ranks, each rank's peak is shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Candidate:
 
     @property
     def in_flight(self) -> tuple[float, ...]:
-        """The peak activations of each rank, in microbatches of all its stages."""
+        """The peak activations of each rank; one microbatch through all its stages counts 1."""
         ranks = len(self.timeline.ranks)
         return tuple(peak * ranks / self.stages for peak in self.timeline.in_flight)
 
@@ -50,8 +50,8 @@ def candidates(
 ) -> tuple[Candidate, ...]:
     """All schedules for these numbers of pipeline ranks and microbatches, and the user's own table.
 
-    A looped schedule has `virtual_stages` on each rank, if given and if the schedule divides its stages. `durations`
-    are those of a rank for a microbatch, all its stages together.
+    A schedule that allows several stages on a rank has `virtual_stages` on each, if that number is given. `durations`
+    are for one microbatch on one rank, through all its stages.
     """
     found = []
     for kind in SCHEDULES.values():
@@ -68,12 +68,12 @@ def candidates(
 
 
 def text(found: Sequence[Candidate], *, width: int) -> str:
-    """A table of figures, then the timelines at one scale, if they fit into `width` columns."""
+    """A table of figures; then the timelines at the same scale, if they fit into `width` columns."""
     return "\n".join([*_figures(found), *_drawings(found, width)]) + "\n"
 
 
 def figures(candidate: Candidate) -> tuple[str, str, str, str]:
-    """Stages, length, idle share and peaks, in words."""
+    """The number of stages, the length, the idle share and the peaks, in words."""
     peaks = " ".join(f"{peak:.3g}" for peak in candidate.in_flight)
     if len(candidate.in_flight) > MOST_RANKS:
         peaks = f"{max(candidate.in_flight):.3g} at most"
@@ -110,7 +110,7 @@ def _drawings(found: Sequence[Candidate], width: int) -> Iterator[str]:
 
 
 def _lines(candidate: Candidate, scale: float) -> Iterator[str]:
-    """A rank's computations, `scale` columns for a unit of time."""
+    """Yields a line for each rank's computations, with `scale` columns for a unit of time."""
     for line in candidate.timeline.ranks:
         order = sorted({span.compute.stage for span in line})
         drawn = ""

@@ -19,7 +19,7 @@ MOST_STAGES = 1 << 20
 
 
 def stage_ranks(kind: ScheduleKind, ranks: int, stages: int) -> tuple[int, ...]:
-    """The pipeline rank of every stage. Raises PartcError P0406 if the schedule cannot place that many stages."""
+    """The pipeline rank of every stage. Raises PartcError P0406 if the schedule cannot place this number of stages."""
     each, rest = divmod(stages, ranks)
     if rest or each < 1 or (kind.placement != "loop" and each != kind.stages_per_rank):
         wanted = "one or more, the same number," if kind.placement == "loop" else str(kind.stages_per_rank)

@@ -1,8 +1,9 @@
-"""DualPipeV: two stages a rank, there and back, with a forward pass of one beside a backward pass of the other.
+"""DualPipeV: two stages on each rank, there and back; a forward pass of one is paired with a backward pass of the
+other.
 
 DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1 (DualPipe), in the form that keeps each weight once:
-github.com/deepseek-ai/DualPipe, dualpipev.py. The steps have the same numbers. Computations that are meant to run side
-by side run one after the other here, forward first.
+github.com/deepseek-ai/DualPipe, dualpipev.py. The comments number the steps as that file does. Computations that should
+run concurrently run one after the other here, forward first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def order(rank: int, ranks: int, stages: int, microbatches: int) -> list[Compute
     f1, i1, _ = steps_of(back)
     b0: Step = ("B", there)
     b1: Step = ("B", back)
-    half = rank + 1  # of the last backward passes are whole; the weights of the others wait
+    half = rank + 1  # so many of the last backward passes are whole; the weights of the others wait
     steps: list[Step] = [
         *[f0] * (2 * after),  # 1
         *[f0, f1] * (rank + 1),  # 2

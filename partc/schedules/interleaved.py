@@ -1,7 +1,7 @@
 """Interleaved 1F1B: v stages on every rank, assigned round-robin, so that a pipeline fills v times as fast.
 
 Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.2.
-The idle time is 1F1B's divided by v, at v times the transfers.
+The idle time is 1F1B's divided by v; there are v times as many transfers.
 """
 
 from __future__ import annotations

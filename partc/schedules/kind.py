@@ -14,8 +14,8 @@ Order = Callable[[int, int, int, int], "list[Compute]"]
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The computation of a microbatch by a stage: forward (F), backward (B), or half of backward (I: inputs, W:
-    weights).
+    """A stage's computation for one microbatch: forward (F), backward (B), or half of backward (I: gradients of inputs,
+    W: of weights).
     """
 
     stage: int
@@ -30,10 +30,10 @@ class Compute:
 class ScheduleKind:
     """A schedule.
 
-    `placement` assigns stages to ranks: one each ("line"), round-robin ("loop": 0 1 2 0 1 2), or there and back ("v": 0
-    1 2 2 1 0). `stages_per_rank` is the default number of stages of a rank; only a loop may have another. `order(rank,
-    ranks, stages, microbatches)` lists the computations of a rank, for any number of microbatches. `does` is a
-    description in one line.
+    `placement` assigns stages to ranks: one stage each ("line"), round-robin ("loop": 0 1 2 0 1 2), or there and back
+    ("v": 0 1 2 2 1 0). `stages_per_rank` is the default number of stages on a rank; only a loop allows another.
+    `order(rank, ranks, stages, microbatches)` lists the computations of a rank, for any number of microbatches. `does`
+    is a description in one line.
     """
 
     name: str
@@ -47,8 +47,8 @@ class ScheduleKind:
 def rounds(ranks: int, microbatches: int) -> tuple[int, ...]:
     """The sizes of the groups in which a loop takes microbatches: close to the number of ranks, the largest first.
 
-    Narayanan et al. 2021 require multiples of the number of ranks; groups of unequal size allow any number. Where
-    torch.distributed.pipelining can form equal groups, these are the same.
+    Narayanan et al. 2021 require multiples of the number of ranks; groups of unequal size allow any number. If
+    torch.distributed.pipelining can form equal groups, the groups here are the same.
     """
     count = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, count)
@@ -69,8 +69,8 @@ def looped(rank: int, ranks: int, stages: int, microbatches: int, kind: Literal[
     return found
 
 
-Step = tuple[ComputeKind, int | None]  # a computation before it has its microbatch; its stage
-WAITING: Step = ("W", None)  # of the oldest I that has no W yet
+Step = tuple[ComputeKind, int | None]  # a computation whose microbatch is not known yet, and its stage
+WAITING: Step = ("W", None)  # W for the oldest I that has no W yet
 
 
 def steps_of(stage: int) -> tuple[Step, Step, Step]:
@@ -79,10 +79,10 @@ def steps_of(stage: int) -> tuple[Step, Step, Step]:
 
 
 def numbered(steps: Iterable[Step], microbatches: int) -> list[Compute]:
-    """Steps with their microbatches: each stage takes them in order, W after I.
+    """The computations of the steps: each stage takes its microbatches in order, W after I.
 
-    Steps of microbatches that do not exist are left out, and so are steps that wait for them; thus a schedule that is
-    written for many microbatches also serves for few.
+    Steps of microbatches that do not exist are left out, as are steps that wait for them, so that a schedule for many
+    microbatches also serves few.
     """
     return [compute for compute in _counted(steps) if compute.microbatch < microbatches]
 

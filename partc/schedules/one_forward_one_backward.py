@@ -1,8 +1,8 @@
 """1F1B: a stage starts its backward passes as soon as the first can run, and then alternates.
 
 Narayanan et al. 2019, "PipeDream", section 3.2, with the flush of Narayanan et al. 2021, "Efficient Large-Scale
-Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1. The idle time is GPipe's, but rank r keeps at
-most p - r microbatches in flight, whatever their number.
+Language Model Training on GPU Clusters Using Megatron-LM", section 2.2.1. The idle time equals GPipe's, but rank r has
+at most p - r microbatches in flight, whatever the total number.
 """
 
 from __future__ import annotations

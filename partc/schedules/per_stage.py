@@ -1,4 +1,4 @@
-"""Decisions that differ by stage, as text: `9,8*2,9` are the numbers of calls, `full*2/none*6` ways of recomputing."""
+"""The text form of decisions by stage: numbers of calls as in `9,8*2,9`, ways of recomputing as in `full*2/none*6`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
 
-MOST_EQUAL = 10**6  # stages that follow each other
+MOST_EQUAL = 10**6  # the most stages that one `*` may stand for
 
 
 def expanded(text: str, separator: str) -> list[str]:
-    """The values by stage; `8*2` stands for two of 8."""
+    """The values by stage; `8*2` stands for 8 twice."""
     words = (
         re.fullmatch(r"(.*?)(?:\*([1-9][0-9]{0,5}))?", word.strip(), flags=re.DOTALL) for word in text.split(separator)
     )
@@ -18,11 +18,11 @@ def expanded(text: str, separator: str) -> list[str]:
 
 
 def shortened(values: Iterable[object], separator: str) -> str:
-    """The text that `expanded` reads, with equal neighbours as one."""
+    """The text that `expanded` reads, with equal neighbours combined."""
     found = ((value, len(list(equal))) for value, equal in groupby(map(str, values)))
     return separator.join(value if number == 1 else f"{value}*{number}" for value, number in found)
 
 
 def stage_kinds(recompute: str) -> Sequence[str]:
-    """The ways of recomputing by stage; one for all stages, if the text gives no more."""
+    """The ways of recomputing by stage; a single one stands for all stages."""
     return expanded(recompute, "/")

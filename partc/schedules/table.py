@@ -6,8 +6,8 @@
 This is the grammar of torch.distributed.pipelining: F is a stage's forward pass, B its backward pass, I and W the
 halves of a backward pass (gradients of inputs and of weights), with the stage before and the microbatch after the
 letter. `(0F1;3B0)OVERLAP_F_B` is a pair, which runs in sequence here. Tables that torch prints with transfers can be
-read as well. SEND_F, RECV_F, SEND_B and RECV_B must then fit the computations; partc places transfers directly beside
-their computations, which delays nobody. UNSHARD, RESHARD and REDUCE_GRAD do not affect the order of computations and
+read as well. SEND_F, RECV_F, SEND_B and RECV_B must then fit the computations; partc places transfers directly next to
+their computations, which delays no rank. UNSHARD, RESHARD and REDUCE_GRAD do not affect the order of computations and
 are ignored.
 """
 
@@ -25,7 +25,7 @@ from partc.schedules.kind import Compute, ComputeKind
 _ACTION = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,6})", re.ASCII)
 _PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_SHOWN = 80  # characters of a cell in a message
+_SHOWN = 80  # so many characters of a cell are shown in a message
 COMPUTES = ("F", "B", "I", "W")
 
 
@@ -131,7 +131,7 @@ class _TableReader:
                     )
 
     def _places(self, rows: Sequence[Sequence[Cell]]) -> tuple[int, ...]:
-        """The rank of every stage: a stage has one rank, a rank has at least one stage."""
+        """The rank of every stage. Raises unless each stage has one rank, and each rank at least one stage."""
         found: dict[int, Cell] = {}
         for row in rows:
             for cell in row:
@@ -177,7 +177,7 @@ class _TableReader:
         raise PartcError("P0410", f"the row lacks {action}", help=_ONCE, source=Source(file=self.file, line=beside.row))
 
     def _check_order(self, rows: Sequence[Sequence[Cell]], stages: int) -> None:
-        """Play the table: a forward pass needs the stage before, a backward pass the stage after."""
+        """Check by playing the table that it does not deadlock: F needs the stage before, B the stage after."""
         given = {str(cell) for row in rows for cell in row}
         needs = {str(cell): tuple(self._needs(cell, stages, given)) for row in rows for cell in row}
         done: set[str] = set()
@@ -187,14 +187,16 @@ class _TableReader:
                 done.add(str(row.pop(0)))
         stuck = [(row, next(need for need in needs[str(row[0])] if need not in done)) for row in left if row]
         if stuck:
-            # A cell that waits for its own row is the cause; the others may only wait for that one.
+            # A cell that waits for its own row is the cause; other cells may only wait for this cell.
             row, lacking = min(stuck, key=lambda item: item[1] not in map(str, item[0]))
             behind = next((other[0] for other, _ in stuck if lacking in map(str, other)), row[0])
             where = "later in its row" if behind is row[0] else f"in row {behind.row}, where {behind} waits as well"
             raise self._wrong("P0411", row[0], f"it waits for ever for {lacking}, {where}", _ORDER)
 
     def _needs(self, cell: Cell, stages: int, given: set[str]) -> Iterator[str]:
-        """The actions that a cell waits for: transfers if the table has them, else the computations behind them."""
+        """Yields the actions for which a cell waits: transfers if the table has them, else the computations that they
+        connect.
+        """
         stage, index = cell.stage, cell.microbatch
         forward = cell.kind[-1] == "F"
         before = stage - 1 if forward else stage + 1

@@ -1,8 +1,8 @@
-"""ZB-V: two stages a rank, there and back, with gradients of weights in the otherwise idle time.
+"""ZB-V: two stages on each rank, there and back, with gradients of weights in the otherwise idle time.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6. If F, I and W take equally long, the only idle time is
 the filling and draining of the pipeline by F and W of single stages, and every rank keeps the activations of p
-microbatches of its two stages, as much as the first rank of 1F1B.
+microbatches of its two stages: as much as the first rank of 1F1B.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def _entry(found: Formulas, formula: Expr) -> dict[str, Any]:
 
 
 def _grid(rows: Iterable[Row]) -> object:
-    """The rows in three columns. Numbers are aligned right: the second column if it has numbers alone, else the third."""
+    """A table of three columns. Numbers are right-aligned: the second column if it has only numbers, else the third."""
     from rich.table import Table
 
     rows = list(rows)

@@ -192,7 +192,7 @@ CAUSES: dict[str, tuple[Changes, str, str]] = {
     "a loss of integers": (((OUT, "h.argmax(-1).sum()"),), "the loss is i64", "mean or sum"),
     "lengths of sequences": (
         ((LINEAR, f"{LINEAR}; self.gru = nn.GRU(1, 2, batch_first=True)"),
-         (OUT, "self.gru(nn.utils.rnn.pack_padded_sequence(h[..., None], 3 + (h[:, 0] > 0), True, False))[1].sum()")), NO_VALUES, "pack_padded_sequence"
+         (OUT, "self.gru(nn.utils.rnn.pack_padded_sequence(h[..., None], 3 + (h[:, 0] > 0), True, False))[0].data.sum()")), "reads the data of packed sequences", "mask them"
     ),
     "selected rows of examples": (((OUT, "(h[h > 0].reshape(4, -1) + h[:, :6]).sum()"),), "should be broadcastable to", "argsort"),
     "gradients in forward": (((OUT, "h.sum().backward() or h.sum()"),), "computes gradients itself", "differentiates"),

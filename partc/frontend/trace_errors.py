@@ -61,7 +61,7 @@ KNOWN: tuple[Known, ...] = (
     Known(
         pattern=r"TypeError: \w+\(\): argument 'size' failed to unpack .*FakeTensor",
         cause="a size depends on the values of a tensor",
-        help="keep padded rows and mask them: in place of pack_padded_sequence, gather the states at the last steps",
+        help="keep padded rows and mask them",
     ),
     Known(
         pattern=r"at least two devices, (?:meta and \S+|\S+ and meta)!",

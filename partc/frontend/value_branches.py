@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from partc.errors import PartcError, Source
 from partc.frontend.alignments import ctc_loss
 from partc.frontend.by_tensor import ByTensor
+from partc.frontend.packed_sequences import NOT_PACKED, PackedSequences
 from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.row_counts import Unsettled
 from partc.frontend.selected_rows import NOT_SELECTED
@@ -102,6 +103,7 @@ class ValueWatch(TorchFunctionMode):
         self._drawn = RandomTests()
         self.assumed: dict[Source, str] = {}  # the text of each guard
         self._known: ByTensor[Tensor] = ByTensor()
+        self._packed = PackedSequences(self.knows, self.know)
         self._finite: ByTensor[bool] = ByTensor()  # tests for finite numbers -> their outcome if all are finite
         self.selections = Selections(
             selects=outcomes.selects,
@@ -216,6 +218,9 @@ class ValueWatch(TorchFunctionMode):
                 return made
         found = self.selections.call(func, name, args, kwargs, sys._getframe(1))
         if found is not NOT_SELECTED:
+            return found
+        found = self._packed.call(func, name, args, kwargs, sys._getframe(1))
+        if found is not NOT_PACKED:
             return found
         if name == "bincount" and self._known.get(args[0]) is None and (counts := counted(*args, **kwargs)) is not None:
             return counts

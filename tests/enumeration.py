@@ -171,7 +171,8 @@ def compared(given: Cases, simulator: Simulator | None = None, most: int = _MOST
                 yield played(found), of[plan]
 
     of = {plan: family for family in families for plan in family.plans()}
-    bounds = {id(each): planner.bounds.of_family(each, planner.bounds.simple(each.least)) for each in families}
+    first = {id(each): planner.bounds.of_all_orders(each, planner.bounds.simple(each.least)) for each in families}
+    bounds = {id(each): planner.bounds.of_family(each, first[id(each)]) for each in families}
     sizes = sorted(each.bytes for each, _ in suited(2**60) if each.error is None)
     if not sizes:
         return None

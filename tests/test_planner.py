@@ -593,6 +593,23 @@ def test_the_bound_of_a_mesh_counts_the_time_in_which_its_pipeline_fills(small: 
         assert bounds[plan.microbatches] <= small.bounds.wide(plan, known).seconds <= small.predicted(plan).step_seconds
 
 
+def test_orders_of_axes_share_a_bound_without_collectives() -> None:
+    cluster = preset("2x4xH100-80GB")
+    options = {"batch": 16, "size": "1b", "depth": 3, "seq": 512}
+    decided = fixed("pp=2,tp=2,dp=2,recompute=none,stage_calls=balanced,microbatches=2")
+    limit = cluster.device.memory
+    planner = Planner(Request(model=GPT, cluster=cluster, ranks=8, limit=limit, options=options, fixed=decided))
+    families = [*planner.space.families()]
+    shared, own = set(), []
+    for family in families:
+        known = planner.bounds.simple(family.least)
+        first = planner.bounds.of_all_orders(family, known)
+        own.append(planner.bounds.of_family(family, known).seconds)
+        assert known.seconds < first.seconds <= own[-1]
+        shared.add(first.seconds)
+    assert len(families) == 6 and len(shared) == 1 and max(own) > 1.05 * min(own)
+
+
 def test_the_bound_of_a_mesh_needs_one_program_for_all_numbers_of_microbatches(
     small: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

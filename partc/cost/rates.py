@@ -157,7 +157,8 @@ class ClusterRates:
     parameter or of an optimizer state at most `weight`.
 
     With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at
-    least 1/n of its time on the whole batch, which partly empty waves would not guarantee.
+    least 1/n of its time on the whole batch, which partly empty waves would not guarantee. With `linkless`, collectives
+    take no time.
     """
 
     cluster: Cluster
@@ -169,6 +170,7 @@ class ClusterRates:
     gradient: int = ITEMSIZE["f64"]
     weight: int = ITEMSIZE["f64"]
     filled: bool = False
+    linkless: bool = False
 
     @property
     def basis(self) -> str:
@@ -248,6 +250,8 @@ class ClusterRates:
     def collective(
         self, op: str, mesh: Mesh, axes: Sequence[str], places: Sequence[int], size: int, choices: int = 1
     ) -> float:
+        if self.linkless:
+            return 0.0
         group = self._span(mesh, tuple(axes), tuple(places))
         return self.network.collective(op, group, size, choices if self.by_node else 1)
 

@@ -75,6 +75,7 @@ class Bounds:
     states: int
     tables: Tables
     filled_tiles: Tables  # with rates at which a part of a batch takes no less than its share of the whole batch's time
+    linkless: Tables  # the same, where collectives take no time
     resident: Callable[[ParallelPlan, int], int]  # the memory of a process, given the bytes of its tensors
     _products: StepWork = field(init=False)
     _calls: int = field(init=False)
@@ -208,26 +209,36 @@ class Bounds:
         ways = (way for way in family.ways() if self.simple(replace(way, zero=family.least.zero)).bytes <= limit)
         return replace(known, seconds=max(known.seconds, min(map(self._wide, ways), default=0.0)))
 
+    def of_all_orders(self, family: Family, known: Bound, limit: float = math.inf) -> Bound:
+        """The bound of the families that differ in the order of their axes alone, as if collectives took no time."""
+        sizes = sizes_of(family.base)
+        mesh = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or family.base.mesh
+        alike = replace(family, base=replace(family.base, mesh=mesh))
+        ways = (way for way in alike.ways() if self.simple(replace(way, zero=family.least.zero)).bytes <= limit)
+        least = min((self._wide(way, self.linkless) for way in ways), default=0.0)
+        return replace(known, seconds=max(known.seconds, least))
+
     def wide(self, plan: ParallelPlan, known: Bound) -> Bound:
         """The bound from a whole batch without microbatches, and the pipeline's filling, at least `known`."""
         return replace(known, seconds=max(known.seconds, self._wide(plan)))
 
-    def _wide(self, plan: ParallelPlan) -> float:
+    def _wide(self, plan: ParallelPlan, tables: Tables | None = None) -> float:
         """The seconds of the slowest rank; 0 if they are not known.
 
         The rank waits until the first microbatch has passed the earlier stages; after its last one, gradients return
         through these stages.
         """
-        key = plan.mesh, plan.experts, plan.recompute, plan.loss_chunks
+        tables = tables or self.filled_tiles
+        key = tables is self.linkless, plan.mesh, plan.experts, plan.recompute, plan.loss_chunks
         way = *key, plan.stage_calls, plan.schedule, plan.virtual_stages, plan.microbatches
         if way not in self._least:
-            self._least[way] = _LEAST * self._slowest(plan, key)
+            self._least[way] = _LEAST * self._slowest(plan, tables, key)
         return self._least[way]
 
-    def _slowest(self, plan: ParallelPlan, key: tuple[object, ...]) -> float:
+    def _slowest(self, plan: ParallelPlan, tables: Tables, key: tuple[object, ...]) -> float:
         if plan.stage_calls not in (None, FITTED):
             return 0.0
-        work = self._work(plan, key)
+        work = self._work(plan, tables, key)
         if work is None:
             return 0.0
         stages = self._stages(plan, work.plan)
@@ -236,7 +247,7 @@ class Bounds:
         alone = cuttable(work.alone(plan.microbatches, halved=stages.halved), self.tables.places(work.plan))
         return slowest([alone] * stages.ranks)
 
-    def _work(self, plan: ParallelPlan, key: tuple[object, ...]) -> Work | None:
+    def _work(self, plan: ParallelPlan, tables: Tables, key: tuple[object, ...]) -> Work | None:
         """The work of a rank's whole local batch as one microbatch, without lookups; None if it is not known.
 
         Of several ways of recomputing, each call takes the quickest; full recomputation repeats everything that the
@@ -250,9 +261,9 @@ class Bounds:
             quick = [replace(each, zero=each.level, nodes=None, loss_chunks=1) for each in quick]
             alike = all(bodies.shared(each) is not None for each in quick)
             whole = [replace(each, zero=0, schedule="1f1b", virtual_stages=None) for each in quick]
-            calls = [found for each in whole if alike and (found := self.filled_tiles.calls_at_once(each)) is not None]
+            calls = [found for each in whole if alike and (found := tables.calls_at_once(each)) is not None]
             known = len(calls) == len(whole)
-            instead = dict.fromkeys(self.filled_tiles.looked_up(whole[0]) if known else (), 0.0)
+            instead = dict.fromkeys(tables.looked_up(whole[0]) if known else (), 0.0)
             if plan.loss_chunks > 1:
                 sizes = sizes_of(plan)
                 share = sizes[PIPELINE_AXIS] / math.prod(sizes.values())

@@ -205,6 +205,7 @@ class Planner:
             states=tables.states,
             tables=tables,
             filled_tiles=tables.on(replace(self.simulator.rates, filled=True)),
+            linkless=tables.on(replace(self.simulator.rates, filled=True, linkless=True)),
             resident=self._resident,
         )
         self.estimates = Estimates.of(annotated, self.bounds, self.simulator.rates, self.simulator.rates.host)
@@ -345,6 +346,7 @@ class Planner:
             limit=request.limit,
             starts=self._starts(),
             near=self._near,
+            ordered=self.space.nodes > 1,
             hope=self._hope,
             promise=self._promise,
             max_seconds=request.max_seconds if max_seconds is None else max_seconds,

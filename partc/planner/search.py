@@ -133,6 +133,7 @@ def search(
     refined: Simulated | None = None,
     suited: Callable[[ParallelPlan], ParallelPlan | None] = lambda plan: plan,
     starts: Iterable[ParallelPlan] = (),
+    ordered: bool = False,
     near: Callable[[ParallelPlan], Iterable[ParallelPlan]] = lambda plan: (),
     hope: Callable[[ParallelPlan], tuple[bool, float]] = lambda plan: (False, 0.0),
     promise: Callable[[Family], tuple[bool, float]] = lambda family: (False, 0.0),
@@ -142,7 +143,8 @@ def search(
 ) -> Outcome:
     """The quickest plan that holds at most `limit` bytes, of all families.
 
-    A family's plans get their bounds when the family's own bound is at the head of the queue.
+    A family's plans get their bounds when the family's own bound is at the head of the queue. With `ordered`, families
+    that differ in the order of their axes alone have a common bound first.
 
     `simulated` predicts with a program that plans of other sizes share; bounds hold for this shared program. `refined`
     gives the final prediction of a plan that is the best so far. `suited` fits the stages of a plan whose bound is at
@@ -221,7 +223,8 @@ def search(
         count += len(family)
         if bound.bytes <= limit:
             order = *promise(family), number
-            heapq.heappush(queue, _Waiting(bound.seconds, order, family, bound, (bounds.of_family,)))
+            tighter = (bounds.of_all_orders, bounds.of_family) if ordered else (bounds.of_family,)
+            heapq.heappush(queue, _Waiting(bound.seconds, order, family, bound, tighter))
             continue
         too_large += len(family)
         if closest is None or bound.bytes < closest[1].bytes:
@@ -251,8 +254,9 @@ def search(
                 share += _AGAIN * (len(known) - tried)
             head = heapq.heappop(queue)
             if isinstance(head.plan, Family) and head.tighter:
-                bound = bounds.of_family(head.plan, head.bound, limit)
-                heapq.heappush(queue, _Waiting(bound.seconds, head.order, head.plan, bound, ()))
+                following, *rest = head.tighter
+                bound = following(head.plan, head.bound, limit)
+                heapq.heappush(queue, _Waiting(bound.seconds, head.order, head.plan, bound, tuple(rest)))
             elif isinstance(head.plan, Family):
                 for plan in head.plan.plans():
                     bound = bounds.simple(plan)

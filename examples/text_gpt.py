@@ -1,7 +1,7 @@
 """The model of gpt.py on real text, a token for each byte: `partc compile examples/text_gpt.py --mesh 2x2x1`.
 
-The text is alice29.txt beside this file, or `-D text=FILE`. A package carries this file and gpt.py but no data:
-it looks for FILE as it is given, then beside its own model.py.
+The text is alice29.txt next to this file, or `-D text=FILE`. A package carries this file and gpt.py but no data:
+it looks for FILE as it is given, then next to its own model.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def data(step: int, text: str = TEXT) -> dict[str, Tensor]:
 @lru_cache(maxsize=1)
 def read(text: str) -> Tensor:
     """Its bytes, with ends of lines as on Unix."""
-    beside = Path(__file__).with_name(Path(text).name)
-    found = next((path for path in (Path(text), beside) if path.is_file()), None)
+    neighbour = Path(__file__).with_name(Path(text).name)
+    found = next((path for path in (Path(text), neighbour) if path.is_file()), None)
     if found is None:
-        raise FileNotFoundError(f"no {text} here and no {beside}: copy one there, or compile with -D text=FILE")
+        raise FileNotFoundError(f"no {text} here and no {neighbour}: copy one there, or compile with -D text=FILE")
     return torch.frombuffer(bytearray(found.read_bytes().replace(b"\r\n", b"\n")), dtype=torch.uint8)

@@ -607,7 +607,7 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0546": CodeExplanation(
         "a package without an evaluation",
         "train.py --eval-every runs evaluate(model, batch) of the model file: a function that returns scalars, which "
-        "is compiled beside the loss. --eval-data names a token file for it, or eval_data in the model file batches.",
+        "is compiled with the loss. --eval-data names its token file, or eval_data in the model file gives batches.",
     ),
     "P0549": CodeExplanation(
         "a package for several nodes cannot run on one machine",
@@ -636,8 +636,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0602": CodeExplanation(
         "the output cannot be written",
-        "The folder's parent is missing, not writable or full. Nothing was changed: a package is written beside its "
-        "place and then moved there as a whole.",
+        "The folder's parent is missing, not writable or full. Nothing was changed: a package is written next to "
+        "its place and then moved there as a whole.",
     ),
     "P0603": CodeExplanation(
         "the command needs a mesh",
@@ -724,7 +724,7 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "measuring did not finish",
         "`partc cluster measure` starts processes of this Python on this machine, which meet over gloo. One of them "
         "failed, or they took longer than five minutes: try fewer processes. With --nodes, the command must run on "
-        "every node at one time, and all must reach --master; GLOO_SOCKET_IFNAME names the network interface.",
+        "every node at the same time, and all must reach --master; GLOO_SOCKET_IFNAME names the network interface.",
     ),
     "P0808": CodeExplanation(
         "--failures cannot be read",
@@ -733,7 +733,7 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0809": CodeExplanation(
         "measured runs cannot be read",
-        "`partc cluster fit` reads files with one JSON object a line: the --metrics of a package, which lies beside "
+        "`partc cluster fit` reads files with one JSON object a line: the --metrics of a package, which lies next to "
         "the file as a folder of the same name, or plans as `partc simulate` reads them, each with its model and the "
         "seconds of its measured step (step_seconds).",
     ),
@@ -765,7 +765,7 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "a plan and an option decide the same",
         "`partc compile --plan FILE` takes the mesh and the other decisions from the file, and with `--mesh auto` the "
         "planner makes them; --fix restricts these. Options that a plan does not have, such as --seed and --lr, may be "
-        "given beside both.",
+        "given with both.",
     ),
     "P0816": CodeExplanation(
         "--mesh auto and its options go together",

@@ -53,7 +53,7 @@ def _below(path: Path, folders: tuple[Path, ...]) -> bool:
 
 @functools.cache
 def _machinery() -> tuple[Path, ...]:
-    """The folders of partc and of torch. partc's own folders may be links to others beside it."""
+    """The folders of partc and of torch. partc's own folders may be links to others next to it."""
     own = Path(__file__).parent
     linked = [own / name for name in ("passes", "codegen", "templates")]
     found = importlib.util.find_spec("torch")

@@ -528,7 +528,7 @@ def test_fewer_gpus_than_ranks_are_told_in_the_command(tmp_path: Path, monkeypat
 
 
 def test_a_device_that_stands_still_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's kernels wait for ever: whose device has not moved for as long as a rank may wait is named, and all stop."""
+    """NCCL's kernels wait forever: whose device has not moved for as long as a rank may wait is named, and all stop."""
 
     class Stuck(Clock):
         waited = 0.3  # type: ignore[assignment]

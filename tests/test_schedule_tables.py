@@ -79,14 +79,14 @@ WRONG = {
     "a send from the last": (COMMS.replace("1F1,", "1F1,1SEND_F1,"), "P0410", 2, "1SEND_F1: stage 1 sends nothing"),
     "a gradient for nobody": (COMMS.replace("0B1,", "0B1,0SEND_B1,"), "P0410", 1, "0SEND_B1: stage 0 sends nothing"),
     "values from nobody": (COMMS.replace("0F0,", "0RECV_F0,0F0,", 1), "P0410", 1, "0RECV_F0: stage 0 receives nothing"),
-    "backward before forward": ("0F0,0B0,0B1,0F1\n1F0,1B0,1F1,1B1\n", "P0411", 1, "cell 3, 0B1: it waits for ever for 0F1, later in its row"),
-    "weights before inputs": ("0F0,0W0,0I0,0F1,0B1\n1F0,1B0,1F1,1B1\n", "P0411", 1, "0W0: it waits for ever for 0I0"),
-    "crossed orders": ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "P0411", 1, "cell 2, 0B0: it waits for ever for 1B0, in row 2, where 1F1 waits as well"),
-    "stages in the wrong order": ("1F0,1F1,1B0,1B1,0F0,0F1,0B0,0B1\n2F0,2F1,2B0,2B1\n", "P0411", 1, "1F0: it waits for ever for 0F0"),
-    "a send before its value": (COMMS.replace("0F0,0SEND_F0", "0SEND_F0,0F0"), "P0411", 1, "0SEND_F0: it waits for ever for 0F0"),
-    "a receive after its use": (COMMS.replace("1RECV_F0,1F0", "1F0,1RECV_F0"), "P0411", 2, "1F0: it waits for ever for 1RECV_F0"),
+    "backward before forward": ("0F0,0B0,0B1,0F1\n1F0,1B0,1F1,1B1\n", "P0411", 1, "cell 3, 0B1: it waits forever for 0F1, later in its row"),
+    "weights before inputs": ("0F0,0W0,0I0,0F1,0B1\n1F0,1B0,1F1,1B1\n", "P0411", 1, "0W0: it waits forever for 0I0"),
+    "crossed orders": ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "P0411", 1, "cell 2, 0B0: it waits forever for 1B0, in row 2, where 1F1 waits as well"),
+    "stages in the wrong order": ("1F0,1F1,1B0,1B1,0F0,0F1,0B0,0B1\n2F0,2F1,2B0,2B1\n", "P0411", 1, "1F0: it waits forever for 0F0"),
+    "a send before its value": (COMMS.replace("0F0,0SEND_F0", "0SEND_F0,0F0"), "P0411", 1, "0SEND_F0: it waits forever for 0F0"),
+    "a receive after its use": (COMMS.replace("1RECV_F0,1F0", "1F0,1RECV_F0"), "P0411", 2, "1F0: it waits forever for 1RECV_F0"),
     "two that both receive first": (
-        "0RECV_B0,0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1\n1F0,1F1,1B0,1SEND_B0,1B1\n", "P0411", 1, "0RECV_B0: it waits for ever for 1SEND_B0",
+        "0RECV_B0,0F0,0SEND_F0,0F1,0SEND_F1,0B0,0B1\n1F0,1F1,1B0,1SEND_B0,1B1\n", "P0411", 1, "0RECV_B0: it waits forever for 1SEND_B0",
     ),
 }  # fmt: skip
 

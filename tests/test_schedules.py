@@ -48,7 +48,7 @@ def test_everything_is_computed_once_on_its_rank_and_in_time(name: str, each: in
         for stage, microbatch in itertools.product(range(ranks * each), range(microbatches)):
             kinds = "".join(item.kind for item in done if (item.stage, item.microbatch) == (stage, microbatch))
             assert kinds in ("FB", "FIW") if kind.split_backward else kinds == "FB"
-        assert len(done) == sum(map(len, order)), f"{name} waits for ever: {ranks} ranks, {microbatches} microbatches"
+        assert len(done) == sum(map(len, order)), f"{name} waits forever: {ranks} ranks, {microbatches} microbatches"
 
 
 def _played(order: tuple[tuple[Compute, ...], ...], stages: int) -> list[Compute]:

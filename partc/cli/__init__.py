@@ -72,7 +72,7 @@ cli.add_command(replan_command)
 @click.option("-o", "--output", type=PATH, default=Path("build"), show_default=True, help="folder of the package")
 @click.option("--memory-limit", metavar="BYTES", help="fail if a rank holds more (80GB), and list remedies")
 @click.option(
-    "--dump-after", metavar="PASS|all", multiple=True, help="write the program after a pass, beside the output"
+    "--dump-after", metavar="PASS|all", multiple=True, help="write the program after a pass, next to the output"
 )
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on stdout")
 @click.pass_context

@@ -50,4 +50,4 @@ class Dump:
                 write_whole(path, program_text(step.program, sources=True))
             except OSError as error:
                 cause = f"{path} cannot be written: {error.strerror}"
-                raise PartcError("P0602", cause, help="choose another -o, with room beside it") from error
+                raise PartcError("P0602", cause, help="choose another -o, with room next to it") from error

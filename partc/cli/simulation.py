@@ -42,7 +42,7 @@ def show_command(spec: str, as_json: bool) -> None:
 
 @cluster_command.command("measure", short_help="Measure this machine's processes.")
 @click.option("-o", "--output", type=PATH, required=True, metavar="FILE.toml", help="the cluster's file")
-@click.option("--processes", type=int, default=2, show_default=True, help="processes that work at one time on a node")
+@click.option("--processes", type=int, default=2, show_default=True, help="processes that work concurrently on a node")
 @click.option("--nodes", type=int, default=1, show_default=True, help="nodes, on each of which the command is started")
 @click.option("--node-rank", type=int, default=0, metavar="N", help="the number of this node, from 0")
 @click.option("--master", default="", metavar="HOST:PORT", help="node 0 and a free port of it, with several nodes")
@@ -91,7 +91,7 @@ def fit_command(runs: tuple[Path, ...], spec: str, constants: Path | None, outpu
     """Fit the constants of the cost model so that predictions come close to RUNS.
 
     \b
-    A run is FILE.jsonl from `--metrics` of the package in folder FILE beside it,
+    A run is FILE.jsonl from `--metrics` of the package in folder FILE next to it,
     or a file of plans as `partc simulate` reads them, each with its "model" and
     its measured "step_seconds". `--calibration` of other commands reads the result.
     """

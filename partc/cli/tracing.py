@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from partc.package.recorded_steps import Measured
 
 
-@click.command("trace", short_help="What ranks did in a step, beside the prediction.")
+@click.command("trace", short_help="What the ranks did in a step, next to the prediction.")
 @click.argument("directory", metavar="DIR", type=PATH)
 @click.option("-o", "--output", type=PATH, metavar="FILE", help="DIR/trace.json, or DIR-trace.json for a package")
 @click.option("--package", type=PATH, metavar="DIR", help="that the trace is of: adds the prediction")

@@ -52,7 +52,7 @@ _SPREAD = 0.015
 _SPECIAL = 16 * 1.7e9
 _QUICK_SPECIAL = ("B300", "GB300")
 # From H100's products of 4096 x 4096 with 256 to 4096 terms (XLA's table for sm_90, matmul_interpolator_data.h).
-# Blackwell has room for two tiles' sums, so that one leaves beside the next one's products: 1024 terms reach its best
+# Blackwell has room for two tiles' sums, so that one leaves during the next one's products: 1024 terms reach its best
 # rates (Bekman, Machine Learning Engineering, maximum achievable matmul FLOPS).
 _FILL, _QUICK_FILL = 1.3e-6, 3e-7
 _BLACKWELL = ("B200", "GB200", "B300", "GB300")

@@ -148,7 +148,7 @@ def _too_much(account: Account, limit: int, help: str) -> PartcError:
     rank = f"pipeline rank {worst.place}" if len(account.ranks) > 1 else "each rank"
     return PartcError(
         "P0416",
-        f"{rank} holds {readable(worst.peak)} at one time, {readable(worst.peak - limit)} more than "
+        f"{rank} holds {readable(worst.peak)} at its peak, {readable(worst.peak - limit)} more than "
         f"--memory-limit {readable(limit)}: {consists(worst)}; in {worst.at}",
         help=help,
     )

@@ -1,6 +1,6 @@
 """Processes that share cores: computation is slower while more of them compute than there are cores.
 
-All ranks at a pipeline coordinate compute at one time. Those at different coordinates take turns, so that a rank may
+All ranks at a pipeline coordinate compute concurrently. Those at different coordinates take turns, so that a rank may
 have a core of its own while others wait for its result.
 """
 

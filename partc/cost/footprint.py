@@ -169,7 +169,7 @@ class Footprint:
         return math.prod(parameter.type.layout.without(*parameter.gather).local_shape(self.program.sizes))
 
     def alive(self, region: str, kind: GraphKind) -> int:
-        """The most bytes of a graph's values that are alive at one time, besides saved values."""
+        """The most bytes of a graph's values that are alive at the same time, besides saved values."""
         key = region, kind
         if key not in self._most:
             found = self.program.region(region)
@@ -199,7 +199,7 @@ class Footprint:
 
 
 def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> int:
-    """The most bytes of a graph's values that are alive at one time.
+    """The most bytes of a graph's values that are alive at the same time.
 
     Values saved for the backward pass do not count, nor do gradients that are added to buffers; saved values that a
     backward pass has read for the last time make room.

@@ -130,7 +130,7 @@ _SPECIAL = frozenset(
 # Fused attention: the backward pass computes five products and adds to queries' gradients, at this share of the forward
 # pass's rate; the rows at a sequence's start and on the diagonal leave as many rows' work unused (Shah et al. 2024,
 # FlashAttention-3, figures 5 and 6: FlashAttention-2 at 1k to 16k rows). The exponential of each score is computed
-# beside its products, which take less time if heads have fewer features.
+# concurrently with its products, which take less time if heads have fewer features.
 _BACKWARD = 0.75
 _EDGE = 256
 # Gradients of weights are added to buffers, which are read and written in addition to the product's operands.

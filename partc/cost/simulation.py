@@ -183,7 +183,7 @@ def timeline(
     )
     if found.stuck:
         raise InternalError(
-            f"the schedule waits for ever at {', '.join(str(program.schedule[rank][at]) for rank, at in found.stuck)}"
+            f"the schedule waits forever at {', '.join(str(program.schedule[rank][at]) for rank, at in found.stuck)}"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The caches of a model's functions: `functools.lru_cache` on methods, on functions beside them, and in attributes."""
+"""The caches of a model's functions: `functools.lru_cache` on methods, on functions next to them, and in attributes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Python branches on the values of tensors, which are unknown in a trace.
 
-    if torch.ones(4).any():                          constants: computed beside the trace
+    if torch.ones(4).any():                          constants: computed during the trace
     if torch.rand(()) < 0.0:                         draws from [0, 1) against numbers outside: always or never
     if torch.rand(()) < 0.1:                         other draws: one outcome here, and both in traces (random_branches)
     if labels.max() >= words: raise ValueError(...)  guards: assumed not to raise or warn, and listed in `assumed`

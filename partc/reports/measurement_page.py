@@ -63,7 +63,7 @@ def page(rates: MeasuredRates) -> str:
     facts = [
         ("processes", f"{rates.nodes * rates.processes}: {rates.nodes} nodes of {rates.processes}"),
         ("cores", shared),
-        ("overlap", f"computation takes {1 + rates.slowdown:.2f} times as long beside an exchange"),
+        ("overlap", f"computation takes {1 + rates.slowdown:.2f} times as long during an exchange"),
     ]
     if "alone" in rates.kinds:
         facts.append(("link of a node", "shared by its processes" if rates.shared else "one for each process"))

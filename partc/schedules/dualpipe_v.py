@@ -36,7 +36,7 @@ def order(rank: int, ranks: int, stages: int, microbatches: int) -> list[Compute
 
 KIND = ScheduleKind(
     name="dualpipe-v",
-    does="two stages a rank, there and back; a forward of one beside a backward of the other (DualPipeV)",
+    does="two stages a rank, there and back; a forward of one with a backward of the other (DualPipeV)",
     placement="v",
     stages_per_rank=2,
     split_backward=True,

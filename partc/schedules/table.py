@@ -191,7 +191,7 @@ class _TableReader:
             row, lacking = min(stuck, key=lambda item: item[1] not in map(str, item[0]))
             behind = next((other[0] for other, _ in stuck if lacking in map(str, other)), row[0])
             where = "later in its row" if behind is row[0] else f"in row {behind.row}, where {behind} waits as well"
-            raise self._wrong("P0411", row[0], f"it waits for ever for {lacking}, {where}", _ORDER)
+            raise self._wrong("P0411", row[0], f"it waits forever for {lacking}, {where}", _ORDER)
 
     def _needs(self, cell: Cell, stages: int, given: set[str]) -> Iterator[str]:
         """Yields the actions for which a cell waits: transfers if the table has them, else the computations that they

@@ -182,7 +182,7 @@ def _baddbmm(w: Writer, op: Op) -> None:
 
 
 def _matmul(w: Writer, op: Op) -> None:
-    """`x @ w.T` is linear(x, w); a vector beside a matrix becomes a matrix of one row or column."""
+    """`x @ w.T` is linear(x, w); a vector times a matrix becomes a matrix of one row or column."""
     left, right = op.args[:2]
     ranks = (len(w.shape(left)), len(w.shape(right)))
     if ranks == (1, 1):

@@ -2,7 +2,7 @@
 
 MESH = "pp=2,dp=2,tp=2"
 STAGES = (0,)
-GROUPS = ("pp", "dp", "tp", "dp,tp")  # of ranks that differ along these axes only
+GROUPS = ("pp", "dp", "tp", "dp,tp")  # axes: one group for all ranks that differ only along them
 LINKS = {(0, 1): 1, (1, 0): 1}  # (from stage, to stage) -> the other rank's pp
 
 SCHEDULE = (

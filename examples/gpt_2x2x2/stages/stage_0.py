@@ -61,7 +61,7 @@ class Stage(PipelineStage):
         self.sums = Sums(comm, self.parameters, gradients, self.buckets)
 
     def setup(self) -> None:
-        """Constants, made once."""
+        """Constants, computed once."""
         self.cos, self.sin = rotary(self.comm)
 
     def forward(self, batch: Values, received: Values) -> tuple[Values, list[Any]]:

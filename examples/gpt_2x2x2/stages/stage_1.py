@@ -63,7 +63,7 @@ class Stage(PipelineStage):
         self.sums = Sums(comm, self.parameters, gradients, self.buckets)
 
     def setup(self) -> None:
-        """Constants, made once."""
+        """Constants, computed once."""
         self.cos, self.sin = rotary(self.comm)
 
     def prepare(self, batch: Values) -> None:

@@ -70,7 +70,7 @@ class Stage(PipelineStage):
         }
 
     def setup(self) -> None:
-        """Constants, made once."""
+        """Constants, computed once."""
         self.cos, self.sin = rotary(self.comm)
 
     def prepare(self, batch: Values) -> None:

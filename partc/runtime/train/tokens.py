@@ -91,7 +91,7 @@ class TokenFile:
             header = ast.literal_eval(self._memory[start - length : start].decode("latin1").strip())
             shape, kind = header["shape"], str(header["descr"])
         except (LookupError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError, struct.error) as error:
-            raise self._unusable(f"is no NumPy file: {error}", "save it with numpy.save") from None
+            raise self._unusable(f"is not a NumPy file: {error}", "save it with numpy.save") from None
         if kind not in _NPY or not (isinstance(shape, tuple) and len(shape) == 1 and isinstance(shape[0], int)):
             help = f"save one row of {', '.join(DTYPES)}"
             held = f"{reprlib.repr(kind)} of shape {reprlib.repr(shape)}"

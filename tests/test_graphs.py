@@ -182,7 +182,7 @@ def loss(model, batch):
     [
         ({"mesh": "pp=2"}, "pipeline ranks send"),
         ({"mesh": "1", "kernels": "inductor"}, "functions compiled by torch.compile"),
-        ({"mesh": "2", "precision": "fp16", "compress_grads": "int8"}, "what --compress-grads leaves out"),
+        ({"mesh": "2", "precision": "fp16", "compress_grads": "int8"}, "the error feedback of --compress-grads"),
     ],
 )
 def test_what_the_host_has_a_part_in_is_refused(options: dict[str, Any], cause: str, tmp_path: Path) -> None:

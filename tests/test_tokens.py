@@ -133,7 +133,7 @@ def damaged(folder: Path) -> dict[str, tuple[Path, str | None, str]]:
         "half a number": (folder / "odd.bin", None, "is damaged"),
         "nothing": (folder / "empty.bin", None, "cannot be mapped"),
         "no file": (folder / "no.bin", None, "No such file"),
-        "a folder": (folder, None, "no regular file"),
+        "a folder": (folder, None, "not a regular file"),
     }
 
 

@@ -220,7 +220,7 @@ def _with_plain_tensors(
         without: set[str] = set()
         while True:
             try:
-                return captured(lambda: registered(build(), without), *given, **named)
+                return captured(lambda: registered(_walkable(build()), without), *given, **named)
             except ReplacedError as error:
                 if error.path in without:  # a buffer of the model's own
                     raise
@@ -426,6 +426,20 @@ def _inference() -> Iterator[None]:
         mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
+def _walkable(model: Any) -> Any:
+    """The model. Raises PartcError P0205 if its modules are nested too deeply."""
+    try:
+        for _ in model.named_modules() if isinstance(model, nn.Module) else ():
+            pass
+    except RecursionError as error:
+        raise PartcError(
+            "P0205",
+            "the modules of model() are nested deeper than Python's recursion limit",
+            help="nest them less deeply: nn.Sequential and nn.ModuleList hold any number side by side",
+        ) from error
+    return model
+
+
 def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
     try:
         with torch.device("meta"):
@@ -454,17 +468,9 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
         raise PartcError(
             "P0205", f"model() returns {type(model).__name__}, not a torch.nn.Module", help="return the model"
         )
-    try:
-        modules = dict(model.named_modules())
-    except RecursionError as error:
-        raise PartcError(
-            "P0205",
-            "the modules of model() are nested deeper than Python's recursion limit",
-            help="nest them less deeply: nn.Sequential and nn.ModuleList hold any number side by side",
-        ) from error
     held = (
         (f"{path}.{name}" if path else name, tensor)
-        for path, module in modules.items()
+        for path, module in model.named_modules()
         for store in (module._parameters, module._buffers)
         for name, tensor in store.items()
         if tensor is not None
@@ -489,7 +495,7 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
             f"{shared[0]} and {shared[1]} of model() are different tensors in one memory, which training changes twice",
             help=f"tie them by one tensor under both names ({shared[1]} = {shared[0]}), or copy: .clone()",
         )
-    stores = (store for part in modules.values() for store in (part._modules, part._parameters, part._buffers))
+    stores = (store for part in model.modules() for store in (part._modules, part._parameters, part._buffers))
     for name in dict.fromkeys(name for store in stores for name in store.keys()):  # noqa: SIM118 (of scripted modules)
         if not encodable(name):
             raise PartcError(

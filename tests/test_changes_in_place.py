@@ -334,6 +334,28 @@ class Clamped(nn.Module):
         return self.down(h).square().mean() - self.scale + self.up.bias[1:3].square().sum()
 
 
+class Exchanged(nn.Module):
+    """Trained weights that forward puts in each other's places, so that none is made of its old value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(6, 3))
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            kept = self.one.clone()
+            self.one.copy_(self.other)
+            self.other.copy_(kept)
+        return (self.last(x @ self.one).tanh() + 0.5 * x @ self.other).square().mean()
+
+
+def test_exchanged_weights_on_a_pipeline() -> None:
+    torch.manual_seed(0)
+    package = partc.compile(Exchanged(), {"x": torch.randn(8, 6)}, mesh="pp=2", microbatches=2, precision="fp64")
+    assert package.verify(steps=3).ok
+
+
 @pytest.mark.parametrize("model", [Swapping, Counting, Clamped])
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_next_values(model: type[nn.Module], precision: str) -> None:

@@ -72,6 +72,8 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
             key = region.name, len(needs[region.name])
             if key not in lives:
                 lives[key] = reached(region.forward, needs[region.name] | trainable[region.name])
+                taken = {value.name for value in region.backward.inputs} if region.backward else set()
+                lives[key] |= {out for out in region.forward.outputs if f"grad_{out}" in taken}  # by own gradients
             live = lives[key]
             owing.update(name for name, out in zip(call.results, region.forward.outputs, strict=True) if out in live)
         if sum(map(len, needs.values())) == before:

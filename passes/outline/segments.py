@@ -280,9 +280,12 @@ def functions_whole(main: Region, keys: Mapping[int, str]) -> dict[int, str]:
     made = main.forward.makers()
     for end, op in enumerate(ops):
         if op.name == "own_gradient":
-            operands = {arg.name for arg in cast("tuple[Ref, ...]", op.args[1])}
+            results, operands = ({arg.name for arg in cast("tuple[Ref, ...]", op.args[place])} for place in (0, 1))
             inside = {
-                id(each) for each in _slice(list(op.refs()), made, operands) if not operands.isdisjoint(each.refs())
+                id(each)
+                for each in _slice(list(op.refs()), made, operands)
+                if not operands.isdisjoint(each.refs())
+                or (each.name == "incoming_gradient" and not results.isdisjoint(each.refs()))
             }
             first = next((index for index, each in enumerate(ops) if id(each) in inside), end)
             found.update((id(each), found[id(op)]) for each in ops[first:end])

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification in plain operations, beside torch's own function."""
+"""Connectionist temporal classification in plain operations, against torch's function."""
 
 from __future__ import annotations
 

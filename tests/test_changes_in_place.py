@@ -1,4 +1,4 @@
-"""Changes in place, through views and under no_grad: the normalized program beside eager autograd."""
+"""Changes in place, through views and under no_grad: the normalized program and eager autograd."""
 
 from __future__ import annotations
 

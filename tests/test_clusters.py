@@ -386,7 +386,7 @@ def test_plans_may_predict_other_overlap(simulator: Simulator, name: str, word: 
     plan = ParallelPlan(mesh="dp=2,tp=4", zero=3, precision="bf16", options={"batch": 16, "depth": 4})
     apart, beside = (simulator.predict(replace(plan, **{name: flag})) for flag in (False, True))  # type: ignore[arg-type]
     assert beside.exposed < apart.exposed and beside.memory_bytes == apart.memory_bytes
-    assert beside.compute == pytest.approx(apart.compute, rel=0.1)  # computation beside collectives is slower
+    assert beside.compute == pytest.approx(apart.compute, rel=0.1)  # computation during collectives is slower
     unusual = not getattr(plan, name)
     other = replace(plan, **{name: unusual})  # type: ignore[arg-type]
     assert getattr(ParallelPlan.of(spelled({"mesh": "tp=2", word: unusual})), name) is unusual
@@ -537,7 +537,7 @@ def test_rows_of_experts_are_products_of_their_own() -> None:
 
 
 def test_a_collective_continues_until_a_later_action_waits_for_it() -> None:
-    """1 s of the sum runs beside the first action's work, 1 s while the rank is idle, 2 s of 4 are waited for."""
+    """1 s of the sum runs during the first action's work, 1 s while the rank is idle, 2 s of 4 are waited for."""
     first = TimelineBuilder()
     first.start("sum", Segment(seconds=4.0, op="all_reduce", over="dp"))
     first.work(1.0)
@@ -561,7 +561,7 @@ def test_the_last_backward_pass_waits_for_no_sums(simulator: Simulator) -> None:
 
 
 def test_overlap_slows_both_sides() -> None:
-    """4 s of computation beside a collective of 2 s, each half as quick while both run: 2 x 2 s, then 2 s alone."""
+    """4 s of computation during a collective of 2 s, each half as quick while both run: 2 x 2 s, then 2 s alone."""
     builder = TimelineBuilder(slowdown=1.0)
     builder.start("sum", Segment(seconds=2.0, op="all_reduce", over="dp"))
     builder.work(4.0)

@@ -1,4 +1,4 @@
-"""Complex numbers as pairs of real ones: each rewrite beside torch's own complex arithmetic, with its gradients."""
+"""Complex numbers as pairs of real ones: each rewrite against torch's own complex arithmetic, with its gradients."""
 
 from __future__ import annotations
 

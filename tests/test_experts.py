@@ -580,7 +580,7 @@ MUTANTS = {
 
 @pytest.fixture(scope="module")
 def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package whose last rank has no rows, and the single-device run beside it."""
+    """A package whose last rank has no rows, and the single-device run with it."""
     folder = tmp_path_factory.mktemp("mutants")
     package = partc.compile(MOE, mesh="dp=1,ep=4", precision="fp64", options={"skew": "3"}, kernels="aten")
     assert _verified(package.write(folder / "build"), folder)

@@ -106,7 +106,7 @@ def test_the_lag_at_meetings_is_a_jitter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stride", [1, 2, 4])
 @pytest.mark.parametrize("oversubscription", [1.0, 2.0, 3.0])
 def test_shares_of_a_tree_are_those_of_its_busiest_link(leaf: int, stride: int, oversubscription: float) -> None:
-    """8 nodes; all groups of nodes that are `stride` apart talk at one time, and every message is a flow."""
+    """8 nodes; all groups of nodes that are `stride` apart talk concurrently, and every message is a flow."""
     topology, nodes = Topology(leaf=leaf, oversubscription=oversubscription), 8
     groups = [list(range(first, nodes, stride)) for first in range(stride)]
 

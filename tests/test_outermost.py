@@ -47,7 +47,7 @@ def test_of_a_batch_of_one_nothing_is_transposed() -> None:
 
 
 class Copies:
-    """Counts what collectives copy beside moving it."""
+    """Counts what collectives copy besides moving it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, comm: object) -> None:
         self.bytes = 0

@@ -1,4 +1,4 @@
-"""`partc trace`: a run's steps beside the prediction, in the Trace Event Format; wrong folders."""
+"""`partc trace`: a run's steps and the prediction, in the Trace Event Format; wrong folders."""
 
 from __future__ import annotations
 

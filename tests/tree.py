@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 # The folders of partc/ from the lowest layer to the highest: a module imports from its own folder and from lower ones.
-# "" stands for the files beside the folders.
+# "" stands for the files next to folders.
 LAYERS = (
     "runtime", "kernels", "", "ir", "schedules", "rules", "sharding", "communication", "cluster", "cost", "frontend", "passes",
     "templates", "codegen", "rehearsal", "package", "compilation", "planner", "api", "reports", "cli", "__main__",

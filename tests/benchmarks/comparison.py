@@ -1,4 +1,4 @@
-"""Predicted beside measured step times: what the benchmarks of predictions share."""
+"""Predicted and measured step times: what the benchmarks of predictions share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton launches of a transformer block, beside torch.compile's: `python tests/benchmarks/launches.py`.
+"""Triton launches of a transformer block, and torch.compile's: `python tests/benchmarks/launches.py`.
 
 Blocks of Hugging Face models in bf16, forward and backward, on one device. partc's are those of the compiled region;
 torch.compile's are counted as its backend writes them for the same module (torch's defaults, parameters in bf16), with
@@ -106,7 +106,7 @@ class _Kernel:
 
 
 def compiled(case: Case) -> tuple[int, int]:
-    """The same of torch.compile."""
+    """The launches under torch.compile."""
     import torch._inductor.config
     import triton
     from torch._inductor.async_compile import AsyncCompile

@@ -122,7 +122,7 @@ def fastest(loaded: Kernels, built: Kernel | FixedKernels) -> Any:
 
 
 def launched(loaded: Kernels) -> Iterator[tuple[str, int, Callable[[], object], bool]]:
-    """The same of the kernels that models have."""
+    """The bandwidths of the kernels that models have."""
     for name, graph in graphs().items():
         after = fuse(program_of(graph, dense=True), kernels="triton").regions[0].forward
         (fused,) = after.ops

@@ -1,4 +1,4 @@
-"""Parameters that autograd leaves without a gradient, in every way that a model has, beside some with zeros."""
+"""Parameters that autograd leaves without a gradient, in every way that a model has, and some with zeros."""
 
 import torch
 import torch.nn.functional as F

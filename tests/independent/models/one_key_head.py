@@ -1,4 +1,4 @@
-"""One head of keys and values that expand copies for three query heads, beside a vocabulary of thirteen and a soft cap."""
+"""One head of keys and values that expand copies for three query heads, with a vocabulary of thirteen and a soft cap."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""An operator of the user's own with a fake and a gradient, saved inputs and an option, beside a checkpoint."""
+"""An operator of the user's own with a fake and a gradient, saved inputs and an option, with a checkpoint."""
 
 import torch
 import torch.nn.functional as F

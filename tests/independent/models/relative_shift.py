@@ -1,4 +1,4 @@
-"""Transformer-XL's shifted scores beside T5's buckets: two blocks with relative positions of two kinds."""
+"""Transformer-XL's shifted scores and T5's buckets: two blocks with relative positions of two kinds."""
 
 import torch
 import torch.nn.functional as F

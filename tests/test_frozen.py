@@ -48,6 +48,7 @@ class Inner(nn.Module):
         self.register_buffer("again", self.mean)
         self.generator = torch.Generator()
         self.register_buffer("hollow", torch.zeros(6))
+        self.extra_loss, self.shown = torch.tensor(0.0), torch.zeros(1)
 
     def forward(self, x):
 """
@@ -121,6 +122,7 @@ RIGHT = {
     "eval and back": "self.eval()\ny = self.up(x)\nself.train()\nreturn self.drop(y)",
     "idle seed": "torch.manual_seed(3)\nreturn self.up(x)",
     "dropout": "return self.drop(self.up(x))",
+    "plain tensors assigned before they are read": "self.extra_loss = 0.0\nself.extra_loss += x.mean()\nself.shown = self.up(x)\nreturn self.shown * self.extra_loss",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
@@ -220,11 +221,15 @@ def _with_plain_tensors(
         without: set[str] = set()
         while True:
             try:
-                return captured(lambda: registered(_walkable(build()), without), *given, **named)
-            except ReplacedError as error:
-                if error.path in without:  # a buffer of the model's own
+                return captured(
+                    lambda: registered(_walkable(build()), lambda each: each not in without), *given, **named
+                )
+            except PartcError as error:
+                assigned = re.search(r"cannot assign '.*' (?:as|object to) buffer '(.+?)'", error.cause)
+                name = error.name if isinstance(error, ReplacedError) else assigned and assigned[1]
+                if name is None or name in without:  # another error, or a buffer of the model's own
                     raise
-                without.add(error.path)
+                without.add(name)
 
     return capture
 

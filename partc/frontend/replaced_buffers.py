@@ -19,11 +19,11 @@ from partc.runtime.torch_private import storage_key
 
 
 class ReplacedError(PartcError):
-    """P0225 for the buffer of this path."""
+    """P0225 for a buffer of this name."""
 
-    def __init__(self, path: str, cause: str, help: str, source: Source | None) -> None:
+    def __init__(self, name: str, cause: str, help: str, source: Source | None) -> None:
         super().__init__("P0225", cause, help=help, source=source)
-        self.path = path
+        self.name = name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,6 @@ class _Name:
     """A name of a buffer, with the tensor and the number of its changes before forward."""
 
     store: dict[str, Tensor | None]
-    owner: str
     name: str
     buffer: Tensor | None
     version: int
@@ -57,11 +56,11 @@ class Buffers:
     def of(cls, model: nn.Module) -> Buffers:
         places = (
             _Name(
-                store=module._buffers, owner=path, name=name, buffer=buffer,
+                store=module._buffers, name=name, buffer=buffer,
                 version=0 if buffer is None else buffer._version,
                 persistent=name not in module._non_persistent_buffers_set,
             )
-            for path, module in model.named_modules() for name, buffer in module._buffers.items()
+            for module in model.modules() for name, buffer in module._buffers.items()
         )  # fmt: skip
         return cls(model=model, places=tuple(places))
 
@@ -84,7 +83,7 @@ class Buffers:
         for each in replaced:
             for wrong, help in self._wrong(each, weights):
                 cause = f"forward replaces the buffer {each.name} {wrong}"
-                raise ReplacedError(f"{each.owner}.{each.name}".removeprefix("."), cause, help, line(each.name))
+                raise ReplacedError(each.name, cause, help, line(each.name))
         memory = {storage_key(each.buffer) for each in replaced if each.buffer is not None}
         with torch.no_grad():
             found = [

@@ -47,7 +47,7 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
     module = load_model_file(package / "model.py")
     torch.manual_seed(seed)
-    model: nn.Module = registered(call_with_options(module.model, plan["options"]))
+    model = built(module, plan)
     cast_states(model, held_in(plan["precision"]))
     names = list(model.named_parameters(remove_duplicate=False))
     given = {name: recipe.pop(name) for name in DATA if name in recipe}
@@ -100,6 +100,13 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 def balanced(plan: Mapping[str, Any]) -> dict[str, float]:
     """The routers' biases that a package updates after each step, with the size of the update."""
     return {name: entry["balance"] for name, entry in plan["parameters"].items() if "balance" in entry}
+
+
+def built(module: Any, plan: Mapping[str, Any]) -> nn.Module:
+    """The single-device model; its plain tensors are buffers where the package has them as such."""
+    names = {name.rpartition(".")[2] for name in plan["parameters"]}
+    model: nn.Module = registered(call_with_options(module.model, plan["options"]), names.__contains__)
+    return model
 
 
 def cast_states(model: nn.Module, dtype: torch.dtype) -> None:

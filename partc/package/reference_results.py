@@ -11,16 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from partc.frontend.results import tensors
-from partc.package.reference import cast_states, mixed
+from partc.package.reference import built, cast_states, mixed
 from partc.runtime.checkpoint.safetensors import load, save
-from partc.runtime.train.data import call_with_options, load_model_file
+from partc.runtime.train.data import load_model_file
 from partc.runtime.train.entries import of_model
 from partc.runtime.train.inference import check
 from partc.runtime.train.precision import computing_in, held_in
-from partc.runtime.train.replay import registered
 from partc.runtime.train.train import batches_of
 
 
@@ -29,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     job = check(options, Path(package))
     module = load_model_file(job.root / "model.py")
     torch.manual_seed(job.seed)
-    model: nn.Module = registered(call_with_options(module.model, job.plan["options"]))
+    model = built(module, job.plan)
     if job.init is not None:
         model.load_state_dict(load(job.init)[0], strict=False)
     cast_states(model, held_in(job.plan["precision"]))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -414,18 +414,17 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, as_real(buffer)
 
 
-def registered(model: Any, without: Container[str] = ()) -> Any:
+def registered(model: Any, wanted: Callable[[str], bool] = lambda name: True) -> Any:
     """The model; a tensor that a module keeps as a plain attribute becomes a non-persistent buffer.
 
-    Tensors that require gradients, those in the memory of a weight, and the paths `without` stay as they are.
+    Not so tensors that require gradients, those in the memory of a weight, and those whose names are not `wanted`.
     """
     plain = [
         (part, name, x)
-        for path, part in (model.named_modules() if isinstance(model, nn.Module) else ())
+        for part in (model.modules() if isinstance(model, nn.Module) else ())
         for name, x in vars(part).items()
-        if isinstance(x, Tensor) and x.layout == torch.strided and not x.requires_grad
-        and f"{path}.{name}".removeprefix(".") not in without
-    ]  # fmt: skip
+        if isinstance(x, Tensor) and x.layout == torch.strided and not x.requires_grad and wanted(name)
+    ]
     weights = {storage_key(x) for x in model.parameters() if x.layout == torch.strided} if plain else set()
     for part, name, x in plain:
         if storage_key(x) not in weights:

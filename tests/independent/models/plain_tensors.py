@@ -15,6 +15,7 @@ class Part(nn.Module):
         self.calls = torch.zeros(())
         self.mean = torch.zeros(8, dtype=torch.float64)
         self.extra = torch.zeros(1)
+        self.total = torch.tensor(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
@@ -24,6 +25,8 @@ class Part(nn.Module):
         h = torch.view_as_real(pairs).flatten(2) * self.noise + self.mean / self.calls
         self.mean = self.mean + h.detach().mean((0, 1))
         self.extra = h.square().mean((1, 2))
+        self.total = 0.0
+        self.total = self.total + h.abs().mean()
         return x + h * self.rate
 
 
@@ -36,7 +39,7 @@ class Net(nn.Module):
         h = x
         for part in self.parts:
             h = part(h)
-        extras = torch.stack([part.extra.mean() for part in self.parts])
+        extras = torch.stack([part.extra.mean() + part.total for part in self.parts])
         return (h - x.roll(1, -1)).square().mean() + 0.1 * extras.sum()
 
 

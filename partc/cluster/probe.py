@@ -191,9 +191,9 @@ class _Probe:
                 return
 
     def _agreed(self, seconds: float) -> float:
-        told = self._torch.tensor([seconds], dtype=self._torch.float64)
-        self._dist.broadcast(told, 0)
-        return float(told)
+        shared_seconds = self._torch.tensor([seconds], dtype=self._torch.float64)
+        self._dist.broadcast(shared_seconds, 0)
+        return float(shared_seconds)
 
     def _exchange(self, size: int, partners: Sequence[int], in_a_row: int = 1) -> float:
         self._dist.barrier()

@@ -307,8 +307,8 @@ def _compare_step(
                     error = relative_error(difference(mine, theirs, measure), 0.0, scale)
                 # In addition to the reference's own.
                 own = kind == "parameter" and (not trained or name in plan["updates"])
-                told = "constant" if own else kind
-                yield Difference(kind=told, name=name, rel_err=error, step=step, rank=rank)
+                reported_kind = "constant" if own else kind
+                yield Difference(kind=reported_kind, name=name, rel_err=error, step=step, rank=rank)
 
 
 def _spread(reference: Mapping[str, Tensor], kind: str, name: str, measure: Callable[[Tensor], float]) -> float:

@@ -216,21 +216,21 @@ class Saver:
             boxes += [[tensor, *wholes[tensor], name, piece.whole.offsets, x.shape] for tensor, piece, x in here]
         # Tensors without elements have no boxes, and are in no file.
         empty = [[tensor, *whole] for tensor, whole in wholes.items() if 0 in whole[1]]
-        told = {"files": files, "boxes": boxes, "empty": empty, "position": position}
-        (part / self._note(self._place.rank)).write_text(json.dumps(told))
+        own_note = {"files": files, "boxes": boxes, "empty": empty, "position": position}
+        (part / self._note(self._place.rank)).write_text(json.dumps(own_note))
 
     def _commit(self, step: int, part: Path) -> None:
         notes = [part / self._note(rank) for rank in range(self._place.world_size)]
         try:
-            told = [decoded(_Note, parsed(note.read_bytes())) for note in notes]
+            contents = [decoded(_Note, parsed(note.read_bytes())) for note in notes]
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{error.filename} of another rank is not there; do all share the folder?"
             ) from None
-        position = next((each.position for each in told if each.position), "")
+        position = next((each.position for each in contents if each.position), "")
         run = self._run | ({"position": position} if position else {})
-        manifest = Manifest(step=step, run=run, tensors=_tensors(told), files={})
-        for each in told:
+        manifest = Manifest(step=step, run=run, tensors=_tensors(contents), files={})
+        for each in contents:
             manifest.files |= each.files
         for note in notes:
             note.unlink()
@@ -280,9 +280,9 @@ class _Digesting:
         self.size += len(data)
 
 
-def _tensors(told: list[_Note]) -> dict[str, Saved]:
+def _tensors(notes: list[_Note]) -> dict[str, Saved]:
     found: dict[str, Saved] = {}
-    for each in told:
+    for each in notes:
         for name, dtype, shape in each.empty:
             found.setdefault(name, Saved(dtype, shape))
         for name, dtype, shape, file, offsets, sizes in each.boxes:

@@ -86,7 +86,7 @@ def _taken_alone(descriptor: int, folder: Path, patience: float, say: Callable[[
     """Try to get the exclusive lock within `patience` seconds and write the owner into the file; returns whether it
     succeeded.
     """
-    deadline, told = time.monotonic() + patience, False
+    deadline, reported = time.monotonic() + patience, False
     while True:
         try:
             if not _lock(descriptor, _ALONE):
@@ -95,9 +95,9 @@ def _taken_alone(descriptor: int, folder: Path, patience: float, say: Callable[[
         except BlockingIOError:
             if time.monotonic() > deadline:
                 return False
-            if not told:
+            if not reported:
                 say(f"waiting for {_named(descriptor)}, which saves into {folder}, to end")
-                told = True
+                reported = True
             time.sleep(_TURN)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)

@@ -97,9 +97,9 @@ class StepLog:
                     if name != "step":
                         self._board.add_scalar(name, value, step + 1)
         skipped = "  overflow: skipped" if updated.skipped else ""
-        told = "".join(f"  {name} {value:.6f}" for name, value in (evaluation or {}).items())
-        told += _fullest(loads or {})
-        line = shown(f"step {step + 1}/{self._steps}  loss {loss:.6f}{told}  {seconds:.3f} s{skipped}")
+        additions = "".join(f"  {name} {value:.6f}" for name, value in (evaluation or {}).items())
+        additions += _fullest(loads or {})
+        line = shown(f"step {step + 1}/{self._steps}  loss {loss:.6f}{additions}  {seconds:.3f} s{skipped}")
         if self._stream.isatty():
             last = step + 1 == self._steps
             self._tell(f"\r{self._bar(step + 1, line)}\033[K" + "\n" * last)

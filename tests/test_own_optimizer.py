@@ -154,7 +154,7 @@ def test_equal_layers_are_one_pattern() -> None:
         ("return []", "NoneType"),
         ("return torch.optim.LBFGS(model.parameters())", "LBFGS"),
         ("return model.missing", "fails: AttributeError"),
-        ("return torch.optim.SGD([torch.zeros(3, requires_grad=True)])", "no parameter of the model"),
+        ("return torch.optim.SGD([torch.zeros(3, requires_grad=True)])", "not a parameter of the model"),
         ("return [torch.optim.SGD(model.head.parameters()), torch.optim.AdamW(model.parameters())]", "two of the"),
         ("return type('Mine', (torch.optim.SGD,), {})(model.parameters())", "Mine, which packages cannot run"),
     ],

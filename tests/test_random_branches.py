@@ -184,7 +184,7 @@ def remembering(net: Net, x: Tensor) -> Tensor:
     [
         (remembering, "it changes mul"),
         (changing, "random number"),
-        (nested, "another one"),
+        (nested, "another branch"),
         (counting, "it changes"),
         (wider, "random number"),
     ],

@@ -110,8 +110,8 @@ def test_fp16_scales_attached_losses(tmp_path: Path) -> None:
 MUTANTS = {
     "the load is that of a rank": (
         "layer",
-        "comm.dp.start_all_reduce_(sum_2_partial)",
-        "comm.mb.start_all_reduce_(sum_2_partial)",
+        "comm.dp.start_all_reduce_(sum_2_and_sum_3_partial)",
+        "comm.mb.start_all_reduce_(sum_2_and_sum_3_partial)",
     ),
     "an attached loss counts twice": ("constants", "torch.full((), 1,", "torch.full((), 2,"),
 }

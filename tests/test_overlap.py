@@ -186,11 +186,12 @@ region net phase microbatch:
     input x: f32[4, 8@tp]
     a_part = sum(x, (1,), False)  # f32[4] partial(tp)
     a = all_reduce(a_part, axis="tp")  # f32[4]
+    a_half = div(a, 2)  # f32[4]
     b_part = amax(x, (1,), False)  # f32[4] partial(tp)
     b = all_reduce(b_part, axis="tp")  # f32[4]
     other_part = sum(x, (1,), True)  # f32[4, 1] partial(tp)
     other = all_reduce(other_part, axis="tp")  # f32[4, 1]
-    both = add(a, b)  # f32[4]
+    both = add(a_half, b)  # f32[4]
     wide = mul(x, other)  # f32[4, 8@tp]
     again_part = sum(wide, (1,), True)  # f32[4, 1] partial(tp)
     again = all_reduce(again_part, axis="tp")  # f32[4, 1]
@@ -201,13 +202,14 @@ region net phase microbatch:
     return loss
 """)
     graph = joined(program.region("net").forward, {}, program.sizes)
-    moved = [line for line in print_graph(graph).splitlines() if re.search("all_reduce|cat|split", line)]
+    moved = [line for line in print_graph(graph).splitlines() if re.search("all_reduce|cat|split|div", line)]
     assert_expected_inline(
         "\n".join(moved),
         """\
 a_and_b_partial = cat((a_part, b_part), 0)  # f32[8] partial(tp)
 a_and_b = all_reduce(a_and_b_partial, axis="tp")  # f32[8]
 a, b = split(a_and_b, (4, 4), 0)  # f32[4] ; f32[4]
+a_half = div(a, 2)  # f32[4]
 other = all_reduce(other_part, axis="tp")  # f32[4, 1]
 again = all_reduce(again_part, axis="tp")  # f32[4, 1]
 one = all_reduce(large, axis="tp")  # f32[4, 500000]

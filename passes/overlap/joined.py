@@ -4,8 +4,9 @@
     b_sum = all_reduce(b, axis="tp")   ->   both_sum  = all_reduce(both, axis="tp")
                                             a_sum, b_sum = split(both_sum, (4, 4), 0)
 
-Sums are joined if they have equal shapes and no operation between them reads the first one. The joined tensor stays
-below the size at which the runtime changes its algorithm, so that ranks add in the same order as without joining.
+Sums are joined if they have equal shapes and the later one does not depend on the first. Small operations between them
+that read the first one follow the joined sum. The joined tensor stays below the size at which the runtime changes its
+algorithm, so that ranks add in the same order as without joining.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from partc import fuel
+from partc.ir.collectives import MOVING
 from partc.ir.layout import Sizes, SubDim
 from partc.ir.naming import unique
 from partc.ir.program import Graph, Op, Ref, TensorType, Value
@@ -25,30 +27,46 @@ def joined(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Grap
     types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
     taken = {*types}
     instead: dict[int, list[Op]] = {}
-    for group in _groups(graph, types, sizes):
-        instead.update((id(op), []) for op in group[:-1])
-        instead[id(group[-1])] = list(_together(group, types, sizes, taken))
+    for group, readers in _groups(graph, types, sizes):
+        instead.update((id(op), []) for op in (*group[:-1], *readers))
+        instead[id(group[-1])] = [*_together(group, types, sizes, taken), *readers]
     return replace(graph, ops=tuple(new for op in graph.ops for new in instead.get(id(op), [op])))
 
 
-def _groups(graph: Graph, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[list[Op]]:
-    """Groups of sums to join, ordered by the last sum of each."""
+def _groups(graph: Graph, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[tuple[list[Op], list[Op]]]:
+    """Groups of sums to join, ordered by the last sum of each, and the operations that then follow that sum."""
     group: list[Op] = []
+    readers: list[Op] = []  # of the group's results
+    between = 0  # those of them before the last sum
+    late: set[str] = set()  # the results of all these
     for op in graph.ops:
-        if _is_small_sum(op, types, sizes):
-            if group and not (_alike(group[0], op, types) and _fits([*group, op], types, sizes)):
-                yield from _several(group)
-                group = []
+        reads, is_sum = not late.isdisjoint(op.refs()), _is_small_sum(op, types, sizes)
+        joins = (
+            is_sum and not reads and bool(group) and _alike(group[0], op, types) and _fits([*group, op], types, sizes)
+        )
+        waits = reads and not is_sum and _is_small(op, types, sizes)
+        if group and not joins and (is_sum or (reads and not waits)):
+            yield from _several(group, readers[:between])
+            group, readers, between, late = [], [], 0, set()
+        if is_sum:
             group.append(op)
-        elif {value.result.name for value in group}.intersection(op.refs()):
-            yield from _several(group)
-            group = []
-    yield from _several(group)
+            between = len(readers)
+        elif waits:
+            readers.append(op)
+        if is_sum or waits:
+            late.update(value.name for value in op.results)
+    yield from _several(group, readers[:between])
 
 
-def _several(group: list[Op]) -> Iterator[list[Op]]:
+def _several(group: list[Op], readers: list[Op]) -> Iterator[tuple[list[Op], list[Op]]]:
     if len(group) > 1 and fuel.allowed("overlap", group[-1].source):
-        yield group
+        yield group, readers
+
+
+def _is_small(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> bool:
+    """Whether an operation computes on this rank, on tensors no larger than those that are joined."""
+    names = (*op.refs(), *(value.name for value in op.results))
+    return op.name not in MOVING and all(types[name].local_bytes(sizes) <= DIRECT for name in names)
 
 
 def _is_small_sum(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> bool:
@@ -59,7 +77,7 @@ def _is_small_sum(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> bool
 
 def _alike(a: Op, b: Op, types: Mapping[str, TensorType]) -> bool:
     one, other = next(a.refs()), next(b.refs())
-    return a.attrs == b.attrs and types[one] == types[other] and a.result.name != other
+    return a.attrs == b.attrs and types[one] == types[other]
 
 
 def _fits(group: list[Op], types: Mapping[str, TensorType], sizes: Sizes) -> bool:

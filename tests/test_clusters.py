@@ -24,6 +24,7 @@ from partc.cluster.variation import expected_maximum
 from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution
 from partc.compilation.plan import ParallelPlan, decisions, spelled
+from partc.compilation.plan import read as read_plan
 from partc.compilation.simulation import FRAGMENTS, Simulator, prediction, predictions, read_plans, states_of
 from partc.cost.accounting import communication
 from partc.cost.action_timeline import Segment, TimelineBuilder
@@ -660,6 +661,13 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[st
         ({"mesh": {"pp": 2, "DP": 4.0}}, {"mesh": "pp=2,dp=4"}),
         ({"mesh": [2, 4, 8]}, {"mesh": "2x4x8"}),
         ({"mesh": 8}, {"mesh": "8"}),
+        ({"mesh": {"pp": "2", "dp": "4"}}, {"mesh": "pp=2,dp=4"}),
+        ({"mesh": "PP2 DP4"}, {"mesh": "pp=2,dp=4"}),
+        ({"mesh": "pp:2, dp:4"}, {"mesh": "pp=2,dp=4"}),
+        ({"mesh": "dp_out=2,dp_in=4"}, {"mesh": "dp_out=2,dp_in=4"}),
+        ({"precision": "bf16-mixed"}, {"precision": "bf16"}),
+        ({"precision": "MXFP8"}, {"precision": "fp8"}),
+        ({"microbatches": "4", "options": {"batch": None}}, {"microbatches": 4}),
         ({"mesh": "DP=4, TP=2"}, {"mesh": "dp=4, tp=2"}),
         ({"zero": "ZeRO-3"}, {"zero": "3"}),
         ({"zero": "stage 3@8"}, {"zero": "3@8"}),
@@ -672,6 +680,12 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[st
 )  # fmt: skip
 def test_plans_may_be_spelled_as_other_programs_do(given: dict[str, Any], meant: dict[str, Any]) -> None:
     assert ParallelPlan.of(spelled({"mesh": "dp=2"} | given)) == ParallelPlan.of({"mesh": "dp=2"} | meant)
+
+
+def test_a_plan_to_compile_is_spelled_as_one_to_simulate(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text('{"mesh": {"pp": 2, "dp": 4}, "microbatches": 2.0, "schedule": "1F1B", "zero": null}')
+    assert [read_plan(file)] == list(read_plans(file))
 
 
 def test_a_bad_line_changes_no_other_lines(tmp_path: Path) -> None:

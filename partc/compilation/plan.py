@@ -48,9 +48,12 @@ _SCHEDULES: Mapping[str, str] = {
     "zerobubbleh1": "zero-bubble", "zbvzerobubble": "zbv",
 }  # fmt: skip
 _PRECISIONS: Mapping[str, str] = {
-    "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "float64": "fp64",
-    "double": "fp64",
+    "bfloat16": "bf16", "bf16mixed": "bf16", "float16": "fp16", "half": "fp16", "16mixed": "fp16", "float32": "fp32",
+    "float": "fp32", "float64": "fp64", "double": "fp64", "fp8cs": FP8, "fp8ds": FP8, "fp8sc": FP8, "fp8mx": FP8,
+    "mxfp8": FP8,
 }  # fmt: skip
+
+_AXIS = re.compile("(pp|dp|cp|ep|tp)[: ]*([0-9]+)")  # an axis and its size without "="
 
 # Megatron-LM's names.
 _WORDS: Mapping[str, str] = {"tp_comm_overlap": "tp_overlap", "overlap_grad_reduce": "dp_overlap"}
@@ -190,15 +193,15 @@ _USUAL = ParallelPlan(mesh="")
 def spelled(document: object) -> object:
     """A plan in the spelling of tables or other programs, converted to the form of `document`.
 
-    `null` means an absent field, 4.0 is 4, case does not matter, a mesh may be an object or a list of sizes, schedules
-    and types have several names, and several stages per rank under 1f1b mean interleaved.
+    `null` means an absent field, 4.0 and "4" are 4, case does not matter, a mesh may be an object or a list of sizes,
+    schedules and types have several names, and several stages per rank under 1f1b mean interleaved.
     """
     if not isinstance(document, dict):
         return document
     found = {name: _plain(value) for name, value in document.items() if value is not None}
     options = document.get("options")
     if isinstance(options, dict):
-        found["options"] = {name: _whole(value) for name, value in options.items()}
+        found["options"] = {name: _whole(value) for name, value in options.items() if value is not None}
     if "mesh" in found:
         found["mesh"] = _mesh(found["mesh"])
     for other, name in _WORDS.items():
@@ -211,6 +214,9 @@ def spelled(document: object) -> object:
     numbers = found.get("stage_calls")
     if isinstance(numbers, list):
         found["stage_calls"] = ",".join(str(_whole(number)) for number in numbers)
+    for count in ("microbatches", "virtual_stages", "loss_chunks", "nodes"):
+        if count in found:
+            found[count] = _number(found[count])
     if isinstance(found.get("zero"), str):
         found["zero"] = re.sub("^(zero|stage)[-_ ]*(?=[0-9])", "", str(found["zero"]))
     schedules = {**{_fold(name): name for name in SCHEDULES}, **_SCHEDULES}
@@ -236,10 +242,18 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _number(value: object) -> object:
+    """An integer that is written as a float or as text."""
+    return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value.strip()) else _whole(value)
+
+
 def _mesh(value: object) -> object:
-    """`{"pp": 2, "dp": 4}`, [2, 4, 8] or 8 as text."""
+    """`{"pp": 2, "dp": 4}`, [2, 4, 8], 8, "pp2 dp4" or "pp:2,dp:4" in the form of a mesh."""
+    if isinstance(value, str):
+        sized = re.fullmatch(f"({_AXIS.pattern}[ ,/_-]*)+", value)
+        return ",".join(f"{axis}={size}" for axis, size in _AXIS.findall(value)) if sized else value
     sizes = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    numbers = [_whole(size) for size in sizes]
+    numbers = [_number(size) for size in sizes]
     if not all(type(size) is int for size in numbers):
         return value
     if isinstance(value, dict):
@@ -265,7 +279,7 @@ def read(path: Path) -> ParallelPlan:
     if isinstance(document, dict) and "partc" in document:
         help = "`partc replan` plans a package anew; `partc plan -o` writes plans for partc compile"
         raise PartcError("P0804", f"{path} is the plan of a package, with the results of its compile", help=help)
-    return ParallelPlan.of(document, place=str(path))
+    return ParallelPlan.of(spelled(document), place=str(path))
 
 
 def decisions(plan: ParallelPlan) -> dict[str, Any]:

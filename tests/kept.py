@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from partc.frontend import origin
-from partc.frontend.huggingface import PREFIX, is_configuration
+from partc.frontend.model_files.huggingface import PREFIX, is_configuration
 from partc.frontend.trace import ONE_BATCH, Traced
 from partc.passes import differentiate as derivatives
 

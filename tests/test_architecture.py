@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from partc.frontend.example_files import FILES
+from partc.frontend.model_files.example_files import FILES
 from partc.ir.collectives import COLLECTIVES
 from partc.ir.operations import TABLE as EFFECTS
 from partc.rules.table import LOWERED

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import partc
 from partc.errors import PartcError
-from partc.frontend import own_backward
+from partc.frontend.gradients import own_backward
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.package.verify import verify

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import partc
 from partc.cli import main
 from partc.errors import PartcError
-from partc.frontend.model_file import load
+from partc.frontend.model_files.model_file import load
 from partc.ir.attention import Attention
 from partc.ir.collectives import cost, inside
 from partc.ir.layout import Shard

@@ -13,7 +13,7 @@ from torch import nn
 import partc
 from partc.errors import PartcError, Source
 from partc.explain import AREAS, CATALOGUE, explanation, listing
-from partc.frontend.huggingface import model_source
+from partc.frontend.model_files.huggingface import model_source
 from partc.package.verify import verify
 from partc.passes.normalize import writer
 

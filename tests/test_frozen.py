@@ -11,7 +11,7 @@ import torch
 
 from partc.errors import PartcError
 from partc.frontend.capture import capture
-from partc.frontend.model_file import load
+from partc.frontend.model_files.model_file import load
 
 HEAD = """
 import datetime, functools, random, time, uuid

@@ -14,7 +14,7 @@ import partc
 from partc.api import compilation, package
 from partc.cli import main
 from partc.compilation.options import Options
-from partc.frontend.huggingface import model_source
+from partc.frontend.model_files.huggingface import model_source
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.reports.html_report import page

@@ -19,7 +19,7 @@ import partc
 from partc.api import compilation
 from partc.compilation.options import Options
 from partc.errors import PartcError
-from partc.frontend.constant_buffers import Recipes
+from partc.frontend.state.constant_buffers import Recipes
 from partc.ir import operators
 from partc.ir.interpreter import results_of
 from partc.ir.program import Arg, DTypeArg, Op, Ref, TensorType, Value

@@ -13,8 +13,8 @@ from torch import nn
 import partc
 from partc.compilation.options import Options
 from partc.errors import PartcError
-from partc.frontend.model_file import load
-from partc.frontend.own_optimizer import own_optimizer
+from partc.frontend.model_files.model_file import load
+from partc.frontend.model_files.own_optimizer import own_optimizer
 from partc.runtime.optimizer.recipe import Recipe
 from tests.durable import trained, whole
 

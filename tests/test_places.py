@@ -12,7 +12,7 @@ import torch
 
 import partc
 from partc.cli import main
-from partc.frontend.example_files import FILES
+from partc.frontend.model_files.example_files import FILES
 from partc.installed import is_installed, is_machinery, shortened
 
 ROOT = Path(__file__).parent.parent

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import partc
 from partc import passes
 from partc.errors import PartcError
-from partc.frontend.caches import caches
-from partc.frontend.model_file import load
-from partc.frontend.shared_memory import shared_with
+from partc.frontend.model_files.model_file import load
+from partc.frontend.state.caches import caches
+from partc.frontend.state.shared_memory import shared_with
 from partc.frontend.trace import Traced, trace_file, trace_model
 from partc.ir.mesh import Mesh
 from partc.ir.program import Program

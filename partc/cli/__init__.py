@@ -408,7 +408,7 @@ def _write_page(done: Compilation, path: Path) -> None:
 @click.argument("directory", metavar="DIR", type=PATH, default=Path("examples"))
 def examples_command(directory: Path) -> None:
     """Copy the example model files into DIR (examples/ by default)."""
-    from partc.frontend.example_files import copy_examples
+    from partc.frontend.model_files.example_files import copy_examples
 
     for path in copy_examples(directory):
         console.echo(f"wrote {path}")

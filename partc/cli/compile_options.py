@@ -78,8 +78,8 @@ def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str,
 
     Raises PartcError P0201 if there is no such file or folder, and P0603 if the mesh does not go with it.
     """
-    from partc.frontend.example_files import hint
-    from partc.frontend.huggingface import PREFIX
+    from partc.frontend.model_files.example_files import hint
+    from partc.frontend.model_files.huggingface import PREFIX
 
     if not name.startswith(PREFIX) and not os.path.exists(name):
         raise PartcError("P0201", f"there is no package and no model file {name}", help=hint(Path(name)))

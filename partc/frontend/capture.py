@@ -18,24 +18,24 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source, first_line
-from partc.frontend.builtin_numbers import counting
-from partc.frontend.caches import caches
-from partc.frontend.constant_buffers import Recipe, Recipes, made
-from partc.frontend.frozen_state import StateWatch, check
-from partc.frontend.model_file import blame
-from partc.frontend.own_backward import Hook, followed, module_hooks, own_hooks
-from partc.frontend.random_branches import Outcomes
-from partc.frontend.repeats import CallMark, Excluded, ModuleTree, Repeats
-from partc.frontend.replaced_buffers import Buffers, ReplacedError
+from partc.frontend.branches.builtin_numbers import counting
+from partc.frontend.branches.random_branches import Outcomes
+from partc.frontend.branches.value_branches import ValueWatch
+from partc.frontend.gradients.own_backward import Hook, followed, module_hooks, own_hooks
+from partc.frontend.gradients.transforms import transformed
+from partc.frontend.model_files.model_file import blame
+from partc.frontend.repeats.marks import CallMark, Excluded, ModuleTree, Repeats
+from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.results import Read
-from partc.frontend.rows import ModuleRows, UnequalError, WholeTrace
-from partc.frontend.selections import Selections
-from partc.frontend.shared_memory import shared_with, untrained_pairs
+from partc.frontend.selections.selections import Selections
+from partc.frontend.state.caches import caches
+from partc.frontend.state.constant_buffers import Recipe, Recipes, made
+from partc.frontend.state.constructor_values import with_values
+from partc.frontend.state.frozen_state import StateWatch, check
+from partc.frontend.state.replaced_buffers import Buffers, ReplacedError
+from partc.frontend.state.shared_memory import shared_with, untrained_pairs
 from partc.frontend.trace_errors import explained, innermost
-from partc.frontend.transforms import transformed
-from partc.frontend.untraceable_modules import untraceable_modules
-from partc.frontend.value_branches import ValueWatch
-from partc.frontend.values import with_values
+from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
 from partc.installed import is_machinery
 from partc.ir.program import Repetition
 from partc.quoting import encodable

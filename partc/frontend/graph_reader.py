@@ -14,14 +14,14 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
 from partc.errors import InternalError, PartcError, Source
+from partc.frontend.branches.random_branches import RandomBranch
+from partc.frontend.branches.value_branches import RANDOM_BRANCH
 from partc.frontend.capture import Captured
 from partc.frontend.complex_numbers import is_complex, rewritten
-from partc.frontend.random_branches import RandomBranch
-from partc.frontend.repeated_ops import RepeatedOps
-from partc.frontend.repeats import MARK
-from partc.frontend.selection_tests import TESTED
+from partc.frontend.repeats.copies import RepeatedOps
+from partc.frontend.repeats.marks import MARK
+from partc.frontend.selections.selection_tests import TESTED
 from partc.frontend.strided_views import windows
-from partc.frontend.value_branches import RANDOM_BRANCH
 from partc.installed import is_machinery, shortened
 from partc.ir.gradients import reached
 from partc.ir.naming import identifier, unique, unreserved

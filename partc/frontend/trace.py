@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.batch_indices import check_indices
+from partc.frontend.branches.random_branches import PARTLY_EMPTY, Branching, Outcomes, RandomBranch, joined, told_apart
 from partc.frontend.capture import Captured, Loss, capture
-from partc.frontend.empty_selections import check_empty, without_tests
 from partc.frontend.graph_reader import GraphReader, tensor_type
-from partc.frontend.huggingface import PREFIX, is_configuration, model_source
-from partc.frontend.model_file import ModelFile, load
-from partc.frontend.own_optimizer import OwnOptimizer, own_optimizer
-from partc.frontend.random_branches import PARTLY_EMPTY, Branching, Outcomes, RandomBranch, joined, told_apart
-from partc.frontend.repeats import Excluded
+from partc.frontend.model_files.huggingface import PREFIX, is_configuration, model_source
+from partc.frontend.model_files.model_file import ModelFile, load
+from partc.frontend.model_files.own_optimizer import OwnOptimizer, own_optimizer
+from partc.frontend.repeats.marks import Excluded
+from partc.frontend.repeats.module_rows import UnequalError, WholeTrace, container_of
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
-from partc.frontend.row_counts import check_numbers
-from partc.frontend.rows import UnequalError, WholeTrace, container_of
-from partc.frontend.shared_memory import check_changes
+from partc.frontend.selections.empty_selections import check_empty, without_tests
+from partc.frontend.selections.row_counts import check_numbers
+from partc.frontend.state.shared_memory import check_changes
 from partc.ir.mesh import Mesh
 from partc.ir.naming import identifier, unique
 from partc.ir.program import (

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from partc.errors import PartcError
-from partc.frontend.huggingface import is_configuration, model_source
-from partc.frontend.model_file import load
-from partc.frontend.own_optimizer import OwnOptimizer
+from partc.frontend.model_files.huggingface import is_configuration, model_source
+from partc.frontend.model_files.model_file import load
+from partc.frontend.model_files.own_optimizer import OwnOptimizer
+from partc.frontend.model_files.user_modules import imported_by
 from partc.frontend.results import Purpose
 from partc.frontend.trace import ONE_BATCH, Batches, Traced, configuration_name, generated, trace_loaded
 from partc.frontend.trace import trace_file as traced_anew
-from partc.frontend.user_modules import imported_by
 from partc.installed import is_installed
 from partc.ir.mesh import Mesh
 from partc.ir.parser import parse

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source, first_line
-from partc.frontend.model_file import blame
+from partc.frontend.model_files.model_file import blame
 from partc.installed import is_machinery, shortened
 
 _CHECK = "call the model on one batch in plain PyTorch, without partc, to see the whole error"

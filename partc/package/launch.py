@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from partc.errors import PartcError, first_line
-from partc.frontend.model_file import is_file
+from partc.frontend.model_files.model_file import is_file
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime import plan as plans
 from partc.runtime.documents import Malformed

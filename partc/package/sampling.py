@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError
-from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
+from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
 from partc.runtime.random import Draw, dropout, stream
 from partc.runtime.torch_private import TorchDispatchMode
 

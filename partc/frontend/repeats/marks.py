@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from partc.frontend.frozen_state import frozen
-from partc.frontend.rows import ModuleRows, UnequalError, container_of
+from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, container_of
+from partc.frontend.state.frozen_state import frozen
 from partc.installed import is_machinery
 from partc.ir.repetitions import KEPT
 from partc.torch_private import MODULE_CALL, TreeSpec, tree_flatten, tree_unflatten, without_overriding

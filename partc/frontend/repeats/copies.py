@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.errors import InternalError, Source
-from partc.frontend.repeats import CallMark
-from partc.frontend.rows import UnequalError
+from partc.frontend.repeats.marks import CallMark
+from partc.frontend.repeats.module_rows import UnequalError
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Op
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from partc.frontend.by_tensor import ByTensor
-from partc.frontend.mask_counts import MaskCounts
-from partc.frontend.row_counts import PartSize, unknown_number
-from partc.frontend.selected_rows import NOT_SELECTED, SelectedRows
+from partc.frontend.selections.mask_counts import MaskCounts
+from partc.frontend.selections.row_counts import PartSize, unknown_number
+from partc.frontend.selections.selected_rows import NOT_SELECTED, SelectedRows
 
 
 class SelectedParts:

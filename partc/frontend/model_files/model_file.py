@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from partc.errors import PartcError, Source, first_line
-from partc.frontend.example_files import hint
-from partc.frontend.user_modules import FOLDER
+from partc.frontend.model_files.example_files import hint
+from partc.frontend.model_files.user_modules import FOLDER
 from partc.installed import is_machinery
 
 Option = int | float | bool | str

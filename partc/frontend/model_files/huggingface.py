@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from partc.errors import PartcError
-from partc.frontend.model_file import is_file
+from partc.frontend.model_files.model_file import is_file
 from partc.quoting import environment
 from partc.runtime.documents import Malformed, contents, decoded, parsed
 

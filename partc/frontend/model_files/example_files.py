@@ -7,7 +7,7 @@ from pathlib import Path
 from partc.errors import PartcError
 from partc.runtime.whole_files import replacing
 
-_SHIPPED = Path(__file__).parents[1] / "examples"
+_SHIPPED = Path(__file__).parents[2] / "examples"
 FILES = ("mlp.py", "gpt.py", "text_gpt.py", "alice29.txt")
 
 

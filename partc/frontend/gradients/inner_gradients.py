@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from partc.errors import PartcError
-from partc.frontend.rows import WholeTrace
+from partc.frontend.repeats.module_rows import WholeTrace
 from partc.torch_private import without_modes
 
 _library = torch.library.Library("partc", "FRAGMENT")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partc.frontend.row_counts import RowCount
+from partc.frontend.selections.row_counts import RowCount
 
 
 def _length(x: Any, /) -> int:

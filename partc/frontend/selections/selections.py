@@ -34,12 +34,12 @@ from torch import Tensor
 
 from partc.errors import Source
 from partc.frontend.by_tensor import ByTensor
-from partc.frontend.mask_counts import SHAPES, MaskCounts
-from partc.frontend.repeats import MARK
-from partc.frontend.row_counts import TESTS_OF_ZERO, PartSize, RowCount, without_counts
-from partc.frontend.selected_parts import SelectedParts
-from partc.frontend.selected_rows import INTEGERS, NOT_SELECTED, MaskedRows, SelectedRows, leaves
-from partc.frontend.selection_tests import Iterations, SelectionTests, outside
+from partc.frontend.repeats.marks import MARK
+from partc.frontend.selections.mask_counts import SHAPES, MaskCounts
+from partc.frontend.selections.row_counts import TESTS_OF_ZERO, PartSize, RowCount, without_counts
+from partc.frontend.selections.selected_parts import SelectedParts
+from partc.frontend.selections.selected_rows import INTEGERS, NOT_SELECTED, MaskedRows, SelectedRows, leaves
+from partc.frontend.selections.selection_tests import Iterations, SelectionTests, outside
 from partc.frontend.statements import around
 from partc.torch_private import without_modes
 
@@ -60,7 +60,7 @@ _COMPARISONS = {
 # The files of methods that are written in Python, and call a mode from there.
 _METHODS = (
     torch.Tensor.__format__.__code__.co_filename, torch.overrides.__file__,
-    str(Path(__file__).with_name("builtin_numbers.py")),
+    str(Path(__file__).parents[1] / "branches" / "builtin_numbers.py"),
 )  # fmt: skip
 # Keep the elements of one dimension in order.
 _RESHAPED = frozenset({*SHAPES, "unsqueeze", "to", "long", "contiguous", "clone"})

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn, optim
 
 from partc.errors import PartcError, first_line
-from partc.frontend.model_file import blame
+from partc.frontend.model_files.model_file import blame
 from partc.runtime.errors import UsageError
 from partc.runtime.optimizer.kinds import KINDS, Kind, shown
 from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule, written

@@ -28,19 +28,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source
-from partc.frontend.alignments import ctc_loss
+from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.by_tensor import ByTensor
-from partc.frontend.packed_sequences import NOT_PACKED, PackedSequences
-from partc.frontend.random_branches import TESTS, Outcomes, RandomTests
-from partc.frontend.row_counts import Unsettled
-from partc.frontend.selected_rows import NOT_SELECTED
-from partc.frontend.selections import Selections
+from partc.frontend.selections.row_counts import Unsettled
+from partc.frontend.selections.selected_rows import NOT_SELECTED
+from partc.frontend.selections.selections import Selections
 from partc.frontend.statements import around, path_to, span_of, tree_of
+from partc.frontend.traceable_forms.alignments import ctc_loss
+from partc.frontend.traceable_forms.packed_sequences import NOT_PACKED, PackedSequences
 from partc.installed import is_machinery, shortened, user_frame
 from partc.torch_private import GuardOnValues, checks, lists, without_modes
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed
-_TRACED_FROM = str(Path(__file__).with_name("capture.py"))  # the file that calls the model
+_TRACED_FROM = str(Path(__file__).parents[1] / "capture.py")  # the file that calls the model
 CALLS = 4  # the most frames between a value and the statement that tests it
 _TESTS = frozenset({*TESTS, "equal", "allclose"})
 _READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__", "__format__"})

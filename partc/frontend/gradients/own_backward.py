@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from partc.errors import PartcError, Source
-from partc.frontend.inner_gradients import inner_gradient
-from partc.frontend.rows import WholeTrace
+from partc.frontend.gradients.inner_gradients import inner_gradient
+from partc.frontend.repeats.module_rows import WholeTrace
 from partc.installed import shortened, user_frame
 from partc.ir import operators  # noqa: F401 (defines the operators)
 from partc.torch_private import (

@@ -31,7 +31,7 @@ from math import prod
 from typing import Any
 
 from partc.errors import PartcError, Source
-from partc.frontend.selection_tests import TESTED
+from partc.frontend.selections.selection_tests import TESTED
 from partc.ir.operations import KEEPING, SHOWING, spelling
 from partc.ir.program import SELECTED, Graph, Op, Ref, Value, is_change
 

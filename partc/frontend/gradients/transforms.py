@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from partc.errors import PartcError
-from partc.frontend.rows import WholeTrace
+from partc.frontend.repeats.module_rows import WholeTrace
 from partc.rules.derivatives import differentiable_derivatives
 from partc.torch_private import (
     TRANSFORMS,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from partc.frontend.by_tensor import ByTensor
-from partc.frontend.row_counts import TESTS_OF_ZERO
+from partc.frontend.selections.row_counts import TESTS_OF_ZERO
 
 SHAPES = frozenset({"view", "reshape", "unflatten", "_unsafe_view"})
 _COUNTS = frozenset({"sum", "count_nonzero"})

@@ -1,0 +1,1 @@
+"""The files that a user brings: model files, Hugging Face configurations, own modules, and own optimizers."""

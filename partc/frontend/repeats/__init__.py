@@ -1,0 +1,1 @@
+"""Equal modules are traced once, however often a model contains and calls them."""

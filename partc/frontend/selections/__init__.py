@@ -1,0 +1,1 @@
+"""Rows that masks select, whose number is unknown in a trace."""

@@ -222,8 +222,8 @@ def rows(columns: int, dtype: DType) -> list[Built]:
     """Norms and softmaxes of such rows and their derivatives, with a neighbour each, in all configurations."""
     from partc.codegen.kernels.fused import kernel
     from partc.passes.fuse import fuse
-    from tests.test_kernel_rows import NORMS, normed, softmaxed
-    from tests.test_kernels import program_of
+    from tests.kernels.test_kernels import program_of
+    from tests.kernels.test_rows import NORMS, normed, softmaxed
     from tests.triton_runs import Kernels
 
     shape = (2048, columns)

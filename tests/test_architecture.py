@@ -50,6 +50,11 @@ def test_imports_go_down_the_layers(above: str, layers: tuple[str, ...]) -> None
                 assert place(target, layers, above) <= place(module, layers, above), f"{path}:{line} imports {target}"
 
 
+def test_tests_stand_in_folders_of_the_layers() -> None:
+    """Tests of whole trainings are in `tests/end_to_end/`; tests of the tree and of the pages stand next to the folders."""
+    assert {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} <= {*LAYERS, "end_to_end"}
+
+
 def test_no_import_cycles() -> None:
     """Neither between modules nor between the folders and files of one folder."""
     assert not cycles()

@@ -34,7 +34,7 @@ def test_kernels_tests_that_need_processes_without_gpus_are_left_out() -> None:
     ]
     assert len(names) == 10
     for name in names:
-        text = (ROOT / f"test_{name}.py").read_text()
+        text = (ROOT / "kernels" / f"test_{name}.py").read_text()
         for item in ast.parse(text).body:
             if isinstance(item, ast.FunctionDef) and "virtual=True" in (ast.get_source_segment(text, item) or ""):
                 assert "interpreted" in map(ast.unparse, item.decorator_list), item.name

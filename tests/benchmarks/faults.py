@@ -37,7 +37,7 @@ from partc.ir.mesh import Mesh
 from partc.package.launch import local_environment, read_plan, torchrun_command
 from partc.runtime.checkpoint.manifest import checkpoints, read
 from tests.durable import TIED, trained, whole
-from tests.test_runtime_death import rank_of
+from tests.runtime.test_death import rank_of
 
 LIMIT = 30.0  # seconds in which the others must have stopped
 PAUSE = "PARTC_FAULTS_PAUSE"  # seconds that the data of a step takes, so that there are not too many steps to repeat

@@ -57,7 +57,7 @@ def tests(names: tuple[str, ...], results: Results, deadline: Deadline, only: tu
             "--tb=short",
             "--no-header",
             *beside,
-            f"tests/test_{name}.py",
+            f"tests/kernels/test_{name}.py",
         ]
         why = done(command, deadline.left, {"TRITON_INTERPRET": "0"}, show=True)
         results.row(name, why or "passed")
@@ -67,7 +67,7 @@ def tests(names: tuple[str, ...], results: Results, deadline: Deadline, only: tu
 
 def marked(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
     """Tests that need a device and no kernels."""
-    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist", *files]
     why = done(command, deadline.left, show=True)
     results.table("Tests of the runtime on the GPU", "tests", "result")
@@ -156,17 +156,13 @@ PARTS: Mapping[str, Part] = {
     "packages": Part("packages of many models and ranks in one process", 400, packages.table),
     "graphs": Part("CUDA graphs against steps without", 300, graphs),
     "runtime": Part("tests that need a device and no kernels", 200, marked),
-    "kernels": Part(
-        "tests of elementwise kernels", 560, partial(tests, ("kernels", "kernel_activations", "kernel_places"))
-    ),
+    "kernels": Part("tests of elementwise kernels", 560, partial(tests, ("kernels", "activations", "places"))),
     "rows": Part(
         "tests of kernels over rows",
         560,
-        partial(tests, ("kernel_rows", "kernel_cross_entropy", "kernel_dropout", "kernel_embedding")),
+        partial(tests, ("rows", "cross_entropy", "dropout", "embedding")),
     ),
-    "writes": Part(
-        "tests of AdamW, compression, tuning", 560, partial(tests, ("kernel_adamw", "kernel_compression", "tuning"))
-    ),
+    "writes": Part("tests of AdamW, compression, tuning", 560, partial(tests, ("adamw", "compression", "tuning"))),
     "bandwidth": Part("kernels' bytes a second against a copy", 540, bandwidth.table),
     "gpt2": Part(
         "training GPT-2 124M against eager, torch.compile and Liger", 580, partial(training.table, "GPT-2 124M")

@@ -20,9 +20,9 @@ from partc.ir.program import DTypeArg, Graph, Op, Ref, TensorType
 from partc.passes.fuse import fuse
 from partc.runtime.train import tuning
 from tests.gpu.results import Deadline, Results
+from tests.kernels.test_kernels import program_of
+from tests.kernels.test_rows import normed
 from tests.programs import op, value
-from tests.test_kernel_rows import normed
-from tests.test_kernels import program_of
 from tests.triton_runs import Kernels
 
 SHAPE = (4096, 8192)

@@ -1,0 +1,256 @@
+"""Evaluations between steps equal those of one device, in evaluation mode, with the parameters of the step."""
+
+from __future__ import annotations
+
+import array
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import partc
+from partc.errors import PartcError
+from partc.runtime.checkpoint.manifest import checkpoints
+from tests.durable import train, trained, whole
+
+# The tests' own models live in a module that a package can import: a top-level one.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import given_models
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.norm = nn.{norm}(16)
+        self.head = nn.Linear(16, 24, bias=False)
+        {tie}
+
+    def forward(self, ids):
+        x = self.blocks(self.embed(ids))
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2) if {batched} else self.norm(x))
+
+
+def model():
+    return Net()
+
+
+def made(generator=None):
+    ids = torch.randint(24, (16, 6), generator=generator)
+    return {{"ids": ids, "labels": torch.randint(24, (16, 6), generator=generator).masked_fill(ids < 5, -100)}}
+
+
+def batch():
+    return made()
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
+def evaluate(model, batch):
+    {evaluate}
+
+
+{data}
+"""
+LOSS = "return loss(model, batch)"
+METRICS = """logits, labels = model(batch["ids"]), batch["labels"]
+    right = (logits.argmax(-1) == labels) & (labels >= 0)
+    own = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    return {"loss": own, "accuracy": right.double().sum() / (labels >= 0).sum(), "right": right.sum(), "wide": own.double()}"""
+ACCURACY = 'return (model(batch["ids"]).argmax(-1) == batch["labels"]).double().mean()'
+DATA = "def eval_data(step):\n    return made(torch.Generator().manual_seed(1000 + step))"
+IN_ORDER = "eval_data = [made(torch.Generator().manual_seed(1000 + step)) for step in range(2)]"
+
+
+def written(folder: Path, evaluate: str = LOSS, data: str = DATA, tie: str = "", norm: str = "BatchNorm1d") -> Path:
+    file = folder / "mine.py"
+    batched = norm == "BatchNorm1d"
+    file.write_text(MODEL.format(evaluate=evaluate, data=data, tie=tie, norm=norm, batched=batched))
+    return file
+
+
+def evaluations(metrics: Path) -> dict[int, dict[str, float]]:
+    """By step, the results of evaluations by their names in the log."""
+    entries = map(json.loads, metrics.read_text().splitlines())
+    found = {entry["step"]: {name: x for name, x in entry.items() if "evaluation" in name} for entry in entries}
+    return {step: results for step, results in found.items() if results}
+
+
+def on_one_device(package: Path, checkpoint: Path, seeds: list[int]) -> dict[str, float]:
+    spec = importlib.util.spec_from_file_location("plain_model", package / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model: nn.Module = module.model().double()
+    saved = whole(checkpoint)
+    missing, _ = model.load_state_dict(
+        {name: saved[name] for name in model.state_dict() if name in saved}, strict=False
+    )
+    assert set(missing) <= {"head.weight", "norm.num_batches_tracked"}  # tied, or read by nothing
+    model.eval()
+    with torch.no_grad():
+        batches = [module.made(torch.Generator().manual_seed(seed)) for seed in seeds]
+        each = [module.evaluate(model, batch) for batch in batches]
+        if isinstance(each[0], torch.Tensor):
+            return {"evaluation": sum(value.item() for value in each) / len(each)}
+        names = each[0]
+        return {f"evaluation/{name}": sum(values[name].item() for values in each) / len(each) for name in names}
+
+
+CASES = {
+    "dp=2,tp=2": {"mesh": "dp=2,tp=2", "microbatches": 2},
+    "pp=2,dp=2": {"mesh": "pp=2,dp=2", "microbatches": 4},
+    "pp=2,tp=2, interleaved": {"mesh": "pp=2,tp=2", "microbatches": 2, "schedule": "interleaved"},
+    "dp=4, zero 3": {"mesh": "dp=4", "zero": 3},
+    "pp=2,dp=2, zero 3": {"mesh": "pp=2,dp=2", "microbatches": 2, "zero": 3},
+    "pp=2, zbv": {"mesh": "pp=2", "microbatches": 4, "schedule": "zbv"},
+    "dp=2, zero 1, recomputed": {"mesh": "dp=2", "zero": 1, "recompute": "full", "loss_chunks": 2},
+}
+
+
+EVALUATED = {
+    "dp=2,tp=2": METRICS,
+    "pp=2,tp=2, interleaved": METRICS,
+    "pp=2,dp=2, zero 3": METRICS,
+    "dp=4, zero 3": ACCURACY,
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", CASES)
+def test_an_evaluation_equals_that_of_one_device(tmp_path: Path, case: str) -> None:
+    norm = "LayerNorm" if "tp" in case else "BatchNorm1d"
+    file = written(tmp_path, EVALUATED.get(case, LOSS), norm=norm)
+    package = partc.compile(file, precision="fp64", **CASES[case]).write(tmp_path / "build")  # type: ignore[arg-type]
+    arguments = ("--eval-every", 3, "--eval-batches", 3, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    trained(package, "--steps", 5, "--save-every", 3, *arguments)
+    found = evaluations(tmp_path / "m")
+    assert list(found) == [3, 5]
+    for step, checkpoint in zip((5, 3), checkpoints(tmp_path / "save"), strict=True):
+        assert found[step] == pytest.approx(on_one_device(package, checkpoint, [1000, 1001, 1002]), rel=1e-12), step
+
+
+@pytest.mark.slow
+def test_tied_weights_and_an_iterable(tmp_path: Path) -> None:
+    file = written(tmp_path, data=IN_ORDER, tie="self.head.weight = self.embed.weight", norm="LayerNorm")
+    package = partc.compile(file, mesh="2x1x2", microbatches=2, precision="fp64").write(tmp_path / "build")
+    arguments = ("--eval-every", 2, "--eval-batches", 3, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    trained(package, "--steps", 2, *arguments)
+    expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000, 1001, 1000])
+    assert evaluations(tmp_path / "m")[2] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_an_evaluation_changes_nothing_in_the_training(tmp_path: Path) -> None:
+    package = partc.compile(written(tmp_path), mesh="2x2x1", microbatches=2, zero=1).write(tmp_path / "build")
+    ends = []
+    for every in (0, 1):
+        trained(package, "--steps", 3, "--eval-every", every, "--save", tmp_path / f"save{every}")
+        ends.append(whole(checkpoints(tmp_path / f"save{every}")[0]))
+    assert all(ends[0][name].equal(ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_real_ranks_evaluate_alike(tmp_path: Path) -> None:
+    package = partc.compile(written(tmp_path), mesh="2x2x1", microbatches=2, zero=3).write(tmp_path / "build")
+    for real in (False, True):
+        trained(package, "--steps", 3, "--eval-every", 2, "--metrics", tmp_path / f"m{real}", real=real)
+    assert evaluations(tmp_path / "mTrue") == evaluations(tmp_path / "mFalse") and evaluations(tmp_path / "mTrue")
+
+
+@pytest.mark.slow
+def test_a_token_file_is_evaluated_on(tmp_path: Path) -> None:
+    package = partc.compile(written(tmp_path, data=""), mesh="dp=2", precision="fp64").write(tmp_path / "build")
+    (tmp_path / "t.bin").write_bytes(array.array("H", [index % 24 for index in range(200)]).tobytes())
+    arguments = ("--eval-every", 1, "--metrics", tmp_path / "m")
+    trained(package, "--steps", 2, *arguments, "--eval-data", tmp_path / "t.bin")
+    on_file = evaluations(tmp_path / "m")
+    trained(package, "--steps", 2, *arguments)
+    assert len(on_file) == 2 and on_file != evaluations(tmp_path / "m")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("evaluate", "code"),
+    [
+        ("return model(batch['ids'])", "P0208"),
+        ("return {'loss': 3}", "P0206"),
+        ("return {'loss': loss(model, batch), 'logits': model(batch['ids'])}", "P0208"),
+        ("return {}", "P0206"),
+        ("return loss(model, batch) + torch.rand(())", "P0420"),
+    ],
+)
+def test_evaluations_that_cannot_be_compiled(tmp_path: Path, evaluate: str, code: str) -> None:
+    with pytest.raises(PartcError) as refused:
+        partc.compile(written(tmp_path, evaluate), mesh="dp=2")
+    assert refused.value.code == code
+
+
+@pytest.mark.slow
+def test_a_parameter_that_only_the_training_cuts_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PartcError, match=r"the training cuts norm\.") as refused:
+        partc.compile(written(tmp_path), mesh="tp=2")
+    assert refused.value.code == "P0420"
+    pins = [f"norm.{name}=[_]" for name in ("weight", "bias", "running_mean", "running_var")]
+    assert partc.compile(written(tmp_path), mesh="tp=2", shard=pins).evaluation is not None
+
+
+def test_a_package_without_an_evaluation_says_so(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    file.write_text(file.read_text().replace("def evaluate(", "def judged("))
+    package = partc.compile(file, mesh="dp=2").write(tmp_path / "build")
+    stopped = train(package, "--eval-every", 1)
+    assert stopped.returncode == 2 and "P0546" in stopped.stderr
+
+
+def test_a_model_object_is_evaluated(tmp_path: Path) -> None:
+    batch = {"x": torch.randn(8, 5)}
+    model, functions = given_models.Net(), {"loss": given_models.loss, "evaluate": given_models.judge}
+    given = partc.compile(model, batch, mesh="dp=2", precision="fp64", eval_every=2, **functions)
+    trained(given.write(tmp_path / "build"), "--steps", 2, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    model.double().load_state_dict(whole(checkpoints(tmp_path / "save")[0]), strict=False)
+    found = given_models.judge(model, {"x": batch["x"].double()})
+    expected = {f"evaluation/{name}": x.item() for name, x in found.items()}
+    assert evaluations(tmp_path / "m") == {2: pytest.approx(expected, rel=1e-12)}
+
+
+@pytest.mark.slow
+def test_without_a_function_the_loss_is_evaluated_where_asked_for(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    file.write_text(file.read_text().replace("def evaluate(", "def judged("))
+    assert partc.compile(file, mesh="dp=2").evaluation is None
+    package = partc.compile(file, mesh="dp=2", precision="fp64", eval_every=2).write(tmp_path / "build")
+    trained(package, "--steps", 2, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    (package / "model.py").write_text(f"{(package / 'model.py').read_text()}\nevaluate = loss\n")
+    expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000])
+    assert evaluations(tmp_path / "m") == {2: pytest.approx(expected, rel=1e-12)}
+
+
+def test_weights_that_evaluations_do_not_read_stay_cut(tmp_path: Path) -> None:
+    file = written(tmp_path, "return model.blocks(model.embed(batch['ids'])).square().mean()")
+    package = partc.compile(file, mesh="dp=2,tp=2", zero=1, precision="fp64").write(tmp_path / "build")
+    trained(package, "--steps", 1, "--eval-every", 1, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000])
+    assert evaluations(tmp_path / "m") == {1: pytest.approx(expected, rel=1e-12)}

@@ -1,0 +1,79 @@
+"""A budget is of all that a rank holds; what passes a limit is refused with options that would help."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import partc
+from partc.cost.saved_tensors import parse_bytes
+from partc.errors import PartcError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES = {"depth": 6, "batch": 512}
+
+
+def compiled(mesh: str, **options: Any) -> partc.Package:
+    """The smallest example, with more activations than weights."""
+    return partc.compile(EXAMPLES / "mlp.py", mesh=mesh, options=SIZES, **options)
+
+
+def peaks(package: partc.Package) -> list[int]:
+    assert package.memory is not None
+    return [rank.peak for rank in package.memory.ranks]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("1", {}),
+        pytest.param("pp=2", {"microbatches": 4}, marks=pytest.mark.matrix),
+        pytest.param("pp=2", {"microbatches": 4, "schedule": "zbv"}, marks=pytest.mark.matrix),
+    ],
+)
+def test_no_rank_holds_more_than_a_budget(mesh: str, options: dict[str, Any]) -> None:
+    most, least = (max(peaks(compiled(mesh, recompute=kind, **options))) for kind in ("none", "full"))
+    for part in (0.1, 0.5):
+        budget = int(least + part * (most - least))
+        found = max(peaks(compiled(mesh, recompute=f"{budget}B", **options)))
+        assert 0.8 * budget < found <= budget
+    assert max(peaks(compiled(mesh, recompute=f"{most}B", **options))) <= most
+
+
+def test_what_a_budget_needs_at_least_is_enough() -> None:
+    with pytest.raises(PartcError, match="P0415") as error:
+        compiled("1", recompute="2MB")
+    enough = re.search(r"--recompute (\S+) or more", str(error.value))
+    assert enough is not None
+    assert max(peaks(compiled("1", recompute=enough[1]))) <= (parse_bytes(enough[1]) or 0)
+
+
+@pytest.mark.slow
+def test_a_limit_is_kept_or_refused_with_what_would_help() -> None:
+    held = max(peaks(compiled("2")))
+    assert max(peaks(compiled("2", memory_limit=f"{held}B"))) == held
+    with pytest.raises(PartcError, match="P0416") as error:
+        compiled("2", memory_limit=f"{held - 1}B")
+    assert "each rank holds" in error.value.cause and "activations" in error.value.cause
+    helps = dict(re.findall(r"^ +--(\w+) (\S+): .*less, fits$", error.value.help, flags=re.MULTILINE))
+    assert {"zero", "recompute", "precision"} <= set(helps)
+    assert parse_bytes(helps["recompute"]) is None, "no budget is searched where a kind of recomputation is enough"
+    for name in ("zero", "recompute"):
+        assert max(peaks(compiled("2", memory_limit=f"{held - 1}B", **{name: helps[name]}))) < held
+
+
+@pytest.mark.matrix
+def test_options_that_only_fit_together() -> None:
+    alone = min(max(peaks(compiled("2", zero=3))), max(peaks(compiled("2", recompute="full"))))
+    with pytest.raises(PartcError, match="P0416") as error:
+        compiled("2", memory_limit=f"{alone // 2}B")
+    last = [line for line in error.value.help.splitlines() if line.endswith("fits")]
+    assert len(last) == 1 and last[0].count("--") > 1
+
+
+def test_a_limit_is_a_size() -> None:
+    with pytest.raises(PartcError, match="P0004"):
+        compiled("1", memory_limit="80")

@@ -1,0 +1,287 @@
+"""Gradients that a model gives itself: what single functions become, and packages against eager training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import partc
+from partc.errors import PartcError
+from partc.frontend.trace import trace_model
+from partc.ir.mesh import Mesh
+from partc.passes.normalize import normalize
+
+CLIPPED = """
+import torch
+from torch import nn
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad): return grad.clamp(-0.004, 0.003)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        WHAT
+        return self.down(h).square().mean()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 6)}
+"""
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum(0)
+
+
+class Square(nn.Module):
+    """A width that is the batch's size: dimensions cannot be told by their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(x, self.w).sum()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_dimensions_follow_from_operations() -> None:
+    traced = trace_model(Square, lambda: {"x": torch.ones(4, 4)}, name="m", mesh=Mesh.parse("1"))
+    program = normalize(traced.program)
+    (own,) = (op for op in program.regions[0].forward.ops if op.name == "own_gradient")
+    assert dict(own.attrs)["dims"] == ((0, 1), (1,))  # the batch needs no gradient
+
+
+class Checkpointed(nn.Module):
+    """Reentrant checkpoints pass no gradient on if no argument requires one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(checkpoint(self.first, x, use_reentrant=True))
+        return checkpoint(self.third, h, use_reentrant=True).square().mean()  # type: ignore[no-any-return]
+
+
+class Pair(torch.autograd.Function):
+    """Two results, of which an unread one has no gradient, in contrast to one of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        ctx.set_materialize_grads(False)
+        return x * w, 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        x, w = ctx.saved_tensors
+        to_x = None if second is None else 2 * second
+        if first is None:
+            return to_x, None
+        return first * w + (0 if to_x is None else to_x), (first * x).sum(0)
+
+
+@pytest.mark.parametrize("read", [(0,), (1,), (0, 1)])
+def test_an_unread_result_has_no_gradient(read: tuple[int, ...]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v, self.w = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            results = Pair.apply(x * self.v, self.w)  # type: ignore[no-untyped-call]
+            return torch.stack([results[i].square().sum() for i in read]).sum()
+
+    model, x = Net(), torch.randn(6, 4)
+    traced = trace_model(Net, lambda: {"x": x}, name="net", mesh=Mesh.parse("1"))
+    model(x).backward()
+    trained = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    assert {p.name for p in traced.program.parameters if p.trainable} == trained
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_of_inputs_trains_nothing() -> None:
+    model = Checkpointed()
+    model(torch.ones(4, 4)).backward()
+    trained = {name for name, x in model.named_parameters() if x.grad is not None}
+    traced = trace_model(Checkpointed, lambda: {"x": torch.ones(4, 4)}, name="m", mesh=Mesh.parse("1"))
+    assert {p.name for p in traced.program.parameters if p.trainable} == trained
+
+
+@pytest.mark.parametrize(
+    ("what", "mesh", "microbatches"),
+    [
+        ("h = Clipped.apply(self.up(x))", "1x2x2", 2),
+        ("h = nn.functional.linear(x, Clipped.apply(self.up.weight), self.up.bias)", "1x2x2", 1),
+        ("h = nn.functional.linear(x, Clipped.apply(self.up.weight), self.up.bias)", "1x2x1", 2),
+        ("h = self.up(x); h.register_hook(lambda grad: grad.clamp(max=0.002))", "2x1x2", 2),
+        (
+            "h = self.up(x); v = h.clone().detach(); h.register_hook(lambda grad: grad.clamp(max=0.002)); h = h + v",
+            "1x2x1",
+            1,
+        ),
+        ("h = self.up(x)", "1x2x2", 1),
+    ],
+)
+def test_a_clip_sees_whole_gradients(what: str, mesh: str, microbatches: int, tmp_path: Path) -> None:
+    file = tmp_path / "clipped.py"
+    source = CLIPPED.replace("WHAT", what)
+    if what == "h = self.up(x)":  # hooks on a module
+        source = source.replace(
+            "return Net()",
+            "net = Net(); net.down.register_full_backward_hook(lambda m, grads, _: (grads[0].clamp(max=0.002),)); "
+            "net.up.register_full_backward_pre_hook(lambda m, grads: (grads[0] * 3,)); return net",
+        )
+    file.write_text(source)
+    package = partc.compile(str(file), mesh=mesh, microbatches=microbatches, precision="fp64")
+    result = package.verify(steps=2)
+    assert result.ok, result
+
+
+REVERSED = """
+import torch
+from torch import nn
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.view_as(x)
+    @staticmethod
+    def backward(ctx, grad): return -0.5 * grad
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6))
+        self.judge = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 1))
+    def score(self, x):
+        spread = x.std(0, unbiased=False).mean().expand(len(x), 1)
+        return self.judge(torch.cat([x, spread], 1)).squeeze(1)
+    def forward(self, x, z):
+        made = Reversed.apply(self.make(z))
+        return (1 - self.score(x)).relu().mean() + (1 + self.score(made)).relu().mean()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 6), "z": torch.randn(8, 6)}
+"""
+
+
+def test_a_reversal_between_regions(tmp_path: Path) -> None:
+    """The value that the function returns is its operand; their gradients differ."""
+    file = tmp_path / "reversed.py"
+    file.write_text(REVERSED)
+    package = partc.compile(str(file), mesh="dp=2", precision="fp64")
+    assert any("alias" in {op.name for op in region.forward.ops} for region in package.program.regions)
+    assert package.verify(steps=2).ok
+
+
+BESIDE = """
+import torch
+from torch import nn
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x * 2
+    @staticmethod
+    def backward(ctx, grad): return grad
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Linear(6, 6)
+    def forward(self, x, still):
+        y = Halved.apply(self.turn(x) + still)
+        return y, y.detach()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
+    def forward(self, x):
+        y, still = x, x
+        for layer in self.layers:
+            y, still = layer(y, still)
+        return (y * still).mean()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 6)}
+"""
+
+
+def test_a_result_beside_its_own_value_between_regions(tmp_path: Path) -> None:
+    """One of the two has a gradient, although both are the value that the function computes."""
+    file = tmp_path / "beside.py"
+    file.write_text(BESIDE)
+    package = partc.compile(str(file), mesh="pp=2", microbatches=2, schedule="zero-bubble", precision="fp64")
+    assert all(len(set(region.forward.outputs)) == len(region.forward.outputs) for region in package.program.regions)
+    assert package.verify(steps=2).ok
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_weights_are_refused_at_their_line(hook: str, tmp_path: Path) -> None:
+    file = tmp_path / "watching.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\ndef watch(x): pass\n\ndef model():\n    made = nn.Linear(6, 1)\n"
+        f"    made.weight.{hook}(watch)\n    return made\n\ndef batch(): return {{'input': torch.randn(8, 6)}}\n\n"
+        "def loss(model, batch): return model(**batch).mean()\n"
+    )
+    with pytest.raises(PartcError, match="P0216") as caught:
+        partc.compile(str(file), mesh="1")
+    assert caught.value.source is not None and caught.value.source.line == 4
+
+
+def test_a_pipeline_cuts_between_functions(tmp_path: Path) -> None:
+    """A function stays whole although it reads two weights and a stage could begin at either."""
+    file = Path(__file__).parents[1] / "independent" / "models" / "reversible.py"
+    program = partc.compile(
+        str(file), mesh="pp=2", microbatches=4, schedule="interleaved", virtual_stages=2, precision="fp64"
+    ).program
+    for number in range(3):
+        assert [call.params for call in program.calls if f"w.{number}" in call.params] == [
+            (f"w.{number}", f"v.{number}")
+        ]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "allowed"),
+    [
+        ("torch.where(grad > -1, grad, 0.0)", False),
+        ("torch.where(x > 0, grad, 0.0) * torch.sigmoid(x) + 0.1 * grad", True),
+        ("grad.masked_fill(x < 0, 0)", True),
+        ("torch.full_like(x, 0.01)", True),
+        ("grad + 0.1 * x", False),
+        ("grad.clamp(-0.1, 0.1)", False),
+        ("torch.where(x > 0, grad, 1.0)", False),
+        ("grad / (grad.norm() + 1e-6)", False),
+    ],
+)
+def test_fp16_refuses_gradients_that_a_factor_of_the_loss_would_change(
+    gradient: str, allowed: bool, tmp_path: Path
+) -> None:
+    source = CLIPPED.replace("return grad.clamp(-0.004, 0.003)", f"x, = ctx.saved_tensors; return {gradient}")
+    source = source.replace("return x.view_as(x)", "ctx.save_for_backward(x); return x.view_as(x)")
+    file = tmp_path / "given.py"
+    file.write_text(source.replace("WHAT", "h = Clipped.apply(self.up(x))"))
+    if allowed:
+        partc.compile(str(file), mesh="1", precision="fp16")
+    else:
+        with pytest.raises(PartcError) as caught:
+            partc.compile(str(file), mesh="1", precision="fp16")
+        assert caught.value.code == "P0216" and caught.value.source is not None

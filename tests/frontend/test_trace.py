@@ -1,0 +1,353 @@
+"""Tracing: model files and options, what a program records of its model, and errors that quote the user's line."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partc
+from partc import passes
+from partc.errors import PartcError
+from partc.frontend.model_files.model_file import load
+from partc.frontend.state.caches import caches
+from partc.frontend.state.shared_memory import shared_with
+from partc.frontend.trace import Traced, trace_file, trace_model
+from partc.ir.mesh import Mesh
+from partc.ir.program import Program
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ONE = Mesh.parse("1")
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width, bias):
+        super().__init__()
+        self.layer = nn.Linear(3, width, bias=bias)
+
+    def forward(self, x, **rest):
+        y = self.layer(x)
+        {forward}
+        return y.sum()
+
+def model(width: int = 5, bias: bool = True, scale: float = 1.0):
+    return Net(width, bias)
+
+def batch(rows: int = 7, kind="random"):
+    return {{"x": torch.randn(rows, 3)}}
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "net.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def trace(path: Path, **options: str) -> Traced:
+    return trace_file(path, options, mesh=ONE)
+
+
+def refused(code: str, path: Path, **options: str) -> PartcError:
+    with pytest.raises(PartcError) as failure:
+        trace(path, **options)
+    assert failure.value.code == code
+    return failure.value
+
+
+def line_of(path: Path, text: str) -> int:
+    return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+
+
+def test_options_have_the_types_of_the_parameters_they_meet(tmp_path: Path) -> None:
+    path = written(tmp_path, MODEL.format(forward="pass"))
+    traced = trace(path, width="11", bias="false", rows="4")
+    assert traced.options == {"width": 11, "bias": False, "rows": 4}
+    assert traced.model_source == path.read_text()
+    assert traced.program.value_types()["x"].shape == (4, 3)
+    assert [(p.name, p.type.shape) for p in traced.program.parameters] == [("layer.weight", (11, 3))]
+
+
+@pytest.mark.parametrize("options", [{"depth": "2"}, {"width": "wide"}, {"bias": "perhaps"}, {"scale": "x"}])
+def test_wrong_options_are_refused(options: dict[str, str], tmp_path: Path) -> None:
+    error = refused("P0204", written(tmp_path, MODEL.format(forward="pass")), **options)
+    assert next(iter(options)) in str(error)
+
+
+def test_what_is_no_model_file_is_refused(tmp_path: Path) -> None:
+    refused("P0201", tmp_path / "absent.py")
+    refused("P0202", written(tmp_path, "import nothing_of_this_name"))
+    refused("P0203", written(tmp_path, "def model(): ..."))
+    refused("P0205", written(tmp_path, "def model(): return 3\ndef batch(): return {}"))
+    refused("P0205", written(tmp_path, MODEL.format(forward="pass") + "\ndef batch(): return [1]"))
+
+
+def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "import torch\n\ndef model(:\n    pass")
+    error = refused("P0202", path)
+    assert error.source is not None and error.source.line == 3
+
+
+@pytest.mark.parametrize(
+    "forward", ["if y.sum() > 0: y = y * 2", "y = y[: int(y.sum())]", "y = y[y > 0].cumsum(0)", "y.numpy()"]
+)
+def test_graph_breaks_quote_the_line(forward: str, tmp_path: Path) -> None:
+    path = written(tmp_path, MODEL.format(forward=forward))
+    with pytest.raises(PartcError) as failure:
+        passes.run(trace(path).program, {}, until="route")
+    assert failure.value.code.startswith("P02")
+    assert failure.value.source is not None
+    assert failure.value.source.file.endswith("net.py")
+    assert failure.value.source.line == line_of(path, forward)
+    assert "Traceback" not in str(failure.value)
+
+
+def test_errors_in_the_model_quote_the_line(tmp_path: Path) -> None:
+    path = written(tmp_path, MODEL.format(forward="y = y @ y"))
+    error = refused("P0206", path)
+    assert error.source is not None and error.source.line == line_of(path, "y = y @ y")
+
+
+def test_a_loss_is_a_scalar(tmp_path: Path) -> None:
+    path = written(tmp_path, MODEL.format(forward="return y"))
+    refused("P0208", path)
+
+
+class Tied(nn.Module):
+    """Tied weights, a buffer, a frozen parameter and one that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("shift", torch.arange(4.0))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embed(ids) * self.scale + self.shift)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def tokens() -> Mapping[str, Tensor]:
+    ids = torch.zeros(3, 5, dtype=torch.long)
+    return {"ids": ids, "labels": ids}
+
+
+def tied(precision: str = "fp32") -> Program:
+    return trace_model(Tied, tokens, name="tied", mesh=ONE, precision=precision).program
+
+
+def test_parameters_keep_names_ties_and_what_is_trained() -> None:
+    found = {p.name: p for p in tied().parameters}
+    assert set(found) == {"scale", "unused", "embed.weight", "shift"}
+    assert found["embed.weight"].aliases == ("head.weight",)
+    assert {name for name, p in found.items() if p.trainable} == {"embed.weight"}  # no gradient reaches `unused`
+    assert tied().calls[0].params.count("embed.weight") == 1
+
+
+def test_entries_that_are_one_tensor_stay_two_inputs() -> None:
+    program = tied()
+    assert program.inputs == ("ids", "labels")
+    [cross_entropy] = [op for op in program.regions[0].forward.ops if op.name == "cross_entropy_loss"]
+    assert "ids" not in set(cross_entropy.refs())
+
+
+def test_floats_have_the_precision_and_integers_keep_theirs() -> None:
+    types = {p.name: p.type.dtype for p in tied("fp64").parameters}
+    assert set(types.values()) == {"f64"}
+    assert tied("fp64").value_types()["ids"].dtype == "i64"
+    assert tied("fp32").parameter("shift").type.dtype == "f32"
+
+
+def test_fp64_is_fp64_throughout() -> None:
+    class Careful(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.float().softmax(-1, dtype=torch.float32).to(torch.float32) * torch.arange(3)).sum()
+
+    program = trace_model(Careful, lambda: {"x": torch.zeros(2, 3)}, name="m", mesh=ONE, precision="fp64").program
+    found = {value.type.dtype for op in program.regions[0].forward.ops for value in op.results}
+    assert found == {"f64", "i64"}
+
+
+def test_operations_name_their_module_and_line() -> None:
+    program = trace_file(EXAMPLES / "mlp.py", {}, mesh=ONE).program
+    lines = (EXAMPLES / "mlp.py").read_text().splitlines()
+    [up] = [op for op in program.regions[0].forward.ops if op.source and op.source.module == "blocks.2.up"]
+    assert up.source is not None
+    assert up.source.file.endswith("examples/mlp.py")
+    assert "self.up(" in lines[up.source.line - 1]
+
+
+def test_eight_billion_parameters_take_seconds_and_no_memory() -> None:
+    start = time.process_time()
+    program = trace_file(EXAMPLES / "gpt.py", {"size": "8b", "batch": "16"}, mesh=ONE).program
+    assert time.process_time() - start < 20
+    sizes = [p.type.shape for p in program.parameters]
+    assert sum(torch.Size(shape).numel() for shape in sizes) > 8e9
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [("{", "P0231"), ('{"hidden": 3}', "P0231"), ('{"model_type": "unheard_of"}', "P0232"),
+     ('{"model_type": "unheard_of", "architectures": ["GPT2LMHeadModel"], "vocab_size": 9}', "P0232")],
+)  # fmt: skip
+def test_configurations_that_cannot_be_used(config: str, code: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(PartcError) as failure:
+        trace_file(Path(f"hf:{tmp_path}/config.json"), {}, mesh=ONE)
+    assert failure.value.code == code
+
+
+def test_a_configuration_becomes_a_model_file(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "gpt2", "vocab_size": 50, "n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": 9}
+    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    (tmp_path / "config.json").write_text(json.dumps(config | still))
+    with pytest.raises(PartcError, match=f"P0204: hf:{tmp_path}/config.json has no option 'wide'"):
+        trace_file(Path(f"hf:{tmp_path}/config.json"), {"wide": "3"}, mesh=ONE)
+    traced = trace_file(Path(f"hf:{tmp_path}/config.json"), {"batch": "3", "seq": "7"}, mesh=ONE)
+    assert traced.program.value_types()["input_ids"].shape == (3, 7)
+    assert traced.program.parameter("transformer.wte.weight").aliases == ("lm_head.weight",)
+    path = written(tmp_path, traced.model_source)
+    again = trace_file(path, {"batch": "3", "seq": "7"}, mesh=ONE).program
+    assert again.parameters == traced.program.parameters
+
+
+ORTHOGONAL = """
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        wrap = nn.utils.parametrizations.orthogonal
+        self.up, self.down = wrap(nn.Linear(6, 6), orthogonal_map="cayley"), wrap(nn.Linear(6, 6))
+        self.last = nn.utils.spectral_norm(nn.Linear(6, 6))
+        prune.l1_unstructured(self.down, "bias", amount=2)
+    def forward(self, x):
+        return (self.last(self.down(self.up(x).tanh())) - x.sin()).square().mean()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 6)}
+"""
+
+
+def test_constructors_that_read_weights(tmp_path: Path) -> None:
+    package = partc.compile(str(written(tmp_path, ORTHOGONAL)), mesh="dp=2", precision="fp64")
+    assert package.verify(steps=2).ok
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        ("torch.eye(3).to_sparse()", "sparse"),
+        ("torch.eye(4).to_sparse_csr()", "sparse"),
+        ("torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])", "nested"),
+        ("torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)", "quantized"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_not_dense_are_refused_by_name(tensor: str, kind: str, tmp_path: Path) -> None:
+    source = f"""
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Linear(3, 3)
+        with torch.device("cpu"):
+            self.register_buffer("graph", {tensor})
+    def forward(self, x): return self.turn(x).sum()
+
+def model(): return Net()
+def batch(): return {{"x": torch.randn(4, 3)}}
+"""
+    error = refused("P0205", written(tmp_path, source))
+    assert f"graph of model() is {kind}" in error.cause
+
+
+def test_weights_side_by_side_in_one_memory_are_no_ties() -> None:
+    net = torch.nn.Module()
+    whole = torch.randn(6, 8)
+    net.left, net.right = (torch.nn.Parameter(x) for x in whole.split([3, 5], dim=1))
+    net.register_buffer("mean", torch.zeros(4)), net.register_buffer("again", net.mean[:2])
+    assert shared_with(net) is None
+    net.corner = torch.nn.Parameter(whole[:2, 2:4])
+    assert shared_with(net) == ("left", "corner")
+
+
+CACHED = """
+import functools
+import torch
+from torch import nn
+
+def once(function):
+    kept = functools.lru_cache(function)
+    return lambda *given: kept(*given)
+
+@functools.lru_cache
+def ramp(size): return torch.arange(float(size)).repeat(2, 1).sum(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Linear(64, 64)
+    @once
+    def places(self, size): return torch.full((4, size), 2.0).mean(0)
+    def forward(self, x):
+        h = self.turn(x) + ramp(64) * self.places(64)
+        return (h - h.mean(0)).square().mean()
+
+def model(): return Net()
+def batch(): return {"x": torch.randn(8, 64)}
+"""
+
+
+def test_the_caches_of_functions_are_found(tmp_path: Path) -> None:
+    """On a method whose decorator hides it, and beside the class: a second trace must not get a first one's tensors."""
+    file = written(tmp_path, CACHED)
+    net = load(file, {}).model()
+    net(torch.ones(8, 64))
+    found = list(caches(net))
+    assert [cache.cache_info().currsize for cache in found] == [1, 1]
+    for cache in found:
+        cache.cache_clear()
+    assert {cache.cache_info().currsize for cache in caches(net)} == {0}
+
+
+SCRIPTED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+    def forward(self, x):
+        for _ in range(2):
+            x = torch.tanh(self.norm(self.turn(x)))
+        return x.square().mean()
+
+def model(): return torch.jit.script(Net())
+def batch(): return {"x": torch.randn(8, 6)}
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_torchscript_compiled(tmp_path: Path) -> None:
+    assert partc.compile(str(written(tmp_path, SCRIPTED)), mesh="dp=2", precision="fp64").verify(steps=2).ok

@@ -267,6 +267,16 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "Parameters have the full names of the model's state dict, values inside a region are `region.value`, and "
         "values between calls have the names that `partc inspect` prints.",
     ),
+    "P0305": CodeExplanation(
+        "--batch-over does not parse",
+        "--batch-over takes AXIS=CALL,CALL: an axis that cuts weights or sequences, and globs of calls whose batch it "
+        "cuts instead. `blocks.0-15` stands for the blocks 0 to 15. A semicolon separates several axes.",
+    ),
+    "P0306": CodeExplanation(
+        "--batch-over matches no call",
+        "The globs match names of calls, such as `embed`, `blocks.0` and `head`. `partc inspect MODEL --mesh SPEC` "
+        "prints them. Calls that depend on the batch's inputs alone are computed on all ranks of the axis.",
+    ),
     "P0311": CodeExplanation(
         "a rule needs an operator's full name",
         'Operators that torch.library registers have two parts: `partc.rule("mylib::op", ...)`.',

@@ -183,10 +183,20 @@ PIPELINE: tuple[Pass, ...] = (
         reads=(),
     ),
     Pass(
+        name="uses",
+        label="Split by use",
+        does="with `--batch-over`, axes of weights cut the batch of some calls, in regions of their own",
+        requires=("regions",),
+        ensures=("uses",),
+        after=("stack", "precision"),
+        options=("batch_over",),
+        reads=(),
+    ),
+    Pass(
         name="batch",
         label="Batched",
         does="the batch is cut over dp and over microbatches",
-        requires=("regions",),
+        requires=("regions", "uses"),
         ensures=("batch layouts",),
     ),
     Pass(

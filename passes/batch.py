@@ -206,11 +206,15 @@ def check_divisible(program: Program) -> None:
             help="give batch() a tensor whose first dimension is the batch",
         )
     size, dp, steps = types[entries[0]].shape[0], _ways(program), program.sizes[TIME_AXIS]
-    if size % (dp * steps):
+    over = {region.batch_over for region in program.regions} | {()}
+    most = max(over, key=lambda axes: math.prod(program.sizes[axis] for axis in axes))
+    parts = dp * steps * math.prod(program.sizes[axis] for axis in most)
+    if size % parts:
+        further = "".join(f", over {axis}={program.sizes[axis]}" for axis in most)
         raise PartcError(
             "P0401",
-            f"a batch of {size} does not divide into dp={dp} x {steps} microbatches",
-            help=f"make it a multiple of {dp * steps}, or lower --microbatches",
+            f"a batch of {size} does not divide into dp={dp} x {steps} microbatches{further}",
+            help=f"make it a multiple of {parts}, or lower --microbatches",
         )
 
 

@@ -141,6 +141,11 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
             "experts are cut over N neighbours along dp, cp or tp: ep=4@dp, ep=8@dp,cp, ep=4@dp=2,tp=2",
             metavar="ep=N@AXES",
         ),
+        _option(
+            "batch_over",
+            "in these calls tp or cp cuts the batch, and weights are whole: tp=embed,blocks.0-15",
+            metavar="AXIS=CALL,..",
+        ),
         click.option("-D", "definitions", metavar="NAME=VALUE", multiple=True, help="an option of the model file"),
         click.option("--batch", type=int, help="the same as -D batch=..., for hf: models"),
         click.option("--seq", type=int, help="the same as -D seq=..., for hf: models"),

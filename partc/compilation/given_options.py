@@ -30,6 +30,7 @@ class GivenOptions:
     precision: str = "fp32"
     seed: int = 0
     shard: Sequence[str] = ()
+    batch_over: str | None = None  # the calls whose batch tp or cp cuts: "tp=embed,blocks.0-15"
     zero: str | int = "0"
     recompute: str = "none"
     casts: Sequence[str] = ()

@@ -6,7 +6,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +25,7 @@ from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.per_stage import expanded, stage_kinds
 from partc.schedules.table import Table, read
 from partc.sharding.pins import Pin
+from partc.sharding.uses import BatchUse
 
 LOW: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16"}
 DEFAULT = "adamw"  # train.py's own optimizer; importing it from there would import torch
@@ -61,6 +62,7 @@ class Options:
     precision: str
     seed: int
     shard: tuple[str, ...]
+    batch_over: str | None
     zero: int
     zero_axes: tuple[str, ...]
     recompute: str
@@ -88,7 +90,7 @@ class Options:
     def checked(cls, **fields_given: Any) -> Options:
         """Check the fields of GivenOptions and build the options.
 
-        Raises PartcError P0004, P0101 to P0106, P0108, P0109, P0301, P0404 to P0414, P0418, P0421 and P0551.
+        Raises PartcError P0004, P0101 to P0106, P0108, P0109, P0301, P0305, P0404 to P0414, P0418, P0421 and P0551.
         """
         given = GivenOptions(**fields_given)
         _check_types(given)
@@ -102,7 +104,8 @@ class Options:
         table = _table(given, mesh)
         chosen = given.optimizer is not None or bool(given.group)
         optimizer = given.optimizer or DEFAULT
-        mesh, level, axes = _zero(str(given.zero), mesh)
+        uses = {use.axis for use in BatchUse.parse(given.batch_over or "", mesh)}
+        mesh, level, axes = _zero(str(given.zero), mesh, uses)
         same = {item.name: getattr(given, item.name) for item in fields(cls) if hasattr(given, item.name)}
         decided = {
             "mesh": mesh,
@@ -179,10 +182,15 @@ class Options:
         return tuple(Pin.parse(text) for text in self.shard)
 
     @property
+    def batch_uses(self) -> tuple[BatchUse, ...]:
+        return BatchUse.parse(self.batch_over or "", self.mesh)
+
+    @property
     def for_passes(self) -> dict[str, Any]:
         """The options under the names that passes use."""
         return {
             "pins": self.pins,
+            "batch_over": self.batch_uses,
             "places": self.places,
             "stage_calls": self.stage_calls,
             "low": LOW.get(self.precision),
@@ -330,10 +338,10 @@ def _cast(text: str) -> tuple[str, Precision]:
     return name, kinds[wanted]
 
 
-def _zero(text: str, mesh: Mesh) -> tuple[Mesh, int, tuple[str, ...]]:
-    """Parse `3`, `3@dp_in` or `3@4`: the ZeRO stage and its axes, by default all that hold weights whole.
+def _zero(text: str, mesh: Mesh, uses: Collection[str]) -> tuple[Mesh, int, tuple[str, ...]]:
+    """Parse `3`, `3@dp_in` or `3@4`: the ZeRO stage and its axes, by default all that hold some weights whole.
 
-    Also returns the mesh, which gets a new axis for a number of ranks.
+    Axes in `uses` cut the batch of some calls. Also returns the mesh, which gets a new axis for a number of ranks.
     """
     level, _, names = text.partition("@")
     if level not in ("0", "1", "2", "3"):
@@ -341,7 +349,7 @@ def _zero(text: str, mesh: Mesh) -> tuple[Mesh, int, tuple[str, ...]]:
     if re.fullmatch("[0-9]{1,7}", names):
         cut, over = mesh.with_span(int(names))
         return cut, int(level), over
-    whole = tuple(name for name in mesh.names if holds_weights_whole(name))
+    whole = tuple(name for name in mesh.names if holds_weights_whole(name) or name in uses)
     given = tuple(name.strip() for name in names.split(",")) if "@" in text else whole
     for name in given:
         if name not in whole:

@@ -253,6 +253,11 @@ def is_batch_axis(name: str) -> bool:
     return name == EXPERT_AXIS or _is_piece(name, BATCH_AXIS)
 
 
+def cuts_batch(name: str) -> bool:
+    """Whether an axis of layouts cuts the batch: over ranks, or over microbatches."""
+    return name == TIME_AXIS or is_batch_axis(name)
+
+
 def _experts(spec: str, cause: str, help: str) -> PartcError:
     return PartcError("P0106", f"--experts {spec} {cause}", help=help)
 

@@ -92,6 +92,7 @@ class _Body:
     name: str
     phase: Phase
     kernels: Kernels
+    batch_over: tuple[str, ...]
     params: list[Value] = field(default_factory=list)
     graphs: dict[str, list[Any]] = field(default_factory=dict)  # title -> inputs, operations, outputs
     saved: tuple[str, ...] = ()
@@ -113,6 +114,7 @@ class _Body:
             kept=self.kept,
             phase=self.phase,
             kernels=self.kernels,
+            batch_over=self.batch_over,
         )
 
 
@@ -394,10 +396,13 @@ class _TextReader:
 
     def _region(self, text: str) -> None:
         match = _matched(
-            rf"region {_NAME} phase ({'|'.join(get_args(Phase))})(?: kernels ({'|'.join(get_args(Kernels))}))?:", text
+            rf"region {_NAME} phase ({'|'.join(get_args(Phase))})(?: kernels ({'|'.join(get_args(Kernels))}))?"
+            r"(?: batch\(([a-z0-9_,]+)\))?:",
+            text,
         )
         phase, kernels = cast(Phase, match[2]), cast(Kernels, match[3] or "aten")
-        self._bodies.append(_Body(_name(match[1]), phase, kernels))
+        over = tuple(match[4].split(",")) if match[4] else ()
+        self._bodies.append(_Body(_name(match[1]), phase, kernels, over))
 
     def _param(self, text: str) -> None:
         self._bodies[-1].params.append(_declared(text.removeprefix("param ")))

@@ -95,7 +95,8 @@ def _repetition(repetition: Repetition) -> str:
 def print_region(region: Region, *, sources: bool = False, sizes: Sizes | None = None) -> str:
     """One region. With the axes' `sizes`, collectives say how many bytes a rank sends."""
     kernels = f" kernels {region.kernels}" if region.kernels != "aten" else ""
-    lines = [f"region {written_name(region.name)} phase {region.phase}{kernels}:"]
+    over = f" batch({','.join(region.batch_over)})" if region.batch_over else ""
+    lines = [f"region {written_name(region.name)} phase {region.phase}{kernels}{over}:"]
     lines += [f"  param {_declared(value)}" for value in region.params]
     params = {value.name: value.type for value in region.params}
     lines += _graph("forward", region.forward, params, sources, sizes)

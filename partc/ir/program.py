@@ -272,6 +272,8 @@ class Region:
 
     `kernels` names the source of the kernels of its functions: PyTorch, Triton functions in the package, or
     torch.compile.
+
+    `batch_over` names the axes of weights or sequences that cut the batch in this region.
     """
 
     name: str
@@ -283,6 +285,7 @@ class Region:
     kept: tuple[str, ...] = ()
     phase: Phase = "microbatch"
     kernels: Kernels = "aten"
+    batch_over: tuple[str, ...] = ()
 
     @property
     def graphs(self) -> tuple[Graph, ...]:

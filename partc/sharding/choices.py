@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from partc.errors import InternalError
 from partc.ir.layout import Layout, Placement, Replicated, Sizes, Varying
-from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, holds_weights_whole, is_batch_axis
+from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, cuts_batch, holds_weights_whole, is_batch_axis
 from partc.ir.program import FLOATING, Choice, Op, TensorType
 from partc.rules import OpRule, fits, placements
 
@@ -24,7 +24,7 @@ def axis_order(sizes: Sizes) -> tuple[str, ...]:
 
 def batch_axes(sizes: Sizes) -> tuple[str, ...]:
     """The axes that cut the batch: data-parallel axes, and microbatches."""
-    return tuple(axis for axis in axis_order(sizes) if axis == TIME_AXIS or is_batch_axis(axis))
+    return tuple(axis for axis in axis_order(sizes) if cuts_batch(axis))
 
 
 def placed_axes(sizes: Sizes) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from partc.ir.attention import ROWS, Attention
 from partc.ir.expert_products import ExpertMatmul
 from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_params
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
-from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, holds_weights_whole, is_batch_axis
+from partc.ir.mesh import PIPELINE_AXIS, cuts_batch, holds_weights_whole
 from partc.ir.operations import VIEWS
 from partc.ir.program import FLOATING, ITEMSIZE, Choice, Graph, Op, Program, Region, TensorType
 from partc.rules import RING, Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts
@@ -194,10 +194,12 @@ class _PlacementProgram:
             batch = {  # dimensions that the batch axes cut are excluded, except for rows that travel
                 (choice.factor, choice.outer)
                 for choice in op.choices
-                if not experts and (choice.axis == TIME_AXIS or is_batch_axis(choice.axis))
+                if not experts and cuts_batch(choice.axis)
             }
             every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
             spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]
+            if self.axis in region.batch_over:
+                spread = [replace(choice, axis=self.axis) for choice in op.choices if cuts_batch(choice.axis)][:1]
         if not experts.isdisjoint(value.name for value in op.results):
             spread = ()
         elif rule is not None and not experts.isdisjoint(op.refs()):
@@ -353,7 +355,7 @@ class _PlacementProgram:
             self._cross(("value", name), self.program.value_types()[name], False)
         scalars = (name for name in self.program.returned if not self.program.value_types()[name].shape)
         whole = {self.owners["value", name] for name in (*self.program.inputs, *scalars)}
-        whole |= set(weights) if holds_weights_whole(self.axis) else self.travelled
+        whole |= set(weights) if holds_weights_whole(self.axis) else self.travelled | self._read_by_examples()
         unsummed = {*weights, *(self.owners["value", name] for name in self.program.returned)}
         read = {wire.source for wire in self.wires}
         for owner, (type, _) in self.crossing.items():
@@ -381,6 +383,15 @@ class _PlacementProgram:
                     continue
                 alternatives = self._pinned(name, type, alternatives, lambda choice: choice.makes[0])
             self.nodes.append(Node(name=owner, alternatives=tuple(alternatives)))
+
+    def _read_by_examples(self) -> set[Hashable]:
+        """The weights that are only read by regions whose batch the axis cuts."""
+        read: dict[str, list[bool]] = {}
+        for call in self.program.calls:
+            over = self.axis in self.program.region(call.region).batch_over
+            for name in call.params:
+                read.setdefault(name, []).append(over)
+        return {self.owners["parameter", name] for name, over in read.items() if all(over)}
 
     def _storage_price(self, owner: Hashable, type: TensorType, state: Placement, weights: int) -> Price:
         size = self._bytes(type)

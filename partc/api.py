@@ -247,8 +247,8 @@ def compile(
     `mesh` is a mesh or its text ("2x2x2"); `experts` ("ep=4@dp", "ep=8@dp,cp") cuts experts over some ranks.
     `microbatches` is the number of microbatches of a global batch. `schedule` is a name or the path of a CSV file.
     `stage_calls` (9, 8, 8, 9) are the numbers of calls of the stages; by default stages are balanced. `shard` pins
-    layouts ("*.wq.weight=[@tp, _]"). `batch_over` names the calls whose batch tp cuts, and the weights of which it leaves
-    whole ("tp=embed,blocks.0-15"). `zero` is the ZeRO stage, 0 to 3; `"3@dp_in"` names the axes. `recompute` is none,
+    layouts ("*.wq.weight=[@tp, _]"). `batch_over` ("tp=embed,blocks.0-15") names the calls whose batch tp cuts, rather
+    than their weights. `zero` is the ZeRO stage, 0 to 3; `"3@dp_in"` names the axes. `recompute` is none,
     selective, full, operations by name ("softmax,all_gather"), or the largest number of bytes that a rank may hold
     ("18GB"); "full*2/none*6" differs by stage. `memory_limit` ("80GB") raises an error with remedies if a rank holds
     more.

@@ -207,10 +207,10 @@ def check_divisible(program: Program) -> None:
         )
     size, dp, steps = types[entries[0]].shape[0], _ways(program), program.sizes[TIME_AXIS]
     over = {region.batch_over for region in program.regions} | {()}
-    most = max(over, key=lambda axes: math.prod(program.sizes[axis] for axis in axes))
-    parts = dp * steps * math.prod(program.sizes[axis] for axis in most)
+    most = max(over, key=lambda axes: math.prod(program.sizes.get(axis, 1) for axis in axes))
+    parts = dp * steps * math.prod(program.sizes.get(axis, 1) for axis in most)
     if size % parts:
-        further = "".join(f", over {axis}={program.sizes[axis]}" for axis in most)
+        further = "".join(f", over {axis}={program.sizes.get(axis, 1)}" for axis in most)
         raise PartcError(
             "P0401",
             f"a batch of {size} does not divide into dp={dp} x {steps} microbatches{further}",

@@ -9,9 +9,9 @@
     call blocks.1 = block(out_changed; blocks.1.…) -> out_2
     call head = head(out_2, labels, count; head.weight) -> loss
 
-With `--batch-over 'tp=blocks.0'` the pass `annotate` cuts the batch of `block_batched` over tp, and its weights are whole.
-The values of calls that follow each other share a layout, which `change` alone leaves: its input and its result are the
-same value in two layouts.
+With `--batch-over 'tp=embed,blocks.0'` the pass `annotate` cuts the batch of `embed` and `block_batched` over tp, and
+their weights are whole. Consecutive calls of a region pass values on in one layout. A region `change` has no operation:
+its input and its result are the same value in two layouts, and the pass `partition` inserts the collectives.
 """
 
 from __future__ import annotations

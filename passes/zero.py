@@ -99,7 +99,8 @@ def _cut(
 def _cut_type(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> tuple[TensorType, tuple[str, ...]] | None:
     """The type of a parameter in parts and the axes over which it is cut, or None."""
     layout = parameter.type.layout
-    axes = tuple(axis for axis in axes if axis in parameter.reduce or not parameter.trainable)
+    whole = () if parameter.trainable else {*axes}.difference(layout.sharded_axes)
+    axes = tuple(axis for axis in axes if axis in parameter.reduce or axis in whole)
     if parameter.type.dtype not in FLOATING or not axes:
         return None
     cut = _equal_parts(layout, axes, sizes) or _parts_with_spare(parameter, axes, sizes)

@@ -27,8 +27,8 @@ LARGEST = 1 << 28  # the most bytes of a file of plans or runs
 
 AUTO = "auto"  # the mesh that lets the planner decide
 DECIDED = (
-    "mesh", "experts", "microbatches", "schedule", "virtual_stages", "stage_calls", "zero", "recompute", "loss_chunks",
-    "nodes", "kernels",
+    "mesh", "experts", "batch_over", "microbatches", "schedule", "virtual_stages", "stage_calls", "zero", "recompute",
+    "loss_chunks", "nodes", "kernels",
 )  # fmt: skip
 REDUCED = ("bucket", "grad_reduce", "compress_grads")  # options for sums of gradients, which users decide
 GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options that are common to all plans of a search
@@ -77,6 +77,7 @@ class ParallelPlan:
 
     mesh: _Text
     experts: _Text | None = None
+    batch_over: _Text | None = None  # the calls whose batch tp cuts
     microbatches: Positive = 1
     schedule: _Text = "1f1b"
     virtual_stages: Positive | None = None  # stages per pipeline rank; None: the schedule's default

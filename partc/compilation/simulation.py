@@ -205,7 +205,7 @@ class Simulator:
         # Their order on the links does not matter.
         used = (axis for axis in axis_order(placed.mesh.sizes) if not _holds_alike(axis))
         weights = tuple((axis, placed.mesh.axis(axis)) for axis in used)
-        widths: _Key = (*trace_key, weights, options.expert_axes, options.kernels)
+        widths: _Key = (*trace_key, weights, options.expert_axes, options.kernels, options.batch_uses)
 
         calls = self._once(("outline", *widths), lambda: outlined((0,)))
         stages = options.places

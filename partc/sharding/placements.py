@@ -192,9 +192,7 @@ class _PlacementProgram:
         spread: Sequence[Choice] = ()
         if rule is not None and region.name not in self.pure:
             batch = {  # dimensions that the batch axes cut are excluded, except for rows that travel
-                (choice.factor, choice.outer)
-                for choice in op.choices
-                if not experts and cuts_batch(choice.axis)
+                (choice.factor, choice.outer) for choice in op.choices if not experts and cuts_batch(choice.axis)
             }
             every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
             spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]

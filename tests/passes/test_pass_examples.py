@@ -46,6 +46,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "outline": (Case(),),
     "stack": (Case(model="experts"),),
     "precision": (Case(how={"precision": "bf16"}),),
+    "uses": (Case(how={"mesh": "tp=2", "batch_over": "tp=embed,blocks.0"}),),
     "batch": (Case(how={"mesh": "dp=2", "microbatches": 2}),),
     "annotate": (Case(how={"mesh": "tp=2"}),),
     "tables": (Case(how={"mesh": "dp=2", "shard": ("embed.weight=[_, @dp]",)}, options={"words": 16}),),

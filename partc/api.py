@@ -235,6 +235,7 @@ def compile(
     global_batch: str | None = None,
     memory: str | None = None,
     fix: str = "",
+    per_layer: bool = False,
     max_seconds: float | None = 30.0,
     on_phase: PhaseObserver = lambda phase: None,
 ) -> Package:
@@ -268,14 +269,15 @@ def compile(
 
     With `mesh="auto"` the planner decides the mesh, microbatches, schedule, virtual stages, ZeRO, recomputation and
     loss chunks for a `cluster` ("16x8xH100-80GB", "mine.toml"), of which `ranks` devices are used. `global_batch`
-    ("512", "4M tokens"), `memory` of a rank ("80GB"), `fix` ("tp=8,zero=1|2") and `max_seconds` are as in `partc plan`.
-    The package's `planned` has the prediction.
+    ("512", "4M tokens"), `memory` of a rank ("80GB"), `fix` ("tp=8,zero=1|2"), `per_layer` and `max_seconds` are as in
+    `partc plan`. The package's `planned` has the prediction.
 
     Raises PartcError for invalid arguments.
     """
     given = {name: value for name, value in locals().items() if name in ("mesh", *DEFAULTS)}
     functions = {"loss": loss, "evaluate": evaluate, "infer": infer}
     wanted: dict[str, Any] = {"ranks": ranks, "global_batch": global_batch, "memory": memory, "fix": fix}
+    wanted |= {"per_layer": True} if per_layer else {}
     planned: dict[str, Any] | None = None
     if mesh == AUTO:
         from partc.planner.automatic import chosen, decisions, record

@@ -21,7 +21,7 @@ Any other operation that needs the whole batch in the middle of a microbatch is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from partc.errors import PartcError
@@ -46,7 +46,8 @@ def batch(program: Program) -> Program:
     """
     # The batch is followed even without data parallelism and microbatches, so that no other axis cuts it.
     axes = batch_axes(program.sizes) or (TIME_AXIS,)
-    check_divisible(program)
+    for over in {(), *(region.batch_over for region in program.regions)}:
+        check_divisible(program, over)
     _check_updates(program)
     summed: frozenset[str] = frozenset()  # program values that are needed complete, summed over the batch
     while True:
@@ -195,8 +196,8 @@ def _apart(program: Program, walked: Program, summed: frozenset[str]) -> tuple[P
     return replace(program, regions=kept, calls=tuple(calls), values=values), set(whole.values())
 
 
-def check_divisible(program: Program) -> None:
-    """Raise PartcError P0401 if the batch does not divide over its axes."""
+def check_divisible(program: Program, over: Collection[str] = ()) -> None:
+    """Raise PartcError P0401 if the batch does not divide over its axes, and over the further axes `over`."""
     types = program.value_types()
     entries = program.batch_entries
     if not entries:
@@ -206,11 +207,10 @@ def check_divisible(program: Program) -> None:
             help="give batch() a tensor whose first dimension is the batch",
         )
     size, dp, steps = types[entries[0]].shape[0], _ways(program), program.sizes[TIME_AXIS]
-    over = {region.batch_over for region in program.regions} | {()}
-    most = max(over, key=lambda axes: math.prod(program.sizes.get(axis, 1) for axis in axes))
-    parts = dp * steps * math.prod(program.sizes.get(axis, 1) for axis in most)
+    axes = [(axis, program.sizes[axis]) for axis in program.mesh.names if axis in over]
+    parts = dp * steps * math.prod(ways for _, ways in axes)
     if size % parts:
-        further = "".join(f", over {axis}={program.sizes.get(axis, 1)}" for axis in most)
+        further = "".join(f", over {axis}={ways}" for axis, ways in axes)
         raise PartcError(
             "P0401",
             f"a batch of {size} does not divide into dp={dp} x {steps} microbatches{further}",

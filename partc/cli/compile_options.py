@@ -251,7 +251,7 @@ def compile_options(required: bool) -> Callable[[Command], Command]:
 
 
 # The options of a plan's search, in addition to the model's own.
-AUTOMATIC = ("cluster", "ranks", "global_batch", "memory", "fix", "max_seconds")
+AUTOMATIC = ("cluster", "ranks", "global_batch", "memory", "fix", "per_layer", "max_seconds")
 
 
 def automatic_options(*, batch: bool = True) -> Callable[[Command], Command]:
@@ -261,6 +261,9 @@ def automatic_options(*, batch: bool = True) -> Callable[[Command], Command]:
         click.option("--ranks", type=int, metavar="N", help="ranks to use [default: all devices of the cluster]"),
         click.option("--memory", metavar="BYTES", help="memory of a rank [default: the device's]"),
         click.option("--fix", metavar="NAME=VALUE|..,..", help="decide something yourself: 'tp=4|8,zero=1'"),
+        click.option(
+            "--per-layer", is_flag=True, default=None, help="also plans whose tp cuts the batch of some calls"
+        ),
         click.option(
             "--max-seconds", type=float, metavar="S", help="stop planning then, with the best so far [default: 30]"
         ),

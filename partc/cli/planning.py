@@ -185,7 +185,7 @@ def searched(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a search, with their defaults."""
     found = {name: given[name] for name in compile_options.AUTOMATIC if name in given}
     seconds = MAX_SECONDS if given["max_seconds"] is None else given["max_seconds"]
-    return {**found, "fix": given["fix"] or "", "max_seconds": seconds}
+    return {**found, "fix": given["fix"] or "", "per_layer": bool(given["per_layer"]), "max_seconds": seconds}
 
 
 def automatic(

@@ -10,7 +10,7 @@ plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -194,9 +194,12 @@ class Simulator:
             return passes.between(None, "simplify", traced, given)
 
         start = self._once(("simplify", *trace_key), canonical)
-        check_divisible(ready(start))
-        cut = self._cut(trace_key, ready(start), given) if everywhere else ready(start)
-        placed = _everywhere(cut, experts=True) if everywhere else cut  # layouts do not depend on the size of ep
+        over = {use.axis for use in options.batch_uses}
+        for axes in ((), *((axis,) for axis in over)):
+            check_divisible(ready(start), axes)
+        cut = self._cut((*trace_key, options.batch_uses), ready(start), given, over) if everywhere else ready(start)
+        # Layouts do not depend on the size of ep.
+        placed = _everywhere(cut, over, experts=True) if everywhere else cut
 
         def outlined(places: tuple[int, ...]) -> Program:
             sized = replace(start, mesh=placed.mesh, microbatches=placed.microbatches)
@@ -222,11 +225,11 @@ class Simulator:
         laid, layouts = self._once(("annotate", *widths, *sizes), annotated)
         return (*trace_key, options.kernels, layouts, _local(cut)), laid, cut
 
-    def _cut(self, trace_key: _Key, program: Program, given: Mapping[str, Any]) -> Program:
+    def _cut(self, key: _Key, program: Program, given: Mapping[str, Any], over: Collection[str]) -> Program:
         """The program on the common mesh of all plans that share its regions: a whole batch counts as cut over ranks or
-        microbatches, unless the model's calls differ if it is cut.
+        microbatches, unless the model's calls differ if it is cut. `over` are further axes that cut the batch.
         """
-        cut, kept = _everywhere(program, uncut=True), _everywhere(program)
+        cut, kept = _everywhere(program, over, uncut=True), _everywhere(program, over)
         whole = tuple(axis for axis, size in cut.sizes.items() if size > kept.sizes[axis])
         if not whole:
             return kept
@@ -242,7 +245,7 @@ class Simulator:
             except PartcError:
                 return False
 
-        return cut if self._once(("cut", *trace_key, whole), alike) else kept
+        return cut if self._once(("cut", *key, whole), alike) else kept
 
     def _whole(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
@@ -336,9 +339,10 @@ def _holds_alike(axis: str) -> bool:
     return is_batch_axis(axis) and axis != EXPERT_AXIS
 
 
-def _everywhere(program: Program, *, uncut: bool = False, experts: bool = False) -> Program:
+def _everywhere(program: Program, over: Collection[str], *, uncut: bool = False, experts: bool = False) -> Program:
     """The program on a mesh in which ranks, and microbatches, cut the batch in two wherever the plan cuts it, if
-    possible; with `uncut`, also where the plan does not; with `experts`, two ranks also cut experts.
+    possible; with `uncut`, also where the plan does not; with `experts`, two ranks also cut experts. The axes `over`
+    cut the batch further in some calls.
     """
     axes = with_batch_axis(program.mesh).axes
     alike = [
@@ -347,7 +351,7 @@ def _everywhere(program: Program, *, uncut: bool = False, experts: bool = False)
     mesh = Mesh(axes=tuple((name, 2 if name in alike else size) for name, size in axes))
     found = replace(program, mesh=mesh, microbatches=2 if uncut else min(2, program.microbatches))
     try:
-        check_divisible(found)
+        check_divisible(found, over)
     except PartcError:
         return program
     return found

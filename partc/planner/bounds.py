@@ -43,15 +43,18 @@ from partc.passes.stages import staged
 from partc.planner.space import FITTED, Family, expert_parts, inside, sizes_of, stages_of
 from partc.planner.stage_fitting import StageNeeds, between, cuttable, fit, fit_ways, fits, slowest
 from partc.planner.tables import LOOKUP, Axes, CallTable, RoomTable, ShareTable, Sums, Tables
+from partc.planner.use_fitting import UseNeeds, fit_uses
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from partc.schedules.per_stage import expanded, shortened, stage_kinds
 from partc.sharding.placements import expert_weights
+from partc.sharding.uses import spelled
 
 Cuts = Sequence[tuple[int, int]]
 _Table = TypeVar("_Table")
 
 _LEAST = 1 - 1e-6  # margin for seconds that are added up from rounded numbers of bytes
 _MUCH = 1e9  # seconds
+_FITS = 3  # so often are uses fitted, each time to less memory
 _MOST_FLIGHT = 4  # rounds of a pipeline after which the microbatches in flight no longer increase
 
 
@@ -171,7 +174,7 @@ class Bounds:
             cuts=stages.cuts,
             at=stages.at,
             rows=self._in_flight(plan.schedule, stages.ranks, len(stages.places), plan.microbatches),
-            room=bisect_right(range(limit + 1), limit, key=lambda tensors: self.resident(plan, tensors)) - 1,
+            room=self._room(plan, limit),
         )
         several, places = len(stages.places) > stages.ranks, self.tables.places(even[0])
         allowed: Any = needs.allowed_ways() if several else needs.allowed()
@@ -197,6 +200,72 @@ class Bounds:
         numbers = shortened((end - start for start, end in pairwise((0, *ends))), ",")
         kinds = chosen[0] if alike else shortened(chosen, "/")
         return replace(plan, stage_calls=None if balanced else numbers, recompute=kinds)
+
+    def _room(self, plan: ParallelPlan, limit: int) -> int:
+        """The most bytes of tensors on a rank whose process has `limit` bytes."""
+        return bisect_right(range(limit + 1), limit, key=lambda tensors: self.resident(plan, tensors)) - 1
+
+    def mixed(self, plan: ParallelPlan, limit: int) -> ParallelPlan | None:
+        """The plan with fitted uses of tp, on ranks that hold at most `limit` bytes; None if no mix of uses fits, or if
+        tp should have the same use in all calls, which is another plan of the space.
+        """
+        room = self._room(plan, limit)
+        for _ in range(_FITS):
+            needs = self._use_needs(plan, room)
+            found = None if needs is None else fit_uses(needs)
+            if found is None:
+                return None
+            calls = staged(self.tables.program(_used(plan, False)))[0]
+            over = spelled(TENSOR_AXIS, [call.name for call, use in zip(calls, found, strict=True) if use])
+            chosen = replace(plan, batch_over=over)
+            excess = self._filled(chosen) - limit
+            if excess <= 0:
+                return chosen
+            room -= excess
+        return None
+
+    def _use_needs(self, plan: ParallelPlan, room: int) -> UseNeeds | None:
+        each = []
+        for way in (_used(plan, False), _used(plan, True)):
+            calls, shares, own = self.tables.calls(way), self.tables.shares(way), self.tables.room(way)
+            if room <= 0 or calls is None or shares is None or own is None:
+                return None
+            each.append((way, calls, shares, own))
+        if len(each[0][1].forward) != len(each[1][1].forward):
+            return None
+        stages, crossing = self._stages(each[0][0]), each[1][1].crossing
+        rows = self._in_flight(plan.schedule, stages.ranks, len(stages.places), plan.microbatches)
+        ranges = [range(start, end) for start, end in stages.cuts]
+        return UseNeeds(
+            seconds=np.stack([np.diff(self._step(stages, known, share)) for _, known, share, _ in each]),
+            moved=np.stack([self._moved(way, share) for way, _, share, _ in each]),
+            changes=2 * plan.microbatches * np.array([self._changed(plan, size) for size in crossing[:-1]]),
+            held=np.stack([np.diff(share.held) for _, _, share, _ in each]),
+            saved=np.stack([np.diff(own.saved) for _, _, _, own in each]),
+            inside=np.stack([stages.inside_calls(own, share) for _, _, share, own in each]),
+            names=each[0][3].names,
+            ranks=[[call for stage in at for call in ranges[stage]] for at in stages.at],
+            flights=[
+                [{call: count for stage, count in mix for call in ranges[stage]} for mix in mixes] for mixes in rows
+            ],
+            room=room,
+        )
+
+    def _changed(self, plan: ParallelPlan, size: int) -> float:
+        """The seconds in which a value of `size` bytes on each rank changes the dimension that tp cuts."""
+        return self.tables.collective(plan, "all_to_all", (TENSOR_AXIS,), size) if size else 0.0
+
+    def _moved(self, plan: ParallelPlan, shares: ShareTable) -> Any:
+        """The seconds of the collectives of each call's parameters and gradients, as if none overlapped."""
+        found = np.zeros(len(shares.held) - 1)
+        for sums in shares.refreshed.values():
+            found = found + np.diff(sums)
+        for sums in (*shares.gathers.values(), *shares.scatters.values()):
+            found = found + plan.microbatches * np.diff(sums)
+        for (op, axes), sums in shares.sums.items():
+            sizes = np.diff(sums).astype(int).tolist()
+            found = found + np.array([self.tables.collective(plan, op, axes, size) if size else 0.0 for size in sizes])
+        return found
 
     def _step(self, stages: Stages, calls: CallTable, shares: ShareTable) -> Any:
         """The seconds of a step without waits, as sums over the calls before each call."""
@@ -229,14 +298,16 @@ class Bounds:
         through these stages.
         """
         tables = tables or self.filled_tiles
-        key = tables is self.linkless, plan.mesh, plan.experts, plan.recompute, plan.loss_chunks
+        if plan.batch_over == FITTED:  # calls of different uses may leave collectives to each other
+            tables = self.linkless
+        key = tables is self.linkless, plan.mesh, plan.experts, plan.batch_over, plan.recompute, plan.loss_chunks
         way = *key, plan.stage_calls, plan.schedule, plan.virtual_stages, plan.microbatches
         if way not in self._least:
             self._least[way] = _LEAST * self._slowest(plan, tables, key)
         return self._least[way]
 
     def _slowest(self, plan: ParallelPlan, tables: Tables, key: tuple[object, ...]) -> float:
-        if plan.stage_calls not in (None, FITTED):
+        if plan.stage_calls not in (None, FITTED) or plan.batch_over not in (None, FITTED):
             return 0.0
         work = self._work(plan, tables, key)
         if work is None:
@@ -259,6 +330,8 @@ class Bounds:
             ways = plan.recompute.split("|")
             quick = [_alike(plan, way) for way in ways if way != "full" or len(ways) == 1]
             quick = [replace(each, zero=each.level, nodes=None, loss_chunks=1) for each in quick]
+            if plan.batch_over == FITTED:
+                quick = [_used(each, use) for each in quick for use in (False, True)]
             alike = all(bodies.shared(each) is not None for each in quick)
             whole = [replace(each, zero=0, schedule="1f1b", virtual_stages=None) for each in quick]
             calls = [found for each in whole if alike and (found := tables.calls_at_once(each)) is not None]
@@ -280,6 +353,7 @@ class Bounds:
             plan.nodes,
             *sizes_of(plan).values(),
             plan.experts,
+            plan.batch_over,
             inside(plan),
         )  # not the links
         if key not in self._bytes_of:
@@ -464,6 +538,11 @@ def _alike(plan: ParallelPlan, way: str = "") -> ParallelPlan:
     """The plan with balanced stages that all recompute in one way (by default, the first stage's)."""
     way = way or stage_kinds(plan.recompute.partition("|")[0])[0]
     return plan if (plan.stage_calls, plan.recompute) == (None, way) else replace(plan, stage_calls=None, recompute=way)
+
+
+def _used(plan: ParallelPlan, batch: bool) -> ParallelPlan:
+    """The plan in which tp cuts the batch of all calls, or the weights of all."""
+    return replace(plan, batch_over=f"{TENSOR_AXIS}=*" if batch else None)
 
 
 def _item(parameter: Parameter) -> int:

@@ -41,7 +41,7 @@ class RegionBodies:
         sizes, stages = sizes_of(plan), stages_of(plan)
         level = max(1, plan.level)  # tables do not distinguish 0 from 1
         options = plan.microbatches, level, plan.loss_chunks, max(stages, self.calls)
-        key: tuple[object, ...] = (*sizes.values(), inside(plan), plan.experts, *options)
+        key: tuple[object, ...] = (*sizes.values(), inside(plan), plan.experts, plan.batch_over, *options)
         if key not in self._shared:
             self._shared[key] = self._made(plan)
         found = self._shared[key]

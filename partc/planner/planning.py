@@ -58,6 +58,7 @@ class Request:
     options: Mapping[str, Scalar] = field(default_factory=dict)
     global_batch: str | None = None
     fixed: Fixed = field(default_factory=dict)
+    per_layer: bool = False
     precision: str = "bf16"
     kernels: str = "auto"
     optimizer: str | None = None
@@ -188,6 +189,7 @@ class Planner:
             logits=largest_product(annotated) >= LARGE * request.limit * batch_size(annotated),
             experts=expert_count(annotated),
             near=cluster.near,
+            per_layer=request.per_layer,
             fixed=request.fixed,
             base=base,
         )
@@ -263,7 +265,14 @@ class Planner:
         lowered anew.
         """
         several = plan.microbatches > 1, sizes_of(plan)[BATCH_AXIS] > 1
-        return inside(plan), *several, plan.recompute, plan.loss_chunks, max(stages_of(plan), self._calls)
+        return (
+            inside(plan),
+            plan.batch_over,
+            *several,
+            plan.recompute,
+            plan.loss_chunks,
+            max(stages_of(plan), self._calls),
+        )
 
     def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
         """The key that orders plans for trying: first those that probably fit, then by estimated seconds."""
@@ -323,6 +332,8 @@ class Planner:
             fits = whole is not None and self.bounds.filled(whole, self.bounds.simple(whole)).bytes <= limit
             if fits or not self.bounds.known(plan):
                 return None
+        if plan.batch_over == FITTED:
+            return self.bounds.mixed(plan, limit)
         return self.bounds.fitted(plan, limit)
 
     def choice(

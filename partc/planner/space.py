@@ -36,7 +36,8 @@ DECISIONS = (
     "nodes", "bucket", "loss_chunks", "stage_calls",
 )  # fmt: skip
 BALANCED = "balanced"  # stages of equal work in floating-point operations
-# Stages of equal predicted seconds that recompute as memory demands; fitted when the plan is compared.
+# Stages of equal predicted seconds that recompute as memory demands; fitted when the plan is compared. And uses of tp
+# that differ between calls.
 FITTED = "fitted"
 NODE = "node"  # as ZeRO's span: the neighbours in dp that share a node
 FLAT = "none"  # as `nodes`: gradients are summed over all ranks in one collective
@@ -50,7 +51,7 @@ Fixed = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The plans with the same mesh, expert parallelism, recomputation, stages and number of loss chunks."""
+    """The plans with the same mesh, expert parallelism, uses of tp, recomputation, stages and number of loss chunks."""
 
     base: ParallelPlan
     microbatches: tuple[int, ...]
@@ -68,6 +69,7 @@ class Family:
                 yield ParallelPlan(
                     mesh=base.mesh,
                     experts=base.experts,
+                    batch_over=base.batch_over,
                     microbatches=count,
                     schedule=schedule,
                     virtual_stages=virtual,
@@ -109,7 +111,8 @@ class Space:
 
     `calls` is the largest number of pipeline stages, `nodes` the number of groups of ranks that share faster links.
     `sequences` tells whether sequences are long enough for cp, `logits` whether a sample's logits are large. `experts`
-    divides the number of experts of each layer; it is 0 without experts. `fixed` restricts decisions to the given
+    divides the number of experts of each layer; it is 0 without experts. With `per_layer`, tp may cut the batch in some
+    calls and weights in the others. `fixed` restricts decisions to the given
     values, and allows some that are not tried by default: cp for short sequences, tp over slower links, GPipe, numbers
     of virtual stages that are not powers of two.
     """
@@ -122,6 +125,7 @@ class Space:
     sequences: bool = False
     logits: bool = False
     experts: int = 0
+    per_layer: bool = False
     fixed: Fixed = field(default_factory=dict)
     base: ParallelPlan = field(default_factory=lambda: ParallelPlan(mesh=""))
 
@@ -203,7 +207,7 @@ class Space:
             counts, schedules = tuple(self._microbatches(sizes)), tuple(self._schedules(sizes[PIPELINE_AXIS]))
             stages = tuple(self._stages(sizes[PIPELINE_AXIS], schedules))
             chunks = self._allowed("loss_chunks", ("1", CHUNKS) if self.logits else ("1",))
-            uses = [*itertools.product(stages, chunks, self._allowed("bucket", (self.base.bucket,)))]
+            decided = [*itertools.product(stages, chunks, self._allowed("bucket", (self.base.bucket,)))]
             if not counts or not stages:
                 continue
             for order in self._orders(sizes):
@@ -211,7 +215,7 @@ class Space:
                 for experts in self._experts(sizes, order):
                     if not (levels := self._levels(sizes, order, experts)):
                         continue
-                    for (recompute, cut, suited), count, bucket in uses:
+                    for (recompute, cut, suited), count, bucket in decided:
                         base = replace(
                             self.base,
                             mesh=mesh,
@@ -224,6 +228,21 @@ class Space:
                         few = int(count) > 1 and "loss_chunks" not in self.fixed
                         some = counts[-1:] if few else counts
                         yield Family(base=base, microbatches=some, schedules=suited, levels=levels)
+                        yield from self._mixed(Family(base=base, microbatches=some, schedules=suited, levels=levels))
+
+    def _mixed(self, family: Family) -> Iterator[Family]:
+        """The family of the plans in which tp cuts the batch of some calls, if there are any."""
+        base, sizes = family.base, sizes_of(family.base)
+        one_way = base.stage_calls is None and base.recompute in RECOMPUTE
+        if not self.per_layer or sizes[TENSOR_AXIS] == 1 or base.experts is not None or not one_way:
+            return
+        ways = sizes[BATCH_AXIS] * sizes[TENSOR_AXIS]
+        counts = tuple(count for count in family.microbatches if self.batch % (ways * count) == 0)
+        levels = tuple((level, None) for level in self._allowed("zero", tuple("0123")) if level.isdecimal())
+        if counts and levels:
+            yield Family(
+                base=replace(base, batch_over=FITTED), microbatches=counts, schedules=family.schedules, levels=levels
+            )
 
     def _levels(
         self, sizes: Mapping[str, int], order: Sequence[str], experts: str | None

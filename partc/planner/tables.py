@@ -185,6 +185,12 @@ class Tables:
         own = plan.zero, plan.nodes, *self._groups[_links(plan)]
         return self._found(self._shares, plan, own, self._share_table)
 
+    def program(self, plan: ParallelPlan) -> Program:
+        """The plan's program before its stages."""
+        found = self.bodies.shared(plan)
+        assert found is not None
+        return found[1]
+
     def cuts(self, plan: ParallelPlan, count: int) -> tuple[tuple[int, int], ...]:
         """The first call of each stage, and the end of its calls."""
         found = self.bodies.shared(plan)

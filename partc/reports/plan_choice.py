@@ -89,6 +89,8 @@ def words(plan: ParallelPlan) -> str:
     parts = [plan.mesh, f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"]
     if plan.experts is not None:
         parts.insert(1, f"experts {plan.experts}")
+    if plan.batch_over is not None:
+        parts.append(f"batch over {plan.batch_over}")
     if "pp=" in plan.mesh:
         parts.append(plan.schedule)
     if plan.virtual_stages is not None:

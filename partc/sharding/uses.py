@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -28,7 +28,11 @@ class BatchUse:
 
         Raises PartcError P0305.
         """
-        return tuple(use for part in filter(str.strip, text.split(";")) for use in cls._of_axis(part.strip(), mesh))
+        found: dict[str, tuple[str, ...]] = {}
+        for part in filter(str.strip, text.split(";")):
+            for use in cls._of_axis(part.strip(), mesh):
+                found[use.axis] = (*found.get(use.axis, ()), *use.globs)
+        return tuple(cls(axis, found[axis]) for axis in mesh.names if axis in found)
 
     @classmethod
     def _of_axis(cls, text: str, mesh: Mesh) -> Iterator[BatchUse]:
@@ -58,3 +62,22 @@ def _matches(glob: str, name: str) -> bool:
         return fnmatchcase(name, glob)
     numbers = {text for text in re.findall(_NUMBER, name) if int(span[1]) <= int(text) <= int(span[2])}
     return any(_matches(glob[: span.start()] + text + glob[span.end() :], name) for text in numbers)
+
+
+def spelled(axis: str, calls: Sequence[str]) -> str:
+    """The text for some calls; those that follow each other by number become a range: `tp=embed,blocks.0-15`."""
+    runs: list[tuple[str, str, int, int]] = []  # the text before and after a number, and the first and last number
+    for name in calls:
+        parts = [(name[: match.start()], name[match.end() :], int(match[0])) for match in re.finditer(_NUMBER, name)]
+        known = runs[-1] if runs else None
+        if known is not None and any(part == (*known[:2], known[3] + 1) for part in parts):
+            runs[-1] = (*known[:3], known[3] + 1)
+        else:
+            runs.append((*parts[-1][:2], parts[-1][2], parts[-1][2]) if parts else (name, "", -1, -1))
+    return f"{axis}={','.join(map(_spelled_run, runs))}"
+
+
+def _spelled_run(run: tuple[str, str, int, int]) -> str:
+    before, after, first, last = run
+    number = "" if first < 0 else str(first) if first == last else f"{first}-{last}"
+    return f"{before}{number}{after}"

@@ -378,7 +378,6 @@ class PassResult:
     label: str
     program: Program
     seconds: float
-    added: tuple[tuple[str, int], ...] = ()  # (operation, change in its number)
 
 
 Observer = Callable[[PassResult], None]
@@ -493,9 +492,8 @@ def _applied(
     seconds = time.perf_counter() - start
     if verify is not None:
         verify(after, facts, entry.name)
-    added = _difference(program, after)
-    step = PassResult(name=entry.name, label=entry.label, program=after, seconds=seconds, added=added)
-    _report(step)
+    step = PassResult(name=entry.name, label=entry.label, program=after, seconds=seconds)
+    _report(program, step)
     return step
 
 
@@ -525,6 +523,8 @@ def known(name: str) -> str:
 def disabled() -> frozenset[str]:
     """The passes that PARTC_DISABLE leaves out. Raises PartcError P0604 and P0702."""
     names = frozenset(map(known, settings().disabled))
+    if not names:
+        return names
     facts = {fact for entry in PIPELINE if entry.name not in names for fact in entry.ensures}
     for entry in PIPELINE:
         needing = [
@@ -563,9 +563,9 @@ def _difference(before: Program, after: Program) -> tuple[tuple[str, int], ...]:
     return tuple((name, new[name] - old[name]) for name in sorted({*old, *new}) if new[name] != old[name])
 
 
-def _report(step: PassResult) -> None:
+def _report(before: Program, step: PassResult) -> None:
     tell(PASSES, f"{step.name:<14} {step.seconds:8.3f} s")
-    if step.added:
-        tell(OP_COUNTS, "  " + ", ".join(f"{name} {count:+d}" for name, count in step.added))
+    if settings().debug >= OP_COUNTS and (added := _difference(before, step.program)):
+        tell(OP_COUNTS, "  " + ", ".join(f"{name} {count:+d}" for name, count in added))
     if settings().debug >= IR:
         tell(IR, print_program(step.program))

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 Sizes = Mapping[str, int]  # axis name -> number of ranks (or of microbatches, for "mb")
 
@@ -84,25 +84,7 @@ class Layout:
 
         Axes that cut the same sub-dimension nest in the order of `placements`, major first.
         """
-        cuts: list[dict[int, list[str]]] = [{} for _ in shape]
-        for axis, placement in placements.items():
-            if isinstance(placement, Shard):
-                cuts[placement.dim].setdefault(placement.outer, []).append(axis)
-        dims = []
-        for size, cut in zip(shape, cuts, strict=True):
-            bounds = sorted({1, *cut})
-            if any(outer and (size % outer) for outer in bounds):
-                return None
-            subdims = []
-            for outer, end in zip(bounds, [*bounds[1:], size], strict=True):
-                axes = tuple(cut.get(outer, ()))
-                if end % outer or (end // outer) % math.prod(sizes[axis] for axis in axes):
-                    return None
-                subdims.append(SubDim(end // outer, axes))
-            dims.append(tuple(subdims))
-        partial = tuple(axis for axis, placement in placements.items() if isinstance(placement, Partial))
-        varying = tuple(axis for axis, placement in placements.items() if isinstance(placement, Varying))
-        return cls(tuple(dims), partial, varying).normalized(sizes)
+        return _built(tuple(shape), tuple(placements.items()), tuple(sizes[axis] for axis in placements))
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -188,6 +170,33 @@ class Layout:
         marked = re.findall(r"(partial|vary|local)\(([\w,]+)\)", match.group(2))
         marks = {kind: tuple(axes.split(",")) for kind, axes in marked}
         return cls(dims, *(marks.get(kind, ()) for kind in ("partial", "vary", "local")))
+
+
+@lru_cache(maxsize=1 << 16)
+def _built(
+    shape: tuple[int, ...], placements: tuple[tuple[str, Placement], ...], counts: tuple[int, ...]
+) -> Layout | None:
+    """The layout of `Layout.build`; `counts` are the sizes of the axes of `placements`."""
+    sizes = dict(zip((axis for axis, _ in placements), counts, strict=True))
+    cuts: list[dict[int, list[str]]] = [{} for _ in shape]
+    for axis, placement in placements:
+        if isinstance(placement, Shard):
+            cuts[placement.dim].setdefault(placement.outer, []).append(axis)
+    dims = []
+    for size, cut in zip(shape, cuts, strict=True):
+        bounds = sorted({1, *cut})
+        if any(outer and (size % outer) for outer in bounds):
+            return None
+        subdims = []
+        for outer, end in zip(bounds, [*bounds[1:], size], strict=True):
+            axes = tuple(cut.get(outer, ()))
+            if end % outer or (end // outer) % math.prod(sizes[axis] for axis in axes):
+                return None
+            subdims.append(SubDim(end // outer, axes))
+        dims.append(tuple(subdims))
+    partial = tuple(axis for axis, placement in placements if isinstance(placement, Partial))
+    varying = tuple(axis for axis, placement in placements if isinstance(placement, Varying))
+    return Layout(tuple(dims), partial, varying).normalized(sizes)
 
 
 def index_ranges(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, TypeVar, Union
 
 from partc.errors import InternalError, Source
@@ -306,6 +306,12 @@ class Region:
         found = {value.name: value.type for value in self.params}
         found.update((name, value.type) for name, value in graph.definitions().items())
         return found
+
+
+@lru_cache(maxsize=1024)
+def _sizes(mesh: Mesh, parts: int) -> Mapping[str, int]:
+    """The sizes of all axes. Programs share one mapping, by whose identity layouts find their last local shape."""
+    return {**mesh.sizes, TIME_AXIS: parts}
 
 
 def without_axes(region: Region, axes: Collection[str], sizes: Sizes) -> Region:
@@ -605,7 +611,7 @@ class Program:
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """The sizes of all axes that a layout may name: the mesh's, and `mb` where microbatches share one batch."""
-        return {**self.mesh.sizes, TIME_AXIS: 1 if self.separate_batches else self.microbatches}
+        return _sizes(self.mesh, 1 if self.separate_batches else self.microbatches)
 
     @property
     def returned(self) -> tuple[str, ...]:

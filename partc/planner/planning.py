@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -341,7 +341,6 @@ class Planner:
         *,
         limit: int | None = None,
         max_seconds: float | None = None,
-        on_played: Callable[[Played], None] = lambda played: None,
     ) -> PlanChoice:
         """The best plan that holds at most `limit` bytes on a rank. Raises PartcError P0812.
 
@@ -362,7 +361,6 @@ class Planner:
             promise=self._promise,
             max_seconds=request.max_seconds if max_seconds is None else max_seconds,
             patient=max_seconds is None,
-            on_played=on_played,
         )
         return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens)
 

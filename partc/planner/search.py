@@ -23,6 +23,7 @@ from partc.planner.space import Family
 # Shares of the time, after which starts and neighbours, respectively, are no longer tried.
 _STARTING, _CLIMBING = 0.3, 0.5
 _SCHEDULED = 1  # a promising plan may lack one bound: its schedule's
+_SETTLING = 0.9  # share of the time after which each plan that is the best so far gets its final prediction at once
 _AGAIN = 0.05  # after each such share of the time, the most promising plan is simulated out of turn
 _ROUNDING = 1e-9  # tolerance for seconds that are added up in different orders
 
@@ -115,6 +116,11 @@ class Outcome:
         return tuple(played for played in (*self.fitting, *self.others) if not played.holds)
 
 
+def _rank(played: Played) -> tuple[float, int, int]:
+    """The key by which plans are ordered, the best first."""
+    return float(f"{played.seconds:.9g}"), len(played.plan.flags), played.bytes
+
+
 @dataclass(order=True, slots=True)
 class _Waiting:
     seconds: float
@@ -139,7 +145,6 @@ def search(
     promise: Callable[[Family], tuple[bool, float]] = lambda family: (False, 0.0),
     max_seconds: float | None = None,
     patient: bool = False,
-    on_played: Callable[[Played], None] = lambda played: None,
 ) -> Outcome:
     """The quickest plan that holds at most `limit` bytes, of all families.
 
@@ -147,7 +152,8 @@ def search(
     that differ in the order of their axes alone have a common bound first.
 
     `simulated` predicts with a program that plans of other sizes share; bounds hold for this shared program. `refined`
-    gives the final prediction of a plan that is the best so far. `suited` fits the stages of a plan whose bound is at
+    gives the final prediction of the best plan, once no other one may be quicker, or the time is nearly up: another
+    plan may then be the best. `suited` fits the stages of a plan whose bound is at
     the head, if they are not fitted yet; it returns None if the plan should not be compared with others.
 
     `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
@@ -188,17 +194,33 @@ def search(
     def play(plan: ParallelPlan, bound: Bound) -> None:
         nonlocal best
         played = Played(plan=plan, bound=bound, prediction=simulated(plan))
-        if refined is not None and fits(played) and played.seconds < best:
-            played = with_prediction(played, refined(plan))
         known.add(plan)
-        on_played(played)
         if fits(played):
             fitting.append(played)
             best = min(best, played.seconds)
+            if late(_SETTLING):
+                settle()
         else:
             others.append(played)
 
+    def settle() -> None:
+        """Give the best plan its final prediction, until it stays the best."""
+        nonlocal best
+        while refined is not None and fitting and (first := min(fitting, key=_rank)).plan not in final:
+            played = with_prediction(first, refined(first.plan))
+            final.add(first.plan)
+            fitting.remove(first)
+            (fitting if fits(played) else others).append(played)
+        best = min((played.seconds for played in fitting), default=float("inf"))
+
+    def is_open() -> bool:
+        """Whether a plan in the queue may be quicker than the best one."""
+        if not (queue and best > queue[0].seconds):
+            settle()
+        return bool(queue) and best > queue[0].seconds
+
     known: set[ParallelPlan] = set()
+    final: set[ParallelPlan] = set()  # plans with final predictions
     tighten = bounds.filled, bounds.summed, bounds.scheduled
 
     def late(share: float) -> bool:
@@ -242,7 +264,7 @@ def search(
             middle = min(fitting, key=lambda played: played.seconds).plan
             better = any(not late(_CLIMBING) and first(plan) for plan in near(middle))
         share = _CLIMBING
-        while queue and best > queue[0].seconds:
+        while is_open():
             reached = queue[0].seconds
             if late(1.0):
                 return False
@@ -278,7 +300,8 @@ def search(
         first(plan)
     with suppress(TimeUpError), time_limit(None if max_seconds is None else start + max_seconds - time.perf_counter()):
         complete = run()
-    fitting.sort(key=lambda played: (float(f"{played.seconds:.9g}"), len(played.plan.flags), played.bytes))
+    settle()
+    fitting.sort(key=_rank)
     return Outcome(
         fitting=tuple(fitting),
         others=tuple(others),

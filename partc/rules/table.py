@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from partc.errors import PartcError
-from partc.ir.program import Op
+from partc.ir.program import DType, Op, TensorType
 from partc.rules import products, shapes
 from partc.rules.notation import Notation, NotationError, bind, parse
 from partc.rules.per_example import counted, examples, recurrent, scatter_add
@@ -47,7 +48,7 @@ LOWERED: Mapping[str, str] = {
 DENSE: dict[str, frozenset[int]] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NotationRule:
     """A rule in the notation; calling it with an operation binds it to the operation's shapes.
 
@@ -68,32 +69,44 @@ class NotationRule:
         named = (len(op.args),) * (len(self.notation.operands) - len(self.slots))
         slots = zip((*self.slots, *named), self.notation.operands, strict=True)
         present = [k for k, (slot, term) in enumerate(slots) if is_ref(argument(op, slot, term.name))]
-        terms = [self.notation.operands[k] for k in present]
         missing = [t.name for k, t in enumerate(self.notation.operands) if k not in present and not t.optional]
-        if missing or len(terms) != len(types) or len(op.results) != len(self.notation.results):
+        if missing or len(present) != len(types) or len(op.results) != len(self.notation.results):
             raise NotationError(f"{len(types)} operands and {len(op.results)} results do not fit the rule")
-        operands, results, sizes = bind(terms, [type.shape for type in types], self.notation.results)
-        for value, dims in zip(op.results, results, strict=True):
-            made = tuple(math.prod(sizes[name] for name in dim) for dim in dims)
-            if made != value.type.shape:
-                raise NotationError(f"the rule makes a result of shape {made}, the call one of {value.type.shape}")
-        blocked = (self.blocked if isinstance(self.blocked, str) else self.blocked(op)).split()
-        stop = {name for name in sizes if name in blocked or name.rstrip("0123456789") in blocked}
-        added = tuple(i for i, term in enumerate(terms) if term.added)
-        index = {term.name: i for i, term in enumerate(terms)}
-        groups = [(*(index[name] for name in group if name in index), *added) for group in self.linear]
-        return make(
-            list(zip(operands, types, strict=True)),
-            results,
-            sizes,
-            blocked=stop,
-            linear=groups,
-            added=added,
-            combined=self.combined.split(),
-            sharded=self.sharded,
-            ring=self.ring,
-            work=[tuple(sizes) if product == "*" else product.split() for product in self.work],
-        )
+        blocked = self.blocked if isinstance(self.blocked, str) else self.blocked(op)
+        operands = tuple((type.dtype, type.shape) for type in types)
+        return _bound(self, tuple(present), operands, tuple(value.type.shape for value in op.results), blocked)
+
+
+@lru_cache(maxsize=1 << 14)
+def _bound(
+    rule: NotationRule,
+    present: tuple[int, ...],
+    types: tuple[tuple[DType, tuple[int, ...]], ...],
+    made: tuple[tuple[int, ...], ...],
+    blocked: str,
+) -> OpRule:
+    """The rule for operands of these types in the `present` places, and results of the shapes `made`."""
+    terms = [rule.notation.operands[k] for k in present]
+    operands, results, sizes = bind(terms, [shape for _, shape in types], rule.notation.results)
+    for shape, dims in zip(made, results, strict=True):
+        found = tuple(math.prod(sizes[name] for name in dim) for dim in dims)
+        if found != shape:
+            raise NotationError(f"the rule makes a result of shape {found}, the call one of {shape}")
+    names = blocked.split()
+    added = tuple(i for i, term in enumerate(terms) if term.added)
+    index = {term.name: i for i, term in enumerate(terms)}
+    return make(
+        [(dims, TensorType.replicated(*type)) for dims, type in zip(operands, types, strict=True)],
+        results,
+        sizes,
+        blocked={name for name in sizes if name in names or name.rstrip("0123456789") in names},
+        linear=[(*(index[name] for name in group if name in index), *added) for group in rule.linear],
+        added=added,
+        combined=rule.combined.split(),
+        sharded=rule.sharded,
+        ring=rule.ring,
+        work=[tuple(sizes) if product == "*" else product.split() for product in rule.work],
+    )
 
 
 def rule(

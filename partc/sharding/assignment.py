@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ def solve(
         ]
         return solved(
             cost,
-            constraints=[model.constraints(), *bounds],
+            constraints=[model.constraints, *bounds],
             integrality=model.integrality,
             bounds=Bounds(0, model.upper),
             options={"mip_rel_gap": 1e-9},
@@ -126,10 +127,12 @@ class _Model:
 
     def __init__(self, problem: Problem, forbid: frozenset[tuple[Hashable, Hashable]]) -> None:
         self._problem = problem
-        self._prices: list[Price] = []
+        self._prices: dict[int, Price] = {}  # of the columns that are not free
         self._integral: list[int] = []
         self._upper: list[float] = []
-        self._rows: list[tuple[list[tuple[int, float]], float, float]] = []
+        self._entries: list[tuple[int, int, float]] = []  # (row, column, value)
+        self._low: list[float] = []
+        self._high: list[float] = []
         self._columns: dict[Hashable, list[int]] = {}
         self._nodes = {node.name: node for node in problem.nodes}
         self.feasible = True
@@ -138,11 +141,21 @@ class _Model:
         for wire in problem.wires:
             self._add_wire(wire)
 
-    def _column(self, price: Price, *, integral: bool, upper: float = 1.0) -> int:
-        self._prices.append(price)
+    def _column(self, price: Price | None = None, *, integral: bool = False, upper: float = 1.0) -> int:
+        number = len(self._upper)
+        if price:
+            self._prices[number] = price
         self._integral.append(int(integral))
         self._upper.append(upper)
-        return len(self._prices) - 1
+        return number
+
+    def _row(self, plus: Sequence[int], minus: Sequence[int], low: float, high: float) -> None:
+        """Bound the sum of some columns less the sum of others."""
+        number = len(self._low)
+        self._entries += [(number, column, 1.0) for column in plus]
+        self._entries += [(number, column, -1.0) for column in minus]
+        self._low.append(low)
+        self._high.append(high)
 
     def _add_node(self, node: Node, forbid: frozenset[tuple[Hashable, Hashable]]) -> None:
         columns = [
@@ -151,7 +164,7 @@ class _Model:
         ]
         self.feasible &= any(self._upper[column] for column in columns)
         self._columns[node.name] = columns
-        self._rows.append(([(column, 1.0) for column in columns], 1.0, 1.0))
+        self._row(columns, (), 1.0, 1.0)
 
     def _states(self, name: Hashable, pick: str, index: int) -> dict[Hashable, list[int]]:
         """Columns of a node's alternatives, grouped by the placement of one operand or result."""
@@ -162,29 +175,33 @@ class _Model:
 
     def _add_wire(self, wire: Wire) -> None:
         made = self._states(wire.source, "makes", wire.output)
+        prices: dict[tuple[Hashable, Hashable], Price | None] = {}
         changed: dict[tuple[Hashable, Hashable], int] = {}
-        prices: dict[tuple[Hashable, Hashable], Price] = {}
         for reader, index in wire.readers:
             wanted = self._states(reader, "wants", index)
-            joint: dict[tuple[Hashable, Hashable], int] = {}
-            for source in made:
-                for target in wanted:
-                    price = {} if source == target else wire.change(source, target)
-                    if price is not None:
-                        prices[source, target] = price
-                        joint[source, target] = self._column({}, integral=False)
-            for source, columns in made.items():
-                terms = [(joint[key], 1.0) for key in joint if key[0] == source]
-                self._rows.append(([*terms, *((column, -1.0) for column in columns)], 0.0, 0.0))
-            for target, columns in wanted.items():
-                terms = [(joint[key], 1.0) for key in joint if key[1] == target]
-                self._rows.append(([*terms, *((column, -1.0) for column in columns)], 0.0, 0.0))
-            for key, column in joint.items():
-                if not any(prices[key].values()):
-                    continue
+            leaving: dict[Hashable, list[int]] = {source: [] for source in made}
+            arriving: dict[Hashable, list[int]] = {target: [] for target in wanted}
+            paid: dict[tuple[Hashable, Hashable], int] = {}
+            for source, out in leaving.items():
+                for target, into in arriving.items():
+                    key = source, target
+                    if key not in prices:
+                        prices[key] = {} if source == target else wire.change(source, target)
+                    price = prices[key]
+                    if price is None:
+                        continue
+                    column = self._column()
+                    out.append(column)
+                    into.append(column)
+                    if any(price.values()):
+                        paid[key] = column
+            for joint, states in ((leaving, made), (arriving, wanted)):
+                for state, columns in states.items():
+                    self._row(joint[state], columns, 0.0, 0.0)
+            for key, column in paid.items():
                 if key not in changed:
-                    changed[key] = self._column(prices[key], integral=False)
-                self._rows.append(([(changed[key], 1.0), (column, -1.0)], 0.0, np.inf))
+                    changed[key] = self._column(prices[key])
+                self._row((changed[key],), (column,), 0.0, np.inf)
 
     @property
     def integrality(self) -> np.ndarray:
@@ -195,17 +212,20 @@ class _Model:
         return np.array(self._upper)
 
     def cost(self, weights: Mapping[str, float]) -> np.ndarray:
-        return np.array([sum(weights.get(key, 0.0) * amount for key, amount in p.items()) for p in self._prices])
+        found = np.zeros(len(self._upper))
+        for column, price in self._prices.items():
+            found[column] = sum(weights.get(key, 0.0) * amount for key, amount in price.items())
+        return found
 
+    @cached_property
     def constraints(self) -> Any:
         """All rows, in scipy's form."""
         from scipy.optimize import LinearConstraint
         from scipy.sparse import csr_matrix
 
-        entries = [(row, column, value) for row, (terms, _, _) in enumerate(self._rows) for column, value in terms]
-        rows, columns, values = zip(*entries, strict=True)
-        matrix = csr_matrix((values, (rows, columns)), shape=(len(self._rows), len(self._prices)))
-        return LinearConstraint(matrix, [low for _, low, _ in self._rows], [high for _, _, high in self._rows])
+        rows, columns, values = zip(*self._entries, strict=True)
+        matrix = csr_matrix((values, (rows, columns)), shape=(len(self._low), len(self._upper)))
+        return LinearConstraint(matrix, self._low, self._high)
 
     def solution(self, found: np.ndarray) -> Solution:
         chosen = {
@@ -213,7 +233,7 @@ class _Model:
             for node in self._problem.nodes
         }
         totals: dict[str, float] = {}
-        for price, amount in zip(self._prices, found, strict=True):
+        for column, price in self._prices.items():
             for key, value in price.items():
-                totals[key] = totals.get(key, 0.0) + value * float(amount)
+                totals[key] = totals.get(key, 0.0) + value * float(found[column])
         return Solution(chosen=chosen, totals=totals)

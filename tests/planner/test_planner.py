@@ -453,6 +453,21 @@ def test_the_best_plan_of_a_large_space_is_predicted_with_its_own_sizes(monkeypa
     assert any(played.plan == best.plan and played.error for played in outcome.others)
 
 
+def test_only_the_best_plan_of_a_search_is_predicted_with_its_own_sizes(small: Planner) -> None:
+    """It is so once no other plan may be quicker, and the next best one if the prediction is worse."""
+    quick, worse, slow = itertools.islice(small.space.plans(), 3)
+    shared, refined = {quick: 2.0, worse: 1.0, slow: 3.0}, list[ParallelPlan]()
+    predictions = {plan: replace(small.predicted(plan), step_seconds=seconds) for plan, seconds in shared.items()}
+
+    def final(plan: ParallelPlan) -> Prediction | Failure:
+        refined.append(plan)
+        return replace(predictions[plan], step_seconds=4.0) if plan == worse else predictions[plan]
+
+    found = search([], predictions.__getitem__, small.bounds, limit=1 << 60, starts=[slow, quick, worse], refined=final)
+    assert refined == [worse, quick] and found.best is not None and found.best.plan == quick
+    assert [played.plan for played in found.fitting] == [quick, slow, worse]
+
+
 def test_a_search_ends_with_a_plan_however_little_time_it_has() -> None:
     choice = Planner(Request.checked(GPT, "2xH100-80GB", max_seconds=1e-9)).choice()
     assert not choice.outcome.complete and 0 < choice.outcome.gap < 1

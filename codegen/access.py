@@ -81,7 +81,7 @@ def access(facts: StageFacts, run: Run, function: Function, kind: GraphKind) -> 
     """The code around a run of calls, in the order of its action."""
     calls = run.calls[::-1] if kind in ("B", "I") else run.calls
     writer = _RunWriter(facts, run, calls)
-    around = _around(facts, kind)
+    around = _graph_sections(facts, kind)
     before = _columns([around[call.name][0] for call in calls])
     after = _columns([around[call.name][1] for call in calls])
     alone = next((index for index, each in enumerate(before) if not each.only_first), len(before))
@@ -106,7 +106,7 @@ def access(facts: StageFacts, run: Run, function: Function, kind: GraphKind) -> 
     )
 
 
-def _around(facts: StageFacts, kind: GraphKind) -> dict[str, tuple[list[_Column], list[_Column]]]:
+def _graph_sections(facts: StageFacts, kind: GraphKind) -> dict[str, tuple[list[_Column], list[_Column]]]:
     """For each call, the statements before and after its graph runs, as columns of a single call."""
     found: dict[str, tuple[list[_Column], list[_Column]]] = {call.name: ([], []) for call in facts.calls}
     waiting: list[_Column] = []

@@ -46,16 +46,16 @@ def obstacle(program: Program) -> Obstacle | None:
     for region in program.regions:
         for graph in region.graphs:
             for op in graph.ops:
-                if _asks(op):
+                if _reads_device_numbers(op):
                     cause = f"the host has to read operands of {op.name}, such as the number of rows of each expert"
                     return Obstacle(cause=cause, help="leave out --cuda-graphs", source=op.source)
     return None
 
 
-def _asks(op: Op) -> bool:
+def _reads_device_numbers(op: Op) -> bool:
     """Whether the operation waits for numbers from the device."""
     if op.name in _ASKS or op.body:
-        return op.name in _ASKS or any(map(_asks, op.body))
+        return op.name in _ASKS or any(map(_reads_device_numbers, op.body))
     import torch
 
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)

@@ -179,7 +179,7 @@ class _Writer:
         results = [names[output] for output in wanted]
         types = ["Tensor"] * len(results)
         if given:
-            lines.append(self._given(given, names))
+            lines.append(self._gradient_return(given, names))
             results.append("g")
             types.append(self.called.params)
         if self.region.kept:
@@ -208,7 +208,7 @@ class _Writer:
         buffers, given = self._gradients(original, graph)
         lines = self._body(replace(graph, outputs=tuple(given.values())), names, buffers, borrowed=())
         if given:
-            lines.extend((self._given(given, names), Line(code="return g")))
+            lines.extend((self._gradient_return(given, names), Line(code="return g")))
         arguments = (*self._arguments(lines, (), names), Argument(name="kept", type=self.called.kept))
         returns = self.called.params if given else "None"
         return Function(
@@ -276,7 +276,7 @@ class _Writer:
                 buffers.setdefault(made, []).append(f"g.{self.fields[params[output]]}")
         return buffers, given
 
-    def _given(self, given: Mapping[str, str], names: Names) -> Line:
+    def _gradient_return(self, given: Mapping[str, str], names: Names) -> Line:
         """The line that returns the gradients of parameters, with None for those that the function does not compute."""
         values = (
             f"{self.fields[value.name]}={names[given[value.name]] if value.name in given else 'None'}"
@@ -398,7 +398,7 @@ class _Writer:
                 code = accumulation(first, operands)
                 return [Line(code=code, layout=str(op.result.type), notes=notes, uses=frozenset(operands.used))]
         code = self._scan(op, operands) if op.name == SCAN else expression(operands)
-        into = self._into(op, uses, graph, buffers)
+        into = self._addable_buffers(op, uses, graph, buffers)
         if into:
             code = with_accumulation(into, operands)
         apart = parted(op, uses, graph, buffers)
@@ -446,7 +446,7 @@ class _Writer:
         return is_chained(following.name) and following.args[0] == Ref(op.result.name)
 
     @staticmethod
-    def _into(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> list[str]:
+    def _addable_buffers(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> list[str]:
         """The buffers to which the operation itself can add all results but the first; empty if it cannot."""
         more = [value.name for value in op.results[1:]] if accumulates(op.name) else []
         alone = all(len(buffers.get(name, ())) == 1 and not uses.get(name, 0) for name in more)

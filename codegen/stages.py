@@ -53,8 +53,8 @@ def stage_code(exchanges: Exchanges, index: int, regions: Mapping[str, RegionCod
     backward = BackwardWriter(facts)
     methods = {
         "init": (*weights.init(), *ends.init()),
-        "setup": _once(facts, "setup"),
-        "prepare": _once(facts, "step"),
+        "setup": _single_run_calls(facts, "setup"),
+        "prepare": _single_run_calls(facts, "step"),
         "forward": tuple(ForwardWriter(facts).lines()),
         "backward": () if program.results else tuple(backward.lines()),
         "weight": () if program.results else tuple(backward.weight()),
@@ -138,7 +138,7 @@ def _receives(facts: StageFacts) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _once(facts: StageFacts, phase: Phase) -> tuple[Line, ...]:
+def _single_run_calls(facts: StageFacts, phase: Phase) -> tuple[Line, ...]:
     """The calls of a phase that runs once, such as setup; the stage keeps their results as attributes."""
     lines = []
     for run in facts.runs[phase]:

@@ -17,9 +17,9 @@ def is_machinery(filename: str) -> bool:
     if filename.startswith("<"):
         return True
     path = Path(filename).resolve()
-    if _below(path, _site_packages()):
-        return _below(path, _machinery())
-    return _below(path, _machinery()) or _below(path, _standard_library())
+    if _is_below(path, _site_packages()):
+        return _is_below(path, _machinery())
+    return _is_below(path, _machinery()) or _is_below(path, _standard_library())
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
@@ -33,7 +33,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 def is_installed(path: Path) -> bool:
     """Whether a file belongs to the standard library, to partc or to an installed package."""
     path = path.resolve()
-    return _below(path, _site_packages()) or _below(path, _standard_library()) or _below(path, _machinery())
+    return _is_below(path, _site_packages()) or _is_below(path, _standard_library()) or _is_below(path, _machinery())
 
 
 def shortened(filename: str) -> str:
@@ -47,7 +47,7 @@ def shortened(filename: str) -> str:
     return filename
 
 
-def _below(path: Path, folders: tuple[Path, ...]) -> bool:
+def _is_below(path: Path, folders: tuple[Path, ...]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
 
 

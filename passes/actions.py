@@ -83,7 +83,8 @@ class _BodyWriter:
             kinds |= {"I", "W"}  # a whole backward pass runs the code of both halves
         trained = not self.program.results
         written: Mapping[BodyKind, Iterable[ActionStatement]] = {
-            "INIT": () if trained else self._refreshes(), "SETUP": self._once("setup"), "PREPARE": self._once("step"),
+            "INIT": () if trained else self._refreshes(),
+            "SETUP": self._phase_statements("setup"), "PREPARE": self._phase_statements("step"),
             "F": self._compute("F"), "B": self._compute("B"), "I": self._compute("I"), "W": self._compute("W"),
             "SEND_F": self._transfers("SEND_F"), "RECV_F": self._transfers("RECV_F"),
             "SEND_B": self._transfers("SEND_B"), "RECV_B": self._transfers("RECV_B"),
@@ -111,7 +112,7 @@ class _BodyWriter:
             if chains := self.exchanges.gather(names):
                 yield from _exchange("refresh", name, chains)
 
-    def _once(self, phase: Phase) -> Iterator[ActionStatement]:
+    def _phase_statements(self, phase: Phase) -> Iterator[ActionStatement]:
         for call in self._in_phase(phase):
             yield ActionStatement(verb="run", subject="F", of=call.name)
 

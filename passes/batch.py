@@ -58,7 +58,7 @@ def batch(program: Program) -> Program:
                 program, made = _called_apart(program, region, value)
                 walk.demanded |= made
         if walk.demanded <= summed:
-            apart, made = _apart(program, result, summed) if program.sizes[TIME_AXIS] > 1 else (program, set())
+            apart, made = _split_off(program, result, summed) if program.sizes[TIME_AXIS] > 1 else (program, set())
             if apart is program:
                 return result
             program, walk.demanded = apart, made
@@ -108,7 +108,7 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
     rest = replace(
         rest,
         inputs=(*rest.inputs, Value(name=value, type=type)),
-        ops=tuple(part for op in rest.ops for part in _beside(op, value, taken)),
+        ops=tuple(part for op in rest.ops for part in _for_other_results(op, value, taken)),
     ).without_dead()
     made = Region(name=own, params=params, forward=replace(graph, inputs=inputs))
     regions = [replace(each, forward=rest) if each.name == name else each for each in program.regions]
@@ -116,7 +116,7 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
     return replace(program, regions=(made, *regions), calls=tuple(calls), values=values), set(found.values())
 
 
-def _beside(op: Op, value: str, taken: set[str]) -> tuple[Op, ...]:
+def _for_other_results(op: Op, value: str, taken: set[str]) -> tuple[Op, ...]:
     """The operation for its results other than `value`, which is computed elsewhere; empty if there are none."""
     if all(result.name != value for result in op.results):
         return (op,)
@@ -126,7 +126,7 @@ def _beside(op: Op, value: str, taken: set[str]) -> tuple[Op, ...]:
     return (replace(op, results=tuple(replace(r, name=unread) if r.name == value else r for r in op.results)),)
 
 
-def _some(program: Program, call: Call, results: tuple[str, ...]) -> tuple[Region, Call]:
+def _restricted_call(program: Program, call: Call, results: tuple[str, ...]) -> tuple[Region, Call]:
     """A region and call that compute only some of a call's results, under the same names."""
     region = program.region(call.region)
     outputs = dict(zip(call.results, region.forward.outputs, strict=True))
@@ -149,7 +149,7 @@ def _some(program: Program, call: Call, results: tuple[str, ...]) -> tuple[Regio
     )
 
 
-def _apart(program: Program, walked: Program, summed: frozenset[str]) -> tuple[Program, set[str]]:
+def _split_off(program: Program, walked: Program, summed: frozenset[str]) -> tuple[Program, set[str]]:
     """Give values that are computed once a step calls of their own; returns the program and the names of new values.
 
     `walked` has the phases of the calls. Values that are not in `summed` are computed in parts, one per microbatch. A
@@ -170,7 +170,7 @@ def _apart(program: Program, walked: Program, summed: frozenset[str]) -> tuple[P
     made: list[Region] = []
 
     def add(call: Call, results: tuple[str, ...], renamed: Mapping[str, str]) -> None:
-        region, own = _some(program, call, results)
+        region, own = _restricted_call(program, call, results)
         made.append(replace(region, name=unique(f"{region.name}_apart", regions)))
         calls.append(
             replace(
@@ -206,7 +206,7 @@ def check_divisible(program: Program, over: Collection[str] = ()) -> None:
             "every entry of the batch is a scalar",
             help="give batch() a tensor whose first dimension is the batch",
         )
-    size, dp, steps = types[entries[0]].shape[0], _ways(program), program.sizes[TIME_AXIS]
+    size, dp, steps = types[entries[0]].shape[0], _batch_parts(program), program.sizes[TIME_AXIS]
     axes = [(axis, program.sizes[axis]) for axis in program.mesh.names if axis in over]
     parts = dp * steps * math.prod(ways for _, ways in axes)
     if size % parts:
@@ -230,7 +230,7 @@ def _check_updates(program: Program) -> None:
     )
 
 
-def _ways(program: Program) -> int:
+def _batch_parts(program: Program) -> int:
     return math.prod(program.sizes[axis] for axis in batch_axes(program.sizes) if axis != TIME_AXIS)
 
 

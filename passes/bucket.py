@@ -89,7 +89,7 @@ def _of_stage(program: Program, stage: int, bucket: int, halves: bool) -> Iterat
     call = ""
     for call, names in _completed(program, stage, halves):
         for name in names:
-            key = _together(program.parameter(name), program.sizes)
+            key = _bucket_key(program.parameter(name), program.sizes)
             if key and holders[name] == (stage,):
                 waiting.setdefault(key, []).append(name)
         for key, found in list(waiting.items()):
@@ -105,7 +105,7 @@ def _is_full(parameters: Sequence[Parameter], sizes: Sizes, bucket: int) -> bool
     return part >= max(bucket / ways, min(bucket, _PART))
 
 
-def _together(parameter: Parameter, sizes: Sizes) -> tuple[object, ...]:
+def _bucket_key(parameter: Parameter, sizes: Sizes) -> tuple[object, ...]:
     """The key of a gradient's bucket; empty for a gradient that is not summed over ranks."""
     over = parameter.gather or tuple(axis for axis in parameter.reduce if sizes[axis] > 1)
     return (bool(parameter.gather), over, parameter.type.dtype) if parameter.trainable and over else ()

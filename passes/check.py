@@ -177,14 +177,14 @@ class _Play:
                 self.position[rank] += 1
                 continue
             members = self._members(rank, event)
-            if not self._meets(rank, members, event):
+            if not self._all_entered(rank, members, event):
                 return woken
             for member in members:
                 self.position[member] += 1
             woken.extend(member for member in members if member != rank)
         return woken
 
-    def _meets(self, rank: int, members: tuple[int, ...], event: Entered) -> bool:
+    def _all_entered(self, rank: int, members: tuple[int, ...], event: Entered) -> bool:
         """Whether every member has reached the group's next collective. Raises InternalError if these differ."""
         for member in members:
             other = self._current(member)

@@ -130,7 +130,7 @@ class _Losses:
         path: list[Op] = []
         name = logits
         while (maker := self.makers.get(name)) is not None and maker.name != "linear":
-            if not self._between(maker, name):
+            if not self._treats_rows_alike(maker, name):
                 return self._refuse(
                     f"{maker.name} stands between it and the product that makes its logits", maker, *pieces
                 )
@@ -147,7 +147,7 @@ class _Losses:
                 return self._refuse("something else reads its logits too", *others, op, *pieces)
         return self._with_gradients(maker, tuple(path), pieces)
 
-    def _between(self, op: Op, name: str) -> bool:
+    def _treats_rows_alike(self, op: Op, name: str) -> bool:
         """Whether an operation treats all rows alike, or selects rows."""
         shape = self.types[name].shape
         match op.name:
@@ -300,7 +300,7 @@ class _Losses:
             Op(
                 name="linear_cross_entropy",
                 args=(rows, head.linear.args[1], bias, pieces["pick"].args[1], smooth.args[1] if smooth else None),
-                attrs=(("chunks", self.chunks), *self._over(head)),
+                attrs=(("chunks", self.chunks), *self._class_axis(head)),
                 results=(most, total.result, pieces["pick"].result, *(smooth.results if smooth else ())),
                 source=head.linear.source,
             ),
@@ -320,7 +320,7 @@ class _Losses:
         yield Op(
             name="linear_cross_entropy_backward",
             args=(grad, rows, head.linear.args[1], bias, labels, lse, *rest),
-            attrs=(("chunks", self.chunks), *self._over(head)),
+            attrs=(("chunks", self.chunks), *self._class_axis(head)),
             results=(made, *(head.ends[end].result for end in sorted(head.ends) if end)),
             source=head.linear.source,
         )
@@ -337,7 +337,7 @@ class _Losses:
             yield replace(op, args=(Ref(made.name), layout.local_shape(self.sizes), *op.args[2:]), results=(result,))
             made = result
 
-    def _over(self, head: _Head) -> tuple[tuple[str, Arg], ...]:
+    def _class_axis(self, head: _Head) -> tuple[tuple[str, Arg], ...]:
         """The axis that cuts the classes."""
         return tuple((key, value) for key, value in head.gradient.attrs if key == "axis")
 

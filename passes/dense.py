@@ -90,13 +90,13 @@ def _without_sums(region: Region) -> Region:
             except NotEqualError:
                 continue
             if found.kind == "stacked" and lift.gated and lift.multiplied:
-                region = _with(region, op, lift.summed(found.name, addends[:base], op))
+                region = _with_ops(region, op, lift.summed(found.name, addends[:base], op))
                 makers, readers, types, weights = _facts(region)
                 break
     return region
 
 
-def _with(region: Region, op: Op, ops: Sequence[Op]) -> Region:
+def _with_ops(region: Region, op: Op, ops: Sequence[Op]) -> Region:
     """Replace one operation of a region by several."""
     graph = region.forward
     every = [each for other in graph.ops for each in (ops if other is op else (other,))]
@@ -126,7 +126,7 @@ def _without_stacks(region: Region) -> Region:
         except NotEqualError:
             continue
         if found.kind == "stacked" and lift.multiplied and fuel.allowed("stack of experts", op.source):
-            region = _with(region, op, lift.joined(found.name, dim % rank, op))
+            region = _with_ops(region, op, lift.joined(found.name, dim % rank, op))
     return region
 
 

@@ -201,11 +201,13 @@ class _Experts:
         """Divide products into chains. Rows return to their places where an operation between mixes them."""
         start = 0
         for end in range(1, len(products) + 1):
-            if end == len(products) or not all(map(self._by_row, self._between(products[start : end + 1]))):
+            if end == len(products) or not all(
+                map(self._by_row, self._products_and_between(products[start : end + 1]))
+            ):
                 yield self._chain(chosen, tuple(products[start:end]))
                 start = end
 
-    def _between(self, products: Sequence[int]) -> list[int]:
+    def _products_and_between(self, products: Sequence[int]) -> list[int]:
         """The products, and the operations between the first and the last that read results of products."""
         behind: set[int] = set()
         made: set[str] = set()
@@ -223,7 +225,7 @@ class _Experts:
         return between
 
     def _chain(self, chosen: str, products: tuple[int, ...]) -> _Chain:
-        between = self._between(products)
+        between = self._products_and_between(products)
         made = {value.name for index in between for value in self.ops[index].results}
         # Results in other dtypes or shapes, by the operations that made them.
         forms: dict[str, tuple[int, ...]] = dict.fromkeys(made, ())
@@ -245,10 +247,10 @@ class _Experts:
         for index in products:
             product = _read(self.ops[index])
             assert product is not None
-            count = self._own(product.weights)
+            count = self._experts_per_rank(product.weights)
             if count % self.ways:
                 raise self._refused(self.ops[index], f"{count} experts do not divide over {self.axis}={self.ways}")
-            self._take(product.weights, index, Shard(0))
+            self._record_weight(product.weights, index, Shard(0))
         return _Chain(chosen, tuple(sorted(between)), products)
 
     def _align(self, between: Sequence[int], products: Sequence[int]) -> None:
@@ -288,7 +290,7 @@ class _Experts:
         carried = [dims for dims in rule.operands if any(names[-1] in dim for dim in dims)]
         return names[-1] if all(dims[0] == names for dims in carried) else None
 
-    def _take(self, name: str, reader: int, place: Shard) -> None:
+    def _record_weight(self, name: str, reader: int, place: Shard) -> None:
         """Record a weight with the position of its experts, and the operations that derive it from parameters."""
         maker = self.makers.get(name)
         if maker is None and any(value.name == name for value in self.region.params):
@@ -309,7 +311,7 @@ class _Experts:
         rule = self.rules[maker]
         for ref, asked in zip(self.ops[maker].refs(), placements(self.ops[maker], rule, choice)[0], strict=True):
             if isinstance(asked, Shard):
-                self._take(ref, maker, asked)
+                self._record_weight(ref, maker, asked)
 
     def _choice(self, maker: int, name: str, place: Shard) -> Choice | None:
         """The choice under which the axis cuts the result of an operation on weights at this place."""
@@ -326,7 +328,7 @@ class _Experts:
             before *= factor.size
         return None
 
-    def _own(self, weight: str) -> int:
+    def _experts_per_rank(self, weight: str) -> int:
         """The number of experts whose weights a rank holds."""
         return self.types[weight].layout.local_shape(self.sizes)[0]
 
@@ -397,7 +399,7 @@ class _Experts:
         cut = [each for each in op.choices if each.factor == row and self.sizes.get(each.axis, 1) > 1]
         product = _read(op) is not None
         home = self._wanted(op, rule)
-        op = replace(op, choices=tuple(self._led(each, cut, product=product) for each in op.choices))
+        op = replace(op, choices=tuple(self._with_major_axis(each, cut, product=product) for each in op.choices))
         if product:
             before = integers(argument(op, len(op.args), "groups", 1))[0]
             op = replace(op, attrs=(("groups", before * self.ways),))
@@ -441,7 +443,7 @@ class _Experts:
             raise self._refused(op, f"the rows of {op.results[0].name} do not divide")
         return found[0]
 
-    def _led(self, choice: Choice, cut: list[Choice], *, product: bool) -> Choice:
+    def _with_major_axis(self, choice: Choice, cut: list[Choice], *, product: bool) -> Choice:
         """The choice on rows after the axis has become their major cut."""
         if choice not in cut or choice.axis in self.earlier:
             return choice
@@ -461,7 +463,7 @@ class _Experts:
         """The `route` operation for a choice of experts, which plans how its rows travel."""
         product = _read(op)
         assert product is not None
-        count = self._own(product.weights) * self.ways
+        count = self._experts_per_rank(product.weights) * self.ways
         axes = tuple(axis for sub in home.dims[0] for axis in sub.axes)
         every = math.prod(self.sizes[axis] for axis in axes)
         counts = Layout(((SubDim(2 * every, axes),), (SubDim(count),)))

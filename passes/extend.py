@@ -87,7 +87,7 @@ def extend(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
         for name in (attention.q, attention.k):
             size = types[name].shape[ROWS]
             steps[size] = max(steps.get(size, 1), 2 * n if attention.by_rows else n)
-    extents = {size: Extent(size, _whole(size, step, ways)) for size, step in steps.items()}
+    extents = {size: Extent(size, _extended_size(size, step, ways)) for size, step in steps.items()}
     sequences = _LongerSequences(main, extents, max(steps.values(), default=1) * ways)
     try:
         sequences.follow(found)
@@ -98,7 +98,7 @@ def extend(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
     return replace(program, regions=(sequences.region(),))
 
 
-def _whole(size: int, step: int, ways: int) -> int:
+def _extended_size(size: int, step: int, ways: int) -> int:
     """The least multiple of `step * ways`, or of `step` if that adds too many positions; `size` itself if both do."""
     if size % step == 0:
         return size
@@ -184,10 +184,10 @@ class _LongerSequences:
             return
         for each, dims in tensors(op, rule):
             spot = factor_at(rule, dims, dim, outer, extent.true) if each == name else None
-            if spot is not None and self._alike(op, rule, spot[0], extent) and not self._counts(op, name, dim):
+            if spot is not None and self._treats_alike(op, rule, spot[0], extent) and not self._counts(op, name, dim):
                 yield spot
 
-    def _alike(self, op: Op, rule: OpRule, name: str, extent: Extent) -> bool:
+    def _treats_alike(self, op: Op, rule: OpRule, name: str, extent: Extent) -> bool:
         """Whether an operation treats the positions of a factor alike, or sums over them."""
         attention = Attention.of(op)
         if attention is not None and name in rule.ring:
@@ -231,13 +231,13 @@ class _LongerRegion:
         main = self.found.main
         graph = main.forward
         for value in (*main.params, *graph.inputs):
-            self._made(value, frozenset())
+            self._record_value(value, frozenset())
         for op in graph.ops:
             self._rewritten(op)
         outputs = tuple(self._form(name, frozenset()) for name in graph.outputs)
         return replace(main, forward=replace(graph, ops=tuple(self.ops), outputs=outputs))
 
-    def _longer(self, name: str) -> frozenset[int]:
+    def _extended_dims(self, name: str) -> frozenset[int]:
         """The dimensions of a value that are extended."""
         rank = len(self.found.types[name].shape)
         known = ((dim, self.found.places.get((name, dim))) for dim in range(rank))
@@ -250,10 +250,10 @@ class _LongerRegion:
             shape[dim] = shape[dim] // extent.true * extent.whole
         return type.shaped(shape)
 
-    def _made(self, value: Value, dims: frozenset[int]) -> None:
+    def _record_value(self, value: Value, dims: frozenset[int]) -> None:
         """Record a value in which the dimensions `dims` are extended, and extend its other sequence dimensions."""
         self.forms[value.name, dims] = value.name
-        here, missing = value.name, self._longer(value.name) - dims
+        here, missing = value.name, self._extended_dims(value.name) - dims
         for dim in sorted(missing):
             here = self._extended(here, value.name, dim)
             dims |= {dim}
@@ -266,7 +266,7 @@ class _LongerRegion:
         if rule is None:
             self.ops.append(op.reading([self._form(name, frozenset()) for name in op.refs()]))
             for value in op.results:
-                self._made(value, frozenset())
+                self._record_value(value, frozenset())
             return
         operands = list(zip(op.refs(), rule.operands, strict=True))
         self.reader = op.source
@@ -287,7 +287,7 @@ class _LongerRegion:
             new = self._drawing(new, op, rule, made[0])
         self.ops.append(new)
         for value, dims in zip(op.results, made, strict=True):
-            self._made(value, dims)
+            self._record_value(value, dims)
 
     def _passed_on(self, op: Op) -> bool:
         """Whether a slice drops the last positions of a sequence, which then become added positions."""
@@ -298,7 +298,7 @@ class _LongerRegion:
         there, here = (self.found.places.get((name, shorter[0])) for name in (source, made))
         if there is None or here is None or there[1].whole != here[1].whole or here[1].true != shorter[1]:
             return False
-        self.forms[made, self._longer(made)] = self._form(source, self._longer(source))
+        self.forms[made, self._extended_dims(made)] = self._form(source, self._extended_dims(source))
         return True
 
     def _drawing(self, new: Op, op: Op, rule: OpRule, dims: frozenset[int]) -> Op:
@@ -313,7 +313,7 @@ class _LongerRegion:
     def _passing(self, op: Op, rule: OpRule, name: str, dims: Dims) -> frozenset[int]:
         """The dimensions of an operand or result that are extended when an operation is."""
         kept = set()
-        for dim in self._longer(name):
+        for dim in self._extended_dims(name):
             outer, extent = self.found.places[name, dim]
             spot = factor_at(rule, dims, dim, outer, extent.true)
             if spot is not None and spot in list(self.found.through(op, (name, dim, outer), extent)):
@@ -344,7 +344,7 @@ class _LongerRegion:
         """The value with its last position repeated."""
         outer, extent = self.found.places[base, dim]
         type = self._type(name)
-        shape, apart = list(type.shape), self._apart(type.shape, dim, outer, extent.true)
+        shape, apart = list(type.shape), self._with_sequence_dim(type.shape, dim, outer, extent.true)
         inner = dim if apart == shape else dim + 1
         here = name if apart == shape else self._add(f"{base}_apart", "reshape", (Ref(name), tuple(apart)), type, apart)
         one = [*apart[:inner], 1, *apart[inner + 1 :]]
@@ -358,7 +358,7 @@ class _LongerRegion:
         shape[dim] = shape[dim] // extent.true * extent.whole
         return self._add(f"{base}{EXTENDED}", "reshape", (Ref(made), tuple(shape)), type, shape)
 
-    def _apart(self, shape: Sequence[int], dim: int, outer: int, size: int) -> list[int]:
+    def _with_sequence_dim(self, shape: Sequence[int], dim: int, outer: int, size: int) -> list[int]:
         """The shape with the sequence as a separate dimension."""
         if shape[dim] == size:
             return list(shape)
@@ -367,18 +367,18 @@ class _LongerRegion:
     def _form(self, name: str, dims: frozenset[int]) -> str:
         """The form of a value in which exactly the dimensions `dims` are extended."""
         if (name, dims) not in self.forms:
-            full = self._longer(name)
+            full = self._extended_dims(name)
             here = self.forms[name, full]
             for dim in sorted(full - dims):
-                here = self._true(here, name, dim)
+                here = self._without_added(here, name, dim)
             self.forms[name, dims] = here
         return self.forms[name, dims]
 
-    def _true(self, name: str, base: str, dim: int) -> str:
+    def _without_added(self, name: str, base: str, dim: int) -> str:
         """The value without the added positions of a dimension."""
         outer, extent = self.found.places[base, dim]
         type = self._type(name)
-        shape, apart = list(type.shape), self._apart(type.shape, dim, outer, extent.whole)
+        shape, apart = list(type.shape), self._with_sequence_dim(type.shape, dim, outer, extent.whole)
         inner = dim if apart == shape else dim + 1
         here = name if apart == shape else self._add(f"{base}_apart", "reshape", (Ref(name), tuple(apart)), type, apart)
         kept = [*apart[:inner], extent.true, *apart[inner + 1 :]]

@@ -201,9 +201,9 @@ class _HeadPadding:
         maker = heads.makers.get(name)
         for op in (*([maker] if maker is not None else []), *heads.readers.get(name, ())):
             if op is not self.op:
-                self._through(op, place, size, more)
+                self._widen(op, place, size, more)
 
-    def _through(self, op: Op, place: Place, size: int, more: frozenset[str]) -> None:
+    def _widen(self, op: Op, place: Place, size: int, more: frozenset[str]) -> None:
         """Widen every dimension of the operation that consists of the same heads."""
         types = self.heads.types
         rule = resolve(op, types) if op.name in _PARALLEL or op.name in more else None

@@ -78,14 +78,14 @@ class _Permutations:
                 return set()
             near = [makers[name], *(op for op in self.graph.ops if name in op.refs())]
             for place, op in enumerate(near):
-                more = self._with(op, makes=place == 0)
+                more = self._transposed_with(op, makes=place == 0)
                 if more is None:
                     return set()
                 waiting.extend(more - found)
                 found |= more
         return found
 
-    def _with(self, op: Op, *, makes: bool) -> set[str] | None:
+    def _transposed_with(self, op: Op, *, makes: bool) -> set[str] | None:
         """The other values of an operation that are transposed if one of them is; None if the operation needs its
         order.
         """

@@ -50,7 +50,7 @@ def _wider(type: TensorType, dim: int, size: int) -> TensorType:
     return type.shaped(shape)
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
@@ -73,14 +73,14 @@ class _Padding:
         self.readers = graph.readers()
         for value in self.main.params:
             shape = value.type.shape
-            if len(shape) == 2 and (whole := self._whole(shape[0], value.name)) > shape[0] >= _LEAST * self.ways:
+            if len(shape) == 2 and (whole := self._padded_rows(shape[0], value.name)) > shape[0] >= _LEAST * self.ways:
                 self._try(value.name, (shape[0], whole))
         return self
 
-    def _whole(self, size: int, name: str) -> int:
+    def _padded_rows(self, size: int, name: str) -> int:
         """The padded number of rows of a table or head."""
-        whole = _up(size, self.ways)
-        lines = _up(size, self.ways * LINE)
+        whole = _round_up(size, self.ways)
+        lines = _round_up(size, self.ways * LINE)
         head = any(op.name == "linear" and op.args[1:] == (Ref(name),) for op in self.readers.get(name, ()))
         even = whole // self.ways % _PIECE == 0 or not (self.lines and head)
         return whole if even or (lines - size) * _SPARE > size else lines

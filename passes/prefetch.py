@@ -52,11 +52,11 @@ def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program
         computing = [body for kind in ("F", "B", "I", "W") if (body := bodies.get(f"{stage}{kind}")) is not None]
         most = max((len(_Exchanges.of(body.statements, "scatter").names) for body in computing), default=0)
         for body in computing:
-            bodies[body.name] = replace(body, statements=tuple(_apart(body, depth, most)))
+            bodies[body.name] = replace(body, statements=tuple(_spread_statements(body, depth, most)))
         halves = [bodies.get(f"{stage}{kind}") for kind in ("I", "W")]  # a half without statements has no body
         if f"{stage}B" in bodies and any(halves):
             inputs, weights = (() if half is None else half.statements for half in halves)
-            bodies[f"{stage}B"] = replace(bodies[f"{stage}B"], statements=_both(inputs, weights, depth))
+            bodies[f"{stage}B"] = replace(bodies[f"{stage}B"], statements=_joint_backward(inputs, weights, depth))
         if (body := bodies.get(f"{stage}REFRESH")) is not None:
             forward = bodies[f"{stage}F"]
             starts = tuple(each for each in body.statements if each.verb == "start")
@@ -65,9 +65,9 @@ def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program
             bodies[forward.name] = replace(forward, statements=statements)
         if most:
             old = bodies.get(f"{stage}REDUCE_GRAD", Body(kind="REDUCE_GRAD", index=stage, statements=()))
-            bodies[old.name] = replace(old, statements=(*_left(depth, most), *old.statements))
+            bodies[old.name] = replace(old, statements=(*_remaining_waits(depth, most), *old.statements))
     known = {name: body for name, body in bodies.items() if body.index in stages and body.kind != "END"}
-    schedule = tuple(tuple(_ahead(row, known, late, depth)) for row in program.schedule)
+    schedule = tuple(tuple(_with_gathers_ahead(row, known, late, depth)) for row in program.schedule)
     return replace(program, bodies=tuple(bodies.values()), schedule=schedule)
 
 
@@ -97,7 +97,7 @@ def gathers(statements: _Statements) -> int:
     return sum((each.verb, each.subject) == ("wait", "gather") for each in statements)
 
 
-def _apart(body: Body, depth: int, most: int) -> Iterator[ActionStatement]:
+def _spread_statements(body: Body, depth: int, most: int) -> Iterator[ActionStatement]:
     """The statements of a body, with starts and waits of exchanges `depth` calls apart.
 
     `most` is the largest number of scatters in a body of the stage.
@@ -108,7 +108,7 @@ def _apart(body: Body, depth: int, most: int) -> Iterator[ActionStatement]:
     yield from (replace(each, when="early") for each in gathered.some("start", range(depth)))
     yield from (replace(each, when="early") for each in gathered.some("advance", range(depth - 1)))
     if half and scattered.names:
-        yield from _left(depth, most)
+        yield from _remaining_waits(depth, most)
     taken = given = 0
     for each in statements:
         match each.verb, each.subject:
@@ -119,7 +119,7 @@ def _apart(body: Body, depth: int, most: int) -> Iterator[ActionStatement]:
                 yield from _coming(gathered, "start", taken + depth)
                 taken += 1
             case "start", "scatter":
-                before = _before(scattered, given, depth, most)
+                before = _earlier_scatters(scattered, given, depth, most)
                 yield from (statement for statement in before if not (half and statement.behind))
                 yield each
                 given += 1
@@ -144,12 +144,12 @@ def _coming(gathered: _Exchanges, verb: Verb, index: int) -> Iterator[ActionStat
     yield from gathered.some(verb, [index])
 
 
-def _before(scattered: _Exchanges, index: int, depth: int, most: int) -> Iterator[ActionStatement]:
+def _earlier_scatters(scattered: _Exchanges, index: int, depth: int, most: int) -> Iterator[ActionStatement]:
     """Waits for and advances of earlier scatters, before one starts; those of earlier actions come before the body's
     own.
     """
     if len(scattered.names) < depth:
-        yield from _left(depth, most)
+        yield from _remaining_waits(depth, most)
         return
     going: tuple[tuple[Verb, int], ...] = (("wait", index - depth), ("advance", index - 1))
     for verb, number in going[:depth]:
@@ -158,7 +158,7 @@ def _before(scattered: _Exchanges, index: int, depth: int, most: int) -> Iterato
         yield from scattered.some(verb, [number])
 
 
-def _left(depth: int, most: int) -> Iterator[ActionStatement]:
+def _remaining_waits(depth: int, most: int) -> Iterator[ActionStatement]:
     """Waits for all scatters that earlier actions have left in progress: up to `depth`."""
     wait = ActionStatement(verb="wait", subject="scatter", behind=1)
     yield from [replace(wait, behind=2)] if min(depth, most) > 1 else []
@@ -166,7 +166,7 @@ def _left(depth: int, most: int) -> Iterator[ActionStatement]:
     yield wait
 
 
-def _both(inputs: _Statements, weights: _Statements, depth: int) -> tuple[ActionStatement, ...]:
+def _joint_backward(inputs: _Statements, weights: _Statements, depth: int) -> tuple[ActionStatement, ...]:
     """The body of a whole backward pass: its two halves in order.
 
     The first half gathers ahead for the second, which waits for the scatters that the first one leaves.
@@ -215,7 +215,9 @@ def _before_use(statements: _Statements, refreshed: _Exchanges) -> Iterator[Acti
         yield each
 
 
-def _ahead(row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str], depth: int) -> Iterator[Action]:
+def _with_gathers_ahead(
+    row: Sequence[Action], bodies: dict[str, Body], late: frozenset[str], depth: int
+) -> Iterator[Action]:
     """A row of the schedule in which each action names the later actions whose gathers it starts.
 
     An UNSHARD precedes an action whose gather no earlier action starts.
@@ -260,7 +262,7 @@ def gathering_ahead(program: Program, row: Sequence[Action], some: Sequence[Acti
     gathering = {name for name in {*map(_name, row)} if name in bodies and gathers(bodies[name].statements)}
     reads = [action for action in row if _name(action) in gathering]
     late = frozenset(_name(action) for action in reads[:-1] if not action.ahead)
-    yield from _ahead(some, bodies, late, program.derived(Exchanges).levels)
+    yield from _with_gathers_ahead(some, bodies, late, program.derived(Exchanges).levels)
 
 
 def _name(action: Action) -> str:

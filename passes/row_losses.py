@@ -20,11 +20,11 @@ def in_pieces(op: Op, classes: int, taken: set[str]) -> Iterator[Op]:
     logits, labels, weight, ignore, smoothing, *total = op.args
     nll, lse = op.results
 
-    def made(word: str) -> Value:
+    def new_value(word: str) -> Value:
         return replace(lse, name=unique(f"{nll.name}_{word}", taken))
 
-    most, sums, picked = made("max"), made("sums"), made("picked")
-    smooth = made("smooth") if smoothing else None
+    most, sums, picked = new_value("max"), new_value("sums"), new_value("picked")
+    smooth = new_value("smooth") if smoothing else None
     yield Op(name="shard_max", args=(logits,), results=(most,), source=op.source)
     yield Op(name="sum_exp", args=(logits, Ref(most.name)), results=(sums,), source=op.source)
     yield Op(name="pick", args=(logits, labels), results=(picked,), source=op.source)

@@ -32,7 +32,7 @@ from partc.runtime.place import stacked_names
 def stack(program: Program) -> Program:
     """Stack the parameters of every region whose calls allow it."""
     for name in [region.name for region in program.regions]:
-        for found in tuple(_found(program.region(name))):
+        for found in tuple(_side_by_side(program.region(name))):
             stacks = _stacks(program, program.region(name), found)
             if stacks is not None and fuel.allowed("parameters stacked"):
                 program = _stacked(program, name, found, stacks)
@@ -50,7 +50,7 @@ class _SideBySide:
     dropped: frozenset[str]  # results of the operations that join the rows
 
 
-def _found(region: Region) -> Iterator[_SideBySide]:
+def _side_by_side(region: Region) -> Iterator[_SideBySide]:
     params = {value.name: value.type for value in region.params}
     makers, readers = region.forward.makers(), region.forward.readers()
     for op in region.forward.ops:

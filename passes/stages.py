@@ -68,13 +68,13 @@ def stages(
         )
     if held_by is None:
         cut = (
-            _given(program, main, runs, stage_calls, count)
+            _given_cuts(program, main, runs, stage_calls, count)
             if stage_calls
             else cuts(call_work(program, main), runs, count)
         )
         stage_of = {call.name: stage for stage, (start, end) in enumerate(cut) for call in main[start:end]}
     else:
-        stage_of = _beside(main, held_by)
+        stage_of = _stage_by_parameters(main, held_by)
     calls = _placed(program, stage_of)
     return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=own)
 
@@ -96,7 +96,7 @@ def cuts(work: Sequence[float], runs: Sequence[tuple[int, int]], count: int) -> 
     return tuple((runs[first][0], runs[last - 1][1]) for first, last in found)
 
 
-def _given(
+def _given_cuts(
     program: Program, calls: Sequence[Call], runs: Sequence[tuple[int, int]], numbers: Sequence[int], count: int
 ) -> tuple[tuple[int, int], ...]:
     """The cuts by given numbers of calls. Raises PartcError P0421."""
@@ -142,7 +142,7 @@ def _runs(calls: Sequence[Call], users: Sequence[frozenset[str]]) -> list[tuple[
     return runs
 
 
-def _beside(calls: Sequence[Call], held_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def _stage_by_parameters(calls: Sequence[Call], held_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """The stage of each call: one that holds its parameters, and not before the stage of an earlier call."""
     found: dict[str, int] = {}
     least = 0
@@ -162,11 +162,11 @@ def _beside(calls: Sequence[Call], held_by: Mapping[str, Sequence[int]]) -> dict
 
 def call_work(program: Program, calls: Sequence[Call]) -> list[float]:
     """The work of calls, by which stages are balanced."""
-    work = {region.name: _work(region) for region in program.regions}
+    work = {region.name: _forward_work(region) for region in program.regions}
     return [work[call.region] for call in calls]
 
 
-def _work(region: Region) -> float:
+def _forward_work(region: Region) -> float:
     """The floating-point operations of a call's forward pass, with a small cost for other operations, so that none is
     free.
     """

@@ -133,7 +133,7 @@ class _Order:
             if name in graph.outputs:
                 raise _OrderedError(maker or readers[name][0])
             self.found.add(place)
-            through = None if maker is None else self._through(maker, rules[id(maker)], place)
+            through = None if maker is None else self._ordered_places(maker, rules[id(maker)], place)
             if through is None:
                 if place[2] != 1 or self.types[name].shape[place[1]] != self.size:
                     raise _OrderedError(maker or readers[name][0])
@@ -141,13 +141,13 @@ class _Order:
             else:
                 queue += through
             for op in readers.get(name, ()):
-                reached = self._through(op, rules[id(op)], place)
+                reached = self._ordered_places(op, rules[id(op)], place)
                 if reached is not None:
                     queue += reached
                 elif place not in self.made:  # otherwise it reads the value in its old order
                     raise _OrderedError(op)
 
-    def _through(self, op: Op, rule: OpRule | None, place: Place) -> list[Place] | None:
+    def _ordered_places(self, op: Op, rule: OpRule | None, place: Place) -> list[Place] | None:
         """The places of an operation that have the order if one of them has; None if it depends on the order."""
         if rule is None or op.name in ORDERED:
             return None
@@ -199,7 +199,7 @@ class _Order:
                 for name in op.refs()
                 if name in readers
                 and all(
-                    self._through(op, rules.get(op.results[0].name), place) is not None
+                    self._ordered_places(op, rules.get(op.results[0].name), place) is not None
                     for place in self.made
                     if place[0] == name
                 )
@@ -227,18 +227,18 @@ class _Order:
         type = self.types[name]
         half, count = self.size // 2, self.parts // 2
 
-        def made(suffix: str, op: str, args: tuple[Arg, ...], shape: Sequence[int]) -> Op:
+        def write(suffix: str, op: str, args: tuple[Arg, ...], shape: Sequence[int]) -> Op:
             value = Value(name=unique(f"{name}{suffix}", taken), type=type.shaped(shape))
             return Op(name=op, args=args, results=(value,))
 
         shape = list(type.shape)
         halves = [*shape[:dim], half, *shape[dim + 1 :]]
-        first = made("_first", "slice", (Ref(name), dim, 0, half, 1), halves)
-        second = made("_second", "slice", (Ref(name), dim, half, self.size, 1), halves)
+        first = write("_first", "slice", (Ref(name), dim, 0, half, 1), halves)
+        second = write("_second", "slice", (Ref(name), dim, half, self.size, 1), halves)
         apart = [*shape[:dim], count, half // count, *shape[dim + 1 :]]
-        parts = made("_parts", "reshape", (Ref(second.result.name), tuple(apart)), apart)
-        back = made("_back", "flip", (Ref(parts.result.name), (dim,)), apart)
-        flipped = made("_flipped", "reshape", (Ref(back.result.name), tuple(halves)), halves)
-        whole = made(ZIGZAG, "cat", ((Ref(first.result.name), Ref(flipped.result.name)), dim), shape)
+        parts = write("_parts", "reshape", (Ref(second.result.name), tuple(apart)), apart)
+        back = write("_back", "flip", (Ref(parts.result.name), (dim,)), apart)
+        flipped = write("_flipped", "reshape", (Ref(back.result.name), tuple(halves)), halves)
+        whole = write(ZIGZAG, "cat", ((Ref(first.result.name), Ref(flipped.result.name)), dim), shape)
         self.types[whole.result.name] = whole.result.type
         yield from (first, second, parts, back, flipped, whole)

@@ -169,7 +169,7 @@ def cpu_graphs(monkeypatch: Any) -> Iterator[list[CpuGraph]]:
 
     monkeypatch.setattr(training, "recording", recording)
     monkeypatch.setattr(train, "need_gpus", lambda there: None)
-    monkeypatch.setattr(VirtualAxis, "_meet", _meeting(VirtualAxis._meet))
+    monkeypatch.setattr(VirtualAxis, "_exchange", _meeting(VirtualAxis._exchange))
     try:
         from triton.runtime.interpreter import InterpretedFunction
     except ImportError:

@@ -113,9 +113,9 @@ def written(program: Program) -> Iterator[FixedKernels]:
             sum(_updated(item, times, read[item.name], program) for item in trained if item.name in names)
             for names in _places(program)
         )
-        each = _each([times * size for size in sizes])
+        each = _sizes_text([times * size for size in sizes])
         yield FixedKernels(name=name, block=GRANULE, each=each, moved=readable(moved))
-    yield FixedKernels(name="squares", each=_each(sizes))
+    yield FixedKernels(name="squares", each=_sizes_text(sizes))
     if any(op.name in CHUNKED for region in program.regions for graph in region.graphs for op in graph.ops):
         yield LOGITS
     if code := program.transport.compress:
@@ -136,5 +136,5 @@ def _places(program: Program) -> Iterator[set[str]]:
         yield {name for name, stages in holders.items() if any(program.place(stage) == place for stage in stages)}
 
 
-def _each(sizes: list[int]) -> str:
+def _sizes_text(sizes: list[int]) -> str:
     return f"{' or '.join(map(str, sizes))} bytes"

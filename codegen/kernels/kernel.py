@@ -252,7 +252,7 @@ def lines(statement: Load | Evaluate, ranges: Ranges, mask: str, names: Names) -
         yield f"{statement.target} = {statement.text.format(*parts) if parts else statement.text}"
         return
     moving = bool(statement.place.free_symbols & set(ranges))
-    both = _both(["" if statement.anywhere else mask, *conditions]) if moving else ""
+    both = _conjunction(["" if statement.anywhere else mask, *conditions]) if moving else ""
     masks = f", mask={both}" if both else ""
     masks += ", other=0" if any(conditions) and both else ""
     parts = terms(statement.place, ranges)
@@ -281,7 +281,7 @@ def _summed(target: str, parts: Sequence[str]) -> Iterator[str]:
     yield f"{target} {sign} {joined(line)}"
 
 
-def _both(conditions: Sequence[str]) -> str:
+def _conjunction(conditions: Sequence[str]) -> str:
     """The conjunction of conditions."""
     found = [condition for condition in conditions if condition]
     return " & ".join(text if " " not in text else f"({text})" for text in found) if len(found) > 1 else "".join(found)

@@ -72,7 +72,7 @@ class Lowering:
         for known in ((), guards):
             if (name, index, known) in self._known:
                 return self._known[name, index, known]
-        found = self._loaded(name, index, guards) if name in self.arguments else self._made(name, index, guards)
+        found = self._loaded(name, index, guards) if name in self.arguments else self._lowered(name, index, guards)
         self._known[name, index, guards] = found
         self.over[found.text] = found.over
         return found
@@ -95,7 +95,7 @@ class Lowering:
         over = over.union(*(found.over for symbol, found in self.looked_up.items() if symbol in over))
         return Found(target, computed_in(argument.dtype), over=frozenset(over))
 
-    def _made(self, name: str, index: Index, guards: Guards) -> Found:
+    def _lowered(self, name: str, index: Index, guards: Guards) -> Found:
         op, number = self._makers[name]
         match kernels.kind(op):
             case "constant" if op.name == "drawn":

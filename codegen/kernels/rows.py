@@ -314,7 +314,7 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     lowering = draft.lowering(own, every, columns=index[first:])
     statistic: Index = (*index[:first], *(ZERO for _ in index[first:]))
     shapes = {name: type.layout.local_shape(sizes) for name, type in draft.types.items()}
-    per_row = {v.name for v in op.results if v.name not in down and shapes[v.name] == _one(shape, first)}
+    per_row = {v.name for v in op.results if v.name not in down and shapes[v.name] == _per_row_shape(shape, first)}
     made = [
         lowering.value(down.get(value.name, value.name), statistic if value.name in per_row else index)
         for value in op.results
@@ -424,7 +424,7 @@ def _masked(by_row: bool, by_column: bool) -> str:
     return {(True, True): "inside", (True, False): "in_rows", (False, True): "in_columns"}.get((by_row, by_column), "")
 
 
-def _one(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
+def _per_row_shape(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
     """The shape with one number for each row."""
     return (*shape[:first], *(1 for _ in shape[first:]))
 

@@ -78,13 +78,13 @@ def folded(statement: Statement, loops: Sequence[Variable], whole: sympy.Symbol)
     if isinstance(statement, Reduce) or len(loops) < 2:
         return statement
 
-    def one(expr: sympy.Expr) -> sympy.Expr:
+    def replaced(expr: sympy.Expr) -> sympy.Expr:
         few, instead = collapsed(loops, [expr])
         return expr.subs(instead).subs(few[0].symbol, whole) if len(few) == 1 else expr
 
     if isinstance(statement, Load):
-        return replace(statement, place=one(statement.place))
-    return replace(statement, places=tuple(map(one, statement.places)))
+        return replace(statement, place=replaced(statement.place))
+    return replace(statement, places=tuple(map(replaced, statement.places)))
 
 
 def written(expr: sympy.Expr, ranges: Ranges) -> str:
@@ -97,7 +97,7 @@ def written(expr: sympy.Expr, ranges: Ranges) -> str:
             factor, rest = expr.as_coeff_Mul()
             return f"{_atom(rest, ranges)} * {factor}"
         index = sympy.Mul(*(part for part in expr.args if part not in strides))
-        return " * ".join([_far(index, ranges), *map(str, strides)])
+        return " * ".join([_wide_index(index, ranges), *map(str, strides)])
     if isinstance(expr, FloorDiv | Modulo):
         sign = "//" if isinstance(expr, FloorDiv) else "%"
         return f"{_atom(expr.args[0], ranges)} {sign} {expr.args[1]}"
@@ -112,7 +112,7 @@ def terms(place: sympy.Expr, ranges: Ranges) -> list[str]:
     for stride in strides:
         index = rest.coeff(stride)
         rest = sympy.expand(rest - index * stride)
-        found.append(f"+ {_far(index, ranges)} * {stride}")
+        found.append(f"+ {_wide_index(index, ranges)} * {stride}")
     for term in sorted(sympy.Add.make_args(rest), key=_weight):
         negative = term.as_coeff_Mul()[0] < 0
         if term != 0:
@@ -131,7 +131,7 @@ def _atom(expr: sympy.Expr, ranges: Ranges) -> str:
     return text if isinstance(expr, sympy.Symbol | sympy.Integer) else f"({text})"
 
 
-def _far(index: sympy.Expr, ranges: Ranges) -> str:
+def _wide_index(index: sympy.Expr, ranges: Ranges) -> str:
     """An index in 64 bits: it is multiplied by a stride only known at run time, so the product is unbounded."""
     text = _atom(index, ranges)
     return text if isinstance(index, sympy.Integer) else f"{text}.to(tl.int64)"

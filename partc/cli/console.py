@@ -39,7 +39,7 @@ def guarded(command: Callable[[], Any], *, json: bool) -> int:
     except CheckFailed:
         return FAILED
     except PartcError as error:
-        _say(str(error))
+        _echo_error(str(error))
         _document(json, error.code, error.cause, error.help, str(error.source) if error.source else None)
         return WRONG_INPUT
     except click.Abort:
@@ -56,11 +56,13 @@ def guarded(command: Callable[[], Any], *, json: bool) -> int:
         from partc.package.launch import RunFailed
 
         if isinstance(error, RunFailed):
-            _say(str(error))
+            _echo_error(str(error))
             _document(json, "P0505", str(error), "the package's own output says what happened", None)
             return FAILED
         path = _keep(error)
-        _say(f"this is a bug in partc: {type(error).__name__}: {first_line(error)}\n  the whole traceback is in {path}")
+        _echo_error(
+            f"this is a bug in partc: {type(error).__name__}: {first_line(error)}\n  the whole traceback is in {path}"
+        )
         _document(json, "bug", f"{type(error).__name__}: {first_line(error)}", f"the traceback is in {path}", None)
         return BUG
     return DONE
@@ -71,14 +73,14 @@ def echo(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     click.echo(shown_lines(text), nl=nl, err=err)
 
 
-def _say(text: str) -> None:
+def _echo_error(text: str) -> None:
     echo(text, err=True)
 
 
 def _say_usage(error: click.ClickException) -> None:
     context = getattr(error, "ctx", None)
     usage = f"{context.get_usage()}\n" if context is not None else ""
-    _say(f"{usage}error P0001: {error.format_message()}")
+    _echo_error(f"{usage}error P0001: {error.format_message()}")
 
 
 def _document(wanted: bool, code: str, cause: str, help: str, source: str | None) -> None:

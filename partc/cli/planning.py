@@ -124,7 +124,7 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
         choice = required_choice(Planner(request_of(directory, checkpoint=source, **searched(given))))
     best = choice.best.plan
     if not as_json:
-        _tell(choice)
+        _print_choice(choice)
     nodes = nodes_of(directory, best, choice.request.cluster)
     model, options, definitions = compile_options.of_package(directory, {**decisions(best), "nodes": nodes})
     with console.Phases(quiet=as_json) as phases:
@@ -204,13 +204,13 @@ def automatic(
 
     best = choice.best.plan
     if not quiet:
-        _tell(choice)
+        _print_choice(choice)
         console.echo(f"the same again: {console.command('partc', 'compile', model)} {best.flags}\n")
     definitions = tuple(f"{name}={value}" for name, value in best.definitions.items())
     return {**decisions(best), "definitions": definitions, "batch": None, "seq": None}, record(choice)
 
 
-def _tell(choice: PlanChoice) -> None:
+def _print_choice(choice: PlanChoice) -> None:
     """Print the best plan, the proof's figures and the constraint that binds."""
     from partc.planner.reasons import binding
     from partc.reports.plan_choice import page

@@ -175,7 +175,7 @@ def measured(processes: int, *, nodes: int = 1, node: int = 0, master: str = "")
             ProbeProcess(rank=node * processes + index, nodes=nodes, processes=processes, address=address)
             for index in range(processes)
         ]
-        found = _together(places, Path(folder))
+        found = _run_probes(places, Path(folder))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // found["beside"]
     return MeasuredRates(
         nodes=nodes,
@@ -188,7 +188,7 @@ def measured(processes: int, *, nodes: int = 1, node: int = 0, master: str = "")
     )
 
 
-def _together(places: Sequence[ProbeProcess], folder: Path) -> dict[str, Any]:
+def _run_probes(places: Sequence[ProbeProcess], folder: Path) -> dict[str, Any]:
     """Run the processes of this node. Returns the document that the first one prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = []

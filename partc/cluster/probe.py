@@ -108,7 +108,7 @@ class _Probe:
         samples = list(self._computing()) if self._turn < cores else []
         self._dist.barrier()
         samples += self._moving()
-        overlap, meeting = self._overlap(), self._meeting()
+        overlap, meeting = self._overlap(), self._slowest_product()
         found: list[Any] = [
             {
                 "samples": [asdict(sample) for sample in samples],
@@ -234,7 +234,7 @@ class _Probe:
                 x @ x
             return time.perf_counter() - start
 
-        def both() -> float:
+        def product_and_sum() -> float:
             dist.barrier()
             start = time.perf_counter()
             going = self._started(size, partners)
@@ -245,9 +245,11 @@ class _Probe:
             return time.perf_counter() - start
 
         computed = statistics.median(products() for _ in range(_FEW))
-        return Overlap(products=computed, exchange=alone, both=statistics.median(both() for _ in range(_FEW)))
+        return Overlap(
+            products=computed, exchange=alone, both=statistics.median(product_and_sum() for _ in range(_FEW))
+        )
 
-    def _meeting(self) -> Meeting | None:
+    def _slowest_product(self) -> Meeting | None:
         dist, torch = self._dist, self._torch
         if dist.get_world_size() == 1:
             return None
@@ -255,7 +257,7 @@ class _Probe:
         alone = self._turn < len(os.sched_getaffinity(0))
         each = self._agreed(quickest(lambda: x @ x) if alone else 0.0)
 
-        def meet(count: int) -> float:
+        def barriers(count: int) -> float:
             start = time.perf_counter()
             for _ in range(count):
                 x @ x
@@ -263,7 +265,7 @@ class _Probe:
             return time.perf_counter() - start
 
         count = max(1, int(_BETWEEN / each))
-        barrier, both = (statistics.fmean(meet(times) for _ in range(_MEETINGS)) for times in (0, count))
+        barrier, both = (statistics.fmean(barriers(times) for _ in range(_MEETINGS)) for times in (0, count))
         return Meeting(products=count * each, barrier=barrier, both=both)
 
 

@@ -143,7 +143,7 @@ class _Events:
     crossing: bool = False  # only events between pipeline coordinates
 
     @cached_property
-    def _found(self) -> dict[tuple[str, str], tuple[Entered, ...]]:
+    def _entered_by_graph(self) -> dict[tuple[str, str], tuple[Entered, ...]]:
         return {}
 
     def action(self, steps: Sequence[StatementRun], action: Action | str) -> Iterator[Event]:
@@ -177,11 +177,11 @@ class _Events:
         if kind not in ("F", "B", "I", "W"):
             return ()
         key = self.program.call(step.stage, name).region, kind
-        if key not in self._found:
+        if key not in self._entered_by_graph:
             region = self.program.region(key[0])
             graph = graph_of(region, kind)
-            self._found[key] = tuple(self._of_graph(region, graph)) if graph is not None else ()
-        return self._found[key]
+            self._entered_by_graph[key] = tuple(self._of_graph(region, graph)) if graph is not None else ()
+        return self._entered_by_graph[key]
 
     def _of_graph(self, region: Region, graph: Graph) -> Iterator[Entered]:
         values: dict[str, Value] = {value.name: value for value in region.params} | graph.definitions()

@@ -94,12 +94,12 @@ class Exchanges:
 
     def gather(self, names: Iterable[str]) -> Chains:
         """The all-gathers of parameters."""
-        sizes = self._sizes((self.read[item.name], item) for item in self._held(names))
+        sizes = self._sizes((self.read[item.name], item) for item in self._sharded_parameters(names))
         return tuple(self._gathered(*key, size) for key, size in sizes.items())
 
     def scatter(self, call: Call, kind: GraphKind) -> Chains:
         """The reduce-scatters of the gradients of a run."""
-        return self.scattered(self._held(self._scattered(call, kind)))
+        return self.scattered(self._sharded_parameters(self._scattered(call, kind)))
 
     def scattered(self, parameters: Iterable[Parameter]) -> Chains:
         """The reduce-scatters of gradients of whole parameters."""
@@ -107,7 +107,7 @@ class Exchanges:
         sizes = self._sizes((wire or item.type.dtype, item) for item in parameters if item.trainable)
         return tuple(self._cut(*key, size) for key, size in sizes.items())
 
-    def _held(self, names: Iterable[str]) -> Iterator[Parameter]:
+    def _sharded_parameters(self, names: Iterable[str]) -> Iterator[Parameter]:
         return (self.parted[name] for name in dict.fromkeys(names) if name in self.parted)
 
     def _sizes(self, moved: Iterable[tuple[DType, Parameter]]) -> dict[tuple[DType, tuple[str, ...]], int]:

@@ -173,7 +173,7 @@ class Execution:
                         yield from self._advance_gather(stage, advance, state)
             elif each.behind:
                 for key in left[each.behind - 1 : each.behind]:
-                    yield from self._left(each, body.index, key, state)
+                    yield from self._continued_scatter(each, body.index, key, state)
             elif each.when in when:
                 if each.subject in ("B", "I", "W"):
                     made[each.of] = each.subject
@@ -232,7 +232,9 @@ class Execution:
         if advance is not None and key in state.under_way:
             yield from self._exchange(advance, stage, key, state)
 
-    def _left(self, each: ActionStatement, stage: int, key: Key, state: _UnderWay) -> Iterator[StatementRun]:
+    def _continued_scatter(
+        self, each: ActionStatement, stage: int, key: Key, state: _UnderWay
+    ) -> Iterator[StatementRun]:
         """Advance or wait for a scatter that an earlier action has left in progress."""
         if each.verb == "wait":
             yield from self._exchange(replace(each, of=str(key[2]), behind=0), stage, key, state)

@@ -57,12 +57,12 @@ class StatementProof:
 
     def step(self) -> None:
         """Check that a step has started every exchange that it needs once."""
-        missing = [key for key in self._once() if key not in self._needed]
+        missing = [key for key in self._single_run_keys() if key not in self._needed]
         if missing:
             subject, _, of, *_ = missing[0]
             raise InternalError(f"{subject} {of} does not start in a step")
 
-    def _once(self) -> Iterator[Key]:
+    def _single_run_keys(self) -> Iterator[Key]:
         program = self._exchanges.program
         stages = program.stages_at(self._place)
         yield from (("bucket", bucket.stage, bucket.name) for bucket in program.buckets if bucket.stage in stages)

@@ -126,9 +126,9 @@ def _check_shared(program: Program, training: Program) -> None:
     """Check that both programs hold the same parts of each parameter. Raises PartcError P0420."""
     links, here = ({(each.source, each.target) for each in p.transfers} for p in (training, program))
     if not here <= links:
-        raise _elsewhere("evaluate() sends values between stages that exchange none in the training")
+        raise _moved_error("evaluate() sends values between stages that exchange none in the training")
     if _home(program) != _home(training):
-        raise _elsewhere("evaluate() makes a result on another pipeline rank than the loss")
+        raise _moved_error("evaluate() makes a result on another pipeline rank than the loss")
     theirs = {parameter.name: parameter for parameter in training.parameters}
     stages, homes = training.holders(), program.holders()
     for parameter in program.parameters:
@@ -137,9 +137,9 @@ def _check_shared(program: Program, training: Program) -> None:
         other = theirs.get(parameter.name)
         if other is None or _part(other) != _part(parameter):
             held = "none" if other is None else str(other.type)
-            raise _elsewhere(f"{parameter.name} is {parameter.type} in evaluate(), and {held} in the training")
+            raise _moved_error(f"{parameter.name} is {parameter.type} in evaluate(), and {held} in the training")
         if not set(homes[parameter.name]) <= set(stages.get(parameter.name, ())):
-            raise _elsewhere(f"evaluate() reads {parameter.name}, which no stage of the training holds there")
+            raise _moved_error(f"evaluate() reads {parameter.name}, which no stage of the training holds there")
 
 
 def _home(program: Program) -> int:
@@ -154,5 +154,5 @@ def _part(parameter: Parameter) -> tuple[object, ...]:
     return parameter.type.dtype, parameter.type.layout, parameter.gather, parameter.holds
 
 
-def _elsewhere(cause: str) -> PartcError:
+def _moved_error(cause: str) -> PartcError:
     return PartcError("P0420", cause, help="pin it with --shard, or compute the value as the loss does")

@@ -60,7 +60,7 @@ def fit(runs: Sequence[MeasuredRun], cluster: Cluster, start: Calibration) -> Fi
         return tuple(Forecast(run.program, rates).seconds / run.seconds - 1 for run in runs)
 
     def loss(constants: Calibration) -> float:
-        apart = (_apart(getattr(constants, name), getattr(start, name)) for name in constants.__slots__)
+        apart = (_log_ratio(getattr(constants, name), getattr(start, name)) for name in constants.__slots__)
         return sum(math.log1p(error) ** 2 for error in errors(constants)) + _HOLD * sum(each**2 for each in apart)
 
     best, least = start, loss(start)
@@ -78,7 +78,7 @@ def fit(runs: Sequence[MeasuredRun], cluster: Cluster, start: Calibration) -> Fi
     return Fit(constants=rounded, before=errors(start), after=errors(rounded))
 
 
-def _apart(value: float, start: float) -> float:
+def _log_ratio(value: float, start: float) -> float:
     return math.log(value / start) if value and start else 0.0
 
 

@@ -43,11 +43,11 @@ class PassRuns:
         """
         if options.zero < 3 or (until is not None and until in passes.before("prefetch")):
             return self._fitted(traced, options, until, observe)
-        from partc.rehearsal.late import gathering, late
+        from partc.rehearsal.late import gathering, late_actions
 
         first = self._fitted(traced, options, _AHEAD, observe)
         program = first[-1].program
-        known = options.for_passes | {"late": late(program) if ahead else gathering(program)}
+        known = options.for_passes | {"late": late_actions(program) if ahead else gathering(program)}
         verify = self._verifier(program)
         return (*first, *passes.run(program, known, until=until, behind=_AHEAD, verify=verify, observe=observe))
 

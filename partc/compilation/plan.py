@@ -202,7 +202,7 @@ def spelled(document: object) -> object:
     found = {name: _plain(value) for name, value in document.items() if value is not None}
     options = document.get("options")
     if isinstance(options, dict):
-        found["options"] = {name: _whole(value) for name, value in options.items() if value is not None}
+        found["options"] = {name: _integral(value) for name, value in options.items() if value is not None}
     if "mesh" in found:
         found["mesh"] = _mesh(found["mesh"])
     for other, name in _WORDS.items():
@@ -214,7 +214,7 @@ def spelled(document: object) -> object:
         found["recompute"] = "full" if found["recompute"] else "none"
     numbers = found.get("stage_calls")
     if isinstance(numbers, list):
-        found["stage_calls"] = ",".join(str(_whole(number)) for number in numbers)
+        found["stage_calls"] = ",".join(str(_integral(number)) for number in numbers)
     for count in ("microbatches", "virtual_stages", "loss_chunks", "nodes"):
         if count in found:
             found[count] = _number(found[count])
@@ -236,16 +236,16 @@ def _fold(text: str) -> str:
 
 
 def _plain(value: object) -> object:
-    return value.strip().lower() if isinstance(value, str) else _whole(value)
+    return value.strip().lower() if isinstance(value, str) else _integral(value)
 
 
-def _whole(value: object) -> object:
+def _integral(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _number(value: object) -> object:
     """An integer that is written as a float or as text."""
-    return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value.strip()) else _whole(value)
+    return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value.strip()) else _integral(value)
 
 
 def _mesh(value: object) -> object:

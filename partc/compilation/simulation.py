@@ -172,7 +172,7 @@ class Simulator:
         the mesh then has dp.
         """
         options = plan.on(self.cluster).compile_options()
-        return self._whole(plan, options, separate=False, everywhere=everywhere)[:2]
+        return self._unsplit_program(plan, options, separate=False, everywhere=everywhere)[:2]
 
     def _placed(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
@@ -193,13 +193,13 @@ class Simulator:
             traced = self._origin(plan, options, batches).program
             return passes.between(None, "simplify", traced, given)
 
-        start = self._once(("simplify", *trace_key), canonical)
+        start = self._memoized(("simplify", *trace_key), canonical)
         over = {use.axis for use in options.batch_uses}
         for axes in ((), *((axis,) for axis in over)):
             check_divisible(ready(start), axes)
         cut = self._cut((*trace_key, options.batch_uses), ready(start), given, over) if everywhere else ready(start)
         # Layouts do not depend on the size of ep.
-        placed = _everywhere(cut, over, experts=True) if everywhere else cut
+        placed = _halved_batch(cut, over, experts=True) if everywhere else cut
 
         def outlined(places: tuple[int, ...]) -> Program:
             sized = replace(start, mesh=placed.mesh, microbatches=placed.microbatches)
@@ -210,10 +210,10 @@ class Simulator:
         weights = tuple((axis, placed.mesh.axis(axis)) for axis in used)
         widths: _Key = (*trace_key, weights, options.expert_axes, options.kernels, options.batch_uses)
 
-        calls = self._once(("outline", *widths), lambda: outlined((0,)))
+        calls = self._memoized(("outline", *widths), lambda: outlined((0,)))
         stages = options.places
         if len(calls.calls) - len(input_only(calls)) < len(stages):
-            calls = self._once(("outline", *widths, len(stages)), lambda: outlined(stages))
+            calls = self._memoized(("outline", *widths, len(stages)), lambda: outlined(stages))
             widths = (*widths, len(stages))
         sized = replace(calls, mesh=placed.mesh, microbatches=placed.microbatches)
         sizes: _Key = (_local(sized), most_repeated(sized))
@@ -222,14 +222,14 @@ class Simulator:
             laid = passes.between("outline", "annotate", sized, given)
             return laid, self._number((laid.regions, laid.calls, laid.values, laid.parameters))
 
-        laid, layouts = self._once(("annotate", *widths, *sizes), annotated)
+        laid, layouts = self._memoized(("annotate", *widths, *sizes), annotated)
         return (*trace_key, options.kernels, layouts, _local(cut)), laid, cut
 
     def _cut(self, key: _Key, program: Program, given: Mapping[str, Any], over: Collection[str]) -> Program:
         """The program on the common mesh of all plans that share its regions: a whole batch counts as cut over ranks or
         microbatches, unless the model's calls differ if it is cut. `over` are further axes that cut the batch.
         """
-        cut, kept = _everywhere(program, over, uncut=True), _everywhere(program, over)
+        cut, kept = _halved_batch(program, over, uncut=True), _halved_batch(program, over)
         whole = tuple(axis for axis, size in cut.sizes.items() if size > kept.sizes[axis])
         if not whole:
             return kept
@@ -239,15 +239,15 @@ class Simulator:
             regions = passes.between("simplify", "batch", replace(sized, mesh=mesh), given).regions
             return tuple((region.name, *(op.name for op in region.forward.ops)) for region in regions)
 
-        def alike() -> bool:
+        def same_layouts() -> bool:
             try:
                 return operations(cut) == operations(kept)
             except PartcError:
                 return False
 
-        return cut if self._once(("cut", *key, whole), alike) else kept
+        return cut if self._memoized(("cut", *key, whole), same_layouts) else kept
 
-    def _whole(
+    def _unsplit_program(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
     ) -> tuple[_Key, Program, Program]:
         """A key, the program before stages, and the program on the mesh on which it is lowered; with `everywhere`, for
@@ -257,11 +257,11 @@ class Simulator:
         given = options.for_passes
         mesh = with_batch_axis(options.mesh) if everywhere else options.mesh
 
-        def apart(program: Program) -> Program:
+        def on_cut_mesh(program: Program) -> Program:
             return replace(program, mesh=cut.mesh, microbatches=cut.microbatches)
 
         level = max(1, options.zero)  # tables do not distinguish 0 and 1
-        tabled = self._once(
+        tabled = self._memoized(
             ("tables", *shape, mesh, options.microbatches, level, plan.optimizer),
             lambda: passes.between(
                 "annotate", "tables", replace(laid, mesh=mesh, microbatches=options.microbatches), given
@@ -280,14 +280,14 @@ class Simulator:
         def differentiated() -> Program:
             known = given | {"derivatives": self._derivatives}
             again = known | {"cut_tables": cuts}
-            spread = passes.between("annotate", "tables", apart(laid), again) if cuts else apart(tabled)
+            spread = passes.between("annotate", "tables", on_cut_mesh(laid), again) if cuts else on_cut_mesh(tabled)
             return passes.between("tables", "expand", spread, known)
 
-        return shape, self._once(("expand", *shape), differentiated), cut
+        return shape, self._memoized(("expand", *shape), differentiated), cut
 
     def _program(self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False) -> Program:
         everywhere = everywhere and options.budget is None  # a budget depends on local batch sizes
-        shape, whole, cut = self._whole(plan, options, separate=separate, everywhere=everywhere)
+        shape, whole, cut = self._unsplit_program(plan, options, separate=separate, everywhere=everywhere)
         given, stages = options.for_passes, options.places
         mesh = with_batch_axis(options.mesh) if everywhere else options.mesh
 
@@ -299,20 +299,22 @@ class Simulator:
             kept = (*kept, mesh, options.microbatches, options.schedule, options.virtual_stages)
         on = replace(whole, mesh=cut.mesh, microbatches=cut.microbatches)
         piped: _Key = (mesh.axis(PIPELINE_AXIS), stages, options.stage_calls, everywhere, _local(on))
-        staged = self._once(("stages", *shape, *piped), lambda: passes.between("expand", "stages", on, given))
-        recomputed = self._once(
+        staged = self._memoized(("stages", *shape, *piped), lambda: passes.between("expand", "stages", on, given))
+        recomputed = self._memoized(
             ("recompute", *kept, *piped), lambda: passes.between("stages", "recompute", staged, given)
         )
         key: _Key = (*kept, *piped, options.zero >= 2, options.split_backward)
         known = given | {"fusions": self.fusions}
-        overlapped = self._once(("overlap", *key), lambda: passes.between("recompute", "overlap", recomputed, known))
+        overlapped = self._memoized(
+            ("overlap", *key), lambda: passes.between("recompute", "overlap", recomputed, known)
+        )
         return passes.between("overlap", "prefetch", ready(overlapped), given)
 
     def _number(self, facts: _Key) -> int:
         """A number for some facts, equal for equal facts; numbers are cheaper in keys."""
         return self._numbers.setdefault(facts, len(self._numbers))
 
-    def _once(self, key: _Key, make: Any) -> Any:
+    def _memoized(self, key: _Key, make: Any) -> Any:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -339,7 +341,7 @@ def _holds_alike(axis: str) -> bool:
     return is_batch_axis(axis) and axis != EXPERT_AXIS
 
 
-def _everywhere(program: Program, over: Collection[str], *, uncut: bool = False, experts: bool = False) -> Program:
+def _halved_batch(program: Program, over: Collection[str], *, uncut: bool = False, experts: bool = False) -> Program:
     """The program on a mesh in which ranks, and microbatches, cut the batch in two wherever the plan cuts it, if
     possible; with `uncut`, also where the plan does not; with `experts`, two ranks also cut experts. The axes `over`
     cut the batch further in some calls.

@@ -37,7 +37,7 @@ def communication(program: Program) -> dict[str, int]:
     A collective over several axes at once is counted under their joined names ("dp,tp"). The loss is not counted.
     """
     busiest: dict[str, int] = {name: 0 for name in program.mesh.names}
-    graphs = _inside(program)
+    graphs = _graph_traffic(program)
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
         found: Counter[str] = Counter()
         actions = [steps for _, steps in Execution(program, place).step()]
@@ -58,7 +58,7 @@ def communication(program: Program) -> dict[str, int]:
     return busiest
 
 
-def _inside(program: Program) -> dict[tuple[str, GraphKind], Counter[str]]:
+def _graph_traffic(program: Program) -> dict[tuple[str, GraphKind], Counter[str]]:
     """The bytes that a rank receives over each axis inside every graph."""
     found: dict[tuple[str, GraphKind], Counter[str]] = {}
     kinds: tuple[GraphKind, ...] = ("F", "B", "I", "W")

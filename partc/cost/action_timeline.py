@@ -99,7 +99,7 @@ class TimelineBuilder:
             running = _Running(key=each.key, segment=each.segment, left=each.left, begun=0.0, place=None)
             self._queues.setdefault(each.segment.over, deque()).append(running)
         while idle > 0 and self._queues:
-            step = min(idle, self._first())
+            step = min(idle, self._seconds_to_first_end())
             self._pass(step, step)
             idle -= step
         self.now = 0.0
@@ -110,7 +110,7 @@ class TimelineBuilder:
         begin, left = self.now, seconds * self._pace
         while left > 0:
             stretch = self._stretch if self._queues else 1.0
-            step = min(left, self._first())
+            step = min(left, self._seconds_to_first_end())
             self._pass(step * stretch, step)
             left -= step
         self._computed += self.now - begin
@@ -130,13 +130,13 @@ class TimelineBuilder:
         for found in [each for queue in self._queues.values() for each in queue if each.key == key]:
             begin = self.now
             while any(found in queue for queue in self._queues.values()):
-                first = self._first()
+                first = self._seconds_to_first_end()
                 self._pass(first, first)
             if self.now > begin:
                 name = f"{found.segment.op} over {found.segment.over}"
                 self.waited[name] = self.waited.get(name, 0.0) + self.now - begin
 
-    def _first(self) -> float:
+    def _seconds_to_first_end(self) -> float:
         """The seconds until the first collective ends, if no computation runs concurrently."""
         return min((queue[0].left * self._sharing(queue[0]) for queue in self._queues.values()), default=math.inf)
 

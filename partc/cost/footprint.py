@@ -53,7 +53,9 @@ class Footprint:
         row = self.program.schedule[place]
         saved = max((sum(count * self._saved(stage) for stage, count in mix) for mix in flights(row)), default=0)
         return (
-            self.held(place) + saved + max((self._inside(stage) for stage in self.program.stages_at(place)), default=0)
+            self.held(place)
+            + saved
+            + max((self._call_workspace(stage) for stage in self.program.stages_at(place)), default=0)
         )
 
     def held(self, place: int) -> int:
@@ -125,7 +127,7 @@ class Footprint:
             for region in self.program.regions
         }
 
-    def _inside(self, stage: int) -> int:
+    def _call_workspace(self, stage: int) -> int:
         """The most bytes that a call of the stage holds besides saved values, with the parameters gathered around
         it.
         """
@@ -144,7 +146,7 @@ class Footprint:
         if self.program.zero < 3:
             return 0
         return sum(
-            self._whole(name, ITEMSIZE[self._exchanges.read[name]])
+            self._gathered_bytes(name, ITEMSIZE[self._exchanges.read[name]])
             for name in call.params
             if name in self._exchanges.parted
         )
@@ -157,10 +159,11 @@ class Footprint:
             return 0
         names = (name for name in call.params if name in self._exchanges.parted)
         return 2 * sum(
-            self._whole(name, min(ITEMSIZE[self.program.parameter(name).type.dtype], self.gradient)) for name in names
+            self._gathered_bytes(name, min(ITEMSIZE[self.program.parameter(name).type.dtype], self.gradient))
+            for name in names
         )
 
-    def _whole(self, name: str, each: int) -> int:
+    def _gathered_bytes(self, name: str, each: int) -> int:
         parameter = self.program.parameter(name)
         return self._whole_elements(parameter) * each if parameter.gather else 0
 
@@ -171,18 +174,18 @@ class Footprint:
     def alive(self, region: str, kind: GraphKind) -> int:
         """The most bytes of a graph's values that are alive at the same time, besides saved values."""
         key = region, kind
-        if key not in self._most:
+        if key not in self._known_peaks:
             found = self.program.region(region)
             graph, sizes = graph_of(found, kind), self.program.sizes
-            self._most[key] = (
+            self._known_peaks[key] = (
                 0
                 if graph is None
                 else self.costs.of(kind, found, graph, sizes, partial(_most_alive, found, graph, kind, sizes))
             )
-        return self._most[key]
+        return self._known_peaks[key]
 
     @cached_property
-    def _most(self) -> dict[tuple[str, GraphKind], int]:
+    def _known_peaks(self) -> dict[tuple[str, GraphKind], int]:
         return {}
 
     @cached_property
@@ -247,12 +250,12 @@ def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> 
             size = bytes_of[name] = value.type.local_bytes(sizes)
             alive += size
             freed.setdefault(last.get(name, index), []).append(size)
-        peak = max(peak, alive, before + _around(op, types, sizes))
+        peak = max(peak, alive, before + _ring_workspace(op, types, sizes))
         alive -= sum(freed.pop(index, ()))
     return peak
 
 
-def _around(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
+def _ring_workspace(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> int:
     """The bytes that ring attention holds before it has results; 0 for any other operation.
 
     It holds the keys and values of two ranks, of which one pair is arriving; the gradients of three, since sent

@@ -179,12 +179,12 @@ class Forecast:
     ) -> ActionTimeline:
         """The timeline of an action's steps after the `pending` collectives. Equal circumstances are laid out once."""
         key = id(steps), tuple((each.key, round(each.left, 9)) for each in pending), round(idle, 9), pace
-        if key not in self._laid:
-            self._laid[key] = self._played(steps, pending=pending, idle=idle, pace=pace)
-        return self._laid[key]
+        if key not in self._known_timelines:
+            self._known_timelines[key] = self._played(steps, pending=pending, idle=idle, pace=pace)
+        return self._known_timelines[key]
 
     @cached_property
-    def _laid(self) -> dict[tuple[object, ...], ActionTimeline]:
+    def _known_timelines(self) -> dict[tuple[object, ...], ActionTimeline]:
         return {}
 
     @cached_property
@@ -247,7 +247,7 @@ class Forecast:
         return _by_action([Execution(self.program, place).step(updates=False) for place in places])
 
     @cached_property
-    def _outside(self) -> tuple[Mapping[str, tuple[StatementRun, ...]], ...]:
+    def _surrounding_steps(self) -> tuple[Mapping[str, tuple[StatementRun, ...]], ...]:
         """For each coordinate, the steps outside the actions of its stages, by their names."""
         return tuple(
             {action: steps for action, steps in execution if isinstance(action, str)} for execution in self._executions
@@ -363,7 +363,7 @@ class Forecast:
             if isinstance(axis, str) and sizes[axis] == 1:
                 continue
             if visits > 1:
-                yield from self._around(op, types, seconds / visits, visits)
+                yield from self._ring_pieces(op, types, seconds / visits, visits)
                 continue
             if op.name == "wait":
                 yield OpPiece(op=op, awaited=next(op.refs()))
@@ -376,7 +376,7 @@ class Forecast:
             if made not in awaited:
                 yield OpPiece(op=op, awaited=made)
 
-    def _around(self, op: Op, types: Mapping[str, TensorType], seconds: float, visits: int) -> Iterator[OpPiece]:
+    def _ring_pieces(self, op: Op, types: Mapping[str, TensorType], seconds: float, visits: int) -> Iterator[OpPiece]:
         """The pieces of ring attention: while a round of `seconds` computes with keys and values, they travel to the
         next rank; their gradients follow one round later.
         """
@@ -407,11 +407,11 @@ class Forecast:
         """
         opening = takewhile(lambda item: item[0] != "prepare", self._executions[place])
         gathers = chain.from_iterable(steps for _, steps in opening)
-        outside = self._outside[place]
+        outside = self._surrounding_steps[place]
         return self._played((*gathers, *outside.get("prepare", ()), *outside.get("refresh", ())))
 
     def _tail(self, place: int) -> ActionTimeline:
-        return self._played(self._outside[place].get("end", ()))
+        return self._played(self._surrounding_steps[place].get("end", ()))
 
     @property
     def update_seconds(self) -> float:

@@ -147,7 +147,7 @@ def consists(rank: RankMemory) -> str:
     return ", ".join(f"{readable(size)} {name}" for name, size in parts)
 
 
-def together(items: Iterable[tuple[str, str, int]]) -> tuple[HeldTensors, ...]:
+def grouped_by_name(items: Iterable[tuple[str, str, int]]) -> tuple[HeldTensors, ...]:
     """Group single tensors (category, name, bytes) by name, the largest group first.
 
     Numbers in names become *: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight count as two tensors with one name.

@@ -276,7 +276,7 @@ class ClusterRates:
         if key not in self._spans:
             found = span(mesh, axes, self.cluster)
             if places:
-                near = sum(1 for place in places if self._near(mesh, places[0], place))
+                near = sum(1 for place in places if self._share_domain(mesh, places[0], place))
                 found = GroupSpan(members=len(places), near=near)
             self._spans[key] = found
         return self._spans[key]
@@ -285,13 +285,13 @@ class ClusterRates:
     def _spans(self) -> dict[tuple[Mesh, tuple[str, ...], tuple[int, ...]], GroupSpan]:
         return {}
 
-    def _near(self, mesh: Mesh, one: int, other: int) -> bool:
+    def _share_domain(self, mesh: Mesh, one: int, other: int) -> bool:
         """Whether two coordinates on the pipeline axis lie in one domain."""
         first, second = (mesh.rank({PIPELINE_AXIS: place}) for place in (one, other))
         return first // self.cluster.near == second // self.cluster.near
 
     def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
-        near = self._near(mesh, *places)
+        near = self._share_domain(mesh, *places)
         return self.network.send(size, near=near, share=1.0 if near else self._sending(mesh, *places))
 
     def _sending(self, mesh: Mesh, source: int, target: int) -> float:

@@ -254,17 +254,17 @@ class _Simulation:
             return False
         if kind == "REDUCE_GRAD":
             start = self.clock[rank]
-            self.clock[rank] = start + self._takes(rank, action, start)
+            self.clock[rank] = start + self._duration(rank, action, start)
             self.reductions[rank].append((stage, start, self.clock[rank]))
         if kind in ("F", "B", "I", "W") and index is not None:
             start = self.clock[rank]
-            self.clock[rank] = end = start + self._takes(rank, action, start)
+            self.clock[rank] = end = start + self._duration(rank, action, start)
             compute = action if isinstance(action, Compute) else Compute(stage, kind, index)
             self.spans[rank].append(ComputeSpan(compute=compute, start=start, end=end))
             self._arrive(self.made, (stage, what, index), end)
         return True
 
-    def _takes(self, rank: int, action: Action | Compute, start: float) -> float:
+    def _duration(self, rank: int, action: Action | Compute, start: float) -> float:
         if self.play is not None:
             return self.play(rank, action, start)
         durations = self.durations[action.stage]

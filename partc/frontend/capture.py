@@ -29,7 +29,7 @@ from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, WholeTr
 from partc.frontend.results import Read
 from partc.frontend.selections.selections import Selections
 from partc.frontend.state.caches import caches
-from partc.frontend.state.constant_buffers import Recipe, Recipes, made
+from partc.frontend.state.constant_buffers import Recipe, Recipes, recomputed
 from partc.frontend.state.constructor_values import with_values
 from partc.frontend.state.frozen_state import StateWatch, check
 from partc.frontend.state.replaced_buffers import Buffers, ReplacedError
@@ -168,7 +168,7 @@ class _TracedStep(nn.Module):
     def _with_masks(self) -> Iterator[None]:
         """A context in which buffers of masks are constants. Raises PartcError P0225 if one is changed."""
         stores: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor, int]] = []
-        for path, mask in made(self._masks):
+        for path, mask in recomputed(self._masks):
             owner, _, name = path.rpartition(".")
             store = self.model.get_submodule(owner)._buffers
             buffer = store[name]

@@ -79,18 +79,18 @@ def rewritten(node: fx.Node, name: str) -> fx.GraphModule:
     def run(*tensors: Tensor) -> Any:
         known = dict(zip(operands, tensors, strict=True))
 
-        def given(arg: Any) -> Any:
+        def converted(arg: Any) -> Any:
             if isinstance(arg, fx.Node):
                 return Pair(known[arg]) if arg.meta["val"].is_complex() else known[arg]
             if isinstance(arg, list | tuple):
-                return [given(item) for item in arg]
+                return [converted(item) for item in arg]
             return arg
 
-        kwargs = {key: given(arg) for key, arg in node.kwargs.items() if arg is not None}
+        kwargs = {key: converted(arg) for key, arg in node.kwargs.items() if arg is not None}
         for key in ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy", "implicit"):
             kwargs.pop(key, None)
         try:
-            found = rewrite(like, *map(given, node.args), **kwargs)
+            found = rewrite(like, *map(converted, node.args), **kwargs)
         except TypeError as error:
             raise PartcError(
                 "P0209",
@@ -194,12 +194,12 @@ def _sum_of(sign: int) -> Rewrite:
     return rewrite
 
 
-def _both(change: Callable[..., Tensor]) -> Rewrite:
+def _on_parts(change: Callable[..., Tensor]) -> Rewrite:
     """The same operation on both parts."""
     return lambda like, x, *args, **kwargs: Pair(change(x.parts, *args, **kwargs))
 
 
-def _apart(change: Callable[..., Tensor]) -> Rewrite:
+def _on_each_part(change: Callable[..., Tensor]) -> Rewrite:
     """The same operation on the real and the imaginary part separately, each in the complex tensor's shape."""
     return lambda like, x, *args, **kwargs: pair(change(x.real, *args, **kwargs), change(x.imag, *args, **kwargs))
 
@@ -220,7 +220,7 @@ def _transpose(like: Tensor, x: Pair, a: int = 0, b: int = 1) -> Pair:
     return Pair(x.parts.transpose(_dim(x, a), _dim(x, b)) if x.rank > 1 else x.parts)
 
 
-def _along(call: Callable[..., Any], position: int = 0, default: int = 0) -> Rewrite:
+def _on_dimension(call: Callable[..., Any], position: int = 0, default: int = 0) -> Rewrite:
     """An operation along one dimension, whose number is this argument after the tensor."""
 
     def rewrite(like: Any, x: Pair, *args: Any, dim: int | None = None, **kwargs: Any) -> Rewritten:
@@ -499,11 +499,11 @@ def _owned(
     return [Pair(x) if isinstance(given, Pair) else x for given, x in zip(results, found, strict=True)]
 
 
-def _same(like: Tensor, x: Operand, *_: Any, **__: Any) -> Rewritten:
+def _identity(like: Tensor, x: Operand, *_: Any, **__: Any) -> Rewritten:
     return x  # type: ignore[return-value]
 
 
-def _each(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
+def _shared_rewrite(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
     return dict.fromkeys(names.split(), rewrite)
 
 
@@ -517,17 +517,17 @@ REWRITES: Mapping[str, Rewrite] = {
     "imag": lambda like, x: x.imag,
     "abs": _abs,
     "angle": _angle,
-    **_each("to _to_copy type_as", _cast),
+    **_shared_rewrite("to _to_copy type_as", _cast),
     # Arithmetic
     "add": _sum_of(1),
     "sub": _sum_of(-1),
     "rsub": lambda like, x, y, alpha=1: _sum_of(-1)(like, y, x, alpha),
     "mul": _mul,
     "div": _div,
-    "neg": _both(torch.neg),
-    **_each("conj _conj conj_physical", lambda like, x: x.conjugate if isinstance(x, Pair) else x),
-    **_each("resolve_conj resolve_neg contiguous clone alias detach lift_fresh_copy", _same),
-    "detach": _both(torch.detach),
+    "neg": _on_parts(torch.neg),
+    **_shared_rewrite("conj _conj conj_physical", lambda like, x: x.conjugate if isinstance(x, Pair) else x),
+    **_shared_rewrite("resolve_conj resolve_neg contiguous clone alias detach lift_fresh_copy", _identity),
+    "detach": _on_parts(torch.detach),
     "exp": _exp,
     "log": _log,
     "pow": _pow,
@@ -547,7 +547,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "where": _where,
     "masked_fill": _masked_fill,
     # Products and sums
-    **_each("matmul mm bmm mv dot", _bilinear(torch.matmul)),
+    **_shared_rewrite("matmul mm bmm mv dot", _bilinear(torch.matmul)),
     "outer": _bilinear(torch.outer),
     "kron": _bilinear(torch.kron),
     "vdot": lambda like, x, y: _bilinear(torch.dot)(like, x.conjugate if isinstance(x, Pair) else x, y),
@@ -556,41 +556,41 @@ REWRITES: Mapping[str, Rewrite] = {
     "einsum": _einsum,
     "sum": _reduced(torch.sum),
     "mean": _reduced(torch.mean),
-    "cumsum": _along(torch.cumsum),
+    "cumsum": _on_dimension(torch.cumsum),
     # Views
-    **_each("view reshape _unsafe_view view_as reshape_as flatten unflatten unsqueeze squeeze", _reshape),
+    **_shared_rewrite("view reshape _unsafe_view view_as reshape_as flatten unflatten unsqueeze squeeze", _reshape),
     "permute": _permute,
-    **_each("transpose swapaxes t numpy_T", _transpose),
+    **_shared_rewrite("transpose swapaxes t numpy_T", _transpose),
     "mT": lambda like, x: _transpose(like, x, -2, -1),
-    **_each("mH matrix_H adjoint", lambda like, x: _transpose(like, x.conjugate, -2, -1)),
-    "tril": _apart(torch.tril),
-    "triu": _apart(torch.triu),
-    "diagonal": _apart(torch.diagonal),
-    "diag_embed": _apart(torch.diag_embed),
-    **_each("expand expand_as", lambda like, x, *_, **__: Pair(x.parts.expand(*like.shape, 2))),
-    "slice": _along(torch.ops.aten.slice),
-    "select": _along(torch.select),
-    "narrow": _along(lambda x, dim, start, length: _span(x, dim, start, start + length)),
-    "unbind": _along(torch.unbind),
-    **_each("split split_with_sizes", _along(torch.split, 1)),
-    "chunk": _along(torch.chunk, 1),
-    **_each("cat concat concatenate", _joined(torch.cat, 0)),
+    **_shared_rewrite("mH matrix_H adjoint", lambda like, x: _transpose(like, x.conjugate, -2, -1)),
+    "tril": _on_each_part(torch.tril),
+    "triu": _on_each_part(torch.triu),
+    "diagonal": _on_each_part(torch.diagonal),
+    "diag_embed": _on_each_part(torch.diag_embed),
+    **_shared_rewrite("expand expand_as", lambda like, x, *_, **__: Pair(x.parts.expand(*like.shape, 2))),
+    "slice": _on_dimension(torch.ops.aten.slice),
+    "select": _on_dimension(torch.select),
+    "narrow": _on_dimension(lambda x, dim, start, length: _span(x, dim, start, start + length)),
+    "unbind": _on_dimension(torch.unbind),
+    **_shared_rewrite("split split_with_sizes", _on_dimension(torch.split, 1)),
+    "chunk": _on_dimension(torch.chunk, 1),
+    **_shared_rewrite("cat concat concatenate", _joined(torch.cat, 0)),
     "stack": _joined(torch.stack, 1),
     "flip": lambda like, x, dims: Pair(x.parts.flip([_dim(x, dim) for dim in dims])),
-    "index_select": _along(torch.index_select),
-    "gather": _apart(torch.gather),
-    "repeat_interleave": _apart(torch.repeat_interleave),
-    "tile": _apart(torch.tile),
+    "index_select": _on_dimension(torch.index_select),
+    "gather": _on_each_part(torch.gather),
+    "repeat_interleave": _on_each_part(torch.repeat_interleave),
+    "tile": _on_each_part(torch.tile),
     "index": _index,
     "index_put": _index_put,
     "roll": _rolled,
     "repeat": lambda like, x, times: Pair(x.parts.repeat([*times, 1])),
-    **_each("pad constant_pad_nd", _padded),
+    **_shared_rewrite("pad constant_pad_nd", _padded),
     "pad_sequence": _rows_padded,
-    **_each("empty empty_like empty_strided new_empty", _empty),
-    **_each("zeros new_zeros zeros_like", _filled(0)),
-    **_each("ones new_ones ones_like", _filled(1)),
-    **_each("full new_full full_like fill", _filled(None)),
+    **_shared_rewrite("empty empty_like empty_strided new_empty", _empty),
+    **_shared_rewrite("zeros new_zeros zeros_like", _filled(0)),
+    **_shared_rewrite("ones new_ones ones_like", _filled(1)),
+    **_shared_rewrite("full new_full full_like fill", _filled(None)),
     "zero": _filled(0),
     "copy": lambda like, x, source: Pair(_as_pair(source, like).parts.expand(*like.shape, 2)),
     # Gradients that a model defines itself

@@ -57,7 +57,7 @@ def _covers(node: ast.AST, span: Span) -> bool:
     return start <= span[:2] and span[2:] <= end
 
 
-def around(frame: FrameType | None) -> list[ast.AST]:
+def enclosing_nodes(frame: FrameType | None) -> list[ast.AST]:
     """The syntax nodes around the value that a frame computes, outermost first; empty without source code."""
     span, tree = (None, None) if frame is None else (span_of(frame), tree_of(frame.f_code.co_filename))
     return [] if span is None or tree is None else path_to(tree, span)

@@ -63,17 +63,17 @@ def trace_file(
     separate = batches.microbatches if batches.separate else 0
     how = {"precision": precision, "separate": separate, "purpose": purpose}
     if not is_configuration(path):
-        return _kept(folder, path, options, how, mesh=mesh, batches=batches)
+        return _cached(folder, path, options, how, mesh=mesh, batches=batches)
     source = model_source(str(path))
     entry = folder / f"{_key({_MODEL: source.encode()}, options, how)}.json"
     known = _read(entry, configuration_name(str(path)), str(path), mesh=mesh, batches=batches)
     if known is not None:
         return replace(known, model_source=source)
     with generated(str(path), source) as file:
-        return _kept(folder, file, options, how, mesh=mesh, batches=batches)
+        return _cached(folder, file, options, how, mesh=mesh, batches=batches)
 
 
-def _kept(
+def _cached(
     folder: Path,
     path: Path,
     options: Mapping[str, str],

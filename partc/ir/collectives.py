@@ -16,7 +16,7 @@ _TWO_CUTS = ("split_dim", "split_outer", "concat_dim", "concat_outer", "axis")
 Bytes = Callable[[int, int], int]  # (number of ranks, bytes of a rank's operand) -> bytes
 
 
-def _none(n: int, bytes: int) -> int:
+def _no_bytes(n: int, bytes: int) -> int:
     return 0
 
 
@@ -44,7 +44,7 @@ class CollectiveRow:
 
     transpose: str
     size: Literal["same", "grows", "shrinks"] = "same"
-    sends: Bytes = _none
+    sends: Bytes = _no_bytes
     attrs: tuple[str, ...] = ("axis",)
     runs_as: str = ""
     title: str = ""  # in comments
@@ -106,7 +106,7 @@ def inside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[tu
 def cost(op: str, n: int, bytes: int) -> int:
     """The bytes that each of `n` ranks sends, by ring algorithms, for an operand of `bytes` per rank."""
     row = COLLECTIVES.get(op)
-    return _MESSAGES.get(op, _none)(n, bytes) if row is None else row.sends(n, bytes)
+    return _MESSAGES.get(op, _no_bytes)(n, bytes) if row is None else row.sends(n, bytes)
 
 
 def received(collective: Collective, sizes: Sizes) -> int:

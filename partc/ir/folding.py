@@ -43,7 +43,7 @@ def folded(statements: Sequence[ActionStatement]) -> Iterator[ActionStatement | 
     """The statements, with repetitions over calls folded into loops."""
     at = 0
     while at < len(statements):
-        period, times = _repetition(statements, at, _alike)
+        period, times = _repetition(statements, at, _differ_by_item)
         if times < _FEWEST:
             yield statements[at]
             at += 1
@@ -62,10 +62,10 @@ def unfolded(loop: Loop) -> Iterator[ActionStatement]:
     """The statements of all iterations."""
     for row in zip(*loop.slots, strict=True):
         for statement, slot in zip(loop.statements, loop.uses, strict=True):
-            yield statement if slot is None else _using(statement, row[slot])
+            yield statement if slot is None else _with_item(statement, row[slot])
 
 
-def _using(statement: ActionStatement, item: Item) -> ActionStatement:
+def _with_item(statement: ActionStatement, item: Item) -> ActionStatement:
     return replace(statement, of="", ahead=item) if isinstance(item, int) else replace(statement, of=item, ahead=0)
 
 
@@ -73,7 +73,7 @@ def _item(statement: ActionStatement) -> Item:
     return statement.ahead or statement.of
 
 
-def _alike(a: ActionStatement, b: ActionStatement) -> bool:
+def _differ_by_item(a: ActionStatement, b: ActionStatement) -> bool:
     return replace(a, of="", ahead=0) == replace(b, of="", ahead=0) and bool(_item(a)) == bool(_item(b))
 
 
@@ -171,7 +171,7 @@ def _steady(items: Sequence[Action | Repeat], at: int) -> tuple[int, int, int]:
         a, b = _first_microbatch(items[at]), _first_microbatch(items[at + period])
         by = 0 if a is None or b is None else b - a
         end = at + period
-        while end < len(items) and _later(items[end - period], items[end], by):
+        while end < len(items) and _microbatches_later(items[end - period], items[end], by):
             end += 1
         times = (end - at) // period
         if times >= _FEWEST and period * times > best[0] * best[1]:
@@ -183,10 +183,10 @@ def _first_microbatch(item: Action | Repeat) -> int | None:
     return item.microbatch if isinstance(item, Action) else _first_microbatch(item.items[0])
 
 
-def _later(a: Action | Repeat, b: Action | Repeat, by: int) -> bool:
+def _microbatches_later(a: Action | Repeat, b: Action | Repeat, by: int) -> bool:
     if isinstance(a, Repeat) and isinstance(b, Repeat):
         same = (a.times, a.by, len(a.items)) == (b.times, b.by, len(b.items))
-        return same and all(_later(x, y, by) for x, y in zip(a.items, b.items, strict=True))
+        return same and all(_microbatches_later(x, y, by) for x, y in zip(a.items, b.items, strict=True))
     if isinstance(a, Repeat) or isinstance(b, Repeat):
         return False
     if (a.stage, a.kind, a.ahead) != (b.stage, b.kind, b.ahead) or (a.microbatch is None) != (b.microbatch is None):

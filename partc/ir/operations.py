@@ -74,14 +74,14 @@ def effects(name: str) -> Effects:
     return TABLE.get(name, _NONE)
 
 
-def _having(fact: Callable[[Effects], bool]) -> frozenset[str]:
+def _names_with(fact: Callable[[Effects], bool]) -> frozenset[str]:
     return frozenset(name for name, each in TABLE.items() if fact(each))
 
 
-VIEWS = _having(lambda each: each.free)
-SHOWING = VIEWS | _having(lambda each: each.memory == "view")  # the first operand's memory, where nothing copies it
-KEEPING = _having(lambda each: each.keeps)
-RANDOM = _having(lambda each: each.draws)
+VIEWS = _names_with(lambda each: each.free)
+SHOWING = VIEWS | _names_with(lambda each: each.memory == "view")  # the first operand's memory, where nothing copies it
+KEEPING = _names_with(lambda each: each.keeps)
+RANDOM = _names_with(lambda each: each.draws)
 
 
 def shares_memory(op: Op, types: Mapping[str, TensorType]) -> bool:
@@ -102,4 +102,4 @@ def owner(name: str, made: Mapping[str, Op], types: Mapping[str, TensorType]) ->
 
 def spelling(name: str) -> frozenset[str]:
     """An operation and its other names."""
-    return _having(lambda each: each.spells == name) | {name}
+    return _names_with(lambda each: each.spells == name) | {name}

@@ -51,7 +51,7 @@ def _operator(name: str, schema: str, shapes: Shapes, gradients: Gradients | Non
     _LIBRARY.impl(name, lambda *args: Differentiable.apply(*args), "Autograd")
 
 
-def _like(x: Tensor, *_: Any) -> Tensor:
+def _empty_like(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
 
@@ -78,10 +78,10 @@ def _define_collectives() -> None:
     grow = lambda x, dim, outer, axis, n: _scaled(x, dim, times=n)  # noqa: E731
     shrink = lambda x, dim, outer, axis, n: _scaled(x, dim, over=n)  # noqa: E731
     rest = lambda args: args[1:]  # noqa: E731
-    _operator("vary", one, _like, lambda g, a, r: [_ops.all_reduce(g[0], *rest(a))])
-    _operator("settle", one, _like, lambda g, a, r: [g[0] / a[2]])
-    _operator("spread", one, _like, lambda g, a, r: [g[0]])
-    _operator("all_reduce", one, _like, lambda g, a, r: [g[0]])
+    _operator("vary", one, _empty_like, lambda g, a, r: [_ops.all_reduce(g[0], *rest(a))])
+    _operator("settle", one, _empty_like, lambda g, a, r: [g[0] / a[2]])
+    _operator("spread", one, _empty_like, lambda g, a, r: [g[0]])
+    _operator("all_reduce", one, _empty_like, lambda g, a, r: [g[0]])
     _operator("all_gather", cut, grow, lambda g, a, r: [_ops.reduce_scatter(g[0], *rest(a))])
     _operator("reduce_scatter", cut, shrink, lambda g, a, r: [_ops.all_gather(g[0], *rest(a))])
     _operator("unshard", cut, grow, lambda g, a, r: [_ops.take(g[0], *rest(a))])
@@ -138,8 +138,8 @@ def _define_experts() -> None:
         "(Tensor experts, int count, bool stay, float most, str axis, int n) -> (Tensor, Tensor, Tensor, Tensor)",
         lambda experts, count, *_: (*(torch.empty_like(experts) for _ in range(3)), experts.new_empty(2, count)),
     )
-    _operator("dispatch", f"(Tensor x, {plan}", _like, lambda g, a, r: [_ops.combine(g[0], *a[1:])])
-    _operator("combine", f"(Tensor x, {plan}", _like, lambda g, a, r: [_ops.dispatch(g[0], *a[1:])])
+    _operator("dispatch", f"(Tensor x, {plan}", _empty_like, lambda g, a, r: [_ops.combine(g[0], *a[1:])])
+    _operator("combine", f"(Tensor x, {plan}", _empty_like, lambda g, a, r: [_ops.dispatch(g[0], *a[1:])])
     _operator(
         "expert_rows_grad",
         "(Tensor g, Tensor experts, int count) -> Tensor",
@@ -194,7 +194,7 @@ def _define_bags() -> None:
         lambda x, starts, ends: x.new_empty([starts.shape[0], x.shape[1]]),
         lambda g, a, r: [_ops.bag_sum_grad(g[0], a[1], a[2], a[0].shape[0])],
     )
-    _operator("bag_max_grad", f"(Tensor g, Tensor x, {bags}) -> Tensor", lambda g, x, starts, ends: _like(x))
+    _operator("bag_max_grad", f"(Tensor g, Tensor x, {bags}) -> Tensor", lambda g, x, starts, ends: _empty_like(x))
     _operator(
         "bag_max",
         f"(Tensor x, {bags}) -> Tensor",
@@ -204,11 +204,11 @@ def _define_bags() -> None:
 
 
 def _define_random() -> None:
-    _operator("dropout_backward", "(Tensor g, Tensor kept, float p) -> Tensor", lambda g, kept, p: _like(g))
+    _operator("dropout_backward", "(Tensor g, Tensor kept, float p) -> Tensor", lambda g, kept, p: _empty_like(g))
     _operator(
         "dropout",
         "(Tensor x, float p, int dims, int number, str order='') -> (Tensor, Tensor)",
-        lambda x, p, dims, *_: (_like(x), _kept(x, dims)),
+        lambda x, p, dims, *_: (_empty_like(x), _reduced_mask(x, dims)),
         lambda g, a, r: [_ops.dropout_backward(g[0], r[1], a[1])],
     )
     like = "(Tensor x, ScalarType dtype, int number, str order='') -> Tensor"
@@ -220,7 +220,7 @@ def _define_random() -> None:
     _operator("randn", make, new)
 
 
-def _kept(x: Tensor, dims: int) -> Tensor:
+def _reduced_mask(x: Tensor, dims: int) -> Tensor:
     return x.new_empty([*x.shape[:dims], *(1 for _ in x.shape[dims:])], dtype=torch.bool)
 
 
@@ -231,8 +231,8 @@ def _define_composites() -> None:
         lambda x, dims, inverse: x.new_empty(x.shape),
         lambda g, a, r: [_ops.fourier(g[0], a[1], not a[2])],
     )
-    _operator("silu_backward", "(Tensor g, Tensor x) -> Tensor", _like)
-    _operator("silu", "(Tensor x) -> Tensor", _like, lambda g, a, r: [_ops.silu_backward(g[0], a[0])])
+    _operator("silu_backward", "(Tensor g, Tensor x) -> Tensor", _empty_like)
+    _operator("silu", "(Tensor x) -> Tensor", _empty_like, lambda g, a, r: [_ops.silu_backward(g[0], a[0])])
     angles = "Tensor cos, Tensor sin, int? rotated, bool interleaved) -> Tensor"
     _operator("rotary_backward", f"(Tensor g, {angles}", lambda g, *_: g.new_empty(g.shape))
     _operator(
@@ -268,14 +268,14 @@ def _define_composites() -> None:
         "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, bool is_causal, float? scale,"
         " int window=0, str rows='', str ring='', Tensor? limits=None, Tensor? keys=None, int[] reads=[])"
         " -> (Tensor, Tensor, Tensor)",
-        lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
+        lambda g, q, k, v, *_: (_empty_like(q), _empty_like(k), _empty_like(v)),
     )
     _operator(
         "attention_bias_backward",
         "(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, bool is_causal, float? scale,"
         " int window=0, str rows='', str ring='', Tensor? limits=None, Tensor? keys=None, int[] reads=[])"
         " -> (Tensor, Tensor, Tensor, Tensor)",
-        lambda g, q, k, v, mask, *_: (_like(q), _like(k), _like(v), mask.new_empty(mask.shape)),
+        lambda g, q, k, v, mask, *_: (_empty_like(q), _empty_like(k), _empty_like(v), mask.new_empty(mask.shape)),
     )
     _operator(
         "attention",
@@ -290,7 +290,7 @@ def _define_composites() -> None:
     _operator(
         "attention_sinks_backward",
         "(Tensor g, Tensor out, Tensor lse, Tensor own) -> Tensor",
-        lambda g, out, lse, own: _like(own),
+        lambda g, out, lse, own: _empty_like(own),
     )
     drops = "bool is_causal, float? scale, int window, float p, int number, str rows='', str ring='', str order=''"
     read = "Tensor? limits=None, Tensor? keys=None, int[] reads=[]"
@@ -298,13 +298,13 @@ def _define_composites() -> None:
         "attention_dropout_backward",
         f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {drops}, {read})"
         " -> (Tensor, Tensor, Tensor)",
-        lambda g, q, k, v, *_: (_like(q), _like(k), _like(v)),
+        lambda g, q, k, v, *_: (_empty_like(q), _empty_like(k), _empty_like(v)),
     )
     _operator(
         "attention_dropout_bias_backward",
         f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, {drops}, {read})"
         " -> (Tensor, Tensor, Tensor, Tensor)",
-        lambda g, q, k, v, mask, *_: (_like(q), _like(k), _like(v), mask.new_empty(mask.shape)),
+        lambda g, q, k, v, mask, *_: (_empty_like(q), _empty_like(k), _empty_like(v), mask.new_empty(mask.shape)),
     )
     _operator(
         "attention_dropout",
@@ -327,12 +327,12 @@ def _define_composites() -> None:
         lambda g, a, r: [_ops.embedding_shard_backward(g[0], a[1], a[0].shape[0], a[2], a[3])],
     )
     _operator(  # its gradient is the softmax's, which is zero at padded classes
-        "mask_classes", "(Tensor x, int classes, str axis) -> Tensor", _like, lambda g, a, r: [g[0]]
+        "mask_classes", "(Tensor x, int classes, str axis) -> Tensor", _empty_like, lambda g, a, r: [g[0]]
     )
     _operator(
         "cross_entropy_backward",
         "(Tensor g, Tensor x, Tensor labels, Tensor lse, Tensor? w, int ignore, float smoothing, str axis) -> Tensor",
-        lambda g, x, *_: _like(x),
+        lambda g, x, *_: _empty_like(x),
     )
     _operator(
         "cross_entropy",
@@ -357,7 +357,7 @@ def _scan_shapes(
     made = zip(graph.outputs[len(starts) :], dims[len(sequences) :], strict=True)
     (like, *_) = (*starts, *sequences)
     rows = [(with_time(types[name].shape, dim, length), types[name].dtype) for name, dim in made]
-    return [*map(_like, starts), *(like.new_empty(shape, dtype=DTYPES[dtype]) for shape, dtype in rows)]
+    return [*map(_empty_like, starts), *(like.new_empty(shape, dtype=DTYPES[dtype]) for shape, dtype in rows)]
 
 
 def _define_scan() -> None:
@@ -376,7 +376,7 @@ class _Owned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         with below_autograd():
-            return tuple(map(_like, tensors[:count]))
+            return tuple(map(_empty_like, tensors[:count]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -419,12 +419,12 @@ def _define_own_gradients() -> None:
     It returns `results`. Operations of the same graph compute `gradients` from the incoming ones, for which
     `incoming_gradient(result)` stands.
     """
-    _operator("incoming_gradient", "(Tensor y) -> Tensor", _like)
+    _operator("incoming_gradient", "(Tensor y) -> Tensor", _empty_like)
     _LIBRARY.define("own_gradient(Tensor[] results, Tensor[] operands, Tensor[] gradients) -> Tensor[]")
-    _LIBRARY.impl("own_gradient", lambda results, *_: list(map(_like, results)), "CompositeExplicitAutograd")
+    _LIBRARY.impl("own_gradient", lambda results, *_: list(map(_empty_like, results)), "CompositeExplicitAutograd")
     _LIBRARY.impl("own_gradient", lambda y, x, _: list(_Owned.apply(len(y), *y, *x)), "Autograd")
     _LIBRARY.define("hook_gradient(Tensor result, Tensor operand, Tensor gradient) -> Tensor")
-    _LIBRARY.impl("hook_gradient", lambda result, *_: _like(result), "CompositeExplicitAutograd")
+    _LIBRARY.impl("hook_gradient", lambda result, *_: _empty_like(result), "CompositeExplicitAutograd")
     for name in ("incoming_gradient", "hook_gradient"):
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.fx.node.has_side_effect(_ops.hook_gradient.default)

@@ -227,7 +227,7 @@ class _TextReader:
             "constant": self._parameter, "update": self._update, "result": self._result, "call": self._call,
             "transfer": self._transfer, "places": self._places, "schedule": self._schedule, "region": self._region,
             "param": self._param, "forward": self._graph, "backward": self._graph, "weight": self._graph,
-            "saved": self._saved, "kept": self._kept, "return": self._return, "action": self._action,
+            "saved": self._saved, "kept": self._parse_kept, "return": self._return, "action": self._action,
             "for": self._loop, "repeat": self._repeat, "transport": self._transport,
             "bucket": self._bucket,
             **dict.fromkeys((*get_args(Verb), *get_args(When)), self._statement),
@@ -256,7 +256,7 @@ class _TextReader:
 
     def _input(self, text: str) -> None:
         if self._bodies and self._bodies[-1].current:
-            self._here()[0].append(_declared(text.removeprefix("input ")))
+            self._current_ops()[0].append(_declared(text.removeprefix("input ")))
         else:
             match = _matched(rf"input {_NAME}( whole)?", text)
             self._parts["inputs"].append(_name(match[1]))
@@ -415,20 +415,20 @@ class _TextReader:
     def _saved(self, text: str) -> None:
         self._bodies[-1].saved = _names(text.removeprefix("saved "))
 
-    def _kept(self, text: str) -> None:
+    def _parse_kept(self, text: str) -> None:
         self._bodies[-1].kept = _names(text.removeprefix("kept "))
 
     def _return(self, text: str) -> None:
-        self._here()[2] = _names(text.removeprefix("return").strip())
+        self._current_ops()[2] = _names(text.removeprefix("return").strip())
 
-    def _here(self) -> list[Any]:
+    def _current_ops(self) -> list[Any]:
         if not self._bodies or not self._bodies[-1].current:
             raise _Malformed("this stands outside a graph")
         return self._bodies[-1].graphs[self._bodies[-1].current]
 
     def _inner(self, text: str) -> None:
         """Parse a line in the body of the operation above."""
-        ops = self._here()[1]
+        ops = self._current_ops()[1]
         if not ops:
             raise _Malformed("this stands below no operation")
         if ops[-1].name == SCAN:
@@ -437,7 +437,7 @@ class _TextReader:
             ops[-1] = replace(ops[-1], body=(*ops[-1].body, _operation(text.strip())))
 
     def _operation(self, text: str) -> None:
-        self._here()[1].append(_operation(text))
+        self._current_ops()[1].append(_operation(text))
 
 
 def parse_graph(text: str) -> Graph:
@@ -501,7 +501,7 @@ class _Call:
         self._at = 0
 
     def read(self) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-        kind, name = self._take()
+        kind, name = self._next_token()
         if kind != "name":
             raise _Malformed(f"{name!r} names no operation")
         self._expect("(")
@@ -509,18 +509,18 @@ class _Call:
         attrs: list[tuple[str, Arg]] = []
         while self._peek() != ("mark", ")"):
             if self._at + 1 < len(self._tokens) and self._tokens[self._at + 1] == ("mark", "="):
-                key = self._take()[1]
+                key = self._next_token()[1]
                 self._expect("=")
                 attrs.append((key, self._arg()))
             else:
                 args.append(self._arg())
             if self._peek() == ("mark", ","):
-                self._take()
+                self._next_token()
         self._expect(")")
         return name, tuple(args), tuple(attrs)
 
     def _arg(self) -> Arg:
-        kind, text = self._take()
+        kind, text = self._next_token()
         match kind:
             case "number":
                 return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
@@ -538,7 +538,7 @@ class _Call:
                 while self._peek() != ("mark", ")"):
                     items.append(self._arg())
                     if self._peek() == ("mark", ","):
-                        self._take()
+                        self._next_token()
                 self._expect(")")
                 return tuple(items)
         raise _Malformed(f"{text!r} is not an argument")
@@ -548,13 +548,13 @@ class _Call:
             raise _Malformed("it ends too early")
         return self._tokens[self._at]
 
-    def _take(self) -> tuple[str, str]:
+    def _next_token(self) -> tuple[str, str]:
         token = self._peek()
         self._at += 1
         return token
 
     def _expect(self, mark: str) -> None:
-        if self._take() != ("mark", mark):
+        if self._next_token() != ("mark", mark):
             raise _Malformed(f"{mark!r} is missing")
 
 

@@ -58,10 +58,10 @@ def _arguments(nodes: list[ast.expr], op: Op, makers: Mapping[str, Op], bound: B
     if op.name in _COMMUTATIVE and len(op.args) == 2:
         orders.append(op.args[::-1])
     for args in orders:
-        yield from _each(nodes, args, makers, bound)
+        yield from _match_arguments(nodes, args, makers, bound)
 
 
-def _each(
+def _match_arguments(
     nodes: list[ast.expr], args: tuple[Any, ...], makers: Mapping[str, Op], bound: Bindings
 ) -> Iterator[Bindings]:
     if not nodes:
@@ -73,7 +73,7 @@ def _each(
         yield {**bound, first.value.id: args}
     elif args:
         for found in _argument(first, args[0], makers, bound):
-            yield from _each(others, args[1:], makers, found)
+            yield from _match_arguments(others, args[1:], makers, found)
 
 
 def _argument(node: ast.expr, arg: Any, makers: Mapping[str, Op], bound: Bindings) -> Iterator[Bindings]:
@@ -94,7 +94,7 @@ def _argument(node: ast.expr, arg: Any, makers: Mapping[str, Op], bound: Binding
                 yield {**found, name: arg}
         case ast.Tuple(elts=nodes):
             if isinstance(arg, tuple):
-                yield from _each(nodes, arg, makers, bound)
+                yield from _match_arguments(nodes, arg, makers, bound)
         case ast.Call(func=func, args=nodes):
             op = makers.get(arg.name) if isinstance(arg, Ref) else None
             if op is not None and not op.attrs and op.name in _names(func):

@@ -234,10 +234,10 @@ def _statement(statement: ActionStatement, name: str, sizes: Sizes) -> str:
 def _listed(items: Sequence[Item]) -> str:
     """`blocks.0 to blocks.6, ahead 1`."""
 
-    def one(item: Item) -> str:
+    def item_text(item: Item) -> str:
         return f"ahead {item}" if isinstance(item, int) else written_name(item)
 
-    return ", ".join(one(a) if a == b else f"{one(a)} to {one(b)}" for a, b in ranges(items))
+    return ", ".join(item_text(a) if a == b else f"{item_text(a)} to {item_text(b)}" for a, b in ranges(items))
 
 
 def _row(actions: Sequence[Action]) -> str:

@@ -15,11 +15,11 @@ def ragged_rows(region: Region) -> frozenset[str]:
     known: set[str] = set()
     if any(op.name in ROUTED for graph in region.graphs for op in graph.ops):
         for graph in region.graphs:
-            known = _found(graph.ops, known)
+            known = _ragged_values(graph.ops, known)
     return frozenset(known)
 
 
-def _found(ops: Iterable[Op], given: Iterable[str]) -> set[str]:
+def _ragged_values(ops: Iterable[Op], given: Iterable[str]) -> set[str]:
     found = set(given)
     for op in ops:
         if op.name == "route":

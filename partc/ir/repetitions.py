@@ -186,9 +186,9 @@ class Unfolding:
                 copy = _drawn(op.renamed(names | previous), number * draws)
                 source = copy.source and replace(copy.source, module=like.moved(copy.source.module, paths))
                 copies.append(replace(copy, source=source))
-        return self._with(copies, values, templates, previous, draws * len(units))
+        return self._with_copies(copies, values, templates, previous, draws * len(units))
 
-    def _with(
+    def _with_copies(
         self,
         copies: Sequence[Op],
         values: Mapping[str, str],

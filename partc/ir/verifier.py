@@ -28,7 +28,7 @@ def verify_program(program: Program, facts: Collection[str], after: str, before:
 
 def faults_of(program: Program, facts: Collection[str] = (), before: Program | None = None) -> Iterator[str]:
     """The faults of the program, one sentence each. `facts` are the properties that the passes so far ensure."""
-    if before is None or _outside(program) != _outside(before):
+    if before is None or _context(program) != _context(before):
         yield from _program(program)
     for region in changed_regions(program, before):
         yield from _region(region, program, facts)
@@ -40,10 +40,10 @@ def changed_regions(program: Program, before: Program | None) -> tuple[Region, .
     return tuple(region for region in program.regions if id(region) not in known)
 
 
-def _outside(program: Program) -> tuple[object, ...]:
+def _context(program: Program) -> tuple[object, ...]:
     """Everything that `_program` reads."""
     signatures = [
-        (region.name, region.phase, region.kernels, region.params, region.forward.inputs, _made(region))
+        (region.name, region.phase, region.kernels, region.params, region.forward.inputs, _defined_outputs(region))
         for region in program.regions
     ]
     names = program.inputs, program.returned, program.results, program.places
@@ -61,17 +61,17 @@ def _outside(program: Program) -> tuple[object, ...]:
     )
 
 
-def _made(region: Region) -> list[Value]:
+def _defined_outputs(region: Region) -> list[Value]:
     """The outputs of a region that its graph defines."""
     known = region.forward.definitions() | {value.name: value for value in region.params}
     return [known[name] for name in region.forward.outputs if name in known]
 
 
 def _program(program: Program) -> Iterator[str]:
-    yield from _twice("region", (region.name for region in program.regions))
-    yield from _twice("parameter", (parameter.name for parameter in program.parameters))
-    yield from _twice("program value", (value.name for value in program.values))
-    yield from _twice("call", (f"{call.name} to stage {call.stage}" for call in program.calls))
+    yield from _duplicates("region", (region.name for region in program.regions))
+    yield from _duplicates("parameter", (parameter.name for parameter in program.parameters))
+    yield from _duplicates("program value", (value.name for value in program.values))
+    yield from _duplicates("call", (f"{call.name} to stage {call.stage}" for call in program.calls))
     types = program.value_types()
     for name in program.inputs:
         if name not in types:
@@ -115,7 +115,7 @@ def _calls(program: Program) -> Iterator[str]:
     received: dict[str, set[int]] = {}
     for item in program.transfers:
         received.setdefault(item.value, set()).add(item.target)
-    results = {region.name: _made(region) for region in program.regions}
+    results = {region.name: _defined_outputs(region) for region in program.regions}
     seen: set[object] = set()
     for call in program.calls:
         region = regions.get(call.region)
@@ -146,7 +146,7 @@ def _calls(program: Program) -> Iterator[str]:
 def _buckets(program: Program) -> Iterator[str]:
     """Each gradient that is summed over ranks is in one bucket of every stage that sums it."""
     buckets = {bucket.name: bucket for bucket in program.buckets}
-    yield from _twice("bucket", (bucket.name for bucket in program.buckets))
+    yield from _duplicates("bucket", (bucket.name for bucket in program.buckets))
     holders, owners = program.holders(), program.owners()
     for item in program.parameters:
         wrong = [name for name in item.buckets if name not in buckets]
@@ -183,7 +183,7 @@ def _matched(
 
 
 def _transfers(program: Program, types: Mapping[str, TensorType]) -> Iterator[str]:
-    yield from _twice("transfer", (f"{item.value} to stage {item.target}" for item in program.transfers))
+    yield from _duplicates("transfer", (f"{item.value} to stage {item.target}" for item in program.transfers))
     for item in program.transfers:
         if item.value not in types:
             yield f"a transfer sends {item.value}, which doesn't exist"
@@ -193,7 +193,7 @@ def _transfers(program: Program, types: Mapping[str, TensorType]) -> Iterator[st
 
 def _region(region: Region, program: Program, facts: Collection[str]) -> Iterator[str]:
     params = {value.name: value for value in region.params}
-    yield from _twice(f"parameter of {region.name}", (value.name for value in region.params))
+    yield from _duplicates(f"parameter of {region.name}", (value.name for value in region.params))
     yield from _graph(f"{region.name}", region, region.forward, params, program, facts)
     made = {**params, **region.forward.definitions()}
     for name in region.saved:
@@ -228,7 +228,7 @@ def _graph(
         unsound = list(_layout(f"{place}: {name}", type.layout, sizes))
         yield from unsound
         if unsound:
-            types[name] = replace(type, layout=_whole(type))
+            types[name] = replace(type, layout=_replicated_layout(type))
     for op in graph.ops:
         where = f"{place}: {op.results[0].name if op.results else op.name} = {op.name}"
         missing = [name for name in op.refs() if name not in types]
@@ -245,7 +245,9 @@ def _graph(
         for value in op.results:
             if value.name in types:
                 yield f"{where} makes {value.name} a second time"
-            types[value.name] = value.type if not unsound else replace(value.type, layout=_whole(value.type))
+            types[value.name] = (
+                value.type if not unsound else replace(value.type, layout=_replicated_layout(value.type))
+            )
     for name in graph.outputs:
         if name not in types:
             yield f"{place} returns {name}, which it doesn't make"
@@ -309,12 +311,12 @@ def _layout(what: str, layout: Layout, sizes: Sizes, gathered: Collection[str] =
                 yield f"{what} has layout {layout}: {sub.size} does not divide by {ways}"
 
 
-def _whole(type: TensorType) -> Layout:
+def _replicated_layout(type: TensorType) -> Layout:
     """A replicated layout in place of an invalid one, so that verification can continue."""
     return Layout.replicated(type.shape)
 
 
-def _twice(what: str, names: Iterable[str]) -> Iterator[str]:
+def _duplicates(what: str, names: Iterable[str]) -> Iterator[str]:
     seen: set[str] = set()
     for name in names:
         if name in seen:

@@ -151,7 +151,7 @@ def _manifest(directory: Path) -> dict[str, str]:
     pairs = (line.partition("  ") for line in lines)
     listed = {name: digest for digest, found, name in pairs if found}
     for name in listed:
-        if not _inside(directory, name):
+        if not _is_inside(directory, name):
             raise PartcError(
                 "P0606",
                 f"{directory / MANIFEST} lists {name!r}, which is not in the folder",
@@ -160,7 +160,7 @@ def _manifest(directory: Path) -> dict[str, str]:
     return listed
 
 
-def _inside(directory: Path, name: str) -> bool:
+def _is_inside(directory: Path, name: str) -> bool:
     """Whether a listed name is a file inside the folder that is reached without symbolic links."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:

@@ -39,7 +39,7 @@ def _lines(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[str]:
         yield f"group {name}: {', '.join(map(str, members))}"
     for (source, target), other in place.links.items():
         yield f"link from stage {source} to {target}: with rank {other}"
-    held = dict(_held(plan, mesh, place))
+    held = dict(_held_elements(plan, mesh, place))
     if held:
         yield "shards:"
         yield from (f"  {name}{part}" for name, part in held.items())
@@ -49,7 +49,7 @@ def _lines(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[str]:
             yield from textwrap.wrap(schedule, 118, initial_indent="  ", subsequent_indent="  ")
 
 
-def _held(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[tuple[str, str]]:
+def _held_elements(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterator[tuple[str, str]]:
     """Yields the names of cut parameters, and the elements that the rank holds. The parameters of repeated calls share
     one name with `*`.
     """

@@ -98,9 +98,9 @@ class Measured:
     def _messages(self, step: int) -> Iterator[tuple[int, int, Interval, Interval]]:
         for rank, peers in enumerate(self.peers):
             for link, peer in peers.items():
-                sent = _over(self.ranks[rank][step], "send", link)
+                sent = _intervals_over(self.ranks[rank][step], "send", link)
                 if sent:
-                    got = _over(self.ranks[peer][step], "recv", link)
+                    got = _intervals_over(self.ranks[peer][step], "recv", link)
                     yield from ((rank, peer, a, b) for a, b in zip(sent, got, strict=False))
 
     @cached_property
@@ -120,20 +120,20 @@ def read_trace(folder: Path) -> Measured:
     try:
         names = [path.name for path in folder.iterdir()]
     except OSError as error:
-        raise _wrong(f"{folder} cannot be read: {error.strerror}") from None
+        raise _error(f"{folder} cannot be read: {error.strerror}") from None
     paths = {int(match[1]): folder / name for name in names if (match := _NAME.fullmatch(name))}
     if 0 not in paths:
-        raise _wrong(f"{folder} has no rank_000.json")
+        raise _error(f"{folder} has no rank_000.json")
     first = _read(paths[0])
     files = [first]
     for rank in range(1, first.world_size):
         if rank not in paths:
-            raise _wrong(f"{folder} has no rank_{rank:03d}.json, of {first.world_size} ranks")
+            raise _error(f"{folder} has no rank_{rank:03d}.json, of {first.world_size} ranks")
         file = _read(paths[rank])
         if (file.plan, file.world_size, file.rank) != (first.plan, first.world_size, rank):
-            raise _wrong(f"{paths[rank]} is of another run than {paths[0]}")
+            raise _error(f"{paths[rank]} is of another run than {paths[0]}")
         if [each.step for each in file.steps] != [each.step for each in first.steps]:
-            raise _wrong(f"{paths[rank]} has other steps than {paths[0]}")
+            raise _error(f"{paths[rank]} has other steps than {paths[0]}")
         files.append(file)
     one_machine = len({file.machine for file in files}) == 1
     return Measured(
@@ -154,14 +154,14 @@ def _read(path: Path) -> _File:
             raise Malformed(f"has intervals of {found.get('fields')!r:.80}")
         file = decoded(_File, found)
     except Malformed as error:
-        raise _wrong(f"{path} {error}") from None
+        raise _error(f"{path} {error}") from None
     numbers = [each.step for each in file.steps]
     if not numbers or len(set(numbers)) < len(numbers):
-        raise _wrong(f"{path} has no step, or one twice")
+        raise _error(f"{path} has no step, or one twice")
     if not all(any(fields[2] == "work" for fields in each.intervals) for each in file.steps):
-        raise _wrong(f"{path} has a step without work")
+        raise _error(f"{path} has a step without work")
     if any(peer >= file.world_size for peer in file.peers.values()):
-        raise _wrong(f"{path} has peers {file.peers}, of {file.world_size} ranks")
+        raise _error(f"{path} has peers {file.peers}, of {file.world_size} ranks")
     return file
 
 
@@ -176,9 +176,9 @@ def _steps(file: _File, by: int) -> Steps:
     }
 
 
-def _over(intervals: Sequence[Interval], kind: str, over: str) -> list[Interval]:
+def _intervals_over(intervals: Sequence[Interval], kind: str, over: str) -> list[Interval]:
     return sorted((x for x in intervals if x.kind == kind and x.over == over), key=lambda x: x.posted)
 
 
-def _wrong(cause: str) -> PartcError:
+def _error(cause: str) -> PartcError:
     return PartcError("P0607", cause, help="name a folder that train.py --trace wrote, or a package")

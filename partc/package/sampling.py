@@ -201,7 +201,7 @@ def _rrelu(sampling: Sampling, func: Any, given: Given) -> Tensor:
     return x * noise
 
 
-def _like(kind: str) -> Rule:
+def _rule_like(kind: str) -> Rule:
     def rule(sampling: Sampling, func: Any, given: Given) -> Tensor:
         x = given["self"]
         draw = sampling.draw(x.shape, x.device)
@@ -211,7 +211,7 @@ def _like(kind: str) -> Rule:
     return rule
 
 
-def _made(kind: str) -> Rule:
+def _rule_new(kind: str) -> Rule:
     def rule(sampling: Sampling, func: Any, given: Given) -> Tensor:
         draw = sampling.draw(given["size"], given.get("device") or torch.device("cpu"))
         found: Tensor = getattr(draw, kind)(given.get("dtype") or torch.get_default_dtype())
@@ -266,10 +266,10 @@ _RANDOM: Mapping[str, Rule] = {
     "exponential_": _exponential,
     "multinomial": _multinomial,
     "rrelu_with_noise": _rrelu,
-    "rand_like": _like("uniform"),
-    "randn_like": _like("normal"),
-    "rand": _made("uniform"),
-    "randn": _made("normal"),
+    "rand_like": _rule_like("uniform"),
+    "randn_like": _rule_like("normal"),
+    "rand": _rule_new("uniform"),
+    "randn": _rule_new("normal"),
     "randint": _randint,
     "randint_like": _randint,
     "randperm": _randperm,

@@ -297,7 +297,7 @@ def _compare_step(
         trained = entry["trainable"] or f"gradient/{name}" in reference
         for rank, coordinate in _holders(plan, entry):
             for kind in ("gradient", "parameter") if trained else ("parameter",):
-                whole = _whole(reference, kind, name, shard)
+                whole = _reference_tensor(reference, kind, name, shard)
                 theirs = shard.local(whole, sizes, coordinate)
                 mine = records[rank].get(f"{kind}/{name}")
                 if mine is None or mine.shape != theirs.shape:
@@ -318,7 +318,7 @@ def _spread(reference: Mapping[str, Tensor], kind: str, name: str, measure: Call
     return 0.0 if variance is None else math.sqrt(measure(variance))
 
 
-def _whole(reference: Mapping[str, Tensor], kind: str, name: str, shard: Shard) -> Tensor:
+def _reference_tensor(reference: Mapping[str, Tensor], kind: str, name: str, shard: Shard) -> Tensor:
     """The reference's tensor. The gradient of a parameter on which the loss does not depend is zero."""
     if f"parameter/{name}" not in reference:
         raise PartcError(

@@ -74,11 +74,11 @@ def _compared(mine: Path, plain: Path, number: int, mixed: bool) -> Iterator[Dif
     found, expected = (load(folder / f"batch_{number:06d}.safetensors")[0] for folder in (mine, plain))
     for name in sorted({*found, *expected}):
         alike = name in found and name in expected and found[name].shape == expected[name].shape
-        error = _apart(found[name], expected[name], mixed) if alike else float("inf")
+        error = _relative_difference(found[name], expected[name], mixed) if alike else float("inf")
         yield Difference(kind="result", name=name, rel_err=error, step=number + 1)
 
 
-def _apart(mine: Tensor, theirs: Tensor, mixed: bool) -> float:
+def _relative_difference(mine: Tensor, theirs: Tensor, mixed: bool) -> float:
     """The difference relative to the result's scale. For integers, such as positions of maxima: the share that
     differs.
     """

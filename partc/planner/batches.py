@@ -20,20 +20,20 @@ def samples(text: str, program: Program) -> int:
     """
     found = _SPEC.fullmatch(text.strip())
     if found is None:
-        raise _wrong(f"--global-batch {text!r} does not parse", "give samples or tokens: 512, 2K, '4M tokens', 4Mtok")
+        raise _error(f"--global-batch {text!r} does not parse", "give samples or tokens: 512, 2K, '4M tokens', 4Mtok")
     number = float(found[1]) * _UNITS[found[2].lower()]
     if (found[3] or "samples").startswith("tok"):
         length = sequence_length(program)
         if length is None:
-            raise _wrong(f"--global-batch {text!r}: the batch has no tokens", "give the number of samples")
+            raise _error(f"--global-batch {text!r}: the batch has no tokens", "give the number of samples")
         if number % length:
-            raise _wrong(
+            raise _error(
                 f"{number:,.0f} tokens are not a whole number of sequences of {length:,}",
                 f"give --global-batch {max(1, round(number / length))}, in samples",
             )
         number /= length
     if number < 1 or number != int(number):
-        raise _wrong(f"--global-batch {text!r} is not a whole number of samples", "give 1 or more")
+        raise _error(f"--global-batch {text!r} is not a whole number of samples", "give 1 or more")
     return int(number)
 
 
@@ -51,8 +51,8 @@ def sequence_length(program: Program) -> int | None:
 def checked(options: Mapping[str, object], size: int) -> None:
     """Raise PartcError P0814 if the batch of a trace does not have the requested size."""
     if "batch" in options and int(str(options["batch"])) != size:
-        raise _wrong(f"the batch has {size} samples, not {options['batch']}", "make batch() read its option `batch`")
+        raise _error(f"the batch has {size} samples, not {options['batch']}", "make batch() read its option `batch`")
 
 
-def _wrong(cause: str, help: str) -> PartcError:
+def _error(cause: str, help: str) -> PartcError:
     return PartcError("P0814", cause, help=help)

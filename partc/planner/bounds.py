@@ -153,7 +153,7 @@ class Bounds:
 
     def known(self, plan: ParallelPlan) -> bool:
         """Whether the tables hold for a plan."""
-        return self.tables.room(_alike(plan)) is not None
+        return self.tables.room(_uniform_stages(plan)) is not None
 
     def fitted(self, plan: ParallelPlan, limit: int) -> ParallelPlan | None:
         """The plan with fitted stages, on ranks that hold at most `limit` bytes. None if no stages fit, or if the
@@ -162,7 +162,7 @@ class Bounds:
         if plan.stage_calls != FITTED:
             return plan
         ways = plan.recompute.split("|")
-        even = [_alike(plan, way) for way in ways]
+        even = [_uniform_stages(plan, way) for way in ways]
         shares, rooms = self.tables.shares(even[0]), [*map(self.tables.room, even)]
         if shares is None or None in rooms:
             return None
@@ -309,7 +309,7 @@ class Bounds:
     def _slowest(self, plan: ParallelPlan, tables: Tables, key: tuple[object, ...]) -> float:
         if plan.stage_calls not in (None, FITTED) or plan.batch_over not in (None, FITTED):
             return 0.0
-        work = self._work(plan, tables, key)
+        work = self._local_work(plan, tables, key)
         if work is None:
             return 0.0
         stages = self._stages(plan, work.plan)
@@ -318,7 +318,7 @@ class Bounds:
         alone = cuttable(work.alone(plan.microbatches, halved=stages.halved), self.tables.places(work.plan))
         return slowest([alone] * stages.ranks)
 
-    def _work(self, plan: ParallelPlan, tables: Tables, key: tuple[object, ...]) -> Work | None:
+    def _local_work(self, plan: ParallelPlan, tables: Tables, key: tuple[object, ...]) -> Work | None:
         """The work of a rank's whole local batch as one microbatch, without lookups; None if it is not known.
 
         Of several ways of recomputing, each call takes the quickest; full recomputation repeats everything that the
@@ -328,7 +328,7 @@ class Bounds:
         key = plan.microbatches if not bodies.everywhere else plan.microbatches > 1, *key
         if key not in self._works:
             ways = plan.recompute.split("|")
-            quick = [_alike(plan, way) for way in ways if way != "full" or len(ways) == 1]
+            quick = [_uniform_stages(plan, way) for way in ways if way != "full" or len(ways) == 1]
             quick = [replace(each, zero=each.level, nodes=None, loss_chunks=1) for each in quick]
             if plan.batch_over == FITTED:
                 quick = [_used(each, use) for each in quick for use in (False, True)]
@@ -361,7 +361,7 @@ class Bounds:
         return replace(known, bytes=max(known.bytes, self._bytes_of[key]))
 
     def _filled(self, plan: ParallelPlan) -> int:
-        rooms, shares = self._by_stage(plan, self.tables.room), self.tables.shares(_alike(plan))
+        rooms, shares = self._by_stage(plan, self.tables.room), self.tables.shares(_uniform_stages(plan))
         if rooms is None or shares is None:
             return 0
         stages = self._stages(plan)
@@ -390,7 +390,7 @@ class Bounds:
         return replace(known, seconds=max(known.seconds, timed.scheduled()))
 
     def _timed(self, plan: ParallelPlan) -> TimedStages | None:
-        calls, shares = self._by_stage(plan, self.tables.calls), self.tables.shares(_alike(plan))
+        calls, shares = self._by_stage(plan, self.tables.calls), self.tables.shares(_uniform_stages(plan))
         if calls is None or shares is None:
             return None
         return TimedStages(stages=self._stages(plan), calls=calls, shares=shares, tables=self.tables)
@@ -400,7 +400,7 @@ class Bounds:
         kind, ranks = SCHEDULES[plan.schedule], sizes_of(plan)[PIPELINE_AXIS]
         places = stage_ranks(kind, ranks, stages_of(plan))
         if plan.stage_calls in (None, FITTED):
-            cuts: Cuts = self.tables.cuts(body or _alike(plan), len(places))
+            cuts: Cuts = self.tables.cuts(body or _uniform_stages(plan), len(places))
         else:
             cuts = tuple(pairwise(accumulate(map(int, expanded(plan.stage_calls, ",")), initial=0)))
         return Stages(plan=plan, ranks=ranks, places=places, cuts=cuts)
@@ -408,7 +408,7 @@ class Bounds:
     def _by_stage(self, plan: ParallelPlan, table: Callable[[ParallelPlan], _Table | None]) -> Sequence[_Table] | None:
         """For each stage, the table for its way of recomputing; None if one is not known."""
         kinds = stage_kinds(plan.recompute)
-        found = [each for each in (table(_alike(plan, kind)) for kind in kinds) if each is not None]
+        found = [each for each in (table(_uniform_stages(plan, kind)) for kind in kinds) if each is not None]
         return None if len(found) < len(kinds) else found * stages_of(plan) if len(found) == 1 else found
 
     def lasting_bytes(self, plan: ParallelPlan, size: int, spread: int) -> int:
@@ -534,7 +534,7 @@ def expert_parameters(program: Program) -> Iterator[str]:
         yield from (name for value, name in zip(region.params, call.params, strict=True) if value.name in weights)
 
 
-def _alike(plan: ParallelPlan, way: str = "") -> ParallelPlan:
+def _uniform_stages(plan: ParallelPlan, way: str = "") -> ParallelPlan:
     """The plan with balanced stages that all recompute in one way (by default, the first stage's)."""
     way = way or stage_kinds(plan.recompute.partition("|")[0])[0]
     return plan if (plan.stage_calls, plan.recompute) == (None, way) else replace(plan, stage_calls=None, recompute=way)

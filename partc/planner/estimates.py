@@ -94,17 +94,17 @@ class Estimates:
         each = plan.virtual_stages or SCHEDULES[plan.schedule].stages_per_rank
         idle = work * (ranks - 1) / (times * each) * _BUBBLE.get(plan.schedule, 1.0)
         full = plan.recompute == "full"
-        moved = self._once(("moved", plan.mesh, plan.experts, times, full), self._inside, plan)
+        moved = self._memoized(("moved", plan.mesh, plan.experts, times, full), self._exchange_seconds, plan)
         repeated = times if plan.level > 1 else 1
-        summed = self._once(("summed", plan.mesh, plan.experts, repeated, plan.zero), self._gradients, plan)
+        summed = self._memoized(("summed", plan.mesh, plan.experts, repeated, plan.zero), self._gradients, plan)
         return work + idle + moved + max(0.0, summed - _HIDDEN * work)
 
-    def _once(self, key: tuple[object, ...], made: Callable[[ParallelPlan], float], plan: ParallelPlan) -> float:
+    def _memoized(self, key: tuple[object, ...], made: Callable[[ParallelPlan], float], plan: ParallelPlan) -> float:
         if key not in self.known:
             self.known[key] = made(plan)
         return self.known[key]
 
-    def _inside(self, plan: ParallelPlan) -> float:
+    def _exchange_seconds(self, plan: ParallelPlan) -> float:
         return self._tensor(plan) + self._routed(plan)
 
     def _tensor(self, plan: ParallelPlan) -> float:

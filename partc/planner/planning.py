@@ -228,11 +228,11 @@ class Planner:
         by_node = any(NODE in level for level in self.space.fixed.get("zero", ()))
         space = self.space if by_node else replace(self.space, nodes=1)  # one order of the axes suffices
         for family in space.families():
-            plans, sizes = [*_some(family).plans()], (*sizes_of(family.base).values(), family.base.experts)
+            plans, sizes = [*_reduced_family(family).plans()], (*sizes_of(family.base).values(), family.base.experts)
             customary += filter(_is_customary, plans)
-            quick, small = min(plans, key=self._hope), max(plans, key=_thrift)
+            quick, small = min(plans, key=self._hope), max(plans, key=_memory_order)
             found[sizes] = min(found.get(sizes, quick), quick, key=self._hope)
-            thrifty[sizes] = max(thrifty.get(sizes, small), small, key=_thrift)
+            thrifty[sizes] = max(thrifty.get(sizes, small), small, key=_memory_order)
         if customary:
             over, seconds = min(map(self._hope, customary))
             near = [plan for plan in customary if self._hope(plan) <= (over, _NEARLY * seconds)]
@@ -249,10 +249,10 @@ class Planner:
         alike = *sizes_of(base).values(), base.experts, base.recompute, base.stage_calls, base.loss_chunks
         key: tuple[object, ...] = (*alike, *decided)  # orders of the axes count as equal
         if key not in self._promises:
-            self._promises[key] = min(map(self._hope, _some(family).plans()))
+            self._promises[key] = min(map(self._hope, _reduced_family(family).plans()))
         return self._promises[key]
 
-    def _near(self, plan: ParallelPlan) -> list[ParallelPlan]:
+    def _nearest(self, plan: ParallelPlan) -> list[ParallelPlan]:
         """The neighbours of a plan with the least estimated times; first those that cut regions as this plan does."""
         alike: list[ParallelPlan] = []
         others: list[ParallelPlan] = []
@@ -355,7 +355,7 @@ class Planner:
             suited=lambda plan: self.suited(plan, request.limit),
             limit=request.limit,
             starts=self._starts(),
-            near=self._near,
+            near=self._nearest,
             ordered=self.space.nodes > 1,
             hope=self._hope,
             promise=self._promise,
@@ -365,7 +365,7 @@ class Planner:
         return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens)
 
 
-def _some(family: Family) -> Family:
+def _reduced_family(family: Family) -> Family:
     """The family, reduced to some numbers of microbatches and some schedules."""
     counts = family.microbatches
     spread = {counts[index * (len(counts) - 1) // max(1, _SOME - 1)] for index in range(_SOME)}
@@ -377,7 +377,7 @@ def _is_customary(plan: ParallelPlan) -> bool:
     return plan.schedule == "1f1b" and plan.level < 2
 
 
-def _thrift(plan: ParallelPlan) -> tuple[int, ...]:
+def _memory_order(plan: ParallelPlan) -> tuple[int, ...]:
     """A key that orders the plans of a mesh by memory: the plan with the largest key probably holds least."""
     kind = RECOMPUTE.index(plan.recompute) if plan.recompute in RECOMPUTE else 0
     return plan.microbatches, plan.level, kind, plan.loss_chunks

@@ -86,7 +86,7 @@ def slowest(takes: Sequence[Array]) -> float:
     """The least seconds of the slowest stage; infinite if no stages exist. `takes` has each stage's seconds by start
     and end.
     """
-    most = _nothing(takes[-1])
+    most = _empty_stages(takes[-1])
     for each in reversed(takes):
         most = np.maximum(each, most).min(axis=1)
     return float(most[0])
@@ -104,7 +104,7 @@ def fit(seconds: Array, allowed: Sequence[Array]) -> Sequence[tuple[int, int]] |
     most = slowest(takes)
     if not np.isfinite(most):
         return None
-    total, chosen = _nothing(takes[-1]), []
+    total, chosen = _empty_stages(takes[-1]), []
     for each in reversed(takes):
         sums = np.where(each > most, np.inf, each) + total
         chosen.append(sums.argmin(axis=1))
@@ -138,6 +138,6 @@ def cuttable(seconds: Array, places: Sequence[int]) -> Array:
     return np.where(wrong, np.inf, seconds)
 
 
-def _nothing(like: Array) -> Array:
+def _empty_stages(like: Array) -> Array:
     """The seconds of zero stages from each start on: 0 at the end, else infinite."""
     return np.where(np.arange(len(like)) == len(like) - 1, 0.0, np.inf)

@@ -166,15 +166,15 @@ class Tables:
 
     def calls(self, plan: ParallelPlan) -> CallTable | None:
         """The seconds of calls; None, like the other tables, if they are not known to hold for the plan."""
-        return self._found(self._calls, plan, (plan.recompute, *_split(plan), *_links(plan)), self._call_table)
+        return self._table(self._calls, plan, (plan.recompute, *_split(plan), *_links(plan)), self._call_table)
 
     def calls_at_once(self, plan: ParallelPlan) -> CallTable | None:
         """The seconds of calls that compute a rank's whole batch with the bodies of the plan."""
         key = "at once", plan.recompute, sizes_of(plan)[PIPELINE_AXIS] > 1, *_links(plan)
-        return self._found(self._calls, plan, key, self._call_table, microbatches=1)
+        return self._table(self._calls, plan, key, self._call_table, microbatches=1)
 
     def room(self, plan: ParallelPlan) -> RoomTable | None:
-        return self._found(self._rooms, plan, (plan.recompute, *_split(plan)), self._room_table)
+        return self._table(self._rooms, plan, (plan.recompute, *_split(plan)), self._room_table)
 
     def shares(self, plan: ParallelPlan) -> ShareTable | None:
         if _links(plan) not in self._groups:
@@ -183,7 +183,7 @@ class Tables:
             over = (axes for count in range(1, len(names) + 1) for axes in combinations(names, count))
             self._groups[_links(plan)] = (*names, *(span(mesh, axes, self.cluster) for axes in over))
         own = plan.zero, plan.nodes, *self._groups[_links(plan)]
-        return self._found(self._shares, plan, own, self._share_table)
+        return self._table(self._shares, plan, own, self._share_table)
 
     def program(self, plan: ParallelPlan) -> Program:
         """The plan's program before its stages."""
@@ -211,7 +211,7 @@ class Tables:
         calls = enumerate(self._facts_of(*found).calls)
         return [i for i, call in calls if any(op.name.startswith(LOOKUP) for op in regions[call.region].forward.ops)]
 
-    def _found(
+    def _table(
         self,
         known: dict[tuple[object, ...], _Table],
         plan: ParallelPlan,
@@ -255,10 +255,10 @@ class Tables:
         costs = self._costs(_cost, plan, body, program, halves=False)
         parted = self._costs(_halves, plan, body, program, halves=True) if pipelined else {}
         rows = [costs[call.region] for call in calls]
-        halves = [parted.get(call.region) or _whole(costs[call.region]) for call in calls]
+        halves = [parted.get(call.region) or _joint_halves(costs[call.region]) for call in calls]
         types = program.value_types()
         lowered = self.bodies.lowered(plan, body, halves=False)
-        axes = {name: frozenset(_meeting(lowered.region(name).forward)) for name in costs}
+        axes = {name: frozenset(_communication_axes(lowered.region(name).forward)) for name in costs}
         crossing = [0] * (len(calls) + 1)
         for index in range(1, len(calls)):
             names = {*calls[index - 1].results}.intersection(calls[index].args)
@@ -447,7 +447,7 @@ def _halves(call: Call, program: Program, tables: Tables) -> HalvesCost:
     )
 
 
-def _whole(cost: tuple[GraphCost, GraphCost]) -> HalvesCost:
+def _joint_halves(cost: tuple[GraphCost, GraphCost]) -> HalvesCost:
     return HalvesCost(inputs=cost[1], weights=GraphCost(), apart=False)
 
 
@@ -491,7 +491,7 @@ def _axes(graph: Graph) -> Iterator[str]:
             yield axis
 
 
-def _meeting(graph: Graph) -> Iterator[Axes]:
+def _communication_axes(graph: Graph) -> Iterator[Axes]:
     """The axes over which a graph communicates."""
     for op in graph.ops:
         axis = dict(op.attrs).get("axis")

@@ -83,17 +83,17 @@ def variations(planner: Planner, choice: PlanChoice, seconds: float | None) -> t
     """The best plans with more memory, with fewer and more ranks, and with smaller and larger batches."""
     wanted = [
         *_looser(planner, choice),
-        *_fewer(planner),
+        *_fewer_ranks(planner),
         *_larger(planner),
         *_smaller(planner),
         (f"twice the batch, {2 * choice.space.batch:,}", "batch", _with_batch(planner, 2 * choice.space.batch)),
     ]
-    return tuple(_found(planner, wanted, seconds))
+    return tuple(_searched_variations(planner, wanted, seconds))
 
 
 def price(planner: Planner, choice: PlanChoice) -> Variation:
     """The price of memory: the best plan with 10% more memory than the choice had."""
-    return next(_found(planner, [*_looser(planner, choice)], planner.request.max_seconds))
+    return next(_searched_variations(planner, [*_looser(planner, choice)], planner.request.max_seconds))
 
 
 def front(planner: Planner, choice: PlanChoice, seconds: float | None) -> tuple[Played, ...]:
@@ -115,7 +115,7 @@ def front(planner: Planner, choice: PlanChoice, seconds: float | None) -> tuple[
 _Wanted = tuple[str, Change, Request]
 
 
-def _found(planner: Planner, wanted: Sequence[_Wanted], seconds: float | None) -> Iterator[Variation]:
+def _searched_variations(planner: Planner, wanted: Sequence[_Wanted], seconds: float | None) -> Iterator[Variation]:
     budget = Budget(seconds, len(wanted))
     for name, change, request in wanted:
         yield _variation(planner, name, change, request, budget.take())
@@ -149,7 +149,7 @@ def _looser(planner: Planner, choice: PlanChoice) -> Iterator[_Wanted]:
     yield f"10% more memory, {readable(memory)}", "memory", replace(planner.request, limit=memory)
 
 
-def _fewer(planner: Planner) -> Iterator[_Wanted]:
+def _fewer_ranks(planner: Planner) -> Iterator[_Wanted]:
     ranks = planner.request.ranks
     for part, word in ((4, "a quarter"), (2, "half")):
         if ranks % part == 0:

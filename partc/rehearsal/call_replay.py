@@ -1,7 +1,7 @@
 """The effects of emitted functions on memory: recorded when a function first runs, and replayed from then on.
 
     def block_forward(comm, p, x):                 def block_forward(comm, p, x):
-        h = x @ p.w                                    _call = _lessons.enter("block_forward", (p, x))
+        h = x @ p.w                                    _call = _recordings.enter("block_forward", (p, x))
         …                                              if _call.known:
         return y, (h, x)                 ->                del p, x
                                                            return _call.play()
@@ -59,7 +59,7 @@ class New:
 
 
 @dataclass(slots=True)
-class Lesson:
+class CallEffects:
     """The effects of a function: temporary memory and releases of arguments, in alternation."""
 
     steps: list[tuple[Surge, tuple[int, ...]]] = field(default_factory=list)
@@ -68,25 +68,25 @@ class Lesson:
     passed: list[int] = field(default_factory=list)  # the arguments among the results
 
 
-class Lessons:
+class Recordings:
     """All recorded functions; functions of equal text have equal effects."""
 
     def __init__(self) -> None:
-        self.learnt: dict[Key, Lesson] = {}
+        self.calls: dict[Key, CallEffects] = {}
         self.exchanges: dict[Key, Any] = {}  # steps of exchanges (exchange_replay.py)
         self.ledger = Ledger()
-        self.turns: Mapping[str, Iterator[str]] = {}  # function -> the calls that it runs for, in order
+        self.callers: Mapping[str, Iterator[str]] = {}  # function -> the calls that it runs for, in order
 
-    def enter(self, function: Learnt, arguments: tuple[Any, ...]) -> RecordedCall:
+    def enter(self, function: RegionFunction, arguments: tuple[Any, ...]) -> RecordedCall:
         """Begin a call of a function. The result holds the tensors of the arguments until the call ends."""
-        self.ledger.call = next(self.turns.get(function.name, _NO_CALLS), "")
+        self.ledger.call = next(self.callers.get(function.name, _NO_CALLS), "")
         held = leaves_of(arguments)
         seen, same = self.ledger.seen(held)  # effects on memory do not depend on storage offsets
         return RecordedCall(self, function, (function.text, seen, same), held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learnt:
+class RegionFunction:
     """A function of a region's module. `region` is the prefix of its values' names."""
 
     name: str
@@ -145,44 +145,46 @@ def _bytes(leaf: Leaf | Tensor) -> int:
 class RecordedCall:
     """One call of a function."""
 
-    def __init__(self, lessons: Lessons, function: Learnt, key: Key, held: list[Leaf | Tensor | None]) -> None:
-        self._lessons = lessons
-        self._ledger = lessons.ledger
+    def __init__(
+        self, recordings: Recordings, function: RegionFunction, key: Key, held: list[Leaf | Tensor | None]
+    ) -> None:
+        self._recordings = recordings
+        self._ledger = recordings.ledger
         self._function = function
         self._key = key
         self._same: tuple[int, ...] = key[-1]  # type: ignore[assignment]
         self._held = held
         self._stood: dict[int, int] = {}  # storage of a stand-in -> number of its argument
-        self.known = key in lessons.learnt
+        self.known = key in recordings.calls
 
     def play(self) -> Any:
         """Replay the function's effects, and return its result. The function must no longer hold references to its
         arguments.
         """
-        lesson, ledger, held = self._lessons.learnt[self._key], self._ledger, self._held
-        passed = {number: held[number] for number in lesson.passed}
-        for surge, dropped in lesson.steps:
+        effects, ledger, held = self._recordings.calls[self._key], self._ledger, self._held
+        passed = {number: held[number] for number in effects.passed}
+        for surge, dropped in effects.steps:
             ledger.surges(surge)
             for number in dropped:
                 held[number] = None
-        owners = [ledger.owned(Block(*made)) for made in lesson.blocks]
+        owners = [ledger.owned(Block(*made)) for made in effects.blocks]
 
         def returned(item: Any) -> Leaf | Tensor:
             if item.__class__ is New:
                 return Leaf(owners[item.number], item.sight)
             return seen_as(passed[item.number], item.sight)
 
-        return self._handed(lesson.result, returned)
+        return self._for_caller(effects.result, returned)
 
     def stand_ins(self, *arguments: Any) -> tuple[Any, ...]:
         """Substitutes for the arguments, which are freed where the function drops its last references to them."""
         substitutes, self._stood = stand_ins(self._ledger, arguments, self._same, self._dropped)
-        self._ledger.heard = []
+        self._ledger.recorded = []
         return substitutes
 
     def _dropped(self, numbers: tuple[int, ...]) -> None:
-        if self._ledger.heard is not None:
-            self._ledger.heard.append(Event("drop", numbers))
+        if self._ledger.recorded is not None:
+            self._ledger.recorded.append(Event("drop", numbers))
         for number in numbers:
             self._held[number] = None
 
@@ -198,8 +200,8 @@ class RecordedCall:
 
     def leave(self, result: Any) -> Any:
         """End the recording of the function with its result; return the result that the caller gets."""
-        heard, self._ledger.heard = self._ledger.heard, None
-        assert heard is not None
+        recorded, self._ledger.recorded = self._ledger.recorded, None
+        assert recorded is not None
         numbers: dict[Block, int] = {}
 
         def known(x: Leaf | Tensor) -> Given | New:
@@ -215,8 +217,8 @@ class RecordedCall:
             return New(numbers.setdefault(block, len(numbers)), sight(x))
 
         passed = dict(enumerate(self._held))
-        lesson = Lesson(steps=_steps(heard), result=mapped(result, known))
-        lesson.passed = [item.number for item in leaves_of(lesson.result) if isinstance(item, Given)]
+        effects = CallEffects(steps=_steps(recorded), result=mapped(result, known))
+        effects.passed = [item.number for item in leaves_of(effects.result) if isinstance(item, Given)]
         tensors = leaves_of(result)
 
         def returned(x: Leaf | Tensor) -> Leaf | Tensor:
@@ -225,13 +227,13 @@ class RecordedCall:
                 return Leaf(x, item.sight) if isinstance(x, Tensor) else x
             return seen_as(passed[item.number], item.sight)
 
-        handed = self._handed(result, returned)
-        lesson.blocks = [(block.bytes, block.category, block.name) for block in numbers]
-        self._lessons.learnt[self._key] = lesson
+        handed = self._for_caller(result, returned)
+        effects.blocks = [(block.bytes, block.category, block.name) for block in numbers]
+        self._recordings.calls[self._key] = effects
         del tensors
         return handed
 
-    def _handed(self, result: Any, returned: Callable[[Any], Leaf | Tensor]) -> Any:
+    def _for_caller(self, result: Any, returned: Callable[[Any], Leaf | Tensor]) -> Any:
         """The result with tensors for the caller to compute with. Tensors in records are saved values."""
         self._ledger.call = self._ledger.line = ""
 
@@ -265,7 +267,7 @@ class RecordedCall:
             return leaf
         with self._ledger.muted():
             if isinstance(leaf.owner, Tensor):
-                return leaf.owner if sight(leaf.owner) == leaf.sight else _seen(leaf.owner, leaf.sight)
+                return leaf.owner if sight(leaf.owner) == leaf.sight else _view(leaf.owner, leaf.sight)
             owner = leaf.owner
             dtype, shape, stride, offset = leaf.sight
             base = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -274,7 +276,7 @@ class RecordedCall:
                 base = torch.empty(owner.block.bytes, dtype=torch.uint8, device="meta")
             kept = [owner]
             self._ledger.watch(base, owner.block, kept.clear)
-            return base if whole else _seen(base, leaf.sight)
+            return base if whole else _view(base, leaf.sight)
 
 
 def seen_as(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
@@ -285,20 +287,20 @@ def seen_as(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
     return Leaf(leaf.owner if isinstance(leaf, Leaf) else leaf, sight)
 
 
-def _seen(x: Tensor, sight: Sight) -> Tensor:
+def _view(x: Tensor, sight: Sight) -> Tensor:
     """Another view of the same memory."""
     dtype, shape, stride, offset = sight
     flat = x if x.dtype == dtype else x.view(-1).view(dtype)
     return flat.as_strided(shape, stride, offset)
 
 
-def _steps(heard: Iterable[Event]) -> list[tuple[Surge, tuple[int, ...]]]:
+def _steps(recorded: Iterable[Event]) -> list[tuple[Surge, tuple[int, ...]]]:
     """The function's peaks of temporary memory, up to the end of each argument and up to its own."""
     steps: list[tuple[Surge, tuple[int, ...]]] = []
     alive: dict[Block, None] = {}
     now = 0
     most = Surge(0, "", "", ())
-    for event in heard:
+    for event in recorded:
         if event.kind == "drop":
             steps.append((most, event.what))
             most = Surge(now, "", "", tuple(alive))
@@ -381,12 +383,12 @@ def mapped(value: Any, each: Callable[[Any], Any]) -> Any:
 # -- the emitted modules -----------------------------------------------------------------------
 
 
-def region_module(module: RegionModule, lessons: Lessons, kernels: Any) -> dict[str, Any]:
+def region_module(module: RegionModule, recordings: Recordings, kernels: Any) -> dict[str, Any]:
     """The namespace of an emitted region, with functions that record. `kernels` replaces the package's kernels.
 
     The text comes directly from codegen: no file is executed.
     """
-    functions: dict[str, Learnt] = {}
+    functions: dict[str, RegionFunction] = {}
     lines = module.text.split("\n")
     tree = _tree(module.text, {"kernels"})
     steps = {function.name: [step.name for step in function.steps] for function in module.code.functions}
@@ -397,13 +399,13 @@ def region_module(module: RegionModule, lessons: Lessons, kernels: Any) -> dict[
             sources[node.name] = source.replace(ast.get_docstring(node, clean=False) or "", "", 1)
         if isinstance(node, ast.FunctionDef) and node.name in steps:  # but not a step of a scan
             source = "\n".join(sources[name] for name in (*steps[node.name], node.name))
-            functions[node.name] = Learnt(name=node.name, region=module.region, text=source, file=module.path)
+            functions[node.name] = RegionFunction(name=node.name, region=module.region, text=source, file=module.path)
             node.decorator_list = []  # compiled code holds as much as its operations, or less
             _instrument(node)
     return _run(
         tree,
         module.path,
-        {"_lessons": lessons, "_functions": functions, "_EvenRouting": EvenRouting, "kernels": kernels},
+        {"_recordings": recordings, "_functions": functions, "_EvenRouting": EvenRouting, "kernels": kernels},
     )
 
 
@@ -436,10 +438,10 @@ def _run(tree: ast.Module, file: str, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _instrument(function: ast.FunctionDef) -> None:
-    """Insert the calls of `_lessons` into the function; see the module's docstring."""
+    """Insert the calls of `_recordings` into the function; see the module's docstring."""
     taken = [arg.arg for arg in function.args.args if arg.arg not in ("comm", "number")]
     listed = ", ".join(taken)
-    opening = f"_call = _lessons.enter(_functions[{function.name!r}], ({listed}{',' if taken else ''}))\n"
+    opening = f"_call = _recordings.enter(_functions[{function.name!r}], ({listed}{',' if taken else ''}))\n"
     opening += "if _call.known:\n"
     opening += f"    del {listed}\n" if taken else ""
     opening += "    return _call.play()\n"

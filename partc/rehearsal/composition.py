@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from partc.communication.execution import Execution, StatementRun
-from partc.cost.memory import Moment, RankMemory, StepPosition, together
+from partc.cost.memory import Moment, RankMemory, StepPosition, grouped_by_name
 from partc.ir.naming import numbered
 from partc.ir.program import Action, ActionStatement, Bucket, Program
 from partc.passes.prefetch import gathering_ahead
@@ -182,7 +182,7 @@ class Course:
             stages=stages,
             peak=peak,
             at=position,
-            alive=together(self._alive(at).elements()),
+            alive=grouped_by_name(self._bytes_alive(at).elements()),
             timeline=tuple(
                 Moment(action=name, peak=now + effect.high, after=now + effect.change)
                 for name, _, effect, now in self._begins
@@ -190,7 +190,7 @@ class Course:
             host=host,
         )
 
-    def _alive(self, at: int) -> Counter[Label]:
+    def _bytes_alive(self, at: int) -> Counter[Label]:
         """The bytes that are alive where an action reaches its peak."""
         if at < 0:
             return self.frame.base
@@ -310,13 +310,13 @@ class _Names:
         return self.program.value_types()
 
     @cached_property
-    def _first(self) -> dict[tuple[str | None, ...], tuple[int, ...]]:
+    def _first_ranks(self) -> dict[tuple[str | None, ...], tuple[int, ...]]:
         return {}
 
     def path(self, name: str) -> Key:
         """The name of a module or parameter, with its numbers relative to the first similar name's."""
         alike, numbers = numbered(name)
-        first = self._first.setdefault(alike, numbers)
+        first = self._first_ranks.setdefault(alike, numbers)
         return alike, *(a - b for a, b in zip(numbers, first, strict=True))
 
     def peer(self, stage: int | None) -> object:
@@ -412,9 +412,9 @@ class Composer:
             more = chosen.union(*(self._showing(row, index) for index in (opening, *missing.values())))
             if more == chosen:
                 break
-            chosen, some = more, self._only(row, more)
+            chosen, some = more, self._restricted(row, more)
             if 2 * len(some) > len(row):
-                if self._alone(place):
+                if self._is_unique(place):
                     break
                 chosen, some = {each.microbatch for each in row if each.microbatch is not None}, row
             acks = {slot: tuple(chosen.intersection(found)) for slot, found in self._acks.items() if slot[1] in chosen}
@@ -431,7 +431,7 @@ class Composer:
             self._signatures[place] = _Names(self._program, place).signature()
         return self._signatures[place]
 
-    def _alone(self, place: int) -> bool:
+    def _is_unique(self, place: int) -> bool:
         """Whether no other rank could share this rank's effects."""
         mine = self.signature(place)
         return all(self.signature(other) != mine for other in range(len(self._program.schedule)) if other != place)
@@ -451,7 +451,7 @@ class Composer:
         found = (each.source for each in self._program.transfers if each.target == stage)
         return sorted({source for source in found if self._program.place(source) != self._program.place(stage)})
 
-    def _only(self, row: Sequence[Action], microbatches: set[int]) -> tuple[Action, ...]:
+    def _restricted(self, row: Sequence[Action], microbatches: set[int]) -> tuple[Action, ...]:
         """The row's actions on some microbatches, with the gathers ahead between them."""
         left = [
             replace(action, ahead=())

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from partc.errors import InternalError
-from partc.rehearsal.call_replay import Given, Key, Lessons, New, mapped, seen_as, stand_ins
+from partc.rehearsal.call_replay import Given, Key, New, Recordings, mapped, seen_as, stand_ins
 from partc.rehearsal.ledger import NOWHERE, Block, Leaf, Ledger, Owned, sight
 from partc.runtime.comm.comm import Pending
 from partc.runtime.torch_private import storage_key
@@ -27,7 +27,7 @@ Entries = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Lesson:
+class _ExchangeEffects:
     """The effects of an exchange's start, of its advance to a second level, and of its wait.
 
     Entries are ("+", number, block, operation), ("-", number) and ("drop", numbers of given tensors). In the result of
@@ -46,32 +46,32 @@ class ReplayedExchange(Pending[Any]):
     For equal keys `start` runs only once, separately and on stand-ins. `kept` tensors outlive the exchange.
     """
 
-    __slots__ = ("_blocks", "_given", "_ledger", "_lesson")
+    __slots__ = ("_blocks", "_effects", "_given", "_ledger")
 
     def __init__(
-        self, lessons: Lessons, key: Key, start: Start, tensors: Sequence[Tensor], *, kept: bool = False
+        self, recordings: Recordings, key: Key, start: Start, tensors: Sequence[Tensor], *, kept: bool = False
     ) -> None:
-        self._ledger = lessons.ledger
+        self._ledger = recordings.ledger
         seen, same = self._ledger.seen(tensors)
         key = (*key, seen, same)
-        if key not in lessons.exchanges:
-            lessons.exchanges[key] = _lesson(self._ledger, start, tensors, same, kept)
-        self._lesson: _Lesson | None = lessons.exchanges[key]
+        if key not in recordings.exchanges:
+            recordings.exchanges[key] = _recorded_effects(self._ledger, start, tensors, same, kept)
+        self._effects: _ExchangeEffects | None = recordings.exchanges[key]
         self._given: list[Tensor | None] = [*tensors]
         self._blocks: dict[int, Owned] = {}
-        self._replay(lessons.exchanges[key].start)
+        self._replay(recordings.exchanges[key].start)
 
     def advance(self) -> None:
-        if self._lesson is not None:
-            self._replay(self._lesson.advance)
+        if self._effects is not None:
+            self._replay(self._effects.advance)
 
     def wait(self) -> Any:
         """The result of the exchange. Every call after the first returns it immediately."""
-        lesson, self._lesson = self._lesson, None
-        if lesson is None:
+        effects, self._effects = self._effects, None
+        if effects is None:
             return None
-        self._replay(lesson.wait)
-        return mapped(lesson.result, self._returned)
+        self._replay(effects.wait)
+        return mapped(effects.result, self._returned)
 
     def _replay(self, entries: Entries) -> None:
         for sign, what, *made in entries:
@@ -89,7 +89,9 @@ class ReplayedExchange(Pending[Any]):
         return seen_as(self._given[item.number], item.sight)
 
 
-def _lesson(ledger: Ledger, start: Start, tensors: Sequence[Tensor], same: Sequence[int], kept: bool) -> _Lesson:
+def _recorded_effects(
+    ledger: Ledger, start: Start, tensors: Sequence[Tensor], same: Sequence[int], kept: bool
+) -> _ExchangeEffects:
     """The effects of an exchange, from a separate run. An exchange without a second level has no advance."""
     with ledger.aside() as tape:
         given, numbers = tuple(tensors), {storage_key(x): number for number, x in enumerate(tensors)}
@@ -116,7 +118,7 @@ def _lesson(ledger: Ledger, start: Start, tensors: Sequence[Tensor], same: Seque
         result = mapped(result, known)
         entries = tuple(_numbered(entry, blocks) for entry in tape)
         del going
-    return _Lesson(entries[:begun], entries[begun:advanced], entries[advanced:], result)
+    return _ExchangeEffects(entries[:begun], entries[begun:advanced], entries[advanced:], result)
 
 
 def _numbered(entry: Any, blocks: dict[Any, int]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ def gathering(program: Program) -> frozenset[str]:
     return frozenset(name for place in places for name in _gathering(program, place))
 
 
-def late(program: Program) -> frozenset[str]:
+def late_actions(program: Program) -> frozenset[str]:
     """The names of the late actions of a program before the pass `prefetch`: none if no peak rises, else found one by
     one.
     """
@@ -36,15 +36,15 @@ def late(program: Program) -> frozenset[str]:
     rest = [[] if peak <= limit else names for names, peak, limit in zip(places, found, limits, strict=True)]
     for candidates in zip_longest(*rest):
         tried = [here | ({new} if new else set()) for here, new in zip(chosen, candidates, strict=True)]
-        found = _peaks(program, every - _together(tried))
+        found = _peaks(program, every - _union(tried))
         chosen = [
             more if peak <= limit else here
             for here, more, peak, limit in zip(chosen, tried, found, limits, strict=True)
         ]
-    return every - _together(chosen)
+    return every - _union(chosen)
 
 
-def _together(places: Iterable[set[str]]) -> frozenset[str]:
+def _union(places: Iterable[set[str]]) -> frozenset[str]:
     return frozenset(name for names in places for name in names)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from partc.cost.memory import Moment, RankMemory, StepPosition, together
+from partc.cost.memory import Moment, RankMemory, StepPosition, grouped_by_name
 from partc.ir.naming import starred
 from partc.runtime.torch_private import storage_key, tree_flatten
 from partc.torch_private import TorchDispatchMode, tree_unflatten
@@ -136,7 +136,7 @@ class Ledger(TorchDispatchMode):
         self.actions: list[str] = []
         self._muted = self._stopped = False
         self._end_of: Place = NOWHERE  # the place that the tape notes for blocks that end
-        self.heard: list[Event] | None = None  # events that are being recorded
+        self.recorded: list[Event] | None = None  # events that are being recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -161,8 +161,8 @@ class Ledger(TorchDispatchMode):
         """Register a new block."""
         self.now += block.bytes
         self.tape.append(("+", block, (self.call, self.line, op)))
-        if self.heard is not None:
-            self.heard.append(Event("+", block, self.line, op))
+        if self.recorded is not None:
+            self.recorded.append(Event("+", block, self.line, op))
         self._reaches(self.now, op, self.line)
 
     def holds(self, bytes: int) -> Owned:
@@ -178,8 +178,8 @@ class Ledger(TorchDispatchMode):
             return
         self.now -= block.bytes
         self.tape.append(("-", block, self._end_of))
-        if self.heard is not None:
-            self.heard.append(Event("-", block))
+        if self.recorded is not None:
+            self.recorded.append(Event("-", block))
 
     def surges(self, surge: Surge) -> None:
         """Record a momentary surge."""
@@ -300,13 +300,13 @@ class Ledger(TorchDispatchMode):
 
     def rank(self, place: int, stages: tuple[int, ...], host: int) -> RankMemory:
         """The account since `starts`."""
-        alive, surged = self._alive()
+        alive, surged = self._blocks_alive()
         return RankMemory(
             place=place,
             stages=stages,
             peak=self.peak,
             at=self.at,
-            alive=together((block.category, block.name, block.bytes) for block in (*alive, *surged)),
+            alive=grouped_by_name((block.category, block.name, block.bytes) for block in (*alive, *surged)),
             timeline=tuple(self._moments()),
             host=host,
         )
@@ -336,7 +336,7 @@ class Ledger(TorchDispatchMode):
         if action:
             yield action, found
 
-    def _alive(self) -> tuple[list[Block], tuple[Block, ...]]:
+    def _blocks_alive(self) -> tuple[list[Block], tuple[Block, ...]]:
         alive: dict[Block, None] = {}
         last: Block | Surge | None = None
         for kind, what, _ in self.tape[: self._end]:

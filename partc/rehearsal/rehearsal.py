@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from partc.codegen.package import EVALUATION, Modules, emit
-from partc.cost.memory import Account, Moment, together
+from partc.cost.memory import Account, Moment, grouped_by_name
 from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Action as ScheduledAction
 from partc.ir.program import Program
 from partc.ir.routers import routers
-from partc.rehearsal.call_replay import Lessons, region_module, stage_class
+from partc.rehearsal.call_replay import Recordings, region_module, stage_class
 from partc.rehearsal.composition import Acks, Composer, Course
 from partc.rehearsal.exchange_replay import ReplayedExchange, Start
 from partc.rehearsal.ledger import Block, Ledger, Owned, counting
@@ -35,7 +35,7 @@ from partc.rehearsal.meta_kernels import META, stand_ins
 from partc.runtime.checkpoint.boxes import numbered_copy, pieces, written_copy
 from partc.runtime.checkpoint.state import by_rows, remembering
 from partc.runtime.clock import Clock, Kind
-from partc.runtime.comm.comm import Axis, Link, Pending, there
+from partc.runtime.comm.comm import Axis, Link, Pending, completed
 from partc.runtime.comm.distributed import DistributedComm, GlooAxis
 from partc.runtime.dims import Dims
 from partc.runtime.execution.executor import (
@@ -82,7 +82,7 @@ def with_evaluation(account: Account, courses: Sequence[Course | Ledger], evalua
     ranks = []
     for rank, step, course in zip(account.ranks, courses, alone, strict=True):
         mine = course.rank(rank.place, rank.stages, 0)
-        kept = together(step.base().elements())
+        kept = grouped_by_name(step.base().elements())
         beside = tuple(item for item in mine.alive if item.category != "parameters")
         after = sum(item.bytes for item in kept)
         peak = after + sum(item.bytes for item in beside)
@@ -129,11 +129,11 @@ class _Rehearsal:
     def __init__(self, program: Program, recipe: Recipe, modules: Modules | None) -> None:
         self._program = program
         self._modules = emit(program) if modules is None else modules
-        self._lessons = Lessons()
+        self._recordings = Recordings()
         kernels = stand_ins(program)
         self._given = {"Parts": _NamedParts, "Sums": Sums, "Bucket": Bucket, "kernels": kernels}
         for module in self._modules.regions:
-            self._given |= region_module(module, self._lessons, kernels)
+            self._given |= region_module(module, self._recordings, kernels)
         self._recipe = recipe
         self._composer = Composer(program, self._acks, self._played)
         self._classes: dict[int, Any] = {}
@@ -160,10 +160,10 @@ class _Rehearsal:
 
     def _played(self, place: int, row: Sequence[ScheduledAction], acks: Acks) -> Ledger:
         """The ledger of a rank at a pipeline coordinate, after a step of these actions."""
-        program, lessons = self._program, self._lessons
+        program, recordings = self._program, self._recordings
         with counting() as ledger:
-            lessons.ledger = ledger
-            comm = _QuietComm(lessons, program.mesh.sizes, place)
+            recordings.ledger = ledger
+            comm = _QuietComm(recordings, program.mesh.sizes, place)
             classes = {stage: self._class(stage) for stage in program.stages_at(place)}
             shards = self._shards(place)
             inputs: dict[str, Shard] = {
@@ -204,7 +204,7 @@ class _Rehearsal:
                 for stage in stages.values():
                     stage.setup()
             actions = parse_schedule(" ".join(map(str, row)))
-            comm.clock.on_enter = _Turns(program, self._modules, ledger, lessons).entering
+            comm.clock.on_enter = _CallTracker(program, self._modules, ledger, recordings).entering
 
             def cut() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
                 with ledger.making("batch", "batch"):
@@ -288,7 +288,7 @@ class _Rehearsal:
                 optimizer.step()
 
     @cached_property
-    def _few(self) -> bool:
+    def _is_small_group(self) -> bool:
         """Whether the ranks at a pipeline coordinate are few enough to be examined one by one."""
         mesh = self._program.mesh
         return mesh.size // mesh.axis(PIPELINE_AXIS) <= MOST_COUNTED
@@ -312,7 +312,7 @@ class _Rehearsal:
         """
         if self._program.results:
             return 0
-        key = place if self._few else self._composer.signature(place)
+        key = place if self._is_small_group else self._composer.signature(place)
         if key not in self._hosts:
             self._hosts[key] = self._copied(place, self._shards(place))
         return self._hosts[key]
@@ -341,7 +341,7 @@ class _Rehearsal:
         mesh = self._program.mesh
         first = mesh.rank({PIPELINE_AXIS: place})
         equal = tuple(name for name in mesh.sizes if name != PIPELINE_AXIS)
-        return [mesh.coordinate(rank) for rank in (mesh.group(first, equal) if self._few else (first,))]
+        return [mesh.coordinate(rank) for rank in (mesh.group(first, equal) if self._is_small_group else (first,))]
 
     def _written(self, name: str, shard: Shard, place: int, ranks: Sequence[Coordinate]) -> list[int]:
         """The bytes that each rank at a place writes of a parameter and its optimizer states."""
@@ -351,8 +351,10 @@ class _Rehearsal:
             whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if cut else state.size))
         found = [0] * len(ranks)
         for tensor, dims, each in whole:
-            counts = self._elements(dims, (shard.holds or shard.shape) if dims == shard.dims else _whole(dims), ranks)
-            if self._few:
+            counts = self._elements(
+                dims, (shard.holds or shard.shape) if dims == shard.dims else _global_shape(dims), ranks
+            )
+            if self._is_small_group:
                 copies, number = self._copies(cutting(dims) | {*shard.apart}, self._holders[name], place, ranks)
                 chosen = written_copy(tensor, number)
                 counts = [count if copy == chosen else 0 for count, copy in zip(counts, copies, strict=True)]
@@ -379,7 +381,7 @@ class _Rehearsal:
         return self._numbered[key]
 
 
-def _whole(dims: Dims) -> tuple[int, ...]:
+def _global_shape(dims: Dims) -> tuple[int, ...]:
     return tuple(math.prod(size for size, _ in dim) for dim in dims)
 
 
@@ -429,17 +431,17 @@ class _Numbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Turns:
+class _CallTracker:
     """Reports to the ledger the rank's current action, and the calls that its functions run for."""
 
-    def __init__(self, program: Program, modules: Modules, ledger: Ledger, lessons: Lessons) -> None:
+    def __init__(self, program: Program, modules: Modules, ledger: Ledger, recordings: Recordings) -> None:
         self._calls = {
             stage: [(call.name, call.region) for call in program.calls_of(stage)] for stage in range(program.stages)
         }
         self._functions = {
             function.name: module.region for module in modules.regions for function in module.code.functions
         }
-        self._ledger, self._lessons = ledger, lessons
+        self._ledger, self._recordings = ledger, recordings
 
     def entering(self, what: str) -> None:
         self._ledger.enters(what)
@@ -447,7 +449,7 @@ class _Turns:
         calls = self._calls.get(int(stage or -1), [])
         if kind in ("B", "I"):
             calls = calls[::-1]
-        self._lessons.turns = {
+        self._recordings.callers = {
             function: iter([name for name, other in calls if other == region])
             for function, region in self._functions.items()
         }
@@ -485,7 +487,7 @@ class _QuietAxis(GlooAxis):
 
     def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor, *, rows: int) -> Pending[Tensor]:
         with self._ledger.making("communication", "exchange"):
-            return there(x.new_empty(rows, *x.shape[1:]))
+            return completed(x.new_empty(rows, *x.shape[1:]))
 
     def _total(self, rows: Iterator[Tensor]) -> Tensor:
         """The sum of the first few rows: each further row reuses the memory of the row before it."""
@@ -551,7 +553,7 @@ class _NamedParts(Parts):
         self, kind: str, names: Iterable[str], start: Start, given: Sequence[Any], *, kept: bool = False
     ) -> ReplayedExchange:
         key = kind, self._near, self._wire, tuple((self._shards[name], name in self._taken_over) for name in names)
-        return ReplayedExchange(self._comm.lessons, key, start, given, kept=kept)
+        return ReplayedExchange(self._comm.recordings, key, start, given, kept=kept)
 
     def _scattered(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
         with self._named("communication", "scattered gradients"):
@@ -580,11 +582,11 @@ class _QuietComm(DistributedComm):
 
     clock: _Clock
 
-    def __init__(self, lessons: Lessons, sizes: Sizes, place: int) -> None:
+    def __init__(self, recordings: Recordings, sizes: Sizes, place: int) -> None:
         self.device = META
         self.coordinate = {name: place if name == PIPELINE_AXIS else 0 for name in sizes}
-        self.lessons = lessons
-        self.ledger = ledger = lessons.ledger
+        self.recordings = recordings
+        self.ledger = ledger = recordings.ledger
         self._posted = {}
         self._link = _QuietAxis(ledger, 0, 2)
         axes = {name: _QuietAxis(ledger, self.coordinate[name], size) for name, size in sizes.items()}

@@ -51,7 +51,7 @@ def page(program: Program, *, optimizer: str = DEFAULT, groups: Sequence[str] = 
             groups=_ranks(program) if program.mesh.size <= MOST_RANKS else {},
             axes=_axes(program.mesh),
             parameters=_parameters(program),
-            first=_first(program),
+            first=_first_shown(program),
             lines=_lines(program, step) if program.microbatches <= MOST_MICROBATCHES else (),
             bubble=f"{step.bubble:.0%}",
             most_microbatches=MOST_MICROBATCHES,
@@ -128,7 +128,7 @@ def _graphs(program: Program) -> list[Mapping[str, Any]]:
     return found
 
 
-def _first(program: Program) -> int:
+def _first_shown(program: Program) -> int:
     """The position of the graph that is shown first: the region with the most operations over all its calls."""
     titles = [region.name for region in program.regions for graph in region.graphs]
     work = {r.name: len(r.forward.ops) * len(program.calls_to(r.name)) for r in program.regions}

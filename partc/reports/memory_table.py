@@ -39,7 +39,7 @@ def page(account: Account, mesh: Mesh, *, place: int | None = None, width: int =
     console.print(
         f"\n{_members(mesh, rank.place)} hold{'s' * (_count(mesh) == 1)} most in {rank.at}:\n", soft_wrap=True
     )
-    console.print(_alive(rank))
+    console.print(_alive_table(rank))
     rest = len(rank.alive) - MOST_ALIVE
     if rest > 0:
         left = sum(item.bytes for item in rank.alive[MOST_ALIVE:])
@@ -85,7 +85,7 @@ def _members(mesh: Mesh, place: int, *, noun: bool = True) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {few}" if noun else few
 
 
-def _alive(rank: RankMemory) -> object:
+def _alive_table(rank: RankMemory) -> object:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)

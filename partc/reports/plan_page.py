@@ -178,7 +178,7 @@ def _memory(choice: PlanChoice, front: Sequence[Played]) -> PlanChart:
             )
             for each in sorted(played, key=lambda each: kind(each) in ("best", "front"))
         ),
-        line=_path(_stairs(points)),
+        line=_path(_step_points(points)),
         ideal="",
         across=tuple(GridLine(at=across.at(tick) * WIDE, label=f"{tick:g}") for tick in across.ticks()),
         up=tuple(GridLine(at=HIGH - up.at(tick) * HIGH, label=duration(tick)) for tick in up.ticks()),
@@ -195,7 +195,7 @@ def _efficient(played: Sequence[Played]) -> list[Played]:
     return found
 
 
-def _stairs(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+def _step_points(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
     """Yields the points of a step function: between two plans of the front, only the slower one fits."""
     before: float | None = None
     for x, y in points:

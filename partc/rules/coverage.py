@@ -61,7 +61,7 @@ def coverage(program: Program) -> Coverage:
     by_trial: dict[str, None] = {}
     for op, types, calls in _operations(program):
         rule = resolve(op, types)
-        cost = float(flops(op, rule) if rule is not None else _work(op, types)) * calls
+        cost = float(flops(op, rule) if rule is not None else _elements_moved(op, types)) * calls
         known, work = known + calls, work + cost
         by_trial.update({op.name: None} if tried(op, types) is not None else {})
         if rule is not None:
@@ -89,7 +89,7 @@ def _operations(program: Program) -> Iterator[tuple[Op, dict[str, TensorType], i
             yield from ((op, types, calls) for op in region.forward.ops if op.results and any(True for _ in op.refs()))
 
 
-def _work(op: Op, types: dict[str, TensorType]) -> int:
+def _elements_moved(op: Op, types: dict[str, TensorType]) -> int:
     """The number of elements that the operation reads and writes: a substitute for its unknown flops."""
     made = sum(math.prod(value.type.shape) for value in op.results)
     read = max((math.prod(types[name].shape) for name in op.refs()), default=0)

@@ -54,7 +54,7 @@ class Inferred:
     def allows(self, stated: Layout, sizes: Sizes) -> bool:
         """Whether a stated layout agrees with this one."""
         unknown = frozenset(self.layout.local)
-        found, stated = (_without(layout, unknown, sizes).normalized(sizes) for layout in (self.layout, stated))
+        found, stated = (_layout_within(layout, unknown, sizes).normalized(sizes) for layout in (self.layout, stated))
         # One element of a cut dimension is also a contribution to the sum over that dimension.
         ones = {dim for dim, size in enumerate(found.local_shape(sizes)) if size == 1}
         loose = self.loose.union(axis for dim in ones for axis in _axes(found.dims[dim]))
@@ -64,7 +64,7 @@ class Inferred:
         return same and partial - loose <= {*stated.partial} <= partial | loose
 
 
-def _without(layout: Layout, axes: Set[str], sizes: Sizes) -> Layout:
+def _layout_within(layout: Layout, axes: Set[str], sizes: Sizes) -> Layout:
     """The layout within one rank of these axes."""
     if axes.isdisjoint(layout.axes):
         return layout
@@ -89,15 +89,15 @@ def inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inf
         return _inferred(op, types, sizes)
     if dict(op.attrs).get("axis") in unknown:
         return (None,) * len(op.results)
-    known = {name: _within(types[name], unknown, sizes) for name in op.refs()}
+    known = {name: _type_within(types[name], unknown, sizes) for name in op.refs()}
     axes = tuple(sorted(unknown))
     return tuple(
         made and replace(made, layout=replace(made.layout, local=axes)) for made in _inferred(op, known, sizes)
     )
 
 
-def _within(type: TensorType, axes: Set[str], sizes: Sizes) -> TensorType:
-    return replace(type, layout=_without(type.layout, axes, sizes))
+def _type_within(type: TensorType, axes: Set[str], sizes: Sizes) -> TensorType:
+    return replace(type, layout=_layout_within(type.layout, axes, sizes))
 
 
 def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
@@ -136,7 +136,7 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
     if op.name == "addmm":
         return (_product(*(type.layout for type in operands)),)
     if op.name in _ALONG:
-        return tuple(_along(op, operands, shape) for shape in shapes)
+        return tuple(_dimension_layout(op, operands, shape) for shape in shapes)
     if op.name == "slice" and (stepped := _stepped(op, operands[0].layout, shapes[0], sizes)) is not None:
         return (stepped,)
     if op.name in _LIKE:
@@ -159,7 +159,7 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
     if op.name in _NORMS:
         return _of_norm(operands[1].layout, operands[0].layout.partial, shapes)
     if "ring" in dict(op.attrs):
-        return _around(op, operands)
+        return _ring_layouts(op, operands)
     local = replace(op, results=tuple(replace(value, type=value.type.local(sizes)) for value in op.results))
     rule = resolve_lowered(local, {name: types[name].local(sizes) for name in op.refs()})
     if rule is None:
@@ -169,7 +169,7 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[In
     return (*first, *(None if derivative else _statistic(first[0], shape, sizes) for shape in shapes[len(first) :]))
 
 
-def _around(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ...]:
+def _ring_layouts(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ...]:
     """The layouts of ring attention, or of its gradients: cut like the queries.
 
     The gradient of a mask that all rows share comes from all ranks' rows, which its layout does not show.
@@ -198,7 +198,7 @@ def _written(operands: Sequence[Layout], *, adds: bool) -> Inferred:
     )
 
 
-def _along(op: Op, operands: Sequence[TensorType], shape: tuple[int, ...]) -> Inferred:
+def _dimension_layout(op: Op, operands: Sequence[TensorType], shape: tuple[int, ...]) -> Inferred:
     """The layout of a result that differs from the operand by one dimension, which each rank has whole.
 
     Where the operand's dimension is cut, no layout describes the result: it is local.
@@ -290,11 +290,11 @@ def _by_rule(
         # A cut factor of another result may be summed here; this result then has no dimension for it.
         gone = {*pieces} - {name for dim in dims for name in dim}
         summed = frozenset(loose | {axis for name in gone for axis in _axes(pieces[name])})
-        made.append(_made(dims, shape, pieces, ones, tuple(sorted(partial)), summed, sizes))
+        made.append(_inferred_from(dims, shape, pieces, ones, tuple(sorted(partial)), summed, sizes))
     return tuple(made)
 
 
-def _made(
+def _inferred_from(
     dims: Dims,
     shape: tuple[int, ...],
     pieces: Mapping[str, Pieces],

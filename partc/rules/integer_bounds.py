@@ -148,11 +148,11 @@ def _joined(*given: IntegerBounds) -> IntegerBounds:
     return IntegerBounds(min(each.least for each in given), max(each.most for each in given))
 
 
-def _truth(x: IntegerBounds) -> IntegerBounds:
+def _nonzero(x: IntegerBounds) -> IntegerBounds:
     return IntegerBounds(int(x.least > 0 or x.most < 0), int(x != IntegerBounds(0, 0)))
 
 
-def _not(x: IntegerBounds) -> IntegerBounds:
+def _negated(x: IntegerBounds) -> IntegerBounds:
     return IntegerBounds(1 - x.most, 1 - x.least)
 
 
@@ -205,27 +205,27 @@ def _clamped(call: BoundedCall) -> IntegerBounds:
     return x
 
 
-def _both(call: BoundedCall) -> IntegerBounds:
+def _and_bounds(call: BoundedCall) -> IntegerBounds:
     x, y = call.at(0), call.at(1)
     if call.op.name == "logical_and":
-        x, y = _truth(x), _truth(y)
+        x, y = _nonzero(x), _nonzero(y)
     if call.op.results[0].type.dtype == "bool":
         return IntegerBounds(x.least & y.least, x.most & y.most)
     return IntegerBounds(0, min(x.most, y.most)) if x.least >= 0 <= y.least else ANY
 
 
-def _either(call: BoundedCall) -> IntegerBounds:
+def _or_bounds(call: BoundedCall) -> IntegerBounds:
     x, y = call.at(0), call.at(1)
     if call.op.name == "logical_or":
-        x, y = _truth(x), _truth(y)
+        x, y = _nonzero(x), _nonzero(y)
     return IntegerBounds(x.least | y.least, x.most | y.most) if call.op.results[0].type.dtype == "bool" else ANY
 
 
 def _inverted(call: BoundedCall) -> IntegerBounds:
     x = call.at(0)
     if call.op.name == "logical_not":
-        return _not(_truth(x))
-    return _not(x) if call.op.result.type.dtype == "bool" else IntegerBounds(~x.most, ~x.least)
+        return _negated(_nonzero(x))
+    return _negated(x) if call.op.result.type.dtype == "bool" else IntegerBounds(~x.most, ~x.least)
 
 
 def _compared(
@@ -242,7 +242,7 @@ def _equal(x: IntegerBounds, y: IntegerBounds) -> bool:
     return x.only is not None and x.only == y.only
 
 
-def _apart(x: IntegerBounds, y: IntegerBounds) -> bool:
+def _disjoint(x: IntegerBounds, y: IntegerBounds) -> bool:
     return x.most < y.least or y.most < x.least
 
 
@@ -277,7 +277,7 @@ def _filled(call: BoundedCall) -> IntegerBounds:
     return _joined(call.chosen(call.op.args[0], argument(call.op, 1, "mask"), False), call.at(2, "value"))
 
 
-def _put(call: BoundedCall) -> IntegerBounds:
+def _written(call: BoundedCall) -> IntegerBounds:
     replaces = not argument(call.op, 3, "accumulate", False)
     return _joined(call.at(0), call.at(2)) if replaces else ANY
 
@@ -308,7 +308,7 @@ FORMULAS: Mapping[str, _Formula] = {
         ("cat", lambda call: _joined(*map(call.of, call.op.args[0] if isinstance(call.op.args[0], tuple) else ()))),
         ("where", _where),
         ("masked_fill", _filled),
-        ("index_put", _put),
+        ("index_put", _written),
         ("scatter index_copy", _scattered),
         ("constant_pad_nd", lambda call: _joined(call.at(0), call.at(2, "value", 0))),
         ("tril triu", lambda call: _joined(call.at(0), IntegerBounds(0, 0))),
@@ -322,7 +322,7 @@ FORMULAS: Mapping[str, _Formula] = {
         # Constants
         ("full", lambda call: call.at(1)),
         # Arithmetic
-        ("to", lambda call: _truth(call.at(0)) if call.op.result.type.dtype == "bool" else call.at(0)),
+        ("to", lambda call: _nonzero(call.at(0)) if call.op.result.type.dtype == "bool" else call.at(0)),
         ("add", _added(1)),
         ("sub", _added(-1)),
         ("mul", _corners(lambda x, y: x * y)),
@@ -339,12 +339,12 @@ FORMULAS: Mapping[str, _Formula] = {
         ("le", _compared(lambda x, y: x.most <= y.least, lambda x, y: x.least > y.most)),
         ("gt", _compared(lambda x, y: x.least > y.most, lambda x, y: x.most <= y.least)),
         ("ge", _compared(lambda x, y: x.least >= y.most, lambda x, y: x.most < y.least)),
-        ("eq", _compared(_equal, _apart)),
-        ("ne", _compared(_apart, _equal)),
-        ("__and__ bitwise_and logical_and", _both),
-        ("__or__ bitwise_or logical_or", _either),
+        ("eq", _compared(_equal, _disjoint)),
+        ("ne", _compared(_disjoint, _equal)),
+        ("__and__ bitwise_and logical_and", _and_bounds),
+        ("__or__ bitwise_or logical_or", _or_bounds),
         ("bitwise_not logical_not", _inverted),
-        ("any all", lambda call: _truth(call.at(0)) if math.prod(call.shape()) else ANY),
+        ("any all", lambda call: _nonzero(call.at(0)) if math.prod(call.shape()) else ANY),
     )
     for name in names.split()
 }

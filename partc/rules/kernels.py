@@ -171,7 +171,7 @@ def _floating(text: str) -> Spelling:
     return lambda op: text if op.result.type.dtype in FLOATING and not op.attrs else None
 
 
-def _whole(text: str) -> Spelling:
+def _integer_quotient(text: str) -> Spelling:
     """A spelling for integers divided by a positive number: no rounding, no division by zero."""
 
     def write(op: Op) -> str | None:
@@ -331,8 +331,8 @@ POINTWISE: Mapping[str, Spelling] = {
     "isnan": "{0} != {0}",
     "isinf": 'tl.abs({0}) == float("inf")',
     "nan_to_num": _finite,
-    "remainder": _whole("functions.remainder({0}, {1})"),
-    "fmod": _whole("{0} % {1}"),
+    "remainder": _integer_quotient("functions.remainder({0}, {1})"),
+    "fmod": _integer_quotient("{0} % {1}"),
     "lerp": _lerp,
     "addcmul": _third("({1} * {2})"),
     "addcdiv": _third("({1} / {2})"),

@@ -28,7 +28,7 @@ def localize(op: Op, rule: OpRule | None, sizes: Sizes) -> Op:
     return op
 
 
-def _with(op: Op, index: int, value: Arg) -> Op:
+def _with_argument(op: Op, index: int, value: Arg) -> Op:
     return replace(op, args=(*op.args[:index], value, *op.args[index + 1 :]))
 
 
@@ -36,14 +36,14 @@ def _result_shape(index: int) -> Callable[[Op, Sizes], Op]:
     """A localizer for operations whose argument at this position is the shape of the result."""
 
     def local(op: Op, sizes: Sizes) -> Op:
-        return _with(op, index, op.result.type.layout.local_shape(sizes))
+        return _with_argument(op, index, op.result.type.layout.local_shape(sizes))
 
     return local
 
 
 def _split(op: Op, sizes: Sizes) -> Op:
     dim = integers(argument(op, 2, "dim", 0))[0]
-    return _with(op, 1, tuple(value.type.layout.local_shape(sizes)[dim] for value in op.results))
+    return _with_argument(op, 1, tuple(value.type.layout.local_shape(sizes)[dim] for value in op.results))
 
 
 def _slice(op: Op, sizes: Sizes) -> Op:
@@ -65,7 +65,7 @@ def _convolution(op: Op, sizes: Sizes) -> Op:
     if groups == 1 or whole == local:
         return op
     if len(op.args) > 6:
-        return _with(op, 6, groups * local // whole)
+        return _with_argument(op, 6, groups * local // whole)
     attrs = tuple((name, groups * local // whole if name == "groups" else value) for name, value in op.attrs)
     return replace(op, attrs=attrs)
 
@@ -87,7 +87,7 @@ def _repeat_interleave(op: Op, sizes: Sizes) -> Op:
         return op
     local = op.result.type.layout.local_shape(sizes)[dim]
     if len(op.args) > 3:
-        return _with(op, 3, local)
+        return _with_argument(op, 3, local)
     return replace(op, attrs=tuple((name, local if name == "output_size" else value) for name, value in op.attrs))
 
 

@@ -94,7 +94,7 @@ def _rule(op: Op, types: Types, resolve: Resolve) -> OpRule:
     summed = tuple(
         Factor(factor.name, factor.size, "blocked") for factor in rule.factors if factor.kind == "contracted"
     )
-    inner, work = _work(found, {factor.name for factor in rule.factors})
+    inner, work = _step_products(found, {factor.name for factor in rule.factors})
     return replace(rule, factors=(*kept, *summed, *inner), work=work)
 
 
@@ -172,7 +172,7 @@ def _analysed(scan: Scan, resolve: Resolve) -> _Step:
     return _Step(scan=scan, rules=tuple(rules), groups=groups, names=names)
 
 
-def _work(step: _Step, factors: set[str]) -> tuple[tuple[Factor, ...], tuple[tuple[str, ...], ...]]:
+def _step_products(step: _Step, factors: set[str]) -> tuple[tuple[Factor, ...], tuple[tuple[str, ...], ...]]:
     """Factors that occur only within the step, and the matrix products of all steps."""
     inner: dict[str, Factor] = {}
     work: list[tuple[str, ...]] = []

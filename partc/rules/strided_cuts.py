@@ -42,7 +42,7 @@ def factor_cuts(op: Op, rule: OpRule, cuts: Cuts) -> dict[str, frozenset[int]]:
     found: dict[str, set[int]] = {}
     for name, dim, before, factor, size in _places(tensors(op, rule), rule):
         inside = found.setdefault(factor, {1})
-        inside.update(_inside(cuts[name][dim], before, size))
+        inside.update(_inner_cuts(cuts[name][dim], before, size))
     return {factor: frozenset(inside) for factor, inside in found.items()}
 
 
@@ -65,7 +65,7 @@ def _places(tensors: Iterable[tuple[str, Dims]], rule: OpRule) -> Iterator[tuple
                 before *= sizes[factor]
 
 
-def _inside(outers: Collection[int], before: int, size: int) -> set[int]:
+def _inner_cuts(outers: Collection[int], before: int, size: int) -> set[int]:
     """The cuts of a dimension that fall inside a factor, relative to the factor."""
     found = {outer // before for outer in outers if outer % before == 0}
     return {outer for outer in found if size % outer == 0 and outer < size}
@@ -76,7 +76,7 @@ def _exchange(places: list[tuple[str, Dims]], rule: OpRule, cuts: dict[str, list
     spots = list(_places(places, rule))
     inside: dict[str, set[int]] = {}
     for name, dim, before, factor, size in spots:
-        inside.setdefault(factor, {1}).update(_inside(cuts[name][dim], before, size))
+        inside.setdefault(factor, {1}).update(_inner_cuts(cuts[name][dim], before, size))
     changed = False
     for name, dim, before, factor, _ in spots:
         at = cuts[name][dim]

@@ -138,7 +138,7 @@ class _Trial:
 
     def faults(self) -> Iterator[Fault]:
         for choice, n in self._cuts():
-            cause = next(filter(None, (self._wrong(choice, n, draw) for draw in self.draws)), "")
+            cause = next(filter(None, (self._mismatch(choice, n, draw) for draw in self.draws)), "")
             if cause:
                 yield Fault(factor="" if _linear(choice) else str(choice.factor), cause=cause)
 
@@ -151,7 +151,7 @@ class _Trial:
                 if choice.factor is not None and smallest == n:
                     yield choice, n
 
-    def _wrong(self, choice: Choice, n: int, draw: _Draw) -> str:
+    def _mismatch(self, choice: Choice, n: int, draw: _Draw) -> str:
         asked, made = placements(self.op, self.rule, choice)
         held = [_placed(x, placement, n) for x, placement in zip(draw.operands, asked, strict=True)]
         leaves = [
@@ -162,7 +162,7 @@ class _Trial:
         except Exception as error:
             return f"{_cut(choice, n)}, it fails: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"
         for number, (expected, placement) in enumerate(zip(draw.whole, made, strict=True)):
-            found = _together([part[number].detach() for part in parts], placement)
+            found = _reassembled([part[number].detach() for part in parts], placement)
             wrong = _difference(found, expected)
             if wrong:
                 mean = isinstance(placement, Partial) and found is not None and not _difference(found / n, expected)
@@ -196,7 +196,7 @@ class _Trial:
             for rank, part in enumerate(parts)
         ]
         for place, index in enumerate(roots):
-            whole = _together([gradients[place] for gradients in found], _dual(asked[index]))
+            whole = _reassembled([gradients[place] for gradients in found], _dual(asked[index]))
             wrong = _difference(whole, expected[place])
             if wrong:
                 return f"{_cut(choice, n)}, the gradient of operand {index} is {wrong}"
@@ -290,7 +290,7 @@ def _placed(x: Tensor, placement: Placement, n: int) -> list[Tensor]:
     return [x] * n
 
 
-def _together(held: Sequence[Tensor], placement: Placement) -> Tensor | None:
+def _reassembled(held: Sequence[Tensor], placement: Placement) -> Tensor | None:
     """The whole tensor from the ranks' shards; None if replicated shards differ."""
     if isinstance(placement, Shard):
         return join(torch.stack(list(held)), placement.dim, placement.outer)

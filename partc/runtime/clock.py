@@ -57,7 +57,7 @@ class Clock:
     @property
     def doing(self) -> str:
         """The current activity in words, with the step. Any thread may call it."""
-        host = f"{self._here}, {self._inside}" if self._inside else self._here
+        host = f"{self._activity}, {self._inside}" if self._inside else self._activity
         behind = self._followed.behind() if self._followed is not None else None
         return host if behind is None else f"{behind} on its GPU (the host is at {host})"
 
@@ -67,7 +67,7 @@ class Clock:
         return 0.0 if self._followed is None else self._followed.waited
 
     @property
-    def _here(self) -> str:
+    def _activity(self) -> str:
         return f"{self._at} of step {self.step}" if self.step else self._at
 
     def entering(self, what: str, kind: Kind = "aside") -> None:
@@ -78,7 +78,7 @@ class Clock:
             self._since = now
         self._at, self._kind = what, kind
         if self._followed is not None:
-            self._followed.entering(self._here)
+            self._followed.entering(self._activity)
 
     def mark(self) -> Mark:
         """The present moment, for `begin` and `end`."""

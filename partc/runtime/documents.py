@@ -111,7 +111,7 @@ def parsed(data: bytes | str, *, finite: bool = True) -> Any:
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         numbers: dict[str, Any] = {"parse_constant": _no_number, "parse_float": _finite} if finite else {}
-        return json.loads(text, object_pairs_hook=_once, **numbers)
+        return json.loads(text, object_pairs_hook=_unique_keys, **numbers)
     except UnicodeDecodeError as error:
         raise Malformed(f"is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -218,7 +218,7 @@ def _hints(kind: Any) -> Mapping[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()

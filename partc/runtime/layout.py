@@ -97,7 +97,7 @@ class Shard:
     def members_at(self, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> dict[str, tuple[int, int]]:
         """The members on the rank at a coordinate: name -> (first row there, number of rows)."""
         ((size, axes),) = self.dims[0]
-        count = size // _ways(axes, sizes)
+        count = size // _group_size(axes, sizes)
         first = count * _place(axes, sizes, coordinate)
         return {name: (row - first, rows) for name, row, rows in self.members if first <= row < first + count}
 
@@ -177,7 +177,7 @@ def _rows_held(dim: tuple[SubDim, ...], sizes: Mapping[str, int], coordinate: Ma
     """The numbers of the rows that the rank at a coordinate holds."""
     rows = [0]
     for size, axes in dim:
-        count = size // _ways(axes, sizes)
+        count = size // _group_size(axes, sizes)
         first = count * _place(axes, sizes, coordinate)
         rows = [size * row + index for row in rows for index in range(first, first + count)]
     return rows
@@ -215,7 +215,7 @@ class Returned:
         cut = next((index for index, (_, axes) in enumerate(factors) if "mb" in axes), None)
         if cut is not None:
             ways = {**sizes, "mb": len(parts)}
-            shape = [size // _ways(axes, ways) for size, axes in factors]
+            shape = [size // _group_size(axes, ways) for size, axes in factors]
             whole = torch.cat([part.reshape(shape) for part in parts], cut)
             return whole.reshape(self.shard.local_shape(sizes))
         return functools.reduce(torch.add, parts) if "mb" in self.partial or not factors else parts[-1]
@@ -239,13 +239,13 @@ def tokens_per_step(plan: Mapping[str, Any]) -> int:
     return (sequences or examples or [0])[0]
 
 
-def _ways(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+def _group_size(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def _part(size: int, axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """The elements of each part of a factor, spare ones included."""
-    return -(-size // _ways(axes, sizes))
+    return -(-size // _group_size(axes, sizes))
 
 
 def _place(axes: Sequence[str], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> int:
@@ -266,7 +266,7 @@ def local_part(whole: Tensor, dims: Dims, sizes: Mapping[str, int], coordinate: 
     factors = [factor for dim in dims for factor in dim]
     part = whole.reshape([size for size, _ in factors])
     for position, (size, axes) in enumerate(factors):
-        ways, index = _ways(axes, sizes), _place(axes, sizes, coordinate)
+        ways, index = _group_size(axes, sizes), _place(axes, sizes, coordinate)
         if ways > 1:
             each = _part(size, axes, sizes)
             first, last = min(index * each, size), min((index + 1) * each, size)
@@ -284,7 +284,7 @@ def microbatch_part(local: Tensor, dims: Dims, sizes: Mapping[str, int], count: 
     """Microbatch `index` of `count`, from a tensor that is already cut over the mesh's axes."""
     left = tuple(
         tuple(
-            (size // _ways([a for a in axes if a != "mb"], sizes), tuple(a for a in axes if a == "mb"))
+            (size // _group_size([a for a in axes if a != "mb"], sizes), tuple(a for a in axes if a == "mb"))
             for size, axes in dim
         )
         for dim in dims

@@ -248,7 +248,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     for name, entry in plan.parameters.items():
         if any(stage >= plan.stages for stage in entry.stages):
             yield f"{name!r} is of stages {list(entry.stages)}, of {plan.stages}"
-        shape = _whole(entry.layout)
+        shape = _global_shape(entry.layout)
         if len(shape) != len(entry.shape) or any(map(int.__gt__, entry.shape, shape)):
             yield f"{name!r} has shape {list(entry.shape)} and layout {entry.layout}"
     for call in plan.calls:
@@ -276,7 +276,7 @@ def _factors(layout: str) -> list[list[tuple[int, list[str]]]]:
     return [[(int(found[1]), found[2].split(",") if found[2] else []) for found in dim if found] for dim in matches]
 
 
-def _whole(layout: str) -> tuple[int, ...]:
+def _global_shape(layout: str) -> tuple[int, ...]:
     return tuple(math.prod(size for size, _ in dim) for dim in _factors(layout))
 
 

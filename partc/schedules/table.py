@@ -137,10 +137,10 @@ class _TableReader:
             for cell in row:
                 first = found.setdefault(cell.stage, cell)
                 if first.row != cell.row:
-                    raise self._wrong("P0409", cell, f"stage {cell.stage} stands in row {first.row} already", _ONE_ROW)
+                    raise self._error("P0409", cell, f"stage {cell.stage} stands in row {first.row} already", _ONE_ROW)
                 if cell.microbatch >= self.microbatches:
                     known = f"the last microbatch is {self.microbatches - 1}"
-                    raise self._wrong("P0409", cell, known, f"compile with --microbatches {cell.microbatch + 1}")
+                    raise self._error("P0409", cell, known, f"compile with --microbatches {cell.microbatch + 1}")
         for number, row in enumerate(rows, 1):
             if not row:
                 raise PartcError(
@@ -152,7 +152,7 @@ class _TableReader:
         missing = next((stage for stage in range(max(found)) if stage not in found), None)
         if missing is not None:
             last = found[max(found)]
-            raise self._wrong("P0409", last, f"there is no stage {missing}", "stages are numbered from 0, without gaps")
+            raise self._error("P0409", last, f"there is no stage {missing}", "stages are numbered from 0, without gaps")
         return tuple(found[stage].row - 1 for stage in range(len(found)))
 
     def _check_counts(self, rows: Sequence[Sequence[Cell]], stages: int) -> None:
@@ -164,7 +164,7 @@ class _TableReader:
                 others = ("I", "W") if cell.kind == "B" else ("B",)
                 twice = next((done[k] for o in others if (k := (cell.stage, o, cell.microbatch)) in done), None)
             if twice is not None:
-                raise self._wrong("P0410", cell, f"that is done in cell {twice.column}: {twice}", _ONCE)
+                raise self._error("P0410", cell, f"that is done in cell {twice.column}: {twice}", _ONCE)
             done[cell.stage, cell.kind, cell.microbatch] = cell
         for stage in range(stages):
             for index in range(self.microbatches):
@@ -191,7 +191,7 @@ class _TableReader:
             row, lacking = min(stuck, key=lambda item: item[1] not in map(str, item[0]))
             behind = next((other[0] for other, _ in stuck if lacking in map(str, other)), row[0])
             where = "later in its row" if behind is row[0] else f"in row {behind.row}, where {behind} waits as well"
-            raise self._wrong("P0411", row[0], f"it waits forever for {lacking}, {where}", _ORDER)
+            raise self._error("P0411", row[0], f"it waits forever for {lacking}, {where}", _ORDER)
 
     def _needs(self, cell: Cell, stages: int, given: set[str]) -> Iterator[str]:
         """Yields the actions for which a cell waits: transfers if the table has them, else the computations that they
@@ -209,15 +209,15 @@ class _TableReader:
                 options += [f"{before}SEND_{way}{index}", f"{before}{way}{index}", f"{before}I{index}"]
                 yield next(option for option in options if option in given)
             elif cell.kind.startswith("RECV"):
-                raise self._wrong("P0410", cell, f"stage {stage} receives nothing that way", _ENDS)
+                raise self._error("P0410", cell, f"stage {stage} receives nothing that way", _ENDS)
         elif cell.kind == "W":
             yield f"{stage}I{index}"
         else:
             if not 0 <= (stage + 1 if forward else stage - 1) < stages:
-                raise self._wrong("P0410", cell, f"stage {stage} sends nothing that way", _ENDS)
+                raise self._error("P0410", cell, f"stage {stage} sends nothing that way", _ENDS)
             yield next(option for option in (f"{stage}{cell.kind[-1]}{index}", f"{stage}I{index}") if option in given)
 
-    def _wrong(self, code: str, cell: Cell, cause: str, help: str) -> PartcError:
+    def _error(self, code: str, cell: Cell, cause: str, help: str) -> PartcError:
         return PartcError(
             code, f"cell {cell.column}, {cell}: {cause}", help=help, source=Source(file=self.file, line=cell.row)
         )

@@ -241,14 +241,16 @@ class _PlacementProgram:
         if found is None:
             return None
         names = [*op.refs()]
-        wants = tuple(self._seen(layout, name in live) for layout, name in zip(found[0], names, strict=True))
-        makes = tuple(self._seen(layout, v.name in live) for layout, v in zip(found[1], op.results, strict=True))
+        wants = tuple(self._axis_placement(layout, name in live) for layout, name in zip(found[0], names, strict=True))
+        makes = tuple(
+            self._axis_placement(layout, v.name in live) for layout, v in zip(found[1], op.results, strict=True)
+        )
         label = None if choice is None else (choice.factor, choice.outer)
         return Alternative(
             label=label, wants=wants, makes=makes, price=self._price(region, op, rule, choice, found, makes, types)
         )
 
-    def _seen(self, layout: Layout, live: bool) -> Placement:
+    def _axis_placement(self, layout: Layout, live: bool) -> Placement:
         """The placement on this axis; Varying counts as Replicated for values without a gradient."""
         placement = layout.placement(self.axis)
         return Replicated() if isinstance(placement, Varying) and not live else placement

@@ -214,11 +214,11 @@ class _Search:
     def moves(self, layout: Layout) -> Iterator[Move]:
         for axis in self._axes:
             if axis in layout.partial:
-                bare = replace(layout, partial=_without(layout.partial, axis))
+                bare = replace(layout, partial=_without_axis(layout.partial, axis))
                 yield "all_reduce", axis, (), bare
                 yield from self._cut("reduce_scatter", bare, axis)
             elif axis in layout.varying:
-                bare = replace(layout, varying=_without(layout.varying, axis))
+                bare = replace(layout, varying=_without_axis(layout.varying, axis))
                 yield "settle", axis, (), bare
                 yield from self._cut("take", bare, axis)
             elif axis in layout.sharded_axes:
@@ -269,7 +269,7 @@ class _Search:
             if key not in self._cuts:
                 self._cuts[key] = [*self._cuts_of(dim, subs, axis)]
             for outer, parts in self._cuts[key]:
-                yield op, axis, (("dim", dim), ("outer", outer)), _with(bare, dim, parts)
+                yield op, axis, (("dim", dim), ("outer", outer)), _with_dim(bare, dim, parts)
 
     def _cuts_of(self, dim: int, subs: _Dim, axis: str) -> Iterator[tuple[int, _Dim]]:
         for outer in _positions(subs, self._marks[dim], self._sizes):
@@ -284,11 +284,11 @@ class _Search:
                 self._uncuts[subs, axis] = None if found is None else (found[0], _normalized(found[1], self._sizes))
             known = self._uncuts[subs, axis]
             if known is not None:
-                return dim, known[0], _with(layout, dim, known[1])
+                return dim, known[0], _with_dim(layout, dim, known[1])
         raise InternalError(f"{layout} is not sharded over {axis}")
 
 
-def _with(layout: Layout, dim: int, subs: _Dim) -> Layout:
+def _with_dim(layout: Layout, dim: int, subs: _Dim) -> Layout:
     return Layout((*layout.dims[:dim], subs, *layout.dims[dim + 1 :]), layout.partial, layout.varying, layout.local)
 
 
@@ -305,7 +305,7 @@ def _differing(src: Layout, dst: Layout) -> tuple[str, ...]:
     return tuple(sorted(axes))
 
 
-def _without(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
+def _without_axis(axes: tuple[str, ...], axis: str) -> tuple[str, ...]:
     return tuple(other for other in axes if other != axis)
 
 
@@ -321,7 +321,7 @@ def _boundaries(dim: tuple[SubDim, ...], sizes: Sizes) -> Iterator[int]:
         before *= sub.size
 
 
-def _ways(sub: SubDim, sizes: Sizes) -> int:
+def _group_size(sub: SubDim, sizes: Sizes) -> int:
     return math.prod(sizes[axis] for axis in sub.axes)
 
 
@@ -330,7 +330,7 @@ def _positions(dim: tuple[SubDim, ...], marks: list[int], sizes: Sizes) -> list[
     found = set()
     local = whole = 1
     for sub in dim:
-        ways = _ways(sub, sizes)
+        ways = _group_size(sub, sizes)
         inside = sub.size // ways
         found.add(local)
         for mark in marks:
@@ -348,13 +348,13 @@ def cut(layout: Layout, axis: str, dim: int, outer: int, sizes: Sizes) -> Layout
     Returns None if the sizes do not divide.
     """
     subs = _cut_dim(layout.dims[dim], axis, outer, sizes)
-    return None if subs is None else _with(layout, dim, subs).normalized(sizes)
+    return None if subs is None else _with_dim(layout, dim, subs).normalized(sizes)
 
 
 def _cut_dim(subs: _Dim, axis: str, outer: int, sizes: Sizes) -> _Dim | None:
     before = 1
     for index, sub in enumerate(subs):
-        inside = sub.size // _ways(sub, sizes)
+        inside = sub.size // _group_size(sub, sizes)
         offset, rest = divmod(outer, before)
         if not rest and offset < inside:
             if inside % offset or (inside // offset) % sizes[axis]:
@@ -378,7 +378,7 @@ def uncut(layout: Layout, axis: str, sizes: Sizes) -> tuple[int, int, Layout]:
     for dim, subs in enumerate(layout.dims):
         found = _uncut_dim(subs, axis, sizes)
         if found is not None:
-            return dim, found[0], _with(layout, dim, found[1]).normalized(sizes)
+            return dim, found[0], _with_dim(layout, dim, found[1]).normalized(sizes)
     raise InternalError(f"{layout} is not sharded over {axis}")
 
 
@@ -394,5 +394,5 @@ def _uncut_dim(subs: _Dim, axis: str, sizes: Sizes) -> tuple[int, _Dim] | None:
                 SubDim(sub.size // (major * sizes[axis]), sub.axes[place + 1 :]),
             )
             return before, (*subs[:index], *parts, *subs[index + 1 :])
-        before *= sub.size // _ways(sub, sizes)
+        before *= sub.size // _group_size(sub, sizes)
     return None

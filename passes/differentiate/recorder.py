@@ -33,7 +33,7 @@ class Recorder(TorchDispatchMode):
         self._named: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         for index, tensor in enumerate(given):
-            self._made(self.graph.placeholder(f"given_{index}"), tensor)
+            self._record_result(self.graph.placeholder(f"given_{index}"), tensor)
 
     def named(self, x: Tensor, name: str) -> Tensor:
         """The tensor, dense, as a value with this name; its gradient gets a name too."""
@@ -60,9 +60,9 @@ class Recorder(TorchDispatchMode):
         return x
 
     def _mark(self, target: OpOverload, x: Tensor, name: str) -> None:
-        self._made(self.graph.call_function(target, (self._nodes[id(x)], name)), x)
+        self._record_result(self.graph.call_function(target, (self._nodes[id(x)], name)), x)
 
-    def _made(self, node: fx.Node, result: Tensor) -> None:
+    def _record_result(self, node: fx.Node, result: Tensor) -> None:
         node.meta["val"] = result
         self._nodes[id(result)] = node
         self._alive.append(result)
@@ -91,12 +91,12 @@ class Recorder(TorchDispatchMode):
             operands = tuple(map(self._operand, args))
             node = self.graph.call_function(func, operands, {key: self._operand(x) for key, x in given.items()})
             if isinstance(found, Tensor):
-                self._made(node, found)
+                self._record_result(node, found)
                 return found
             node.meta["val"] = found
             for index, x in enumerate(found):
                 if isinstance(x, Tensor):
-                    self._made(self.graph.call_function(operator.getitem, (node, index)), x)
+                    self._record_result(self.graph.call_function(operator.getitem, (node, index)), x)
         return found
 
     def _operand(self, x: Any) -> Any:

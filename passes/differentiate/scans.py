@@ -232,7 +232,7 @@ def _backward(
     read = [gradient(count + i) for i in found.made]
     dims = [scan.dims_made[i] for i in found.made]
     for i in found.saved_states:
-        x, dim = _before(found, i, starts, results)
+        x, dim = _states_before(found, i, starts, results)
         read.append(x)
         dims.append(dim)
     read += [sequences[i] for i in found.saved_elements]
@@ -257,7 +257,9 @@ def _backward(
     )
 
 
-def _before(found: Derivative, state: int, starts: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, int]:
+def _states_before(
+    found: Derivative, state: int, starts: Sequence[Tensor], results: Sequence[Tensor]
+) -> tuple[Tensor, int]:
     """The values of a state before each step, as one tensor, and the tensor's time dimension."""
     scan = found.forward
     if state in found.before:

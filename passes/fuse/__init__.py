@@ -35,7 +35,7 @@ from partc.ir.program import Kernels, Op, Program, Region
 from partc.passes.fuse.cross_entropy import streamed
 from partc.passes.fuse.dropout import redrawn
 from partc.passes.fuse.groups import fused
-from partc.passes.fuse.in_place import over
+from partc.passes.fuse.in_place import mark_overwrites
 from partc.passes.fuse.names import named
 from partc.passes.fuse.rematerialize import lean
 from partc.passes.fuse.rotary import spelled_rotary
@@ -67,7 +67,7 @@ def fuse(program: Program, *, kernels: Kernels = "aten", fusions: Fusions | None
         return found
 
     done = (grouped(region) if region.phase == "microbatch" else region for region in regions)
-    return named(over(replace(program, regions=tuple(map(_chunked, done)))))
+    return named(mark_overwrites(replace(program, regions=tuple(map(_chunked, done)))))
 
 
 def _grouped(region: Region, sizes: Sizes) -> Region:

@@ -82,25 +82,25 @@ class _RowWriter:
         operands = [arg for arg in args if isinstance(arg, Ref)]
         largest = max(operands, key=lambda arg: math.prod(self.shape(arg)))
         partial = tuple(sorted({axis for arg in operands for axis in self.type_of(arg).layout.partial}))
-        return self._put(name, args, replace(self.type_of(largest).layout, partial=partial), word, makes)
+        return self._write(name, args, replace(self.type_of(largest).layout, partial=partial), word, makes)
 
     def sum(self, x: Ref, along: int, word: str, *, name: str = "sum") -> Ref:
         """Write a sum along rows; dimensions are kept."""
         shape, layout = self.shape(x), self.type_of(x).layout
         first = len(shape) - along
         kept = replace(layout, dims=(*layout.dims[:first], *Layout.replicated((1,) * along).dims))
-        return self._put(name, (x, tuple(range(first, len(shape))), True), kept, word, None)
+        return self._write(name, (x, tuple(range(first, len(shape))), True), kept, word, None)
 
     def column(self, x: Ref, along: int, makes: Value) -> None:
         """Write a sum over all rows."""
         rows = tuple(range(len(self.shape(x)) - along))
-        self._put("sum", (x, rows, False), makes.type.layout, "", makes)
+        self._write("sum", (x, rows, False), makes.type.layout, "", makes)
 
     def mean(self, x: Ref, along: int, word: str) -> Ref:
         shape = self.shape(x)
         return self.do("mul", self.sum(x, along, f"{word}_sum"), 1 / math.prod(shape[len(shape) - along :]), word=word)
 
-    def _put(self, name: str, args: tuple[Arg, ...], layout: Layout, word: str, makes: Value | None) -> Ref:
+    def _write(self, name: str, args: tuple[Arg, ...], layout: Layout, word: str, makes: Value | None) -> Ref:
         if makes is None:
             dtype = self.types[next(self.op.refs())].dtype
             wide: DType = "f32" if dtype in ("bf16", "f16") or dtype not in FLOATING else dtype

@@ -77,7 +77,7 @@ class _Work:
         self.forms = [self._form(op) for op in graph.ops]
         self.kinds = [self._kind(op, form) for op, form in zip(graph.ops, self.forms, strict=True)]
         self.columns = frozenset[str]().union(*map(columns, graph.ops, self.forms))
-        self.roots = [self._seen(op.refs()) for op in graph.ops]
+        self.roots = [self._behind_views(op.refs()) for op in graph.ops]
         self.readers: dict[str, set[int]] = {}
         for index, kind in enumerate(self.kinds):
             for name in self.roots[index] if kind not in ("view", "constant") else ():
@@ -99,7 +99,7 @@ class _Work:
         kind = None if empty or open else kernels.kind(op)
         return None if kind in ("reduction", "composite") and form is None else kind
 
-    def _seen(self, names: Iterable[str]) -> frozenset[str]:
+    def _behind_views(self, names: Iterable[str]) -> frozenset[str]:
         """The values behind views; constants are left out."""
         found: set[str] = set()
         todo = list(names)
@@ -118,10 +118,10 @@ class _Work:
         found: set[str] = set()
         for name in self.kept:
             index = self.makers.get(name)
-            found |= {name} if index is None else {name, *self._through(index)}
+            found |= {name} if index is None else {name, *self._view_roots(index)}
         return found
 
-    def _through(self, index: int) -> frozenset[str]:
+    def _view_roots(self, index: int) -> frozenset[str]:
         return self.roots[index] if self.kinds[index] == "view" else frozenset()
 
     def _group(self, members: Collection[int]) -> _KernelGroup:
@@ -199,7 +199,7 @@ class _Work:
             return True
         steps = self._spelled(group.members)
         shapes = {value.name: value.type.layout.local_shape(self.sizes) for step in steps for value in step.results}
-        return fits_registers(steps, group.makes, form, {**self.shapes, **shapes}, self._seen)
+        return fits_registers(steps, group.makes, form, {**self.shapes, **shapes}, self._behind_views)
 
     def _of_rows(self, name: str, inside: Set[str], form: Form) -> bool:
         """Whether an operand lies in the rows that a group iterates over.
@@ -210,7 +210,7 @@ class _Work:
         if name in inside:
             return name not in self.columns
         index = self.makers.get(name)
-        if index is None or inside.isdisjoint(self._through(index)):
+        if index is None or inside.isdisjoint(self._view_roots(index)):
             return True
         op, shape = self.ops[index], self.shapes[name]
         if op.name == "expand" and shape == form.shape:
@@ -223,7 +223,11 @@ class _Work:
         if name in inside:
             return self.shapes[name] == form.statistic and name not in self.columns
         op = self.ops[self.makers[name]] if name in self.makers else None
-        if op is None or op.name != "reshape" or _long(self.shapes[name]) != _long(form.statistic):
+        if (
+            op is None
+            or op.name != "reshape"
+            or _nontrivial_dims(self.shapes[name]) != _nontrivial_dims(form.statistic)
+        ):
             return False
         return self._is_statistic(next(op.refs()), inside, form)
 
@@ -233,10 +237,10 @@ class _Work:
 
     def _reaches(self, start: int, goal: int) -> bool:
         """Whether a path leads from `start` to `goal` through at least one other operation or group."""
-        todo = [key for key in self._next(start) if key != goal]
+        todo = [key for key in self._readers_of(start) if key != goal]
         seen = set(todo)
         while todo:
-            for key in self._next(todo.pop()):
+            for key in self._readers_of(todo.pop()):
                 if key == goal:
                     return True
                 if key not in seen and key != start:
@@ -244,7 +248,7 @@ class _Work:
                     todo.append(key)
         return False
 
-    def _next(self, key: int) -> set[int]:
+    def _readers_of(self, key: int) -> set[int]:
         """The operations and groups that read this one's results."""
         makes = self.groups[key].makes if key in self.groups else {value.name for value in self.ops[key].results}
         return {self.place[index] for name in makes for index in self.readers.get(name, ())} - {key}
@@ -342,7 +346,7 @@ class _Work:
         )
 
 
-def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _nontrivial_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size > 1)
 
 

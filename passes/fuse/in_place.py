@@ -19,7 +19,7 @@ from partc.rules import kernels
 from partc.rules.strides import dense
 
 
-def over(program: Program) -> Program:
+def mark_overwrites(program: Program) -> Program:
     """Mark every kernel that may overwrite logits: `over` holds the indices of the argument and of the result."""
     known = dense(program)
     return replace(
@@ -30,15 +30,15 @@ def over(program: Program) -> Program:
 def _region(region: Region, dense: Collection[str], sizes: Sizes) -> Region:
     if region.backward is None:
         return region
-    own = _own(region.forward, region.forward.outputs, region.saved) & set(region.saved)
-    own |= _own(region.backward, region.backward.outputs, ())
+    own = _owners(region.forward, region.forward.outputs, region.saved) & set(region.saved)
+    own |= _owners(region.backward, region.backward.outputs, ())
     ops = tuple(
         _marked(op, place, region.backward, own & set(dense), sizes) for place, op in enumerate(region.backward.ops)
     )
     return replace(region, backward=replace(region.backward, ops=ops))
 
 
-def _own(graph: Graph, outputs: Collection[str], saved: Collection[str]) -> set[str]:
+def _owners(graph: Graph, outputs: Collection[str], saved: Collection[str]) -> set[str]:
     """Values that own their memory and of which no alias leaves the graph."""
     memory = memory_of(graph)
     shared = {memory.get(name, name) for name in outputs}

@@ -53,14 +53,23 @@ class _RotationWriter:
         head = x if whole else self._slice(x, "head", 0, rotated, 1)
         cos, sin = (self._wide(table, rotated, bool(interleaved)) for table in (cos, sin))
         forward = self.op.name == "rotary"
-        first, second = self._pairs(head if forward else self._do("mul", head, sin), rotated, bool(interleaved))
-        parts = (self._do("neg", second), first) if forward else (second, self._do("neg", first))
+        first, second = self._pairs(
+            head if forward else self._write_elementwise("mul", head, sin), rotated, bool(interleaved)
+        )
+        parts = (
+            (self._write_elementwise("neg", second), first)
+            if forward
+            else (second, self._write_elementwise("neg", first))
+        )
         turned = self._joined(*parts, rotated, bool(interleaved))
-        products = self._do("mul", head, cos), self._do("mul", turned, sin) if forward else turned
-        made = self._do("add", *products, last=whole)
+        products = (
+            self._write_elementwise("mul", head, cos),
+            self._write_elementwise("mul", turned, sin) if forward else turned,
+        )
+        made = self._write_elementwise("add", *products, last=whole)
         if not whole:
             rest = self._slice(x, "rest", rotated, size, 1)
-            self._put("cat", ((made, rest), len(rows)), "", (self._columns(size),), last=True)
+            self._write("cat", ((made, rest), len(rows)), "", (self._columns(size),), last=True)
         return self.ops
 
     def _wide(self, table: Arg, size: int, interleaved: bool) -> Ref:
@@ -84,25 +93,25 @@ class _RotationWriter:
         like = like or self.op.result.type
         *rows, _ = like.layout.local_shape(self.sizes)
         if not interleaved:
-            return self._put("cat", ((first, second), len(rows)), word, (self._columns(size),), like=like)
+            return self._write("cat", ((first, second), len(rows)), word, (self._columns(size),), like=like)
         half, pairs = size // 2, self._columns(size // 2)
         columns = tuple(
-            self._put("reshape", (part, (*rows, half, 1)), "column", (pairs, (SubDim(1),)), like=like)
+            self._write("reshape", (part, (*rows, half, 1)), "column", (pairs, (SubDim(1),)), like=like)
             for part in (first, second)
         )
-        both = self._put("cat", (columns, len(rows) + 1), "both", (pairs, (SubDim(2),)), like=like)
-        return self._put("reshape", (both, (*rows, size)), word, (self._columns(size),), like=like)
+        both = self._write("cat", (columns, len(rows) + 1), "both", (pairs, (SubDim(2),)), like=like)
+        return self._write("reshape", (both, (*rows, size)), word, (self._columns(size),), like=like)
 
     def _slice(self, x: Ref, word: str, start: int, end: int, step: int) -> Ref:
-        return self._put("slice", (x, self._dim, start, end, step), word, (self._columns(-((start - end) // step)),))
+        return self._write("slice", (x, self._dim, start, end, step), word, (self._columns(-((start - end) // step)),))
 
-    def _do(self, name: str, *args: Arg, last: bool = False) -> Ref:
+    def _write_elementwise(self, name: str, *args: Arg, last: bool = False) -> Ref:
         """Write an elementwise operation, of the first operand's size."""
         first = args[0]
         assert isinstance(first, Ref)
         made = {op.result.name: op.result.type for op in self.ops}
         columns = (made.get(first.name) or self.types[first.name]).layout.dims[-1]
-        return self._put(name, args, name, (columns,), last=last)
+        return self._write(name, args, name, (columns,), last=last)
 
     def _columns(self, size: int) -> tuple[SubDim, ...]:
         """The last dimension of a value with `size` local columns: all of the result's columns, or one for each pair.
@@ -121,7 +130,7 @@ class _RotationWriter:
     def _dim(self) -> int:
         return len(self.op.result.type.shape) - 1
 
-    def _put(
+    def _write(
         self,
         name: str,
         args: tuple[Arg, ...],

@@ -53,10 +53,10 @@ def plain(region: Region, sizes: Sizes) -> Region:
         backward = replace(backward, inputs=tuple(value for value in backward.inputs if value.name not in idle))
     region = replace(
         region,
-        forward=_alone(spelled(region.forward), saved),
+        forward=_without_second_results(spelled(region.forward), saved),
         saved=saved,
-        backward=backward and _alone(backward, region.kept),
-        weight=weight and _alone(weight, ()),
+        backward=backward and _without_second_results(backward, region.kept),
+        weight=weight and _without_second_results(weight, ()),
     )
     return region.mapped(with_reshapes)
 
@@ -65,7 +65,7 @@ def _read(graph: Graph) -> frozenset[str]:
     return frozenset(name for op in graph.ops for name in op.refs()).union(graph.outputs)
 
 
-def _alone(graph: Graph, also: Collection[str]) -> Graph:
+def _without_second_results(graph: Graph, also: Collection[str]) -> Graph:
     """Replace operations whose second results are unread."""
     read = _read(graph).union(also)
     found: list[Op] = []
@@ -73,11 +73,11 @@ def _alone(graph: Graph, also: Collection[str]) -> Graph:
         if op.name not in _ALONE or len(op.results) != 2 or op.results[1].name in read:
             found.append(op)
         elif op.results[0].name in read:
-            found.append(_first(op))
+            found.append(_first_result_op(op))
     return replace(graph, ops=tuple(found))
 
 
-def _first(op: Op) -> Op:
+def _first_result_op(op: Op) -> Op:
     """The operation that computes only the first result."""
     args = op.args
     if isinstance(dim := (*args, None)[1], int):
@@ -87,13 +87,13 @@ def _first(op: Op) -> Op:
 
 def _with_reshape(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> Iterator[Op]:
     """A sum of rows that keeps its dimensions, followed by a reshape; bools are counted as numbers."""
-    along = _along(op, types)
+    along = _summed_dims(op, types)
     if not along:
         yield op
         return
     made, x = op.result, types[next(op.refs())]
 
-    def do(name: str, *args: Arg, like: TensorType, dtype: DType, word: str) -> Value:
+    def write(name: str, *args: Arg, like: TensorType, dtype: DType, word: str) -> Value:
         value = Value(name=unique(f"{made.name}_{word}", taken), type=replace(like, dtype=dtype))
         steps.append(Op(name=name, args=args, results=(value,), source=op.source))
         return value
@@ -101,20 +101,22 @@ def _with_reshape(op: Op, types: Mapping[str, TensorType], sizes: Sizes, taken: 
     steps: list[Op] = []
     counts = x.dtype == "bool" and op.name == "sum"
     dtype: DType = "f32" if counts else made.type.dtype
-    of = Ref(do("to", op.args[0], DTypeArg("f32"), like=x, dtype="f32", word="ones").name) if counts else op.args[0]
+    of = Ref(write("to", op.args[0], DTypeArg("f32"), like=x, dtype="f32", word="ones").name) if counts else op.args[0]
     kept = argument(op, 2, "keepdim", False)
     layout = made.type.layout
     whole = layout if kept else replace(layout, dims=(*layout.dims, *Layout.replicated((1,) * along).dims))
-    last = do(op.name, of, op.args[1], True, like=replace(made.type, layout=whole), dtype=dtype, word="kept")
+    last = write(op.name, of, op.args[1], True, like=replace(made.type, layout=whole), dtype=dtype, word="kept")
     if counts:
-        last = do("to", Ref(last.name), DTypeArg(made.type.dtype), like=last.type, dtype=made.type.dtype, word="count")
+        last = write(
+            "to", Ref(last.name), DTypeArg(made.type.dtype), like=last.type, dtype=made.type.dtype, word="count"
+        )
     if not kept:
         shape = layout.local_shape(sizes)
         steps.append(Op(name="reshape", args=(Ref(last.name), shape), results=(made,), source=op.source))
     yield from (*steps[:-1], replace(steps[-1], results=(made,)))
 
 
-def _along(op: Op, types: Mapping[str, TensorType]) -> int:
+def _summed_dims(op: Op, types: Mapping[str, TensorType]) -> int:
     """The number of trailing dimensions of a sum that drops them, or counts bools; 0 for other operations."""
     if op.name not in (*REDUCTIONS, "logsumexp") or op.attrs:
         return 0
@@ -131,7 +133,7 @@ def _along(op: Op, types: Mapping[str, TensorType]) -> int:
 def _derivative(op: Op, read: Collection[str], types: Mapping[str, TensorType], taken: set[str]) -> Iterator[Op]:
     """The operations of a derivative that reads a dropped result or has two results; other operations unchanged."""
 
-    def do(name: str, *args: Arg, word: str = "", like: Arg = None, makes: Value | None = None) -> Ref:
+    def write(name: str, *args: Arg, word: str = "", like: Arg = None, makes: Value | None = None) -> Ref:
         if makes is None:
             assert isinstance(like, Ref)
             type = types[like.name]
@@ -145,13 +147,13 @@ def _derivative(op: Op, read: Collection[str], types: Mapping[str, TensorType], 
     steps: list[Op] = []
     match op.name, op.args:
         case "log_sigmoid_backward", (grad, x, _):
-            part = do("sigmoid", do("neg", x, word="away", like=x), word="part", like=x)
-            do("mul", grad, part, makes=op.result)
+            part = write("sigmoid", write("neg", x, word="away", like=x), word="part", like=x)
+            write("mul", grad, part, makes=op.result)
         case "_prelu_kernel_backward", (grad, x, slope):
-            above = do("gt", x, 0.0, word="above", like=x)
-            do("where", above, grad, do("mul", grad, slope, word="part", like=x), makes=op.results[0])
+            above = write("gt", x, 0.0, word="above", like=x)
+            write("where", above, grad, write("mul", grad, slope, word="part", like=x), makes=op.results[0])
             if op.results[1].name in read:
-                do("where", above, 0.0, do("mul", grad, x, word="terms", like=x), makes=op.results[1])
+                write("where", above, 0.0, write("mul", grad, x, word="terms", like=x), makes=op.results[1])
         case _:
             steps.append(op)
     yield from steps

@@ -87,17 +87,17 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     graph, updated = without_mutation(plain_norms(region.forward, types), types, trained)
     for op in with_inner_gradients(graph, types | {value.name: value.type for value in values}).ops:
         op = replace(op.renamed(writer.same), name=_ALIASES.get(op.name, op.name))
-        (_without_elements if _is_empty(op) else _TABLE.get(op.name, _kept))(writer, op)
+        (_without_elements if _is_empty(op) else _TABLE.get(op.name, _keep_with_dtypes))(writer, op)
     outputs = tuple(writer.same.get(name, name) for name in graph.outputs)
     nexts: dict[str, str] = {}
     for buffer, made in updated.items():
-        nexts[buffer] = _next(writer, buffer, writer.same.get(made, made))
+        nexts[buffer] = _next_value(writer, buffer, writer.same.get(made, made))
     forward = replace(graph, ops=tuple(writer.ops), outputs=(*outputs, *nexts.values())).without_dead()
     forward = with_solves(with_joins(forward), writer.types)
     return replace(region, forward=with_dims(forward, writer.types)), writer.drawn, nexts
 
 
-def _next(w: Writer, buffer: str, made: str) -> str:
+def _next_value(w: Writer, buffer: str, made: str) -> str:
     """A buffer's next value, detached and in the buffer's dtype."""
     type = w.types[buffer]
     value = w.value(f"next_{buffer.removeprefix('b_model_')}", type.shape, type.dtype)
@@ -125,7 +125,7 @@ def _without_elements(w: Writer, op: Op) -> None:
         w.add(op, "full", (value.type.shape, 0), value, dtype=DTypeArg(value.type.dtype))
 
 
-def _kept(w: Writer, op: Op) -> None:
+def _keep_with_dtypes(w: Writer, op: Op) -> None:
     refuse_unknown(op)
     w.keep(with_dtypes(w, op))
 
@@ -312,7 +312,7 @@ def _neutral(number: int) -> Rewrite:
         if same and not op.attrs and not isinstance(op.args[1], Ref | bool) and op.args[1] == number:
             w.drop(op)
         else:
-            _kept(w, op)
+            _keep_with_dtypes(w, op)
 
     return rewrite
 
@@ -376,7 +376,7 @@ def _gelu(w: Writer, op: Op) -> None:
         w.add(op, "gelu", op.args[:1], approximate=approximate)
 
 
-def _each(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
+def _shared_rewrite(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
     return dict.fromkeys(names.split(), rewrite)
 
 
@@ -395,11 +395,11 @@ _TABLE: Mapping[str, Rewrite] = {
     # views
     **dict.fromkeys(spelling("reshape"), views.reshape),
     "permute": views.permute(lambda op, rank: tuple(number(d) % rank for d in op.args[1])),  # type: ignore[union-attr]
-    **_each("transpose swapaxes t numpy_T", views.permute(views.swapped)),
+    **_shared_rewrite("transpose swapaxes t numpy_T", views.permute(views.swapped)),
     "vdot": lambda w, op: w.keep(replace(op, name="dot")),
-    **_each("mT matrix_H mH adjoint", views.permute(lambda op, rank: (*range(rank - 2), rank - 1, rank - 2))),
+    **_shared_rewrite("mT matrix_H mH adjoint", views.permute(lambda op, rank: (*range(rank - 2), rank - 1, rank - 2))),
     "movedim": views.permute(views.moved),
-    **_each("expand expand_as", views.expand),
+    **_shared_rewrite("expand expand_as", views.expand),
     "broadcast_tensors": views.broadcast,
     "meshgrid": views.meshgrid,
     **dict.fromkeys(spelling("split"), views.split),
@@ -407,25 +407,25 @@ _TABLE: Mapping[str, Rewrite] = {
     "slice": views.slice_,
     "slice_scatter": views.slice_scatter,
     "select_scatter": views.select_scatter,
-    **_each("cat concat concatenate", views.cat),
+    **_shared_rewrite("cat concat concatenate", views.cat),
     "stack": views.stack,
     "pad_sequence": views.pad_sequence,
     "tile": views.tile,
     # nothing
-    **_each("contiguous alias clone lift_fresh_copy view_of identity", lambda w, op: w.drop(op)),
-    **_each("detach detach_", _detach),
-    **_each("to _to_copy type_as float double", _cast),
-    **_each("add sub", _neutral(0)),
-    **_each("mul div", _neutral(1)),
+    **_shared_rewrite("contiguous alias clone lift_fresh_copy view_of identity", lambda w, op: w.drop(op)),
+    **_shared_rewrite("detach detach_", _detach),
+    **_shared_rewrite("to _to_copy type_as float double", _cast),
+    **_shared_rewrite("add sub", _neutral(0)),
+    **_shared_rewrite("mul div", _neutral(1)),
     # products
     "linear": _linear,
     "addmm": _addmm,
     "baddbmm": _baddbmm,
-    **_each("matmul mm bmm", _matmul),
+    **_shared_rewrite("matmul mm bmm", _matmul),
     # reductions
     "mean": _mean,
-    **_each("sum amax amin", _reduction),
-    **_each("softmax log_softmax _softmax _log_softmax", _softmax),
+    **_shared_rewrite("sum amax amin", _reduction),
+    **_shared_rewrite("softmax log_softmax _softmax _log_softmax", _softmax),
     # composites
     "scaled_dot_product_attention": attention,
     "rms_norm": _rms_norm,
@@ -444,7 +444,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "gelu": _gelu,
     "glu": _glu,
     "cross_entropy_loss": losses.cross_entropy,
-    **_each("nll_loss nll_loss_nd", losses.nll_loss),
+    **_shared_rewrite("nll_loss nll_loss_nd", losses.nll_loss),
     "mse_loss": losses.mse,
     "l1_loss": losses.absolute,
     "smooth_l1_loss": losses.smooth(scaled=True),
@@ -452,18 +452,18 @@ _TABLE: Mapping[str, Rewrite] = {
     "binary_cross_entropy": losses.binary,
     "binary_cross_entropy_with_logits": losses.binary_logits,
     "kl_div": losses.divergence,
-    **_each(
+    **_shared_rewrite(
         "poisson_nll_loss cosine_embedding_loss soft_margin_loss hinge_embedding_loss triplet_margin_loss"
         " margin_ranking_loss multi_margin_loss",
         losses.without_reduction,
     ),
     # tensors from numbers
-    **_each(
+    **_shared_rewrite(
         "empty new_empty zeros ones new_zeros new_ones new_full zeros_like ones_like full_like zero fill", _constant
     ),
     "constant": _written_out,
     "copy": _copy,
     # random numbers
     **RANDOM,
-    **_each("lstm gru rnn_tanh rnn_relu", recurrent),
+    **_shared_rewrite("lstm gru rnn_tanh rnn_relu", recurrent),
 }

@@ -131,7 +131,7 @@ class _Functionalization:
         return self._current[name]
 
     def _change(self, op: Op, target: str, index: int) -> None:
-        wholes = self._wholes(target)
+        wholes = self._containers(target)
         root = self._roots.get(target, target)
         if root not in (target, *wholes):
             self._check_unread(op, {target, *wholes}, root, index)
@@ -173,7 +173,7 @@ class _Functionalization:
         self._ops += (gradient, given)
         self._current[weight] = values[1].name
 
-    def _wholes(self, name: str) -> list[str]:
+    def _containers(self, name: str) -> list[str]:
         """The tensors that contain a value, innermost first, as far as a change can be written back to them."""
         found = []
         while name in self._views and self._is_part(name):

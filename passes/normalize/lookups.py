@@ -26,17 +26,17 @@ def embedding(w: Writer, op: Op) -> None:
         w.add(op, "embedding", args)
         return
 
-    def made(word: str, shape: tuple[int, ...], dtype: DType = out.type.dtype) -> Value:
+    def new(word: str, shape: tuple[int, ...], dtype: DType = out.type.dtype) -> Value:
         return w.value(f"{out.name}_{word}", shape, dtype)
 
     shape, column = out.type.shape, (*w.shape(ids), 1)
-    looked = w.add(op, "embedding", args, made("looked_up", shape))
-    times = w.add(op, "index", (_times(w, op, ids, out), (ids,)), made("each", w.shape(ids), "i64"))
-    numbers = w.add(op, "to", (times, DTypeArg(out.type.dtype)), made("numbers", w.shape(ids)))
-    divisor = w.add(op, "reshape", (numbers, column), made("occurrences", column))
-    rows = w.add(op, "detach", (looked,), made("rows", shape))
-    incoming = w.add(op, "incoming_gradient", (rows,), made("incoming", shape))
-    gradient = w.add(op, "div", (incoming, divisor), made("by_frequency", shape))
+    looked = w.add(op, "embedding", args, new("looked_up", shape))
+    times = w.add(op, "index", (_times(w, op, ids, out), (ids,)), new("each", w.shape(ids), "i64"))
+    numbers = w.add(op, "to", (times, DTypeArg(out.type.dtype)), new("numbers", w.shape(ids)))
+    divisor = w.add(op, "reshape", (numbers, column), new("occurrences", column))
+    rows = w.add(op, "detach", (looked,), new("rows", shape))
+    incoming = w.add(op, "incoming_gradient", (rows,), new("incoming", shape))
+    gradient = w.add(op, "div", (incoming, divisor), new("by_frequency", shape))
     w.add(op, "own_gradient", ((rows,), (looked,), (gradient,)))
 
 
@@ -44,13 +44,13 @@ def _times(w: Writer, op: Op, ids: Arg, like: Value) -> Ref:
     """The number of times that `ids` name each row of the operation's table."""
     rows, count = w.shape(op.args[0])[0], math.prod(w.shape(ids))
 
-    def made(word: str, size: int, dtype: DType = "i64") -> Value:
+    def new(word: str, size: int, dtype: DType = "i64") -> Value:
         return w.value(f"{like.name}_{word}", (size,), dtype)
 
-    flat = w.add(op, "reshape", (ids, (count,)), made("row_ids", count, w.types[ref(ids).name].dtype))
-    ones = w.add(op, "full", ((count,), 1), made("ones", count), dtype=DTypeArg("i64"))
-    zeros = w.add(op, "full", ((rows,), 0), made("zeros", rows), dtype=DTypeArg("i64"))
-    return w.add(op, "index_add", (zeros, 0, flat, ones), made("times", rows))
+    flat = w.add(op, "reshape", (ids, (count,)), new("row_ids", count, w.types[ref(ids).name].dtype))
+    ones = w.add(op, "full", ((count,), 1), new("ones", count), dtype=DTypeArg("i64"))
+    zeros = w.add(op, "full", ((rows,), 0), new("zeros", rows), dtype=DTypeArg("i64"))
+    return w.add(op, "index_add", (zeros, 0, flat, ones), new("times", rows))
 
 
 def embedding_renorm(w: Writer, op: Op) -> None:
@@ -62,19 +62,19 @@ def embedding_renorm(w: Writer, op: Op) -> None:
     table, ids, most, order = op.args
     (rows, _), out = op.result.type.shape, op.result
 
-    def made(word: str, shape: tuple[int, ...], dtype: DType = out.type.dtype) -> Value:
+    def new(word: str, shape: tuple[int, ...], dtype: DType = out.type.dtype) -> Value:
         return w.value(f"{out.name}_{word}", shape, dtype)
 
-    norm = w.add(op, "linalg_vector_norm", (table, order, (1,), False), made("norm", (rows,)))
-    long = w.add(op, "gt", (norm, most), made("long", (rows,), "bool"))
-    named = w.add(op, "gt", (_times(w, op, ids, out), 0), made("named", (rows,), "bool"))
-    both = w.add(op, "logical_and", (long, named), made("scaled_rows", (rows,), "bool"))
-    more = w.add(op, "add", (norm, 1e-7), made("divisor", (rows,)))
-    inverse = w.add(op, "reciprocal", (more,), made("inverse", (rows,)))
-    factor = w.add(op, "mul", (inverse, most), made("factor", (rows,)))
-    column = w.add(op, "reshape", (factor, (rows, 1)), made("column", (rows, 1)))
-    scaled = w.add(op, "mul", (table, column), made("scaled", out.type.shape))
-    mask = w.add(op, "reshape", (both, (rows, 1)), made("mask", (rows, 1), "bool"))
+    norm = w.add(op, "linalg_vector_norm", (table, order, (1,), False), new("norm", (rows,)))
+    long = w.add(op, "gt", (norm, most), new("long", (rows,), "bool"))
+    named = w.add(op, "gt", (_times(w, op, ids, out), 0), new("named", (rows,), "bool"))
+    both = w.add(op, "logical_and", (long, named), new("scaled_rows", (rows,), "bool"))
+    more = w.add(op, "add", (norm, 1e-7), new("divisor", (rows,)))
+    inverse = w.add(op, "reciprocal", (more,), new("inverse", (rows,)))
+    factor = w.add(op, "mul", (inverse, most), new("factor", (rows,)))
+    column = w.add(op, "reshape", (factor, (rows, 1)), new("column", (rows, 1)))
+    scaled = w.add(op, "mul", (table, column), new("scaled", out.type.shape))
+    mask = w.add(op, "reshape", (both, (rows, 1)), new("mask", (rows, 1), "bool"))
     w.add(op, "where", (mask, scaled, table), out)
 
 
@@ -121,33 +121,33 @@ def _bags(w: Writer, op: Op, two: Arg, weights: Arg, padding: int | None) -> Non
     shape = (bags, each, width)
     wide = (bags, each, 1)
 
-    def made(word: str, shape: tuple[int, ...], dtype: DType) -> Value:
+    def new(word: str, shape: tuple[int, ...], dtype: DType) -> Value:
         return w.value(f"{out.name}_{word}", shape, dtype)
 
     args: tuple[Arg, ...] = (op.args[0], two) if padding is None else (op.args[0], two, padding)
-    rows = w.add(op, "embedding", args, made("rows", shape, dtype))
+    rows = w.add(op, "embedding", args, new("rows", shape, dtype))
     if weights is not None:
-        column = w.add(op, "reshape", (_unflattened(w, weights, (bags, each)), wide), made("weights", wide, dtype))
-        rows = w.add(op, "mul", (rows, column), made("weighed", shape, dtype))
+        column = w.add(op, "reshape", (_unflattened(w, weights, (bags, each)), wide), new("weights", wide, dtype))
+        rows = w.add(op, "mul", (rows, column), new("weighed", shape, dtype))
     empty = None
     if padding is not None:
-        outside = w.add(op, "eq", (two, padding), made("outside", (bags, each), "bool"))
-        mask = w.add(op, "reshape", (outside, wide), made("mask", wide, "bool"))
-        rows = w.add(op, "masked_fill", (rows, mask, -math.inf if mode == _MAX else 0), made("inside", shape, dtype))
-        members = w.add(op, "logical_not", (outside,), made("members", (bags, each), "bool"))
-        numbers = w.add(op, "to", (members, DTypeArg(dtype)), made("numbers", (bags, each), dtype))
-        count = w.add(op, "sum", (numbers, (1,), True), made("count", (bags, 1), dtype))
+        outside = w.add(op, "eq", (two, padding), new("outside", (bags, each), "bool"))
+        mask = w.add(op, "reshape", (outside, wide), new("mask", wide, "bool"))
+        rows = w.add(op, "masked_fill", (rows, mask, -math.inf if mode == _MAX else 0), new("inside", shape, dtype))
+        members = w.add(op, "logical_not", (outside,), new("members", (bags, each), "bool"))
+        numbers = w.add(op, "to", (members, DTypeArg(dtype)), new("numbers", (bags, each), dtype))
+        count = w.add(op, "sum", (numbers, (1,), True), new("count", (bags, 1), dtype))
         if mode == _MAX:
-            empty = w.add(op, "eq", (count, 0), made("empty", (bags, 1), "bool"))
-        divisor: Arg = w.add(op, "clamp_min", (count, 1), made("divisor", (bags, 1), dtype)) if mode == _MEAN else 1
+            empty = w.add(op, "eq", (count, 0), new("empty", (bags, 1), "bool"))
+        divisor: Arg = w.add(op, "clamp_min", (count, 1), new("divisor", (bags, 1), dtype)) if mode == _MEAN else 1
     else:
         divisor = each
     if mode == _MAX:
-        most = w.add(op, "amax", (rows, (1,), False), out if empty is None else made("most", (bags, width), dtype))
+        most = w.add(op, "amax", (rows, (1,), False), out if empty is None else new("most", (bags, width), dtype))
         if empty is not None:
             w.add(op, "masked_fill", (most, empty, 0), out)
         return
-    total = w.add(op, "sum", (rows, (1,), False), made("sum", (bags, width), dtype) if mode == _MEAN else out)
+    total = w.add(op, "sum", (rows, (1,), False), new("sum", (bags, width), dtype) if mode == _MEAN else out)
     if mode == _MEAN:
         w.add(op, "div", (total, divisor), out)
 
@@ -159,40 +159,40 @@ def _ragged_bags(w: Writer, op: Op, weights: Arg, padding: int | None) -> None:
     out, dtype, of_offsets = op.results[0], op.results[0].type.dtype, w.types[ref(offsets).name].dtype
     bags = out.type.shape[0]
 
-    def made(word: str, shape: tuple[int, ...], dtype: DType) -> Value:
+    def new(word: str, shape: tuple[int, ...], dtype: DType) -> Value:
         return w.value(f"{out.name}_{word}", shape, dtype)
 
     if argument(op, 7, "include_last_offset", False):
-        starts = w.add(op, "slice", (offsets, 0, 0, bags, 1), made("starts", (bags,), of_offsets))
-        ends = w.add(op, "slice", (offsets, 0, 1, bags + 1, 1), made("ends", (bags,), of_offsets))
+        starts = w.add(op, "slice", (offsets, 0, 0, bags, 1), new("starts", (bags,), of_offsets))
+        ends = w.add(op, "slice", (offsets, 0, 1, bags + 1, 1), new("ends", (bags,), of_offsets))
     else:
-        rest = w.add(op, "slice", (offsets, 0, 1, bags, 1), made("rest", (bags - 1,), of_offsets))
-        last = w.add(op, "full", ((1,), count), made("last", (1,), of_offsets), dtype=DTypeArg(of_offsets))
-        starts, ends = ref(offsets), w.add(op, "cat", ((rest, last), 0), made("ends", (bags,), of_offsets))
+        rest = w.add(op, "slice", (offsets, 0, 1, bags, 1), new("rest", (bags - 1,), of_offsets))
+        last = w.add(op, "full", ((1,), count), new("last", (1,), of_offsets), dtype=DTypeArg(of_offsets))
+        starts, ends = ref(offsets), w.add(op, "cat", ((rest, last), 0), new("ends", (bags,), of_offsets))
     rows = w.add(
-        op, "embedding", (table, ids) if padding is None else (table, ids, padding), made("rows", (count, width), dtype)
+        op, "embedding", (table, ids) if padding is None else (table, ids, padding), new("rows", (count, width), dtype)
     )
     if weights is not None:
-        column = w.add(op, "reshape", (weights, (count, 1)), made("weights", (count, 1), dtype))
-        rows = w.add(op, "mul", (rows, column), made("weighed", (count, width), dtype))
+        column = w.add(op, "reshape", (weights, (count, 1)), new("weights", (count, 1), dtype))
+        rows = w.add(op, "mul", (rows, column), new("weighed", (count, width), dtype))
     if padding is not None:
-        outside = w.add(op, "eq", (ids, padding), made("outside", (count,), "bool"))
-        mask = w.add(op, "reshape", (outside, (count, 1)), made("mask", (count, 1), "bool"))
+        outside = w.add(op, "eq", (ids, padding), new("outside", (count,), "bool"))
+        mask = w.add(op, "reshape", (outside, (count, 1)), new("mask", (count, 1), "bool"))
         fill = -math.inf if mode == _MAX else 0
-        rows = w.add(op, "masked_fill", (rows, mask, fill), made("inside", (count, width), dtype))
+        rows = w.add(op, "masked_fill", (rows, mask, fill), new("inside", (count, width), dtype))
     if mode == _MAX:
         w.add(op, "bag_max", (rows, starts, ends), out)
         return
-    total = w.add(op, "bag_sum", (rows, starts, ends), made("sum", (bags, width), dtype) if mode == _MEAN else out)
+    total = w.add(op, "bag_sum", (rows, starts, ends), new("sum", (bags, width), dtype) if mode == _MEAN else out)
     if mode != _MEAN:
         return
     if padding is None:
-        members = w.add(op, "full", ((count, 1), 1), made("members", (count, 1), dtype), dtype=DTypeArg(dtype))
+        members = w.add(op, "full", ((count, 1), 1), new("members", (count, 1), dtype), dtype=DTypeArg(dtype))
     else:
-        inside = w.add(op, "logical_not", (mask,), made("members", (count, 1), "bool"))
-        members = w.add(op, "to", (inside, DTypeArg(dtype)), made("numbers", (count, 1), dtype))
-    numbers = w.add(op, "bag_sum", (members, starts, ends), made("count", (bags, 1), dtype))
-    divisor = w.add(op, "clamp_min", (numbers, 1), made("divisor", (bags, 1), dtype))
+        inside = w.add(op, "logical_not", (mask,), new("members", (count, 1), "bool"))
+        members = w.add(op, "to", (inside, DTypeArg(dtype)), new("numbers", (count, 1), dtype))
+    numbers = w.add(op, "bag_sum", (members, starts, ends), new("count", (bags, 1), dtype))
+    divisor = w.add(op, "clamp_min", (numbers, 1), new("divisor", (bags, 1), dtype))
     w.add(op, "div", (total, divisor), out)
 
 
@@ -267,14 +267,14 @@ def masked_scatter(w: Writer, op: Op) -> None:
     x, mask, source = op.args
     name, shape, count = op.result.name, op.result.type.shape, math.prod(w.shape(source))
 
-    def made(word: str, shape: tuple[int, ...], like: Arg) -> Value:
+    def new(word: str, shape: tuple[int, ...], like: Arg) -> Value:
         return w.value(f"{name}_{word}", shape, w.types[ref(like).name].dtype)
 
     def viewed(word: str, arg: Arg, shape: tuple[int, ...]) -> Ref:
-        return ref(arg) if w.shape(arg) == shape else w.add(op, "reshape", (arg, shape), made(word, shape, arg))
+        return ref(arg) if w.shape(arg) == shape else w.add(op, "reshape", (arg, shape), new(word, shape, arg))
 
     def grown(word: str, arg: Arg, shape: tuple[int, ...]) -> Ref:
-        return ref(arg) if w.shape(arg) == shape else w.add(op, "expand", (arg, shape), made(word, shape, arg))
+        return ref(arg) if w.shape(arg) == shape else w.add(op, "expand", (arg, shape), new(word, shape, arg))
 
     maker = w.made.get(ref(mask).name)
     if maker is not None and maker.name == "expand":
@@ -294,7 +294,7 @@ def masked_scatter(w: Writer, op: Op) -> None:
         index = w.add(op, "selected_places", (number, by_example[1]), w.value(f"{name}_places", flat, "i64"))
         wide = grown("index", viewed("column", index, (*flat, 1)), (*flat, width))
         found = viewed("rows", source, by_example)
-        picked = w.add(op, "gather", (found, 1, wide), made("picked", (*flat, width), source))
+        picked = w.add(op, "gather", (found, 1, wide), new("picked", (*flat, width), source))
     else:
         row = (math.prod(places),)
         number = w.add(op, "to", (viewed("flat", selected, row), DTypeArg("i64")), w.value(f"{name}_one", row, "i64"))
@@ -302,7 +302,7 @@ def masked_scatter(w: Writer, op: Op) -> None:
         last = w.add(op, "sub", (before, 1), w.value(f"{name}_last", row, "i64"))
         index = w.add(op, "mul", (last, number), w.value(f"{name}_places", row, "i64"))
         found = viewed("rows", source, (rows, width))
-        picked = w.add(op, "index_select", (found, 0, index), made("picked", (*row, width), source))
+        picked = w.add(op, "index_select", (found, 0, index), new("picked", (*row, width), source))
     chosen = viewed("chosen", selected, (*places, *(1 for _ in shape[lead:])))
     w.add(op, "where", (chosen, viewed("values", picked, shape), grown("x", x, shape)))
 

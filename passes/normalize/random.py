@@ -79,7 +79,7 @@ def _stepper(w: Writer, op: Op, shape: tuple[int, ...]) -> Callable[[str, tuple[
     return step
 
 
-def _like(kind: str) -> Rewrite:
+def _random_like(kind: str) -> Rewrite:
     """rand_like, randn_like: random numbers in the operand's shape and dtype."""
 
     def rewrite(w: Writer, op: Op) -> None:
@@ -88,7 +88,7 @@ def _like(kind: str) -> Rewrite:
     return rewrite
 
 
-def _made(kind: str) -> Rewrite:
+def _random_new(kind: str) -> Rewrite:
     """rand, randn: a new tensor."""
 
     def rewrite(w: Writer, op: Op) -> None:
@@ -229,10 +229,10 @@ RANDOM: Mapping[str, Rewrite] = {
     "feature_dropout": dropout,
     "alpha_dropout": dropout,
     "feature_alpha_dropout": dropout,
-    "rand_like": _like("rand"),
-    "randn_like": _like("randn"),
-    "rand": _made("rand"),
-    "randn": _made("randn"),
+    "rand_like": _random_like("rand"),
+    "randn_like": _random_like("randn"),
+    "rand": _random_new("rand"),
+    "randn": _random_new("randn"),
     "uniform": _uniform,
     "normal": _normal,
     "normal_functional": _normal_like,

@@ -37,9 +37,9 @@ def recurrent(w: Writer, op: Op) -> None:
         made = (
             _transposed(w, f"{out.name}_layer", out.type.shape, out)
             if batch_first
-            else _same(w, f"{out.name}_layer", out)
+            else _value_like(w, f"{out.name}_layer", out)
         )
-        last.append(tuple(_same(w, f"{end.name}_layer", end, rows=2 if both else 1) for end in ends))
+        last.append(tuple(_value_like(w, f"{end.name}_layer", end, rows=2 if both else 1) for end in ends))
         args = (x, starts, part, biased, 1, 0.0, True, both, False)
         w.keep(Op(name=op.name, args=args, results=(made, *last[-1]), source=op.source))
         x = Ref(made.name)
@@ -63,6 +63,6 @@ def _transposed(w: Writer, name: str, shape: tuple[int, ...], like: Value) -> Va
     return w.value(name, (shape[1], shape[0], shape[2]), like.type.dtype)
 
 
-def _same(w: Writer, name: str, like: Value, *, rows: int | None = None) -> Value:
+def _value_like(w: Writer, name: str, like: Value, *, rows: int | None = None) -> Value:
     shape = like.type.shape
     return w.value(name, shape if rows is None else (rows, *shape[1:]), like.type.dtype)

@@ -78,20 +78,20 @@ class _Substitution:
         return (matrix, row) if self._is_new_row(others[0], matrix, row, rank, size) else None
 
     def _is_new_row(self, part: Arg, matrix: str, row: int, rank: int, size: int) -> bool:
-        join = self._made(self._reshaped(part), "cat")
+        join = self._maker_named(self._reshaped(part), "cat")
         if join is None or not isinstance(join.args[0], tuple) or len(join.args[0]) != 2:
             return False
         new, kept = join.args[0]
         rest = self._slice(kept)
         if rest is None or rest[1:] != (rank - 2, row, size) or not self._is_row(Ref(rest[0]), matrix, row, rank):
             return False
-        total = self._made(new, "add")
+        total = self._maker_named(new, "add")
         if total is None or len(total.args) != 2:
             return False
         begun, summed = total.args
-        sum_op = self._made(summed, "sum")
+        sum_op = self._maker_named(summed, "sum")
         product = (
-            self._made(sum_op.args[0], "mul")
+            self._maker_named(sum_op.args[0], "mul")
             if sum_op is not None and sum_op.args[1:] == ((rank - 2,), False)
             else None
         )
@@ -117,16 +117,16 @@ class _Substitution:
     def _is_row(self, value: Arg, matrix: str, row: int, rank: int) -> bool:
         return self._slice(self._reshaped(value)) == (matrix, rank - 2, row, row + 1)
 
-    def _made(self, value: Arg, name: str) -> Op | None:
+    def _maker_named(self, value: Arg, name: str) -> Op | None:
         op = self.makers.get(value.name) if isinstance(value, Ref) else None
         return op if op is not None and op.name == name and not op.attrs else None
 
     def _reshaped(self, value: Arg) -> Arg:
-        op = self._made(value, "reshape")
+        op = self._maker_named(value, "reshape")
         return None if op is None else op.args[0]
 
     def _slice(self, value: Arg) -> tuple[str, int, int, int] | None:
-        op = self._made(value, "slice")
+        op = self._maker_named(value, "slice")
         if op is None or len(op.args) != 5 or op.args[4] != 1 or not isinstance(op.args[0], Ref):
             return None
         dim, first, last = (arg if isinstance(arg, int) else -1 for arg in op.args[1:4])

@@ -178,7 +178,7 @@ def slice_scatter(w: Writer, op: Op) -> None:
     step = argument(op, 5, "step", 1)
     first, last, _ = slice(argument(op, 3, "start"), argument(op, 4, "end"), step).indices(shape[dim])
     if step == 1:
-        _put(w, op, op.args[1], dim, first, max(first, last))
+        _write_part(w, op, op.args[1], dim, first, max(first, last))
     else:
         w.keep(op)
 
@@ -188,10 +188,10 @@ def select_scatter(w: Writer, op: Op) -> None:
     dim, index = number(op.args[2]) % len(shape), number(op.args[3])
     index %= shape[dim]
     row = w.value(f"{op.result.name}_row", (*shape[:dim], 1, *shape[dim + 1 :]), op.result.type.dtype)
-    _put(w, op, w.add(op, "reshape", (op.args[1], row.type.shape), row), dim, index, index + 1)
+    _write_part(w, op, w.add(op, "reshape", (op.args[1], row.type.shape), row), dim, index, index + 1)
 
 
-def _put(w: Writer, op: Op, part: Arg, dim: int, first: int, last: int) -> None:
+def _write_part(w: Writer, op: Op, part: Arg, dim: int, first: int, last: int) -> None:
     """Write a part into a tensor; `writes` later turns chains of these into joins."""
     if last - first == op.result.type.shape[dim]:
         w.alias(op.result.name, ref(part).name)

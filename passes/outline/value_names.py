@@ -50,7 +50,7 @@ def name_values(ops: Sequence[Op], prefix: str, taken: Iterable[str]) -> dict[st
     for index, (op, at) in enumerate(zip(ops, statements, strict=True)):
         ends = at is not None and _ends(index, statements, owners)
         targets = at.targets if at is not None and ends and len(at.targets) == len(op.results) else ()
-        path = _inside(op.module, prefix)
+        path = _path_parts(op.module, prefix)
         for position, value in enumerate(op.results):
             stem = value.name.removesuffix(WHOLE)
             if stem in _GIVEN:
@@ -134,7 +134,7 @@ def _adds_bias(op: Op) -> bool:
     return op.name == "add" and first == f"{op.results[0].name.removesuffix('_whole')}{PRODUCT}"
 
 
-def _inside(module: str, prefix: str) -> list[str]:
+def _path_parts(module: str, prefix: str) -> list[str]:
     rest = module.removeprefix(prefix).removeprefix(".") if prefix and module.startswith(prefix) else module
     return [part for part in rest.split(".") if part]
 

@@ -29,7 +29,7 @@ def joined(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Grap
     instead: dict[int, list[Op]] = {}
     for group, readers in _groups(graph, types, sizes):
         instead.update((id(op), []) for op in (*group[:-1], *readers))
-        instead[id(group[-1])] = [*_together(group, types, sizes, taken), *readers]
+        instead[id(group[-1])] = [*_joined_ops(group, types, sizes, taken), *readers]
     return replace(graph, ops=tuple(new for op in graph.ops for new in instead.get(id(op), [op])))
 
 
@@ -42,11 +42,15 @@ def _groups(graph: Graph, types: Mapping[str, TensorType], sizes: Sizes) -> Iter
     for op in graph.ops:
         reads, is_sum = not late.isdisjoint(op.refs()), _is_small_sum(op, types, sizes)
         joins = (
-            is_sum and not reads and bool(group) and _alike(group[0], op, types) and _fits([*group, op], types, sizes)
+            is_sum
+            and not reads
+            and bool(group)
+            and _compatible(group[0], op, types)
+            and _fits([*group, op], types, sizes)
         )
         waits = reads and not is_sum and _is_small(op, types, sizes)
         if group and not joins and (is_sum or (reads and not waits)):
-            yield from _several(group, readers[:between])
+            yield from _allowed_groups(group, readers[:between])
             group, readers, between, late = [], [], 0, set()
         if is_sum:
             group.append(op)
@@ -55,10 +59,10 @@ def _groups(graph: Graph, types: Mapping[str, TensorType], sizes: Sizes) -> Iter
             readers.append(op)
         if is_sum or waits:
             late.update(value.name for value in op.results)
-    yield from _several(group, readers[:between])
+    yield from _allowed_groups(group, readers[:between])
 
 
-def _several(group: list[Op], readers: list[Op]) -> Iterator[tuple[list[Op], list[Op]]]:
+def _allowed_groups(group: list[Op], readers: list[Op]) -> Iterator[tuple[list[Op], list[Op]]]:
     if len(group) > 1 and fuel.allowed("overlap", group[-1].source):
         yield group, readers
 
@@ -75,7 +79,7 @@ def _is_small_sum(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> bool
     return op.name == "all_reduce" and not attrs and sizes[str(axis)] > 1 and bool(types[next(op.refs())].shape)
 
 
-def _alike(a: Op, b: Op, types: Mapping[str, TensorType]) -> bool:
+def _compatible(a: Op, b: Op, types: Mapping[str, TensorType]) -> bool:
     one, other = next(a.refs()), next(b.refs())
     return a.attrs == b.attrs and types[one] == types[other]
 
@@ -86,18 +90,18 @@ def _fits(group: list[Op], types: Mapping[str, TensorType], sizes: Sizes) -> boo
     return others * sum(types[next(op.refs())].local_bytes(sizes) for op in group) <= DIRECT
 
 
-def _together(group: list[Op], types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> Iterator[Op]:
+def _joined_ops(group: list[Op], types: Mapping[str, TensorType], sizes: Sizes, taken: set[str]) -> Iterator[Op]:
     stem = "_and_".join(op.result.name for op in group)
     parts = tuple(next(op.refs()) for op in group)
     rows = types[parts[0]].layout.local_shape(sizes)[0]
     source = group[0].source
 
-    def made(type: TensorType, suffix: str) -> Value:
+    def new_value(type: TensorType, suffix: str) -> Value:
         first, *rest = type.layout.dims
         layout = replace(type.layout, dims=((SubDim(len(group)), *first), *rest))
         return Value(name=unique(f"{stem}{suffix}", taken), type=replace(type, layout=layout.normalized(sizes)))
 
-    both, total = made(types[parts[0]], "_partial"), made(group[0].result.type, "")
+    both, total = new_value(types[parts[0]], "_partial"), new_value(group[0].result.type, "")
     yield Op(name="cat", args=(tuple(map(Ref, parts)), 0), results=(both,), source=source)
     yield replace(group[0], args=(Ref(both.name),), results=(total,))
     lengths = (rows,) * len(group)

@@ -47,16 +47,16 @@ def route(program: Program) -> Program:
 
 
 def _routed(region: Region) -> Region:
-    region = replace(region, forward=_once(region.forward))
+    region = replace(region, forward=_merged(region.forward))
     region = replace(region, forward=without_loops(region))
-    selections = _Selections(RowWriter(types=dict(region.types(region.forward)), taken=_taken(region)))
+    selections = _Selections(RowWriter(types=dict(region.types(region.forward)), taken=_used_names(region)))
     for op in region.forward.ops:
         selections.take(op)
     graph = Graph(inputs=region.forward.inputs, ops=tuple(selections.writer.ops), outputs=region.forward.outputs)
     return replace(region, forward=graph.without_dead())
 
 
-def _taken(region: Region) -> set[str]:
+def _used_names(region: Region) -> set[str]:
     return {*region.forward.definitions(), *(value.name for value in region.params)}
 
 
@@ -227,7 +227,7 @@ class _Selections:
         self.rows.update((value.name, (mask, dim)) for value, dim in zip(op.results, dims, strict=True))
 
 
-def _once(graph: Graph) -> Graph:
+def _merged(graph: Graph) -> Graph:
     """Merge equal operations on integers and masks, which have no gradient, so that equal masks become one value."""
     known: dict[object, Op] = {}
     same: dict[str, str] = {}

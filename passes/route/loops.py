@@ -47,7 +47,7 @@ def without_loops(region: Region) -> Graph:
                 lift.written(part)
             except NotEqualError:
                 continue
-            graph = _with(graph, lift, part[-1])
+            graph = _with_lifted(graph, lift, part[-1])
     return graph
 
 
@@ -156,7 +156,7 @@ def _numbers(name: str, makers: Mapping[str, Op]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def _with(graph: Graph, lift: Lift, last: _Write) -> Graph:
+def _with_lifted(graph: Graph, lift: Lift, last: _Write) -> Graph:
     """The graph with the lifted operations instead of the loop, at the place of the last write."""
     ops: list[Op] = []
     for op in graph.ops:
@@ -333,10 +333,10 @@ class Lift:
     def lifted(self, names: tuple[str, ...]) -> Lifted:
         found = self.known.get(names)
         if found is None:
-            found = self.known[names] = self._made(names)
+            found = self.known[names] = self._make(names)
         return found
 
-    def _made(self, names: tuple[str, ...]) -> Lifted:
+    def _make(self, names: tuple[str, ...]) -> Lifted:
         if len(set(names)) == 1:
             return Lifted("shared", names[0])
         if all(name in self.params for name in names):
@@ -522,7 +522,7 @@ class Lift:
             assert isinstance(dim, int)
             args = (Ref(source.name), dim + 1, *numbers)
         elif op.name in ("any", "sum") and len(op.args) > 1:
-            return self._any(op, result, source)
+            return self._over_choices(op, result, source)
         elif is_elementwise(op.name) or op.name == "detach":
             rank = len(result.type.shape)
             names = [
@@ -560,7 +560,7 @@ class Lift:
         self.witnesses[made] = witness
         return Lifted("stacked", made)
 
-    def _any(self, op: Op, result: Value, source: Lifted) -> Lifted:
+    def _over_choices(self, op: Op, result: Value, source: Lifted) -> Lifted:
         """`any` or `sum` of masks along a dimension of choices; the choices become slots."""
         w = self.writer
         dims = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)

@@ -56,7 +56,7 @@ def _simplified(region: Region) -> Region:
         plain_rows,
         label_losses,
         _short_chains,
-        _once,
+        _merged,
     ):
         region = rewrite(region)
         region = replace(region, forward=region.forward.without_dead())
@@ -142,12 +142,12 @@ def _as_gather(op: Op, types: Mapping[str, TensorType], counting: Mapping[str, i
         ("reshape", made, (Ref(f"{made}_one"), (count, *rest)), (count, *rest), x.name),
     )
     return [
-        Op(name=name, args=args, results=(_whole(result, types[like], shape),), source=op.source)
+        Op(name=name, args=args, results=(_replicated_value(result, types[like], shape),), source=op.source)
         for name, result, args, shape, like in steps
     ]
 
 
-def _whole(name: str, like: TensorType, shape: tuple[int, ...]) -> Value:
+def _replicated_value(name: str, like: TensorType, shape: tuple[int, ...]) -> Value:
     return Value(name=name, type=TensorType.replicated(like.dtype, shape))
 
 
@@ -248,7 +248,7 @@ def _short_chains(region: Region) -> Region:
     return _rebuilt(region, ops, same)
 
 
-def _once(region: Region) -> Region:
+def _merged(region: Region) -> Region:
     """Merge equal operations that depend on no input, or on no parameter, or that one module runs twice.
 
     Bodies then share views of a table and masks of a batch, and a model that runs twice on one batch computes once. The

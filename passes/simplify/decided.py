@@ -34,7 +34,7 @@ def decided_masks(region: Region) -> Region:
         op = replace(op.renamed(same), results=op.results)
         call = BoundedCall(op, types, known, makers)
         known |= bounds_of(call)
-        left = _left(call, learned)
+        left = _simpler(call, learned)
         if left is not None and fuel.allowed("decided mask", op.source):
             if isinstance(left, str):
                 same[op.result.name] = left
@@ -47,7 +47,7 @@ def decided_masks(region: Region) -> Region:
     return replace(region, forward=replace(region.forward, ops=tuple(ops), outputs=outputs))
 
 
-def _left(call: BoundedCall, learned: set[str]) -> str | Op | None:
+def _simpler(call: BoundedCall, learned: set[str]) -> str | Op | None:
     """The operand that equals the result, or a simpler operation for it; None if the bounds decide nothing."""
     op = call.op
     if op.name in OPPOSITE:

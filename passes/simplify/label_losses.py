@@ -60,7 +60,7 @@ class _LabelLosses:
         logits = Ref(source[0])
         if isinstance(order, tuple):
             shape = self.types[name].shape
-            logits = yield from self._do(op, "permute", (logits, order), shape, self.types[name].dtype)
+            logits = yield from self._write(op, "permute", (logits, order), shape, self.types[name].dtype)
         yield replace(op, args=(logits, *op.args[1:]))
 
     def _picked(self, op: Op) -> Iterator[Op]:
@@ -77,13 +77,13 @@ class _LabelLosses:
         logits, rows = Ref(source[0]), (*shape[:dim], *shape[dim + 1 :])
         if dim != len(shape) - 1:
             order = (*(other for other in range(len(shape)) if other != dim), dim)
-            logits = yield from self._do(op, "permute", (logits, order), tuple(whole[at] for at in order), dtype)
-        labels = yield from self._do(op, "reshape", (index, rows), rows, self.types[index.name].dtype)
-        nll = yield from self._do(op, "cross_entropy", (logits, labels, None, _NEVER, 0.0), rows, dtype)
-        found = yield from self._do(op, "neg", (nll,), rows, dtype)
+            logits = yield from self._write(op, "permute", (logits, order), tuple(whole[at] for at in order), dtype)
+        labels = yield from self._write(op, "reshape", (index, rows), rows, self.types[index.name].dtype)
+        nll = yield from self._write(op, "cross_entropy", (logits, labels, None, _NEVER, 0.0), rows, dtype)
+        found = yield from self._write(op, "neg", (nll,), rows, dtype)
         yield replace(op, name="reshape", args=(found, shape))
 
-    def _do(
+    def _write(
         self, op: Op, name: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: DType
     ) -> Generator[Op, None, Ref]:
         type = TensorType.replicated(dtype, shape)

@@ -88,12 +88,12 @@ def known_masks(region: Region) -> Region:
                 if found.seen.chunk:
                     ops += _in_chunks(op, found.seen.chunk, types, taken)
                     continue
-                op = _told(op, found)
+                op = _with_structure(op, found)
         ops.append(op)
     return replace(region, forward=replace(graph, ops=tuple(ops)))
 
 
-def _told(op: Op, known: MaskStructure) -> Op:
+def _with_structure(op: Op, known: MaskStructure) -> Op:
     seen, mask = known.seen, None if known.rest is None else Ref(known.rest)
     window = (seen.window,) if seen.window else ()
     rest = window if op.name == "attention" else (seen.window, *op.args[7:])
@@ -146,7 +146,7 @@ def _split(
             known = seen if known is None else known & seen
         elif (row := _one_row(condition, made)) is not None:
             rest.append(row)
-        elif (either := _either(condition, constants)) is not None:
+        elif (either := _disjunction(condition, constants)) is not None:
             shown.append(either)
         elif condition in made and (pair := equal_numbers(made[condition], types)) is not None:
             documents.append(pair)
@@ -195,7 +195,7 @@ def _as_limits(known: Runs, writing: LimitWriter) -> tuple[Seen | None, Attrs]:
     return Seen(causal=s == t and known.equals(known & band(s, t, None, 0)), window=0), attrs
 
 
-def _either(name: str, constants: Constants) -> tuple[Runs, Value] | None:
+def _disjunction(name: str, constants: Constants) -> tuple[Runs, Value] | None:
     """For a disjunction of a constant mask and a row of booleans: both; None for other masks."""
     op = constants.made.get(name)
     if op is None or op.name not in ("__or__", "bitwise_or", "logical_or") or len([*op.refs()]) != 2:
@@ -342,16 +342,16 @@ class Constants:
         if op.name == "constant":
             return torch.tensor(op.args[0], dtype=dtype).reshape(shape)
 
-        def given(arg: Arg) -> Any:
+        def evaluated(arg: Arg) -> Any:
             if isinstance(arg, Ref):
                 found = self.value(arg.name)
                 return found if isinstance(found, Tensor) else self._elements(arg.name, found)
             if isinstance(arg, DTypeArg):
                 return operators.DTYPES[arg.name]
-            return [given(item) for item in arg] if isinstance(arg, tuple) else arg
+            return [evaluated(item) for item in arg] if isinstance(arg, tuple) else arg
 
-        attrs = {key: given(arg) for key, arg in op.attrs}
-        made = operators.resolve(op.name)(*(given(arg) for arg in op.args), **attrs)
+        attrs = {key: evaluated(arg) for key, arg in op.attrs}
+        made = operators.resolve(op.name)(*(evaluated(arg) for arg in op.args), **attrs)
         return made if isinstance(made, Tensor) else None
 
     def _elements(self, name: str, matrix: Matrix | None) -> Tensor:
@@ -397,7 +397,7 @@ class Constants:
             inside = Two(kept, torch.tensor(True), torch.tensor(False))
             return x.with_(inside, lambda v, c: v.masked_fill(~c, 0)) if isinstance(x, Two) else None
         if op.name == "masked_fill" and len(operands) == 3:
-            mask, filled = _two(operands[1]), _constant(operands[2])
+            mask, filled = _as_two(operands[1]), _constant(operands[2])
             if mask is None or filled is None or not isinstance(x, Two):
                 return None
             return x.with_(mask, lambda v, m: v.masked_fill(m, filled.to(v.dtype)))
@@ -460,13 +460,13 @@ def _unary(name: str, x: Outer, dtype: torch.dtype) -> Outer | None:
     return x if name == "to" and dtype != torch.bool and exact else None
 
 
-def _two(x: Matrix | None) -> Two | None:
+def _as_two(x: Matrix | None) -> Two | None:
     return x if isinstance(x, Two) else None
 
 
 def _constant(x: Matrix | None) -> Tensor | None:
     """The value of a matrix whose elements are all equal; None for other matrices."""
-    two = _two(x)
+    two = _as_two(x)
     return two.yes if two is not None and torch.equal(two.yes, two.no) else None
 
 
@@ -474,7 +474,7 @@ def _chosen(
     condition: Matrix | None, yes: Matrix | None, no: Matrix | None, cast: Callable[[Tensor], Tensor]
 ) -> Two | None:
     """torch.where of two matrices, at least one of which has equal elements; None for others."""
-    where, a, b = _two(condition), _two(yes), _two(no)
+    where, a, b = _as_two(condition), _as_two(yes), _as_two(no)
     if where is None or a is None or b is None:
         return None
     one, other = _constant(yes), _constant(no)

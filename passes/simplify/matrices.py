@@ -118,12 +118,12 @@ class Two:
         """An elementwise operation of this matrix and another; None if the result has more than two values."""
         values = [[apply(a, b) for b in (other.no, other.yes)] for a in (self.no, self.yes)]
         no = values[0][0]
-        others = [value for row in values for value in row if not _same(value, no)]
+        others = [value for row in values for value in row if not _equal(value, no)]
         if not others:
             return Two(self.where, no, no)
-        if any(not _same(value, others[0]) for value in others):
+        if any(not _equal(value, others[0]) for value in others):
             return None
-        truth = torch.tensor([[not _same(value, no) for value in row] for row in values])
+        truth = torch.tensor([[not _equal(value, no) for value in row] for row in values])
         return Two(self.where.combined(other.where, truth), others[0], no)
 
     def dense(self) -> Tensor:
@@ -196,7 +196,7 @@ def _sorted(name: str, rows: Tensor, columns: Tensor) -> Runs:
     return ~found if name == "ne" else found
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(torch.equal(a, b) or (a.isnan() & b.isnan()))
 
 
@@ -223,7 +223,7 @@ def lifted(x: Tensor, s: int, t: int) -> Matrix | None:
     if x.dtype == torch.bool or len(x.unique()) <= 2:
         values = x.unique()
         no, yes = values[0], values[-1]
-        runs = _runs(x == yes, s, t) if not _same(no, yes) else Runs(torch.zeros(s, 0, dtype=torch.int64), t)
+        runs = _runs(x == yes, s, t) if not _equal(no, yes) else Runs(torch.zeros(s, 0, dtype=torch.int64), t)
         if runs is not None:
             return Two(runs, yes, no)
     whole = _integers(x)

@@ -103,7 +103,7 @@ class _Unsorting:
                 op = _reading(self.known, rest[-taken])
                 if not self._concerns(op):
                     self.ops.append(_reading(self.same, op))
-                elif any(name in self.same for name in op.refs()) or not self._taken(op):
+                elif any(name in self.same for name in op.refs()) or not self._rewrite_reader(op):
                     return None
                 else:
                     until = self._end(op, until)
@@ -134,7 +134,7 @@ class _Unsorting:
         known = (self.rows, self.every, self.numbers, self.counts, self.inverse, self.fresh, (self._perm,))
         return any(name in names for name in op.refs() for names in known) or self._lists_numbers(op)
 
-    def _taken(self, op: Op) -> bool:
+    def _rewrite_reader(self, op: Op) -> bool:
         """Rewrite one reader of the sort's results; False if it is not understood."""
         if len(op.results) == 1 and self._is_bookkeeping(op):
             return True

@@ -33,7 +33,7 @@ def plain_rows(region: Region) -> Region:
     for op in region.forward.ops:
         if op.name == "reshape" and _flattens(types[next(op.refs())].shape, op.result.type.shape):
             whole[op.result.name] = next(op.refs())
-        elif (lead := _lead(op, types, whole)) is not None and fuel.allowed("keep dimensions", op.source):
+        elif (lead := _row_dims(op, types, whole)) is not None and fuel.allowed("keep dimensions", op.source):
             op = _unflattened(op, lead, types, whole, ops)
         elif _sums_all(op, types) and (source := whole.get(next(op.refs()))) is not None:
             every = tuple(range(len(types[source].shape)))
@@ -53,7 +53,7 @@ def _flattens(shape: tuple[int, ...], flat: tuple[int, ...]) -> bool:
     return False
 
 
-def _lead(op: Op, types: Mapping[str, TensorType], whole: Mapping[str, str]) -> tuple[int, ...] | None:
+def _row_dims(op: Op, types: Mapping[str, TensorType], whole: Mapping[str, str]) -> tuple[int, ...] | None:
     """The original dimensions of the operation's rows, if it treats rows independently; else None."""
     names = list(op.refs())
     leads = set()

@@ -31,9 +31,9 @@ from partc.ir.mesh import holds_weights_whole
 from partc.ir.program import Op, Parameter, Program, Region
 from partc.passes.tables.choice import Choices
 from partc.passes.tables.costs import Costs
-from partc.passes.tables.exchange import exchanged, together
+from partc.passes.tables.exchange import exchange_groups, exchanged
 from partc.passes.tables.lookups import COLUMNS, ROWS, Cut, Lookups, cut_type, find, in_place, independent
-from partc.passes.tables.sparse import apart, summed, with_sparse
+from partc.passes.tables.sparse import summed, with_own_parameters, with_sparse
 from partc.passes.tables.stacks import Stacks
 from partc.rules.updates import DEFAULT, UpdateRule, updates
 from partc.sharding.pins import Pin
@@ -102,7 +102,7 @@ def _placement(
     program: Program, zero: int, pins: Sequence[Pin], rules: Mapping[str, UpdateRule], *, densify: bool
 ) -> Stacks:
     """The choices for a program's tables. With `densify`, gradients that would be sums over ranks become dense."""
-    lookups = find(apart(with_sparse(program, rules)))
+    lookups = find(with_own_parameters(with_sparse(program, rules)))
     if densify and (whole := summed(lookups, rules)):
         parameters = (
             replace(item, sparse=item.sparse and item.name not in whole) for item in lookups.program.parameters
@@ -166,7 +166,7 @@ def _region(lookups: Lookups, costs: Costs, region: Region, cuts: Mapping[str, C
     forward = tuple(itertools.chain.from_iterable(steps))
     taken = {*lookups.types[region.name]}
     for axis, ops in exchanging.items():
-        for some in together(ops, casts, types, lookups.sizes):
+        for some in exchange_groups(ops, casts, types, lookups.sizes):
             for few in independent(forward, some):
                 old = (*few, *(casts[op.result.name] for op in few if op.result.name in casts))
                 forward = in_place(forward, old, exchanged(few, casts, axis, types, lookups.sizes, taken))

@@ -53,7 +53,7 @@ def exchanged(
     ).made()
 
 
-def together(
+def exchange_groups(
     lookups: Sequence[Op], casts: Mapping[str, Op], types: Mapping[str, TensorType], sizes: Sizes
 ) -> tuple[tuple[Op, ...], ...]:
     """Groups of lookups that share an exchange: their vectors have one type, and the same axes cut their ids."""
@@ -84,18 +84,18 @@ class _Exchange(Writing):
             numbers.append(number)
         rank, number = self._joined(ranks, f"{name}_ranks"), self._joined(numbers, f"{name}_numbers")
         home = self.types[rank.name].layout
-        here = self._among(home)
+        here = self._received_layout(home)
         plan = self._plan(rank, home, here)
         wanted = self._movement("dispatch", number, plan, f"{name}_wanted", home, here)
         founds = [
-            self._found(op, ids) for op, ids in zip(self.lookups, self._divided(wanted, plan, numbers), strict=True)
+            self._looked_up(op, ids) for op, ids in zip(self.lookups, self._divided(wanted, plan, numbers), strict=True)
         ]
-        found = self._together(founds, plan, numbers, f"{name}_all")
+        found = self._exchange_rows(founds, plan, numbers, f"{name}_all")
         there = self.types[found.name].layout
         alone = len(self.lookups) == 1 and len(first.type.shape) == 2
         back = self._movement("combine", found, plan, name if alone else f"{name}_rows", there, home, new=not alone)
         if not alone:
-            for result, rows in zip(results, self._apart(back, numbers), strict=True):
+            for result, rows in zip(results, self._split_rows(back, numbers), strict=True):
                 shape = result.type.shape
                 self.plain("reshape", (rows, shape), result.name, shape, kind, new=False)
         return tuple(self.ops)
@@ -104,7 +104,7 @@ class _Exchange(Writing):
         """The rank of each id's row, and the row's number there."""
         table, ids = (Ref(name) for name in op.refs())
         shape, name, dtype = self.types[ids.name].shape, op.result.name, self.types[ids.name].dtype
-        rows, count = self.types[table.name].shape[0] // self._ways, math.prod(shape)
+        rows, count = self.types[table.name].shape[0] // self._group_size, math.prod(shape)
         flat = ids if len(shape) == 1 else self.plain("reshape", (ids, (count,)), f"{name}_ids", (count,), dtype)
         return (
             self.plain("floor_divide", (flat, rows), f"{name}_rank", (count,), dtype),
@@ -132,7 +132,7 @@ class _Exchange(Writing):
         whole = self.plain("cat", (parts, 1), f"{made}_parts", (self._parts, total), dtype)
         return self.plain("reshape", (whole, (self._parts * total,)), made, (self._parts * total,), dtype)
 
-    def _apart(self, rows: Ref, flat: Sequence[Ref]) -> Sequence[Ref]:
+    def _split_rows(self, rows: Ref, flat: Sequence[Ref]) -> Sequence[Ref]:
         """The transpose of `_joined`, for rows."""
         if len(flat) == 1:
             return (rows,)
@@ -150,7 +150,7 @@ class _Exchange(Writing):
         names = [f"{op.result.name}_wanted" for op in self.lookups]
         return self._by_table("divide_rows", (wanted, plan[2], self._sizes(flat)), names)
 
-    def _together(self, founds: Sequence[Ref], plan: Sequence[Ref], flat: Sequence[Ref], made: str) -> Ref:
+    def _exchange_rows(self, founds: Sequence[Ref], plan: Sequence[Ref], flat: Sequence[Ref], made: str) -> Ref:
         if len(founds) == 1:
             return founds[0]
         (rows,) = self._by_table("join_rows", (tuple(founds), plan[2], self._sizes(flat)), [made])
@@ -169,10 +169,10 @@ class _Exchange(Writing):
         self.add(op)
         return [Ref(value.name) for value in op.results]
 
-    def _found(self, op: Op, wanted: Ref) -> Ref:
+    def _looked_up(self, op: Op, wanted: Ref) -> Ref:
         table, (count,) = next(op.refs()), self.types[wanted.name].shape
         shape, kind = (count, self.types[table].shape[1]), op.result.type.dtype
-        args, attrs = (Ref(table), wanted), (("groups", self._ways),)
+        args, attrs = (Ref(table), wanted), (("groups", self._group_size),)
         found = self.plain("embedding", args, f"{op.result.name}_found", shape, kind, attrs=attrs)
         if (cast := self.casts.get(op.result.name)) is None:
             return found
@@ -180,7 +180,7 @@ class _Exchange(Writing):
         return self.plain("to", (found, DTypeArg(dtype)), f"{cast.result.name}_found", shape, dtype)
 
     @property
-    def _ways(self) -> int:
+    def _group_size(self) -> int:
         return self.sizes[self.axis]
 
     @property
@@ -192,15 +192,17 @@ class _Exchange(Writing):
     def _sizes(self, flat: Sequence[Ref]) -> tuple[int, ...]:
         return tuple(math.prod(self.types[each.name].shape) // self._parts for each in flat)
 
-    def _among(self, home: Layout) -> Layout:
+    def _received_layout(self, home: Layout) -> Layout:
         """The layout of received ids: the rank of their rows is the major part."""
         others = tuple(axis for axis in axis_order(self.sizes) if axis != self.axis and axis in home.sharded_axes)
         (size,) = home.shape
-        return Layout(((SubDim(self._ways, (self.axis,)), SubDim(size // self._ways, others)),)).normalized(self.sizes)
+        return Layout(((SubDim(self._group_size, (self.axis,)), SubDim(size // self._group_size, others)),)).normalized(
+            self.sizes
+        )
 
     def _plan(self, rank: Ref, home: Layout, here: Layout) -> tuple[Ref, Ref, Ref]:
         every = math.prod(self.sizes[axis] for axis in home.sharded_axes)
-        experts = self._ways * len(self.lookups)
+        experts = self._group_size * len(self.lookups)
         counts = Layout(((SubDim(2 * every, home.sharded_axes),), (SubDim(experts),)))
         results = tuple(
             Value(name=unique(word, self.taken), type=TensorType(dtype="i64", layout=layout))

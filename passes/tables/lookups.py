@@ -141,7 +141,7 @@ class Lookups:
         types[whole.result.name] = whole.result.type
         for op, position in lookup.after:
             rule = resolve(op, types)
-            factors = {} if rule is None else {axis: _through(rule, position, factor) for axis, factor in cut}
+            factors = {} if rule is None else {axis: _kept_factor(rule, position, factor) for axis, factor in cut}
             known = {axis: factor for axis, factor in factors.items() if factor is not None}
             changed = self._recut(op, known, types) if len(known) == len(cut) else None
             if changed is None:
@@ -251,7 +251,7 @@ def _reduces(op: Op, vectors: Value) -> bool:
     return op.name in _REDUCING and op.result.type.shape[-1:] == vectors.type.shape[-1:]
 
 
-def _through(rule: OpRule, position: int, factor: str) -> str | None:
+def _kept_factor(rule: OpRule, position: int, factor: str) -> str | None:
     """The factor under which an operation on vectors keeps them cut by columns, or partial for a cut by rows; else
     None.
     """

@@ -26,7 +26,7 @@ def with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
     return replace(program, parameters=tuple(parameters)) if changed else program
 
 
-def apart(program: Program) -> Program:
+def with_own_parameters(program: Program) -> Program:
     """The program in which each lookup of a sparse table has its own region parameter, so that each adds its rows."""
     sparse = {parameter.name for parameter in program.parameters if parameter.sparse}
     owned = {slot: name for name, slots in program.derived(slots_of).items() if name in sparse for slot in slots}

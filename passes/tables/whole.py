@@ -78,17 +78,17 @@ class Exchange(Writing):
     over: tuple[str, ...]
 
     def made(self) -> tuple[Op, ...]:
-        wanted = self._there([(stack, self._columns(stack)) for stack in self.stacks], "tables_ids")
-        found = [self._found(stack, ids) for stack, ids in zip(self.stacks, wanted, strict=True)]
+        wanted = self._to_tables([(stack, self._columns(stack)) for stack in self.stacks], "tables_ids")
+        found = [self._looked_up(stack, ids) for stack, ids in zip(self.stacks, wanted, strict=True)]
         by_type: dict[str, list[tuple[TableStack, Ref]]] = {}
         for stack, vectors in zip(self.stacks, found, strict=True):
             by_type.setdefault(self.types[vectors.name].dtype, []).append((stack, vectors))
         for some in by_type.values():
-            self._back(some)
+            self._return_vectors(some)
         return tuple(self.ops)
 
     @property
-    def _ways(self) -> int:
+    def _group_size(self) -> int:
         return math.prod(self.sizes[axis] for axis in self.over)
 
     @property
@@ -102,7 +102,7 @@ class Exchange(Writing):
 
     def _at_tables(self, shape: Sequence[int]) -> Layout:
         """The layout of [ranks, batch, …]: the whole batch, on the ranks of tables."""
-        ways, time = self._ways, tuple(axis for axis in self._home.axes if axis not in self.over)
+        ways, time = self._group_size, tuple(axis for axis in self._home.axes if axis not in self.over)
         batch = (SubDim(ways), SubDim(shape[1] // ways, time))
         return Layout(((SubDim(ways, self.over),), batch, *((SubDim(size),) for size in shape[2:]))).normalized(
             self.sizes
@@ -115,7 +115,7 @@ class Exchange(Writing):
         """For every slot of every rank, the row numbers to look up: [batch, ids]."""
         found = []
         each = math.prod(self.types[[*stack.one.op.refs()][1]].shape[1:])
-        rows = stack.param.type.shape[0] // self._ways
+        rows = stack.param.type.shape[0] // self._group_size
         for tables in stack.ranks:
             for slot in range(stack.slots):
                 reader, first = tables[slot] if slot < len(tables) else (stack.one, rows - 1)
@@ -134,12 +134,12 @@ class Exchange(Writing):
                 found.append(flat)
         return found
 
-    def _there(self, columns: Sequence[tuple[TableStack, Sequence[Ref]]], made: str) -> list[Ref]:
+    def _to_tables(self, columns: Sequence[tuple[TableStack, Sequence[Ref]]], made: str) -> list[Ref]:
         """Move columns for every slot to the ranks of tables: for each stack [ranks, batch, slots · columns].
 
         All columns must have the same type.
         """
-        ways, batch = self._ways, self._batch
+        ways, batch = self._group_size, self._batch
         dtype = self.types[columns[0][1][0].name].dtype
         widths = [self.types[some[0].name].shape[1] * stack.slots for stack, some in columns]
         ordered = [
@@ -160,7 +160,7 @@ class Exchange(Writing):
         shapes = [(ways, batch, width) for width in widths]
         return list(self.several("split", (ranked, tuple(widths), 2), names, shapes, dtype, read=there))
 
-    def _found(self, stack: TableStack, ids: Ref) -> Ref:
+    def _looked_up(self, stack: TableStack, ids: Ref) -> Ref:
         """The vectors of a stack, reduced if they are bags: [ranks, batch, slots · columns]."""
         one, types = stack.one, self.types
         ways, batch, _ = types[ids.name].shape
@@ -185,7 +185,7 @@ class Exchange(Writing):
         for ref in op.refs():
             if ref != [*op.refs()][position]:
                 others[ref] = self._operand(stack, index, ref)
-        ways, batch = self._ways, self._batch
+        ways, batch = self._group_size, self._batch
         own = op.result.type
         shape = (ways, batch, stack.slots, *own.shape[1:])
         args = list(
@@ -211,13 +211,13 @@ class Exchange(Writing):
                 columns.append(
                     own if shape == each else self.plain("reshape", (own, each), f"{own.name}_flat", each, dtype)
                 )
-        (there,) = self._there([(stack, columns)], f"{stack.param.name}_{name}")
-        whole = (self._ways, self._batch, stack.slots, *shape[1:])
+        (there,) = self._to_tables([(stack, columns)], f"{stack.param.name}_{name}")
+        whole = (self._group_size, self._batch, stack.slots, *shape[1:])
         return self.plain("reshape", (there, whole), f"{name}_slots", whole, self.types[there.name].dtype)
 
-    def _back(self, found: Sequence[tuple[TableStack, Ref]]) -> None:
+    def _return_vectors(self, found: Sequence[tuple[TableStack, Ref]]) -> None:
         """Return the vectors of every table to the ranks of the batch."""
-        ways, batch = self._ways, self._batch
+        ways, batch = self._group_size, self._batch
         dtype = self.types[found[0][1].name].dtype
         widths = [self.types[ref.name].shape[2] for _, ref in found]
         total, name = sum(widths), "tables_vectors"

@@ -33,7 +33,7 @@ from partc.runtime.checkpoint.safetensors import save
 from partc.runtime.clock import Interval
 from partc.runtime.errors import UsageError
 from partc.runtime.train.command_line import parse
-from partc.runtime.train.tuning import given
+from partc.runtime.train.tuning import read_table
 from tests.durable import build
 from tests.models import tied
 from tests.runtime.test_manifest_fuzz import mutants, watched
@@ -170,10 +170,10 @@ def test_files_of_kernels_configurations(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "tuned.json").write_bytes(data)
     for path in (tmp_path / "tuned.json", tmp_path, tmp_path / "none"):
         with pytest.raises(UsageError, match="P0532"):
-            given(path)
+            read_table(path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="not a regular file"):
-        given(tmp_path / "pipe")
+        read_table(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "link/inside", "a/../../outside"])

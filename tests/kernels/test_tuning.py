@@ -25,8 +25,8 @@ from partc.runtime.train.tuning import (
     configure_kernels,
     fastest,
     from_given,
-    given,
     kernels_of,
+    read_table,
     run_with,
     tuned,
 )
@@ -143,7 +143,7 @@ def test_a_users_file(tmp_path: Path) -> None:
     for text in ("[]", "{", '{"a": 3}'):
         file.write_text(text)
         with pytest.raises(UsageError, match="P0532"):
-            given(file)
+            read_table(file)
 
 
 def test_all_ranks_run_with_what_the_first_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

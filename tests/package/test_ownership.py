@@ -17,17 +17,17 @@ from partc.package.launch import local_environment, torchrun_command
 from partc.runtime.checkpoint.manifest import checkpoints
 from partc.runtime.errors import UsageError
 from partc.runtime.processes.agreement import Together
-from partc.runtime.processes.ownership import NAME, sole
+from partc.runtime.processes.ownership import NAME, claim_folder
 from partc.runtime.torch_private import lone_store
 from tests.durable import build, train
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from partc.runtime.processes.ownership import sole
+from partc.runtime.processes.ownership import claim_folder
 from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
-sole(Path(sys.argv[1]), Together(lone_store(), 0, 1), timeout=1, say=print)
+claim_folder(Path(sys.argv[1]), Together(lone_store(), 0, 1), timeout=1, say=print)
 print("holds", flush=True)
 time.sleep(60)
 """
@@ -35,7 +35,7 @@ time.sleep(60)
 
 def alone(folder: Path, *, timeout: float = 0.2, said: list[str] | None = None) -> None:
     say = (lambda line: None) if said is None else said.append
-    sole(folder, Together(lone_store(), 0, 1), timeout=timeout, say=say)()
+    claim_folder(folder, Together(lone_store(), 0, 1), timeout=timeout, say=say)()
 
 
 def refused(folder: Path) -> UsageError:
@@ -71,7 +71,7 @@ def test_the_lock_waits_for_the_ranks_of_a_run_that_ends(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("text", ["", "no JSON", "[]", '{"host": 3, "pid": "x"}', "\ud800\0" * 9, '{"a": ' * 5000])
 def test_whatever_stands_in_the_file(tmp_path: Path, text: str) -> None:
-    let_go = sole(tmp_path, Together(lone_store(), 0, 1), timeout=1, say=print)
+    let_go = claim_folder(tmp_path, Together(lone_store(), 0, 1), timeout=1, say=print)
     (tmp_path / NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
     assert refused(tmp_path).cause.startswith("another run saves into")
     let_go()

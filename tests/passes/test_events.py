@@ -24,7 +24,7 @@ import json, runpy, sys
 folder, out, *more = sys.argv[1:]
 sys.path.insert(0, folder)
 from runtime.comm.virtual import VirtualAxis
-found, meet = {}, VirtualAxis._meet
+found, meet = {}, VirtualAxis._exchange
 
 def recorded(self, operation, x, combine):
     rank = self._ranks[self.rank]
@@ -32,7 +32,7 @@ def recorded(self, operation, x, combine):
     found.setdefault(rank, []).append([operation.split()[0], self._name, str(x.dtype).removeprefix("torch."), size])
     return meet(self, operation, x, combine)
 
-VirtualAxis._meet = recorded
+VirtualAxis._exchange = recorded
 sys.argv = ["train.py", "--virtual", "--steps", "1", *more]
 try:
     runpy.run_path(folder + "/train.py", run_name="__main__")

@@ -59,14 +59,14 @@ def test_a_plan_survives_its_document(tmp_path: Path) -> None:
         "",
         "[]",
         "{}",
-        '{"mesh": 3}',
+        '{"mesh": true}',
         '{"mesh": "dp=2", "microbatches": 0}',
-        '{"mesh": "dp=2", "microbatches": "2"}',
+        '{"mesh": "dp=2", "microbatches": "two"}',
         '{"mesh": "dp=2", "surprise": 1}',
         '{"mesh": "dp=2", "mesh": "dp=4"}',
         '{"mesh": "dp=2", "options": {"a-b": 1}}',
         '{"mesh": "dp=2", "options": {"a": [1]}}',
-        '{"mesh": "dp=2", "zero": null}',
+        '{"mesh": "dp=2", "zero": [1]}',
     ],
 )
 def test_files_that_are_no_plans_are_refused(tmp_path: Path, text: str) -> None:
@@ -580,7 +580,7 @@ def test_plans_near_the_best_one_that_have_its_regions_are_tried_first(small: Pl
     def lowered_anew(each: ParallelPlan) -> bool:
         return each.recompute != plan.recompute or inside(each) != inside(plan) or each.microbatches == 1
 
-    near = small._near(plan)
+    near = small._nearest(plan)
     assert not any(map(lowered_anew, near[:8])) and any(map(lowered_anew, near[8:]))
 
 

@@ -199,13 +199,13 @@ def test_processes(tmp_path: Path) -> None:
 
 def main(folder: Path) -> None:
     from partc.runtime.comm.distributed import DistributedComm
-    from partc.runtime.processes.rendezvous import meet, world
+    from partc.runtime.processes.rendezvous import common_store, world
     from partc.runtime.processes.signals import Caught
 
     timeout, place = datetime.timedelta(seconds=30), world()
     rank = place.rank
     with Caught(checkpoints=False) as caught:
-        store = meet(place, 30.0, caught)
+        store = common_store(place, 30.0, caught)
     comm = DistributedComm(
         rank=rank,
         coordinate={"tp": rank},

@@ -53,7 +53,7 @@ class Unread(Steps):
     """Steps of which the host reads nothing."""
 
     def run(self, step: int) -> Done:
-        self._take({name: x.to(DEVICE) for name, x in self.part_of(step).items()})
+        self._copy_in({name: x.to(DEVICE) for name, x in self.part_of(step).items()})
         if self.scale is not None:
             self.comm.scales(self.scale.value)
         self.comm.begins(self.job.seed, step)

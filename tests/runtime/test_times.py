@@ -171,7 +171,7 @@ def test_a_step_takes_all_that_it_takes(built: Path, tmp_path: Path, monkeypatch
         spent["device"] += owed[0]
         owed[0] = 0.0
 
-    run, take, end = Steps._run, Steps._take, Times.end
+    run, take, end = Steps._run, Steps._copy_in, Times.end
 
     def launched(steps: Steps, first: bool, last: bool) -> Any:
         owed[0] += 0.02
@@ -190,7 +190,7 @@ def test_a_step_takes_all_that_it_takes(built: Path, tmp_path: Path, monkeypatch
 
     item = torch.Tensor.item
     monkeypatch.setattr(Steps, "_run", launched)
-    monkeypatch.setattr(Steps, "_take", copied)
+    monkeypatch.setattr(Steps, "_copy_in", copied)
     monkeypatch.setattr(Times, "end", ended)
     monkeypatch.setattr(torch.Tensor, "item", lambda x: (settle(), item(x))[1])
     partc.compile(EXAMPLES / "mlp.py", mesh="1").write(tmp_path / "build")

@@ -141,7 +141,7 @@ class _FormulaWriter:
         mixes = flights(self.program.schedule[place]) if self.program.schedule else ()
         most = [_total(count * each[stage] for stage, count in mix) for mix in mixes]
         here = {item.name: item for item in self.program.parameters if item.name in read}
-        kept = {name: self._kept(item, *read[name]) for name, item in here.items()}
+        kept = {name: self._shard_elements(item, *read[name]) for name, item in here.items()}
         trained = {name: item for name, item in here.items() if item.trainable}
         whole = {name: self.names.elements(*read[name]) for name in trained}
         gradients = _total(
@@ -156,7 +156,7 @@ class _FormulaWriter:
             saved=max(most, key=self.names.number, default=_zero()),
         )
 
-    def _kept(self, parameter: Parameter, region: str, name: str) -> Expr:
+    def _shard_elements(self, parameter: Parameter, region: str, name: str) -> Expr:
         """The part of a parameter that a rank keeps. More axes may cut it than the copy that calls read."""
         read = self.dimensions.types[region, name].layout.sharded_axes
         more = [axis for axis in parameter.type.layout.sharded_axes if axis not in read]
@@ -174,7 +174,7 @@ class _FormulaWriter:
     def _pass(self, name: str, region: Region, graph: Graph) -> PassFormulas:
         moved: dict[str, Expr] = {}
         work = _zero()
-        for op in _all(graph.ops):
+        for op in _flattened(graph.ops):
             axis = dict(op.attrs).get("axis")
             if op.name in MOVING and isinstance(axis, str):
                 moved[axis] = moved.get(axis, _zero()) + self._moved(region, op, axis)
@@ -212,7 +212,7 @@ class _FormulaWriter:
         return _total(self._bytes(region, name) for name in sorted(worst))
 
 
-def _all(ops: Iterable[Op]) -> Iterator[Op]:
+def _flattened(ops: Iterable[Op]) -> Iterator[Op]:
     for op in ops:
         yield from op.body or (op,)
 

@@ -42,13 +42,13 @@ class Sizes:
     def parts(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """The same product as uncut symbols, from major to minor, without ones."""
         stack = list(reversed(sizes))
-        return tuple(iter(lambda: self._next(stack), None))
+        return tuple(iter(lambda: self._pop_major(stack), None))
 
     def equate(self, left: Sequence[int], right: Sequence[int]) -> None:
         """Merge two products, read from major to minor. Stops if neither size is a multiple of the other."""
         one, two = list(reversed(left)), list(reversed(right))
         while True:
-            a, b = self._next(one), self._next(two)
+            a, b = self._pop_major(one), self._pop_major(two)
             if a is None or b is None:
                 return
             if self.value[a] == self.value[b]:
@@ -61,7 +61,7 @@ class Sizes:
             many.append(self.new(times))
             self._parts[large] = (small, many[-1])
 
-    def _next(self, stack: list[int]) -> int | None:
+    def _pop_major(self, stack: list[int]) -> int | None:
         """Pop the major symbol of a product from the stack that holds its symbols."""
         while stack:
             size = self._root(stack.pop())
@@ -258,7 +258,7 @@ class Dimensions:
                 lengths = {factor.name: factor.size for factor in rule.factors}
                 parts: dict[str, tuple[SubDim, ...]] = {}
                 for names, dim in zip(rule.operands[place], whole.dims, strict=True):
-                    parts.update(_dealt(names, dim, lengths, sizes))
+                    parts.update(_local_factors(names, dim, lengths, sizes))
                 carried = rule.results[0][index]
                 found = tuple(sub for factor in carried for sub in parts.get(factor, ()))
                 same = [found] if all(factor in parts for factor in carried) else []
@@ -304,7 +304,7 @@ def _chance(rule: OpRule) -> frozenset[str]:
     return frozenset({"u", *pieces}) if pieces and not single else frozenset()
 
 
-def _dealt(
+def _local_factors(
     names: Sequence[str], dim: Sequence[SubDim], lengths: Mapping[str, int], sizes: Mapping[str, int]
 ) -> dict[str, tuple[SubDim, ...]]:
     """The local sub-dimensions of each factor of a dimension, for factors that consist of whole sub-dimensions."""

@@ -69,13 +69,13 @@ class Outcomes(enum.Enum):
     ODD_EIGHTS_BELOW = (True, True, 8, 1)
 
     def below(self, branch: int) -> bool:
-        return self._takes(branch) if self in PARTLY_BELOW else bool(self.value[branch % 2])
+        return self._taken_for(branch) if self in PARTLY_BELOW else bool(self.value[branch % 2])
 
     def selects(self, test: int) -> bool:
         """Whether the mask of the test with this number selects something."""
-        return self._takes(test) if self in PARTLY_EMPTY else self is not Outcomes.EMPTY
+        return self._taken_for(test) if self in PARTLY_EMPTY else self is not Outcomes.EMPTY
 
-    def _takes(self, number: int) -> bool:
+    def _taken_for(self, number: int) -> bool:
         *_, bits, kept = self.value
         return bool((number & bits).bit_count() % 2 == kept)
 

@@ -33,7 +33,7 @@ from partc.frontend.by_tensor import ByTensor
 from partc.frontend.selections.row_counts import Unsettled
 from partc.frontend.selections.selected_rows import NOT_SELECTED
 from partc.frontend.selections.selections import Selections
-from partc.frontend.statements import around, path_to, span_of, tree_of
+from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.packed_sequences import NOT_PACKED, PackedSequences
 from partc.installed import is_machinery, shortened, user_frame
@@ -246,23 +246,23 @@ class ValueWatch(TorchFunctionMode):
             real = self._computed(func, name, args, kwargs)
             if real is not _UNKNOWN:
                 return real
-            passed = self._passed(_outside()) if name in _TESTS else None
+            passed = self._passed(_calling_frame()) if name in _TESTS else None
             if passed is None and name in (*_TESTS, "item"):
-                passed = self._assumed_finite(args[0], _outside())
+                passed = self._assumed_finite(args[0], _calling_frame())
             if passed is None:
                 found = self.selections.answer(name, args[0])
                 if found is not NOT_SELECTED:
                     return format(found, *args[1:]) if name == "__format__" else found
                 return func(*args, **kwargs)
             return passed
-        with self._inside() if isinstance(func, FunctionType) else nullcontext():
+        with self._suspended() if isinstance(func, FunctionType) else nullcontext():
             made = func(*args, **kwargs)
         if self.selections.follow(name, args, kwargs, made):
             self._follow(func, name, args, kwargs, made)
         return made
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def _suspended(self) -> Iterator[None]:
         """A context for a Python function of torch, in which this mode is off but tests of tensors still count as
         guards.
         """
@@ -270,7 +270,7 @@ class ValueWatch(TorchFunctionMode):
 
         @functools.wraps(truth)
         def true(x: Tensor) -> bool:
-            passed = self._passed(_outside()) if self._known.get(x) is None else None
+            passed = self._passed(_calling_frame()) if self._known.get(x) is None else None
             return truth(x) if passed is None else passed
 
         Tensor.__bool__ = true  # type: ignore[method-assign, assignment]
@@ -566,7 +566,7 @@ def _without_data(func: Callable[..., Any], x: Tensor, *value: Tensor) -> tuple[
     return Tensor.copy_, (x.detach(), value[0].detach())
 
 
-def _outside() -> FrameType | None:
+def _calling_frame() -> FrameType | None:
     """The frame that called into this file."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename == __file__:
@@ -648,7 +648,7 @@ def _is_caught(frame: FrameType | None) -> bool:
     """Whether the model catches exceptions around the running statement, in its function or in a caller."""
     while frame is not None and frame.f_code.co_filename != _TRACED_FROM:
         if not is_machinery(frame.f_code.co_filename):
-            for node, inner in pairwise(around(frame)):
+            for node, inner in pairwise(enclosing_nodes(frame)):
                 if isinstance(node, ast.Try) and node.handlers and inner in node.body:
                     return True
         frame = frame.f_back

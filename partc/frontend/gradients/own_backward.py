@@ -87,10 +87,10 @@ def module_hooks(model: nn.Module, parts: int = 1) -> Iterator[None]:
                 setattr(module, kind, OrderedDict())
             for hook in held.get(after, {}).values():
                 changed = lambda grads, hook=hook, module=module: hook(module, grads, _GradientOfResult())  # noqa: E731
-                handles.append(module.register_forward_pre_hook(_around(changed, hook, parts, results=False)))
+                handles.append(module.register_forward_pre_hook(_gradient_hook(changed, hook, parts, results=False)))
             for hook in held.get(before, {}).values():
                 changed = lambda grads, hook=hook, module=module: hook(module, grads)  # noqa: E731
-                handles.append(module.register_forward_hook(_around(changed, hook, parts, results=True)))
+                handles.append(module.register_forward_hook(_gradient_hook(changed, hook, parts, results=True)))
         yield
     finally:
         for handle in handles:
@@ -100,7 +100,7 @@ def module_hooks(model: nn.Module, parts: int = 1) -> Iterator[None]:
                 setattr(module, kind, hooks)
 
 
-def _around(changed: Callable[..., Any], hook: Any, parts: int, *, results: bool) -> Callable[..., Any]:
+def _gradient_hook(changed: Callable[..., Any], hook: Any, parts: int, *, results: bool) -> Callable[..., Any]:
     """A forward hook that applies a backward hook to the gradients of a module's operands, or of its results."""
 
     class Hooked(torch.autograd.Function):

@@ -106,7 +106,7 @@ def _imported(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up while it runs
     try:
-        with _beside(path):
+        with _importable(path):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise PartcError(
@@ -119,7 +119,7 @@ def _imported(path: Path) -> ModuleType:
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[None]:
+def _importable(path: Path) -> Iterator[None]:
     """A context in which modules in the file's folder, and a package's sources, can be imported."""
     folder = path.parent.resolve()
     inside = [folder / FOLDER] if is_file(folder / "plan.json") else []
@@ -207,7 +207,7 @@ def _applied(function: Any, options: Mapping[str, Option], path: Path) -> Callab
     taken = options if _takes_any(function) else {k: v for k, v in options.items() if k in _parameters(function)}
 
     def call() -> Any:
-        with _beside(path):
+        with _importable(path):
             return function(**taken)
 
     return call

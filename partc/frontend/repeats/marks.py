@@ -196,11 +196,11 @@ class Repeats:
             return run()
         module = self._modules[id(vars(seen))]  # tracing hands out proxies of modules
         leaves, spec = tree_flatten((args, kwargs))
-        given = _given(spec, leaves)
+        given = _comparable_inputs(spec, leaves)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         path = self._paths[id(vars(seen))]
         if path not in self._rows:
-            result, _ = self._alone(module, group, given, tensors, run)
+            result, _ = self._run_recorded(module, group, given, tensors, run)
         elif (like := self._left_out(module, given, tensors)) is not None:
             self.passed[path] = self.passed[like.path]
             return tree_unflatten(like.leaves, like.spec)
@@ -209,7 +209,7 @@ class Repeats:
         self.passed.setdefault(path, set()).add((_python_values(leaves), _python_values((args, kwargs, result))))
         return result
 
-    def _alone(
+    def _run_recorded(
         self, module: nn.Module, group: int, given: _Given | None, tensors: list[Tensor], run: Callable[[], Any]
     ) -> tuple[Any, _Record | None]:
         """The result of a call, and its record if there is one."""
@@ -234,7 +234,7 @@ class Repeats:
         row, index = self._rows[path]
         calls, size = self._row_calls[container_of(row)], len(row.units[0])
         alike = index == len(calls)
-        result, record = self._alone(module, group, given, tensors, run)
+        result, record = self._run_recorded(module, group, given, tensors, run)
         unit, place = divmod(index, size)
         if not alike or record is None or (unit > 1 and record is not calls[size + place].record):
             raise UnequalError(container_of(row))
@@ -467,7 +467,7 @@ def _weights(model: nn.Module) -> dict[str, dict[str, str]]:
     first: dict[int, str] = {}
     found: dict[str, dict[str, str]] = {}
 
-    def below(path: str, module: nn.Module) -> dict[str, str]:
+    def names_below(path: str, module: nn.Module) -> dict[str, str]:
         mine = {
             name: first.setdefault(id(x), path + name)
             for store in (module._parameters, module._buffers)
@@ -476,11 +476,11 @@ def _weights(model: nn.Module) -> dict[str, dict[str, str]]:
         }
         for name, part in module._modules.items():
             if part is not None:
-                mine |= {f"{name}.{inner}": whole for inner, whole in below(f"{path}{name}.", part).items()}
+                mine |= {f"{name}.{inner}": whole for inner, whole in names_below(f"{path}{name}.", part).items()}
         found[path[:-1]] = mine
         return mine
 
-    below("", model)
+    names_below("", model)
     return found
 
 
@@ -531,7 +531,7 @@ def _state(module: nn.Module) -> tuple[Any, list[Any]]:
     return found, kept
 
 
-def _below(path: str | None, top: str) -> str | None:
+def _path_below(path: str | None, top: str) -> str | None:
     """The path below the module `top`; None outside it."""
     if path is None or not (path == top or path.startswith(f"{top}.")):
         return None
@@ -576,7 +576,10 @@ class _Pair:
         if isinstance(a, _PLAIN):
             return bool(a == b)
         if isinstance(a, nn.Module):
-            places = _below(self.paths.get(id(vars(a))), self.one), _below(self.paths.get(id(vars(b))), self.other)
+            places = (
+                _path_below(self.paths.get(id(vars(a))), self.one),
+                _path_below(self.paths.get(id(vars(b))), self.other),
+            )
             return places[0] is not None and places[0] == places[1]
         if isinstance(a, list | tuple | deque):
             return len(a) == len(b) and all(self.equal(x, y, depth - 1) for x, y in zip(a, b, strict=True))
@@ -603,7 +606,7 @@ class _Unknown:
 _UNKNOWN = _Unknown()
 
 
-def _given(spec: TreeSpec, leaves: Iterable[Any]) -> _Given | None:
+def _comparable_inputs(spec: TreeSpec, leaves: Iterable[Any]) -> _Given | None:
     """The inputs of a call in comparable form; None if they contain objects whose state cannot be compared."""
     with without_overriding():  # the trace's modes would intercept every read of a shape
         return _compared(spec, leaves)

@@ -64,7 +64,7 @@ class ModuleRows:
         uses = Counter(weights.get("", {}).values())
         self._tied = {name for name, count in uses.items() if count > 1}
         self._groups, self._weights = groups, weights
-        found = () if excluded is None else tuple(self._found("", modules[""], excluded))
+        found = () if excluded is None else tuple(self._rows_of("", modules[""], excluded))
         self.all: tuple[Repetition, ...] = found
         tops = [modules[path] for row in found for unit in left_out(row) for path in unit]
         inside = {id(part) for top in tops for part in top.modules()}
@@ -72,7 +72,7 @@ class ModuleRows:
         self.running = False  # whether forward is running
         self._parts: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
 
-    def _found(self, path: str, module: nn.Module, excluded: Collection[int | str]) -> Iterator[Repetition]:
+    def _rows_of(self, path: str, module: nn.Module, excluded: Collection[int | str]) -> Iterator[Repetition]:
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         below = {name: f"{path}.{name}" if path else name for name, _ in children}
         alone = path in excluded
@@ -82,11 +82,11 @@ class ModuleRows:
             size, units = _longest(kinds, index)
             names = [below[name] for name, _ in children[index : index + size * units]]
             row = Repetition(tuple(tuple(names[start : start + size]) for start in range(0, len(names), size)))
-            if units and all(map(self._own, (p for u in row.units for p in u))):
+            if units and all(map(self._owns_weights, (p for u in row.units for p in u))):
                 yield row
                 index += size * units
             else:
-                yield from self._found(below[children[index][0]], children[index][1], excluded)
+                yield from self._rows_of(below[children[index][0]], children[index][1], excluded)
                 index += 1
 
     def _kind(self, name: str, module: nn.Module, excluded: Collection[int | str]) -> Any:
@@ -102,7 +102,7 @@ class ModuleRows:
         )
         return group, attributes
 
-    def _own(self, path: str) -> bool:
+    def _owns_weights(self, path: str) -> bool:
         """Whether the module shares no weights with others."""
         return all(
             name == f"{path}.{below}" and name not in self._tied for below, name in self._weights.get(path, {}).items()

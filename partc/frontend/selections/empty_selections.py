@@ -309,7 +309,7 @@ class _Alignment:
         self.same.update((mine.name, its.name) for mine, its in zip(op.results, wanted.results, strict=True))
         self._active = ()
         if op.name == TESTED and not wanted.args[-1]:
-            self._meet(op)
+            self._follow_test(op)
         return True
 
     def place_behind(self, ops: Sequence[Op], first: int, wanted: Op) -> int | PartcError:
@@ -343,7 +343,7 @@ class _Alignment:
                 return True
         return False
 
-    def _meet(self, test: Op) -> None:
+    def _follow_test(self, test: Op) -> None:
         """Follow a test. An iteration's test replaces that of the iteration before; a test without masks ends the
         loop.
         """
@@ -358,7 +358,7 @@ class _Alignment:
 
     def leave_out(self, op: Op) -> None:
         if op.name == TESTED:
-            self._meet(op)
+            self._follow_test(op)
             return
         self._decided.update((value.name, self._active) for value in op.results)
         target = op.args[0] if op.args else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from partc.errors import PartcError, Source
 from partc.frontend.by_tensor import ByTensor
-from partc.frontend.statements import around
+from partc.frontend.statements import enclosing_nodes
 from partc.installed import is_machinery, shortened, user_frame
 
 # The mark of a test whether tensors are zero, in the elements `first` to `last - 1` or in all, and its outcome. A
@@ -73,7 +73,7 @@ class SelectionTests:
 
         The graph records the test.
         """
-        self._in_while += any(isinstance(node, ast.While) for node in around(self.frame))
+        self._in_while += any(isinstance(node, ast.While) for node in enclosing_nodes(self.frame))
         if self._in_while > MOST_TESTS:
             raise _endless_loop(next(self.source(), None))
         self.sources.extend(self.source())

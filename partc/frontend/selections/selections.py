@@ -40,7 +40,7 @@ from partc.frontend.selections.row_counts import TESTS_OF_ZERO, PartSize, RowCou
 from partc.frontend.selections.selected_parts import SelectedParts
 from partc.frontend.selections.selected_rows import INTEGERS, NOT_SELECTED, MaskedRows, SelectedRows, leaves
 from partc.frontend.selections.selection_tests import Iterations, SelectionTests, outside
-from partc.frontend.statements import around
+from partc.frontend.statements import enclosing_nodes
 from partc.torch_private import without_modes
 
 _ARITHMETIC = frozenset({
@@ -163,7 +163,7 @@ class Selections:
             return NOT_SELECTED
         return call.given.tensor().to(call.kwargs.get("dtype") or torch.int64)
 
-    def _made(self, call: _TorchCall) -> Any:
+    def _select_rows(self, call: _TorchCall) -> Any:
         """A new tensor with one row for each selected row: the selected rows of a tensor with all rows."""
         args, kwargs = call.args, call.kwargs
         first = 1 if isinstance(call.given, Tensor) else 0
@@ -195,7 +195,7 @@ class Selections:
 
     # -- calls that read and write by masks ----------------------------------------------------------
 
-    def _found(self, call: _TorchCall) -> Any:
+    def _find_places(self, call: _TorchCall) -> Any:
         if len(call.args) + len(call.kwargs.keys() - {"as_tuple"}) != 1 or not isinstance(call.given, Tensor):
             return NOT_SELECTED
         return self._rows.found(call.given, call.name == "where" or bool(call.kwargs.get("as_tuple")))
@@ -279,7 +279,7 @@ class Selections:
         self._parts.reshaped(call.given, merged)
         return merged
 
-    def _each(self, call: _TorchCall, held: MaskedRows) -> Any:
+    def _iterate(self, call: _TorchCall, held: MaskedRows) -> Any:
         """Iterating over the places that nonzero() found: constants, one by one; NOT_SELECTED for other rows."""
         real = None if held.dim or call.argument(1, "dim", 0) else self._value(call.given)
         if real is None:
@@ -359,7 +359,7 @@ class Selections:
 
     def _tests_length(self) -> bool:
         """Whether the code that calls this len() only tests whether it is zero."""
-        path = around(self.tests.frame)
+        path = enclosing_nodes(self.tests.frame)
         outer = next((node for node in reversed(path[:-1]) if isinstance(node, ast.expr | ast.stmt)), None)
         if isinstance(outer, ast.Compare) and len(outer.ops) == 1:
             number = outer.comparators[0]
@@ -408,9 +408,9 @@ def _named(names: str, rewrite: Callable[..., Any]) -> dict[str, Callable[..., A
 # For each function, the method that returns its result for selected rows, or NOT_SELECTED.
 _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **_named("tensor as_tensor scalar_tensor", Selections._tensor),
-    **_named("zeros ones full new_zeros new_ones new_full expand broadcast_to", Selections._made),
+    **_named("zeros ones full new_zeros new_ones new_full expand broadcast_to", Selections._select_rows),
     "arange": Selections._arange,
-    **_named("where nonzero argwhere", Selections._found),
+    **_named("where nonzero argwhere", Selections._find_places),
     "__getitem__": Selections._read,
     "__setitem__": Selections._written,
     **_named("split split_with_sizes", Selections._divided),
@@ -428,7 +428,7 @@ _CALLS_OF_ROWS: Mapping[str, Callable[[Selections, _TorchCall, MaskedRows], Any]
         " binary_cross_entropy_with_logits kl_div",
         Selections._loss,
     ),
-    "unbind": Selections._each,
+    "unbind": Selections._iterate,
     "__len__": Selections._length,
     **_named("size stride numel nelement __get__", Selections._size),
 }

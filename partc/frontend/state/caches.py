@@ -16,10 +16,10 @@ def caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
     homes = {id(home): home for kind in kinds if (home := sys.modules.get(kind.__module__)) is not None}
     for owner in (*model.modules(), *kinds, *homes.values()):
         for value in tuple(vars(owner).values()):
-            yield from _inside(value)
+            yield from _caches_in(value)
 
 
-def _inside(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
+def _caches_in(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
     """The caches in a value: the value itself, or functions that a decorated function calls."""
     value = getattr(value, "__func__", value)
     cells = getattr(value, "__closure__", None) or ()

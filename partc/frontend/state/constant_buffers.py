@@ -61,12 +61,14 @@ class Recipes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if getattr(func, "__self__", None) is Tensor.data and not isinstance(args[0], nn.Parameter):
             self._known.clear()
-        elif name in _SAME or (name == "copy_" and _alike(*args[:2])):
-            same = self._of(args[1 if name == "copy_" else 0])
+        elif name in _SAME or (name == "copy_" and _copies_source(*args[:2])):
+            same = self._recipe_of(args[1 if name == "copy_" else 0])
             if same is not None:
                 self._known[made] = made._version, same
-        elif isinstance(made, Tensor) and (name in _MADE or (name in _CHANGED and self._of(args[0]) is not None)):
-            given = tuple(_Inner(self._of(arg)) if isinstance(arg, Tensor) else _frozen(arg) for arg in args)
+        elif isinstance(made, Tensor) and (
+            name in _MADE or (name in _CHANGED and self._recipe_of(args[0]) is not None)
+        ):
+            given = tuple(_Inner(self._recipe_of(arg)) if isinstance(arg, Tensor) else _frozen(arg) for arg in args)
             named = tuple((key, _frozen(arg)) for key, arg in (kwargs or {}).items() if key not in _IGNORED)
             if all(map(_is_plain, (*given, *(arg for _, arg in named)))):
                 self._known[made] = made._version, (func, given, named)
@@ -83,13 +85,13 @@ class Recipes(TorchFunctionMode):
         self._known.pop(tensor)
         return tensor
 
-    def _of(self, x: Any) -> Recipe | None:
+    def _recipe_of(self, x: Any) -> Recipe | None:
         found = self._known.get(x)
         return found[1] if found is not None and found[0] == x._version else None
 
     def masks(self, model: nn.Module) -> dict[str, Recipe]:
         """The buffers that hold masks, by name, with their recipes."""
-        found = {name: self._of(buffer) for name, buffer in model.named_buffers()} if self._known else {}
+        found = {name: self._recipe_of(buffer) for name, buffer in model.named_buffers()} if self._known else {}
         return {name: recipe for name, recipe in found.items() if recipe is not None and _has_mask(recipe)}
 
     def numbers(self, model: nn.Module) -> dict[str, Tensor]:
@@ -98,11 +100,11 @@ class Recipes(TorchFunctionMode):
         for path, module in model.named_modules():
             for name in module._non_persistent_buffers_set:
                 buffer = module._buffers.get(name)
-                recipe = self._of(buffer)
+                recipe = self._recipe_of(buffer)
                 if recipe is not None and buffer is not None and buffer.numel() <= LARGEST and _is_integer(buffer):
                     found[f"{path}.{name}".removeprefix(".")] = recipe
         with without_modes():
-            return {name: value for name, value in made(found)}
+            return {name: value for name, value in recomputed(found)}
 
 
 class _Inner:
@@ -129,7 +131,7 @@ def _is_plain(arg: Any) -> bool:
     return all(map(_is_plain, arg)) if isinstance(arg, tuple) else isinstance(arg, _PLAIN)
 
 
-def _alike(written: Tensor, source: Any) -> bool:
+def _copies_source(written: Tensor, source: Any) -> bool:
     """Whether a copy leaves the tensor equal to its source, so that the source's recipe describes it."""
     return isinstance(source, Tensor) and source.shape == written.shape and source.dtype == written.dtype
 
@@ -145,7 +147,7 @@ def _has_mask(recipe: Recipe) -> bool:
     )
 
 
-def made(recipes: Mapping[str, Recipe]) -> Iterator[tuple[str, Tensor]]:
+def recomputed(recipes: Mapping[str, Recipe]) -> Iterator[tuple[str, Tensor]]:
     """The buffers by name, computed again."""
     done: dict[Recipe, Tensor] = {}
 

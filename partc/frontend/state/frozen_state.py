@@ -184,7 +184,7 @@ class State:
         """The differences to a later snapshot, tensors last."""
         found = []
         paths = dict.fromkeys((*self.held, *now.held))
-        unlike = [path for path in paths if not _alike(self.held.get(path), now.held.get(path))]
+        unlike = [path for path in paths if not _same_module(self.held.get(path), now.held.get(path))]
         before, after = ({**state._entries(unlike), **state.values} for state in (self, now))
         for key in dict.fromkeys((*before, *after)):
             old, new = before.get(key), after.get(key)
@@ -205,7 +205,7 @@ class State:
         return sorted(found, key=lambda change: (not change.always, change.tensors))
 
 
-def _alike(one: _Held | None, other: _Held | None) -> bool:
+def _same_module(one: _Held | None, other: _Held | None) -> bool:
     return one is not None and other is not None and one.same(other)
 
 
@@ -348,7 +348,7 @@ class StateWatch:
     def line_of(self, name: str) -> Source | None:
         """The user's line that assigns to an attribute."""
         change = Change(key=("members", "buffers"), what="", owner=None, name=name, tensors=True)
-        return None if self.state is None else where(change, self.state)
+        return None if self.state is None else change_source(change, self.state)
 
     def go_on(self) -> None:
         """Restore the attributes that forward left, with fake tensors in place of its new ones."""
@@ -400,7 +400,7 @@ def check(
                 store.clear()
                 store.update(held)
         settled = not any(key in watch.changes for key in first)
-        if not alike(plain, other, filled=settled):
+        if not same_graphs(plain, other, filled=settled):
             still = [change for key, change in first.items() if key in watch.changes] or list(first.values())
             raise refusal(next(iter(still), None), state)
 
@@ -445,7 +445,7 @@ def signature(exported: torch.export.ExportedProgram, known: Set[str] | None = N
     return tuple(_nodes(module, constants, output))
 
 
-def alike(plain: tuple[Any, ...], other: tuple[Any, ...], *, filled: bool) -> bool:
+def same_graphs(plain: tuple[Any, ...], other: tuple[Any, ...], *, filled: bool) -> bool:
     """Whether two traces compute the same; with `filled`, the second may read constants that the first computed."""
     if len(plain) != len(other):
         return False
@@ -540,7 +540,7 @@ def _names(code: types.CodeType) -> set[str]:
 def other_times(state: State, seed: int) -> Iterator[None]:
     """A context with shifted clocks and other random numbers."""
     originals = {name: getattr(time, name) for name in CLOCKS}
-    shifted = {name: _ahead(clock, SHIFT * seed, name) for name, clock in originals.items()}
+    shifted = {name: _shifted_clock(clock, SHIFT * seed, name) for name, clock in originals.items()}
     places: list[tuple[Any, str]] = [(time, name) for name in CLOCKS]
     by_identity = {id(clock): name for name, clock in originals.items()}
     for home in state.modules:
@@ -564,7 +564,7 @@ def other_times(state: State, seed: int) -> Iterator[None]:
             numpy.random.set_state(numbers)
 
 
-def _ahead(clock: Any, shift: float, name: str) -> Any:
+def _shifted_clock(clock: Any, shift: float, name: str) -> Any:
     by = int(shift * 1e9) if name.endswith("_ns") else shift
     return lambda: clock() + by
 
@@ -588,7 +588,7 @@ def refusal(change: Change | None, state: State) -> PartcError:
             "P0225",
             f"{what}, and then computes something else: a package would repeat the first step",
             help=helped,
-            source=where(change, state),
+            source=change_source(change, state),
         )
     return PartcError(
         "P0225",
@@ -600,7 +600,7 @@ def refusal(change: Change | None, state: State) -> PartcError:
     )
 
 
-def where(change: Change, state: State) -> Source | None:
+def change_source(change: Change, state: State) -> Source | None:
     """The first line of the user's code that makes the change."""
     name = change.name
     members = change.key[0].startswith("members ") and change.key[1] != "requires_grad"

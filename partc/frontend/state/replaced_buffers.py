@@ -81,7 +81,7 @@ class Buffers:
             return
         weights = {storage_key(x): name for name, x in self.model.named_parameters()}
         for each in replaced:
-            for wrong, help in self._wrong(each, weights):
+            for wrong, help in self._differences(each, weights):
                 cause = f"forward replaces the buffer {each.name} {wrong}"
                 raise ReplacedError(each.name, cause, help, line(each.name))
         memory = {storage_key(each.buffer) for each in replaced if each.buffer is not None}
@@ -96,7 +96,7 @@ class Buffers:
         for each in replaced:
             each.store[each.name] = each.buffer
 
-    def _wrong(self, each: _Name, weights: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    def _differences(self, each: _Name, weights: Mapping[int, str]) -> Iterator[tuple[str, str]]:
         """The reasons why the next step of a package would differ from an eager one, each with the help."""
         buffer, now = each.buffer, each.now
         if buffer is None or now is None:

@@ -25,7 +25,7 @@ LARGEST = 1 << 24  # the most elements whose addresses are compared one by one
 def shared_with(model: nn.Module) -> tuple[str, str] | None:
     """The names of a trained weight and another tensor of the model that have elements in common."""
     for (one, x), (other, y) in _pairs(model):
-        if (x.requires_grad or y.requires_grad) and _meet(x, y):
+        if (x.requires_grad or y.requires_grad) and _overlap(x, y):
             return (one, other) if x.requires_grad else (other, one)
     return None
 
@@ -34,7 +34,7 @@ def untrained_pairs(model: nn.Module) -> dict[str, str]:
     """The names of tensors that are not trained, each with another one that has elements in common with it."""
     found: dict[str, str] = {}
     for (one, x), (other, y) in _pairs(model):
-        if not (x.requires_grad or y.requires_grad) and _meet(x, y):
+        if not (x.requires_grad or y.requires_grad) and _overlap(x, y):
             found |= {one: other, other: one}
     return found
 
@@ -65,7 +65,7 @@ def _pairs(model: nn.Module) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Te
         yield from combinations(group, 2)
 
 
-def _meet(x: Tensor, y: Tensor) -> bool:
+def _overlap(x: Tensor, y: Tensor) -> bool:
     (first, last), (low, high) = _span(x), _span(y)
     if last < low or high < first:
         return False

@@ -51,9 +51,9 @@ class PackedSequences:
             return args[0] if name in _ORDERING else NOT_PACKED
         if name == "_pack_padded_sequence" and not self.knows(args[1]):
             return self._packed(*args)
-        if name in _NETWORKS and len(args) > 1 and self._of(args[1]) is not None:
+        if name in _NETWORKS and len(args) > 1 and self._lengths_of(args[1]) is not None:
             return self._run(name, *args)
-        if name == "_pad_packed_sequence" and self._of(args[1]) is not None:
+        if name == "_pad_packed_sequence" and self._lengths_of(args[1]) is not None:
             if frame.f_locals.get("total_length") is None:
                 raise _refused(
                     "padded sequences are as long as the batch's longest one",
@@ -79,14 +79,14 @@ class PackedSequences:
         self._data[data] = None
         return data, sizes
 
-    def _of(self, sizes: Any) -> Tensor | None:
+    def _lengths_of(self, sizes: Any) -> Tensor | None:
         """The lengths of packed sequences."""
         return next((lengths for own, lengths in self._packs if own is sizes), None)
 
     def _padded(
         self, data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total: int
     ) -> tuple[Tensor, Tensor]:
-        lengths, steps = self._of(sizes), len(sizes)
+        lengths, steps = self._lengths_of(sizes), len(sizes)
         assert lengths is not None
         x = data.view(len(lengths), steps, *data.shape[1:])
         x = torch.where(_column(torch.arange(steps) < lengths[:, None], x), x, padding)
@@ -113,7 +113,7 @@ class PackedSequences:
                 "packed sequences have a dropout between layers, which is drawn in the order of their lengths",
                 "make each layer a module of its own, and put nn.Dropout on padded sequences between them",
             )
-        lengths, steps = self._of(sizes), len(sizes)
+        lengths, steps = self._lengths_of(sizes), len(sizes)
         assert lengths is not None
         x = data.view(len(lengths), steps, -1)
         ended = torch.arange(steps) >= lengths[:, None]

@@ -62,7 +62,7 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     while left:
         group = left.pop()
         parts = (
-            next((parts for dim in range(len(group[0].sizes)) if len(parts := _apart(group, dim)) > 1), None)
+            next((parts for dim in range(len(group[0].sizes)) if len(parts := _separated(group, dim)) > 1), None)
             if group
             else None
         )
@@ -75,7 +75,7 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def _apart(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+def _separated(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
     """Groups of boxes that planes across `dim` separate."""
     groups: list[list[Box]] = []
     end = 0

@@ -100,7 +100,7 @@ class Saver:
         """
         self.wait()
         self.saved = self._begun = step
-        mine = {name: self._mine(name, each) for name, each in held.items()}
+        mine = {name: self._own_pieces(name, each) for name, each in held.items()}
         wholes = {name: (str(each.tensor.dtype).removeprefix("torch."), each.shape) for name, each in held.items()}
         self._pin(held, mine)
         copies = {
@@ -111,7 +111,9 @@ class Saver:
         ready = torch.cuda.Event() if any(each.tensor.is_cuda for each in held.values()) else None
         if ready is not None:
             ready.record()
-        self._thread = threading.Thread(target=self._work, args=(step, copies, wholes, ready, position), daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_files, args=(step, copies, wholes, ready, position), daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -141,7 +143,7 @@ class Saver:
         barrier()  # the rank that wrote last completes the checkpoint before it gets here
         self._begun = None
 
-    def _mine(self, name: str, held: Held) -> tuple[Piece, ...]:
+    def _own_pieces(self, name: str, held: Held) -> tuple[Piece, ...]:
         place, dims = self._place, held.shard.dims
         if not speaks(name, held.shard.cut, place.sizes, place.coordinate, held.holders):
             return ()
@@ -168,7 +170,7 @@ class Saver:
             self._buffers[name, index] = buffer
         return buffer.copy_(part, non_blocking=True)
 
-    def _work(
+    def _write_files(
         self,
         step: int,
         copies: Mapping[str, list[tuple[Piece, Tensor]]],
@@ -250,8 +252,8 @@ class Saver:
         """Delete all but the newest checkpoints, and the remains of interrupted saves."""
         kept = 0
         for path in checkpoints(self.folder):
-            kept += _whole(path)
-            if kept > self._keep and _whole(path):
+            kept += _is_complete(path)
+            if kept > self._keep and _is_complete(path):
                 path.rename(self.folder / f".{path.name}.dropped")
         for path in self.folder.glob(".step_*"):
             if not path.name.endswith(f".{self._attempt}"):
@@ -290,7 +292,7 @@ def _tensors(notes: list[_Note]) -> dict[str, Saved]:
     return dict(sorted(found.items()))
 
 
-def _whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     try:
         read(path)
     except UsageError:

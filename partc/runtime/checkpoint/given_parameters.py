@@ -32,7 +32,7 @@ class _Index:
 State = Callable[[], Mapping[str, torch.dtype]]
 
 
-def given(path: Path, plan: Mapping[str, Any], state: State, together: Together) -> Checkpoint:
+def initial_checkpoint(path: Path, plan: Mapping[str, Any], state: State, together: Together) -> Checkpoint:
     """The checkpoint to start from, once all ranks agree that it fits. Raises UsageError P0527."""
     found = None
     try:
@@ -61,20 +61,20 @@ def fitting(path: Path, plan: Mapping[str, Any], state: State) -> Checkpoint:
         here = next((each for each in names if each in places), None)
         if here is None:
             if entry["stages"] and (entry["trainable"] or name in state()):
-                raise _wrong(path, f"it has no {name!r}, which is {entry['dtype']}{entry['shape']} here")
+                raise _error(path, f"it has no {name!r}, which is {entry['dtype']}{entry['shape']} here")
             continue
         file, (dtype, shape) = places[here]
         if shape != tuple(entry["shape"]):
-            raise _wrong(path, f"its {here!r} has shape {list(shape)}, here it is {entry['shape']}")
+            raise _error(path, f"its {here!r} has shape {list(shape)}, here it is {entry['shape']}")
         if not _widens(dtype, DTYPES[entry["dtype"]]):
-            raise _wrong(path, f"its {here!r} is {short_name(dtype)}, which {entry['dtype']} here cannot hold exactly")
+            raise _error(path, f"its {here!r} is {short_name(dtype)}, which {entry['dtype']} here cannot hold exactly")
         box = Box((0,) * len(shape), shape)
         tensors[name] = Saved(
             str(dtype).removeprefix("torch."), shape, [(os.path.relpath(file, path.parent), box)], here
         )
     for name in places:
         if name not in known and name not in state():
-            raise _wrong(path, f"it has {name!r}, which the model doesn't")
+            raise _error(path, f"it has {name!r}, which the model doesn't")
     return Checkpoint(path.parent, Manifest(step=0, run={}, tensors=tensors, files={}))
 
 
@@ -92,21 +92,21 @@ def _places(path: Path) -> dict[str, tuple[Path, Described]]:
     try:
         index = decoded(_Index, parsed(contents(file)), loose=True).weight_map
     except Malformed as error:
-        raise _wrong(path, f"{file} is not an index of safetensors files: it {error}") from None
+        raise _error(path, f"{file} is not an index of safetensors files: it {error}") from None
     places: dict[str, tuple[Path, Described]] = {}
     for shard in sorted(set(index.values())):
         found = _described(path, _shard(path, file.parent, shard))
         for name, described in found.items():
             if index.get(name) != shard:
-                raise _wrong(path, f"{shard} has {name!r}, which the index has {_elsewhere(index, name)}")
+                raise _error(path, f"{shard} has {name!r}, which the index has {_place_of(index, name)}")
             places[name] = file.parent / shard, described
     missing = next((name for name in index if name not in places), None)
     if missing is not None:
-        raise _wrong(path, f"{index[missing]} has no {missing!r}, which the index has there")
+        raise _error(path, f"{index[missing]} has no {missing!r}, which the index has there")
     return places
 
 
-def _elsewhere(index: Mapping[str, str], name: str) -> str:
+def _place_of(index: Mapping[str, str], name: str) -> str:
     return f"in {index[name]}" if name in index else "nowhere"
 
 
@@ -118,9 +118,9 @@ def _shard(path: Path, folder: Path, name: str) -> Path:
     try:
         leads = (folder / name).resolve()
     except RuntimeError as error:  # circular links
-        raise _wrong(path, f"{name} cannot be read: {error}") from None
+        raise _error(path, f"{name} cannot be read: {error}") from None
     if leads.parent not in roots:
-        raise _wrong(path, f"{name} is a link that leaves the folder")
+        raise _error(path, f"{name} is a link that leaves the folder")
     return folder / name
 
 
@@ -128,9 +128,9 @@ def _described(path: Path, file: Path) -> Mapping[str, Described]:
     try:
         return TensorFile(file).described
     except OSError as error:
-        raise _wrong(path, f"{file} cannot be read: {error.strerror}") from None
+        raise _error(path, f"{file} cannot be read: {error.strerror}") from None
     except (BadTensorFile, ValueError, RuntimeError) as error:
-        raise _wrong(path, str(error)) from None
+        raise _error(path, str(error)) from None
 
 
 def _widens(source: torch.dtype, target: torch.dtype) -> bool:
@@ -141,5 +141,5 @@ def _widens(source: torch.dtype, target: torch.dtype) -> bool:
     return floating and torch.promote_types(source, target) == target
 
 
-def _wrong(path: Path, why: str) -> UsageError:
+def _error(path: Path, why: str) -> UsageError:
     return UsageError("P0527", f"{path} does not fit the model: {why}", _HELP)

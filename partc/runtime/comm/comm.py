@@ -72,7 +72,7 @@ def timed_at_once(
     return x
 
 
-def there(x: Tensor) -> Pending[Tensor]:
+def completed(x: Tensor) -> Pending[Tensor]:
     """A pending tensor that is already complete."""
     return Pending(lambda: x)
 
@@ -130,31 +130,31 @@ class Axis:
     def start_shift(self, x: Tensor) -> Pending[Tensor]:
         """Send `x` to the next rank of a ring, and receive the previous rank's tensor."""
         if self.size == 1:
-            return there(x)
+            return completed(x)
         return self._timed("shift", self._shift, x.contiguous())
 
     def start_all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Pending[Tensor]:
         if self.size == 1:
-            return there(x)
+            return completed(x)
         return self._timed("all_reduce", self._all_reduce, x.clone(memory_format=torch.contiguous_format), op)
 
     def start_all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Pending[Tensor]:
         """Start a sum into `x`, which must not be read before the wait."""
         if self.size == 1:
-            return there(x)
+            return completed(x)
         if not x.is_contiguous():
             return self._timed("all_reduce", self._all_reduce, x.contiguous(), op).then(x.copy_)
         return self._timed("all_reduce", self._all_reduce, x, op)
 
     def start_all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Pending[Tensor]:
         if self.size == 1:
-            return there(x)
+            return completed(x)
         going = self._timed("all_gather", self._all_gather, x.contiguous())
         return going.then(lambda parts: join(parts, dim, outer))
 
     def start_reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Pending[Tensor]:
         if self.size == 1:
-            return there(x)
+            return completed(x)
         return self._timed("reduce_scatter", self._reduce_scatter, split(x, self.size, dim, outer).contiguous())
 
     def start_all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
@@ -176,7 +176,7 @@ class Axis:
         self, x: Tensor, *, split_dim: int, split_outer: int = 1, concat_dim: int, concat_outer: int = 1
     ) -> Pending[Tensor]:
         if self.size == 1:
-            return there(x)
+            return completed(x)
         parts = split(x, self.size, split_dim, split_outer).contiguous()
         going = self._timed("all_to_all", self._all_to_all, parts)
         return going.then(lambda parts: join(parts, concat_dim, concat_outer))
@@ -187,7 +187,7 @@ class Axis:
         `sent` and `received` hold their numbers, divided equally among the ranks in order.
         """
         if self.size == 1:
-            return there(x)
+            return completed(x)
         going, coming = (counts.view(self.size, -1).sum(1).tolist() for counts in (sent, received))
         if (sum(going), sum(coming)) != (x.shape[0], rows):
             raise RuntimeError(
@@ -227,7 +227,7 @@ class Axis:
         going = partial(start, x, *rest)
         if self.overlaps:
             return timed(self.clock, "collective", name, self.name, x.nbytes, going)
-        return there(timed_at_once(self.clock, "collective", name, self.name, x.nbytes, going))
+        return completed(timed_at_once(self.clock, "collective", name, self.name, x.nbytes, going))
 
     def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         """Reduce a contiguous tensor in place."""

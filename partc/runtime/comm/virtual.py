@@ -134,7 +134,9 @@ class VirtualAxis(Axis):
         self._name = name
         self._group = world.groups.setdefault((name, ranks), _Group())
 
-    def _meet(self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> Pending[Tensor]:
+    def _exchange(
+        self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]
+    ) -> Pending[Tensor]:
         group, me = self._group, self._ranks[self.rank]
         # Ranks may contribute any number of rows.
         shape = [*x.shape] if operation != "exchange" else ["rows", *x.shape[1:]]
@@ -169,13 +171,13 @@ class VirtualAxis(Axis):
             total = _reduced(parts, op)
             return [total for _ in parts]
 
-        return self._meet(f"all_reduce {op}", x, combine).then(x.copy_)
+        return self._exchange(f"all_reduce {op}", x, combine).then(x.copy_)
 
     def _all_gather(self, x: Tensor) -> Pending[Tensor]:
-        return self._meet("all_gather", x, lambda parts: [torch.stack(parts) for _ in parts])
+        return self._exchange("all_gather", x, lambda parts: [torch.stack(parts) for _ in parts])
 
     def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        return self._meet("reduce_scatter", x, lambda parts: [row.clone() for row in _reduced(parts, "sum")])
+        return self._exchange("reduce_scatter", x, lambda parts: [row.clone() for row in _reduced(parts, "sum")])
 
     def _all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
         sizes = [part.numel() for part in parts]
@@ -210,13 +212,13 @@ class VirtualAxis(Axis):
                 raise RuntimeError(f"{sum(coming)} rows were to come over {self._name}, and {rows.shape[0]} came")
             return rows
 
-        return self._meet("exchange", x, combine).then(counted)
+        return self._exchange("exchange", x, combine).then(counted)
 
     def _shift(self, x: Tensor) -> Pending[Tensor]:
-        return self._meet("shift", x, lambda parts: [part.clone() for part in (parts[-1], *parts[:-1])])
+        return self._exchange("shift", x, lambda parts: [part.clone() for part in (parts[-1], *parts[:-1])])
 
     def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        return self._meet(
+        return self._exchange(
             "all_to_all", x, lambda parts: [torch.stack([part[i] for part in parts]) for i in range(len(parts))]
         )
 

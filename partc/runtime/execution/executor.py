@@ -102,7 +102,7 @@ class Step:
         stage = self.stages[action.stage]
         slot = action.stage, action.microbatch
         self.comm.mb = Axis(action.microbatch, len(self.microbatches))
-        ahead = self._ahead(action)
+        ahead = self._units_ahead(action)
         match action.kind:
             case "F":
                 self.comm.loads.enter(action.stage)
@@ -129,7 +129,7 @@ class Step:
             case "REDUCE_GRAD":
                 stage.reduce_gradients(last)
 
-    def _ahead(self, action: Action) -> list[Unit]:
+    def _units_ahead(self, action: Action) -> list[Unit]:
         """The first units of later actions, whose gathers this action starts; `NOTHING` stands for missing ones."""
         stage = self.stages[action.stage]
         if action.kind != "UNSHARD" and action.kind not in stage.first_units:

@@ -75,7 +75,7 @@ class Parts:
         for name in new:
             x, dtype = self._held[name], self._shards[name].read_dtype
             make = partial(x.new_empty, dtype=dtype)
-            self._kept[name] = self._whole(name, make) if self._shards[name].gather else x.to(dtype)
+            self._kept[name] = self._allocate_whole(name, make) if self._shards[name].gather else x.to(dtype)
         return Kept(self, kind, names, tuple(name for name in new if self._shards[name].gather))
 
     def gather(self, names: Sequence[str], *, kept: bool = False) -> Pending[list[Tensor]]:
@@ -87,7 +87,7 @@ class Parts:
         whole = {name: self._held[name].to(self._shards[name].read_dtype) for name in names}
         going = []
         direct: list[Pending[None]] = []
-        for levels, together in self._together({name: whole[name].dtype for name in names}):
+        for levels, together in self._joint_groups({name: whole[name].dtype for name in names}):
             if (axis := self._direct(levels, together)) is not None:
                 parts = {name: whole[name] for name in together}
                 rooms = []
@@ -147,7 +147,7 @@ class Parts:
         name.
         """
         going: list[Pending[dict[str, Tensor]]] = []
-        for levels, together in self._together({name: self._gradients[name].dtype for name in gradients}):
+        for levels, together in self._joint_groups({name: self._gradients[name].dtype for name in gradients}):
             dtype = self._wire or self._gradients[together[0]].dtype
             wide = {name: self._with_spare(name, gradients[name], levels) for name in together}
             if not self.compressed and (axis := self._direct(levels, together)) is not None:
@@ -159,11 +159,11 @@ class Parts:
             sizes = [row.shape[2] for row in rows]
             flat = _joined(rows, dtype)
             del rows
-            across = partial(self._across, levels.far, together) if self.compressed else None
+            across = partial(self._scatter_between_nodes, levels.far, together) if self.compressed else None
             going.append(levels.start_reduce_scatter(flat, across).then(partial(_cut, together, sizes)))
         return going
 
-    def _across(self, nodes: Axis, names: Sequence[str], x: Tensor) -> Pending[Tensor]:
+    def _scatter_between_nodes(self, nodes: Axis, names: Sequence[str], x: Tensor) -> Pending[Tensor]:
         """Scatter between nodes, compressed."""
         return Scattered.start(self._compress, nodes, [self.compressed[name] for name in names], x, self._comm.scale)
 
@@ -244,15 +244,15 @@ class Parts:
         gradient = self._gradients[name]
         if not self._shards[name].gather:
             return gradient
-        whole = self._taken_over[name] if name in self._taken_over else self._whole(name, gradient.new_zeros)
+        whole = self._taken_over[name] if name in self._taken_over else self._allocate_whole(name, gradient.new_zeros)
         return Gradient.of(whole) if isinstance(gradient, Gradient) else whole
 
-    def _whole(self, name: str, make: Callable[[Sequence[int]], Tensor]) -> Tensor:
+    def _allocate_whole(self, name: str, make: Callable[[Sequence[int]], Tensor]) -> Tensor:
         """Allocate a whole tensor. Its memory includes the spare rows, which also travel."""
         ways = Levels.of(self._comm, self._shards[name].gather, self._near).size
         return without_spare(make(whole_shape(self._held[name].shape, self._seams[name], ways)), self._seams[name])
 
-    def _together(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
+    def _joint_groups(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
         """Groups of names of sharded parameters whose tensors can share a collective."""
         found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
         for name, dtype in moved.items():

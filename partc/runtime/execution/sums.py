@@ -37,9 +37,9 @@ class Bucket:
             return self.names
         table = list(shards)
         between = table[table.index(self.first) : table.index(self.last) + 1]
-        return tuple(name for name in between if shards[name].trainable and self._over(shards[name]) == self.over)
+        return tuple(name for name in between if shards[name].trainable and self._axes_of(shards[name]) == self.over)
 
-    def _over(self, shard: Shard) -> tuple[str, ...]:
+    def _axes_of(self, shard: Shard) -> tuple[str, ...]:
         return () if shard.shared else shard.gather if self.scatter else shard.reduce
 
 

@@ -405,8 +405,8 @@ def attention_in_blocks(
     out = q.new_empty(b, s, heads, v.shape[-1]).transpose(1, 2)
     lse = q.new_empty(b, heads, s, dtype=wide)
     for part, rows in _parts(b, heads, s, t, window, q.is_meta):
-        seen = _seen(rows, t, is_causal, window, ahead)
-        seen, read = _within(limits, keys, part, rows, seen)
+        seen = _columns_read(rows, t, is_causal, window, ahead)
+        seen, read = _block_columns(limits, keys, part, rows, seen)
         columns, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
         hidden = _hidden(rows, seen, is_causal, window, ahead, q.device)
         hidden = hidden if read is None else ~read if hidden is None else hidden | ~read
@@ -446,8 +446,8 @@ def attention_in_blocks_backward(
     grad_k, grad_v = (torch.zeros(b, heads, t, x.shape[-1], dtype=wide, device=q.device) for x in (k, v))
     grad_mask = torch.zeros(mask.shape, dtype=wide, device=q.device) if learned and mask is not None else None
     for part, rows in _parts(b, heads, s, t, window, q.is_meta):
-        seen = _seen(rows, t, is_causal, window, ahead)
-        seen, read = _within(limits, keys, part, rows, seen)
+        seen = _columns_read(rows, t, is_causal, window, ahead)
+        seen, read = _block_columns(limits, keys, part, rows, seen)
         columns, values = (repeat_heads(x[part, :, seen], heads).to(wide) for x in (k, v))
         queries, outward = q[part, :, rows], grad[part, :, rows].to(wide)
         hidden = _hidden(rows, seen, is_causal, window, ahead, q.device)
@@ -489,14 +489,14 @@ def _parts(b: int, heads: int, s: int, t: int, window: int = 0, largest: bool = 
             yield slice(first, min(b, first + count)), slice(start, min(s, start + length))
 
 
-def _seen(rows: slice, t: int, is_causal: bool, window: int, ahead: int) -> slice:
+def _columns_read(rows: slice, t: int, is_causal: bool, window: int, ahead: int) -> slice:
     """The columns that some of these rows read."""
     first = min(t, max(0, rows.start + ahead - window + 1)) if window else 0
     last = rows.stop + ahead if is_causal else rows.stop + ahead + window - 1 if window else t
     return slice(first, max(first, min(t, last)))
 
 
-def _within(
+def _block_columns(
     limits: Tensor | None, keys: Tensor | None, part: slice, rows: slice, seen: slice
 ) -> tuple[slice, Tensor | None]:
     """The range of columns that some row of a block reads by its limits, and whether each row reads each of them."""

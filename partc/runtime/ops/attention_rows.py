@@ -159,7 +159,7 @@ def ring_attention(
     """
     merged = Merged(q, v)
     scores = Scores(mask, is_causal, scale, window, p, draw, limits, keys)
-    for source, keys, values in _around(ring, k, v):
+    for source, keys, values in _ring_blocks(ring, k, v):
         for tile in tiles(rows[ring.rank], rows[source], scores):
             merged.add(q, keys, values, tile, scores)
     return merged.results(sinks)
@@ -193,7 +193,7 @@ def ring_attention_backward(
     sums = TileGradients.like(q, k, v, mask if learned else None)
     size = k.numel()
     coming: Pending[Tensor] | None = None
-    for source, keys, values in _around(ring, k, v):
+    for source, keys, values in _ring_blocks(ring, k, v):
         here = sums.k.new_zeros(size + v.numel())
         sums.k, sums.v = here[:size].view(k.shape), here[size:].view(v.shape)
         for tile in tiles(rows[ring.rank], rows[source], scores):
@@ -207,7 +207,7 @@ def ring_attention_backward(
     return found if sums.mask is None or mask is None else (*found, sums.mask.to(mask.dtype))
 
 
-def _around(ring: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _ring_blocks(ring: Axis, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """The keys and values of all ranks as (rank, k, v): this rank's first, then those of the ranks before it."""
     size = k.numel()
     here = torch.cat([k.reshape(-1), v.reshape(-1)])

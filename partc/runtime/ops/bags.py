@@ -29,14 +29,14 @@ def bag_sum_grad(grad: Tensor, starts: Tensor, ends: Tensor, count: int) -> Tens
 
 def bag_max(rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """The maximum of each bag's rows; zero for a bag whose rows are all -inf."""
-    most = _most(rows, _bags(rows.shape[0], starts, ends), starts.shape[0])[:-1]
+    most = _maxima(rows, _bags(rows.shape[0], starts, ends), starts.shape[0])[:-1]
     return most.masked_fill_(most == -math.inf, 0)
 
 
 def bag_max_grad(grad: Tensor, rows: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Gradients of rows, from the gradient of `bag_max`'s result; among equal rows, the first one gets it."""
     (count, width), bags = rows.shape, _bags(rows.shape[0], starts, ends)
-    most = _most(rows, bags, starts.shape[0])
+    most = _maxima(rows, bags, starts.shape[0])
     places = torch.arange(count, device=rows.device)[:, None].expand(count, width)
     best = (rows == most[bags]) & (rows != -math.inf)
     first = places.new_full(most.shape, count)
@@ -44,7 +44,7 @@ def bag_max_grad(grad: Tensor, rows: Tensor, starts: Tensor, ends: Tensor) -> Te
     return grad.new_zeros(count + 1, width).scatter_(0, first[:-1], grad)[:-1]
 
 
-def _most(rows: Tensor, bags: Tensor, count: int) -> Tensor:
+def _maxima(rows: Tensor, bags: Tensor, count: int) -> Tensor:
     most = rows.new_full((count + 1, rows.shape[1]), -math.inf)
     return most.scatter_reduce_(0, bags[:, None].expand(rows.shape), rows, "amax")
 

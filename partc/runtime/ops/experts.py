@@ -57,7 +57,7 @@ def dispatch(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Ax
 
 
 def start_dispatch(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Pending[Tensor]:
-    leaving = x.index_select(0, order[: _going(order, counts)])
+    leaving = x.index_select(0, order[: _sent_rows(order, counts)])
     coming = axis.start_exchange(leaving, *counts, rows=len(grouped))
     return coming.then(lambda rows: rows.index_select(0, grouped))
 
@@ -69,14 +69,14 @@ def combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axi
 
 def start_combine(x: Tensor, order: Tensor, grouped: Tensor, counts: Tensor, axis: Axis) -> Pending[Tensor]:
     leaving, coming = counts
-    rows = _going(order, counts)
+    rows = _sent_rows(order, counts)
     going = axis.start_exchange(x.index_select(0, _inverse(grouped)), coming, leaving, rows=rows)
     if rows < len(order):
         return going.then(lambda back: x.new_zeros(len(order), *x.shape[1:]).index_copy_(0, order[:rows], back))
     return going.then(lambda back: back.index_select(0, _inverse(order)))
 
 
-def _going(order: Tensor, counts: Tensor) -> int:
+def _sent_rows(order: Tensor, counts: Tensor) -> int:
     """The number of rows that this rank sends: the first ones of `order`."""
     return len(order) if counts.is_meta else int(counts[0].sum())
 

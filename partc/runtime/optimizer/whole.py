@@ -54,12 +54,12 @@ class WholeOptimizer:
     def _update(self, name: str, group: Mapping[str, Any]) -> None:
         mine = self._parameters[name]
         assert mine.grad is not None
-        whole = self._whole(name, mine)
-        whole.grad = self._whole(name, mine.grad)
+        whole = self._assemble(name, mine)
+        whole.grad = self._assemble(name, mine.grad)
         uncut, states = self._uncut[name], self._states[name]
         self._optimizer.state.clear()
         self._optimizer.state[whole].update(
-            {key: x if key in uncut else self._whole(name, x) for key, x in states.items()}
+            {key: x if key in uncut else self._assemble(name, x) for key, x in states.items()}
         )
         self._optimizer.param_groups[:] = [{**group, "params": [whole]}]
         self._optimizer.step()
@@ -87,14 +87,14 @@ class WholeOptimizer:
     def copy_to(self, read: Mapping[str, Tensor]) -> frozenset[str]:
         return frozenset()
 
-    def _whole(self, name: str, part: Tensor) -> Tensor:
+    def _assemble(self, name: str, part: Tensor) -> Tensor:
         """A new tensor with the parts of all ranks, without padding."""
         shard = self._shards[name]
         factors = [factor for dim in shard.dims for factor in dim]
         if not cutting(shard.dims) & self._coordinate.keys():
             whole = part.clone()
         else:
-            whole = part.reshape([-(-size // self._ways(axes)) for size, axes in factors])
+            whole = part.reshape([-(-size // self._group_size(axes)) for size, axes in factors])
             for position, (size, axes) in enumerate(factors):
                 for axis in reversed(axes):
                     whole = self._comm.group((axis,)).all_gather(whole, dim=position)
@@ -107,7 +107,7 @@ class WholeOptimizer:
         part = self._shards[name].local(whole, self._sizes, self._coordinate)
         return part if part is whole else part.clone(memory_format=torch.contiguous_format)
 
-    def _ways(self, axes: Collection[str]) -> int:
+    def _group_size(self, axes: Collection[str]) -> int:
         ways = 1
         for axis in axes:
             ways *= self._sizes.get(axis, 1)

@@ -39,7 +39,7 @@ def own_device(wanted: Wanted, together: Together, environment: MutableMapping[s
     elif count and index is None:
         problem = f"rank {together.rank} is process {place} of {_host()}, where it sees {count} GPUs"
     elif count and index is not None:
-        problem = _taken(index, together)
+        problem = _other_user(index, together)
     problem = together.first(problem)
     if problem:
         raise UsageError(
@@ -64,7 +64,7 @@ def shared_device(wanted: Wanted) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def _taken(index: int, together: Together) -> str:
+def _other_user(index: int, together: Together) -> str:
     """A description of another rank that uses this GPU; '' if none does."""
     if together.size == 1:
         return ""

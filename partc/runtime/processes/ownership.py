@@ -36,7 +36,7 @@ class _Owner:
     pid: int
 
 
-def sole(folder: Path, together: Together, *, timeout: float, say: Callable[[str], None]) -> Callable[[], None]:
+def claim_folder(folder: Path, together: Together, *, timeout: float, say: Callable[[str], None]) -> Callable[[], None]:
     """Make this the only run that saves into `folder`; returns the function that ends this.
 
     Waits for another run's ranks, which may be about to end. Raises UsageError P0526 and P0539 on all ranks.

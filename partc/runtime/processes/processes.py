@@ -28,7 +28,7 @@ def _machine() -> str:
         return ""
 
 
-def here() -> str:
+def process_place() -> str:
     """This process's place."""
     return place_of(os.getpid()) or "elsewhere"
 

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import UsageError, tell
 from ..torch_private import connected_store, lone_store
-from .processes import condition, end_stopped, here, siblings
+from .processes import condition, end_stopped, process_place, siblings
 from .signals import TERMINATING, Caught
 
 SPEAK = 20.0  # seconds after which a rank reports for which rank it waits
@@ -74,7 +74,7 @@ def store_holder() -> str:
     return ("the launcher" if launcher_holds_store() else "rank 0") + ", which holds the ranks' store,"
 
 
-def meet(world: LauncherVariables, timeout: float, caught: Caught) -> Store:
+def common_store(world: LauncherVariables, timeout: float, caught: Caught) -> Store:
     """Wait until all ranks have arrived; returns their common store. Raises UsageError P0536; exits if a rank cannot
     come.
     """
@@ -258,7 +258,7 @@ def leave(why: str, rank: int, doing: str, code: int, *, linger: float = 0.0, st
 
 
 def _first_sign() -> str:
-    return f"0 {here()} start-up"
+    return f"0 {process_place()} start-up"
 
 
 def _not_there(store: Store, name: str, size: int) -> str:

@@ -28,7 +28,7 @@ from ..clock import Clock
 from ..errors import PeerLost, UsageError, tell
 from ..torch_private import clone_store
 from .interruption import Interruption
-from .processes import condition, end_stopped, here, siblings
+from .processes import condition, end_stopped, process_place, siblings
 from .rendezvous import LauncherVariables, leave, store_holder
 from .signals import TERMINATING, Caught
 
@@ -83,7 +83,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, args=(clone_store(store),), daemon=True)
         self._turns = 0  # iterations of the thread's loop
         self._holder = ""  # the place of rank 0, if its process holds the store
-        self._here = here()
+        self._here = process_place()
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -96,7 +96,7 @@ class Watchdog:
         alike = isinstance(error, UsageError) and error.alike
         if isinstance(error, PeerLost | DistError):
             # Most likely another rank failed: allow time to find out which, and let the thread report it.
-            self._tell(_SUSPECT, "")
+            self._publish(_SUSPECT, "")
             time.sleep(HURRY + 5 * self._interval)
             self._note(
                 f"rank {self._rank} lost its connection in {self.clock.doing}: {_first_line(error)}{self._busy()}"
@@ -131,9 +131,9 @@ class Watchdog:
 
     def _note(self, failure: str) -> None:
         """Report a failure to all ranks; only the first one counts."""
-        self._tell(_FAILED, failure)
+        self._publish(_FAILED, failure)
 
-    def _tell(self, key: str, text: str) -> None:
+    def _publish(self, key: str, text: str) -> None:
         try:
             self.store.compare_set(key, "", text)
         except RuntimeError as error:
@@ -172,7 +172,7 @@ class Watchdog:
             if store.check([_FAILED]):
                 self._stop(store.get(_FAILED).decode(), 1)
             now = time.monotonic()
-            lost = self._lost(store, min(now - before, 2 * self._interval))
+            lost = self._lost_ranks(store, min(now - before, 2 * self._interval))
             before = now
             if not lost and self.clock.waited > self._timeout:  # on CPUs the transfer itself times out
                 lost = f"rank {self._rank} has not moved for {self._timeout:g} s in {self.clock.doing}"
@@ -198,7 +198,7 @@ class Watchdog:
                 self._stop("stopped by SIGTERM; no other rank is known to have failed", 143)
         store.set(f"alive/{self._rank}", "")
 
-    def _lost(self, store: Store, passed: float) -> str:
+    def _lost_ranks(self, store: Store, passed: float) -> str:
         """The lost ranks among those after this one; '' if there are none. `passed` are the seconds since the last
         check.
 
@@ -211,7 +211,7 @@ class Watchdog:
         ranks = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         for rank in ranks:
             seen = self._look_at(store, rank, passed)
-            how = self._judged(store, rank, seen, hurry, bool(lost))
+            how = self._verdict(store, rank, seen, hurry, bool(lost))
             if how:
                 lost[rank] = f"rank {rank} {how} (last seen in {seen.sign.split(' ', 2)[2]})"
             if seen.silent < SILENT * self._interval:
@@ -232,7 +232,7 @@ class Watchdog:
             seen.sign, seen.silent = sign, 0.0
         return seen
 
-    def _judged(self, store: Store, rank: int, seen: _Seen, hurry: bool, another: bool) -> str:
+    def _verdict(self, store: Store, rank: int, seen: _Seen, hurry: bool, another: bool) -> str:
         """How a rank was lost; '' if it is not lost, or has left regularly. After `another` lost rank, silence is
         sufficient evidence.
         """
@@ -242,15 +242,15 @@ class Watchdog:
         if found == "gone":
             return "died" if self._sign(store, rank) else ""  # a process that left regularly has deleted its sign
         if found == "stopped":
-            patience = self._after(self._patience, hurry, another)
+            patience = self._allowed_silence(self._patience, hurry, another)
             return "stalls, stopped by a signal" if seen.silent > patience else ""
         if found == "runs":
             self._renew(store, rank, seen)
             return "stalls" if seen.silent > self._timeout else ""
-        patience = self._after(self._afar, hurry, another)
+        patience = self._allowed_silence(self._afar, hurry, another)
         return f"died or stalls, without a sign of life for {seen.silent:.0f} s" if seen.silent > patience else ""
 
-    def _after(self, patience: float, hurry: bool, another: bool) -> float:
+    def _allowed_silence(self, patience: float, hurry: bool, another: bool) -> float:
         return SILENT * self._interval if another else min(HURRY, patience) if hurry else patience
 
     def _renew(self, store: Store, rank: int, seen: _Seen) -> None:

@@ -20,7 +20,7 @@ from ..processes.devices import WANTED
 from .job import CONTINUED, DEFAULTS, KEEP, SAVE_EVERY, Job, contradicted, option, uncaptured, with_options
 from .tokens import DTYPES as TOKENS
 from .trace import wanted_steps
-from .tuning import given
+from .tuning import read_table
 
 _OPTION = "option_"  # prefix of the arguments for optimizers' options
 
@@ -299,7 +299,7 @@ def _check_values(arguments: dict[str, Any]) -> None:
     if arguments["tuned"] is not None:
         if not arguments["tuning"]:
             raise contradicted("--tuned and --no-tuning exclude each other", "--no-tuning")
-        given(arguments["tuned"])
+        read_table(arguments["tuned"])
     if arguments["resume"] == "" and arguments["save"] is None:
         raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)
 

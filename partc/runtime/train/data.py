@@ -73,7 +73,7 @@ def global_batch(
     """
     with _seeded(seed, first + step):
         batch = (
-            _asked(module, name, step, lambda: call_with_options(partial(getattr(module, name), step), options))
+            _call_user(module, name, step, lambda: call_with_options(partial(getattr(module, name), step), options))
             if hasattr(module, name)
             else call_with_options(module.batch, options)
         )
@@ -207,7 +207,7 @@ class InOrder(MadeWhole):
             self._next = start
             self._epoch, self._since, found = _restored(state)
             with _seeded(seed, start):
-                self._begin(lambda: self._iterable.load_state_dict(found))
+                self._start_epoch(lambda: self._iterable.load_state_dict(found))
         elif start:
             say(f"data has no state to restore: its first {start:,} batches are read again and skipped")
 
@@ -217,7 +217,7 @@ class InOrder(MadeWhole):
     def _read(self, number: int) -> Any:
         while True:
             with _seeded(self._seed, self._next):
-                batch = _asked(self._module, self._name, self._next, self._one)
+                batch = _call_user(self._module, self._name, self._next, self._next_item)
                 self._next += 1
                 if self._stateful:
                     self._keep_position()
@@ -236,9 +236,9 @@ class InOrder(MadeWhole):
         found = {name: as_entry(batch[name], name, shard, rows) for name, shard in self._shards.items()}
         return rebuilt(self._form, found)
 
-    def _one(self) -> Any:
+    def _next_item(self) -> Any:
         if self._iterator is None:
-            self._begin()
+            self._start_epoch()
         assert self._iterator is not None
         for batch in self._iterator:
             self._since += 1
@@ -253,9 +253,9 @@ class InOrder(MadeWhole):
         if self._renew is not None:
             self._iterable = self._renew()
         self._epoch, self._since, self._iterator = self._epoch + 1, 0, None
-        return self._one()
+        return self._next_item()
 
-    def _begin(self, prepare: Callable[[], object] = lambda: None) -> None:
+    def _start_epoch(self, prepare: Callable[[], object] = lambda: None) -> None:
         """Start an epoch: create its iterator."""
         for each in (self._iterable, getattr(self._iterable, "sampler", None)):
             set_epoch = getattr(each, "set_epoch", None)
@@ -319,7 +319,7 @@ def source(
         data = getattr(module, name)
         if not hasattr(data, "__iter__"):
             with _seeded(seed, 0):
-                data = _asked(module, name, 0, lambda: call_with_options(data, plan["options"]))
+                data = _call_user(module, name, 0, lambda: call_with_options(data, plan["options"]))
         if is_table(data):
             with _seeded(seed, 0):
                 form = _cast(call_with_options(module.batch, plan["options"]), dtype)
@@ -382,7 +382,7 @@ def _seeded(seed: int, number: int) -> Iterator[None]:
             numpy.random.set_state(held[2])
 
 
-def _asked(module: ModuleType, name: str, number: int, ask: Callable[[], Any]) -> Any:
+def _call_user(module: ModuleType, name: str, number: int, ask: Callable[[], Any]) -> Any:
     try:
         return ask()
     except UsageError:
@@ -421,7 +421,7 @@ def own_part(
     batch: Mapping[str, Tensor], inputs: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> dict[str, Tensor]:
     """This rank's part of the entries that its stages read, on the batch's device."""
-    return {name: _alone(shard.local(batch[name], sizes, coordinate)) for name, shard in inputs.items()}
+    return {name: _unshared(shard.local(batch[name], sizes, coordinate)) for name, shard in inputs.items()}
 
 
 def in_microbatches(
@@ -434,7 +434,7 @@ def in_microbatches(
     ]
 
 
-def _alone(part: Tensor) -> Tensor:
+def _unshared(part: Tensor) -> Tensor:
     """The part, copied if it is a view, which would keep the whole batch alive."""
     part = part.contiguous()
     return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()

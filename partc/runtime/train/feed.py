@@ -28,16 +28,16 @@ class Feed:
         if not self._ahead:
             return self._make(number)
         if not self._coming or self._coming[0].number != number:
-            self._coming = deque([_Coming(number, self._made, None)])
+            self._coming = deque([_Coming(number, self._prepare, None)])
         coming = self._coming.popleft()
         part = coming.result()
         last = self._coming[-1] if self._coming else coming
         while len(self._coming) < self._ahead and last.number + 1 < self._end:
-            last = _Coming(last.number + 1, self._made, last)
+            last = _Coming(last.number + 1, self._prepare, last)
             self._coming.append(last)
         return part
 
-    def _made(self, number: int) -> Part:
+    def _prepare(self, number: int) -> Part:
         part = self._make(number)
         return {name: x.pin_memory() for name, x in part.items()} if self._pin else part
 

@@ -60,7 +60,7 @@ class StepLog:
             with writing(board, rank):
                 self._board = _writer(board, start)
         if peak is not None:
-            self._tell(f"mfu is the share of {peak[0]:.3g} flops a second, {peak[1]}\n")
+            self._print(f"mfu is the share of {peak[0]:.3g} flops a second, {peak[1]}\n")
 
     def step(
         self,
@@ -102,9 +102,9 @@ class StepLog:
         line = shown(f"step {step + 1}/{self._steps}  loss {loss:.6f}{additions}  {seconds:.3f} s{skipped}")
         if self._stream.isatty():
             last = step + 1 == self._steps
-            self._tell(f"\r{self._bar(step + 1, line)}\033[K" + "\n" * last)
+            self._print(f"\r{self._bar(step + 1, line)}\033[K" + "\n" * last)
         else:
-            self._tell(f"{line}\n")
+            self._print(f"{line}\n")
 
     def close(self) -> None:
         if self._file is not None and self._path is not None:
@@ -114,7 +114,7 @@ class StepLog:
             with writing(self._folder, self._rank):
                 self._board.close()
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         with suppress(OSError):  # a closed terminal does not end the training
             print(text, end="", file=self._stream, flush=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.given_parameters import given
+from ..checkpoint.given_parameters import initial_checkpoint
 from ..errors import UsageError, tell
 from ..execution.executor import Action, Slot, acknowledged_by, parse_schedule
 from ..layout import DTYPES, ModelView, Shard
@@ -86,7 +86,7 @@ def materialise(
     options = job.plan["options"]
     source = job.checkpoint
     if source is None and job.init is not None:
-        source = given(job.init, job.plan, lru_cache(lambda: state_dtypes(model_file, options)), together)
+        source = initial_checkpoint(job.init, job.plan, lru_cache(lambda: state_dtypes(model_file, options)), together)
     if source is not None:
         for rank, place in zip(ranks, places, strict=True):
             for name, shard in place.shards.items():

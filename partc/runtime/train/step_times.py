@@ -138,16 +138,16 @@ class _Lateness:
         if not self._peers:
             return 0
         sent = self._exchanged(
-            {link: [each.start for each in _over(intervals, "send", link)] for link in self._out},
-            {link: len(_over(intervals, "recv", link)) for link in self._in},
+            {link: [each.start for each in _link_intervals(intervals, "send", link)] for link in self._out},
+            {link: len(_link_intervals(intervals, "recv", link)) for link in self._in},
         )
         for link, times in sent.items():
-            delays = [each.end - at for each, at in zip(_over(intervals, "recv", link), times, strict=True)]
+            delays = [each.end - at for each, at in zip(_link_intervals(intervals, "recv", link), times, strict=True)]
             self._quickest[self._peers[link]] = min([self._quickest[self._peers[link]], *delays])
         offsets = self._offsets()
         late = 0
         for link, times in sent.items():
-            for each, at in zip(_over(intervals, "recv", link), times, strict=True):
+            for each, at in zip(_link_intervals(intervals, "recv", link), times, strict=True):
                 here = at + offsets[self._peers[link]]
                 late += max(0, min(here, each.end) - each.start)
         return late
@@ -158,12 +158,12 @@ class _Lateness:
             answers = self._exchanged({link: [self._machine] for link in self._out}, dict.fromkeys(self._in, 1))
             here = {self._peers[link] for link, (there,) in answers.items() if there == self._machine}
             self._near = here & {self._peers[link] for link in self._out}
-        quickest = {link: [self._machine, self._quickest[self._peers[link]]] for link in self._far(self._out)}
-        answers = self._exchanged(quickest, dict.fromkeys(self._far(self._in), 2))
+        quickest = {link: [self._machine, self._quickest[self._peers[link]]] for link in self._between_nodes(self._out)}
+        answers = self._exchanged(quickest, dict.fromkeys(self._between_nodes(self._in), 2))
         found = {self._peers[link]: self._offset(link, *numbers) for link, numbers in answers.items()}
         return dict.fromkeys(self._near, 0) | found
 
-    def _far(self, links: Sequence[Link]) -> list[Link]:
+    def _between_nodes(self, links: Sequence[Link]) -> list[Link]:
         return [link for link in links if self._peers[link] not in (self._near or ())]
 
     def _offset(self, link: Link, machine: int, quickest: int) -> int:
@@ -183,7 +183,7 @@ class _Lateness:
         return {link: x.wait().tolist() for link, x in heard.items()}
 
 
-def _over(intervals: Sequence[Interval], kind: str, link: Link) -> list[Interval]:
+def _link_intervals(intervals: Sequence[Interval], kind: str, link: Link) -> list[Interval]:
     """The intervals of a link in the order of posting, which is the same on both ends."""
     over = f"link {link[0]} {link[1]}"
     found = [interval for interval in intervals if interval.kind == kind and interval.over == over]

@@ -87,7 +87,7 @@ class Steps:
             clock.entering("data")
             number = step * self.job.accumulate + index
             begun = time.perf_counter()
-            self._take(self.part_of(number))
+            self._copy_in(self.part_of(number))
             data += time.perf_counter() - begun
             self.comm.begins(self.job.seed, number)
             first, last = index == 0, index == self.job.accumulate - 1
@@ -116,7 +116,7 @@ class Steps:
         self.comm.clock.entering("the loads of its experts")
         return self.comm.loads.spreads(self.comm, pipeline=self.job.sizes.get("pp", 1) > 1)
 
-    def _take(self, part: Mapping[str, Tensor]) -> None:
+    def _copy_in(self, part: Mapping[str, Tensor]) -> None:
         if self.graph is None or not self._local:
             # Replays write to these later.
             part = part if self.graph is None else {name: x.clone() for name, x in part.items()}

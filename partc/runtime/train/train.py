@@ -25,8 +25,8 @@ from ..plan import launches
 from ..processes.agreement import Together
 from ..processes.devices import own_device, shared_device
 from ..processes.interruption import Interruption, VirtualInterruption
-from ..processes.ownership import sole
-from ..processes.rendezvous import meet, world, world_size
+from ..processes.ownership import claim_folder
+from ..processes.rendezvous import common_store, world, world_size
 from ..processes.signals import Caught, release
 from ..processes.watchdog import Watchdog, breaking_off
 from ..torch_private import lone_store
@@ -90,7 +90,7 @@ def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
     store = lone_store()
     together = Together(store, 0, 1)
     if job.save is not None:
-        stack.callback(sole(job.save, together, timeout=job.timeout, say=tell))
+        stack.callback(claim_folder(job.save, together, timeout=job.timeout, say=tell))
     job = task.prepared(job, together, tell)
     if memory := told_of_memory(job):
         tell(memory)
@@ -149,7 +149,9 @@ def _run_this_rank(job: Job, task: Task) -> bool:
     with (
         breaking_off() as leaving,
         Caught(checkpoints=job.save is not None) as caught,
-        Watchdog(meet(place, job.timeout, caught), place, caught, clock, job.timeout, interruption, leaving) as watch,
+        Watchdog(
+            common_store(place, job.timeout, caught), place, caught, clock, job.timeout, interruption, leaving
+        ) as watch,
         enough_memory(f"rank {number}", clock),
     ):
         store = watch.store
@@ -162,7 +164,7 @@ def _run_this_rank(job: Job, task: Task) -> bool:
         clock.entering("the choice of its checkpoint")
         say = tell if number == 0 else lambda line: None
         if job.save is not None:  # held until this process ends, since a checkpoint may be in progress until then
-            sole(job.save, together, timeout=job.timeout, say=say)
+            claim_folder(job.save, together, timeout=job.timeout, say=say)
         job = task.prepared(job, together, say)
         if memory := told_of_memory(job):
             say(memory)

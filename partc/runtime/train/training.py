@@ -156,12 +156,12 @@ class _Trained:
         )
 
     @property
-    def _held(self) -> dict[str, tuple[Shard, Tensor]]:
+    def _held_parameters(self) -> dict[str, tuple[Shard, Tensor]]:
         return {name: (shard, self.parameters[name]) for name, shard in self.view.shards.items()}
 
     @property
     def _optimized(self) -> dict[str, tuple[Shard, Tensor]]:
-        held = self._held
+        held = self._held_parameters
         return {name: held[name] for name in self.names}
 
     def restore(self, device: torch.device) -> None:
@@ -179,7 +179,7 @@ class _Trained:
 
     def state(self) -> dict[str, Held]:
         """The tensors of a checkpoint."""
-        saved = state(self._held, self._optimized, self.optimizer, self.job.plan, self.scale)
+        saved = state(self._held_parameters, self._optimized, self.optimizer, self.job.plan, self.scale)
         return saved | left_out(self.stages, self.job.sizes, self.rank.place.coordinate)
 
     def update(self, comm: Comm) -> Update:

@@ -149,7 +149,7 @@ def tuned(
     return choices
 
 
-def given(file: Path) -> Table:
+def read_table(file: Path) -> Table:
     """The table in a user's file, in the format of `tuned`; digests are optional. Raises UsageError P0532."""
     try:
         return decoded(Table, parsed(contents(file)))
@@ -159,7 +159,7 @@ def given(file: Path) -> Table:
 
 def from_given(kernels: Sequence[TunableKernel], file: Path, place: str, say: Say) -> Choices:
     """A user's choices; kernels that are not in the file keep their defaults. Raises UsageError P0532."""
-    table = given(file)
+    table = read_table(file)
     if place not in table:
         say(f"{file} has nothing for {place}: kernels keep their own configurations")
     here = table.get(place, {})
@@ -208,13 +208,13 @@ class Clocked:
                 launch()
             if spills(kernel.module):
                 return math.nan
-            return statistics.median(self._once(launch) for _ in range(RUNS))
+            return statistics.median(self._seconds(launch) for _ in range(RUNS))
         except Exception:  # the GPU lacks some resource; training reports it if this is the chosen configuration
             return math.nan
         finally:
             kernel.run_with(kernel.candidates[0])
 
-    def _once(self, launch: Callable[[], object]) -> float:
+    def _seconds(self, launch: Callable[[], object]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flushed.zero_()
         start.record()

@@ -45,7 +45,7 @@ class UseNeeds:
 
 def fit_uses(needs: UseNeeds) -> tuple[int, ...] | None:
     """The use of each call. None if no mix of uses fits, or if a single use for all calls is clearly quicker."""
-    model = _Model(needs)
+    model = _UseModel(needs)
     found = model.best(mixed=True)
     if found is None:
         return None
@@ -53,7 +53,7 @@ def fit_uses(needs: UseNeeds) -> tuple[int, ...] | None:
     return found[1] if found[0] <= _NEARLY * single else None
 
 
-class _Model:
+class _UseModel:
     """The integer program. Its columns: the calls' uses, and changes before calls; for each rank the seconds that are
     not hidden, and the bytes inside its largest call; the seconds of the slowest rank; and for each run of equal calls
     whether the calls of use 0 come first.

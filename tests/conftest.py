@@ -1,4 +1,4 @@
-"""What every test runs under: one thread per process, as local ranks have; kept traces; no skip without a known reason."""
+"""The conditions of every test: one thread per process, as local ranks have; kept traces; no skip without a known reason."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A CUDA graph's stand-in on a CPU: what a step does is recorded, not done, and done again from the recording alone.
+"""A stand-in for CUDA graphs on a CPU: a step's operations are recorded without being executed, and then replayed.
 
-As on a GPU, a recording has operations with their operands' places in memory and the host's numbers as they were. What
-waits for the device, or copies from the host, is refused. A replay reads and writes the same memory: that of tensors
-which the recording made, and that of older ones, which must still be there.
+As on a GPU, a recording holds operations with the memory addresses of their operands and the host's numbers at that
+time. Operations that wait for the device, or copy from the host, are refused. A replay reads and writes the same memory,
+which must still exist: that of tensors made in the recording, and that of older ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _recording = threading.local()  # by thread, as ranks in one process are: the re
 
 
 class Refused(RuntimeError):
-    """What CUDA would refuse in a capture, or do wrongly in a replay."""
+    """An operation that CUDA would refuse in a capture, or repeat wrongly in a replay."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Packages of one small model on several meshes, and their training: what the tests of checkpoints share."""
+"""Packages of one small model on several meshes and their training, shared by the tests of checkpoints."""
 
 from __future__ import annotations
 

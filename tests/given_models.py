@@ -1,4 +1,4 @@
-"""Models that tests hand to partc.compile as objects."""
+"""Models that tests pass to partc.compile as objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile kernels ahead of time for GPUs that aren't here, and say what ptxas says of them.
+"""Compile kernels ahead of time for GPUs that this machine lacks, and report the findings of ptxas.
 
 A process of its own, without the interpreter: `python -m tests.kernel_builds MODEL NAME=VALUE...` compiles a model
 with Triton's kernels, builds every one, and prints a list of JSON: registers, bytes spilled, shared memory.
@@ -135,7 +135,7 @@ def record(module: dict[str, Any], found: list[Built]) -> None:
 
 
 def launch(module: dict[str, Any], name: str) -> None:
-    """What a written kernel is launched with: flat memory of a size that does not divide."""
+    """The arguments of a kernel's launch: flat memory of a size that no block divides."""
     import torch
 
     empty = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")  # noqa: E731
@@ -241,7 +241,7 @@ def rows(columns: int, dtype: DType) -> list[Built]:
 
 
 def written_ones(kernels: Iterable[FixedKernels], loader: Kernels, found: list[Built], candidates: bool) -> None:
-    """Those that don't depend on a model's operations."""
+    """The kernels that do not depend on a model's operations."""
     for each in kernels:
         loaded = loader.load(replace(each, interpreted=each.block))
         module = loaded.__globals__ if each.alone else vars(loaded)
@@ -251,7 +251,7 @@ def written_ones(kernels: Iterable[FixedKernels], loader: Kernels, found: list[B
 
 
 def apart(candidates: bool) -> list[Built]:
-    """Those of which few packages have all."""
+    """The kernels of which few packages have all."""
     from partc.codegen.kernels.fixed import LOGITS, FixedKernels
     from tests.triton_runs import Kernels
 

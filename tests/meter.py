@@ -111,7 +111,7 @@ def metered(train: Any, meter: Meter) -> None:
 
 
 def later(peaks: Sequence[int], arguments: Sequence[str]) -> int:
-    """Of what batches took at most, the least of those after the second step.
+    """The least peak of the batches' memory among the steps after the second.
 
     gloo's threads may hold what they have sent until the machine lets them run again: in some step they do not. A
     first step whose gradients overflow makes no optimizer state.

@@ -1,4 +1,4 @@
-"""Machines that slow links join, as network namespaces of this machine.
+"""Virtual machines joined by slow links, as network namespaces of this machine.
 
     with slow_link(400_000_000) as hosts:
         subprocess.Popen([*hosts[0].prefix, "torchrun", ...], env={**os.environ, **hosts[0].environment})

@@ -1,4 +1,4 @@
-"""Rows of a table in which every two values of different columns meet: few rows in place of a full product."""
+"""Rows of a table in which every two values of different columns occur together, instead of a full product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that begin with torch imported: most of what a short run of a package takes is that.
+"""Processes that start with torch imported, since the import takes most of a short run's time.
 
 A server imports it once, and forks for every command: `python FILE ...` or `python -m MODULE ...`, in the environment
 and the folder that are given, as a new interpreter would run it. Of partc and packages it has no module in memory; the

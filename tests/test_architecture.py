@@ -1,4 +1,4 @@
-"""The shape of the code: imports only go down the layers, heavy ones stay late, every package is shipped."""
+"""The structure of the code: imports go down the layers, heavy imports are late, and every package is shipped."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_these_import_no_torch(code: str) -> None:
 
 
 def test_a_single_device_run_imports_no_tracer() -> None:
-    """Which would take longer than PyTorch itself, in every verification."""
+    """Importing the tracer would take longer than importing PyTorch, in every verification."""
     script = "import sys, partc.package.reference; sys.exit('torch._functorch.aot_autograd' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
 

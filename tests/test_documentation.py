@@ -1,4 +1,4 @@
-"""README.md and docs/ are true: links, commands, code, paths, quotes and pictures hold against the tree."""
+"""README.md and docs/ are true: links, commands, code, paths, quotes and pictures agree with the tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run on a GPU, as far as it needs none: its parts, their time, and what it says of what it cannot measure."""
+"""The run on a GPU, as far as it needs none: its parts, their time, and its reports of measurements that are missing."""
 
 from __future__ import annotations
 

@@ -43,10 +43,15 @@ def _files() -> list[Path]:
     )
 
 
+def _tests() -> Iterator[Path]:
+    """The files of tests/, without packages."""
+    return (path for path in sorted((ROOT / "tests").rglob("*.py")) if "handmade_package" not in path.parts)
+
+
 def test_docstrings_begin_with_their_subject() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
-        for path in _files()
+        for path in (*_files(), *_tests())
         for text in _docstrings(path)
         if FORBIDDEN.match(text)
     ]

@@ -1,4 +1,4 @@
-"""What torch.distributed.pipelining's own schedules compute, in order, without processes."""
+"""The computations of torch.distributed.pipelining's own schedules, in order, without processes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def computed(name: str, ranks: int, each: int, microbatches: int) -> tuple[tuple
 
 
 def _played(name: str, rank: int, ranks: int, microbatches: int) -> tuple[str, ...]:
-    """What a stage is really asked to do in a step: the order that torch prints for 1F1B numbers forwards from 1."""
+    """The computations that a stage really runs in a step; torch's printed order for 1F1B counts forwards from 1."""
     stage = Recorder(rank, ranks)
     CLASSES[name](stage, microbatches)._step_microbatches([()] * microbatches, [{}] * microbatches)
     return tuple(stage.done)

@@ -76,7 +76,7 @@ class Kernels:
     def one(
         self, op: Op, types: Mapping[str, TensorType], known: Mapping[str, Tensor], sizes: Sizes, **how: bool
     ) -> dict[str, Tensor]:
-        """What one fused operation makes. `known` may have what else its kernel is told: 0 otherwise."""
+        """The results of one fused operation. `known` may hold further arguments of its kernel; others are 0."""
         built = kernel(op, types, sizes, **how)
         told = {name: torch.as_tensor(known.get(name, 0)) for name in built.numbers}
         numbers = (int(x) if name.endswith("_rank") else there(x) for name, x in told.items())

@@ -1,4 +1,4 @@
-"""Ranks as a dictionary: what each collective does to all of them at once, written from its definition.
+"""Ranks as a dictionary: each collective's effect on all of them at once, written from its definition.
 
 Nothing here comes from the compiler but the layouts' own fields.
 """

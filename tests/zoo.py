@@ -1,4 +1,4 @@
-"""The models that partc is proved on: plain files beside this one, and Hugging Face configurations."""
+"""The models for proofs: plain files in this folder, and Hugging Face configurations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Model:
     options: dict[str, object] = field(default_factory=lambda: {"batch": 16})
 
     def source(self, folder: Path) -> str:
-        """What `partc compile` takes; a configuration is written into `folder` first."""
+        """The model argument of `partc compile`; a configuration is first written into `folder`."""
         if self.file is not None:
             return str(self.file)
         path = folder / self.name / "config.json"

@@ -1598,7 +1598,7 @@ class Called(nn.Module):
 
 
 def called_diffusers() -> dict[str, Architecture]:
-    """Networks that take lists of tensors, positions or sizes beside tensors of examples."""
+    """Networks that take lists of tensors, positions or sizes in addition to tensors of examples."""
 
     def called(
         kind: str, call: Callable[..., Any], shapes: Mapping[str, tuple[int, ...]], **given: Any

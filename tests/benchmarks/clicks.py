@@ -20,7 +20,7 @@ class DLRM(nn.Module):
 
 
 class Dense(nn.Module):
-    """What ranks repeat on their parts of the batch: two perceptrons, and products of all pairs of vectors between."""
+    """The dense part that ranks repeat on their parts of the batch: two perceptrons, and products of all pairs of vectors."""
 
     def __init__(self, tables: int, width: int) -> None:
         super().__init__()

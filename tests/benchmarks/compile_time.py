@@ -1,7 +1,7 @@
-"""How long compiling takes: `make sizes ARGS="[CASE ...] [--growth]"`.
+"""Compile times: `make sizes ARGS="[CASE ...] [--growth]"`.
 
 Each case is one fresh `partc compile` process, from the command to the last file, that finds no earlier trace. Processor
-seconds stand beside the seconds, since other work on the machine lengthens only the latter. The machine factor is the
+seconds are printed next to the seconds, since other work on the machine lengthens only the latter. The machine factor is the
 time to import torch in units of one second: seconds of machines compare by their quotients with it.
 
 `--growth` doubles depth, microbatches, stages, ranks, virtual stages and experts at true sizes, one at a time, and

@@ -438,7 +438,7 @@ def of_model(model: nn.Module, kind: type[nn.Module], config: Any, said: list[st
 
 
 def counted(model: nn.Module, attempt: Recipe) -> int:
-    """How many places of a text the picture or sound of a batch takes, by the library's own count."""
+    """The number of text positions that a picture or sound of a batch takes, by the library's own count."""
     batch = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in attempt.batch().items()}
     for owner, name in itertools.product((getattr(model, "model", None), model),
                                          ("get_image_features", "get_audio_features", "get_video_features")):  # fmt: skip

@@ -67,7 +67,7 @@ def data(step: int, batch: int = 8, seq: int = 6) -> dict[str, Tensor]:
 
 @dataclass(slots=True, kw_only=True)
 class Round:
-    """What one signal did."""
+    """The effect of one signal."""
 
     kind: str
     fault: str

@@ -52,7 +52,7 @@ CASES = (
 
 
 def ours(case: Case, folder: Path) -> tuple[str, str]:
-    """Forward and backward: kernels of a block, what PyTorch launches beside them, and what it launches without.
+    """Forward and backward: kernels of a block, the launches of PyTorch in addition, and what it launches without.
 
     Products and attention apart. A gradient of a weight or a bias that a kernel's programs have parts of, PyTorch sums
     into its buffer: a launch more. It sums several of one kernel together, and writes them to their buffers: two more.

@@ -1,4 +1,4 @@
-"""What ranks hold at most, predicted and measured, and torch's own parallelism beside it: `python tests/benchmarks/memory.py`.
+"""Peak memory of ranks, predicted and measured, next to torch's own parallelism: `python tests/benchmarks/memory.py`.
 
 The model is that of step_time.py. Both sides are processes over gloo, each under a meter that counts the memory of
 all tensors from their creation to their end (tests/meter.py): it knows of no account. Of a step after the first.

@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What came of it."""
+    """The outcome of a case."""
 
     run: Run
     error: str

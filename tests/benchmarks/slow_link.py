@@ -1,4 +1,4 @@
-"""How much of its communication a step hides on a slow link: `python tests/benchmarks/slow_link.py`.
+"""The share of communication that a step hides on a slow link: `python tests/benchmarks/slow_link.py`.
 
 Two processes of one thread each; a link that takes as long for the collectives of a step as half of its computation
 does (workers/slow.py), or as `--share` says. Steps without the link, with every collective waited for where it starts,
@@ -73,7 +73,7 @@ def measured(case: Case, model: Path, folder: Path, steps: int, share: float) ->
 
 
 def run(package: Path, folder: Path, steps: int, bandwidth: float) -> dict[str, dict[str, list[float]]]:
-    """What rank 0 reports."""
+    """The report of rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     shared = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}

@@ -137,7 +137,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def written_on(module: ModuleType, state: dict[str, Tensor], start: str, count: int) -> str:
-    """What a trained model makes of a beginning, drawn byte by byte."""
+    """A trained model's continuation of a text, drawn byte by byte."""
     model = module.model()
     model.load_state_dict(state)
     model.float().eval()

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it exits with, and that wrong input never shows a traceback."""
+"""The command line: its output, its exit codes, and no traceback for wrong input."""
 
 from __future__ import annotations
 

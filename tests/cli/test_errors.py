@@ -1,4 +1,4 @@
-"""Error codes: each is explained, each explained one is used, and each one reaches the user as words."""
+"""Error codes: each one used is explained, each one explained is used, and each one reaches the user with its text."""
 
 from __future__ import annotations
 

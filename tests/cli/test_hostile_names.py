@@ -1,4 +1,4 @@
-"""Names from outside are data: each place takes any of them, or refuses it with a code, and none is ever run."""
+"""Names from outside are data: each place accepts them or refuses them with a code, and none is executed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def given(name: str) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["names", "halves"])
 def test_arguments_are_taken_or_refused(name: str, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is wrong is told without a character that a terminal would obey."""
+    """Error messages contain no character that a terminal would obey."""
     names = NAMES if name == "names" else LONE
     for number, text in enumerate(names):
         for arguments in given(text)[1:]:

@@ -1,4 +1,4 @@
-"""partc inspect and --dump-after: the program after any pass, what a pass changed, why a layout was chosen."""
+"""partc inspect and --dump-after: the program after any pass, the changes of a pass, and the reasons for a layout."""
 
 from __future__ import annotations
 

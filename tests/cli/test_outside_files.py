@@ -1,5 +1,5 @@
-"""Indexes of --init, plans, clusters, traces and tuned.json, field by field: each is refused with a code, or read as it
-says.
+"""Indexes of --init, plans, clusters, traces and tuned.json, field by field: each value is refused with
+a code, or read correctly.
 """
 
 from __future__ import annotations

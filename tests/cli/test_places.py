@@ -1,4 +1,4 @@
-"""Where things lie: the user's files, the compiler's and the examples', whatever their folders are called."""
+"""Files of the user, of the compiler and of the examples are told apart, whatever their folders are called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of train.py that cannot be: `partc run` says so before it starts a process, train.py before its ranks meet."""
+"""Invalid options of train.py: `partc run` refuses them before it starts a process, train.py before its ranks start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Emitted packages: they train like the model, read like its code, and come out the same every time."""
+"""Emitted packages train like the model, read like its code, and are reproducible."""
 
 from __future__ import annotations
 

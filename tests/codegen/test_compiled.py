@@ -1,4 +1,4 @@
-"""`--kernels inductor`: regions' functions through torch.compile, and the same numbers."""
+"""`--kernels inductor` passes the regions' functions to torch.compile; the numbers stay the same."""
 
 from __future__ import annotations
 

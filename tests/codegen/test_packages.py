@@ -1,4 +1,4 @@
-"""What is written: the same from the same input, current in the repository, and in need of torch alone."""
+"""Written packages are reproducible, equal those in the repository, and only need torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layouts in the IR and in the comments of emitted code are those that ranks see."""
+"""Layouts in the IR and in comments of emitted code are those of the ranks' tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""partc.compile: the same words as the command line, on files and on objects."""
+"""partc.compile takes the options of the command line, for files and for objects."""
 
 from __future__ import annotations
 

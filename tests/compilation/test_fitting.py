@@ -1,4 +1,4 @@
-"""A budget is of all that a rank holds; what passes a limit is refused with options that would help."""
+"""A memory budget covers everything that a rank holds; a refusal names options that would help."""
 
 from __future__ import annotations
 

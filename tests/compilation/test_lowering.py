@@ -1,4 +1,4 @@
-"""Compiles with other options share passes: the programs are those of compiles of their own."""
+"""Compiles with different options share passes, and give the programs of separate compiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes and repeated operations, counted here by hand for small plans."""
+"""Communicated bytes and repeated operations of small plans, against counts by hand."""
 
 from __future__ import annotations
 

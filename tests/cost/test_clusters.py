@@ -600,7 +600,7 @@ def test_the_slowest_of_more_devices_is_slower() -> None:
 
 
 def test_collectives_on_the_same_links_share_them() -> None:
-    """Two sums of 2 s between nodes take 4 s together; one inside a node beside them takes its own time."""
+    """Two sums of 2 s between nodes take 4 s together; a concurrent one inside a node takes its own time."""
     builder = TimelineBuilder()
     for axis, links in (("dp", ("between",)), ("pp", ("inside", "between")), ("tp", ("inside",)), ("ep", ())):
         builder.start(axis, Segment(seconds=2.0, op="all_reduce", over=axis, links=links))

@@ -1,4 +1,4 @@
-"""Schedules side by side: the figures, the drawings, and the command that shows them."""
+"""Schedules side by side: the figures, the drawings, and the command that prints them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composed steps equal played ones: peaks, positions, contents and courses, to the byte."""
+"""Composed steps equal simulated ones, to the byte: peaks, their positions and contents, and the course of memory."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_ranks_that_release_other_numbers_of_gradients_play_once(played: list[in
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_equal_exchanges_run_once(monkeypatch: pytest.MonkeyPatch, zero: int) -> None:
-    """Those of equal layers in all microbatches, however many there are."""
+    """Blocks of equal layers in all microbatches, for any number of microbatches."""
     from partc.runtime.execution.parts import Parts
 
     run: list[str] = []

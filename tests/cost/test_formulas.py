@@ -1,4 +1,4 @@
-"""Formulas of memory against the published ones, against the programs that they are of, and against other sizes."""
+"""Memory formulas against published ones, against their programs, and at other sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compiled(model: str, sizes: Mapping[str, Any] | None = None, **options: Any)
 
 
 def block(**options: Any) -> Expr:
-    """What a block of the published kind saves, but for the norms' two numbers a row."""
+    """The saved values of a block of the published kind, without the norms' two numbers per row."""
     sizes = options.pop("sizes", {})
     found = formulas(compiled(MEGATRON, sizes, precision="bf16", casts=("softmax=bf16",), **options))
     region = next(item for item in found.regions if item.name == "block")

@@ -1,4 +1,4 @@
-"""What measured processes and links become: a cluster's file, links that nodes and messages share, shared cores."""
+"""The results of measuring processes and links: a cluster's file, links shared by nodes and messages, shared cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of memory: what is predicted of a step is what a meter of all tensors measures while train.py runs."""
+"""The memory account: a step's predicted bytes equal those that a meter of all tensors measures while train.py runs."""
 
 from __future__ import annotations
 

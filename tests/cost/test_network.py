@@ -1,4 +1,4 @@
-"""Links between network namespaces: they carry bytes, in both directions at once, no faster than they say."""
+"""Links between network namespaces carry bytes in both directions at once, at most at their stated bandwidth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator against an independent longest path, and schedules against the figures of their papers."""
+"""The simulator against an independent longest path, and schedules against figures of their papers."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_every_computation_starts_at_its_longest_path(name: str, seed: int) -> N
 
 
 class _Activations:
-    """What a stage's forward pass leaves behind: alive as long as somebody holds it."""
+    """The saved values of a stage's forward pass: alive while anything refers to them."""
 
 
 class _Stage(PipelineStage):
@@ -199,7 +199,7 @@ def test_a_send_that_comes_late_makes_others_wait() -> None:
 
 
 def test_a_transfer_begins_when_both_ends_are_ready() -> None:
-    """What is received early arrives while something else is computed."""
+    """Values that are received early arrive during other computations."""
     slow = Durations(transfer=1.0)
     early = simulate([_row("0F0 0SEND_F0 0F1 0SEND_F1"), _row("1RECV_F0 1RECV_F1 1F0 1F1")], (0, 1), durations=slow)
     late = simulate([_row("0F0 0SEND_F0 0F1 0SEND_F1"), _row("1RECV_F0 1F0 1RECV_F1 1F1")], (0, 1), durations=slow)

@@ -1,4 +1,4 @@
-"""The flops of a step against torch's own counter, which runs the model on one device."""
+"""A step's flops against torch's own counter, which runs the model on one device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_needs_no_gradient_costs_none() -> None:
 
 
 class Attending(nn.Module):
-    """Products in a row, beside each other, and of activations; the last one's result is an operand of none."""
+    """Products in sequence, in parallel, and of activations; the last one's result is an operand of none."""
 
     def __init__(self) -> None:
         super().__init__()

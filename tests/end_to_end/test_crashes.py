@@ -1,4 +1,4 @@
-"""Models that once were internal errors: each compiles and equals its single-device model, or is refused with a code."""
+"""Models that once caused internal errors: each equals its single-device model, or is refused with a code."""
 
 from __future__ import annotations
 

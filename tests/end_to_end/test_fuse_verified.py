@@ -1,4 +1,4 @@
-"""Packages with Triton's kernels train as the single-device model does; on a CPU the kernels are interpreted."""
+"""Packages with Triton kernels train like the single-device model; on a CPU, Triton's interpreter runs the kernels."""
 
 from __future__ import annotations
 

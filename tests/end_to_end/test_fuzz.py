@@ -1,4 +1,4 @@
-"""The search of tests/fuzz, bounded and always the same; `make fuzz` goes on from other seeds."""
+"""A bounded, reproducible run of the search in tests/fuzz; `make fuzz` continues with other seeds."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestInOneProcess:
-    """What a plain loop does, held against virtual ranks, where real ones would add nothing but time."""
+    """A plain loop against virtual ranks, where real processes would only add time."""
 
     def test_only_parameters_with_gradients_are_trained(self, build: Path) -> None:
         from partc.package.launch import read_package

@@ -1,4 +1,4 @@
-"""A model's way from training through evaluation, a checkpoint, another mesh and an export to inference, on every axis.
+"""A model's life on every kind of mesh: training, evaluation, a checkpoint, another mesh, an export, and inference.
 
 Each end is that of a plain loop on one device.
 """

@@ -1,4 +1,4 @@
-"""The proof, over models and meshes: packages train as the single-device model does, to 1e-10 in fp64."""
+"""The proof over models and meshes: packages train like the single-device model, to 1e-10 in fp64."""
 
 from __future__ import annotations
 

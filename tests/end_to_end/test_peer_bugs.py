@@ -1,4 +1,4 @@
-"""Bugs that other frameworks shipped, made on purpose in packages: the comparison with the single device finds each.
+"""Bugs that other frameworks shipped, injected into packages: the comparison with the single device finds each.
 
 A mutant is a package with one line of its runtime or of a stage changed. Mutants of experts, long sequences and tables
 are in the tests of these.

@@ -1,4 +1,4 @@
-"""Recommenders equal one device on all axes, with ZeRO, recomputation and every kind of gradient of tables."""
+"""Recommenders on all axes equal one device, with ZeRO, recomputation and every kind of gradients of tables."""
 
 from __future__ import annotations
 

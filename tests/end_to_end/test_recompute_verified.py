@@ -1,4 +1,4 @@
-"""Recomputation, proved: packages equal their models in fp64, and hold as many bytes as is said of them."""
+"""Packages with recomputation equal their models in fp64, and hold as many bytes as predicted."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_blocks_that_differ_in_what_they_save(schedule: str, shared: Path, tmp_p
 
 
 def held(package: partc.Package) -> list[int]:
-    """What each pipeline rank holds at most, by the account."""
+    """The peak memory of each pipeline rank by the account."""
     assert package.memory is not None
     return [rank.peak for rank in package.memory.ranks]
 

@@ -294,7 +294,7 @@ def test_backward_reads_parts_of_buffers_as_they_were() -> None:
 
 
 class Targets(nn.Module):
-    """Two critics as one stack beside slow copies, whose new values are read twice: as targets, and as buffers."""
+    """Two critics as one stack with slow copies, whose new values are read twice: as targets, and as buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ def test_choices_between_numbers_and_casts_to_bool(kernels: str) -> None:
 
 
 class Largest(nn.Module):
-    """What is told of one number meets what is told of each: which are the largest, and which are none."""
+    """Bounds of one number meet bounds of several: the largest ones, and none at all."""
 
     def __init__(self) -> None:
         super().__init__()

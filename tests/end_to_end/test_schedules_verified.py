@@ -1,4 +1,4 @@
-"""The proof, over schedules: every one of them trains as the single-device model does, to 1e-12 in fp64."""
+"""The proof over schedules: with each, packages train like the single-device model, to 1e-12 in fp64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/text_gpt.py: data from a file that a package doesn't carry, and the run that is cut in two."""
+"""examples/text_gpt.py: data from a file outside the package, and a run in two parts."""
 
 from __future__ import annotations
 

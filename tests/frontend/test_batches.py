@@ -1,4 +1,4 @@
-"""Batches of any form: their entries by path, constants of the trace, and objects of the user's own types."""
+"""Batches of any form: entries by path, constants of the trace, and objects of the user's own types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State outside the graph that forward changes or reads: refused by name where it matters, let be where it does not."""
+"""State outside the graph that forward changes or reads: refused by name if it matters, ignored if it does not."""
 
 from __future__ import annotations
 

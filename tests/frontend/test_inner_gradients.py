@@ -1,4 +1,4 @@
-"""`torch.autograd.grad` inside forward: the traced program's loss and gradients beside eager autograd's."""
+"""`torch.autograd.grad` inside forward: the traced program's loss and gradients against eager autograd."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def _penalty(of: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor, Tensor], Tensor]:
-    """The mean square of a function's slope at x, beside its value."""
+    """The mean square of a function's slope at x, in addition to its value."""
 
     def loss(net: Any, x: Tensor, ids: Tensor) -> Tensor:
         x = x.detach().requires_grad_(True)

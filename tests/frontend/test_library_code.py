@@ -1,4 +1,4 @@
-"""Code as model libraries write it, against the eager model: checks, conversions, constants, strides, shared tables."""
+"""Code in the style of model libraries, against the eager model: checks, conversions, constants, strides, tables."""
 
 from __future__ import annotations
 

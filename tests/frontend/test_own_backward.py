@@ -1,4 +1,4 @@
-"""Gradients that a model gives itself: what single functions become, and packages against eager training."""
+"""Gradients that a model defines itself: the traced functions, and packages against eager training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model file's optimizer(model): its package takes the steps that the function's result takes in an eager loop."""
+"""A model file's optimizer(model): its package takes the steps of an eager loop with that optimizer."""
 
 from __future__ import annotations
 

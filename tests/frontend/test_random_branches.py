@@ -1,4 +1,4 @@
-"""Branches on random numbers: layers that are dropped, by every way to write it, against the eager model."""
+"""Branches on random numbers, such as dropped layers, in every spelling, against the eager model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal modules are traced once: the program is the one that a whole trace gives, for modules equal or nearly so."""
+"""Equal modules are traced once: the program equals that of a whole trace, for equal and almost equal modules."""
 
 from __future__ import annotations
 

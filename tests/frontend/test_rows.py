@@ -1,4 +1,4 @@
-"""Rows of equal modules are traced in part: the outlined program is the one that a whole trace gives."""
+"""Rows of equal modules are traced in part: the outlined program equals that of a whole trace."""
 
 from __future__ import annotations
 

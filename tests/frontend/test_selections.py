@@ -1,4 +1,4 @@
-"""Rows that masks select, loops over experts, and the code that is refused around them."""
+"""Rows that a mask selects, loops over experts, and refusals of related code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token files: every row once in an epoch, each rank its own rows only, and files that cannot be used."""
+"""Token files: every row once per epoch, each rank's own rows only, and refusals of unusable files."""
 
 from __future__ import annotations
 

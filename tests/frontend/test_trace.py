@@ -1,4 +1,4 @@
-"""Tracing: model files and options, what a program records of its model, and errors that quote the user's line."""
+"""Tracing: model files and options, a program's records of its model, and errors that quote the user's line."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def batch(): return {"x": torch.randn(8, 64)}
 
 
 def test_the_caches_of_functions_are_found(tmp_path: Path) -> None:
-    """On a method whose decorator hides it, and beside the class: a second trace must not get a first one's tensors."""
+    """Caches on a method hidden by its decorator, and next to the class: a second trace must not get a first one's tensors."""
     file = written(tmp_path, CACHED)
     net = load(file, {}).model()
     net(torch.ones(8, 64))

@@ -1,4 +1,4 @@
-"""Earlier traces are used again where nothing has changed, and only there."""
+"""Earlier traces are reused if nothing has changed, and only then."""
 
 from __future__ import annotations
 

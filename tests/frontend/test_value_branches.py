@@ -1,4 +1,4 @@
-"""Branches on values: constants are known, guards are assumed, everything else is refused at its line."""
+"""Branches on values: constants are known, guards are assumed, and others are refused at their line."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def _calls(text: str, name: str, make: Callable[[str], str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """What a plain loop ends with, and by name the least share of the largest gradient that elements ever had."""
+    """A plain loop's final state, and by name the least share of the largest gradient that any element had."""
 
     state: Mapping[str, Tensor]
     least: Mapping[str, Tensor]

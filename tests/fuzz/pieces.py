@@ -1,4 +1,4 @@
-"""What random modules are made of: expressions over tensors that there are, parameters and modules made for them.
+"""The parts of random modules: expressions over available tensors, with parameters and modules made for them.
 
 `a` and `b` are floating-point tensors at hand, `i` indices and `m` a mask from the batch, `d` a small size. `{…}` is
 evaluated as the module is written, `P(shape)` becomes a parameter, `B(value)` a buffer, `M(module)` a module.

@@ -1,4 +1,4 @@
-"""What a case is, how cases are drawn, and what must hold of each."""
+"""Cases of the search: their description, how they are drawn, and the properties that each must have."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What takes a GPU: `python -m tests.gpu` does all of it in one go, correctness first, and prints tables."""
+"""Tests and measurements on a GPU: `python -m tests.gpu` runs all of them, correctness first, and prints tables."""

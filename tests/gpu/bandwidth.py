@@ -30,7 +30,7 @@ LEAST = 0.9  # of a copy's bytes a second
 
 
 def graphs() -> dict[str, Graph]:
-    """What a transformer has of them."""
+    """The sizes of these kernels in a transformer."""
     item = {name: value(name, *SHAPE, dtype="bf16") for name in ("a", "b", "c", "x", "y", "z")}
     bias = value("bias", SHAPE[1], dtype="bf16")
 
@@ -112,7 +112,7 @@ def written(loaded: Kernels) -> Iterator[tuple[str, int, Callable[[], object], b
 
 
 def fastest(loaded: Kernels, built: Kernel | FixedKernels) -> Any:
-    """What launches a kernel in the configuration that a package would choose on this GPU."""
+    """A launch of a kernel in the configuration that a package would choose on this GPU."""
     module = loaded.module(built)
     if hasattr(module, "CANDIDATES"):
         each, clock = tuning.TunableKernel(built.name, module), tuning.Clocked(torch.device("cuda"))

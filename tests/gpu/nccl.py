@@ -1,4 +1,4 @@
-"""What partc asks of torch's NCCL groups, on a group of one GPU: in a process of its own, which a hang does not outlive.
+"""The requests of partc to torch's NCCL groups, on a group of one GPU, in a process that is killed if it hangs.
 
 Every call of `runtime/comm/distributed.py` that one GPU can make: options, eager connection, collectives in both streams,
 a recording with a collective in it, its reset, and the shutdown after that.

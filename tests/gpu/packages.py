@@ -40,7 +40,7 @@ DROPS = ("--mesh 1", "--mesh dp=2,tp=2")
 
 
 def cases() -> Iterator[Case]:
-    """What most users run comes first, as time may end."""
+    """The most common cases come first, since time may run out."""
     for precision in ("fp64", "bf16"):
         yield from (Case("examples/gpt.py", f"{options} --precision {precision}") for options in GPT)
         yield from (Case("tests/models/moe.py", f"{options} --precision {precision}") for options in EXPERTS)

@@ -1,4 +1,4 @@
-"""What a run on a GPU finds, as tables on the screen, and row by row in files: a run that is cut off has its rows."""
+"""Results of a run on a GPU, as tables on the screen and row by row in files, so that an interrupted run keeps its rows."""
 
 from __future__ import annotations
 

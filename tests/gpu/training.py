@@ -89,7 +89,7 @@ def table(model: str, results: Results, deadline: Deadline, only: tuple[str, ...
 
 
 def _package(label: str, config: Path, batch: int, seq: int, seconds: float) -> Measured | str:
-    """What it measures, or why it does not. Packages with the same kernels are one, whose tuning is done once."""
+    """The measurement, or the reason for its absence. Packages with the same kernels share one tuning."""
     kernels, options = LABELS[label]
     limit = Deadline(seconds)
     build, reports = config.parent / f"build {kernels}", config.parent / f"reports {label}"

@@ -1,4 +1,4 @@
-"""Packages trained in real processes over gloo, and their exported ends beside the plain loop's."""
+"""Packages trained in real processes over gloo, and their exported states against the plain loop's."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def row(path: Path, settings: Sequence[Setting], torchrun: bool) -> list[Outcome
         with tempfile.TemporaryDirectory(prefix="partc-independent-") as folder:
             try:
                 found.append(compared(path, setting, Path(folder), server))
-            except Exception as error:  # a bug of partc, which the table shows beside the others
+            except Exception as error:  # a bug of partc, which the table shows like the others
                 said = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
                 found.append(Outcome(model=path.stem, setting=setting.name, where=said))
     if server is not None:

@@ -1,4 +1,4 @@
-"""Layouts: their text, their one spelling, what each rank holds."""
+"""Layouts: their text, their normal form, and the shards that ranks hold."""
 
 from __future__ import annotations
 

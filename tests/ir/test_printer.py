@@ -1,4 +1,4 @@
-"""Text and program are the same thing: what is printed reads back equal, after every pass."""
+"""Printed programs parse to equal programs, after every pass."""
 
 from __future__ import annotations
 

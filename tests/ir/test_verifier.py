@@ -1,4 +1,4 @@
-"""Every way in which a program can be broken is found, and named."""
+"""The verifier finds every way in which a program can be broken, and names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elementwise operations with an answer for every number: NaN, infinities, zeros, and what rounds to them."""
+"""Elementwise kernels on every kind of number: NaN, infinities, zeros, and numbers that round to them."""
 
 from __future__ import annotations
 

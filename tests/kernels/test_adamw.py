@@ -1,4 +1,4 @@
-"""The package's AdamW against torch's, over steps: what is clipped, scaled, decays or not, and stands anywhere."""
+"""The package's AdamW against torch's over several steps: clipping, loss scales, decay, and any position in memory."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_parameters_stand_as_their_gradients_do(kernels: SimpleNamespace) -> Non
 
 
 def test_overflows_are_skipped(kernels: SimpleNamespace) -> None:
-    """Of a scaled loss: an infinite gradient changes nothing but the scale."""
+    """With a scaled loss, an infinite gradient only changes the scale."""
     mine, theirs = (x for x in both("f32", kernels))
     scales = []
     for each in (mine, theirs):

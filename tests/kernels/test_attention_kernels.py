@@ -1,4 +1,4 @@
-"""The choice among kernels for attention, and the calls of those that only GPUs have, on stand-ins that compute."""
+"""The choice among attention kernels, and calls of those that only GPUs have, on stand-ins that compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of some rows, in tiles that are merged, against scores that are written out."""
+"""Attention of some rows in tiles that are merged, against scores that are written out."""
 
 from __future__ import annotations
 

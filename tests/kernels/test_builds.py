@@ -1,4 +1,4 @@
-"""Kernels built ahead of time for GPUs: nothing spills, and memory is read 16 bytes at a time."""
+"""Kernels built ahead of time for GPUs: none spills registers, and loads take 16 bytes at a time."""
 
 from __future__ import annotations
 

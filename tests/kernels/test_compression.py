@@ -1,4 +1,4 @@
-"""What sums of gradients travel in, made and read by kernels: the same numbers as PyTorch's own."""
+"""Compressed gradients that kernels encode and decode equal PyTorch's own."""
 
 from __future__ import annotations
 

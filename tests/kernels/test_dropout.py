@@ -1,4 +1,4 @@
-"""Masks that kernels draw by themselves: bit by bit those of the runtime, on every rank, and never saved."""
+"""Dropout masks that kernels draw equal the runtime's bit for bit on every rank, and are never saved."""
 
 from __future__ import annotations
 

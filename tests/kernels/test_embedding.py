@@ -1,4 +1,4 @@
-"""Gradients of tables by kernels, against sums in fp64: what is looked up once, often, elsewhere or not at all."""
+"""Gradients of embedding tables by kernels, against sums in fp64, for any pattern of ids."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def looked_up(kind: str, count: int) -> Tensor:
 def test_rows_are_added_to_those_of_the_table(
     kernels: Kernels, kind: str, count: int, width: int, dtype: DType, padding: int, rank: int
 ) -> None:
-    """Of each half of a table, onto what is there already, and by itself; as often as wanted with the same bits."""
+    """Gradients of each half of a table, added to a buffer or alone; repeated runs give the same bits."""
     given = f", {padding}" if padding >= 0 else ""
     text = TABLE.format(dtype=dtype, count=count, width=width, padding=given)
     region = fuse(fused_graph(text), kernels="triton").regions[0]

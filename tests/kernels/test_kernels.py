@@ -354,7 +354,7 @@ NEAR = 2**31  # where 32 bits end
 
 @pytest.mark.parametrize("count", [NEAR - 1, NEAR - 100, NEAR - 1024, NEAR - 4095, NEAR - 4097, NEAR // 2 + 1])
 def test_blocks_that_end_beyond_32_bits_count_in_64(count: int) -> None:
-    """What a masked block computes beyond its elements must not come out below their number."""
+    """A masked block's values beyond its elements must not influence the result."""
     x, y, z = (value(name, count) for name in "xyz")
     graph = Graph(inputs=(x,), ops=(op("neg", "x", makes=y), op("exp", "y", makes=z)), outputs=("z",))
     after = fuse(program_of(graph, dense=True), kernels="triton").regions[0].forward

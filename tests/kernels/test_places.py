@@ -1,4 +1,4 @@
-"""Kernels at the ends of what sizes may be: tensors without elements, and places in memory beyond 32 bits."""
+"""Kernels at extreme sizes: tensors without elements, and memory offsets beyond 32 bits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def one_kernel(program: Program, *, dense: bool = True) -> tuple[Op, Graph]:
 
 
 def run(kernels: Kernels, text: str, *, dense: bool = True, **values: Tensor) -> dict[str, Tensor]:
-    """What the one kernel of a graph makes."""
+    """The results of a graph's only kernel."""
     op, graph = one_kernel(fused_graph(text), dense=dense)
     types = {name: value.type for name, value in graph.definitions().items()}
     return kernels.one(op, types, values, {"mb": 1, "tp": 2})

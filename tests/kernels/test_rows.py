@@ -46,7 +46,7 @@ def plainly(graph: Graph, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check(folder: Path, graph: Graph, *, dtype: DType, strided: bool = False, kernels: int = 1) -> None:
-    """What one kernel makes (or so many) against the same in fp64; sums down many rows lose a digit more."""
+    """The results of one kernel (or so many) against fp64; sums down many rows lose one more digit."""
     program = fuse(program_of(graph), kernels="triton")
     after = program.regions[0].forward
     assert sum(bool(item.body) for item in after.ops) == len(after.ops) == kernels
@@ -227,7 +227,7 @@ STATISTICS: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {
 @pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
 @pytest.mark.parametrize("name", STATISTICS)
 def test_statistics_of_rows(tmp_path: Path, name: str, dtype: DType) -> None:
-    """Of what their kernel makes, for what it makes of them."""
+    """Tolerances of a kernel's results, by the operations that it fuses."""
     args, attrs = STATISTICS[name]
     shape = (3, 4, 19)
     one = (3, 1, 1) if (1, 2) in args else shape if name == "log_softmax" else (3, 4, 1)

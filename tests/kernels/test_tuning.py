@@ -1,4 +1,4 @@
-"""The choice of kernels' configurations: timed once, kept by GPU, version and source, the same on all ranks."""
+"""The choice of kernel configurations: timed once, stored by GPU, version and source, and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Bench:
 
 
 def test_what_spills_is_found_in_what_triton_has_compiled() -> None:
-    """Of every function of a module, on every device; what is not Triton's has none."""
+    """The spills of every function of a module on every device; functions that are not Triton's have none."""
     kept, spilling = (SimpleNamespace(n_spills=count) for count in (0, 12))
     function = SimpleNamespace(device_caches={0: ({"a": kept, "b": spilling}, {}, "target")})
     module: Any = SimpleNamespace(_kernel=function, other=SimpleNamespace(device_caches={}), triton=object(), NAME="x")
@@ -178,7 +178,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_every_candidate_makes_the_same(tmp_path: Path) -> None:
-    """Of every kernel of a package, on the memory that it is timed on."""
+    """Every kernel of a package runs on the memory on which it is timed."""
     batch = {"ids": torch.randint(16, (4, 4))}
     built = partc.compile(tied, batch, mesh="2", kernels="triton", compress_grads="int8", precision="fp64")
     package = built.write(tmp_path / "b")
@@ -221,7 +221,7 @@ def test_loops_over_tiles_make_the_same_in_every_configuration(tmp_path: Path, m
 
 
 def made(kernel: TunableKernel, choice: Mapping[str, int]) -> list[Tensor]:
-    """What a launch makes, and what it is given, which it may write over."""
+    """The results of a launch and its arguments, which it may overwrite."""
     torch.manual_seed(0)
     launch: Callable[[], Any] = kernel.module.trial(torch.device("cpu" if INTERPRETED else "cuda"))
     kernel.run_with(choice)

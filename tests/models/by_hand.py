@@ -1,4 +1,4 @@
-"""What models spell out of sums of rows; `what` says which."""
+"""Spellings of sums of rows in models; `what` selects one."""
 
 from __future__ import annotations
 

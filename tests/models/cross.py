@@ -1,4 +1,4 @@
-"""DCN-v2 (Wang et al. 2021): crossed features of tables of several widths, and a deep network beside them."""
+"""DCN-v2 (Wang et al. 2021): crossed features of tables of several widths, and a deep network in parallel."""
 
 from __future__ import annotations
 

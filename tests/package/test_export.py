@@ -1,4 +1,4 @@
-"""Out to plain PyTorch and back in: a checkpoint's state dict is the model's own, and training starts from one."""
+"""Export to plain PyTorch and import: an exported state dict is the model's own, and training starts from one."""
 
 from __future__ import annotations
 

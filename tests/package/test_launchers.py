@@ -1,4 +1,4 @@
-"""Under torchrun: a rank that dies is started again and training goes on; two agents make one training."""
+"""Under torchrun: a dead rank is restarted and training continues; two agents run one training."""
 
 from __future__ import annotations
 

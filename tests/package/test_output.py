@@ -1,4 +1,4 @@
-"""Writing a package: as a whole, and never over what partc did not write."""
+"""Writing a package: all or nothing, and never over files that partc did not write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two runs never save into one folder at a time, and a run that was killed keeps nobody out."""
+"""Two runs never save into one folder at the same time, and a killed run does not block the next."""
 
 from __future__ import annotations
 

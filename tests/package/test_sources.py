@@ -1,4 +1,4 @@
-"""A package brings along the user's own modules: it runs where only it and torch are."""
+"""A package contains the user's own modules, so that it runs with torch alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`partc verify` and `partc run` on a package written by hand: they hold, and they notice."""
+"""`partc verify` and `partc run` on a package written by hand: they accept it, and find injected errors."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ INF, NAN = float("inf"), float("nan")
 def test_infinities_are_compared_and_set_no_scale(
     measure: Callable[[Tensor], float], mine: list[float], theirs: list[float], same: bool
 ) -> None:
-    """A mask's infinities are equal to each other; beside them every number is still held to the tolerance."""
+    """A mask's infinities are equal to each other; every other number is still held to the tolerance."""
     expected = torch.tensor(theirs)
     error = relative_error(difference(torch.tensor(mine), expected, measure), 0.0, measure(expected))
     assert error == 0.0 if same else error > 0.1

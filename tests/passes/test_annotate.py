@@ -1,4 +1,4 @@
-"""Megatron's pattern is found unaided, on small and large models; pins win; choices are explained."""
+"""Layouts: the pass finds Megatron's pattern on small and large models; pins take precedence; choices are explained."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def batch():
 def test_a_large_table_is_cut_whatever_share_of_the_parameters_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """256 MiB beside 6.7 billion parameters; by its share alone every rank would hold it."""
+    """A table of 256 MiB among 6.7 billion parameters; by its share alone every rank would hold it."""
     file = tmp_path / "tables.py"
     file.write_text(TABLES)
     options = Options.checked(mesh="tp=4", microbatches=1, schedule="1f1b", precision="fp32", seed=0, shard=())

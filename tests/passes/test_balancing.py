@@ -183,7 +183,7 @@ def _biased(options: Row) -> Any:
     ],
 )
 def test_biases_follow_the_load_of_a_step(options: Row, accumulate: int, tmp_path: Path) -> None:
-    """Beside a plain loop that counts by hooks. Loads are not part of the norm by which gradients are clipped."""
+    """Against a plain loop that counts by hooks. Loads are not part of the norm by which gradients are clipped."""
     torch.manual_seed(0)
     model = balanced.model("bias+z").double()
     save_file({name: x.clone() for name, x in model.state_dict().items()}, tmp_path / "init.safetensors")

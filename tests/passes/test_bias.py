@@ -1,4 +1,4 @@
-"""Products that take a bias with them: the text, and what must stay apart."""
+"""Products with a bias: the program's text, and the cases that stay separate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets of recomputation on random small models: kept by every rank or refused, and met in the least time there is."""
+"""Recomputation budgets on random models: each is kept by every rank, or refused; no other choice takes less time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The static proof: plans of real programs hold, and every mutant that behaves differently is caught."""
+"""The static proof holds for plans of real programs, and finds every mutant that behaves differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits in chunks: the text, the numbers against PyTorch's own loss, memory, and what is refused."""
+"""Logits in chunks: the text, the numbers against PyTorch's own loss, memory, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The axis cp: sequences are cut, weights are whole, attention changes to heads and back."""
+"""The axis cp cuts sequences and leaves weights whole; attention changes to a cut by heads and back."""
 
 from __future__ import annotations
 

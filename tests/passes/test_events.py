@@ -1,4 +1,4 @@
-"""The communication that is proved to match is what emitted packages do: collective by collective, on every rank."""
+"""Emitted packages perform the communication that is proved to match, collective by collective on every rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "i64": "int64"
 
 
 def done(package: Path, out: Path, *arguments: str) -> dict[str, list[list[Any]]]:
-    """What every rank of a package does in one step: operation, group, element type, elements that it brings."""
+    """Every rank's collectives in one step: operation, group, element type, and number of elements."""
     script = out.with_name("recorded.py")
     script.write_text(RECORDED)
     ended = prefork.done([script, package, out, *arguments])

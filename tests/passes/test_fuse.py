@@ -1,4 +1,4 @@
-"""Which operations become one kernel, and what a program with kernels looks like."""
+"""The groups of operations that become kernels, and the text of programs with kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention whose heads the tensor axis does not divide: key and value heads repeated, query heads padded."""
+"""Attention heads that tp does not divide: key and value heads are repeated, query heads padded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that models spell with log-probabilities: of logits, in every way to write them."""
+"""Losses written with log-probabilities become losses of logits, in all usual spellings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks hold in parts, where some of them share a node: gathered and scattered inside nodes and between them."""
+"""Shards of which some ranks share a node: gathered and scattered inside nodes and between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalized, simplified and outlined programs compute what the eager model computes; each rewrite on its own."""
+"""Normalized, simplified and outlined programs equal the eager model; each rewrite is also tested alone."""
 
 from __future__ import annotations
 

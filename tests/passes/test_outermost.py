@@ -1,4 +1,4 @@
-"""Sequences outermost where they are gathered and scattered: what is turned, what is copied, and the same numbers."""
+"""Sequences outermost where they are gathered and scattered: transposed values, copies, and equal numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outlining: which bodies are found, how they are named, and that the calls still compute the model."""
+"""Outlining: the bodies that it finds, their names, and calls that still compute the model."""
 
 from __future__ import annotations
 

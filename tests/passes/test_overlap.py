@@ -1,4 +1,4 @@
-"""Communication while ranks compute: collectives apart from their waits, buckets of gradients, gathers one call ahead."""
+"""Communication concurrent with computation: separate waits, buckets of gradients, and gathers one call ahead."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_sums_start_bucket_by_bucket() -> None:
 
 @pytest.mark.parametrize(("mesh", "zero"), [("2", 0), ("2", 1), ("pp=2,dp=2", 0)])
 def test_sums_start_in_the_last_backward_alone(mesh: str, zero: int) -> None:
-    """Of a step's batches, too: one whose gradients are only accumulated starts none."""
+    """The same for accumulated batches: a batch whose gradients are only accumulated starts no sums."""
     program = partc.compile(EXAMPLES / "gpt.py", mesh=mesh, microbatches=2, bucket="20KB", zero=zero).program
     for place in range(program.mesh.axis("pp")):
         for updates in (True, False):

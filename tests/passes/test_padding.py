@@ -1,4 +1,4 @@
-"""Vocabularies that the tensor axis does not divide: padded inside, and the model's own outside."""
+"""Vocabularies that tp does not divide are padded inside the package, and have the model's size outside."""
 
 from __future__ import annotations
 

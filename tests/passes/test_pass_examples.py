@@ -1,4 +1,4 @@
-"""The example in each pass's docstring is what the pass does: both columns stand in the program before it and after it."""
+"""The examples in passes' docstrings: the left column is in the program before the pass, the right column after it."""
 
 from __future__ import annotations
 

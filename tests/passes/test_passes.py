@@ -1,4 +1,4 @@
-"""The runner: order, requirements, what it refuses, what it tells."""
+"""The runner of passes: their order, their requirements, refusals and reports."""
 
 from __future__ import annotations
 

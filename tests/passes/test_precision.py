@@ -1,4 +1,4 @@
-"""Mixed precision: what is cast, what stays wide, and that training stays that of torch's autocast."""
+"""Mixed precision: casts, wide operations, and training equal to torch's autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation: its text, what it saves against an exhaustive search, and what it must leave alone."""
+"""Recomputation: its text, its saved values against an exhaustive search, and the operations that it must not repeat."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def outcome(choice: SavingProblem, saved: frozenset[str]) -> tuple[int, int] | N
 
 
 def _price(choice: SavingProblem, saved: frozenset[str]) -> int | None:
-    """What the minimum cut minimises."""
+    """The quantity that the minimum cut minimises."""
     found = outcome(choice, saved)
     return None if found is None else WORTH * found[0] + found[1]
 

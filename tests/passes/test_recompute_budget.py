@@ -1,4 +1,4 @@
-"""Recomputation under a budget: the frontier and the dealing against exhaustive searches, and what comes out."""
+"""Recomputation under a budget: the Pareto frontier and the distribution over calls, against exhaustive searches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings, however they are written, are one operation each way and equal the eager model."""
+"""Rotary embeddings in every spelling are one operation in each direction, and equal the eager model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def partly(rotation: Rotation) -> Rotation:
     return lambda x, cos, sin: torch.cat((rotation(x[..., :4], cos, sin), x[..., 4:]), -1)
 
 
-# The function, the columns of its tables, and the arguments of the operation beside the tensors.
+# The function, the columns of its tables, and the arguments of the operation other than tensors.
 FORMS: dict[str, tuple[Rotation, int, tuple[int | None, bool]]] = {
     "halves": (lambda x, cos, sin: x * cos + half(x) * sin, 8, (None, False)),
     "halves by slices": (lambda x, cos, sin: (sin * half_by_slices(x)) + (cos * x), 8, (None, False)),
@@ -124,7 +124,7 @@ def test_anything_else_stays(name: str) -> None:
 
 
 def test_a_part_of_another_value_is_not_joined() -> None:
-    """The rotation itself is recognised; the elements beside it belong to another value, or to other places."""
+    """The rotation itself is recognised; the elements next to it belong to another value, or to other places."""
     rotation = FORMS["halves"][0]
     rests: tuple[Callable[[Tensor], Tensor], ...] = (lambda x: x.sin()[..., 4:], lambda x: x[..., 3:7])
     for rest in rests:

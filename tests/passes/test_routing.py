@@ -1,4 +1,4 @@
-"""Sorting by expert is taken out of a model, and products by expert equal a loop over the experts."""
+"""Sorting by expert is removed from a model, and products by expert equal a loop over experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedule pass: transfers around computations, on programs whose values skip stages."""
+"""The schedule pass: transfers around computations, in programs whose values skip stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward substitution by rows as one triangular solve, against the loop in eager torch."""
+"""Forward substitution by rows becomes one triangular solve, against the loop in eager torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backward passes in two halves: their text, and what the emitted methods compute."""
+"""Backward passes in two halves: their text, and the results of the emitted methods."""
 
 from __future__ import annotations
 

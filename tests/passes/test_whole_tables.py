@@ -1,4 +1,4 @@
-"""Whole tables on single ranks: their placement against enumeration, and trainings against one device."""
+"""Whole tables on single ranks: their placement against enumeration, and training against one device."""
 
 from __future__ import annotations
 

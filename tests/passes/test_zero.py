@@ -1,4 +1,4 @@
-"""ZeRO: what ranks hold in parts, when it moves, and that training stays the single-device model's."""
+"""ZeRO: the shards of ranks, the times of their communication, and training equal to the single-device model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ constant table: f32[6, 2]""",
 
 
 def test_parts_may_end_with_spare_elements() -> None:
-    """The dimension with the fewest is cut: 2 spare beside 68 columns over 7 ranks, where 30 rows would have 5."""
+    """The dimension with the fewest spare elements is cut: 68 columns over 7 ranks leave 2, 30 rows would leave 5."""
     text = PROGRAM.replace("mesh dp=2", "mesh dp=7").replace("8@dp", "14@dp").replace("[5, 4]", "[30, 68]")
     text = text.replace("3 · 4@tp", "3 · 12@tp")
     parted = print_program(zero(parse(text.replace("[6, 2]", "[6]")), zero=3, zero_axes=("dp",)))

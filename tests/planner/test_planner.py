@@ -454,7 +454,7 @@ def test_the_best_plan_of_a_large_space_is_predicted_with_its_own_sizes(monkeypa
 
 
 def test_only_the_best_plan_of_a_search_is_predicted_with_its_own_sizes(small: Planner) -> None:
-    """It is so once no other plan may be quicker, and the next best one if the prediction is worse."""
+    """The best plan is final once no other plan can be quicker; a worse prediction makes the next plan the best."""
     quick, worse, slow = itertools.islice(small.space.plans(), 3)
     shared, refined = {quick: 2.0, worse: 1.0, slow: 3.0}, list[ParallelPlan]()
     predictions = {plan: replace(small.predicted(plan), step_seconds=seconds) for plan, seconds in shared.items()}
@@ -585,7 +585,7 @@ def test_plans_near_the_best_one_that_have_its_regions_are_tried_first(small: Pl
 
 
 def test_exchanges_slow_no_call_that_waits_for_its_host() -> None:
-    """In short calls the host takes longer than the device, beside which gradients are scattered."""
+    """In short calls the host takes longer than the device, and gradients are scattered meanwhile."""
     options = {"batch": 12, "width": 1024, "hidden": 4096, "chosen": 2, "depth": 3, "experts": 4, "seq": 16}
     fix = "cp=2,ep=1,zero=2,recompute=selective,microbatches=6"
     planner = Planner(Request.checked(str(ROUTED), "2xA100-40GB", options=options, fix=fix))

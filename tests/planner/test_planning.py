@@ -1,4 +1,4 @@
-"""The planner as people use it: `--mesh auto`, `partc replan`, what-if questions, reasons, and the page."""
+"""Uses of the planner: `--mesh auto`, `partc replan`, variations, reasons, and the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a program: complete, escaped, offline; and alive in a real browser."""
+"""The page of a program: complete, escaped, usable offline, and working in a real browser."""
 
 from __future__ import annotations
 

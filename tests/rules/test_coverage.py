@@ -1,4 +1,4 @@
-"""How much of a model rules cover, and the drafts of those that are missing."""
+"""The share of a model that rules cover, and drafts of missing rules."""
 
 from __future__ import annotations
 

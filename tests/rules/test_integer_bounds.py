@@ -1,4 +1,4 @@
-"""Bounds of integers against execution, and the masks that they decide."""
+"""Bounds of integers against execution, and the masks that the bounds decide."""
 
 from __future__ import annotations
 

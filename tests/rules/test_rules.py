@@ -1,4 +1,4 @@
-"""Rules against execution: cut the operands by every legal choice, run on virtual ranks, combine, compare."""
+"""Rules against execution: operands are cut in every legal way, run on virtual ranks, combined and compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules against DTensor's sharding propagation: given our operands' placements, it must find our results'."""
+"""Rules against DTensor's sharding propagation: from our operands' placements it must derive our results' placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operation of common Hugging Face models has a rule, once normalized."""
+"""Every operation of common Hugging Face models has a rule after normalization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operands that lie strided in memory: what regions' functions compute of them, against autograd of torch's composite."""
+"""Non-contiguous operands: results of regions' functions against autograd of torch's composite operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the user's are tried with numbers before they are used, and drafts before they are printed."""
+"""The user's rules are tested with numbers before they are used, and drafts before they are printed."""
 
 from __future__ import annotations
 

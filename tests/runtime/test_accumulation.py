@@ -1,4 +1,4 @@
-"""Gradient buffers that count as zero: what stood there before is never read."""
+"""Gradient buffers that count as zero: their old content is never read."""
 
 from __future__ import annotations
 

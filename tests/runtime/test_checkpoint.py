@@ -1,4 +1,4 @@
-"""Checkpoints: training goes on from one as if it had never stopped, on the same mesh or another."""
+"""Training continues from a checkpoint as if it had not stopped, on the same mesh or another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are torn, damaged or another model's are refused with a code, and nothing is overwritten."""
+"""Torn or damaged checkpoints, and those of another model, are refused with a code; nothing is overwritten."""
 
 from __future__ import annotations
 

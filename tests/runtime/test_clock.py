@@ -1,4 +1,4 @@
-"""The clock of a rank: what it is doing in words, and the intervals of what it did."""
+"""A rank's clock: the name of its current activity, and the intervals of past activities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps leave no cycles behind that hold memory, so that the collector may rest while they run."""
+"""Steps create no reference cycles that hold memory, so that the garbage collector may pause while they run."""
 
 from __future__ import annotations
 

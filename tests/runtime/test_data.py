@@ -1,4 +1,4 @@
-"""Data that is read in order: epochs, resumption bit by bit, and its end."""
+"""Data in order: epochs, exact resumption, and the end of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that dies takes the others with it, soon, and they say which one it was."""
+"""A rank that dies ends the others soon, and they report which rank it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train.py --deterministic`: torch's deterministic algorithms for the time of a run, and words where it has none."""
+"""`train.py --deterministic` uses torch's deterministic algorithms during a run, and names operations without one."""
 
 from __future__ import annotations
 

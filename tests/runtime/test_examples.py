@@ -1,4 +1,4 @@
-"""Datasets of examples as data: rows by number, streams with a state, and what does not fit a batch.
+"""Datasets of examples: rows by number, streams with a state, and entries that do not fit a batch.
 
 The tables below have the attributes of those of Hugging Face's `datasets`; where that is installed, it is read itself.
 """

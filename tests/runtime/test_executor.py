@@ -1,4 +1,4 @@
-"""A step's actions over stages that stand alone: three of them, values that skip one, schedules of all kinds."""
+"""A step's actions over three separate stages, with values that skip a stage, under schedules of all kinds."""
 
 from __future__ import annotations
 

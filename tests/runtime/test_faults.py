@@ -1,4 +1,4 @@
-"""Ranks that stall, never come or have no room; signals to the launcher: each ends with a code and a name, in time."""
+"""Stalled or missing ranks, full memory or disks, and signals: each ends in time, with a code and a name."""
 
 from __future__ import annotations
 

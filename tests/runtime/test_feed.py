@@ -1,4 +1,4 @@
-"""Batches made ahead by a thread are those made when they are asked for, in the same order and once each."""
+"""Batches that a thread prepares in advance equal those prepared on demand, in the same order and once each."""
 
 from __future__ import annotations
 

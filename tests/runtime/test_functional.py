@@ -1,4 +1,4 @@
-"""Forward and backward pieces of the emitted code against torch's own operations under autograd."""
+"""Forward and backward functions of the emitted code against torch's own operations under autograd."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_attention(
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_attention_of_rows_that_are_no_neighbours(is_causal: bool) -> None:
-    """What a gather along the head's size leaves: kernels would read past every row's elements."""
+    """A gather along the head's size leaves such strides: kernels would read past every row's elements."""
     q, k, v, grad = (torch.randn(8, 2, 4, 6, dtype=torch.float64).permute(1, 2, 3, 0) for _ in range(4))
     assert q.shape == (2, 4, 6, 8) and q.stride(-1) != 1
     found = functional.attention(q, k, v, is_causal=is_causal)

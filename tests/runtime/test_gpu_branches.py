@@ -1,4 +1,4 @@
-"""What the runtime does on GPUs only, taken where there is none: tensors without memory that say they are CUDA's.
+"""The runtime's branches for GPUs, on machines without one: tensors without memory claim to be CUDA tensors.
 
 Operations check shapes and types, and what would wait for the device, or copy a number from the host, cannot be done.
 Kernels are not launched; their arguments have to be on the device.
@@ -151,7 +151,7 @@ def test_batches_go_to_a_gpu_from_pinned_memory_without_waiting(monkeypatch: pyt
 
 
 class Runtime:
-    """What of CUDA's runtime pins memory."""
+    """The part of CUDA's runtime that pins memory."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}  # bytes, by address

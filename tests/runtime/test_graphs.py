@@ -1,4 +1,4 @@
-"""Steps that are recorded and repeated are the steps that are done: bit for bit, on a stand-in for CUDA's graphs."""
+"""Recorded and replayed steps equal executed steps bit for bit, on a stand-in for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_repeated_is_seen(line: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_a_continued_run_repeats_its_steps_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It records again: what was repeated and what is done as it is are the same, wherever one ends."""
+    """A new recording starts; replayed and executed steps are equal, wherever the change occurs."""
     build, save = tmp_path / "build", tmp_path / "save"
     partc.compile(TIED, mesh="2", microbatches=2, zero=2, compress_grads="bf16", cuda_graphs=True).write(build)
     whole = trained(build, tmp_path / "whole", "--steps", 8, "--no-cuda-graphs", "--warmup", 6)
@@ -273,7 +273,7 @@ def test_what_breaks_a_recording_is_told_not_that_it_broke(
 
 
 def test_recordings_share_a_stream_and_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What of CUDA is called, in which order; the names of torch's own arguments are held against torch."""
+    """The calls of CUDA in their order; the names of torch's arguments are checked against torch."""
     said: list[str] = []
     signature = inspect.signature(torch.cuda.graph.__init__)
 

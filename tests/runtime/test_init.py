@@ -1,4 +1,4 @@
-"""Replayed construction gives bit for bit what plain construction gives, with little memory."""
+"""Replayed construction equals plain construction bit for bit, and takes little memory."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Applied(nn.Module):
 
 
 class ReadsConstants(nn.Module):
-    """What Hugging Face's ViT does: rates from a linspace, read by `.item()`."""
+    """The construction of Hugging Face's ViT: rates from a linspace, read by `.item()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_replayed_equals_plain(build: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.parametrize("build", [Layers, Custom, Applied])
 def test_a_part_of_the_tensors(build: Callable[[], nn.Module]) -> None:
-    """What isn't wanted still draws."""
+    """Unwanted parameters still draw their random numbers."""
     check(build, wanted=lambda name: "b" in name)
 
 

@@ -1,4 +1,4 @@
-"""Asked to stop, all ranks stop at one step and save; a loss that is not a number stops them with words."""
+"""On a request to stop, all ranks stop at one step and save; a loss that is not finite stops them with a message."""
 
 from __future__ import annotations
 

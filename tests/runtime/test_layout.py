@@ -1,4 +1,4 @@
-"""Cutting whole tensors to local ones, against a walk over every index."""
+"""Cutting whole tensors to local ones, against a loop over every index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that were made to mislead, with digests that fit: each is refused or passed over, and none leads outside."""
+"""Forged checkpoints with valid digests: each is refused or passed over, and none makes a run read outside its folder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def watched(folder: Path) -> Iterator[None]:
 
 
 class Save:
-    """A folder of two checkpoints, of which the newer one is changed, and secrets beside it."""
+    """A folder of two checkpoints, of which the newer one is changed, and secrets next to it."""
 
     def __init__(self, folder: Path) -> None:
         self.package = build(folder, "dp=2")
@@ -82,7 +82,7 @@ class Save:
         (self.newer / NAME).write_text(json.dumps(document))
 
     def outcome(self) -> str:
-        """What a run that resumes does: 'refused', 'passed over', or 'taken' where every tensor is as it was."""
+        """The outcome of a resumed run: 'refused', 'passed over', or 'taken' if every tensor is unchanged."""
         said: list[str] = []
         with watched(self.folder):
             try:

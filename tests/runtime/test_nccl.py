@@ -1,4 +1,4 @@
-"""What groups of GPUs are asked for, and in which order, on a stand-in for torch's NCCL groups."""
+"""The options and the order of NCCL groups, on a stand-in for torch's groups."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def connected(place: Place, size: int) -> DistributedComm:
 
 
 def on_all_ranks(package: Path, size: int, work: Any) -> list[list[str]]:
-    """What each rank's thread says of `work`, by rank; failures are raised here."""
+    """The result of `work` in each rank's thread, by rank; failures are raised here."""
     failures: list[BaseException] = []
     said: list[list[str]] = [[] for _ in range(size)]
 

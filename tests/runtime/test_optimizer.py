@@ -1,4 +1,4 @@
-"""The optimizers do what torch's do, on tensors of several dtypes, and cost no import."""
+"""Optimizers equal torch's on tensors of several dtypes, and import little."""
 
 from __future__ import annotations
 

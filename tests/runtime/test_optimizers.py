@@ -1,4 +1,4 @@
-"""Every optimizer on shards takes torch's own steps on the whole, continues bit by bit, and refuses what it cannot do."""
+"""Every optimizer on shards takes torch's steps on whole tensors, resumes exactly, or is refused."""
 
 from __future__ import annotations
 

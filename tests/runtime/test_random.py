@@ -1,4 +1,4 @@
-"""Random numbers: the generator's published outputs, its statistics, and the same draw on every mesh."""
+"""Random numbers: the generator's published outputs, its statistics, and equal draws on every mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The writing of checkpoints, alone: it does not hold training up, and where it fails nothing is left half done."""
+"""Checkpoints are written while training continues; a failed write leaves no partial checkpoint."""
 
 from __future__ import annotations
 

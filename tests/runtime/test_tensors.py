@@ -1,4 +1,4 @@
-"""The tensor files, against the safetensors library in both directions, and against damage."""
+"""Tensor files against the safetensors library in both directions, and against damage."""
 
 from __future__ import annotations
 

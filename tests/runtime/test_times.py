@@ -1,4 +1,4 @@
-"""Where a step's seconds go: bubbles told from transfers without a common clock, means over ranks, utilisation."""
+"""The parts of a step's time: bubbles and transfers without a common clock, means over ranks, and utilisation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STEP = (
 
 
 def split_of(monkeypatch: pytest.MonkeyPatch, ahead: int, machines: tuple[int, int]) -> list[Split | None]:
-    """What both ranks say of STEP, if rank 1's clock is ahead by so many microseconds."""
+    """The reports of both ranks on STEP, if rank 1's clock is ahead by so many microseconds."""
     found: list[Split | None] = [None, None]
     world = World(2)
 

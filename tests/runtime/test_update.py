@@ -1,4 +1,4 @@
-"""Updates: the gradient's norm over every sharding, clipping, rates, accumulation, loss scales."""
+"""Updates: the gradient norm for every sharding, clipping, rates, accumulation, and loss scales."""
 
 from __future__ import annotations
 

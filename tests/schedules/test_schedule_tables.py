@@ -1,4 +1,4 @@
-"""Schedules of the user's own: torch's tables are read, every wrong one is named with its row and cell."""
+"""The user's own schedules: torch's tables are read, and every wrong table is refused with its row and cell."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_nothing_is_written_for_a_wrong_table(
 
 
 def test_a_package_keeps_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It verifies, and can be inspected after the user's file has gone."""
+    """The package verifies, and can be inspected after the user's file is deleted."""
     path = tmp_path / "mine.csv"
     path.write_text(GOOD)
     command = ["compile", str(MLP), "--mesh", "pp=2", "--microbatches", "2", "--schedule", str(path)]

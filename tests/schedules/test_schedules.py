@@ -1,4 +1,4 @@
-"""Schedules against torch's own classes, against what defines them, and against figures of their papers."""
+"""Schedules against torch's own classes, their definitions, and figures of their papers."""
 
 from __future__ import annotations
 

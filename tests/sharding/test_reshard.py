@@ -1,4 +1,4 @@
-"""Reshard plans against brute force: run on virtual ranks, compared with cutting the tensor anew."""
+"""Reshard plans against brute force: run on virtual ranks, compared with a new cut of the whole tensor."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def names(src: str, dst: str, sizes: dict[str, int] = SIZES, **options: bool) ->
 
 
 def test_sequence_parallel_pairs() -> None:
-    """What Megatron does around a block's products, from the layouts alone."""
+    """Megatron's collectives around a block's products follow from the layouts alone."""
     assert names("[12, 12@a, 8]", "[12, 12, 8] vary(a)") == ["all_gather"]
     assert names("[12, 12, 8] partial(a)", "[12, 12@a, 8]") == ["reduce_scatter"]
     assert names("[12, 12, 8] partial(a)", "[12, 12, 8]") == ["all_reduce"]

@@ -1,4 +1,4 @@
-"""What both sides of a comparison share: rounds that start when the driver says so, and the report at the end."""
+"""The shared part of both sides of a comparison: rounds that start at the driver's signal, and the report at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that returns a dictionary of tensors, and a loss function beside it that reads parts, parameters and a buffer."""
+"""A model that returns a dictionary of tensors, and a separate loss function that reads parts, parameters and a buffer."""
 
 import torch
 import torch.nn.functional as F

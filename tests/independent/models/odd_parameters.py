@@ -1,4 +1,4 @@
-"""Parameters of many ranks and strides: five dimensions, transposed and expanded in memory, integers beside them."""
+"""Parameters of many ranks and strides: five dimensions, transposed and expanded in memory, and integers."""
 
 import torch
 import torch.nn.functional as F

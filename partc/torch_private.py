@@ -12,6 +12,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dispatch.python import enable_python_dispatcher as python_decompositions
 from torch._functorch import apis, eager_transforms
 from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_functorch
 from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -54,6 +55,7 @@ __all__ = [
     "AdaptiveLosses",
     "BatchNorm",
     "CheckpointFunction",
+    "FakeTensor",
     "FakeTensorMode",
     "GuardOnValues",
     "OpOverload",
@@ -71,7 +73,9 @@ __all__ = [
     "norm_decompositions",
     "not_compiling",
     "optimized_execution",
+    "outside_functorch",
     "python_decompositions",
+    "transform_traced",
     "tree_flatten",
     "tree_unflatten",
     "without_modes",
@@ -89,6 +93,22 @@ def fake_stored(mode: FakeTensorMode, like: torch.Tensor, stored: torch.Tensor) 
     if isinstance(stored, torch.nn.Parameter):
         made.requires_grad_(stored.requires_grad)._is_param = True
     return made
+
+
+@contextmanager
+def transform_traced() -> Iterator[None]:
+    """A context for the trace of a transform, without the modes of an outer trace.
+
+    Tensors print as such there: torch formats operands where it looks for an overload, and their usual text reads
+    forward derivatives, which fails an assertion of torch within a transform.
+    """
+    plain = torch.Tensor.__repr__
+    torch.Tensor.__repr__ = lambda self, **_: "Tensor"  # type: ignore[method-assign, assignment]
+    try:
+        with without_modes():
+            yield
+    finally:
+        torch.Tensor.__repr__ = plain  # type: ignore[method-assign, assignment]
 
 
 def inside_functorch() -> bool:

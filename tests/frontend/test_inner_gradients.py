@@ -113,6 +113,25 @@ def _self_attention(net: Any, x: Tensor) -> Tensor:
     return net.heads(h, h, h, need_weights=False)[0]  # type: ignore[no-any-return]
 
 
+def _written(net: Any, x: Tensor) -> Tensor:
+    """Slices of a tensor, of one that reads the operand, and of a flat view, changed in place; a product of rows in
+    another order.
+    """
+    y, out = net.up(x), torch.ones(8, 8)
+    out[:, ::2].mul_(y[:, ::2])
+    out[1:3].mul_(y[2:4])
+    y = y * 2
+    y.view(-1)[3:7] *= 2
+    y.transpose(0, 1)[0].mul_(3)
+    return out + y + net.down(out.view(2, 4, 8).transpose(0, 1)).view(8, 1)  # type: ignore[no-any-return]
+
+
+def _by_transforms(net: Any, x: Tensor, ids: Tensor) -> Tensor:
+    slope, value = torch.func.grad_and_value(lambda z: _written(net, z).sin().sum())(x)
+    turn = torch.func.jvp(lambda z: _written(net, z).quantile(0.3, 1), (x,), (slope,))[1]
+    return slope.square().mean() + value + turn.square().mean()
+
+
 LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "activations": _penalty(lambda net, x: net.down(F.gelu(F.silu(F.softplus(net.up(x)))))),
     "norms": _penalty(lambda net, x: F.rms_norm(net.norm(net.up(x)), [8], None, 1e-5)),
@@ -129,6 +148,7 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "inner step": _inner_step,
     "unused": _unused,
     "parameters": _named,
+    "changes in place within transforms": _by_transforms,
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch.func import grad, vmap
 
 import partc
 from partc.errors import PartcError
-from partc.frontend.strided_views import windows
+from partc.frontend.strided_views import SLICED, windows
 from partc.frontend.trace import Traced, trace_model
 from partc.ir.mesh import Mesh
 
@@ -141,6 +141,22 @@ def test_windows_are_what_as_strided_reads(
     assert found is not None
     made = x.reshape(found.shape).unfold(found.dim, found.size, found.step).narrow(found.dim, 0, found.count)
     assert torch.equal(made.movedim(-1, found.dim + 1), x.as_strided(size, stride))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[1, ::2], lambda x: x.permute(2, 0, 1)[1:, 0], lambda x: x.view(-1)[5:17:3], lambda x: x[..., :1],
+        lambda x: x.view(12, 5)[::3], lambda x: x.view(3, 2, 2, 5)[:, 1], lambda x: x[:, None, 2],
+    ],
+)  # fmt: skip
+def test_views_are_slices(view: Callable[[Tensor], Tensor]) -> None:
+    x = torch.arange(60.0).view(3, 4, 5)
+    seen = view(x)
+    place = seen.size(), seen.stride(), seen.storage_offset()
+    read, written = SLICED.values()
+    assert torch.equal(read(x, *place), seen)
+    assert torch.equal(written(x, -seen, *place), x.as_strided_scatter(-seen, *place))
 
 
 def test_reads_across_rows_are_no_windows() -> None:

@@ -37,7 +37,7 @@ from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.packed_sequences import NOT_PACKED, PackedSequences
 from partc.installed import is_machinery, shortened, user_frame
-from partc.torch_private import GuardOnValues, checks, lists, without_modes
+from partc.torch_private import GuardOnValues, checks, lists, outside_functorch, without_modes
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed
 _TRACED_FROM = str(Path(__file__).parents[1] / "capture.py")  # the file that calls the model
@@ -404,7 +404,7 @@ class ValueWatch(TorchFunctionMode):
             given = self._real((args, dict(kwargs)), shaped=name in _SHAPED)
         except _UnknownError:
             return _UNKNOWN
-        with without_modes():  # no_grad would be recorded by the tracer
+        with without_modes(), outside_functorch():  # no_grad would be recorded by the tracer
             try:
                 return func(*given[0], **given[1])
             except Exception:  # the traced call has succeeded, or will raise the same

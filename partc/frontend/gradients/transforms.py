@@ -10,7 +10,7 @@ torch's own batching and derivative rules produce the operations, in a separate 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -21,15 +21,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from partc.errors import PartcError
 from partc.frontend.repeats.module_rows import WholeTrace
+from partc.frontend.strided_views import SLICED
 from partc.rules.derivatives import differentiable_derivatives
 from partc.torch_private import (
     TRANSFORMS,
+    FakeTensor,
     inside_functorch,
     loss_decompositions,
     norm_decompositions,
+    transform_traced,
     tree_flatten,
     tree_unflatten,
-    without_modes,
 )
 
 
@@ -85,12 +87,17 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return results
 
     tensors = [leaves[place] for place in places]
-    with without_modes():
+    fake = next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), nullcontext())
+    with transform_traced(), fake:
         losses = loss_decompositions()
         graph = make_fx(run, decomposition_table=losses)(*tensors)
+        operations = {str(node.target) for node in graph.graph.nodes}
+        changed = "aten.as_strided.default" in operations  # the derivative of a change of a view
+        if changed:
+            run = torch.func.functionalize(run)
         # A derivative has to be differentiated again.
-        if any("_backward" in str(node.target) for node in graph.graph.nodes):
-            table = {**differentiable_derivatives(), **norm_decompositions(), **losses}
+        if changed or any("_backward" in name for name in operations):
+            table = {**differentiable_derivatives(), **norm_decompositions(), **losses, **SLICED}
             with sdpa_kernel(SDPBackend.MATH):
                 graph = make_fx(run, decomposition_table=table)(*tensors)
     for node in graph.graph.nodes:

@@ -228,7 +228,7 @@ def _run(job: Mapping[str, Any]) -> int:
     os.chdir(job["cwd"])
     first, *rest = job["command"]
     searched = [path for path in job["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[0:1] = [job["cwd"] if first == "-m" else str(Path(first).parent), *searched]
+    sys.path[:0] = [job["cwd"] if first == "-m" else str(Path(first).parent), *searched]
     try:
         if first == "-m":
             sys.argv = rest
@@ -250,4 +250,5 @@ def _run(job: Mapping[str, Any]) -> int:
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder, in which preloaded modules would find `kernels`
     serve(sys.argv[1])

@@ -71,8 +71,9 @@ def fuse(program: Program, *, kernels: Kernels = "aten", fusions: Fusions | None
 
 
 def _grouped(region: Region, sizes: Sizes) -> Region:
-    region = redrawn(totalled(plain(spelled_rotary(region, sizes), sizes)))
-    return fused(streamed(lean(region, sizes), sizes), sizes)
+    region, rotations = spelled_rotary(region, sizes)
+    region = redrawn(totalled(plain(region, sizes)))
+    return fused(streamed(lean(region, sizes), sizes), sizes, rotations)
 
 
 def _chunked(region: Region) -> Region:

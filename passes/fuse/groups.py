@@ -23,28 +23,25 @@ MOST_OPS = 64
 _WORTH = frozenset({"cross_entropy_backward", "rms_norm_grad_weight", "layer_norm_grad_weight"})
 
 
-def fused(region: Region, sizes: Sizes) -> Region:
-    """The region with fused operations in place of each group."""
+def fused(region: Region, sizes: Sizes, rotations: Mapping[str, str]) -> Region:
+    """The region with fused operations in place of each group. `rotations` has the rotary embeddings of values."""
     region = in_fp32(region)
     backward, weight = region.backward, region.weight
     params = {value.name: value for value in region.params}
     ragged = ragged_rows(region)
+
+    def fused_graph(graph: Graph, also: Collection[str] = ()) -> Graph:
+        """The fused graph; `also` names values that are read besides the graph's outputs."""
+        work = _Work(graph, params, {*graph.outputs, *also}, sizes, ragged, rotations)
+        work.join()
+        return replace(graph, ops=work.ordered())
+
     return replace(
         region,
-        forward=_fused(region.forward, params, region.saved, sizes, ragged),
-        backward=backward and _fused(backward, params, (), sizes, ragged),
-        weight=weight and _fused(weight, params, (), sizes, ragged),
+        forward=fused_graph(region.forward, region.saved),
+        backward=backward and fused_graph(backward),
+        weight=weight and fused_graph(weight),
     )
-
-
-def _fused(graph: Graph, params: Mapping[str, Value], also: Collection[str], sizes: Sizes, ragged: Set[str]) -> Graph:
-    """The fused graph; `also` names values that are read besides the graph's outputs.
-
-    Kernels have fixed sizes: operations on `ragged` values, whose number of rows depends on the data, are not fused.
-    """
-    work = _Work(graph, params, {*graph.outputs, *also}, sizes, ragged)
-    work.join()
-    return replace(graph, ops=work.ordered())
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +56,19 @@ class _KernelGroup:
 
 
 class _Work:
-    """The growing groups of one graph."""
+    """The growing groups of one graph.
+
+    Kernels have fixed sizes: operations on `ragged` values, whose number of rows depends on the data, are not fused.
+    """
 
     def __init__(
-        self, graph: Graph, params: Mapping[str, Value], kept: Collection[str], sizes: Sizes, ragged: Set[str]
+        self,
+        graph: Graph,
+        params: Mapping[str, Value],
+        kept: Collection[str],
+        sizes: Sizes,
+        ragged: Set[str],
+        rotations: Mapping[str, str],
     ) -> None:
         values = {**params, **graph.definitions()}
         self.shapes = {name: value.type.layout.local_shape(sizes) for name, value in values.items()}
@@ -73,6 +79,7 @@ class _Work:
         self.sizes = sizes
         self.kept = kept
         self.ragged = ragged
+        self.rotations = rotations
         self.makers = {value.name: index for index, op in enumerate(graph.ops) for value in op.results}
         self.forms = [self._form(op) for op in graph.ops]
         self.kinds = [self._kind(op, form) for op, form in zip(graph.ops, self.forms, strict=True)]
@@ -332,7 +339,7 @@ class _Work:
         makes = {self.ops[max(tail)].result.name} if tail else group.makes
         results = tuple(value for index in sorted(chosen) for value in self.ops[index].results if value.name in makes)
         source = self.ops[max(group.members)].source
-        words = (("kernel", stem([self.ops[index] for index in sorted(group.members)])),)
+        words = (("kernel", stem([self.ops[index] for index in sorted(group.members)], self.rotations)),)
         along = (("along", group.form.along),) if group.form else ()
         return Op(
             name="fused", args=tuple(map(Ref, reads)), attrs=words + along, results=results, source=source, body=body

@@ -93,8 +93,12 @@ def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[obj
     return op.attrs, reads, steps, tuple(known(value.name) for value in op.results)
 
 
-def stem(ops: Sequence[Op]) -> str:
-    """The stem of a kernel's name: its computing operations, each once, as in `silu_mul`."""
-    words = dict.fromkeys(re.sub(r"\W+", "_", op.name).strip("_") for op in ops if op.name != "to")
+def stem(ops: Sequence[Op], rotations: Mapping[str, str]) -> str:
+    """The stem of a kernel's name: its computing operations, each once, as in `silu_mul`.
+
+    `rotations` has the rotary embedding that a value belongs to: its plain operations count as one.
+    """
+    names = (rotations.get(op.results[0].name, op.name) for op in ops if op.name != "to")
+    words = dict.fromkeys(re.sub(r"\W+", "_", name).strip("_") for name in names)
     found = "_".join(list(words)[:MOST_WORDS]) or "cast"
     return f"{found}_" if keyword.iskeyword(found) else found

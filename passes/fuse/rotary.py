@@ -22,19 +22,25 @@ from partc.ir.program import Arg, Graph, Op, Ref, Region, TensorType, Value
 _ROTARY = frozenset({"rotary", "rotary_backward"})
 
 
-def spelled_rotary(region: Region, sizes: Sizes) -> Region:
-    """The region with plain operations in place of rotary embeddings and their derivatives."""
+def spelled_rotary(region: Region, sizes: Sizes) -> tuple[Region, Mapping[str, str]]:
+    """The region with plain operations in place of rotary embeddings and their derivatives.
+
+    Also returns the replaced operation, `rotary` or `rotary_backward`, for the result of each plain operation.
+    """
+    names: dict[str, str] = {}
     taken = {name for graph in region.graphs for name in graph.definitions()} | {value.name for value in region.params}
 
     def steps(graph: Graph) -> Iterator[Op]:
         types = region.types(graph)
         for op in graph.ops:
             if op.name in _ROTARY:
-                yield from _RotationWriter(op=op, types=types, sizes=sizes, taken=taken).write()
+                written = _RotationWriter(op=op, types=types, sizes=sizes, taken=taken).write()
+                names.update((each.result.name, op.name) for each in written)
+                yield from written
             else:
                 yield op
 
-    return region.mapped(lambda graph: replace(graph, ops=tuple(steps(graph))))
+    return region.mapped(lambda graph: replace(graph, ops=tuple(steps(graph)))), names
 
 
 @dataclass(slots=True, kw_only=True)

@@ -207,7 +207,7 @@ def test_kernels_compute_what_the_operation_does(name: str, backward: bool) -> N
     op = Op(name="rotary_backward" if backward else "rotary", args=(*map(Ref, given), *how), results=(made,))
     graph = Graph(inputs=values, ops=(op,), outputs=("y",))
     region = Region(name="region", params=(), forward=graph)
-    spelled = spelled_rotary(region, {}).forward
+    spelled = spelled_rotary(region, {})[0].forward
     assert not {op.name for op in spelled.ops} & {"rotary", "rotary_backward"}
     found, expected = (evaluate(each, given)["y"] for each in (spelled, graph))
     torch.testing.assert_close(found, expected, rtol=1e-15, atol=1e-15)
@@ -218,6 +218,7 @@ def test_packages_with_kernels_equal_the_model(tmp_path: Path) -> None:
     package = partc.compile(MODEL, mesh="dp=2", kernels="triton", precision="fp64", options={"batch": 2})
     text = "".join(str(body) for path, body in package.files() if path.startswith("regions/"))
     assert "functional.rotary" not in text
+    assert "kernels.rotary(" in text and "kernels.rotary_backward" in text
     assert "slice_backward" not in text
     result = package.verify(steps=1)
     assert result.ok, result.worst

@@ -8,13 +8,13 @@ from .cross_entropy import cross_entropy
 from .cross_entropy_backward import cross_entropy_backward
 from .embedding_grad import embedding_grad
 from .log_sum_exp_cross_entropy_rows import log_sum_exp_cross_entropy_rows
-from .mul_neg_add import mul_neg_add
-from .mul_neg_add_2 import mul_neg_add_2
-from .neg_mul_add import neg_mul_add
-from .neg_mul_add_2 import neg_mul_add_2
 from .rms_norm import rms_norm
 from .rms_norm_backward import rms_norm_backward
 from .rms_norm_backward_add import rms_norm_backward_add
+from .rotary import rotary
+from .rotary_2 import rotary_2
+from .rotary_backward import rotary_backward
+from .rotary_backward_2 import rotary_backward_2
 from .sgd import sgd
 from .silu_mul import silu_mul
 from .silu_mul_silu_backward import silu_mul_silu_backward
@@ -30,13 +30,13 @@ __all__ = [
     "cross_entropy_backward",
     "embedding_grad",
     "log_sum_exp_cross_entropy_rows",
-    "mul_neg_add",
-    "mul_neg_add_2",
-    "neg_mul_add",
-    "neg_mul_add_2",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_backward_add",
+    "rotary",
+    "rotary_2",
+    "rotary_backward",
+    "rotary_backward_2",
     "sgd",
     "silu_mul",
     "silu_mul_silu_backward",

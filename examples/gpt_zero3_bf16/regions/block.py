@@ -69,9 +69,9 @@ def block_forward(
     attn_v = (
         F.linear(norm1_full, p.attn_wv_weight).reshape(32, 8, 1, 16).permute(1, 2, 0, 3)
     )  # bf16[16@dp, 2@tp, 32, 16]
-    attn_q_2_bf16 = kernels.neg_mul_add(attn_wq, cos, sin)  # bf16[16@dp, 4@tp, 32, 16]
+    attn_q_2_bf16 = kernels.rotary(attn_wq, cos, sin)  # bf16[16@dp, 4@tp, 32, 16]
     del attn_wq
-    attn_k_2_bf16 = kernels.neg_mul_add_2(attn_wk, cos, sin)  # bf16[16@dp, 2@tp, 32, 16]
+    attn_k_2_bf16 = kernels.rotary_2(attn_wk, cos, sin)  # bf16[16@dp, 2@tp, 32, 16]
     # attn_heads: bf16[16@dp, 4@tp, 32, 16], attn_heads_lse: f32[16@dp, 4@tp, 32]
     attn_heads, attn_heads_lse = functional.attention(attn_q_2_bf16, attn_k_2_bf16, attn_v, is_causal=True)
     attn_merged = attn_heads.permute(2, 0, 1, 3).reshape(32, 8, 32)  # bf16[32, 16@dp, 64@tp]
@@ -167,8 +167,8 @@ def block_backward(
         lse=saved.attn_heads_lse,
         is_causal=True,
     )
-    grad_attn_wk = kernels.mul_neg_add(grad_attn_k_2_bf16, saved.sin, saved.cos)  # bf16[32, 16@dp, 32@tp]
-    grad_attn_wq = kernels.mul_neg_add_2(grad_attn_q_2_bf16, saved.sin, saved.cos)  # bf16[32, 16@dp, 64@tp]
+    grad_attn_wk = kernels.rotary_backward(grad_attn_k_2_bf16, saved.sin, saved.cos)  # bf16[32, 16@dp, 32@tp]
+    grad_attn_wq = kernels.rotary_backward_2(grad_attn_q_2_bf16, saved.sin, saved.cos)  # bf16[32, 16@dp, 64@tp]
     grad_attn_wv = grad_attn_v.permute(2, 0, 1, 3).reshape(32, 8, 16)  # bf16[32, 16@dp, 32@tp]
     grad_norm1_full_1 = grad_attn_wv @ p.attn_wv_weight  # bf16[32, 16@dp, 64] partial(tp)
     grad_norm1_full_2 = grad_attn_wk @ p.attn_wk_weight  # bf16[32, 16@dp, 64] partial(tp)

@@ -33,7 +33,7 @@ CANDIDATES = (
 
 
 @triton.jit
-def _mul_neg_add_2(
+def _rotary_backward_2(
     grad_attn_q_2_bf16_ptr,
     grad_attn_q_2_bf16_stride_0,
     grad_attn_q_2_bf16_stride_1,
@@ -80,10 +80,10 @@ def _mul_neg_add_2(
     tl.store(grad_attn_wq_ptr + index, grad_attn_q_wide.to(tl.bfloat16))
 
 
-def mul_neg_add_2(grad_attn_q_2_bf16: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+def rotary_backward_2(grad_attn_q_2_bf16: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     """Moves 36.0 KiB; its operations one by one would move 420.0 KiB."""
     grad_attn_wq = torch.empty((32, 8, 32), dtype=torch.bfloat16, device=grad_attn_q_2_bf16.device)
-    _mul_neg_add_2[(triton.cdiv(8192, CONFIGURATION["BLOCK"]),)](
+    _rotary_backward_2[(triton.cdiv(8192, CONFIGURATION["BLOCK"]),)](
         grad_attn_q_2_bf16,
         grad_attn_q_2_bf16.stride(0),
         grad_attn_q_2_bf16.stride(1),
@@ -104,4 +104,4 @@ def trial(device: torch.device) -> Callable[[], object]:
         scratch((32, 16), torch.float32, device),
         scratch((32, 16), torch.float32, device),
     )
-    return lambda: mul_neg_add_2(*given)
+    return lambda: rotary_backward_2(*given)

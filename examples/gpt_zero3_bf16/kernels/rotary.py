@@ -33,7 +33,7 @@ CANDIDATES = (
 
 
 @triton.jit
-def _neg_mul_add(attn_wq_ptr, cos_ptr, sin_ptr, attn_q_2_bf16_ptr, BLOCK: tl.constexpr):
+def _rotary(attn_wq_ptr, cos_ptr, sin_ptr, attn_q_2_bf16_ptr, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x0 = index // 512
     x1 = index // 16 % 32
@@ -51,10 +51,10 @@ def _neg_mul_add(attn_wq_ptr, cos_ptr, sin_ptr, attn_q_2_bf16_ptr, BLOCK: tl.con
     tl.store(attn_q_2_bf16_ptr + index, attn_q_2.to(tl.bfloat16))
 
 
-def neg_mul_add(attn_wq: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary(attn_wq: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Moves 36.0 KiB; its operations one by one would move 420.0 KiB."""
     attn_q_2_bf16 = torch.empty((8, 2, 32, 16), dtype=torch.bfloat16, device=attn_wq.device)
-    _neg_mul_add[(triton.cdiv(8192, CONFIGURATION["BLOCK"]),)](attn_wq, cos, sin, attn_q_2_bf16, **CONFIGURATION)
+    _rotary[(triton.cdiv(8192, CONFIGURATION["BLOCK"]),)](attn_wq, cos, sin, attn_q_2_bf16, **CONFIGURATION)
     return attn_q_2_bf16
 
 
@@ -65,4 +65,4 @@ def trial(device: torch.device) -> Callable[[], object]:
         scratch((32, 16), torch.float32, device),
         scratch((32, 16), torch.float32, device),
     )
-    return lambda: neg_mul_add(*given)
+    return lambda: rotary(*given)

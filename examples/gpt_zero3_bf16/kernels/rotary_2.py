@@ -33,7 +33,7 @@ CANDIDATES = (
 
 
 @triton.jit
-def _neg_mul_add_2(attn_wk_ptr, cos_ptr, sin_ptr, attn_k_2_bf16_ptr, BLOCK: tl.constexpr):
+def _rotary_2(attn_wk_ptr, cos_ptr, sin_ptr, attn_k_2_bf16_ptr, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x0 = index // 512
     x1 = index // 16 % 32
@@ -51,10 +51,10 @@ def _neg_mul_add_2(attn_wk_ptr, cos_ptr, sin_ptr, attn_k_2_bf16_ptr, BLOCK: tl.c
     tl.store(attn_k_2_bf16_ptr + index, attn_k_2.to(tl.bfloat16))
 
 
-def neg_mul_add_2(attn_wk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary_2(attn_wk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Moves 20.0 KiB; its operations one by one would move 212.0 KiB."""
     attn_k_2_bf16 = torch.empty((8, 1, 32, 16), dtype=torch.bfloat16, device=attn_wk.device)
-    _neg_mul_add_2[(triton.cdiv(4096, CONFIGURATION["BLOCK"]),)](attn_wk, cos, sin, attn_k_2_bf16, **CONFIGURATION)
+    _rotary_2[(triton.cdiv(4096, CONFIGURATION["BLOCK"]),)](attn_wk, cos, sin, attn_k_2_bf16, **CONFIGURATION)
     return attn_k_2_bf16
 
 
@@ -65,4 +65,4 @@ def trial(device: torch.device) -> Callable[[], object]:
         scratch((32, 16), torch.float32, device),
         scratch((32, 16), torch.float32, device),
     )
-    return lambda: neg_mul_add_2(*given)
+    return lambda: rotary_2(*given)

@@ -33,7 +33,7 @@ CANDIDATES = (
 
 
 @triton.jit
-def _mul_neg_add(
+def _rotary_backward(
     grad_attn_k_2_bf16_ptr,
     grad_attn_k_2_bf16_stride_0,
     grad_attn_k_2_bf16_stride_2,
@@ -75,10 +75,10 @@ def _mul_neg_add(
     tl.store(grad_attn_wk_ptr + index, grad_attn_k_wide.to(tl.bfloat16))
 
 
-def mul_neg_add(grad_attn_k_2_bf16: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+def rotary_backward(grad_attn_k_2_bf16: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
     """Moves 20.0 KiB; its operations one by one would move 212.0 KiB."""
     grad_attn_wk = torch.empty((32, 8, 16), dtype=torch.bfloat16, device=grad_attn_k_2_bf16.device)
-    _mul_neg_add[(triton.cdiv(4096, CONFIGURATION["BLOCK"]),)](
+    _rotary_backward[(triton.cdiv(4096, CONFIGURATION["BLOCK"]),)](
         grad_attn_k_2_bf16,
         grad_attn_k_2_bf16.stride(0),
         grad_attn_k_2_bf16.stride(2),
@@ -98,4 +98,4 @@ def trial(device: torch.device) -> Callable[[], object]:
         scratch((32, 16), torch.float32, device),
         scratch((32, 16), torch.float32, device),
     )
-    return lambda: mul_neg_add(*given)
+    return lambda: rotary_backward(*given)

@@ -60,7 +60,7 @@ def _side_by_side(region: Region) -> Iterator[_SideBySide]:
         rows = [_row(name, makers.get(name), params) for name in parts]
         names = [name for name in rows if name is not None]
         alone = all(len(readers[name]) == 1 for name in (*names, *parts))
-        outside = {*parts, *names}.isdisjoint(region.forward.outputs)
+        outside = {*parts, *names, op.result.name}.isdisjoint(region.forward.outputs)
         name = _name(names)
         if len(names) == len(parts) == len({*names}) and alone and outside and name is not None:
             dropped = frozenset((*parts, op.result.name))

@@ -150,6 +150,9 @@ class _Unsorting:
             return self._put_back(op)
         if op.name == "index_put":
             return self._put_in_place(op)
+        if op.name == "empty_like":  # reads no rows
+            self.ops.append(replace(op.renamed(self.rows), results=op.results))
+            return True
         return self._row_by_row(op)
 
     def _is_bookkeeping(self, op: Op) -> bool:

@@ -58,6 +58,10 @@ class Layer(nn.Module):
         if self.style == "ones":
             back = torch.zeros_like(weighed).index_copy(0, order, weighed)
             mixed = back.view(-1, CHOSEN, WIDTH).sum(1)
+        elif self.style == "placed":
+            back = torch.empty_like(weighed)
+            back[order] = weighed
+            mixed = back.view(-1, CHOSEN, WIDTH).sum(1)
         elif self.style == "listed":
             mixed = weighed[order.argsort()].view(-1, CHOSEN, WIDTH).sum(1)
         else:

@@ -497,6 +497,24 @@ class Mixing(nn.Module):
         return out[back].square().mean() + (self.up.square().sum() if self.uses == "norm" else 0)
 
 
+class Shared(nn.Module):
+    """Two layers with routers of their own, and the same experts in modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList(nn.Linear(6, 2) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for router in self.routers:
+            chosen, out = router(x).argmax(-1), torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                here = torch.where(chosen == number)[0]
+                out.index_add_(0, here, expert(x[here]))
+            x = x + out
+        return x.square().mean()
+
+
 def summing() -> nn.Module:
     return Mixing("norm")
 
@@ -506,7 +524,12 @@ def flipping() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "cause"), [(summing, "reads up as well"), (flipping, "not a parameter with a dimension")]
+    ("model", "cause"),
+    [
+        (summing, "reads up as well"),
+        (flipping, "not a parameter with a dimension"),
+        (Shared, "not a parameter with a dimension"),
+    ],
 )
 def test_experts_that_cannot_be_cut_are_refused(model: Any, cause: str) -> None:
     with pytest.raises(PartcError, match=cause) as caught:

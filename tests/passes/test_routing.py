@@ -135,6 +135,7 @@ PARTS = Path(__file__).parents[1] / "models" / "parts.py"
         "split",
         pytest.param("ones", marks=pytest.mark.slow),
         pytest.param("scattered", marks=pytest.mark.slow),
+        "placed",
         "listed",
     ],
 )

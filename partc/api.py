@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from partc.frontend.origin import Origin
     from partc.frontend.results import Purpose
     from partc.package.comparison import VerifyResult
+    from partc.rehearsal.rehearsal import KnownSteps
 
 PhaseObserver = Callable[["Phase"], None]
 OriginKey = tuple[str, int, str]  # (precision, number of parts of the batch, purpose)
@@ -180,6 +181,7 @@ class Compilation:
     extra: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # differences from the whole batch on one device
     again: Compiled | None = None  # compiles the same model with other options, up to the proof
+    rehearsed: KnownSteps = field(default_factory=list)  # steps of programs, of which one may be the finished one
 
     @property
     def program(self) -> Program:
@@ -424,6 +426,7 @@ def compilation(
         phases=phases,
         constants=origin.constants,
         extra=origin.extra,
+        rehearsed=shared.rehearsed,
         again=lambda other, *, ahead=True: (
             compilation(
                 model,
@@ -476,7 +479,7 @@ def package(
         recipe.check(dims)
         rules = recipe.all_settings(dims)
     how: dict[str, Any] = {"optimizer": done.options.optimizer, "groups": done.options.group}
-    memory, courses = rehearsed(done.program, **how, modules=modules)
+    memory, courses = rehearsed(done.program, **how, modules=modules, known=done.rehearsed)
     ended("Rehearsed", start, f"a rank holds {readable(memory.worst.peak)} at most")
     if done.options.memory_limit is not None and done.again is not None:
         check_limit(memory, done.options.memory_limit, done.options, done.again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from partc import passes
 from partc.compilation.options import Options
@@ -11,6 +12,9 @@ from partc.cost.saved_tensors import Time
 from partc.ir.mesh import Mesh
 from partc.ir.program import Program
 from partc.rules.layout_check import Verifier
+
+if TYPE_CHECKING:
+    from partc.rehearsal.rehearsal import KnownSteps
 
 UNPROVED = "prefetch"  # the last pass before the proof; its result is the finished program
 
@@ -23,6 +27,7 @@ class PassRuns:
     inputs.
     """
 
+    rehearsed: KnownSteps = field(default_factory=list)  # programs that were compared for the latest one
     _shared: passes.Shared = field(default_factory=passes.Shared)
     _verifiers: dict[tuple[Mesh, int], Verifier] = field(default_factory=dict)
 
@@ -47,7 +52,7 @@ class PassRuns:
 
         first = self._fitted(traced, options, _AHEAD, observe)
         program = first[-1].program
-        known = options.for_passes | {"late": late_actions(program) if ahead else gathering(program)}
+        known = options.for_passes | {"late": late_actions(program, self.rehearsed) if ahead else gathering(program)}
         verify = self._verifier(program)
         return (*first, *passes.run(program, known, until=until, behind=_AHEAD, verify=verify, observe=observe))
 

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from partc.errors import InternalError
-from partc.rehearsal.ledger import Block, EvenRouting, Event, Leaf, Ledger, Owned, Sight, Surge, sight
+from partc.ir.naming import starred
+from partc.rehearsal.ledger import Block, EvenRouting, Event, Label, Leaf, Ledger, Owned, Sight, Surge, sight
 from partc.runtime.torch_private import storage_key
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class CallEffects:
     """The effects of a function: temporary memory and releases of arguments, in alternation."""
 
     steps: list[tuple[Surge, tuple[int, ...]]] = field(default_factory=list)
-    blocks: list[tuple[int, str, str]] = field(default_factory=list)  # of results: bytes, category, name
+    blocks: list[Label] = field(default_factory=list)  # of results
     result: Any = None
     passed: list[int] = field(default_factory=list)  # the arguments among the results
 
@@ -167,7 +168,7 @@ class RecordedCall:
             ledger.surges(surge)
             for number in dropped:
                 held[number] = None
-        owners = [ledger.owned(Block(*made)) for made in effects.blocks]
+        owners = [ledger.owned(Block(size, category, name)) for category, name, size in effects.blocks]
 
         def returned(item: Any) -> Leaf | Tensor:
             if item.__class__ is New:
@@ -195,8 +196,8 @@ class RecordedCall:
     def named(self, name: str, value: Any) -> None:
         """Record the name that the function gives to a value."""
         block = self._ledger.block(value) if isinstance(value, Tensor) else None
-        if block is not None and not block.name:
-            block.name = f"{self._function.region}.{name}"
+        if block is not None and not block.label[1]:
+            block.label = block.label[0], starred(f"{self._function.region}.{name}"), block.bytes
 
     def leave(self, result: Any) -> Any:
         """End the recording of the function with its result; return the result that the caller gets."""
@@ -228,7 +229,7 @@ class RecordedCall:
             return seen_as(passed[item.number], item.sight)
 
         handed = self._for_caller(result, returned)
-        effects.blocks = [(block.bytes, block.category, block.name) for block in numbers]
+        effects.blocks = [block.label for block in numbers]
         self._recordings.calls[self._key] = effects
         del tensors
         return handed
@@ -256,8 +257,8 @@ class RecordedCall:
         """Record that a temporary value outlives the function."""
         owner = leaf.owner if isinstance(leaf, Leaf) else leaf
         block = owner.block if isinstance(owner, Owned) else self._ledger.block(owner)
-        if block is not None and block.category in ("temporaries", "communication"):
-            block.category = category
+        if block is not None and block.label[0] in ("temporaries", "communication"):
+            block.label = category, *block.label[1:]
 
     def _tensor(self, item: Any, returned: Callable[[Any], Leaf | Tensor], category: str = "") -> Tensor:
         leaf = returned(item)

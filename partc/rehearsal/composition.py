@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from partc.communication.execution import Execution, StatementRun
@@ -23,7 +24,7 @@ from partc.cost.memory import Moment, RankMemory, StepPosition, grouped_by_name
 from partc.ir.naming import numbered
 from partc.ir.program import Action, ActionStatement, Bucket, Program
 from partc.passes.prefetch import gathering_ahead
-from partc.rehearsal.ledger import RELEASED, Block, Entry, Label, Ledger, label
+from partc.rehearsal.ledger import RELEASED, Entry, Label, Ledger
 
 Key = tuple[object, ...]
 _ATTEMPTS = 4  # to find the microbatches that show all circumstances
@@ -47,12 +48,9 @@ class Effect:
 
     @classmethod
     def of(cls, entries: Iterable[Entry], calls: Mapping[str, int]) -> Effect:
-        found: list[tuple[Any, ...]] = []
-        for sign, what, (call, line, op) in entries:
-            assert what is not None
-            held = label(what) if isinstance(what, Block) else what.label
-            found.append((sign, held, calls.get(call, -1), line, op))
-        return cls.made(found)
+        return cls.made(
+            [(sign, what.label, calls.get(call, -1), line, op) for sign, what, (call, line, op) in entries if what]
+        )
 
     @classmethod
     def made(cls, entries: Sequence[tuple[Any, ...]]) -> Effect:
@@ -537,10 +535,6 @@ def _opening(row: Sequence[Action]) -> int:
 
 def _parts(ledger: Ledger) -> list[list[Entry]]:
     """The step's tape, cut into the entries of each action."""
-    found: list[list[Entry]] = []
-    for entry in ledger.tape[ledger.begin :]:
-        if entry[0] == ".":
-            found.append([])
-        else:
-            found[-1].append(entry)
-    return found
+    tape = ledger.tape[ledger.begin :]
+    starts = [index for index, (sign, *_) in enumerate(tape) if sign == "."]
+    return [tape[start + 1 : end] for start, end in pairwise([*starts, len(tape)])]

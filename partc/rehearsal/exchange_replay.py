@@ -76,7 +76,8 @@ class ReplayedExchange(Pending[Any]):
     def _replay(self, entries: Entries) -> None:
         for sign, what, *made in entries:
             if sign == "+":
-                self._blocks[what] = self._ledger.owned(Block(*made[0]), made[1])
+                (category, name, size), op = made
+                self._blocks[what] = self._ledger.owned(Block(size, category, name), op)
             elif sign == "-":
                 del self._blocks[what]
             else:
@@ -124,5 +125,5 @@ def _recorded_effects(
 def _numbered(entry: Any, blocks: dict[Any, int]) -> tuple[Any, ...]:
     sign, what, (_, _, op) = entry
     if sign == "+":
-        return sign, blocks[what], (what.bytes, what.category, what.name), op
+        return sign, blocks[what], what.label, op
     return sign, blocks[what] if sign == "-" else what

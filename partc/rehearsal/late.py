@@ -2,18 +2,21 @@
 
 An action can start the next action's first gather while its last call runs. The parameters of both calls are then in
 memory until the action ends, possibly together with large gradients (an embedding's). Rehearsals show whether this
-raises the peak.
+raises the peak: one with everything ahead is enough if every rank peaks elsewhere.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import zip_longest
 
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Program
 from partc.passes.prefetch import gathers, prefetch
-from partc.rehearsal.rehearsal import peaks
+from partc.rehearsal.composition import Course
+from partc.rehearsal.ledger import Ledger
+from partc.rehearsal.rehearsal import KnownSteps, steps
 
 
 def gathering(program: Program) -> frozenset[str]:
@@ -22,21 +25,26 @@ def gathering(program: Program) -> frozenset[str]:
     return frozenset(name for place in places for name in _gathering(program, place))
 
 
-def late_actions(program: Program) -> frozenset[str]:
+def late_actions(program: Program, known: KnownSteps) -> frozenset[str]:
     """The names of the late actions of a program before the pass `prefetch`: none if no peak rises, else found one by
-    one.
+    one. `known` receives the steps of the programs that were compared.
     """
+    known.clear()
     places = [_gathering(program, place) for place in range(program.mesh.axis(PIPELINE_AXIS))]
     every = gathering(program)
     if not every:
         return every
-    limits = _peaks(program, every)
-    found = _peaks(program, frozenset())
+    ahead = prefetch(program)
+    known.append((ahead, steps(ahead)))
+    if all(_peaks_before(ahead, place, step) for place, step in enumerate(known[-1][1])):
+        return frozenset()
+    found = [step.peak for step in known[-1][1]]
+    limits = _peaks(program, every, known)
     chosen = [set(names) if peak <= limit else set() for names, peak, limit in zip(places, found, limits, strict=True)]
     rest = [[] if peak <= limit else names for names, peak, limit in zip(places, found, limits, strict=True)]
     for candidates in zip_longest(*rest):
         tried = [here | ({new} if new else set()) for here, new in zip(chosen, candidates, strict=True)]
-        found = _peaks(program, every - _union(tried))
+        found = _peaks(program, every - _union(tried), known)
         chosen = [
             more if peak <= limit else here
             for here, more, peak, limit in zip(chosen, tried, found, limits, strict=True)
@@ -44,12 +52,28 @@ def late_actions(program: Program) -> frozenset[str]:
     return every - _union(chosen)
 
 
+def _peaks_before(program: Program, place: int, step: Course | Ledger) -> bool:
+    """Whether a rank peaks in a call before its action starts gathers of the next one. It would hold as much there if
+    nothing were gathered ahead.
+    """
+    at = step.rank(place, program.stages_at(place), 0).at
+    kind = re.match(r"[0-9]+[FBIW]", at.action)
+    body = next((body for body in program.bodies if kind and body.name == kind[0]), None)
+    if body is None or not gathers(body.statements):
+        return False
+    starts = [index for index, each in enumerate(body.statements) if each.ahead]
+    runs = [index for index, each in enumerate(body.statements) if (each.verb, each.of) == ("run", at.call)]
+    return bool(runs) and max(runs) < min(starts, default=0)
+
+
 def _union(places: Iterable[set[str]]) -> frozenset[str]:
     return frozenset(name for names in places for name in names)
 
 
-def _peaks(program: Program, late: frozenset[str]) -> list[int]:
-    return peaks(prefetch(program, late=late))
+def _peaks(program: Program, late: frozenset[str], known: KnownSteps) -> list[int]:
+    ahead = prefetch(program, late=late)
+    known.append((ahead, steps(ahead)))
+    return [step.peak for step in known[-1][1]]
 
 
 def _gathering(program: Program, place: int) -> list[str]:

@@ -23,16 +23,17 @@ from partc.ir.naming import starred
 from partc.runtime.torch_private import storage_key, tree_flatten
 from partc.torch_private import TorchDispatchMode, tree_unflatten
 
+Label = tuple[str, str, int]  # category, name, bytes
+
 
 class Block:
-    """The memory of one storage. Its category may become more precise while it lives."""
+    """The memory of one storage. Its label may become more precise while it lives."""
 
-    __slots__ = ("bytes", "category", "name")
+    __slots__ = ("bytes", "label")
 
     def __init__(self, bytes: int, category: str, name: str) -> None:
         self.bytes = bytes
-        self.category = category
-        self.name = name
+        self.label: Label = category, name, bytes
 
 
 def _of_zeros(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -44,13 +45,6 @@ def _of_zeros(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     again, named = tree_unflatten(zeros, form)
     results, made = tree_flatten(func(*again, **named))
     return tree_unflatten([x.to("meta") if isinstance(x, Tensor) else x for x in results], made)
-
-
-Label = tuple[str, str, int]  # category, name, bytes
-
-
-def label(block: Block) -> Label:
-    return block.category, starred(block.name), block.bytes
 
 
 class Owned:
@@ -95,7 +89,7 @@ class Surge:
     @cached_property
     def label(self) -> tuple[Any, ...]:
         """The peak and the labels of the contents. They are final once a step has been played."""
-        return self.bytes, *map(label, self.alive)
+        return self.bytes, *(block.label for block in self.alive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +259,9 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def making(self, category: str, name: str = "") -> Iterator[None]:
-        """A context in which new storages get this category and name."""
+        """A context in which new storages get this category, and this name with `*` for its numbers."""
         before = self.category, self.name
-        self.category, self.name = category, name
+        self.category, self.name = category, starred(name)
         try:
             yield
         finally:
@@ -295,7 +289,7 @@ class Ledger(TorchDispatchMode):
         found: Counter[Label] = Counter()
         for sign, what, _ in self.tape[: self.begin]:
             if isinstance(what, Block):
-                found[label(what)] += 1 if sign == "+" else -1
+                found[what.label] += 1 if sign == "+" else -1
         return +found
 
     def rank(self, place: int, stages: tuple[int, ...], host: int) -> RankMemory:
@@ -306,7 +300,7 @@ class Ledger(TorchDispatchMode):
             stages=stages,
             peak=self.peak,
             at=self.at,
-            alive=grouped_by_name((block.category, block.name, block.bytes) for block in (*alive, *surged)),
+            alive=grouped_by_name(block.label for block in (*alive, *surged)),
             timeline=tuple(self._moments()),
             host=host,
         )
@@ -320,10 +314,10 @@ class Ledger(TorchDispatchMode):
         action = ""
         for kind, what, _ in self.tape:
             if kind == "+" and isinstance(what, Block):
-                now[what.category] += what.bytes
+                now[what.label[0]] += what.bytes
                 total += what.bytes
             elif kind == "-" and isinstance(what, Block):
-                now[what.category] -= what.bytes
+                now[what.label[0]] -= what.bytes
                 total -= what.bytes
             passing = what.alive if isinstance(what, Surge) else ()
             here = total + (what.bytes if isinstance(what, Surge) else 0)
@@ -368,7 +362,8 @@ class Ledger(TorchDispatchMode):
 def _by_category(blocks: Iterable[Block]) -> dict[str, int]:
     found: dict[str, int] = {}
     for block in blocks:
-        found[block.category] = found.get(block.category, 0) + block.bytes
+        category, _, size = block.label
+        found[category] = found.get(category, 0) + size
     return found
 
 

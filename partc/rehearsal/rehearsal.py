@@ -57,6 +57,8 @@ from partc.runtime.optimizer.update import updating
 from partc.runtime.train.data import local_batch
 from partc.torch_private import TorchDispatchMode
 
+Steps = tuple[Course | Ledger, ...]  # of the ranks at each pipeline coordinate
+KnownSteps = list[tuple[Program, Steps]]  # with the default optimizer
 Sizes = Mapping[str, int]
 Coordinate = Mapping[str, int]
 _ROWS = 5  # so many rows of a sum show its peak memory
@@ -95,9 +97,9 @@ def with_evaluation(account: Account, courses: Sequence[Course | Ledger], evalua
     return replace(account, ranks=tuple(ranks))
 
 
-def peaks(program: Program) -> list[int]:
-    """The peak of the ranks at each pipeline coordinate, in bytes, without the rest of the account."""
-    return [course.peak for course in _Rehearsal(program, Recipe.of(DEFAULT), None).courses()]
+def steps(program: Program) -> Steps:
+    """The step of each pipeline rank with the default optimizer, without the rest of the account."""
+    return _Rehearsal(program, Recipe.of(DEFAULT), None).courses()
 
 
 def rehearsed(
@@ -107,13 +109,17 @@ def rehearsed(
     groups: Sequence[str] = (),
     modules: Modules | None = None,
     whole: bool = False,
-) -> tuple[Account, tuple[Course | Ledger, ...]]:
+    known: KnownSteps | None = None,
+) -> tuple[Account, Steps]:
     """The account, and the step of each pipeline rank. With `whole`, all ranks play all their actions.
 
-    They also do so if `groups` is given, since equal stages may then have parameters with different states.
+    They also do so if `groups` is given, since equal stages may then have parameters with different states. The program
+    may be one of the `known` ones, whose steps are not played again.
     """
     rehearsal = _Rehearsal(program, Recipe.of(optimizer, groups=groups), modules)
-    courses = rehearsal.courses(whole=whole or bool(groups))
+    whole |= bool(groups)
+    alike = (steps for other, steps in known or () if not whole and optimizer == DEFAULT and other == program)
+    courses = next(alike, None) or rehearsal.courses(whole=whole)
     ranks = tuple(
         course.rank(place, program.stages_at(place), rehearsal.copied(place)) for place, course in enumerate(courses)
     )
@@ -141,7 +147,7 @@ class _Rehearsal:
         self._counted: dict[tuple[Dims, tuple[int, ...]], list[int]] = {}
         self._numbered: dict[tuple[frozenset[str], int, int], tuple[list[int], int]] = {}
 
-    def courses(self, *, whole: bool = False) -> tuple[Course | Ledger, ...]:
+    def courses(self, *, whole: bool = False) -> Steps:
         rows = self._program.schedule
         return tuple(
             self._played(place, row, self._acks) if whole else self._composer.course(place)

@@ -30,7 +30,7 @@ from partc.passes.overlap.joined import joined
 from partc.passes.prefetch import prefetch
 from partc.passes.zero import zero
 from partc.rehearsal.late import late_actions
-from partc.rehearsal.rehearsal import rehearse
+from partc.rehearsal.rehearsal import _Rehearsal, rehearse
 from partc.runtime.comm.virtual import VirtualComm, World
 from partc.runtime.execution.parts import Parts
 from partc.runtime.execution.sums import Bucket, Sums
@@ -558,6 +558,15 @@ def test_gathers_cross_nodes_two_calls_ahead_and_go_around_inside_one() -> None:
     ]  # fmt: skip
 
 
+def test_a_program_that_was_compared_with_others_is_not_rehearsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    played: list[object] = []
+    courses = _Rehearsal.courses
+    monkeypatch.setattr(_Rehearsal, "courses", lambda self, **how: played.append(self) or courses(self, **how))
+    package = partc.compile(EXAMPLES / "gpt.py", mesh="2", zero=3, microbatches=2)
+    assert len(played) == 1  # no peak is where something is gathered ahead
+    assert package.memory == rehearse(package.program) and len(played) == 2
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "options", "some"),
@@ -569,7 +578,7 @@ def test_what_is_gathered_ahead_raises_no_peak(mesh: str, options: dict[str, Any
     rows = tuple(tuple(replace(each, ahead=()) for each in row if each.kind != "UNSHARD") for row in package.schedule)
     written = actions(replace(package, schedule=rows))
     every = frozenset(f"{each.stage}{each.kind}" for row in package.schedule for each in row if each.kind in ("F", "B"))
-    chosen = late_actions(written)
+    chosen = late_actions(written, [])
     all_late, early, all_early = (prefetch(written, late=names) for names in (every, chosen, frozenset[str]()))
     assert early == package
     peaks = [[rank.peak for rank in rehearse(program).ranks] for program in (all_late, early, all_early)]

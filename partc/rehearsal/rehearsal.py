@@ -607,9 +607,9 @@ class _QuietComm(DistributedComm):
         with self.ledger.making("communication", "sent"):
             super()._send(x, link)
 
-    def taken(self, link: Link, microbatch: int) -> None:
+    def release_sent(self, link: Link, microbatch: int) -> None:
         with self.ledger.releasing():
-            super().taken(link, microbatch)
+            super().release_sent(link, microbatch)
 
     def _recv(self, shape: Sequence[int], dtype: torch.dtype, link: Link) -> Pending[Tensor]:
         with self.ledger.making("communication", "received"):

@@ -6,8 +6,7 @@ Forward functions of regions count rows with `comm.loads.count(chosen)`; a stage
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +14,6 @@ from torch import Tensor
 from .clock import Clock
 from .errors import UsageError, tell
 from .plan import PlanRouter
-
-if TYPE_CHECKING:
-    from .comm.comm import Comm
 
 
 class Loads:
@@ -30,6 +26,7 @@ class Loads:
         self._found: dict[PlanRouter, Tensor] = {}  # the number of rows of each expert, then of rows without an expert
         self._turns: Iterator[PlanRouter] = iter(())
         self._layer = ""
+        self._device = torch.device("cpu")
         self._told: set[str] = set()
         self.rows: dict[str, list[int]] = {}  # layer -> rows of each expert on all ranks, from the last `spreads`
 
@@ -37,7 +34,7 @@ class Loads:
         self, routers: Iterable[PlanRouter], stages: Iterable[int], device: torch.device, *, counted: bool
     ) -> None:
         """Announce the layers of all stages. If `counted`, rows are counted in those of this rank's `stages`."""
-        self._routers, self._counted = tuple(routers), counted
+        self._routers, self._counted, self._device = tuple(routers), counted, device
         self._found = {
             router: torch.zeros(router.experts + 1, dtype=torch.float64, device=device)
             for router in self._routers
@@ -63,7 +60,7 @@ class Loads:
             if self._counted:
                 self._found[router].add_(chosen.float().histc(router.experts + 1, 0, router.experts))
 
-    def came(self, rows: int, mean: int, most: float) -> None:
+    def note_received(self, rows: int, mean: int, most: float) -> None:
         """Note how many rows this rank's experts receive; warn once per layer if they exceed `most` times the
         `mean`.
         """
@@ -86,14 +83,14 @@ class Loads:
             exit_code=1,
         )
 
-    def spreads(self, comm: Comm, *, pipeline: bool) -> dict[str, float]:
+    def spreads(self, summed: Callable[[Tensor, str], Tensor], *, pipeline: bool) -> dict[str, float]:
         """For each layer, over all ranks: the largest load divided by the mean, the share of experts without rows, and
-        the share of rows without an expert. All ranks must call it.
+        the share of rows without an expert. All ranks must call it; `summed` sums a tensor over an axis.
         """
         if not self._routers:
             return {}
         sizes = [router.experts + 1 for router in self._routers]
-        every = torch.zeros(sum(sizes), dtype=torch.float64, device=comm.device)
+        every = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
         parts = every.split(sizes)
         for router, part in zip(self._routers, parts, strict=True):
             if router in self._found:
@@ -102,11 +99,11 @@ class Loads:
             mine = [part for router, part in zip(self._routers, parts, strict=True) if router.over == over]
             joined = torch.cat(mine)
             for axis in over:
-                joined = comm.group((axis,)).all_reduce(joined)
-            for part, summed in zip(mine, joined.split([len(part) for part in mine]), strict=True):
-                part.copy_(summed)
+                joined = summed(joined, axis)
+            for part, total in zip(mine, joined.split([len(part) for part in mine]), strict=True):
+                part.copy_(total)
         if pipeline:
-            every.copy_(comm.group(("pp",)).all_reduce(every))
+            every.copy_(summed(every, "pp"))
         found = dict(_by_name(self._routers, every.cpu().split(sizes)))
         self.rows = {name: part[:-1].long().tolist() for name, part in found.items()}
         return {

@@ -49,7 +49,7 @@ def test_rows_without_an_expert_stay_and_are_zero() -> None:
 
 
 def test_loads_of_no_layers_take_no_collective() -> None:
-    assert Comm({}, {}).loads.spreads(Comm({}, {}), pipeline=True) == {}
+    assert Comm({}, {}).loads.spreads(lambda x, axis: x, pipeline=True) == {}
 
 
 @pytest.mark.parametrize("number", [4, 7])

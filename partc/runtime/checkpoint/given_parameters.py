@@ -39,7 +39,7 @@ def initial_checkpoint(path: Path, plan: Mapping[str, Any], state: State, togeth
         found, problem = fitting(path, plan, state), ""
     except UsageError as error:  # possibly on this rank only
         problem = error.cause
-    problem = together.first(problem)
+    problem = together.first_problem(problem)
     if problem or found is None:
         raise UsageError("P0527", problem, _HELP, alike=True)
     return found

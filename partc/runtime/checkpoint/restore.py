@@ -117,10 +117,10 @@ def opened(path: Path, together: Together, *, within: Path | None = None) -> Che
         manifest, problem = read(path), ""
     except UsageError as error:  # perhaps on this rank alone
         problem = error.cause
-    problem = together.first(problem)
+    problem = together.first_problem(problem)
     if not problem and manifest is not None:
         changed = changed_file(path, manifest, (together.rank, together.size))
-        problem = together.first(damaged(path, changed).cause if changed else "")
+        problem = together.first_problem(damaged(path, changed).cause if changed else "")
         if not problem:
             return Checkpoint(path, manifest)
     raise UsageError("P0524", problem, "resume from an older one; nothing was changed", alike=True)

@@ -402,7 +402,7 @@ class Comm:
         start = partial(self._recv, shape, dtype, link)
         return timed(self.clock, "recv", "recv", f"link {link[0]} {link[1]}", size, start)
 
-    def taken(self, link: Link, microbatch: int) -> None:
+    def release_sent(self, link: Link, microbatch: int) -> None:
         """Release the tensor that was sent over a link for a microbatch, after the other end has confirmed it."""
 
     def drain(self) -> None:
@@ -427,7 +427,7 @@ class Comm:
         """A barrier of the whole mesh that returns whether the flag is true on any rank."""
         raise NotImplementedError
 
-    def everybody(self, text: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
         """The texts of all ranks of the mesh, by rank; slow."""
         raise NotImplementedError
 

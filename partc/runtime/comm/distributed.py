@@ -301,14 +301,14 @@ class DistributedComm(Comm):
         with _peers():
             return _arriving(self._links[link].process_group.recv([_bytes(x)], 0, 0), x)
 
-    def taken(self, link: Link, microbatch: int) -> None:
+    def release_sent(self, link: Link, microbatch: int) -> None:
         with _peers():
             for work, _ in self._posted.pop((link, microbatch), ()):
                 work.wait()
 
     def _drain(self) -> None:
         for link, microbatch in tuple(self._posted):
-            self.taken(link, microbatch)
+            self.release_sent(link, microbatch)
 
     def barrier(self) -> None:
         self._barriers += 1
@@ -328,7 +328,7 @@ class DistributedComm(Comm):
                 self._store.delete_key(f"any/{self._barriers - 1}/all")
         return found
 
-    def everybody(self, text: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
         self._barriers += 1
         with _peers():
             self._store.set(f"said/{self._barriers}/{self._rank}", text)

@@ -293,7 +293,7 @@ class VirtualComm(Comm):
     def any(self, flag: bool) -> bool:
         return bool(self._everyone.all_reduce(torch.tensor([float(flag)]), "max"))
 
-    def everybody(self, text: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
         room = torch.zeros(1 << 12, dtype=torch.uint8)
         data = text.encode()[: len(room)]
         room[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)

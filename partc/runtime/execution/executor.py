@@ -150,7 +150,7 @@ class Step:
         received.update((name, value.wait()) for name, value in arriving.items())
         for source in {stage.receives[name].source for name in arriving}:
             for earlier in self.acks.get((source, microbatch), ()):
-                self.comm.taken((slot[0], source), earlier)
+                self.comm.release_sent((slot[0], source), earlier)
         values, self.saved[slot] = stage.forward(self.microbatches[microbatch], received, *ahead)
         self._keep(stage, slot, values)
         leaving: dict[str, Tensor] = {}
@@ -192,7 +192,7 @@ class Step:
             self._add(slot, name, gradient.wait())
         # A rank that sends back a microbatch's gradients has received all values sent to it for this microbatch.
         for target in {target for name, _ in returning for target in self.stages[slot[0]].gradients_from[name]}:
-            self.comm.taken((slot[0], target), slot[1])
+            self.comm.release_sent((slot[0], target), slot[1])
         return self.incoming.pop(slot, {})
 
     def _hand_back(self, stage: PipelineStage, slot: Slot, gradients: Mapping[str, Tensor]) -> None:

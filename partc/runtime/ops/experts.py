@@ -41,7 +41,7 @@ def route(
     if counts.is_meta:
         rows = math.ceil(rows * (most or 1))
     else:
-        axis.loads.came(rows, len(order), most)
+        axis.loads.note_received(rows, len(order), most)
     # The first row of each sender and expert.
     places = (coming.flatten().cumsum(0) - coming.flatten()).view(axis.size, -1)
     each = coming.T.flatten()  # numbers of rows, by expert, then by sender

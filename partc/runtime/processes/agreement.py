@@ -21,7 +21,7 @@ class Together:
             self._store.set(key, _encodable(text))
         return self._store.get(key).decode()
 
-    def first(self, problem: str) -> str:
+    def first_problem(self, problem: str) -> str:
         """Wait until every rank has called; returns the first rank's problem, or '' if there is none."""
         key = self._key()
         if problem:

@@ -40,7 +40,7 @@ def own_device(wanted: Wanted, together: Together, environment: MutableMapping[s
         problem = f"rank {together.rank} is process {place} of {_host()}, where it sees {count} GPUs"
     elif count and index is not None:
         problem = _other_user(index, together)
-    problem = together.first(problem)
+    problem = together.first_problem(problem)
     if problem:
         raise UsageError(
             "P0540",

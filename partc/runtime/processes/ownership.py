@@ -65,7 +65,7 @@ def claim_folder(folder: Path, together: Together, *, timeout: float, say: Calla
             mine = f"P0539 {_named(descriptor)} saves into {folder}"
         except OSError as error:
             mine = f"P0526 rank {together.rank} cannot write a checkpoint in {folder}: {error.strerror}"
-        code, _, problem = together.first(mine).partition(" ")
+        code, _, problem = together.first_problem(mine).partition(" ")
     if problem:
         if descriptor >= 0:
             os.close(descriptor)

@@ -112,7 +112,7 @@ class _WatchedStore:
         if self._error is not None:
             raise self._error
         assert self._found is not None
-        self._caught.again(self._signals)
+        self._caught.requeue(self._signals)
         return self._found
 
     def _join(self) -> None:

@@ -52,7 +52,7 @@ class Caught:
         ready, _, _ = select.select([self._read], [], [], seconds)
         return os.read(self._read, 64) if ready else b""
 
-    def again(self, numbers: bytes) -> None:
+    def requeue(self, numbers: bytes) -> None:
         """Make `wait` return these signals again, since they were not handled."""
         os.write(self._write, numbers)
 

@@ -42,7 +42,7 @@ def explain(
         mine |= {"order": [-1], "text": f"{before} was not finite when the step began"}
     elif first is not None:
         mine |= first
-    said = [json.loads(text) | {"rank": at} for at, text in enumerate(comm.everybody(json.dumps(mine)))]
+    said = [json.loads(text) | {"rank": at} for at, text in enumerate(comm.gather_texts(json.dumps(mine)))]
     value = next((each["loss"] for each in said if each["loss"] is not None), float("nan"))
     origin = min((each for each in said if each["text"]), key=lambda each: each["order"], default=None)
     where = "no region's result is" if origin is None else f"{origin['text']}, on rank {origin['rank']}"

@@ -114,7 +114,11 @@ class Steps:
 
     def _loads(self) -> dict[str, float]:
         self.comm.clock.entering("the loads of its experts")
-        return self.comm.loads.spreads(self.comm, pipeline=self.job.sizes.get("pp", 1) > 1)
+
+        def summed(x: Tensor, axis: str) -> Tensor:
+            return self.comm.group((axis,)).all_reduce(x)
+
+        return self.comm.loads.spreads(summed, pipeline=self.job.sizes.get("pp", 1) > 1)
 
     def _copy_in(self, part: Mapping[str, Tensor]) -> None:
         if self.graph is None or not self._local:

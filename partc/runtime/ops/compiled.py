@@ -36,7 +36,7 @@ def _as_they_are() -> None:
         (Pending, "wait"),
         (Pending, "then"),
         (Loads, "count"),
-        (Loads, "came"),
+        (Loads, "note_received"),
     ):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
     for name, function in vars(functional).copy().items():

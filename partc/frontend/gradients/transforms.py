@@ -9,7 +9,7 @@ torch's own batching and derivative rules produce the operations, in a separate 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -87,25 +87,32 @@ def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return results
 
     tensors = [leaves[place] for place in places]
-    fake = next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), nullcontext())
-    with transform_traced(), fake:
-        losses = loss_decompositions()
-        graph = make_fx(run, decomposition_table=losses)(*tensors)
-        operations = {str(node.target) for node in graph.graph.nodes}
-        changed = "aten.as_strided.default" in operations  # the derivative of a change of a view
-        if changed:
-            run = torch.func.functionalize(run)
-        # A derivative has to be differentiated again.
-        if changed or any("_backward" in name for name in operations):
-            table = {**differentiable_derivatives(), **norm_decompositions(), **losses, **SLICED}
-            with sdpa_kernel(SDPBackend.MATH):
-                graph = make_fx(run, decomposition_table=table)(*tensors)
+    with transform_traced():
+        try:
+            graph = _graph(run, tensors)
+        except AssertionError:
+            # A tensor that the function makes and changes in place has values, until it would have a gradient as well.
+            with next((x.fake_mode for x in tensors if isinstance(x, FakeTensor)), nullcontext()):
+                graph = _graph(run, tensors)
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten._linalg_check_errors.default:  # a guard, which a package does not run
             graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()  # removes tests of sizes
     graph.recompile()
     return tree_unflatten(_Replay(graph).run(*tensors), shape[0])
+
+
+def _graph(run: Callable[..., list[Any]], tensors: Sequence[Tensor]) -> fx.GraphModule:
+    """The operations of a function, from those that can be differentiated again where it has derivatives."""
+    losses = loss_decompositions()
+    graph = make_fx(run, decomposition_table=losses)(*tensors)
+    operations = {str(node.target) for node in graph.graph.nodes}
+    changed = "aten.as_strided.default" in operations  # the derivative of a change of a view
+    if not changed and not any("_backward" in name for name in operations):
+        return graph
+    table = {**differentiable_derivatives(), **norm_decompositions(), **losses, **SLICED}
+    with sdpa_kernel(SDPBackend.MATH):
+        return make_fx(torch.func.functionalize(run) if changed else run, decomposition_table=table)(*tensors)
 
 
 class _Replay(fx.Interpreter):

@@ -64,7 +64,7 @@ def plan_command(
     recomputation. Lower bounds prove that no other plan of the space is quicker by more than the gap that is printed.
     """
     from partc.package.output import write_page
-    from partc.planner.reasons import binding, document
+    from partc.planner.reasons import binding, by_layer, document
     from partc.reports.plan_choice import page, variation_table
 
     if top < 1:
@@ -85,6 +85,8 @@ def plan_command(
         return
     console.echo(page(choice, top), nl=False)
     console.echo(binding(choice, answer.variations))
+    if said := by_layer(choice):
+        console.echo(said)
     if answer.variations:
         console.echo(f"\n{variation_table(choice, answer.variations)}", nl=False)
     options = best.plan.flags if output is None else console.command("--plan", output)

@@ -38,16 +38,16 @@ from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
 from partc.ir.expert_products import ExpertMatmul
 from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS
-from partc.ir.program import FLOATING, ITEMSIZE, Action, Parameter, Program, Region
+from partc.ir.program import FLOATING, ITEMSIZE, Action, Call, Parameter, Program, Region
 from partc.passes.stages import staged
-from partc.planner.space import FITTED, Family, expert_parts, inside, sizes_of, stages_of
+from partc.planner.space import FITTED, MIXED, Family, expert_parts, inside, mesh_of, sizes_of, stages_of
 from partc.planner.stage_fitting import StageNeeds, between, cuttable, fit, fit_ways, fits, slowest
 from partc.planner.tables import LOOKUP, Axes, CallTable, RoomTable, ShareTable, Sums, Tables
-from partc.planner.use_fitting import UseNeeds, fit_uses
+from partc.planner.use_fitting import HIDDEN, UseNeeds, fit_uses
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from partc.schedules.per_stage import expanded, shortened, stage_kinds
 from partc.sharding.placements import expert_weights
-from partc.sharding.uses import spelled
+from partc.sharding.uses import BatchUse, spelled
 
 Cuts = Sequence[tuple[int, int]]
 _Table = TypeVar("_Table")
@@ -215,14 +215,35 @@ class Bounds:
             found = None if needs is None else fit_uses(needs)
             if found is None:
                 return None
-            calls = staged(self.tables.program(_used(plan, False)))[0]
-            over = spelled(TENSOR_AXIS, [call.name for call, use in zip(calls, found, strict=True) if use])
-            chosen = replace(plan, batch_over=over)
+            chosen = self._with_uses(plan, found)
             excess = self._filled(chosen) - limit
             if excess <= 0:
                 return chosen
             room -= excess
         return None
+
+    def _with_uses(self, plan: ParallelPlan, uses: Sequence[int]) -> ParallelPlan:
+        """The plan in which tp cuts the batch of the calls whose use is 1."""
+        names = [call.name for call in self._unmixed(plan)]
+        over = [name for name, use in zip(names, uses, strict=True) if use]
+        return replace(plan, batch_over=spelled(TENSOR_AXIS, over, names) if over else None)
+
+    def _unmixed(self, plan: ParallelPlan) -> Sequence[Call]:
+        """The calls of the plan that stages share, without those that change layouts between uses."""
+        return staged(self.tables.program(_used(_uniform_stages(plan), False)))[0]
+
+    def turned(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
+        """The plans in which one call gets the other use of tp: the first or last of equal calls with the same use."""
+        if not self.known(_used(plan, False)):
+            return
+        calls, over = self._unmixed(plan), BatchUse.parse(plan.batch_over or "", mesh_of(plan))
+        uses = [int(any(use.matched(call.name) for use in over)) for call in calls]
+        kinds = [(call.region, use) for call, use in zip(calls, uses, strict=True)]
+        for index, kind in enumerate(kinds):
+            if any(other != kind for other in kinds[max(0, index - 1) : index + 2]):
+                turned = [use ^ (place == index) for place, use in enumerate(uses)]
+                if not all(turned):
+                    yield self._with_uses(plan, turned)
 
     def _use_needs(self, plan: ParallelPlan, room: int) -> UseNeeds | None:
         each = []
@@ -249,6 +270,7 @@ class Bounds:
                 [{call: count for stage, count in mix for call in ranges[stage]} for mix in mixes] for mixes in rows
             ],
             room=room,
+            hidden=HIDDEN if plan.batch_over == MIXED[0] else 0.0,
         )
 
     def _changed(self, plan: ParallelPlan, size: int) -> float:
@@ -298,7 +320,7 @@ class Bounds:
         through these stages.
         """
         tables = tables or self.filled_tiles
-        if plan.batch_over == FITTED:  # calls of different uses may leave collectives to each other
+        if plan.batch_over in MIXED:  # calls of different uses may leave collectives to each other
             tables = self.linkless
         key = tables is self.linkless, plan.mesh, plan.experts, plan.batch_over, plan.recompute, plan.loss_chunks
         way = *key, plan.stage_calls, plan.schedule, plan.virtual_stages, plan.microbatches
@@ -307,7 +329,7 @@ class Bounds:
         return self._least[way]
 
     def _slowest(self, plan: ParallelPlan, tables: Tables, key: tuple[object, ...]) -> float:
-        if plan.stage_calls not in (None, FITTED) or plan.batch_over not in (None, FITTED):
+        if plan.stage_calls not in (None, FITTED) or plan.batch_over not in (None, *MIXED):
             return 0.0
         work = self._local_work(plan, tables, key)
         if work is None:
@@ -330,7 +352,7 @@ class Bounds:
             ways = plan.recompute.split("|")
             quick = [_uniform_stages(plan, way) for way in ways if way != "full" or len(ways) == 1]
             quick = [replace(each, zero=each.level, nodes=None, loss_chunks=1) for each in quick]
-            if plan.batch_over == FITTED:
+            if plan.batch_over in MIXED:
                 quick = [_used(each, use) for each in quick for use in (False, True)]
             alike = all(bodies.shared(each) is not None for each in quick)
             whole = [replace(each, zero=0, schedule="1f1b", virtual_stages=None) for each in quick]

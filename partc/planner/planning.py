@@ -18,7 +18,7 @@ from partc.cost.calibration import Calibration, calibration
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
 from partc.frontend.origin import Functions
-from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS
+from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.passes.stages import staged
@@ -27,7 +27,7 @@ from partc.planner.bounds import Bounds, expert_count, largest_product
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
-from partc.planner.space import FITTED, NODE, Family, Fixed, Space, fixed, inside, mesh_of, sizes_of, stages_of
+from partc.planner.space import FITTED, MIXED, NODE, Family, Fixed, Space, fixed, inside, mesh_of, sizes_of, stages_of
 from partc.planner.tables import Tables
 from partc.schedules.per_stage import stage_kinds
 
@@ -109,6 +109,7 @@ class PlanChoice:
     space: Space
     outcome: Outcome
     tokens: int | None  # per sample
+    single: Outcome | None = None  # with plans by layer: the search among the plans in which each axis has one use
 
     @property
     def best(self) -> Played:
@@ -193,6 +194,7 @@ class Planner:
             fixed=request.fixed,
             base=base,
         )
+        self._single_uses = replace(self.space, per_layer=False)
         self._everywhere = self.space.has_more_than(_OWN_SIZES)
         tables = Tables(
             bodies=RegionBodies(self.simulator, self._calls, everywhere=self._everywhere),
@@ -226,7 +228,8 @@ class Planner:
         found: dict[tuple[object, ...], ParallelPlan] = {}
         thrifty: dict[tuple[object, ...], ParallelPlan] = {}
         by_node = any(NODE in level for level in self.space.fixed.get("zero", ()))
-        space = self.space if by_node else replace(self.space, nodes=1)  # one order of the axes suffices
+        space = self._single_uses
+        space = space if by_node else replace(space, nodes=1)  # one order of the axes suffices
         for family in space.families():
             plans, sizes = [*_reduced_family(family).plans()], (*sizes_of(family.base).values(), family.base.experts)
             customary += filter(_is_customary, plans)
@@ -256,9 +259,16 @@ class Planner:
         """The neighbours of a plan with the least estimated times; first those that cut regions as this plan does."""
         alike: list[ParallelPlan] = []
         others: list[ParallelPlan] = []
-        for each in sorted(dict.fromkeys(self.space.neighbours(plan)), key=self._hope):
+        for each in sorted(dict.fromkeys(self._single_uses.neighbours(plan)), key=self._hope):
             (alike if self._cut(each) == self._cut(plan) else others).append(each)
         return [*alike[:_NEIGHBOURS], *others[:_NEIGHBOURS]]
+
+    def _turned(self, plan: ParallelPlan) -> list[ParallelPlan]:
+        """The plans in which one call has the other use of tp, if the space has such plans."""
+        fits = sizes_of(plan)[TENSOR_AXIS] > 1 and plan.experts is None
+        fits = fits and plan.stage_calls is None and plan.recompute in RECOMPUTE
+        ways = math.prod(sizes_of(plan)[axis] for axis in (BATCH_AXIS, TENSOR_AXIS)) * plan.microbatches
+        return [*self.bounds.turned(plan)] if fits and self.space.batch % ways == 0 else []
 
     def _cut(self, plan: ParallelPlan) -> tuple[object, ...]:
         """The decisions by which a plan's regions are outlined, cut and recomputed. Plans with other decisions are
@@ -332,7 +342,7 @@ class Planner:
             fits = whole is not None and self.bounds.filled(whole, self.bounds.simple(whole)).bytes <= limit
             if fits or not self.bounds.known(plan):
                 return None
-        if plan.batch_over == FITTED:
+        if plan.batch_over in MIXED:
             return self.bounds.mixed(plan, limit)
         return self.bounds.fitted(plan, limit)
 
@@ -344,25 +354,38 @@ class Planner:
     ) -> PlanChoice:
         """The best plan that holds at most `limit` bytes on a rank. Raises PartcError P0812.
 
-        The request's own time limit still lets the search try its first plans; `max_seconds` may end it earlier.
+        The request's own time limit still lets the search try its first plans; `max_seconds` may end it earlier. With
+        plans by layer, the first half of the time is for those in which each axis has one use.
         """
         request = self.request if limit is None else replace(self.request, limit=limit)
-        outcome = search(
-            self.space.families(),
-            self.predicted,
-            self.bounds,
-            refined=self._refined if self._everywhere else None,
-            suited=lambda plan: self.suited(plan, request.limit),
-            limit=request.limit,
-            starts=self._starts(),
-            near=self._nearest,
-            ordered=self.space.nodes > 1,
-            hope=self._hope,
-            promise=self._promise,
-            max_seconds=request.max_seconds if max_seconds is None else max_seconds,
-            patient=max_seconds is None,
-        )
-        return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens)
+        seconds, patient = (request.max_seconds, True) if max_seconds is None else (max_seconds, False)
+
+        def searched(space: Space, seconds: float | None, starts: Iterable[ParallelPlan]) -> Outcome:
+            return search(
+                space.families(),
+                self.predicted,
+                self.bounds,
+                refined=self._refined if self._everywhere else None,
+                suited=lambda plan: self.suited(plan, request.limit),
+                limit=request.limit,
+                starts=starts,
+                near=self._nearest,
+                variants=self._turned if space.per_layer else lambda plan: (),
+                ordered=space.nodes > 1,
+                hope=self._hope,
+                promise=self._promise,
+                max_seconds=seconds,
+                patient=patient,
+            )
+
+        single: Outcome | None = None
+        starts: Iterable[ParallelPlan] = self._starts()
+        if self.space.per_layer:
+            single = searched(self._single_uses, None if seconds is None else seconds / 2, starts)
+            seconds = None if seconds is None else max(seconds - single.seconds, seconds / 2)
+            starts = [] if single.best is None else [single.best.plan]
+        outcome = searched(self.space, seconds, starts)
+        return PlanChoice(request=request, space=self.space, outcome=outcome, tokens=self.tokens, single=single)
 
 
 def _reduced_family(family: Family) -> Family:

@@ -95,6 +95,20 @@ def binding(choice: PlanChoice, found: Sequence[Variation] = ()) -> str:
     )
 
 
+def by_layer(choice: PlanChoice) -> str:
+    """The gain of plans whose tp cuts the batch of some calls; empty if the search did not compare them."""
+    if choice.single is None:
+        return ""
+    best, single = choice.best, choice.single.best
+    if best.plan.batch_over is None:
+        known = "is" if choice.outcome.complete else "was found"
+        return f"by layer: no plan whose tp cuts the batch of some calls {known} quicker"
+    if single is None:
+        return "by layer: no plan in which each axis has one use was found to fit"
+    gain = 1 - best.seconds / single.seconds
+    return f"by layer: {gain:.1%} less time than the best plan in which each axis has one use ({single.plan.flags})"
+
+
 def shown(choice: PlanChoice, top: int) -> tuple[Played, ...]:
     """The best plans that fit, then the quickest simulated plans that do not."""
     others = [played for played in choice.outcome.others if played.error is None]
@@ -144,6 +158,7 @@ def document(choice: PlanChoice, top: int, found: Sequence[Variation] = ()) -> d
         "complete": outcome.complete,
         "seconds": outcome.seconds,
         "binding": binding(choice, found),
+        "by_layer": by_layer(choice),
         "plans": [_document(best, played, choice) for played in shown(choice, top)],
         "what_if": [_varied(each, choice) for each in found],
         "scaling": [

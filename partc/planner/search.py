@@ -141,6 +141,7 @@ def search(
     starts: Iterable[ParallelPlan] = (),
     ordered: bool = False,
     near: Callable[[ParallelPlan], Iterable[ParallelPlan]] = lambda plan: (),
+    variants: Callable[[ParallelPlan], Iterable[ParallelPlan]] = lambda plan: (),
     hope: Callable[[ParallelPlan], tuple[bool, float]] = lambda plan: (False, 0.0),
     promise: Callable[[Family], tuple[bool, float]] = lambda family: (False, 0.0),
     max_seconds: float | None = None,
@@ -159,7 +160,7 @@ def search(
     `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
     takes at most half of the time, or all of it while no plan fits. A `patient` search tries `starts` until one fits,
     even if this takes longer. Among equal bounds, plans with the least `hope` and families with the least `promise`
-    come first.
+    come first. At the end the `variants` of the best plan, which no family has, are tried as long as one is quicker.
     """
     start = time.perf_counter()
     queue: list[_Waiting] = []
@@ -240,6 +241,17 @@ def search(
         play(plan, bound)
         return best < before
 
+    def climb(share: float, around: Callable[[ParallelPlan], Iterable[ParallelPlan]]) -> bool:
+        """Try the plans around the best one, as long as one of them is quicker, or until that share of the time.
+
+        Returns whether one was quicker.
+        """
+        before, better = best, bool(fitting)
+        while better and not late(share):
+            middle = min(fitting, key=lambda played: played.seconds).plan
+            better = any(not late(share) and first(plan) for plan in around(middle))
+        return best < before
+
     for number, family in enumerate(families):
         bound = bounds.simple(family.least)
         count += len(family)
@@ -259,10 +271,7 @@ def search(
         for plan in left:
             if not late(_STARTING if fitting else 1.0):
                 first(plan)
-        better = bool(fitting)
-        while better and not late(_CLIMBING):
-            middle = min(fitting, key=lambda played: played.seconds).plan
-            better = any(not late(_CLIMBING) and first(plan) for plan in near(middle))
+        climb(_CLIMBING, near)
         share = _CLIMBING
         while is_open():
             reached = queue[0].seconds
@@ -293,7 +302,7 @@ def search(
             elif head.plan not in known:
                 play(head.plan, head.bound)
         reached = queue[0].seconds if queue else best
-        return True
+        return run() if climb(1.0, variants) else True
 
     complete, left = False, iter(starts)
     while patient and not fitting and (plan := next(left, None)) is not None:

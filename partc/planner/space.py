@@ -36,9 +36,11 @@ DECISIONS = (
     "nodes", "bucket", "loss_chunks", "stage_calls",
 )  # fmt: skip
 BALANCED = "balanced"  # stages of equal work in floating-point operations
-# Stages of equal predicted seconds that recompute as memory demands; fitted when the plan is compared. And uses of tp
-# that differ between calls.
+# Stages of equal predicted seconds that recompute as memory demands; fitted when the plan is compared.
 FITTED = "fitted"
+# Uses of tp that differ between calls, fitted when the plan is compared: as if computation hid gradients' collectives,
+# and as if it did not.
+MIXED = ("fitted, hidden", "fitted, exposed")
 NODE = "node"  # as ZeRO's span: the neighbours in dp that share a node
 FLAT = "none"  # as `nodes`: gradients are summed over all ranks in one collective
 MOST_VIRTUAL = 8  # stages on each pipeline rank
@@ -239,10 +241,9 @@ class Space:
         ways = sizes[BATCH_AXIS] * sizes[TENSOR_AXIS]
         counts = tuple(count for count in family.microbatches if self.batch % (ways * count) == 0)
         levels = tuple((level, None) for level in self._allowed("zero", tuple("0123")) if level.isdecimal())
-        if counts and levels:
-            yield Family(
-                base=replace(base, batch_over=FITTED), microbatches=counts, schedules=family.schedules, levels=levels
-            )
+        for uses in MIXED if counts and levels else ():
+            mixed = replace(base, batch_over=uses)
+            yield Family(base=mixed, microbatches=counts, schedules=family.schedules, levels=levels)
 
     def _levels(
         self, sizes: Mapping[str, int], order: Sequence[str], experts: str | None

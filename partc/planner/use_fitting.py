@@ -2,7 +2,8 @@
 
 An integer program chooses the use of each call. The slowest pipeline rank is as quick as possible, within the memory of
 the ranks. Consecutive equal calls of a rank change their use at most once, so that only their numbers are chosen. The
-seconds of gradients' collectives count as far as computation does not hide them.
+seconds of gradients' collectives count as far as computation does not hide them. Over tp they may also delay those of
+values, so that uses are fitted a second time as if nothing were hidden.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from partc.sharding.integer_program import solved
 
 Array = Any  # numpy's
 
-_HIDDEN = 0.6  # the share of computation that can overlap with the gradients' collectives
+HIDDEN = 0.6  # the share of computation that can overlap with the gradients' collectives
 _NEARLY = 1.05  # mixed uses are compared if they take at most so many times the seconds of the best single use
 _ALL = 1e-3  # the weight of all ranks' seconds, besides those of the slowest
 _OPTIONS: Mapping[str, float] = {"mip_rel_gap": 1e-6, "time_limit": 5.0}
@@ -41,6 +42,7 @@ class UseNeeds:
     ranks: Sequence[Sequence[int]]
     flights: Sequence[Sequence[Mapping[int, int]]]
     room: int
+    hidden: float  # the share of computation that hides collectives
 
 
 def fit_uses(needs: UseNeeds) -> tuple[int, ...] | None:
@@ -105,7 +107,7 @@ class _UseModel:
         row, work = chosen(seconds)
         row |= {self.calls + call: float(needs.changes[call]) / self.unit for call in calls}
         self._at_most({**row, self.exposed + rank: 1.0, self.slowest: -1.0}, -work)
-        row, left = chosen(moved - _HIDDEN * seconds)
+        row, left = chosen(moved - needs.hidden * seconds)
         self._at_most({**row, self.exposed + rank: -1.0}, -left)
         for call in calls:
             row, most = chosen(needs.inside, 1 / needs.room, [call])

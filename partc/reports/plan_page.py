@@ -12,7 +12,7 @@ from partc.cost.forecast import Forecast
 from partc.cost.forecast import Span as ForecastSpan
 from partc.ir.printer import readable
 from partc.planner.planning import PlanChoice, Planner
-from partc.planner.reasons import binding, parts, reason, scaling, shown
+from partc.planner.reasons import binding, by_layer, parts, reason, scaling, shown
 from partc.planner.search import Played
 from partc.planner.variations import Variation
 from partc.quoting import environment, shown_lines
@@ -103,6 +103,7 @@ def page(
                 ("the search", _searched(choice)),
                 ("proof", gap(choice)),
                 ("limits", binding(choice, variations)),
+                *([("by layer", said)] if (said := by_layer(choice)) else []),
             ],
             memory=_memory(choice, front),
             steps=steps,

@@ -64,10 +64,15 @@ def _matches(glob: str, name: str) -> bool:
     return any(_matches(glob[: span.start()] + text + glob[span.end() :], name) for text in numbers)
 
 
-def spelled(axis: str, calls: Sequence[str]) -> str:
-    """The text for some calls; those that follow each other by number become a range: `tp=embed,blocks.0-15`."""
+def spelled(axis: str, chosen: Sequence[str], calls: Sequence[str]) -> str:
+    """The text for the chosen ones among all calls, with globs and ranges: `tp=stages.*,blocks.0-15`."""
+    left = {name.partition(".")[0] for name in {*calls}.difference(chosen)}
     runs: list[tuple[str, str, int, int]] = []  # the text before and after a number, and the first and last number
-    for name in calls:
+    for name in chosen:
+        first, dot, _ = name.partition(".")
+        if dot and first not in left:
+            runs += [run for run in [(f"{first}.*", "", -1, -1)] if run not in runs]
+            continue
         parts = [(name[: match.start()], name[match.end() :], int(match[0])) for match in re.finditer(_NUMBER, name)]
         known = runs[-1] if runs else None
         if known is not None and any(part == (*known[:2], known[3] + 1) for part in parts):

@@ -17,8 +17,8 @@
 
 Outside, ep cuts the batch. From the first product by expert to the last, each row is computed by itself, so that it may
 be on any rank. Between them a value's first dimension is `2@ep · 64@dp,mb`: the rows of each rank's experts. Their
-number depends on the data; the layout has its mean. Rows come back to their places before their scores multiply them,
-so that sums over a token's experts do not depend on ep.
+number depends on the data; the layout has its mean. Rows come back to their places before those of a token are added,
+so that the sums do not depend on ep. Scores that multiply rows between two products travel to them.
 """
 
 from __future__ import annotations

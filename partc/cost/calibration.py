@@ -1,11 +1,16 @@
 """The constants of the cost model: the shares of the data sheets' rates that programs reach, by device.
 
-Each constant is a share of a rate in the data sheet, or a ratio of times; its comment says which. The constants of A100
-and H100 are fitted, between plausible bounds, to published training runs (tests/benchmarks/published.py); other devices
-take the constants of the more similar of the two. Shares in training are about 0.8 of the shares that a kernel reaches
-alone (H100: 0.8 in products, 0.45 in FlashAttention-2), since clocks fall under load. GB300 may use more power than
-GB200 (1.4 kW, 1.2 kW); its share is chosen with half of Megatron-Bridge's runs. `partc simulate --calibration FILE`
-overrides the constants, in TOML.
+Each constant is a share of a rate in the data sheet, or a ratio of times; its comment says which. The constants of
+A100, H100 and Blackwell are fitted, between plausible bounds, to published training runs
+(tests/benchmarks/published.py); other devices take those of the most similar device. Shares in training are about 0.8
+of the shares that a kernel reaches alone (H100: 0.8 in products), since clocks fall under load. Blackwell, which has
+more operations for each watt, keeps 0.7 of its 0.78. GB300 may use more power than GB200 (1.4 kW, 1.2 kW).
+
+Attention is computed by the kernel that packages prefer on the device: FlashAttention-2 on A100, cuDNN's on H100 and
+Blackwell. FlashAttention-2 reaches 0.45 of H100's peak alone, and cuDNN's kernel is 1.6 times as quick (Shah et al.
+2024, FlashAttention-3, figures 5 and 6). On B200 cuDNN's is 2.1 times as quick as Triton's (Zadouri et al. 2026,
+FlashAttention-4): it computes exponentials during products, so that the share, which counts them apart, is higher.
+`partc simulate --calibration FILE` overrides the constants, in TOML.
 """
 
 from __future__ import annotations
@@ -37,17 +42,18 @@ class Calibration:
 
 
 _A100 = Calibration(products=0.68, attention=0.54, streaming=0.8, inside=0.7, between=0.85, slowdown=0.15)
-_H100 = Calibration(products=0.62, attention=0.36, streaming=0.8, inside=0.75, between=0.85, slowdown=0.2)
+_H100 = Calibration(products=0.62, attention=0.58, streaming=0.8, inside=0.75, between=0.85, slowdown=0.2)
+_BLACKWELL = replace(_H100, products=0.56, attention=0.76)
 # By the device's model. A process on a CPU reaches the rates that are measured there.
 KNOWN: Mapping[str, Calibration] = {
     "V100": replace(_A100, attention=0.35),
     "A100": _A100,
     "H100": _H100,
     "H200": _H100,
-    "B200": _H100,
-    "GB200": _H100,
-    "B300": _H100,
-    "GB300": replace(_H100, products=0.72),
+    "B200": _BLACKWELL,
+    "GB200": _BLACKWELL,
+    "B300": _BLACKWELL,
+    "GB300": replace(_BLACKWELL, products=0.65),
     "MI300X": replace(_H100, products=0.5, attention=0.3),
     "CPU": Calibration(products=1.0, attention=0.5, streaming=1.0, inside=1.0, between=1.0),
 }

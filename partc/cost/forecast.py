@@ -349,6 +349,7 @@ class Forecast:
         types = self.program.region(region).types(graph)
         module = self.program.calls_to(region)[0].name
         awaited = {next(op.refs()) for op in graph.ops if op.name == "wait"}
+        copied: dict[str, OpPiece] = {}  # by exchange of rows: the copy that comes after it
 
         def label(op: Op) -> str:
             place = op.module
@@ -366,15 +367,21 @@ class Forecast:
                 yield from self._ring_pieces(op, types, seconds / visits, visits)
                 continue
             if op.name == "wait":
-                yield OpPiece(op=op, awaited=next(op.refs()))
+                name = next(op.refs())
+                yield OpPiece(op=op, awaited=name)
+                yield from (copied[name],) if name in copied else ()
                 continue
             made = op.results[0].name
             size = types[next(op.refs())].local_bytes(sizes)
             why = comment(op, graph, types, sizes, label).partition(": ")[2]
             choices = _choices(self.program.region(region), op)
+            if op.name in ROUTED:  # rows are put into the order of their experts, and received ones as well
+                copied[made] = OpPiece(op=op, segment=Segment(seconds=self.rates.streamed(2 * size)))
+                yield copied[made]
             yield OpPiece(op=op, segment=self._moving(op.name, str(axis), size, why, choices), started=made)
             if made not in awaited:
                 yield OpPiece(op=op, awaited=made)
+                yield from (copied[made],) if made in copied else ()
 
     def _ring_pieces(self, op: Op, types: Mapping[str, TensorType], seconds: float, visits: int) -> Iterator[OpPiece]:
         """The pieces of ring attention: while a round of `seconds` computes with keys and values, they travel to the
@@ -440,7 +447,7 @@ class Forecast:
 
     def updated(self, size: int) -> float:
         """The seconds of AdamW on parameters of `size` bytes."""
-        return self.scale.compute * self.rates.update(UPDATE * size)
+        return self.scale.compute * self.rates.streamed(UPDATE * size)
 
     def _row_bytes(self, parameter: Parameter) -> int:
         rows, *_ = parameter.type.layout.local_shape(self.program.sizes)

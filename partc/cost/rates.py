@@ -75,8 +75,8 @@ class Rates(Protocol):
     def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
         """The seconds of a message between two coordinates on the pipeline axis."""
 
-    def update(self, traffic: float) -> float:
-        """The seconds of an optimizer's update that reads and writes `traffic` bytes in total."""
+    def streamed(self, traffic: float) -> float:
+        """The seconds in which a kernel, such as an optimizer's update, reads and writes `traffic` bytes in total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class RooflineRates:
     def transfer(self, mesh: Mesh, places: tuple[int, int], size: int) -> float:
         return self.machine.meeting + size / self.machine.link
 
-    def update(self, traffic: float) -> float:
+    def streamed(self, traffic: float) -> float:
         return self.machine.start + traffic / self.machine.memory
 
 
@@ -315,7 +315,7 @@ class ClusterRates:
         out = leaving(below) if below else 0
         return min(share, below / (cluster.topology.oversubscription * out)) if out else share
 
-    def update(self, traffic: float) -> float:
+    def streamed(self, traffic: float) -> float:
         device = self.cluster.device
         return device.launch + traffic / (device.bandwidth * self.constants.streaming)
 

@@ -292,7 +292,7 @@ class Bounds:
     def _step(self, stages: Stages, calls: CallTable, shares: ShareTable) -> Any:
         """The seconds of a step without waits, as sums over the calls before each call."""
         backward = np.add(calls.inputs, calls.weights) if stages.halved else calls.backward
-        update = self.tables.rates.update(UPDATE * shares.updated[-1]) / (shares.updated[-1] or 1)
+        update = self.tables.rates.streamed(UPDATE * shares.updated[-1]) / (shares.updated[-1] or 1)
         return stages.plan.microbatches * np.add(calls.forward, backward) + update * np.array(shares.updated)
 
     def of_family(self, family: Family, known: Bound, limit: float = math.inf) -> Bound:
@@ -709,7 +709,7 @@ class TimedStages:
 
     def ended(self, place: int) -> float:
         """The seconds of a rank's update."""
-        return self.tables.rates.update(UPDATE * self.stages.of_place(self.shares.updated, place))
+        return self.tables.rates.streamed(UPDATE * self.stages.of_place(self.shares.updated, place))
 
     def seconds(self, place: int) -> float:
         """The least seconds until a rank ends its step."""

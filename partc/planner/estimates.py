@@ -86,11 +86,11 @@ class Estimates:
         ranks = sizes[PIPELINE_AXIS]
         devices, passed = math.prod(sizes.values()), _PASSED.get(plan.recompute, 6)
         work = self.bounds.computed(again=plan.recompute == "full") / devices
-        work += self.rates.update(passed * self.made / devices)
+        work += self.rates.streamed(passed * self.made / devices)
         work = max(work, _PASSES * self.operations / ranks * times * self.launch)
         # With few rows for each expert, its weights and gradients are streamed once for each microbatch.
         if self.experts:
-            work += times * self.rates.update(_STREAMED * self.experts / (ranks * expert_parts(plan)))
+            work += times * self.rates.streamed(_STREAMED * self.experts / (ranks * expert_parts(plan)))
         each = plan.virtual_stages or SCHEDULES[plan.schedule].stages_per_rank
         idle = work * (ranks - 1) / (times * each) * _BUBBLE.get(plan.schedule, 1.0)
         full = plan.recompute == "full"

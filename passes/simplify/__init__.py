@@ -10,7 +10,7 @@ A constant that is equal for all examples keeps one row and is broadcast. Compar
 are constants. A mask that consists of constants is evaluated: one that hides the future becomes `is_causal`, one that
 hides distant positions a window, and one that hides nothing is dropped. Keys and values that are repeated for groups of
 query heads are passed unrepeated. Attention, root mean square norms and softmaxes that are written out become one
-operation.
+operation. Scores of experts multiply the operand of their last product where it is narrower than the result.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from partc.passes.simplify.label_losses import label_losses
 from partc.passes.simplify.masks import known_masks
 from partc.passes.simplify.routing import unsorted_experts
 from partc.passes.simplify.rows import plain_rows
+from partc.passes.simplify.scores import narrow_scores
 from partc.passes.simplify.written_attention import written_attention
 from partc.rules import is_elementwise
 from partc.rules.rule import argument
@@ -54,6 +55,7 @@ def _simplified(region: Region) -> Region:
         known_masks,
         *(idiom.apply for idiom in IDIOMS),
         plain_rows,
+        narrow_scores,
         label_losses,
         _short_chains,
         _merged,

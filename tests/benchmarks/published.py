@@ -143,10 +143,10 @@ _WORDS: Mapping[str, Mapping[str, Any]] = {
     "automodel": {"gradients": "bf16", "weights": "bf16"},
 }
 _CLUSTERS: Mapping[str, Callable[[Cluster], Cluster]] = {"playbook": _nanotrons, "torchtitan": _grand_teton}
-# NVIDIA's programs have attention by cuDNN, which on Hopper is 1.6 times as quick as FlashAttention-2 (Shah et al. 2024,
+# Programs with FlashAttention-2 in place of cuDNN's attention, which on Hopper is 1.6 times as quick (Shah et al. 2024,
 # FlashAttention-3, figures 5 and 6).
 _QUICK = 1.6
-_QUICK_ATTENTION = ("bridge", "nemo", "dgxc", "automodel")
+_SLOW_ATTENTION = ("foundry", "torchtitan", "playbook", "others")
 _AXES = ("pp", "dp", "ep", "cp", "tp")
 
 
@@ -183,8 +183,8 @@ class Run:
 
     def constants(self, *, described: bool) -> Calibration:
         found = calibration(self.cluster)
-        quick = described and self.table in _QUICK_ATTENTION and self.device.startswith(("H100", "H200"))
-        return replace(found, attention=_QUICK * found.attention) if quick else found
+        slow = described and self.table in _SLOW_ATTENTION and self.device.startswith(("H100", "H200"))
+        return replace(found, attention=found.attention / _QUICK) if slow else found
 
     @property
     def described(self) -> ParallelPlan:

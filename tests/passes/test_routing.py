@@ -68,12 +68,12 @@ def test_an_expert_that_does_not_exist_is_an_error_of_its_layer(number: int) -> 
 class Sorted(nn.Module):
     """Two experts for each token, whose rows are sorted, multiplied in groups and put back."""
 
-    def __init__(self, *, mixes: bool = False, biased: bool = False) -> None:
+    def __init__(self, *, mixes: bool = False, biased: bool = False, width: int = 8) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.randn(4, 8) / 3) if biased else None
         self.router = nn.Linear(6, 4, bias=False)
-        self.up = nn.Parameter(torch.randn(4, 6, 8) / 3)
-        self.down = nn.Parameter(torch.randn(4, 8, 6) / 3)
+        self.up = nn.Parameter(torch.randn(4, 6, width) / 3)
+        self.down = nn.Parameter(torch.randn(4, width, 6) / 3)
         self.mixes = mixes
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -111,6 +111,10 @@ def mixing_experts() -> nn.Module:
     return Sorted(mixes=True)
 
 
+def narrow_experts() -> nn.Module:
+    return Sorted(width=4)
+
+
 @pytest.mark.parametrize(("mesh", "microbatches"), [("2x2", 2), ("tp=2", 1), ("pp=1,dp=4,tp=1", 2)])
 def test_sorted_experts_equal_one_device(mesh: str, microbatches: int) -> None:
     package = partc.compile(sorted_experts, _batch(), mesh=mesh, microbatches=microbatches, precision="fp64")
@@ -123,6 +127,19 @@ def test_biases_and_strided_gates_of_sorted_experts() -> None:
     package = partc.compile(biased_experts, _batch(), mesh="2x2", microbatches=2, precision="fp64")
     ops = {op.name for region in package.program.regions for op in region.forward.ops}
     assert "expert_matmul" in ops and not {"sort", "histc"} & ops
+    assert package.verify(steps=2).ok
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,ep=2", "dp=2,tp=2"])
+def test_scores_multiply_rows_where_they_are_narrow(mesh: str) -> None:
+    """The gradient of the scores then needs no wide results of the experts."""
+    package = partc.compile(narrow_experts, _batch(), mesh=mesh, precision="fp64")
+    (region,) = (each for each in package.program.regions if each.backward is not None)
+    products = [op for op in region.forward.ops if op.name == "expert_matmul"]
+    makers, rows = region.forward.makers(), next(products[-1].refs())
+    assert makers[rows].name == "mul"
+    wide = [name for name in region.saved if name in makers and makers[name].name in ("combine", "expert_matmul")]
+    assert all(region.types(region.forward)[name].shape[1] == 4 for name in wide)
     assert package.verify(steps=2).ok
 
 

@@ -24,6 +24,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from partc.errors import PartcError
 from partc.ir.operators import resolve
+from partc.runtime.train.precision import computing_in
+from partc.torch_private import tree_flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,11 @@ def rewritten(node: fx.Node, name: str) -> fx.GraphModule:
     mode = next(filter(None, modes), None) or like.fake_mode
     with mode:
         fakes = [_of_parts(other.meta["val"]) for other in operands]
-    body: fx.GraphModule = make_fx(run, pre_dispatch=True)(*fakes)
+    # Integers times numbers have the default dtype, which differs after the trace.
+    every, _ = tree_flatten((like, [other.meta["val"] for other in operands]))
+    held = next(x.dtype.to_real() for x in every if isinstance(x, Tensor) and x.is_complex())
+    with computing_in(held):
+        body: fx.GraphModule = make_fx(run, pre_dispatch=True)(*fakes)
     for inner in body.graph.nodes:
         for key in ("stack_trace", "nn_module_stack"):
             if key in node.meta:

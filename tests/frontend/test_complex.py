@@ -123,6 +123,7 @@ FUNCTIONS: Mapping[str, Function] = {
         * torch.tensor([1, 2j, 0.5, 1 - 1j, 3, 4])
         + torch.tensor(2 - 3j)
     ),
+    "integers": lambda z, w, x: (torch.arange(6) * 1j * 0.1).exp() * z + torch.arange(6) / 3j * x,
     "fft": lambda z, w, x: torch.fft.fft(z) * torch.fft.ifft(x, norm="ortho"),
     "fft of a size": lambda z, w, x: torch.fft.fft(z, n=8) * torch.fft.ifft(x, n=8, norm="forward"),
     "fft of two": lambda z, w, x: torch.fft.fft2(z, dim=(0, 1)) * torch.fft.ifft2(x, s=(3, 6)),

@@ -69,17 +69,16 @@ def _together_in(sums: GradientSums, after: Mapping[str, str]) -> Iterator[tuple
     """The buckets of a stage with their parameters: first the scattered ones, which every stage that uses a weight has,
     then the summed ones.
     """
-    found: dict[tuple[Bucket, str], list[str]] = {}
+    found: dict[tuple[bool, tuple[str, ...], str, str], list[str]] = {}
     for parameter in sums.trained:
-        scattered = parameter.zero == 1
-        one = Bucket(name="", stage=sums.stage, over=parameter.gather, after=after.get(parameter.name, ""))
+        scattered, last, dtype = parameter.zero == 1, after.get(parameter.name, ""), parameter.type.dtype
         if scattered:
-            found.setdefault((replace(one, scattered=True), parameter.type.dtype), []).append(parameter.name)
+            found.setdefault((True, parameter.gather, last, dtype), []).append(parameter.name)
         if over := sums.axes(parameter):
-            summed = replace(one, over=over, after="" if scattered else one.after)
-            found.setdefault((summed, parameter.type.dtype), []).append(parameter.name)
-    for each, dtype in sorted(found, key=lambda key: not key[0].scattered):
-        yield each, found[each, dtype]
+            found.setdefault((False, over, "" if scattered else last, dtype), []).append(parameter.name)
+    for key in sorted(found, key=lambda key: not key[0]):
+        scattered, over, last, _ = key
+        yield Bucket(name="", stage=sums.stage, over=over, after=last, scattered=scattered), found[key]
 
 
 def _of_stage(program: Program, stage: int, bucket: int, halves: bool) -> Iterator[tuple[str, str]]:

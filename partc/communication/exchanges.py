@@ -280,8 +280,8 @@ class GradientSums:
         """The shared weights, by the set of pipeline coordinates that share them."""
         found: dict[tuple[int, ...], list[Parameter]] = {}
         for parameter in self.trained:
-            if self.sharers(parameter):
-                found.setdefault(self.sharers(parameter), []).append(parameter)
+            if places := self.sharers(parameter):
+                found.setdefault(places, []).append(parameter)
         return found
 
     def groups(self) -> tuple[tuple[str, ...], ...]:

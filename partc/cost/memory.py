@@ -6,7 +6,8 @@ equal amounts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -147,16 +148,17 @@ def consists(rank: RankMemory) -> str:
     return ", ".join(f"{readable(size)} {name}" for name, size in parts)
 
 
-def grouped_by_name(items: Iterable[tuple[str, str, int]]) -> tuple[HeldTensors, ...]:
-    """Group single tensors (category, name, bytes) by name, the largest group first.
+def grouped_by_name(items: Mapping[tuple[str, str, int], int]) -> tuple[HeldTensors, ...]:
+    """Group tensors (category, name, bytes) by name, the largest group first. `items` has the number of each.
 
     Numbers in names become *: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight count as two tensors with one name.
     """
-    found: dict[tuple[str, str], list[int]] = {}
-    for category, name, size in items:
-        found.setdefault((category, starred(name)), []).append(size)
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for (category, name, size), number in (+Counter(items)).items():
+        count, bytes = found.get(key := (category, starred(name)), (0, 0))
+        found[key] = count + number, bytes + number * size
     held = (
-        HeldTensors(category=category, name=name, count=len(sizes), bytes=sum(sizes))
-        for (category, name), sizes in found.items()
+        HeldTensors(category=category, name=name, count=count, bytes=bytes)
+        for (category, name), (count, bytes) in found.items()
     )
     return tuple(sorted(held, key=lambda item: (-item.bytes, item.category, item.name)))

@@ -7,6 +7,7 @@ import re
 from functools import lru_cache
 
 _PLAIN = re.compile(r"\W+", re.ASCII)
+_NUMBERS = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # whole parts of a path
 # Suffixes of the names of values that passes derive from others.
 WHOLE = "_whole"  # the value in its shape before a view joined dimensions
 PRODUCT = "_product"  # the product of a linear operation, before its bias is added
@@ -40,7 +41,7 @@ def numbered(path: str) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
 @lru_cache(1 << 16)
 def starred(path: str) -> str:
     """A path with `*` for its indices into lists."""
-    return ".".join("*" if is_number(part) else part for part in path.split("."))
+    return _NUMBERS.sub("*", path)
 
 
 def unique(stem: str, taken: set[str]) -> str:

@@ -178,7 +178,7 @@ def _matched(
             continue
         held, read = types[name], value.type
         same = held.dtype == read.dtype or (held.dtype in cast and read.dtype in cast)
-        if not same or held.shape != read.shape:
+        if not same or held.layout.shape != read.layout.shape:
             yield f"{what} {name} is {held}, the region's {value.name} is {read}"
 
 

@@ -180,7 +180,7 @@ class Course:
             stages=stages,
             peak=peak,
             at=position,
-            alive=grouped_by_name(self._bytes_alive(at).elements()),
+            alive=grouped_by_name(self._bytes_alive(at)),
             timeline=tuple(
                 Moment(action=name, peak=now + effect.high, after=now + effect.change)
                 for name, _, effect, now in self._begins

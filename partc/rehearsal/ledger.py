@@ -300,7 +300,7 @@ class Ledger(TorchDispatchMode):
             stages=stages,
             peak=self.peak,
             at=self.at,
-            alive=grouped_by_name(block.label for block in (*alive, *surged)),
+            alive=grouped_by_name(Counter(block.label for block in (*alive, *surged))),
             timeline=tuple(self._moments()),
             host=host,
         )

@@ -84,7 +84,7 @@ def with_evaluation(account: Account, courses: Sequence[Course | Ledger], evalua
     ranks = []
     for rank, step, course in zip(account.ranks, courses, alone, strict=True):
         mine = course.rank(rank.place, rank.stages, 0)
-        kept = grouped_by_name(step.base().elements())
+        kept = grouped_by_name(step.base())
         beside = tuple(item for item in mine.alive if item.category != "parameters")
         after = sum(item.bytes for item in kept)
         peak = after + sum(item.bytes for item in beside)

@@ -190,9 +190,10 @@ def compared(given: Cases, simulator: Simulator | None = None, most: int = _MOST
             for whose, bound in (("", each.bound), (" of its family", bounds[id(family)])):
                 if not replace(each, bound=bound).holds:
                     faults.append(f"{each.plan.flags}: bound {bound}{whose}, {each.prediction}")
-        if not math.isclose(best, least, rel_tol=_ROUNDING):
+        turned = given.request.per_layer and best < least  # plans by layer, whose uses differ from the fitted ones
+        if not turned and not math.isclose(best, least, rel_tol=_ROUNDING):
             faults.append(f"memory {share}: the planner's best takes {best}, the best of all {least}")
-        if outcome.best is not None and (outcome.gap > _ROUNDING or outcome.best.bytes > limit):
+        if outcome.best is not None and (outcome.gap > _ROUNDING or outcome.best.bytes > limit or outcome.wrong):
             faults.append(f"memory {share}: gap {outcome.gap}, {outcome.best.bytes} of {limit} bytes")
     return Result(
         cases=len(given.shares),
@@ -209,11 +210,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="the number of the first model")
     parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--per-layer", action="store_true", help="also plans whose tp cuts the batch of some calls")
     given = parser.parse_args()
     start, seed, results, faulty = time.monotonic(), given.first, list[Result](), 0
     while sum(each.cases for each in results) < given.cases and time.monotonic() - start < given.seconds:
         simulator = None
         for some in cases(seed):
+            some = replace(some, request=replace(some.request, per_layer=given.per_layer))
             simulator = Planner(some.request).simulator if simulator is None else simulator
             result = compared(some, simulator)
             if result is None:

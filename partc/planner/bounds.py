@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -54,6 +54,7 @@ _Table = TypeVar("_Table")
 
 _LEAST = 1 - 1e-6  # margin for seconds that are added up from rounded numbers of bytes
 _MUCH = 1e9  # seconds
+_PAIRED = 8  # of at most so many calls, two get the other use at once
 _FITS = 3  # so often are uses fitted, each time to less memory
 _MOST_FLIGHT = 4  # rounds of a pipeline after which the microbatches in flight no longer increase
 
@@ -233,17 +234,20 @@ class Bounds:
         return staged(self.tables.program(_used(_uniform_stages(plan), False)))[0]
 
     def turned(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
-        """The plans in which one call gets the other use of tp: the first or last of equal calls with the same use."""
+        """The plans in which one call gets the other use of tp: the first or last of equal calls with the same use. If
+        there are few, also those in which two calls do.
+        """
         if not self.known(_used(plan, False)):
             return
         calls, over = self._unmixed(plan), BatchUse.parse(plan.batch_over or "", mesh_of(plan))
         uses = [int(any(use.matched(call.name) for use in over)) for call in calls]
         kinds = [(call.region, use) for call, use in zip(calls, uses, strict=True)]
-        for index, kind in enumerate(kinds):
-            if any(other != kind for other in kinds[max(0, index - 1) : index + 2]):
-                turned = [use ^ (place == index) for place, use in enumerate(uses)]
-                if not all(turned):
-                    yield self._with_uses(plan, turned)
+        edges = [i for i, kind in enumerate(kinds) if any(other != kind for other in kinds[max(0, i - 1) : i + 2])]
+        pairs = combinations(edges, 2) if len(edges) <= _PAIRED else ()
+        for places in (*((edge,) for edge in edges), *pairs):
+            turned = [use ^ (place in places) for place, use in enumerate(uses)]
+            if not all(turned):
+                yield self._with_uses(plan, turned)
 
     def _use_needs(self, plan: ParallelPlan, room: int) -> UseNeeds | None:
         each = []

@@ -302,13 +302,15 @@ def search(
             elif head.plan not in known:
                 play(head.plan, head.bound)
         reached = queue[0].seconds if queue else best
-        return run() if climb(1.0, variants) else True
+        return True
 
     complete, left = False, iter(starts)
     while patient and not fitting and (plan := next(left, None)) is not None:
         first(plan)
     with suppress(TimeUpError), time_limit(None if max_seconds is None else start + max_seconds - time.perf_counter()):
         complete = run()
+        while complete and climb(1.0, variants):
+            complete = run()
     settle()
     fitting.sort(key=_rank)
     return Outcome(

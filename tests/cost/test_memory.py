@@ -167,6 +167,7 @@ def test_pipeline_ranks_hold_what_is_predicted(tmp_path: Path) -> None:
         ("mixtral", "tp=2", {"microbatches": 2}),
         ("bert_dropout", "pp=2", {"microbatches": 4, "schedule": "zero-bubble", "recompute": "selective"}),
         ("t5", "1x2x2", {"microbatches": 2, "zero": 3, "recompute": "selective"}),
+        ("gpt", "tp=2", {"microbatches": 2, "zero": 3, "batch_over": "tp=blocks.1-2"}),
         ("gpt", "2", {"microbatches": 2, "compress_grads": "int8"}),
         ("gpt", "4", {"microbatches": 2, "nodes": 2, "zero": 3}),
         ("gpt", "2", {"microbatches": 2, "zero": 2, "compress_grads": "int8"}),

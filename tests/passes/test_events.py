@@ -70,6 +70,7 @@ def planned(plan: CommunicationPlan, rank: int) -> list[list[Any]]:
         ("gpt", "2x2x2", {"zero": 1, "bucket": "0B"}),
         ("gpt", "2x2x2", {"zero": 2, "precision": "bf16"}),
         ("gpt", "2x2x2", {"zero": 3, "schedule": "zero-bubble", "recompute": "full"}),
+        ("gpt", "2x2x2", {"zero": 3, "batch_over": "tp=blocks.1-2", "recompute": "full"}),
         ("gpt2", "pp=2,dp_out=2,dp_in=2", {"zero": "3@dp_in", "recompute": "selective"}),
         ("mixtral", "2x2x2", {"zero": 1, "schedule": "zbv"}),
         ("mixtral", "pp=2,ep=2,dp=2", {"zero": 2, "schedule": "zbv"}),

@@ -20,7 +20,7 @@ from partc.cluster.cluster import Cluster, fitted
 from partc.compilation.given_options import BUCKET
 from partc.compilation.options import Options
 from partc.errors import PartcError
-from partc.runtime.documents import Malformed, Positive, contents, decoded, parsed
+from partc.runtime.documents import Malformed, Positive, at_least, at_most, contents, decoded, parsed
 from partc.schedules import SCHEDULES
 
 LARGEST = 1 << 28  # the most bytes of a file of plans or runs
@@ -35,7 +35,7 @@ GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options tha
 
 FP8 = "fp8"  # a precision that exists only in predictions
 # Fields that are not compile options: the model file's options, and fields that only affect predictions.
-_PREDICTED = ("tp_overlap", "dp_overlap", "ep_by_node", "gradients", "weights")
+_PREDICTED = ("tp_overlap", "dp_overlap", "ep_by_node", "gradients", "weights", "offload")
 _NOT_COMPILED = ("options", *_PREDICTED)
 
 Scalar = bool | int | float | str
@@ -69,6 +69,7 @@ def _is_option(value: dict[str, Scalar]) -> str:
 
 
 _Text = Annotated[str, _is_short]
+_Share = Annotated[float, at_least(0), at_most(1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,7 @@ class ParallelPlan:
     ep_by_node: bool = False  # predictions only: a token's row is sent to a node once, and from there to its experts
     gradients: Literal["fp32", "bf16"] = "fp32"  # predictions only: the type in which gradients are held and summed
     weights: Literal["fp32", "bf16"] = "fp32"  # predictions only: the type of weights and of the optimizer's states
+    offload: _Share = 0.0  # predictions only: the share of saved values that waits in the host's memory
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)
 
     @classmethod

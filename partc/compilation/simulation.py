@@ -126,7 +126,8 @@ class Simulator:
         program in bf16, with linear products at the device's rate for fp8. With `tp_overlap`, collectives of tp run in
         pieces that overlap with adjacent products; without `dp_overlap`, gathers of parameters and sums of gradients do
         not overlap. With `ep_by_node`, a token's row goes once to a node with some of its experts. Gradients may be
-        held and summed in bf16, and weights and the optimizer's states held in bf16.
+        held and summed in bf16, and weights and the optimizer's states held in bf16. With `offload`, a share of the
+        saved values waits in the host's memory; computation hides the copies.
         """
         device, rates = self.cluster.device, self.rates
         if plan.precision == FP8:
@@ -144,7 +145,7 @@ class Simulator:
         )
         program = self.program(plan.emitted, everywhere=everywhere)
         costs = self._costs.setdefault((rates.fp8, rates.pieces, rates.by_node, rates.gradient), LocalCosts())
-        return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs)
+        return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs, offload=plan.offload)
 
     def program(self, plan: ParallelPlan, *, everywhere: bool = False) -> Program:
         """The plan's program with its actions; it equals the compiled program except for literal sizes in operations.
@@ -370,14 +371,19 @@ def _is_data(axis: str) -> bool:
 
 
 def prediction(
-    program: Program, rates: ClusterRates, *, optimizer: str = DEFAULT, costs: LocalCosts | None = None
+    program: Program,
+    rates: ClusterRates,
+    *,
+    optimizer: str = DEFAULT,
+    costs: LocalCosts | None = None,
+    offload: float = 0.0,
 ) -> Prediction:
     """The prediction for a scheduled program. `costs`, if given, must belong to the same rates."""
     costs = LocalCosts() if costs is None else costs
     forecast = Forecast(program, rates, costs=costs)
     compute, exposed, bubble = forecast.split()
     eight_bits = SAVED_IN_EIGHT_BITS if rates.fp8 else frozenset()
-    footprint = Footprint(program, states_of(optimizer), costs, eight_bits, rates.gradient, rates.weight)
+    footprint = Footprint(program, states_of(optimizer), costs, eight_bits, rates.gradient, rates.weight, offload)
     memory = resident(footprint.peak, program.mesh, rates.cluster)
     return Prediction(
         step_seconds=forecast.seconds,

@@ -33,7 +33,8 @@ class Footprint:
 
     `states` is the number of tensors that the optimizer keeps for a parameter. `eight_bits` are the products for
     weights' gradients that run in fp8, and save their operands in fp8. An element of a gradient has at most `gradient`
-    bytes, an element of a parameter or of a state at most `weight`.
+    bytes, an element of a parameter or of a state at most `weight`. The share `offload` of saved values waits in the
+    host's memory.
     """
 
     program: Program
@@ -42,6 +43,7 @@ class Footprint:
     eight_bits: frozenset[str] = frozenset()
     gradient: int = ITEMSIZE["f64"]
     weight: int = ITEMSIZE["f64"]
+    offload: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -54,7 +56,7 @@ class Footprint:
         saved = max((sum(count * self._saved(stage) for stage, count in mix) for mix in flights(row)), default=0)
         return (
             self.held(place)
-            + saved
+            + round((1 - self.offload) * saved)
             + max((self._call_workspace(stage) for stage in self.program.stages_at(place)), default=0)
         )
 

@@ -221,10 +221,14 @@ def _run(table: str, line: Mapping[str, str]) -> Run:
         given |= {"schedule": "interleaved", "virtual_stages": stages}
     if experts := line.get("experts", ""):
         given["experts"] = experts.replace(" ", ",")
-    words = (word.partition("=") for word in line.get("words", "").split())
+    words: dict[str, Any] = {
+        name: value or True for name, _, value in (word.partition("=") for word in line.get("words", "").split())
+    }
+    if "offload" in words:
+        words["offload"] = float(words["offload"])
     return Run(
         table=table, model=line["model"], device=line.get("device", "H100"), plan=ParallelPlan.of(given),
-        words={name: value or True for name, _, value in words}, tokens=float(line["tokens"] or 0),
+        words=words, tokens=float(line["tokens"] or 0),
         gigabytes=float(line.get("gigabytes") or 0), seen=line.get("seen", "1") == "1",
     )  # fmt: skip
 

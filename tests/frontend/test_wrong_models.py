@@ -177,6 +177,7 @@ CAUSES: dict[str, tuple[Changes, str, str]] = {
     "shapes that differ": (((BATCH, "torch.randn(4, 9)"),), "same reduction dim", PLAIN_RUN),
     "a wrong view": (((OUT, "h.view(5, 5).sum()"),), "invalid for input of size 48", PLAIN_RUN),
     "a wrong index": (((OUT, "h[:, 20].sum()"),), "out of bounds", PLAIN_RUN),
+    "a mask of another shape": (((OUT, "h[h[0] > 0].sum()"),), "the mask [12] at index 0 does not match", PLAIN_RUN),
     "an attribute that is not there": (((OUT, "self.nothing(h)"),), "has no attribute 'nothing'", PLAIN_RUN),
     "an error of the model's own": (((OUT, "[][len(h)]"),), "IndexError: list index out of range", PLAIN_RUN),
     "words of torch in it": ((("        h =", "        raise ValueError('a dtype of data-dependent u0')\n        h ="),), "ValueError: a dtype of data-dependent u0", PLAIN_RUN),

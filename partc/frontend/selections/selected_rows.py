@@ -158,7 +158,7 @@ class SelectedRows:
         items = index if isinstance(index, tuple) else (index,)
         if (whole := self._of_all_rows(x, items)) is not None:
             return whole
-        given = self.as_indices(index)
+        given = self.as_indices(x, index)
         if x in self._constants and index == 0 and not isinstance(index, Tensor | bool):
             made = func(x, index)
             real = self.value(x)
@@ -205,15 +205,21 @@ class SelectedRows:
                 found.extend(torch.tensor(numbers, dtype=torch.int64) for numbers in places)
         return (tuple(found) if masked else index), masked
 
-    def as_indices(self, index: Any) -> tuple[Any, ...]:
-        """An index in which masks are replaced by their places."""
+    def as_indices(self, x: Tensor, index: Any) -> tuple[Any, ...]:
+        """An index of x in which masks are replaced by their places. Raises IndexError for masks of another shape."""
         items = index if isinstance(index, tuple) else (index,)
         found: list[Any] = []
+        dim = 0 if self.of(x) is None and type(Ellipsis) not in map(type, items) else x.dim()
         for item in items:
-            if isinstance(item, Tensor) and item.dtype is torch.bool and item.dim():
-                found.extend(self.places(item))
-            else:
-                found.append(item)
+            mask = isinstance(item, Tensor) and item.dtype is torch.bool and item.dim() > 0
+            count = item.dim() if mask else int(item is not None)
+            if mask and dim + count <= x.dim() and x.shape[dim : dim + count] != item.shape:
+                raise IndexError(
+                    f"the shape of the mask {[*item.shape]} at index {dim} does not match the shape of the indexed "
+                    f"tensor {[*x.shape]}"
+                )
+            dim += count
+            found.extend(self.places(item) if mask else (item,))
         return tuple(found)
 
     def _unknown(self, item: Any) -> bool:
@@ -233,7 +239,7 @@ class SelectedRows:
             return None
         if masked and value.dim():
             row = value if value.dim() + index.dim() <= x.dim() else value[0]
-            func(x, self.as_indices(index), self.selected(row.expand(x.shape), index))
+            func(x, self.as_indices(x, index), self.selected(row.expand(x.shape), index))
             return None
         if not any(map(self._unknown, items)):
             return NOT_SELECTED

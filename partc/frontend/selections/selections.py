@@ -211,7 +211,7 @@ class Selections:
         x, index, value = call.args
         places, masked = self._rows.with_constants(self._parts.with_places(x, index))
         if masked or self._rows.of(value) is not None:
-            call.func(x, self._rows.as_indices(places), value)
+            call.func(x, self._rows.as_indices(x, places), value)
             return None
         return self._rows.written(call.func, x, index, value)
 

@@ -22,7 +22,7 @@ MLP = ROOT / "examples" / "mlp.py"
 SMALL = {"depth": 2, "width": 12, "hidden": 20, "batch": 12}
 
 # The tests' own models live in a module that a package can import: a top-level one.
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests" / "models"))
 import given_models  # noqa: E402
 
 

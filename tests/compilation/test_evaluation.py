@@ -18,7 +18,7 @@ from partc.runtime.checkpoint.manifest import checkpoints
 from tests.durable import train, trained, whole
 
 # The tests' own models live in a module that a package can import: a top-level one.
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "models"))
 import given_models
 
 MODEL = """

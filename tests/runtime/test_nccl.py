@@ -348,7 +348,7 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
             raise UsageError("P0528", "cause", "help", alike=True)
 
     monkeypatch.setattr(distributed, "DistributedComm", Comm)
-    monkeypatch.setattr(train, "meet", lambda *given: lone_store())
+    monkeypatch.setattr(train, "common_store", lambda *given: lone_store())
     monkeypatch.setattr(train, "world", lambda: LauncherVariables(0, 1))
     monkeypatch.setattr(train, "world_size", lambda: 8)
     monkeypatch.setattr(train, "Watchdog", Watching)
@@ -358,7 +358,7 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
     with imported_from(package):
         job = train.parse(["--device", "cpu"], package)
         monkeypatch.setattr(Together, "broadcast", lambda self, text: text)
-        monkeypatch.setattr(Together, "first", lambda self, problem: problem)
+        monkeypatch.setattr(Together, "first_problem", lambda self, problem: problem)
         if fails:
             with pytest.raises(UsageError):
                 train._run_this_rank(job, train.Task(train.prepared, train.train))

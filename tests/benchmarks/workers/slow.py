@@ -46,7 +46,7 @@ def main(package: Path, report: Path, steps: int, bandwidth: float) -> int:
             return result
 
         late = comm.Pending(finish)
-        return late if state["kind"] == "overlapped" else comm.there(late.wait())
+        return late if state["kind"] == "overlapped" else comm.completed(late.wait())
 
     def step(stages: Any, here: Any, *args: Any, **named: Any) -> Any:
         state["step"] += 1

@@ -163,8 +163,10 @@ class _Unsorting:
                 if op.name == "div" and dict(op.attrs).get("rounding_mode") not in ("trunc", "floor"):
                     return False
                 self.every[made] = op.args[1]
-            case "reshape" | "expand" if names[0] in self.every and op.result.type.shape[0] == self._length:
-                self.every[made] = self.every[names[0]]
+            case "reshape" | "expand" if op.result.type.shape[0] == self._length and (
+                names[0] in self.every or names == [self._perm]
+            ):
+                self.every[made] = self.every.get(names[0], 1)
             case "repeat_interleave" if self._lists_numbers(op):
                 self.numbers.add(made)
             case "to" if names[0] in self.numbers:
@@ -324,6 +326,8 @@ class _Unsorting:
             self.rows[op.result.name] = self._repeated(op, source, self.every[index.name])
         elif index.name in self.numbers and source not in self.rows:
             self._keep(replace(op, args=(op.args[0], (self._experts,))))  # a bias of each row's expert
+        elif index.name in self.rows and source not in self.rows:
+            self._keep(replace(op, args=(op.args[0], (Ref(self.rows[index.name]),))))  # a lookup for each row
         elif index.name in self.inverse and source in self.rows:
             self.same[op.result.name] = self.rows[source]
         else:

@@ -59,6 +59,15 @@ class Layer(nn.Module):
         back[order.indices] = torch.arange(len(back))
         return (found * scores.flatten()[order.indices, None])[back].view(-1, CHOSEN, WIDTH).sum(1)
 
+    def added(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """One expert for each token; its rows are added to the tokens in their order."""
+        best = chosen[:, 0]
+        order = best.argsort(stable=True)
+        ends = best.bincount(minlength=EXPERTS).cumsum(0).to(torch.int32)
+        hidden = F.grouped_mm(tokens[order], self.up, offs=ends) + self.up_bias[best[order]]
+        found = F.grouped_mm(hidden.relu(), self.down, offs=ends) * scores[order, :1]
+        return torch.zeros_like(tokens).scatter_add(0, order[:, None].expand_as(found), found)
+
     def guarded(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """As in `grouped`, with zeros in the rows of experts on other ranks, which have larger numbers (transformers')."""
         order = chosen.reshape(-1).sort()

@@ -207,9 +207,10 @@ class Tables:
         """The positions of calls that look up embeddings, whose exchanges depend on the size of the local batch."""
         found = self.bodies.shared(plan)
         assert found is not None
-        regions = {region.name: region for region in found[1].regions}
-        calls = enumerate(self._facts_of(*found).calls)
-        return [i for i, call in calls if any(op.name.startswith(LOOKUP) for op in regions[call.region].forward.ops)]
+        looking = {
+            region.name for region in found[1].regions if any(op.name.startswith(LOOKUP) for op in region.forward.ops)
+        }
+        return [i for i, call in enumerate(self._facts_of(*found).calls) if call.region in looking]
 
     def _table(
         self,

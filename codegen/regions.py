@@ -10,6 +10,7 @@ from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
 from partc.codegen.source import RegionCode
 from partc.communication.exchanges import Exchanges
+from partc.ir.gradients import input_only
 from partc.ir.program import Call, Phase, Program, Region
 from partc.rules.strides import dense
 
@@ -18,6 +19,7 @@ _PHASES: dict[Phase, str] = {
     "step": "Counted over the batch, once per step",
     "microbatch": "Made from the batch alone",
 }
+_UNWEIGHTED = "Made from values of earlier calls, without parameters"
 
 
 def region_codes(program: Program) -> dict[str, RegionCode]:
@@ -26,11 +28,12 @@ def region_codes(program: Program) -> dict[str, RegionCode]:
     names = tuple(dict.fromkeys(call.region for call in program.calls))
     called = region_names(names)
     contiguous = dense(program)
-    titles = _titles(program)
+    titles, pure = _titles(program), input_only(program)
     codes = {}
     for name in names:
         region, here = program.region(name), program.calls_to(name)
-        title = listed(titles[name]) if region.params else _PHASES[region.phase]
+        title = _PHASES[region.phase] if here[0].name in pure else _UNWEIGHTED
+        title = listed(titles[name]) if region.params else title
         codes[name] = region_code(
             region,
             program.sizes,

@@ -86,7 +86,7 @@ def plan_command(
     console.echo(page(choice, top), nl=False)
     console.echo(binding(choice, answer.variations))
     if said := by_layer(choice):
-        console.echo(said)
+        console.echo(f"by layer: {said}")
     if answer.variations:
         console.echo(f"\n{variation_table(choice, answer.variations)}", nl=False)
     options = best.plan.flags if output is None else console.command("--plan", output)

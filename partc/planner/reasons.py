@@ -102,11 +102,11 @@ def by_layer(choice: PlanChoice) -> str:
     best, single = choice.best, choice.single.best
     if best.plan.batch_over is None:
         known = "is" if choice.outcome.complete else "was found"
-        return f"by layer: no plan whose tp cuts the batch of some calls {known} quicker"
+        return f"no plan whose tp cuts the batch of some calls {known} quicker"
     if single is None:
-        return "by layer: no plan in which each axis has one use was found to fit"
+        return "no plan in which each axis has one use was found to fit"
     gain = 1 - best.seconds / single.seconds
-    return f"by layer: {gain:.1%} less time than the best plan in which each axis has one use ({single.plan.flags})"
+    return f"{gain:.1%} less time than the best plan in which each axis has one use ({single.plan.flags})"
 
 
 def shown(choice: PlanChoice, top: int) -> tuple[Played, ...]:

@@ -37,7 +37,7 @@ from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import flights
 from partc.cost.simulation import Durations, simulate
 from partc.ir.expert_products import ExpertMatmul
-from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS
+from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
 from partc.ir.program import FLOATING, ITEMSIZE, Action, Call, Parameter, Program, Region
 from partc.passes.stages import staged
 from partc.planner.space import FITTED, MIXED, Family, expert_parts, inside, mesh_of, sizes_of, stages_of
@@ -305,10 +305,15 @@ class Bounds:
         return replace(known, seconds=max(known.seconds, min(map(self._wide, ways), default=0.0)))
 
     def of_all_orders(self, family: Family, known: Bound, limit: float = math.inf) -> Bound:
-        """The bound of the families that differ in the order of their axes alone, as if collectives took no time."""
-        sizes = sizes_of(family.base)
-        mesh = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or family.base.mesh
-        alike = replace(family, base=replace(family.base, mesh=mesh))
+        """The bound of the families that differ in the place of pp and dp among their axes alone, as if collectives
+        took no time. Layouts depend on the order of the others, and so do the ranks that several axes give to experts.
+        """
+        base = family.base
+        if "," not in (base.experts or ""):
+            outside = {PIPELINE_AXIS: 0, BATCH_AXIS: 1}
+            axes = sorted(Mesh.parse(base.mesh).axes, key=lambda axis: outside.get(axis[0], 2))
+            base = replace(base, mesh=str(Mesh(axes=tuple(axes))))
+        alike = replace(family, base=base)
         ways = (way for way in alike.ways() if self.simple(replace(way, zero=family.least.zero)).bytes <= limit)
         least = min((self._wide(way, self.linkless) for way in ways), default=0.0)
         return replace(known, seconds=max(known.seconds, least))

@@ -150,7 +150,7 @@ def search(
     """The quickest plan that holds at most `limit` bytes, of all families.
 
     A family's plans get their bounds when the family's own bound is at the head of the queue. With `ordered`, families
-    that differ in the order of their axes alone have a common bound first.
+    that differ in the place of pp and dp among their axes alone have a common bound first.
 
     `simulated` predicts with a program that plans of other sizes share; bounds hold for this shared program. `refined`
     gives the final prediction of the best plan, once no other one may be quicker, or the time is nearly up: another

@@ -625,6 +625,15 @@ def test_orders_of_axes_share_a_bound_without_collectives() -> None:
     assert len(families) == 6 and len(shared) == 1 and max(own) > 1.05 * min(own)
 
 
+def test_the_common_bound_of_orders_is_above_no_plan_whose_layouts_depend_on_the_order() -> None:
+    options: dict[str, bool | int | float | str] = {"batch": 8, "size": "tiny", "depth": 3, "seq": 2048}
+    fix = "tp=3,cp=2,recompute=full,order=tp-dp-cp-pp|cp-tp-pp-dp,zero=1,microbatches=1"
+    planner = Planner(Request.checked(GPT, "1x6xV100-16GB", options=options, fix=fix))
+    for family in planner.space.families():
+        common = planner.bounds.of_all_orders(family, planner.bounds.simple(family.least)).seconds
+        assert all(common <= planner.predicted(plan).step_seconds for plan in family.plans())
+
+
 def test_the_bound_of_a_mesh_needs_one_program_for_all_numbers_of_microbatches(
     small: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

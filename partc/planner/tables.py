@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain, combinations
+from itertools import accumulate, combinations
 from typing import Protocol, TypeVar
 
 from partc import passes
@@ -309,7 +309,8 @@ class Tables:
         lowered = self.bodies.lowered(plan, body, halves=halves)
         if (body, halves) not in self._axes:
             self._axes[body, halves] = {
-                region.name: frozenset(chain.from_iterable(map(_axes, region.graphs))) for region in lowered.regions
+                region.name: frozenset(axis for graph in region.graphs for axis in _axes(graph, lowered.sizes))
+                for region in lowered.regions
             }
         sized = replace(lowered, mesh=program.mesh, microbatches=program.microbatches)
         costs: dict[str, _Cost] = {}
@@ -482,14 +483,12 @@ def _links(plan: ParallelPlan) -> tuple[str, str | None, int, int | None]:
     return plan.mesh, plan.experts, plan.span, plan.nodes
 
 
-def _axes(graph: Graph) -> Iterator[str]:
-    """Yields the axes in the attributes of operations, including operations that move nothing, such as parts by
-    rank.
+def _axes(graph: Graph, names: Collection[str]) -> Iterator[str]:
+    """Yields the axes, of these names, in the attributes of operations: of collectives, of rings of attention, and of
+    operations that move nothing, such as parts by rank.
     """
     for op in graph.ops:
-        axis = dict(op.attrs).get("axis")
-        if isinstance(axis, str):
-            yield axis
+        yield from (value for _, value in op.attrs if isinstance(value, str) and value in names)
 
 
 def _communication_axes(graph: Graph) -> Iterator[Axes]:

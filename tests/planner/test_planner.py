@@ -634,6 +634,16 @@ def test_the_common_bound_of_orders_is_above_no_plan_whose_layouts_depend_on_the
         assert all(common <= planner.predicted(plan).step_seconds for plan in family.plans())
 
 
+def test_calls_with_attention_over_a_ring_take_the_time_of_the_ring_s_links() -> None:
+    """In one order the ring lies inside a node, in the other one between nodes; the layouts are the same."""
+    options: dict[str, bool | int | float | str] = {"batch": 8, "size": "tiny", "depth": 2, "seq": 16384}
+    tables = Planner(Request.checked(GPT, "2x4xCPU", options=options)).bounds.tables
+    plans = [ParallelPlan(mesh=mesh, kernels="aten", options=options) for mesh in ("pp=2,cp=2,tp=2", "cp=2,tp=2,pp=2")]
+    near, far = map(tables.calls, plans)
+    assert near is not None and far is not None and far.forward[-1] > near.forward[-1]
+    assert far == tables.on(tables.rates).calls(plans[1])
+
+
 def test_the_bound_of_a_mesh_needs_one_program_for_all_numbers_of_microbatches(
     small: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

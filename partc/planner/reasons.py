@@ -101,6 +101,9 @@ def by_layer(choice: PlanChoice) -> str:
         return ""
     best, single = choice.best, choice.single.best
     if best.plan.batch_over is None:
+        simulated = (*choice.outcome.fitting, *choice.outcome.others)
+        if not choice.outcome.complete and all(played.plan.batch_over is None for played in simulated):
+            return "no plan whose tp cuts the batch of some calls was simulated in time; a larger --max-seconds helps"
         known = "is" if choice.outcome.complete else "was found"
         return f"no plan whose tp cuts the batch of some calls {known} quicker"
     if single is None:

@@ -102,6 +102,12 @@ def planner(model: str, cluster: str, options: dict[str, int], **fixed: tuple[st
     return Planner(request)
 
 
+def test_a_search_without_time_says_that_it_simulated_no_mix() -> None:
+    some = planner("tests/models/vgg.py", "2xH100-80GB", VGG)
+    choice = Planner(replace(some.request, max_seconds=1e-9)).choice()
+    assert by_layer(choice).startswith("no plan whose tp cuts the batch of some calls was simulated in time")
+
+
 def every_use(some: Planner) -> list[ParallelPlan]:
     """The plans of the space, with all mixes of uses in place of the fitted ones."""
     found: dict[ParallelPlan, None] = {}

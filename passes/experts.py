@@ -99,8 +99,8 @@ def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, 
     if not any(found.weights for found in regions) and not held:
         raise PartcError(
             "P0107",
-            f"the model has no experts for {axis}={program.sizes[axis]}",
-            help="docs/experts.md names the forms in which experts are found; without experts, give dp its ranks",
+            f"no experts in a form that {axis}={program.sizes[axis]} can cut were found in the model",
+            help="docs/experts.md names these forms; without experts, give the ranks to dp",
         )
     parameters = tuple(
         replace(item, type=replace(item.type, layout=layout))

@@ -182,7 +182,7 @@ class Branches(nn.Module):
 
 def test_layers_side_by_side_are_no_experts() -> None:
     data = {"x": torch.randn(8, 4, 8), "target": torch.randn(8, 4, 8)}
-    with pytest.raises(PartcError, match="has no experts"):
+    with pytest.raises(PartcError, match="no experts in a form"):
         partc.compile(Branches(), batch=data, mesh="ep=2", precision="fp64")
 
 
@@ -465,9 +465,9 @@ def test_a_package_that_drops_rows_is_not_compared_with_the_model(tmp_path: Path
 @pytest.mark.parametrize(
     ("model", "mesh", "experts", "cause"),
     [
-        ("stack.py", "ep=2", None, "has no experts"),
-        ("stack.py", "dp=2,tp=2", "ep=2@tp", "has no experts"),
-        ("stack.py", "tp=4", "ep=2@tp", "has no experts"),
+        ("stack.py", "ep=2", None, "no experts in a form"),
+        ("stack.py", "dp=2,tp=2", "ep=2@tp", "no experts in a form"),
+        ("stack.py", "tp=4", "ep=2@tp", "no experts in a form"),
         ("moe.py", "ep=3,dp=2", None, "8 experts do not divide over ep=3"),
     ],
 )

@@ -59,8 +59,8 @@ MUTANTS = {
         file=STEP, line="loss = comm.group((axis,)).all_reduce(loss)", becomes="pass", options=BATCH,
     ),
     "the last gradient of a bucket is never summed": Mutant(
-        file=SUMS, line="and self._over(shards[name]) == self.over)",
-        becomes="and self._over(shards[name]) == self.over)[:-1]", options=BATCH,
+        file=SUMS, line="and self._axes_of(shards[name]) == self.over)",
+        becomes="and self._axes_of(shards[name]) == self.over)[:-1]", options=BATCH,
     ),
     "a parameter without a gradient decays": Mutant(
         file="stages/stage_0.py", line='"detached.weight": Shard("f64[8, 8]", trainable=False)',

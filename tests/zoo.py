@@ -1,4 +1,4 @@
-"""The models for proofs: plain files in this folder, and Hugging Face configurations."""
+"""The models that tests verify: model files in `tests/models/`, and Hugging Face configurations."""
 
 from __future__ import annotations
 

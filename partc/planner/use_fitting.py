@@ -8,7 +8,7 @@ values, so that uses are fitted a second time as if nothing were hidden.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -81,7 +81,7 @@ class _UseModel:
                 self._at_most({after: 1.0, before: -1.0, turn: -1.0}, 0.0)
                 self._at_most({before: 1.0, after: -1.0, turn: 1.0}, 1.0)
 
-    def _runs(self) -> Any:
+    def _runs(self) -> Iterator[list[int]]:
         """Runs of consecutive equal calls of one rank."""
         for calls in self.needs.ranks:
             run: list[int] = []

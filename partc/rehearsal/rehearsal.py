@@ -37,7 +37,7 @@ from partc.runtime.checkpoint.state import by_rows, remembering
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm.comm import Axis, Link, Pending, completed
 from partc.runtime.comm.distributed import DistributedComm, GlooAxis
-from partc.runtime.dims import Dims
+from partc.runtime.dims import Dims, global_shape
 from partc.runtime.execution.executor import (
     acknowledged_by,
     gradient_memory,
@@ -358,7 +358,7 @@ class _Rehearsal:
         found = [0] * len(ranks)
         for tensor, dims, each in whole:
             counts = self._elements(
-                dims, (shard.holds or shard.shape) if dims == shard.dims else _global_shape(dims), ranks
+                dims, (shard.holds or shard.shape) if dims == shard.dims else global_shape(dims), ranks
             )
             if self._is_small_group:
                 copies, number = self._copies(cutting(dims) | {*shard.apart}, self._holders[name], place, ranks)
@@ -385,10 +385,6 @@ class _Rehearsal:
             found = [numbered_copy(cut, self._program.mesh.sizes, each, holders) for each in ranks]
             self._numbered[key] = [copy for copy, _ in found], found[0][1]
         return self._numbered[key]
-
-
-def _global_shape(dims: Dims) -> tuple[int, ...]:
-    return tuple(math.prod(size for size, _ in dim) for dim in dims)
 
 
 @dataclass(frozen=True, slots=True)

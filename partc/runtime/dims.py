@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 SubDim = tuple[int, tuple[str, ...]]  # a factor of a dimension: its size, and the axes that cut it, major first
 Dims = tuple[tuple[SubDim, ...], ...]
@@ -15,6 +18,11 @@ def parse_dims(text: str) -> Dims:
     inside = text[text.index("[") + 1 : text.index("]")]
     parts = [part for part in re.split(r",\s+|,(?=\d)", inside.strip()) if part]
     return tuple(tuple(_parse_subdim(factor) for factor in re.split(r"\s*[·*]\s*", part.strip())) for part in parts)
+
+
+def global_shape(dims: Iterable[Iterable[tuple[int, Any]]]) -> tuple[int, ...]:
+    """The shape of the whole tensor, from the factors (size, axes) of each dimension."""
+    return tuple(math.prod(size for size, _ in dim) for dim in dims)
 
 
 def written_dims(dims: Dims) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .dims import Dims, SubDim, parse_dims, written_dims
+from .dims import Dims, SubDim, global_shape, parse_dims, written_dims
 from .place import stacked_names
 
 DTYPES: dict[str, torch.dtype] = {
@@ -75,7 +75,7 @@ class Shard:
     @property
     def shape(self) -> tuple[int, ...]:
         """The whole tensor's shape."""
-        return tuple(math.prod(size for size, _ in dim) for dim in self.dims)
+        return global_shape(self.dims)
 
     @property
     def cut(self) -> frozenset[str]:
@@ -97,7 +97,7 @@ class Shard:
     def members_at(self, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> dict[str, tuple[int, int]]:
         """The members on the rank at a coordinate: name -> (first row there, number of rows)."""
         ((size, axes),) = self.dims[0]
-        count = size // _group_size(axes, sizes)
+        count = size // group_size(axes, sizes)
         first = count * _place(axes, sizes, coordinate)
         return {name: (row - first, rows) for name, row, rows in self.members if first <= row < first + count}
 
@@ -177,7 +177,7 @@ def _rows_held(dim: tuple[SubDim, ...], sizes: Mapping[str, int], coordinate: Ma
     """The numbers of the rows that the rank at a coordinate holds."""
     rows = [0]
     for size, axes in dim:
-        count = size // _group_size(axes, sizes)
+        count = size // group_size(axes, sizes)
         first = count * _place(axes, sizes, coordinate)
         rows = [size * row + index for row in rows for index in range(first, first + count)]
     return rows
@@ -215,7 +215,7 @@ class Returned:
         cut = next((index for index, (_, axes) in enumerate(factors) if "mb" in axes), None)
         if cut is not None:
             ways = {**sizes, "mb": len(parts)}
-            shape = [size // _group_size(axes, ways) for size, axes in factors]
+            shape = [size // group_size(axes, ways) for size, axes in factors]
             whole = torch.cat([part.reshape(shape) for part in parts], cut)
             return whole.reshape(self.shard.local_shape(sizes))
         return functools.reduce(torch.add, parts) if "mb" in self.partial or not factors else parts[-1]
@@ -239,13 +239,14 @@ def tokens_per_step(plan: Mapping[str, Any]) -> int:
     return (sequences or examples or [0])[0]
 
 
-def _group_size(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+def group_size(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """The number of ranks that differ only on these axes."""
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
 def _part(size: int, axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     """The elements of each part of a factor, spare ones included."""
-    return -(-size // _group_size(axes, sizes))
+    return -(-size // group_size(axes, sizes))
 
 
 def _place(axes: Sequence[str], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> int:
@@ -260,13 +261,13 @@ def local_part(whole: Tensor, dims: Dims, sizes: Mapping[str, int], coordinate: 
     """The part of `whole` at a coordinate, with zeros as spare elements. Axes that are absent from `sizes` do not
     cut.
     """
-    shape = tuple(math.prod(size for size, _ in dim) for dim in dims)
+    shape = global_shape(dims)
     if tuple(whole.shape) != shape:
         raise ValueError(f"tensor of shape {tuple(whole.shape)} where the layout says {shape}")
     factors = [factor for dim in dims for factor in dim]
     part = whole.reshape([size for size, _ in factors])
     for position, (size, axes) in enumerate(factors):
-        ways, index = _group_size(axes, sizes), _place(axes, sizes, coordinate)
+        ways, index = group_size(axes, sizes), _place(axes, sizes, coordinate)
         if ways > 1:
             each = _part(size, axes, sizes)
             first, last = min(index * each, size), min((index + 1) * each, size)
@@ -284,7 +285,7 @@ def microbatch_part(local: Tensor, dims: Dims, sizes: Mapping[str, int], count: 
     """Microbatch `index` of `count`, from a tensor that is already cut over the mesh's axes."""
     left = tuple(
         tuple(
-            (size // _group_size([a for a in axes if a != "mb"], sizes), tuple(a for a in axes if a == "mb"))
+            (size // group_size([a for a in axes if a != "mb"], sizes), tuple(a for a in axes if a == "mb"))
             for size, axes in dim
         )
         for dim in dims

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from .dims import global_shape
 from .documents import Malformed, Natural, Positive, at_least, contents, decoded, parsed
 
 FORMAT = 1  # the format of plan.json; readers refuse others
@@ -248,7 +249,7 @@ def _contradictions(plan: Plan) -> Iterator[str]:
     for name, entry in plan.parameters.items():
         if any(stage >= plan.stages for stage in entry.stages):
             yield f"{name!r} is of stages {list(entry.stages)}, of {plan.stages}"
-        shape = _global_shape(entry.layout)
+        shape = global_shape(_factors(entry.layout))
         if len(shape) != len(entry.shape) or any(map(int.__gt__, entry.shape, shape)):
             yield f"{name!r} has shape {list(entry.shape)} and layout {entry.layout}"
     for call in plan.calls:
@@ -274,10 +275,6 @@ def _factors(layout: str) -> list[list[tuple[int, list[str]]]]:
     dims = [re.split(r"\s*[·*]\s*", dim) for dim in inside.split(", ")] if inside else []
     matches = [[_FACTOR.fullmatch(factor) for factor in dim] for dim in dims]
     return [[(int(found[1]), found[2].split(",") if found[2] else []) for found in dim if found] for dim in matches]
-
-
-def _global_shape(layout: str) -> tuple[int, ...]:
-    return tuple(math.prod(size for size, _ in dim) for dim in _factors(layout))
 
 
 def _uncuttable(layout: str, sizes: Mapping[str, int], gathered: Names) -> str:

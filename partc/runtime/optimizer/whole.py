@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
-from ..layout import Shard, cutting
+from ..layout import Shard, cutting, group_size
 
 
 class WholeOptimizer:
@@ -94,7 +94,7 @@ class WholeOptimizer:
         if not cutting(shard.dims) & self._coordinate.keys():
             whole = part.clone()
         else:
-            whole = part.reshape([-(-size // self._group_size(axes)) for size, axes in factors])
+            whole = part.reshape([-(-size // group_size(axes, self._sizes)) for size, axes in factors])
             for position, (size, axes) in enumerate(factors):
                 for axis in reversed(axes):
                     whole = self._comm.group((axis,)).all_gather(whole, dim=position)
@@ -106,9 +106,3 @@ class WholeOptimizer:
         """This rank's part, as a copy."""
         part = self._shards[name].local(whole, self._sizes, self._coordinate)
         return part if part is whole else part.clone(memory_format=torch.contiguous_format)
-
-    def _group_size(self, axes: Collection[str]) -> int:
-        ways = 1
-        for axis in axes:
-            ways *= self._sizes.get(axis, 1)
-        return ways

@@ -41,8 +41,8 @@ from partc.ir.program import Repetition
 from partc.quoting import encodable
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import constants, entries, of_model, rebuilt
+from partc.runtime.train.plain_tensors import Members, registered
 from partc.runtime.train.precision import computing_in, dtype_held, held_in
-from partc.runtime.train.replay import registered
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase, fake_stored, without_modes
 
 Loss = Callable[[Any, Any], Any]
@@ -109,9 +109,11 @@ class _TracedStep(nn.Module):
         masks: Mapping[str, Recipe] | None = None,
         numbers: dict[str, Tensor] | None = None,
         parts: int = 1,
+        members: Members | None = None,
     ) -> None:
         super().__init__()
         self._parts = parts
+        self._members = members or Members.of(model)
         self._masks = masks or {}
         self.numbers = numbers or {}
         self._hooks = hooks
@@ -144,7 +146,7 @@ class _TracedStep(nn.Module):
             with (
                 computing_in(self._dtype), repeats.rows.with_parts(), self._watch.watching(),
                 counting(self._watch.modules), values.watching(), repeats.marking(), _conversions(),
-                _inference(), untraceable_modules(), self._with_masks(),
+                _inference(), untraceable_modules(), self._with_masks(), self._members.current(),
             ):  # fmt: skip
                 found = self._forward(batch)
             self._assumed.update(dict.fromkeys(values.sentences))
@@ -262,7 +264,7 @@ def capture(
     with recipes:
         model = _built(build, path)
     masks, numbers, pairs = recipes.masks(model), recipes.numbers(model), untrained_pairs(model)
-    modules = ModuleTree(model)
+    members, modules = Members.of(model), ModuleTree(model)
     rows = ModuleRows(modules.named, modules.groups, modules.weights, excluded)
     if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
         raise WholeTrace  # otherwise equal modules may have different numbers
@@ -303,6 +305,7 @@ def capture(
                     masks,
                     numbers,
                     parts,
+                    members,
                 )
 
                 def trace() -> torch.export.ExportedProgram:

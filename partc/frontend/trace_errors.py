@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from partc.errors import PartcError, Source, first_line
 from partc.frontend.model_files.model_file import blame
 from partc.installed import is_machinery, shortened
+from partc.runtime.train.plain_tensors import places_of
 
 _CHECK = "call the model on one batch in plain PyTorch, without partc, to see the whole error"
 _ROWS = (
@@ -154,7 +155,8 @@ def _raised_by_the_model(error: BaseException) -> bool:
 
 def plain_tensors(model: nn.Module) -> Iterator[str]:
     """The names of tensors that modules hold as plain attributes, which neither state dicts nor packages contain."""
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                yield f"{prefix}.{name}" if prefix else name
+    paths = {part: path for path, part in model.named_modules()}
+    known = {id(x) for x in (*model.parameters(), *model.buffers())}
+    for place in places_of(model):
+        if id(place.held) not in known:
+            yield ".".join(filter(None, (paths[place.part], place.name)))

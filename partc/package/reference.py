@@ -26,8 +26,8 @@ from partc.runtime.optimizer.kinds import kind_of, options_of
 from partc.runtime.optimizer.recipe import Group, parsed
 from partc.runtime.train.data import Tokens, call_with_options, load_model_file, source
 from partc.runtime.train.entries import entries, of_model, rebuilt
+from partc.runtime.train.plain_tensors import Members, registered
 from partc.runtime.train.precision import as_real, computing_in, dtype_held, held_in
-from partc.runtime.train.replay import registered
 
 DATA = ("data", "data_dtype", "data_labels", "data_end")  # options of train.py that choose the batches
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -345,7 +345,9 @@ def _microbatches(batch: Any, plan: dict[str, Any]) -> list[Any]:
 
 def loss_of(module: Any, model: nn.Module, batch: Any) -> Tensor:
     """The model file's loss: its own function, or the model's result, or that object's `.loss`."""
+    members = Members.of(model)
     result = module.loss(model, batch) if hasattr(module, "loss") else of_model(model, batch)
+    members.take()
     if not isinstance(result, Tensor):
         result = result["loss"] if isinstance(result, Mapping) else result.loss
     assert isinstance(result, Tensor)

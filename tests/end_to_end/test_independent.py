@@ -42,6 +42,7 @@ CHEAP = {
     "places_in_tables": (1, 5),
     "one_key_head": (1,),
     "plain_tensors": (1, 2),
+    "tensors_in_lists": (0, 6),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

@@ -125,7 +125,7 @@ COUNTED = Path(counted_rows.__file__)
     "style",
     [
         "length", "at least one", "item", "tensor and number", "elements", "unpacked", "bytes", "others", "root",
-        "as a tensor", "ones", "zeros", "expanded", "viewed", "kind",
+        "as a tensor", "ones", "zeros", "expanded", "expanded as", "repeated rows", "viewed", "kind",
     ],
 )  # fmt: skip
 def test_losses_compute_with_the_number_of_selected_rows(style: str) -> None:

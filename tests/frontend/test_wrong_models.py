@@ -139,14 +139,13 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     ),
     "gradients inside forward without seeds": (((OUT, "torch.autograd.grad(h, self.up.weight)[0].sum()"),), "P0206", 12),
     "gradients inside forward of nothing": (((OUT, "torch.autograd.grad(h.sum(), self.down.weight)[0].sum()"),), "P0206", 12),
-    "tensors in a list": (
-        (("self.up = nn", "self.tables = [torch.ones(12)]; self.up = nn"),
-         (OUT, f"({OUT}) * self.tables[0][x.long().clamp(0, 3)].sum()")), "P0211", 12,
+    "a list of views of weights": (
+        (("self.up = nn", "self.rows = []; self.up = nn"), ("self.down = nn", "self.rows.append(self.up.bias.data[:1]); self.down = nn"),
+         (OUT, f"({OUT}) * self.rows[0].sum()")), "P0211", 12,
     ),
-    "tensors in a list that forward makes again": (
+    "a list of tensors that grows": (
         (("self.up = nn", "self.tables = [torch.ones(12)]; self.up = nn"),
-         ("h = ", "self.tables = [each.to(x.device) for each in self.tables]; h = "),
-         (OUT, f"({OUT}) * self.tables[0][x.long().clamp(0, 3)].sum()")), "P0225", 11,
+         ("h = ", "self.tables = [*self.tables, x.mean(0)]; h = "), (OUT, f"({OUT}) * len(self.tables)")), "P0225", 11,
     ),
     "two buffers in one memory": (
         (("self.up = nn", "self.scale = torch.ones(12); self.first = self.scale[:2]; self.up = nn"),

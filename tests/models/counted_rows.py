@@ -44,6 +44,10 @@ def counted(style: str, x: Tensor, mask: Tensor) -> Tensor:
             return F.binary_cross_entropy_with_logits(rows[:, 0], torch.zeros(number).to(rows))
         case "expanded":
             return (rows - x[0].expand(number, -1)).square().mean()
+        case "expanded as":
+            return (rows - x[0].expand_as(rows) * x[:1].expand_as(rows)).square().mean()
+        case "repeated rows":
+            return (rows - x[0].repeat(number, 1) * x[:1].tile((len(rows), 1))).square().mean()
         case "viewed":
             return rows.reshape(number, 2, WIDTH // 2).square().mean()
         case "kind":

@@ -182,6 +182,24 @@ class Selections:
             return same
         return self._rows.selected(call.func(*args[:first], (*mask.shape, *sizes[1:]), *rest, **kwargs), mask)
 
+    def _expanded(self, call: _TorchCall) -> Any:
+        """x.expand_as(rows): a row that repeats for each selected row."""
+        held = self._rows.of(call.argument(1, "other"))
+        if held is None or held.dim or self._rows.of(call.given) is not None:
+            return NOT_SELECTED
+        shape = call.argument(1, "other").shape[1:]
+        return self._rows.selected(call.given.expand(*held.mask.shape, *shape), held.mask)
+
+    def _repeated(self, call: _TorchCall) -> Any:
+        """row.repeat(n, …) for n selected rows."""
+        x, *sizes = call.args
+        times = [*sizes[0]] if sizes and isinstance(sizes[0], tuple | list) else sizes
+        mask = times[0]._mask if times and isinstance(times[0], RowCount) else None
+        one = None if mask is None else call.func(x, (1, *times[1:]))
+        if one is None or mask is None or len(one) != 1:
+            return NOT_SELECTED
+        return self._rows.selected(one.expand(*mask.shape, *one.shape[1:]), mask)
+
     def _arange(self, call: _TorchCall) -> Any:
         """The numbers 0, 1, … of the selected rows."""
         mask = call.given._mask if len(call.args) == 1 and isinstance(call.given, RowCount) else None
@@ -409,6 +427,8 @@ def _named(names: str, rewrite: Callable[..., Any]) -> dict[str, Callable[..., A
 _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **_named("tensor as_tensor scalar_tensor", Selections._tensor),
     **_named("zeros ones full new_zeros new_ones new_full expand broadcast_to", Selections._select_rows),
+    "expand_as": Selections._expanded,
+    **_named("repeat tile", Selections._repeated),
     "arange": Selections._arange,
     **_named("where nonzero argwhere", Selections._find_places),
     "__getitem__": Selections._read,

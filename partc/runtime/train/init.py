@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from .data import call_with_options
-from .replay import CannotReplay, Recording, named_tensors, record, registered
+from .plain_tensors import registered
+from .replay import CannotReplay, Recording, named_tensors, record
 
 SMALL = 64 << 20  # bytes; replaying loads modules of torch that take more
 

@@ -32,6 +32,7 @@ from ..torch_private import (
     tree_map_only,
     without_modes,
 )
+from .plain_tensors import registered
 from .precision import as_real
 
 # Operations that overwrite their first argument without reading it.
@@ -412,25 +413,6 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, as_real(parameter.detach() if not isinstance(parameter, FakeTensor) else parameter)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield name, as_real(buffer)
-
-
-def registered(model: Any, wanted: Callable[[str], bool] = lambda name: True) -> Any:
-    """The model; a tensor that a module keeps as a plain attribute becomes a non-persistent buffer.
-
-    Not so tensors that require gradients, those in the memory of a weight, and those whose names are not `wanted`.
-    """
-    plain = [
-        (part, name, x)
-        for part in (model.modules() if isinstance(model, nn.Module) else ())
-        for name, x in vars(part).items()
-        if isinstance(x, Tensor) and x.layout == torch.strided and not x.requires_grad and wanted(name)
-    ]
-    weights = {storage_key(x) for x in model.parameters() if x.layout == torch.strided} if plain else set()
-    for part, name, x in plain:
-        if storage_key(x) not in weights:
-            delattr(part, name)
-            part.register_buffer(name, x, persistent=False)
-    return model
 
 
 class _Surroundings:

@@ -1,0 +1,178 @@
+"""Tensors that modules keep in plain attributes, also within lists, tuples, dicts and the user's own objects.
+
+self.table = torch.ones(8)                          the buffer table
+self.freqs = [torch.ones(4), {"a": torch.ones(6)}]    the buffers freqs[0] and freqs[1][a]
+self.weights = [self.first.weight, …]               no buffer: this list refers to a parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..torch_private import storage_key
+
+_DEPTH, _LONGEST = 4, 4096
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+
+
+def registered(model: Any, wanted: Callable[[str], bool] = lambda name: True) -> Any:
+    """The model; plain tensors of its modules become non-persistent buffers.
+
+    Not so tensors that require gradients, those in the memory of a weight, and those whose names are not `wanted`.
+    """
+    places = [*places_of(model)] if isinstance(model, nn.Module) else []
+    known = {id(x) for x in (*model.parameters(), *model.buffers())} if places else set()
+    plain = [
+        place
+        for place in places
+        if not (place.path and id(place.held) in known)
+        and place.held.layout == torch.strided
+        and not place.held.requires_grad
+        and wanted(place.name)
+    ]
+    weights = {storage_key(x) for x in model.parameters() if x.layout == torch.strided} if plain else set()
+    for place in plain:
+        if storage_key(place.held) in weights:
+            continue
+        if not place.path:
+            delattr(place.part, place.name)
+        if not hasattr(place.part, place.name):
+            place.part.register_buffer(place.name, place.held, persistent=False)
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainTensor:
+    """A tensor that a module keeps as an attribute (`path` is empty), or within one."""
+
+    part: nn.Module
+    attribute: str
+    path: tuple[Any, ...]
+    held: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.attribute + "".join(f"[{key}]" for key in self.path).replace(".", "_")
+
+    @property
+    def now(self) -> Any:
+        """The object there now; None if there is none."""
+        found = vars(self.part).get(self.attribute)
+        for key in self.path:
+            found = _item(found, key)
+        return found
+
+    def put(self, x: Tensor) -> None:
+        """Put another tensor there; tuples are made anew."""
+        vars(self.part)[self.attribute] = _with(vars(self.part)[self.attribute], self.path, x)
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Parameters and buffers to which places within attributes refer: each place with the weight's owner and name."""
+
+    found: tuple[tuple[PlainTensor, nn.Module, str], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Members:
+        places = [place for place in places_of(model) if place.path]
+        owners = {
+            id(x): (part, name)
+            for part in (model.modules() if places else ())
+            for store in (part._parameters, part._buffers)
+            for name, x in store.items()
+        }
+        return cls(tuple((place, *owners[id(place.held)]) for place in places if id(place.held) in owners))
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """A context in which the places have the tensors that are the weights now."""
+        weights = [
+            (place, owner._parameters.get(name, owner._buffers.get(name)), owner, name)
+            for place, owner, name in self.found
+        ]
+        put = Members(
+            tuple((replace(place, held=x), owner, name) for place, x, owner, name in weights if x is not None)
+        )
+        for place, _, _ in put.found:
+            place.put(place.held)
+        try:
+            yield
+            put.take()
+        finally:
+            for place, _, _ in self.found:
+                if isinstance(place.now, Tensor):
+                    place.put(place.held)
+
+    def take(self) -> None:
+        """Tensors that forward has put in the places of buffers become these buffers."""
+        for place, owner, name in self.found:
+            if isinstance(place.now, Tensor) and place.now is not place.held and name in owner._buffers:
+                owner._buffers[name] = place.now
+
+
+def places_of(model: nn.Module) -> Iterator[PlainTensor]:
+    """The tensors in attributes of the model's modules."""
+    empty: set[int] = set()
+    for part in model.modules():
+        for attribute, value in () if isinstance(part, torch.jit.ScriptModule) else [*vars(part).items()]:
+            if attribute not in _MEMBERS and "hook" not in attribute:
+                for path, x in _tensors(value, (), empty):
+                    yield PlainTensor(part=part, attribute=attribute, path=path, held=x)
+
+
+def _tensors(value: Any, path: tuple[Any, ...], empty: set[int]) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """The tensors in a value, each with its keys. `empty` has the ids of containers in which there are none."""
+    if isinstance(value, Tensor):
+        return [(path, value)]
+    if len(path) >= _DEPTH or id(value) in empty:
+        return []
+    items = _items(value)
+    if items:
+        empty.add(id(value))  # while its items are read, so that no cycle is followed
+    found = [each for key, item in items for each in _tensors(item, (*path, key), empty)]
+    if found:
+        empty.remove(id(value))
+    return found
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """The keys and values of a list, a tuple, a dict, or an object of a class in Python."""
+    if isinstance(value, dict):
+        found = [*value.items()]
+    elif isinstance(value, list | tuple):
+        found = [*enumerate(value)]
+    else:
+        found = (
+            [] if isinstance(value, nn.Module | type) or callable(value) else [*getattr(value, "__dict__", {}).items()]
+        )
+    return found if len(found) <= _LONGEST else []
+
+
+def _item(value: Any, key: Any) -> Any:
+    """The item of a key; None if there is none."""
+    if isinstance(value, list | tuple):
+        return value[key] if key in range(len(value)) else None
+    return value.get(key) if isinstance(value, dict) else getattr(value, "__dict__", {}).get(key)
+
+
+def _with(value: Any, path: tuple[Any, ...], x: Tensor) -> Any:
+    """The value with a tensor at a path: the same object, or another one for a tuple."""
+    if not path:
+        return x
+    key, *rest = path
+    new = _with(_item(value, key), tuple(rest), x)
+    if isinstance(value, tuple):
+        made = [*value[:key], new, *value[key + 1 :]]
+        return value._make(made) if hasattr(value, "_make") else tuple(made)
+    if isinstance(value, dict | list):
+        value[key] = new
+    else:
+        vars(value)[key] = new  # of frozen dataclasses as well
+    return value

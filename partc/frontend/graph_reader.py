@@ -33,6 +33,11 @@ from partc.torch_private import OpOverload
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _NUMBERS = (bool, int, float)  # types of the values of operations on constants
 _INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
+# Operations that return their operand itself if it has the wanted form, or if they drop nothing.
+_RETURNING = frozenset({
+    "to", "type_as", "contiguous", "flatten", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+    "resolve_conj", "resolve_neg", "real", "positive", "atleast_1d", "atleast_2d", "atleast_3d", "sum_to_size",
+})  # fmt: skip
 _AUTOCAST = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -336,10 +341,12 @@ class GraphReader:
         outputs = self._body(body)
         if _name(node) != "wrap_with_autocast" and node.args[0] is False:
             self._silence(prefix)
+        results: tuple[fx.Node, ...] = body.graph.output_node().args[0]
         for user in node.users:
             if user.target is operator.getitem:
-                made = outputs[user.args[1]]  # type: ignore[index]
-                self._names[user] = made if node.args[0] is not False else self._stopped(user, made)
+                index: int = user.args[1]  # type: ignore[assignment]
+                keeps = node.args[0] is not False or _returned(results[index]) in places
+                self._names[user] = outputs[index] if keeps else self._stopped(user, outputs[index])
 
     def _silence(self, start: int) -> None:
         """Mark changes in place under no_grad, whose new values have no gradient.
@@ -471,6 +478,33 @@ def _name(node: fx.Node) -> str:
         namespace, name = target._schema.name.split("::")
         return _CHANGES.get(name, name) if namespace in ("aten", "partc") else f"{namespace}::{name}"
     return getattr(target, "__name__", str(target))
+
+
+def _returned(node: fx.Node) -> fx.Node:
+    """The tensor that the code has as this node: some operations return an operand if nothing is to be done.
+
+    From there on, in later code too, the trace has their results for the operand.
+    """
+    while (operand := _operand(node)) is not None and _form(node) == _form(operand):
+        node = operand
+    return node
+
+
+def _operand(node: fx.Node) -> fx.Node | None:
+    """The operand that an operation returns if it has the wanted form."""
+    if node.target is operator.getitem:
+        made: Any = node.args[0]
+        return made.args[0][node.args[1]] if _name(made) == "broadcast_tensors" else None
+    if _name(node) not in _RETURNING or not isinstance(node.target, OpOverload):
+        return None
+    names = (argument.name for argument in node.target._schema.arguments)
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return None if given.get("copy") else node.all_input_nodes[0]
+
+
+def _form(node: Any) -> tuple[Any, ...]:
+    x: Tensor = node.meta["val"]
+    return x.dtype, x.device, x.shape, x.stride()
 
 
 def _module(node: fx.Node) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from partc.frontend.model_files.model_file import load
 from partc.frontend.state.caches import caches
 from partc.frontend.state.shared_memory import shared_with
 from partc.frontend.trace import Traced, trace_file, trace_model
+from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 from partc.ir.program import Program
 
@@ -351,3 +352,38 @@ def batch(): return {"x": torch.randn(8, 6)}
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_torchscript_compiled(tmp_path: Path) -> None:
     assert partc.compile(str(written(tmp_path, SCRIPTED)), mesh="dp=2", precision="fp64").verify(steps=2).ok
+
+
+RETURNED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "to": lambda h, w: h.to(w.dtype).contiguous(),
+    "copy": lambda h, w: h.to(w.dtype, copy=True),
+    "type_as": lambda h, w: h.type_as(w),
+    "dropout": lambda h, w: F.dropout(h, 0.5, training=False),
+    "real": lambda h, w: torch.real(+h),
+    "view": lambda h, w: torch.atleast_2d(h).view(h.shape),
+    "broadcast": lambda h, w: torch.broadcast_tensors(w[0], h)[1],
+}
+
+
+@pytest.mark.parametrize("form", RETURNED)
+def test_a_tensor_keeps_its_gradient_where_an_operation_under_no_grad_returns_it(form: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.above = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.below(x).sin()
+            with torch.no_grad():
+                same = RETURNED[form](h, self.above.weight)
+                scale = same.mean()
+            return (self.above(h) * same + scale).square().mean()
+
+    net, x = Net().double(), torch.randn(4, 6, dtype=torch.float64)
+    program = trace_model(Net, lambda: {"x": x}, name="net", mesh=ONE, precision="fp64").program
+    weights = list(net.parameters())
+    mine, eager = (torch.autograd.grad(loss, weights) for loss in (
+        evaluate_program(passes.run(program, {}, until="normalize")[-1].program, {"x": x}, dict(net.named_parameters())),
+        net(x),
+    ))  # fmt: skip
+    torch.testing.assert_close(mine, eager)

@@ -357,14 +357,27 @@ def derived_rows(known: set[str]) -> dict[str, Architecture]:
     """A row for each model type without one: its sizes and its batch are derived from the library."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    def row(kind: str) -> Architecture:
-        def build() -> nn.Module:
-            made = derived.of_kind(kind)
-            return made.model(made.config)
+    return {f"hf_{kind}": derived_row(kind) for kind in CONFIG_MAPPING_NAMES if kind not in known}
 
-        return Architecture(library="transformers", build=build, batch=lambda: derived.of_kind(kind).batch())
 
-    return {f"hf_{kind}": row(kind) for kind in CONFIG_MAPPING_NAMES if kind not in known}
+def derived_row(kind: str, head: str = "") -> Architecture:
+    def build() -> nn.Module:
+        made = derived.of_kind(kind, head)
+        return made.model(made.config)
+
+    return Architecture(library="transformers", build=build, batch=lambda: derived.of_kind(kind, head).batch())
+
+
+def head_rows() -> dict[str, Architecture]:
+    """A row for each class with a loss that transformers has for a task, of the model types in its tables."""
+    import transformers.models.auto.modeling_auto as auto
+
+    return {
+        head: derived_row(kind, head)
+        for name, table in vars(auto).items() if name.startswith("MODEL_FOR_") and name.endswith("_MAPPING_NAMES")
+        for kind, found in table.items() for head in (found if isinstance(found, tuple) else (found,))
+        if re.search("For(?!mer)", head)
+    }  # fmt: skip
 
 
 def newer_tasks() -> dict[str, Architecture]:
@@ -1948,9 +1961,11 @@ def of_files() -> dict[str, Architecture]:
 _of_transformers = of_transformers()
 _of_diffusers = {**of_diffusers(), **further_diffusers(), **called_diffusers()}
 DERIVED = {**derived_rows(set(_of_transformers)), **derived_diffusion_rows()}
+HEADS = head_rows()
 ARCHITECTURES = {
     **_of_transformers,
     **DERIVED,
+    **HEADS,
     **of_torchvision(),
     **of_timm(),
     **_of_diffusers,

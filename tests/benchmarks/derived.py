@@ -140,6 +140,8 @@ def small(plain: Any, level: int = 0) -> Any:
     if level < 2:
         known |= {name: value for name, value in identifiers(plain) if name in fields}
     config = type(plain)(**known)
+    if getattr(config, "pad_token_id", 0) is None:
+        config.pad_token_id = 0
     if hasattr(config, "use_cache"):
         config.use_cache = False
     return config
@@ -238,6 +240,14 @@ def plain_words(sizes: Sizes) -> Tensor:
     return torch.randint(min(3, sizes.words - 1), sizes.words, (BATCH, sizes.length))
 
 
+def ended_words(sizes: Sizes) -> Tensor:
+    """Random tokens that end with the token for it, and padding, at unequal lengths."""
+    made, last = plain_words(sizes), torch.randint(sizes.length // 2, sizes.length, (BATCH, 1))
+    places = torch.arange(sizes.length)
+    made = made.masked_fill(places == last, sizes.one("eos_token_id", default=2))
+    return made.masked_fill(places > last, sizes.one("pad_token_id", default=0))
+
+
 def picture(sizes: Sizes) -> Tensor:
     return noise(sizes.channels, sizes.image, sizes.image)
 
@@ -310,6 +320,8 @@ INPUTS: dict[str, tuple[Maker, ...]] = {
 }  # fmt: skip
 UNSURE = {"input_features_mask", "image_sizes", "encoder_hidden_states"}  # tried without and with
 LABELS: tuple[tuple[str, tuple[Maker, ...]], ...] = (
+    ("MultipleChoice|NextSentence", (lambda s: below(2),)),
+    ("TokenClassification|FrameClassification", (lambda s: below(2, s.length + s.places), lambda s: below(2, 64))),
     ("CausalLM|ConditionalGeneration|MaskedLM|Seq2Seq|ImageTextToText|Text2Text|PreTraining", (words, plain_words)),
     ("Classification", (lambda s: below(2), lambda s: below(2, s.length + s.places))),
     ("CTC|RNNT|TDT", (lambda s: torch.randint(3, 20, (BATCH, 4)),)),
@@ -376,10 +388,10 @@ def first_numbers(value: Any) -> Tensor | None:
 LARGEST = 60_000_000  # parameters
 
 
-def recipe(config: Any) -> Recipe:
-    """The first batch that a model of the configuration takes, forward and backward."""
+def recipe(config: Any, candidates: Sequence[type[nn.Module]]) -> Recipe:
+    """The first batch that a model of these classes takes, forward and backward."""
     said: list[str] = []
-    for kind in classes(config):
+    for kind in candidates:
         try:
             with torch.device("meta"):
                 if sum(p.numel() for p in kind(config).parameters()) > LARGEST:
@@ -414,6 +426,12 @@ def of_model(model: nn.Module, kind: type[nn.Module], config: Any, said: list[st
             if re.search(pattern, kind.__name__):
                 choices["labels"] = (*makers, absent)
                 break
+    if {"start_positions", "end_positions"} <= signature.keys():
+        choices |= dict.fromkeys(("start_positions", "end_positions"), (lambda s: below(s.length),))
+    if "input_ids" in choices and kind.__name__.endswith("ForSequenceClassification"):
+        choices["input_ids"] = (ended_words, words)
+    if kind.__name__.endswith("ForMultipleChoice"):
+        choices["input_ids"] = (lambda s: torch.stack((plain_words(s), plain_words(s)), 1),)
     if "return_loss" in signature:
         choices["return_loss"] = (lambda s: True,)
     tried = 0
@@ -482,26 +500,28 @@ def trained(model: nn.Module, attempt: Recipe) -> Recipe | str:
         return f"{type(error).__name__} {error}"
 
 
-_recipes: dict[str, Recipe] = {}
+_recipes: dict[tuple[str, str], Recipe] = {}
 
 
-def of_kind(kind: str) -> Recipe:
-    """The recipe of a model type of transformers."""
+def of_kind(kind: str, head: str = "") -> Recipe:
+    """The recipe of a model type of transformers, and of one of its classes."""
+    import transformers
     from transformers import CONFIG_MAPPING
 
-    if kind not in _recipes:
+    if (kind, head) not in _recipes:
         said = []
         for level in range(3):
             try:
                 with torch.device("cpu"):
                     config = small(CONFIG_MAPPING[kind](), level)
-                    _recipes[kind] = recipe(config)
+                    candidates = [getattr(transformers, head)] if head else classes(config)
+                    _recipes[kind, head] = recipe(config, candidates)
                 break
             except Exception as error:
                 said.append(f"{level}: {error}")
         else:
             raise Unbuildable(" @@ ".join(said))
-    return _recipes[kind]
+    return _recipes[kind, head]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,12 @@
 """The zoo: architectures of model libraries at tiny sizes, compiled and verified. `make zoo` runs it.
 
-Every architecture and mesh is one process with a time limit. A row ends as one of these:
+Every architecture and mesh is one process with limits of time and memory. A row ends as one of these:
 
     ok       loss, gradients and parameters equal the single-device model's in fp64
     refused  a PartcError with its code, before anything runs
     wrong    a difference above 1e-10
     crash    another exception
-    slow     no answer within the limit of processor time
+    slow     no answer within the limits of processor time and memory
     no model the library itself cannot build or train the model here
 
 Rows are added to a file as they come; a second run does the rows that the file lacks.
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -51,7 +52,8 @@ from partc.package.verify import verify  # noqa: E402
 from partc.rules import PARTIAL, flops, resolve  # noqa: E402
 from tests.prefork import _run as run_command  # noqa: E402
 
-MESHES: Mapping[str, int] = {"dp=2,tp=2": 1, "pp=2,tp=2": 2}  # with their microbatches
+MESHES = ("dp=2,tp=2", "pp=2,tp=2")
+ROTATED = (*MESHES, "pp=2,dp=2 zero=1", "cp=2,tp=2", "tp=3", "dp=2 zero=3")
 PRELOADED = (
     "torchvision.transforms", "transformers.modeling_utils", "transformers.models.auto.modeling_auto",
     "timm.models", "diffusers.models.modeling_utils",
@@ -88,6 +90,20 @@ def cut_share(program: Program) -> float:
     return cut / whole if whole else 0.0
 
 
+def options(mesh: str) -> Options:
+    """The options of a mesh, with its level of ZeRO after a space."""
+    axes, _, zero = mesh.partition(" zero=")
+    return Options.checked(
+        mesh=axes, microbatches=2 if "pp=" in axes else 1, precision="fp64", schedule="1f1b", seed=0, shard=(),
+        zero=zero or "0",
+    )  # fmt: skip
+
+
+def failure(text: str) -> str:
+    """The outcome of a row that ends with this error."""
+    return "slow" if "allocate memory" in text or "MemoryError" in text else "crash"
+
+
 def trains(name: str) -> str:
     """Train the model one step without partc; returns the cause of a failure."""
     try:
@@ -118,22 +134,22 @@ def proved(name: str, mesh: str, folder: Path) -> Row:
     except Exception as error:  # whatever a library says of sizes that it does not take
         return row("no model", f"{type(error).__name__}: {error}"[:600])
     try:
-        options = Options.checked(
-            mesh=mesh, microbatches=MESHES[mesh], precision="fp64", schedule="1f1b", seed=0, shard=()
+        done: Compilation = compilation(
+            str(HERE / "architectures.py"), None, options(mesh), model_options={"name": name}
         )
-        done: Compilation = compilation(str(HERE / "architectures.py"), None, options, model_options={"name": name})
         made = package(done)
         program, compiled = done.after("annotate"), processor_time() - start
         unruled = ", ".join(sorted({item.op for item in made.replicated_ops if not item.rule}))
         found = verify(made.write(folder / "build"), steps=1, virtual=True)
     except PartcError as error:
         if error.code.startswith("P05"):
-            return row("crash", f"{error.code} {error}"[-600:])
+            return row(failure(str(error)), f"{error.code} {error}"[-600:])
         if cause := trains(name):
             return row("no model", cause)
         return row("refused", f"{error.code} {error.source or ''}: {error.cause}")
     except Exception as error:  # every other exception is a fault of partc, which the table shows
-        return row("crash", f"{type(error).__name__}: {error}"[:600])
+        said = f"{type(error).__name__}: {error}"
+        return row(failure(said), said[:600])
     return row("ok" if found.ok else "wrong", f"{found.worst.rel_err:.0e} {found.worst.kind} {found.worst.name}")
 
 
@@ -142,8 +158,8 @@ def processor_time() -> float:
     return sum(os.times()[:4])
 
 
-def limited(name: str, mesh: str, limit: int) -> Row:
-    """`proved` in a process of its own, which ends after `limit` seconds of processor time."""
+def limited(name: str, mesh: str, limit: int, memory: int) -> Row:
+    """`proved` in a process of its own with `limit` seconds of processor time and `memory` GiB."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -152,6 +168,7 @@ def limited(name: str, mesh: str, limit: int) -> Row:
         silence()
         spent = math.ceil(time.process_time())
         resource.setrlimit(resource.RLIMIT_CPU, (spent + limit, spent + limit + 1))
+        resource.setrlimit(resource.RLIMIT_DATA, (memory << 30, memory << 30))
         with tempfile.TemporaryDirectory(prefix="partc-zoo-") as folder:
             os.write(write, json.dumps(asdict(proved(name, mesh, Path(folder)))).encode())
         os._exit(0)
@@ -166,9 +183,10 @@ def limited(name: str, mesh: str, limit: int) -> Row:
     if text:
         return Row(**json.loads(text))
     ended = -os.waitstatus_to_exitcode(status)
-    outcome, detail = (
-        ("slow", f"over {limit} s") if ended == signal.SIGXCPU else ("crash", f"process ended with {ended}")
-    )
+    outcome, detail = {
+        signal.SIGXCPU: ("slow", f"over {limit} s"),
+        signal.SIGKILL: ("slow", "killed for its memory"),
+    }.get(ended, ("crash", f"process ended with {ended}"))
     library = architectures.ARCHITECTURES[name].library
     return Row(name=name, library=library, mesh=mesh, outcome=outcome, detail=detail, total_s=float(limit))
 
@@ -214,15 +232,21 @@ def read(results: Path) -> dict[tuple[str, str], Row]:
     return {(row.name, row.mesh): row for row in rows}
 
 
+def of_name(name: str, meshes: Sequence[str]) -> Sequence[str]:
+    """The one mesh of an architecture where meshes rotate."""
+    return [meshes[zlib.crc32(name.encode()) % len(meshes)]]
+
+
 def report(rows: Sequence[Row]) -> Iterator[str]:
     """The table in Markdown: one line per architecture, a cell per mesh."""
-    yield f"| architecture | library | {' | '.join(MESHES)} | flops cut by tp | compile s |"
-    yield f"|---|---|{'---|' * len(MESHES)}---:|---:|"
+    meshes = list(dict.fromkeys(row.mesh for row in rows))
+    yield f"| architecture | library | {' | '.join(meshes)} | flops cut by tp | compile s |"
+    yield f"|---|---|{'---|' * len(meshes)}---:|---:|"
     names = dict.fromkeys(row.name for row in rows)
     for name in names:
         found = {row.mesh: row for row in rows if row.name == name}
         cells = [f"{r.outcome} {r.detail.split(' ')[0] if r.outcome in ('ok', 'refused') else ''}".strip()
-                 if (r := found.get(mesh)) else "" for mesh in MESHES]  # fmt: skip
+                 if (r := found.get(mesh)) else "" for mesh in meshes]  # fmt: skip
         some = next(iter(found.values()))
         cut = " / ".join(f"{row.cut:.0%}" for row in found.values())
         took = " / ".join(f"{row.compile_s:.1f}" for row in found.values())
@@ -237,22 +261,27 @@ def main() -> int:
     parser.add_argument(
         "--derived", action="store_true", help="instead, the model types of transformers without a row of their own"
     )
-    parser.add_argument("--mesh", action="append", help="instead of all")
+    parser.add_argument("--heads", action="store_true", help="instead, the classes of transformers for each task")
+    parser.add_argument("--mesh", action="append", help="instead of all; with ZeRO: 'dp=2 zero=3'")
+    parser.add_argument("--rotate", action="store_true", help="every architecture on one of six meshes")
     parser.add_argument(
         "--results", type=Path, default=ROOT / "build" / "zoo.jsonl", help="the rows, added as they come"
     )
     parser.add_argument("--again", action="append", default=[], help="outcomes to do once more, such as crash")
     parser.add_argument("--limit", type=int, default=60, help="seconds of processor time for a row")
+    parser.add_argument("--memory", type=int, default=8, help="GiB of memory for a row")
     parser.add_argument("--part", default="0/1", help="1/3: the second third of the rows")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     given = parser.parse_args()
-    meshes = given.mesh or list(MESHES)
+    meshes = given.mesh or list(ROTATED if given.rotate else MESHES)
     part, parts = map(int, given.part.split("/"))
-    kinds = architectures.DERIVED if given.derived else architectures.ARCHITECTURES.keys() - architectures.DERIVED
+    own = architectures.ARCHITECTURES.keys() - architectures.DERIVED.keys() - architectures.HEADS.keys()
+    kinds = architectures.DERIVED if given.derived else architectures.HEADS if given.heads else own
     names = [
         n for n in architectures.ARCHITECTURES if n in kinds and any(fnmatchcase(n, p) for p in given.only or ["*"])
     ]
-    wanted = [(name, mesh) for index, name in enumerate(names) if index % parts == part for mesh in meshes]
+    chosen = [name for index, name in enumerate(names) if index % parts == part]
+    wanted = [(name, mesh) for name in chosen for mesh in (of_name(name, meshes) if given.rotate else meshes)]
     known = read(given.results)
     todo = [key for key in wanted if key not in known or known[key].outcome in given.again or "all" in given.again]
     if todo:
@@ -263,7 +292,7 @@ def main() -> int:
                 __import__(module)
         given.results.parent.mkdir(parents=True, exist_ok=True)
     for name, mesh in todo:
-        row = known[name, mesh] = limited(name, mesh, given.limit)
+        row = known[name, mesh] = limited(name, mesh, given.limit, given.memory)
         with given.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(row)) + "\n")
         print(f"{row.outcome:8} {name:24} {mesh} {row.compile_s:5} {row.total_s:5} {row.cut:.0%} {row.uncovered} "

@@ -40,7 +40,7 @@ from partc.passes.tables.lookups import Cut
 from partc.runtime.documents import Malformed, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
 from partc.sharding.choices import axis_order
-from partc.sharding.placements import most_repeated
+from partc.sharding.placements import large_parts
 
 _Key = tuple[object, ...]
 _ROUNDING = 1e-9  # relative rounding error of sums of seconds in different orders
@@ -217,7 +217,7 @@ class Simulator:
             calls = self._memoized(("outline", *widths, len(stages)), lambda: outlined(stages))
             widths = (*widths, len(stages))
         sized = replace(calls, mesh=placed.mesh, microbatches=placed.microbatches)
-        sizes: _Key = (_local(sized), most_repeated(sized))
+        sizes: _Key = (_local(sized), large_parts(sized))
 
         def annotated() -> tuple[Program, int]:
             laid = passes.between("outline", "annotate", sized, given)

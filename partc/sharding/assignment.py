@@ -19,6 +19,7 @@ from partc.errors import InternalError
 from partc.sharding.integer_program import solved
 
 Price = Mapping[str, float]  # criterion -> amount
+Kept = tuple[tuple[np.ndarray, float], ...]  # costs of earlier objectives, and their minima, which must not rise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,45 +82,46 @@ def solve(
     from scipy.optimize import Bounds, LinearConstraint
 
     model = _Model(problem, forbid)
-    if not model.feasible:
-        return None
-    kept: list[tuple[np.ndarray, float]] = []  # (costs of an earlier objective, its minimum), which must not rise
-    found: np.ndarray | None = None
+    costs = [cost / np.max(cost) for cost in map(model.cost, objectives) if cost.any()]
 
-    def minimised(cost: np.ndarray, slack: float) -> Any:
-        bounds = [
-            LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
-        ]
-        return solved(
-            cost,
-            constraints=[model.constraints, *bounds],
-            integrality=model.integrality,
-            bounds=Bounds(0, model.upper),
-            options={"mip_rel_gap": 1e-9},
-        )
-
-    for weights in objectives:
-        cost = model.cost(weights)
-        scale = float(np.max(np.abs(cost), initial=0.0))
-        if scale == 0.0 and found is not None:
-            continue
-        cost = cost / (scale or 1.0)
+    def minimised(cost: np.ndarray, upper: np.ndarray, kept: Kept) -> np.ndarray | None:
         # Slack for the solver's tolerance, relative to the largest price; the first value nearly always suffices.
         for slack in (1e-6, 1e-5, 1e-4):
-            result = minimised(cost, slack)
-            if result.status != 2 or found is None:
-                break
-        if result.status == 2 and found is None:
+            bounds = [
+                LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
+            ]
+            result = solved(
+                cost,
+                constraints=[model.constraints, *bounds],
+                integrality=model.integrality,
+                bounds=Bounds(0, upper),
+                options={"mip_rel_gap": 1e-9},
+            )
+            if result.status == 2 and kept:
+                continue
+            if result.status != 2 and result.x is None:
+                raise InternalError(f"the placement solver stopped: {result.message}")
+            found: np.ndarray | None = result.x
+            return found
+        return None
+
+    def least(costs: Sequence[np.ndarray], upper: np.ndarray, kept: Kept) -> np.ndarray | None:
+        """The columns with the least costs, in order; None if no choice remains. `kept` are earlier costs."""
+        if not model.leaves_choices(upper):
             return None
-        if result.status == 2:
-            continue
-        if result.x is None:
-            raise InternalError(f"the placement solver stopped: {result.message}")
-        found = result.x
-        kept.append((cost, float(cost @ np.round(found, 9))))
-    if found is None:
-        raise InternalError("no objective to minimise")
-    return model.solution(found)
+        cost, *rest = costs
+        # No price is negative, so that a choice without priced columns has the least cost.
+        free = least(rest, np.where(cost > 0.0, 0.0, upper), kept) if rest else None
+        if free is not None:
+            return free
+        found = minimised(cost, upper, kept)
+        if found is None or not rest:
+            return found
+        better = least(rest, upper, (*kept, (cost, float(cost @ np.round(found, 9)))))
+        return found if better is None else better
+
+    found = least(costs or [np.zeros(len(model.upper))], model.upper, ())
+    return None if found is None else model.solution(found)
 
 
 class _Model:
@@ -135,7 +137,6 @@ class _Model:
         self._high: list[float] = []
         self._columns: dict[Hashable, list[int]] = {}
         self._nodes = {node.name: node for node in problem.nodes}
-        self.feasible = True
         for node in problem.nodes:
             self._add_node(node, forbid)
         for wire in problem.wires:
@@ -162,7 +163,6 @@ class _Model:
             self._column(choice.price, integral=True, upper=0.0 if (node.name, choice.label) in forbid else 1.0)
             for choice in node.alternatives
         ]
-        self.feasible &= any(self._upper[column] for column in columns)
         self._columns[node.name] = columns
         self._row(columns, (), 1.0, 1.0)
 
@@ -202,6 +202,10 @@ class _Model:
                 if key not in changed:
                     changed[key] = self._column(prices[key])
                 self._row((changed[key],), (column,), 0.0, np.inf)
+
+    def leaves_choices(self, upper: np.ndarray) -> bool:
+        """Whether each node has an alternative whose column has a positive upper bound."""
+        return all(upper[columns].any() for columns in self._columns.values())
 
     @property
     def integrality(self) -> np.ndarray:

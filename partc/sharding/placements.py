@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,12 +14,12 @@ from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_p
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.mesh import PIPELINE_AXIS, cuts_batch, holds_weights_whole
 from partc.ir.operations import VIEWS
-from partc.ir.program import FLOATING, ITEMSIZE, Choice, Graph, Op, Program, Region, TensorType
+from partc.ir.program import FLOATING, ITEMSIZE, Choice, Graph, Op, Parameter, Program, Region, TensorType
 from partc.rules import RING, Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts
 from partc.rules.tried import rule_of
 from partc.sharding import reshard
 from partc.sharding.assignment import Alternative, Node, Price, Problem, Solution, Wire
-from partc.sharding.choices import axis_order, layouts
+from partc.sharding.choices import axis_order, layouts, weight_axes
 from partc.sharding.pins import Pin
 
 Slot = tuple[
@@ -73,10 +74,41 @@ def build(program: Program, axis: str, pins: Sequence[Pin], *, expert_axes: tupl
     return _PlacementProgram(program, axis, pins, by_rows=axis in expert_axes, by_matrix=by_matrix).build()
 
 
-def most_repeated(program: Program) -> float:
+def _most_repeated(program: Program) -> float:
     """The least number of bytes of a table that is too large to be replicated."""
-    stored = sum(math.prod(item.type.shape) * ITEMSIZE[item.type.dtype] for item in program.parameters)
+    stored = sum(map(_stored, program.parameters))
     return min(_LARGE_TABLE * stored / program.mesh.axis(PIPELINE_AXIS), _LARGE_BYTES)
+
+
+def large_parts(program: Program) -> frozenset[tuple[TensorType, int]]:
+    """The types of tables, each with the numbers of parts, for one or several of them, that may be replicated.
+
+    Layouts depend on the number of pipeline ranks only through these.
+    """
+    most = math.prod(program.sizes[axis] for axis in weight_axes(program.sizes))
+    if most == 1:
+        return frozenset()
+    small = _most_repeated(program)
+    params = {region.name: [value.name for value in region.params] for region in program.regions}
+    read = {
+        (region.name, params[region.name].index(name))
+        for region in program.regions
+        for op in region.forward.ops
+        if op.name == "embedding" and (name := next(op.refs())) in params[region.name]
+    }
+    tables = {name for call in program.calls for index, name in enumerate(call.params) if (call.region, index) in read}
+    types = {item.type: _stored(item) for item in program.parameters if item.name in tables}
+    counts = Counter(item.type for item in program.parameters if item.type in types)
+    found = {
+        (type, min(most, math.ceil(count * bytes / small)))
+        for type, bytes in types.items()
+        for count in range(1, counts[type] + 1)
+    }
+    return frozenset(found)
+
+
+def _stored(parameter: Parameter) -> int:
+    return math.prod(parameter.type.shape) * ITEMSIZE[parameter.type.dtype]
 
 
 class _PlacementProgram:
@@ -94,7 +126,7 @@ class _PlacementProgram:
         self.pure = {call.region for call in program.calls if call.name in calls}  # cheap, so they are replicated
         self.needs = gradient_inputs(program)
         self.trainable = trainable_params(program)
-        self.small = most_repeated(program)
+        self.small = _most_repeated(program)
         ops = [op for region in program.regions for op in region.forward.ops if _is_ordered(op)]
         # Lengths of sequences with an early and a late half.
         self.halved = {op.results[0].type.shape[ROWS] for op in ops}

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from partc import passes
 from partc.cli import main
 from partc.cluster.cluster import preset
 from partc.compilation.plan import ParallelPlan, read
@@ -485,6 +486,18 @@ def test_regions_are_lowered_once_for_all_parts_of_the_batch(model: str, bodies:
         found.add(shared.differentiated(plan)[0])
         assert shared.predict(plan, everywhere=True) == alone.predict(plan)
     assert len(found) == bodies
+
+
+def test_layouts_are_chosen_once_for_all_numbers_of_pipeline_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table has more than a hundredth of the weights of every stage, so that it is cut on each mesh."""
+    ran: list[str] = []
+    apply = passes._applied
+    monkeypatch.setattr(passes, "_applied", lambda entry, *given: ran.append(entry.name) or apply(entry, *given))
+    cluster = preset("2x8xH100-80GB")
+    simulator = Simulator(GPT, cluster, calibration(cluster))
+    for mesh, programs in (("dp=2,tp=2", 1), ("pp=2,dp=2,tp=2", 1), ("pp=4,dp=2,tp=2", 1), ("dp=2,tp=4", 2)):
+        simulator.differentiated(ParallelPlan(mesh=mesh, microbatches=2))
+        assert ran.count("annotate") == programs, mesh
 
 
 def test_a_plan_with_one_microbatch_is_predicted_and_bounded_as_it_is_simulated_alone() -> None:

@@ -89,6 +89,19 @@ def test_forbidden_alternatives_are_avoided() -> None:
     assert solve(problem, objective, forbid=frozenset({("only", "cheap"), ("only", "dear")})) is None
 
 
+def test_objectives_that_can_be_zero_need_no_program_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    monkeypatch.setattr("partc.sharding.assignment.solved", lambda *a, **given: ran.append(1) or solved(*a, **given))
+    prices = ({"work": 1.0, "bytes": 1.0}, {"bytes": 3.0}, {"bytes": 2.0, "moved": 1.0})
+    choices = tuple(Alternative(label=label, makes=("R",), price=price) for label, price in enumerate(prices))
+    objectives = ({"work": 1.0}, {"moved": 1.0}, {"bytes": 1.0})
+    for alternatives, best, programs in ((choices, 1, 1), (choices[::2], 2, 2), (choices[:1], 0, 2)):
+        ran.clear()
+        found = solve(Problem(nodes=(Node(name="only", alternatives=alternatives),), wires=()), objectives)
+        assert found is not None and found.chosen["only"].label == best
+        assert len(ran) == programs
+
+
 def test_text_of_the_solver_is_not_on_standard_output(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

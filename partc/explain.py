@@ -188,8 +188,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0216": CodeExplanation(
         "a backward pass that partc cannot trace",
         "partc traces the backward of a torch.autograd.Function, and hooks that return a new gradient, like forward; "
-        "torch.autograd.grad becomes operations of its own. "
-        "It refuses what no operations of a graph stand for: functions that change their operands or call autograd, "
+        "torch.autograd.grad becomes operations of its own, and so does a backward pass inside such a backward. "
+        "It refuses what no operations of a graph stand for: functions that change their operands, "
         "backward() inside forward, torch.autograd.grad through such functions or with is_grads_batched, "
         "hooks on sums of gradients, hooks that only read, hooks on a module's operands that read the gradient of its "
         "result, and hooks on a tensor that was read before; "

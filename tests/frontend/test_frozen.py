@@ -86,6 +86,7 @@ WRONG = {
     "training": "y = self.drop(self.up(x))\nself.eval()\nreturn y",
     "manual_seed": "torch.manual_seed(3)\nreturn self.drop(self.up(x))",
     "seed in a fork": "with torch.random.fork_rng(devices=[]):\n    torch.manual_seed(4)\n    return self.drop(self.up(x))",
+    "an earlier state": "state = torch.get_rng_state()\nx = self.drop(self.up(x))\ntorch.set_rng_state(state)\nreturn self.drop(x)",
     "parameter": "self.more = nn.Parameter(torch.ones(6))\nreturn self.up(x) * self.more",
     "first value": "x = self.up(x)\nself.last = x.detach().mean(0) if self.last is None else self.last\nreturn x - self.last",
     "first buffer": "x = self.up(x)\nself.hidden = x.detach() if self.hidden is None else self.hidden\nreturn x - self.hidden",

@@ -30,6 +30,7 @@ from partc.frontend.gradients.inner_gradients import inner_gradient
 from partc.frontend.repeats.module_rows import WholeTrace
 from partc.installed import shortened, user_frame
 from partc.ir import operators  # noqa: F401 (defines the operators)
+from partc.runtime.torch_private import tree_map_only
 from partc.torch_private import (
     CHECKPOINT,
     FULL_HOOKS,
@@ -169,7 +170,7 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
     """
     apply, hook = vars(torch.autograd.Function)["apply"], Tensor.register_hook
     grad, backward = torch.autograd.grad, torch.autograd.backward
-    inside: list[type] = []  # functions whose backward runs
+    inside: list[_Pairs] = []  # the gradients of weights that each running backward accumulates
 
     def own_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
@@ -187,13 +188,24 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
     def hooked(x: Tensor, hook: Hook) -> RemovableHandle:
         return register_hook(x, hook, parts)
 
-    def refused_backward(*args: Any, **kwargs: Any) -> Any:
-        raise _refused(f"the backward of {inside[-1].__name__} calls autograd" if inside else _OWN)
+    def own_backward(
+        tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+        grad_variables: Any = None, inputs: Any = None,
+    ) -> None:  # fmt: skip
+        if not inside:
+            raise _refused(_OWN)
+        leaves = [*_leaves(tensors)] if inputs is None else [inputs] if isinstance(inputs, Tensor) else [*inputs]
+        found = inner(tensors, leaves, grad_tensors, create_graph=create_graph, allow_unused=True)
+        for x, g in zip(leaves, found, strict=True):
+            if g is not None and isinstance(x, nn.Parameter):
+                inside[-1].append((x, g))
+            elif g is not None:
+                x.grad = g if x.grad is None else x.grad + g
 
     def own_grad(*args: Any, **kwargs: Any) -> Any:
         if inside_functorch():
             return grad(*args, **kwargs)
-        return (refused_backward if inside else inner)(*args, **kwargs)
+        return inner(*args, **kwargs)
 
     def report(frame: FrameType | None) -> None:
         frame = user_frame(frame)
@@ -207,7 +219,7 @@ def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) 
     without_reentrance = getattr(checkpoint, CHECKPOINT)
     setattr(checkpoint, CHECKPOINT, own_checkpoint)
     inner = inner_gradient(grad, whole)
-    torch.autograd.grad, torch.autograd.backward = own_grad, refused_backward
+    torch.autograd.grad, torch.autograd.backward = own_grad, own_backward
     torch.autograd.Function.apply = classmethod(own_apply)  # type: ignore[assignment,method-assign]
     Tensor.register_hook = hooked  # type: ignore[method-assign]
     try:
@@ -231,7 +243,7 @@ def register_hook(x: Tensor, hook: Hook, parts: int = 1) -> RemovableHandle:
     return RemovableHandle(OrderedDict())
 
 
-def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: list[type], parts: int) -> Any:
+def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: list[_Pairs], parts: int) -> Any:
     """The results of an autograd function, with the gradients that its backward defines."""
     apart = cls.setup_context is not torch.autograd.Function.setup_context
     if apart:  # forward takes no context, but arguments by name
@@ -248,6 +260,9 @@ def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: l
         made = cls.forward(*given) if apart else cls.forward(context, *given)
     if apart:
         cls.setup_context(context, given, made)
+    weights = {id(x): arg for x, arg in zip(given, args, strict=True) if isinstance(arg, nn.Parameter)}
+    held = tree_map_only(Tensor, lambda x: weights.get(id(x), x), vars(context))
+    vars(context).update(held)  # backward may differentiate with respect to weights
     results = list(made) if isinstance(made, tuple) else [made]
     flat = {id(x) for x in context.without_gradient}
     carrying = [
@@ -260,12 +275,10 @@ def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: l
         incoming = [torch.zeros_like(x) if isinstance(x, Tensor) else None for x in results]
         for place in carrying:
             incoming[place] = _incoming(results[place], parts)
-        for places, found in _backward(cls, context, incoming, carrying, inside):
-            pairs = [
-                (arg, _fitted(gradient, arg, parts))
-                for arg, gradient, needed in zip(args, found, needs, strict=False)
-                if needed and gradient is not None
-            ]
+        for places, found, leaves in _backward(cls, context, incoming, carrying, inside):
+            returned = zip(args, found, needs, strict=False)
+            pairs = [(arg, g) for arg, g, needed in returned if needed and g is not None]
+            pairs = [(arg, _fitted(g, arg, parts)) for arg, g in (*pairs, *leaves)]
             if pairs:
                 operands, gradients = map(list, zip(*pairs, strict=True))
                 values = [results[place] for place in places]
@@ -276,30 +289,45 @@ def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: l
 
 
 _Returned = tuple[Tensor | None, ...]
+_Pairs = list[tuple[Tensor, Tensor]]
 
 
 def _backward(
-    cls: Any, context: _Context, incoming: Sequence[Tensor | None], carrying: list[int], inside: list[type]
-) -> list[tuple[list[int], _Returned]]:
-    """Groups of results, each with the operands' gradients that backward returns for it.
+    cls: Any, context: _Context, incoming: Sequence[Tensor | None], carrying: list[int], inside: list[_Pairs]
+) -> list[tuple[list[int], _Returned, _Pairs]]:
+    """Groups of results, each with the operands' gradients that backward returns for it, and the weights' gradients
+    that it accumulates by `torch.autograd.backward`.
 
     Without materialized gradients, the gradient of a result that the loss does not read is None. A trace only knows at
     its end which results are read. So backward runs once for each result, with None for the others, and the gradients
     are summed. If it fails on None, it runs once with all gradients.
     """
 
-    def run(given: Sequence[Tensor | None]) -> _Returned:
-        inside.append(cls)
+    def run(given: Sequence[Tensor | None], places: list[int]) -> tuple[list[int], _Returned, _Pairs]:
+        inside.append([])
         try:
             found = (cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp)(context, *given)
         finally:
-            inside.pop()
-        return found if isinstance(found, tuple) else (found,)
+            weights = inside.pop()
+        return places, found if isinstance(found, tuple) else (found,), weights
 
     if len(carrying) > 1 and not context.materialize_grads:
         with suppress(TypeError, AttributeError):
-            return [([place], run([x if i == place else None for i, x in enumerate(incoming)])) for place in carrying]
-    return [(carrying, run(incoming))]
+            return [run([x if i == place else None for i, x in enumerate(incoming)], [place]) for place in carrying]
+    return [run(incoming, carrying)]
+
+
+def _leaves(results: Any) -> Iterator[Tensor]:
+    """The leaves of the autograd graph behind one or more tensors."""
+    waiting: list[Any] = [x.grad_fn for x in ([results] if isinstance(results, Tensor) else results)]
+    seen = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                yield node.variable
+            waiting += [below for below, _ in node.next_functions]
 
 
 def _incoming(x: Tensor, parts: int) -> Tensor:

@@ -22,7 +22,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from partc.errors import PartcError, Source
-from partc.installed import is_installed
+from partc.installed import is_installed, shortened, user_frame
 from partc.torch_private import without_modes
 
 DEPTH, ITEMS = 4, 4096
@@ -54,6 +54,7 @@ class Change:
     name: str
     tensors: bool  # whether tensors are all that changed
     always: bool = False  # whether it is refused even if the graphs are equal
+    source: Source | None = None  # the line that makes the change, where it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +273,7 @@ def _without_tensors(frozen: Any) -> Any:
 def _named(where: str, name: str, owner: Any) -> str:
     match where.split(" ", 1):
         case ["torch"] if name == "generator":
-            return "the seed of torch's generator"
+            return "the seed or state of torch's generator"
         case ["torch"]:
             return "torch's default dtype"
         case ["random" | "numpy.random"]:
@@ -297,14 +298,27 @@ _GENERATOR = "default_generator"  # which torch.manual_seed seeds
 
 
 class _Seeds:
-    """Torch's generator, which records every seeding, even one that sets the same seed or is undone later."""
+    """Torch's generator, which records every seeding, even one that sets the same seed or is undone later, and every
+    return to an earlier state.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator, self.given = generator, False
+        self.source: Source | None = None
+
+    def _note(self) -> None:
+        frame = user_frame(sys._getframe(2))
+        if frame is not None and not self.given:
+            self.source = Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+        self.given = True
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        self.given = True
+        self._note()
         return self._generator.manual_seed(seed)
+
+    def set_state(self, state: Tensor) -> torch.Generator:
+        self._note()
+        return self._generator.set_state(state)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
@@ -337,7 +351,8 @@ class StateWatch:
         if seeds.given:
             self.state.values["torch", "generator"] = "another seed"
         for change in before.changes(self.state):
-            self.changes[change.key] = change
+            seeding = seeds.given and change.key == ("torch", "generator")
+            self.changes[change.key] = replace(change, source=seeds.source) if seeding else change
         for where, name in self.changes:
             if where.split(" ")[0] == "self" and name != "training":
                 module = self.named[where.removeprefix("self").removeprefix(" of ")]
@@ -602,12 +617,13 @@ def refusal(change: Change | None, state: State) -> PartcError:
 
 def change_source(change: Change, state: State) -> Source | None:
     """The first line of the user's code that makes the change."""
+    if change.source is not None:
+        return change.source
     name = change.name
     members = change.key[0].startswith("members ") and change.key[1] != "requires_grad"
     if not members and (change.always or change.key[0] in ("random", "numpy.random", "torch")):
         words = {
             "requires_grad": {"requires_grad_", "requires_grad"},
-            "generator": {"manual_seed", "seed"},
             "default dtype": {"set_default_dtype"},
         }.get(name, {change.key[0].split(".")[0]})
         return next(

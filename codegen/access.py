@@ -11,9 +11,9 @@ from itertools import groupby
 from partc.codegen.calls import Run
 from partc.codegen.source import Function, Line
 from partc.codegen.stage_facts import StageFacts
-from partc.codegen.weights import counted, strings
+from partc.codegen.weights import counting_iterable, strings
 from partc.communication.descriptions import moved
-from partc.ir.folding import ranged, ranges
+from partc.ir.folding import item_range, ranges
 from partc.ir.program import (
     ActionStatement,
     BodyKind,
@@ -248,7 +248,7 @@ class _RunWriter:
             yield Line(code=f"self.{column.scatter}.{verb}()", notes=notes)
         elif subject == "scatter":
             unit = self.unit(column.items, "unit")
-            yield Line(code=started(self.facts, f"{unit}.scatter(g)"), notes=notes)
+            yield Line(code=start_scatter(self.facts, f"{unit}.scatter(g)"), notes=notes)
             yield Line(code="del g")
         else:
             here = column.items == tuple(call.name for call in self.calls)
@@ -267,13 +267,15 @@ class _RunWriter:
         taken = [name for name in ("p", "g", "number") if name in function.passes and not (name == "p" and parted)]
         lists += [(name, f"reversed({tables[name]})" if backwards else tables[name]) for name in taken]
         if self.counts:
-            numbers = ("i", counted(self.run.numbers)) if self.run.numbers else ("name", strings(_called(self.run)))
+            numbers = (
+                ("i", counting_iterable(self.run.numbers)) if self.run.numbers else ("name", strings(_called(self.run)))
+            )
             lists.insert(0, (numbers[0], f"reversed({numbers[1]})" if backwards else numbers[1]))
         uses = frozenset({"NOTHING"} if any(None in items for items in self.variables) else ())
         return [Line(code=_loop(lists, len(self.calls)), uses=uses)]
 
 
-def started(facts: StageFacts, scatter: str) -> str:
+def start_scatter(facts: StageFacts, scatter: str) -> str:
     """The statement that stores a new scatter, and moves the previous one if two are in progress at a time."""
     new = f"self.{SCATTERS[0]}"
     return f"self.{SCATTERS[1]}, {new} = {new}, {scatter}" if two_scatters(facts) else f"{new} = {scatter}"
@@ -368,7 +370,7 @@ def _moved(facts: StageFacts, collectives: Iterable[Collective | None]) -> str:
     return moved((each for each in collectives if each is not None), facts.program.sizes)
 
 
-def refreshed(facts: StageFacts, kind: BodyKind) -> Iterator[Line]:
+def refresh_lines(facts: StageFacts, kind: BodyKind) -> Iterator[Line]:
     """The gathers of parameters that stay whole. In INIT each one is waited for before the next one starts."""
     statements: dict[str, list[ActionStatement]] = {}
     for each in facts.body(kind):
@@ -398,7 +400,7 @@ def listed_names(names: Sequence[str]) -> str:
     """An expression for several names, in order; consecutively numbered names become a comprehension."""
     parts: list[str] = []
     for first, last in ranges(names):
-        several = list(map(str, ranged(first, last)))
+        several = list(map(str, item_range(first, last)))
         if len(several) < 3:
             parts.extend(map(literal, several))
             continue
@@ -416,7 +418,7 @@ def _loop(lists: Sequence[tuple[str, str]], count: int) -> str:
     return f"for {', '.join(name for name, _ in lists)} in {through}:"
 
 
-def opens(facts: StageFacts, kind: BodyKind) -> list[str]:
+def opening_units(facts: StageFacts, kind: BodyKind) -> list[str]:
     """The units that an action gathers first and whose gathers earlier actions start."""
     units = Units(facts)
     early = (each for each in facts.body(kind) if each.when == "early")

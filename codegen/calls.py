@@ -113,7 +113,7 @@ def location(region: Region) -> str:
     return f" ({file.rpartition('/')[2]}:{first})"
 
 
-def listed(items: Iterable[str]) -> str:
+def listed_names(items: Iterable[str]) -> str:
     """`a, b and c`, each once."""
     words = list(dict.fromkeys(items))
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

@@ -222,8 +222,8 @@ def _fused(o: Operands, *options: str) -> str:
 
 def _launch_scalar(op: Op, o: Operands) -> str:
     """A scalar argument of a kernel: the offset of this rank's classes, or the start of its random numbers."""
-    if kernels.ranked(op):
-        return f"{o.named('comm')}.{kernels.ranked(op)}.rank"
+    if kernels.rank_axis(op):
+        return f"{o.named('comm')}.{kernels.rank_axis(op)}.rank"
     return _draw(str(op.args[1]), o, op.result.type.layout.dims, "counter")
 
 

@@ -19,9 +19,9 @@ from partc.codegen.expressions import (
 )
 from partc.codegen.lifetimes import deletions, overwritten
 from partc.codegen.names import Names, RegionNames, identifier
-from partc.codegen.operands import Operands, modules, written
-from partc.codegen.partial_gradients import added, parted
-from partc.codegen.recompute_comments import remarks
+from partc.codegen.operands import Operands, argument_text, modules
+from partc.codegen.partial_gradients import partial_sums, sum_statements
+from partc.codegen.recompute_comments import recompute_comments
 from partc.codegen.source import Argument, Function, Line, Record, RegionCode
 from partc.codegen.views import without_idle_views
 from partc.communication import descriptions as collectives
@@ -328,7 +328,7 @@ class _Writer:
         types = self.region.types(graph)
         uses = _use_counts(graph)
         order = _views_first(graph)
-        remade = remarks(replace(graph, ops=order), self.region, self.sizes)
+        remade = recompute_comments(replace(graph, ops=order), self.region, self.sizes)
         fresh = {
             value.name
             for op in order
@@ -362,7 +362,7 @@ class _Writer:
             operands.used.update(modules((*op.args, *(value for _, value in op.attrs))), self._uses(op.refs()))
             operands.used.update(*(inlined[name].uses for name in op.refs() if name in inlined))
             comment = collectives.comment(op, graph, types, self.sizes, self._label, apart=operands.started)
-            over = [f"written over {written(op.args[place], write)}" for place in overwritten(op).values()]
+            over = [f"written over {argument_text(op.args[place], write)}" for place in overwritten(op).values()]
             notes = tuple(filter(None, (remade.get(op.results[0].name), comment, *over)))
             if counted and op.results[0].name in counted:
                 chosen = counted[op.results[0].name]
@@ -401,7 +401,7 @@ class _Writer:
         into = self._addable_buffers(op, uses, graph, buffers)
         if into:
             code = with_accumulation(into, operands)
-        apart = parted(op, uses, graph, buffers)
+        apart = partial_sums(op, uses, graph, buffers)
         if apart:
             code = unsummed(operands)
         following = order[index + 1] if index + 1 < len(order) else None
@@ -422,7 +422,7 @@ class _Writer:
         targets = [names[value.name] if self._is_read(value, uses, graph, buffers) else "_" for value in made]
         if single and returns_more(op.name):
             targets.append("*_")
-        parts, sums = added(op, apart, buffers, names)
+        parts, sums = sum_statements(op, apart, buffers, names)
         known = {name: str(emitted_type(op, value)) for name, value in zip(targets, made, strict=False) if name != "_"}
         kinds = list(dict.fromkeys(known.values()))
         if len(kinds) > 1:

@@ -46,7 +46,7 @@ class Operands:
         """
         written_shapes = shapes or {}
         items = tuple(
-            written_shapes.get(index) or tuple(written(item, writer(index)) for item in arg)
+            written_shapes.get(index) or tuple(argument_text(item, writer(index)) for item in arg)
             if isinstance(arg, tuple)
             else ()
             for index, arg in enumerate(op.args)
@@ -54,11 +54,11 @@ class Operands:
         return cls(
             op=op,
             args=tuple(
-                joined(each) if isinstance(arg, tuple) else written(arg, writer(index))
+                tuple_text(each) if isinstance(arg, tuple) else argument_text(arg, writer(index))
                 for index, (arg, each) in enumerate(zip(op.args, items, strict=True))
             ),
             items=items,
-            attrs={key: written(value, writer(-1)) for key, value in op.attrs if not isinstance(value, Graph)},
+            attrs={key: argument_text(value, writer(-1)) for key, value in op.attrs if not isinstance(value, Graph)},
             types=types,
             sizes=sizes,
             exclusive=exclusive,
@@ -122,7 +122,7 @@ def modules(args: Iterable[Arg]) -> Iterator[str]:
             yield "math"
 
 
-def written(arg: Arg, name: Callable[[str], str]) -> str:
+def argument_text(arg: Arg, name: Callable[[str], str]) -> str:
     """An argument as Python source; `name` gives the identifiers of values."""
     match arg:
         case Ref():
@@ -130,7 +130,7 @@ def written(arg: Arg, name: Callable[[str], str]) -> str:
         case DTypeArg():
             return DTYPES[arg.name]
         case tuple():
-            return joined([written(item, name) for item in arg])
+            return tuple_text([argument_text(item, name) for item in arg])
         case float() if not math.isfinite(arg):
             return "math.nan" if math.isnan(arg) else "math.inf" if arg > 0 else "-math.inf"
         case str():
@@ -138,7 +138,7 @@ def written(arg: Arg, name: Callable[[str], str]) -> str:
     return repr(arg)
 
 
-def joined(items: Sequence[str]) -> str:
+def tuple_text(items: Sequence[str]) -> str:
     """A tuple of these items as Python source."""
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 

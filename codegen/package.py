@@ -103,7 +103,7 @@ def files(
         planned=planned,
     )
     ranks = program.mesh.size
-    yield "plan.json", plans.written(plan)
+    yield "plan.json", plans.plan_text(plan)
     yield "README.md", _readme(program, stages, plan, report)
     script, does, module, more = SCRIPTS[bool(program.results)]
     launch = f"{launches(ranks, plan['command'].get('nodes'), script)[0]} {more}"
@@ -289,11 +289,11 @@ def _kernels(program: Program) -> Iterator[tuple[str, str]]:
     """The kernels that stages call, and those that update parameters and compress gradients."""
     if program.kernels != "triton":
         return
-    from partc.codegen.kernels.fixed import written
+    from partc.codegen.kernels.fixed import fixed_modules
     from partc.codegen.kernels.fused import kernels
 
     fused = tuple(kernels(program))
-    others = tuple(written(program))
+    others = tuple(fixed_modules(program))
     every: list[Kernel | FixedKernels] = [*fused, *others]
     for kernel in every:
         yield f"kernels/{kernel.name}.py", kernel_module(kernel)

@@ -17,14 +17,14 @@ from partc.ir.program import Graph, Op, Value
 Buffers = Mapping[str, list[str]]  # value -> the gradients to which it is added
 
 
-def parted(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Buffers) -> frozenset[str]:
+def partial_sums(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Buffers) -> frozenset[str]:
     """The partial sums of a kernel, if all are added to buffers and nothing else reads them; else empty."""
     sums = summed_by_programs(op)
     kept = {name for name in sums if uses.get(name, 0) or name in graph.outputs or len(buffers.get(name, ())) != 1}
     return frozenset() if kept else sums
 
 
-def added(op: Op, sums: Collection[str], buffers: Buffers, names: Names) -> tuple[list[str], list[Line]]:
+def sum_statements(op: Op, sums: Collection[str], buffers: Buffers, names: Names) -> tuple[list[str], list[Line]]:
     """The names of the partial sums, and the lines that add them: sums of one type share a tensor."""
     alike: dict[str, list[Value]] = {}
     for value in op.results:

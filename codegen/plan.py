@@ -186,7 +186,7 @@ def _collectives(graph: Graph, region: Region, program: Program) -> list[dict[st
     ]
 
 
-def written(plan: Mapping[str, Any]) -> str:
+def plan_text(plan: Mapping[str, Any]) -> str:
     """The plan as JSON with one line for each parameter, call and value, so that plans can be diffed."""
     return _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", f"{_written(plan, 0)}\n")
 

@@ -8,7 +8,7 @@ from partc.ir.printer import readable
 from partc.ir.program import Graph, Op, Region
 
 
-def remarks(graph: Graph, region: Region, sizes: Sizes) -> dict[str, str]:
+def recompute_comments(graph: Graph, region: Region, sizes: Sizes) -> dict[str, str]:
     """Map the first result of each stretch of recomputed operations to its comment.
 
     Bytes are those of values that are read outside the stretch: without recomputation they would have been saved. Views

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from partc.codegen.calls import listed, location, runs
+from partc.codegen.calls import listed_names, location, runs
 from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
 from partc.codegen.source import RegionCode
@@ -33,7 +33,7 @@ def region_codes(program: Program) -> dict[str, RegionCode]:
     for name in names:
         region, here = program.region(name), program.calls_to(name)
         title = _PHASES[region.phase] if here[0].name in pure else _UNWEIGHTED
-        title = listed(titles[name]) if region.params else title
+        title = listed_names(titles[name]) if region.params else title
         codes[name] = region_code(
             region,
             program.sizes,

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from partc.codegen.access import AHEAD, SCATTERS, indented, listed_names, opens, refreshed, said_of, two_scatters
+from partc.codegen.access import (
+    AHEAD,
+    SCATTERS,
+    indented,
+    listed_names,
+    opening_units,
+    refresh_lines,
+    said_of,
+    two_scatters,
+)
 from partc.codegen.source import Line
 from partc.codegen.stage_facts import StageFacts
 from partc.ir.folding import Loop, folded
@@ -26,11 +35,11 @@ class StageEnds:
         scatters = any(each.subject == "scatter" for each in self.facts.body("REDUCE_GRAD"))
         attributes = SCATTERS[: 1 + two_scatters(self.facts)] if scatters else ()
         pending = [Line(code=f"self.{name} = DONE", uses=frozenset({"DONE"})) for name in attributes]
-        return [*refreshed(self.facts, "INIT"), *pending, *self._first_units()]
+        return [*refresh_lines(self.facts, "INIT"), *pending, *self._first_units()]
 
     def _first_units(self) -> list[Line]:
         """The table of the units that actions gather first."""
-        found = {kind: opens(self.facts, kind) for kind in _METHODS.values()}
+        found = {kind: opening_units(self.facts, kind) for kind in _METHODS.values()}
         rows = [f'    "{kind}": ({", ".join(units)},),' for kind, units in found.items() if units]
         table = [Line(code="self.first_units = {", notes=(_FIRST,)), *(Line(code=row) for row in rows), Line(code="}")]
         return table if rows else []
@@ -38,7 +47,7 @@ class StageEnds:
     @property
     def lookahead(self) -> int:
         """The gathers of later actions that an action starts; 0 if none does."""
-        return self.facts.exchanges.levels if any(opens(self.facts, kind) for kind in _METHODS.values()) else 0
+        return self.facts.exchanges.levels if any(opening_units(self.facts, kind) for kind in _METHODS.values()) else 0
 
     def ahead(self) -> dict[str, str]:
         """The methods' parameters for gathers of later actions, and the arguments that `backward` passes to its two
@@ -46,9 +55,9 @@ class StageEnds:
         """
         parameters = AHEAD[: self.facts.exchanges.levels]
         typed = "".join(f", {name}: Unit" for name in parameters)
-        found = {method: typed if opens(self.facts, kind) else "" for method, kind in _METHODS.items()}
+        found = {method: typed if opening_units(self.facts, kind) else "" for method, kind in _METHODS.items()}
         if self.facts.split:
-            inputs, weights = opens(self.facts, "I"), opens(self.facts, "W")
+            inputs, weights = opening_units(self.facts, "I"), opening_units(self.facts, "W")
             found["backward"] = typed if inputs or weights else ""
             given = ([*weights, *parameters][: len(parameters)] if inputs else [], parameters if weights else ())
             found["inputs"], found["weights"] = ("".join(f", {name}" for name in names) for names in given)
@@ -84,7 +93,7 @@ class StageEnds:
 
     def refresh(self) -> list[Line]:
         """The gathers of parameters that stay whole, at the start of a step."""
-        gathers = list(refreshed(self.facts, "REFRESH"))
+        gathers = list(refresh_lines(self.facts, "REFRESH"))
         notes = said_of(self.facts, self.facts.body("REFRESH"), "as each rank has updated a part")
         return [replace(line, notes=notes if index == 0 else ()) for index, line in enumerate(gathers)]
 

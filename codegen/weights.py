@@ -189,7 +189,7 @@ class Weights:
             numbers = run.numbers
             if numbers and table is not None and tables.setdefault(constant, table) == table:
                 key = literal_template(run.prefix, ".{i}.{name}")
-                entries.append(Repeated(constant=constant, key=key, numbers=counted(numbers)))
+                entries.append(Repeated(constant=constant, key=key, numbers=counting_iterable(numbers)))
                 seen.update(name for call in run.calls for name in call.params)
                 continue
             for name in dict.fromkeys(name for call in run.calls for name in call.params):
@@ -226,7 +226,7 @@ class Weights:
         if run.loop and numbers and self._table(run) is not None:
             key = literal_template(run.prefix, ".{i}.{name}")
             each = f"{cls}(*({take(key)} for name in {self._constant(run)}))"
-            return f"[{each} for i in {counted(numbers)}]"
+            return f"[{each} for i in {counting_iterable(numbers)}]"
         quoted = [[take(literal(name)) for name in call.params] for call in run.calls]
         each_call = [f"{cls}({', '.join(items)})" for items in quoted]
         return f"[{', '.join(each_call)}]" if run.loop else each_call[0]
@@ -237,7 +237,7 @@ class Weights:
         if run.loop and run.numbers and self._table(run) is not None:
             key = literal_template(run.prefix, ".{i}.{name}")
             names = f"*({key} for name in {self._constant(run)})"
-            return f"[{maker}{names}{close} for i in {counted(run.numbers)}]"
+            return f"[{maker}{names}{close} for i in {counting_iterable(run.numbers)}]"
         quoted = [", ".join(map(literal, call.params)) for call in run.calls]
         each = [f"{maker}{names}{close}" for names in quoted]
         return f"[{', '.join(each)}]" if run.loop else each[0]
@@ -254,7 +254,7 @@ class Weights:
         return readable(sum(parameter.type.local_bytes(self.program.sizes) for parameter in weights))
 
 
-def counted(numbers: tuple[int, ...]) -> str:
+def counting_iterable(numbers: tuple[int, ...]) -> str:
     """The iterable of a loop over these numbers."""
     if numbers == tuple(range(numbers[0], numbers[0] + len(numbers))):
         return f"range({numbers[0]}, {numbers[-1] + 1})" if numbers[0] else f"range({numbers[-1] + 1})"

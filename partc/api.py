@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 from partc import passes
 from partc.compilation.given_options import BUCKET, DEFAULTS
 from partc.compilation.lowering import UNPROVED, PassRuns
-from partc.compilation.options import TABLE, Options, refused
-from partc.compilation.phase_notes import counted, coupled, made_dense, note, padding, sentence, size
+from partc.compilation.options import TABLE, Options, as_compile_errors
+from partc.compilation.phase_notes import (
+    count_text,
+    coupling_sentence,
+    made_dense,
+    padding_sentences,
+    phase_note,
+    sentence,
+    size,
+)
 from partc.compilation.plan import AUTO, GIVEN_TO_SEARCH, check_undecided, check_unplanned
 from partc.cost.accounting import ReplicatedOp, communication, replicated_ops
 from partc.cost.flops import model_flops
@@ -121,7 +129,7 @@ class Package:
             options=self.model_options,
             seed=self.options.seed,
             precision=self.options.precision,
-            report=[*self.warnings, *padding(self.padded), *(sentence(item) for item in self.replicated_ops)],
+            report=[*self.warnings, *padding_sentences(self.padded), *(sentence(item) for item in self.replicated_ops)],
             command=self.options.command,
             flops=self.flops,
             modules=self.modules,
@@ -152,7 +160,7 @@ class Package:
         start = time.perf_counter()
         path = write(reported(), Path(directory))
         total = time.perf_counter() - start
-        on_phase(Phase(label="Written", seconds=total, note=f"{counted(count, 'file')} in {directory}"))
+        on_phase(Phase(label="Written", seconds=total, note=f"{count_text(count, 'file')} in {directory}"))
         return path
 
     def verify(self, *, steps: int = 3, virtual: bool = True, arguments: Sequence[str] = ()) -> VerifyResult:
@@ -282,7 +290,7 @@ def compile(
     wanted |= {"per_layer": True} if per_layer else {}
     planned: dict[str, Any] | None = None
     if mesh == AUTO:
-        from partc.planner.automatic import chosen, decisions, record
+        from partc.planner.automatic import choose, decisions, record
         from partc.planner.planning import Request
 
         check_undecided((name for name, value in given.items() if value != DEFAULTS.get(name)), cluster)
@@ -298,7 +306,7 @@ def compile(
             **{name: given[name] for name in GIVEN_TO_SEARCH},
             **wanted,
         )
-        choice = chosen(request)
+        choice = choose(request)
         options, planned = choice.best.plan.options, record(choice)
         given |= decisions(choice.best.plan)
         on_phase(Phase(label="Planned", seconds=time.perf_counter() - start, note=choice.best.plan.flags))
@@ -370,7 +378,7 @@ def compilation(
 
     def stepped(step: passes.PassResult) -> None:
         observe(step)
-        done(Phase(label=step.label, seconds=step.seconds, note=note(step)))
+        done(Phase(label=step.label, seconds=step.seconds, note=phase_note(step)))
 
     def lowered(program: Program) -> tuple[passes.PassResult, ...]:
         return shared.steps(program, options, until=until, observe=stepped, ahead=ahead)
@@ -404,7 +412,7 @@ def compilation(
     except PartcError as error:
         if error.code != "P0402":
             raise
-        warnings = (coupled(error, options.microbatches),)
+        warnings = (coupling_sentence(error, options.microbatches),)
         origin = traced(separate=True)
         steps = lowered(origin.program)
     evaluated = None
@@ -471,9 +479,9 @@ def package(
         raise found.error()
     start = time.perf_counter()
     modules = emit(done.program)
-    ended("Emitted", start, counted(len(modules.stages), "stage module"))
+    ended("Emitted", start, count_text(len(modules.stages), "stage module"))
     start = time.perf_counter()
-    with refused():
+    with as_compile_errors():
         dims = model_dims(done.program)
         recipe = Recipe.of(done.options.optimizer, groups=done.options.group)
         recipe.check(dims)

@@ -11,18 +11,18 @@ from partc.settings import REWRITES, settings, tell
 _spent = 0
 
 
-def refill() -> None:
+def restart() -> None:
     """Start counting from zero."""
     global _spent
     _spent = 0
 
 
-def spent() -> int:
+def num_requested() -> int:
     """The number of rewrites requested since the last refill, allowed or not."""
     return _spent
 
 
-def allowed(rewrite: str, place: object = "") -> bool:
+def may_rewrite(rewrite: str, place: object = "") -> bool:
     """Whether this rewrite may happen; PARTC_DEBUG=5 prints it with its number."""
     global _spent
     _spent += 1

@@ -18,7 +18,7 @@ from partc import fuel
 from partc.errors import InternalError, PartcError
 from partc.ir.printer import print_program
 from partc.ir.program import Program
-from partc.ir.repetitions import UnlikeError, restored
+from partc.ir.repetitions import UnlikeError, restore_units
 from partc.settings import IR, OP_COUNTS, PASSES, settings, tell
 
 if __name__ != "partc.passes":
@@ -442,7 +442,7 @@ def run(
         return _run(program, options, until, behind, verify, observe, shared)
     except UnlikeError as error:
         tell(PASSES, f"{error.repetition.units[0][0]} and modules like it are no longer equal: passes get all of them")
-        return _run(restored(program), options, until, behind, verify, observe, shared)
+        return _run(restore_units(program), options, until, behind, verify, observe, shared)
 
 
 def _run(
@@ -455,7 +455,7 @@ def _run(
     shared: Shared | None,
 ) -> tuple[PassResult, ...]:
     skipped = disabled()
-    fuel.refill()
+    fuel.restart()
     facts = {"traced"}
     steps: list[PassResult] = []
     done = 0 if behind is None else 1 + NAMES.index(behind)

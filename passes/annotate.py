@@ -41,8 +41,8 @@ from partc.rules import RING
 from partc.rules.trial import check_rules
 from partc.sharding.assignment import Alternative, Solution, solve
 from partc.sharding.choices import axis_order, placed_axes
-from partc.sharding.pins import Pin, check_pins, named
-from partc.sharding.placements import Places, build, spelled
+from partc.sharding.pins import Pin, check_pins, named_values
+from partc.sharding.placements import Places, build, placement_text
 
 OBJECTIVES: Sequence[Mapping[str, float]] = (
     {"repeated_flops": 1.0},
@@ -169,7 +169,7 @@ def explain(
     difference. Raises PartcError P0304 for an unknown name.
     """
     owners = {alias: parameter.name for parameter in program.parameters for alias in parameter.aliases}
-    names = dict(named(program))
+    names = dict(named_values(program))
     if name not in names:
         close = [each for each in names if each.endswith(f".{name}")][:3] or get_close_matches(name, names, 3)
         help = f"did you mean {' or '.join(close)}?" if close else _NAMES
@@ -192,7 +192,7 @@ def explain(
             forced = best if key == chosen else solve(places.problem, OBJECTIVES, forbid=forbid)
             if forced is not None:
                 placement, form = key
-                text = f"{spelled(type, placement, axis)}{form and f' {form}'}"
+                text = f"{placement_text(type, placement, axis)}{form and f' {form}'}"
                 options.append((key, _option(text, forced.totals, best.totals)))
         rank = lambda item: (item.replicated_weights + item.repeated_flops, item.communication, item.repeated_bytes)  # noqa: E731
         others = sorted((option for key, option in options if key != chosen), key=rank)

@@ -42,7 +42,7 @@ def _graph(region: Region, graph: Graph, sizes: Sizes) -> Graph:
     instead: dict[int, tuple[Op, ...]] = {}
     for op in graph.ops:
         pair = _pair(op, products)
-        if pair is None or not _fit(pair[0], op, pair[1], types, sizes) or not fuel.allowed("bias", op.source):
+        if pair is None or not _fit(pair[0], op, pair[1], types, sizes) or not fuel.may_rewrite("bias", op.source):
             continue
         product, second = pair
         weight = product.args[1]

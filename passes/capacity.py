@@ -74,7 +74,7 @@ def _bounded(region: Region, found: Capacity, batch: int, *, travel: bool) -> Re
     taken: dict[str, str] = {}  # choice of experts -> the same with an unused number for dropped rows
     for op in graph.ops:
         product = ExpertMatmul.of(op)
-        if product and product.chosen not in kept and fuel.allowed("capacity", op.source):
+        if product and product.chosen not in kept and fuel.may_rewrite("capacity", op.source):
             w.source, chosen, experts = op.source, product.chosen, w.shape(product.weights)[0]
             kept[chosen] = _within_capacity(w, found, batch, chosen, experts)
             none = w.add("full", ((), experts), (), w.types[chosen].dtype, "none")

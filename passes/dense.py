@@ -81,7 +81,7 @@ def _without_sums(region: Region) -> Region:
         addends = _addends(op, makers, readers)
         for base in (0, 1):
             kinds = {makers[name].name if name in makers else "" for name in addends[base:]}
-            if len(addends) - base < LEAST or len(kinds) > 1 or not fuel.allowed("sum over experts", op.source):
+            if len(addends) - base < LEAST or len(kinds) > 1 or not fuel.may_rewrite("sum over experts", op.source):
                 continue
             lift = _AllExperts(makers, dict(types), params, len(addends) - base, weights=weights)
             lift.writer.source = op.source
@@ -125,7 +125,7 @@ def _without_stacks(region: Region) -> Region:
             found = lift.lifted(names)
         except NotEqualError:
             continue
-        if found.kind == "stacked" and lift.multiplied and fuel.allowed("stack of experts", op.source):
+        if found.kind == "stacked" and lift.multiplied and fuel.may_rewrite("stack of experts", op.source):
             region = _with_ops(region, op, lift.joined(found.name, dim % rank, op))
     return region
 
@@ -341,7 +341,7 @@ class _Dense:
         if len(w.shape(x)) != 3 or len(w.shape(weights)) != 3 or weights not in self.weights or x in self.weights:
             return False
         mixture = x in self.rows or self._copied(x, w.shape(x)[0])
-        if not mixture or not fuel.allowed("dense experts", op.source):
+        if not mixture or not fuel.may_rewrite("dense experts", op.source):
             return False
         self.rows[op.result.name] = self._multiplied(self._by_row(x, 0, 1), weights, op)
         return True
@@ -369,7 +369,7 @@ class _Dense:
                 used = e in out or any(e in letters[name] for name in others)
                 if not used or not (copied or known):
                     continue
-                if not fuel.allowed("dense experts", op.source):
+                if not fuel.may_rewrite("dense experts", op.source):
                     return False
                 tokens = "".join(each for each in letters[x] if each not in (i, e))
                 if copied:
@@ -412,7 +412,7 @@ class _Dense:
             known = [*ahead, *inner, *(each for each in given[x] if sizes[each] == 1)]
             if len(inner) != 1 or len(outer) != 1 or not set(given[x]) <= {None, *known} or not set(ahead) <= set(out):
                 continue
-            if not fuel.allowed("chosen matrices", op.source):
+            if not fuel.may_rewrite("chosen matrices", op.source):
                 return False
             leading = picked[:-2]
             form = _ByRow("", leading[:-1], leading[-1], len(leading) - 1, chosen)

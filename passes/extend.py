@@ -93,7 +93,7 @@ def extend(program: Program, *, pins: Sequence[Pin] = ()) -> Program:
         sequences.follow(found)
     except _UnclearError:
         return program
-    if not sequences.longer or not fuel.allowed("extended sequences"):
+    if not sequences.longer or not fuel.may_rewrite("extended sequences"):
         return program
     return replace(program, regions=(sequences.region(),))
 

@@ -101,13 +101,13 @@ class _Heads:
         # All-to-alls move queries, keys, values and results; gathers only keys and values.
         whole = math.lcm(groups, every)
         if count % every == 0 and groups % every and count + whole < groups * self.rows:
-            if fuel.allowed("repeated heads", op.source):
+            if fuel.may_rewrite("repeated heads", op.source):
                 self.repeats[op.results[0].name] = whole // groups
             return
         if groups % self.ways == 0:
             return
         if count % self.ways == 0:
-            if fuel.allowed("repeated heads", op.source):
+            if fuel.may_rewrite("repeated heads", op.source):
                 self.repeats[op.results[0].name] = math.lcm(groups, self.ways) // groups
             return
         whole = -(-count // self.ways) * self.ways
@@ -117,7 +117,7 @@ class _Heads:
             found = _HeadPadding(self, op, attention, whole).run()
         except _UnpaddableError:
             return
-        if fuel.allowed("padded heads", op.source):
+        if fuel.may_rewrite("padded heads", op.source):
             self.padded |= found
             if groups < count:
                 self.repeats[op.results[0].name] = count // groups

@@ -46,7 +46,7 @@ def _region(region: Region, sizes: Sizes) -> Region:
     found = _Permutations(region.forward, types, sizes)
     transposed: set[str] = set()
     for op in region.forward.ops:
-        if found.is_seed(op) and (around := found.around(op)) and fuel.allowed("sequence first", op.source):
+        if found.is_seed(op) and (around := found.around(op)) and fuel.may_rewrite("sequence first", op.source):
             transposed |= around
     return replace(region, forward=_rewritten(region.forward, transposed, types, found)) if transposed else region
 

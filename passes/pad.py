@@ -95,7 +95,7 @@ class _Padding:
                     return
             elif op.name != "embedding" or op.args[0] != Ref(name) or Ref(name) in op.args[1:]:
                 return
-        if fuel.allowed("padding"):
+        if fuel.may_rewrite("padding"):
             self.padded |= {name: sizes[1], **biases}
             self.classes |= classes
 

@@ -47,7 +47,7 @@ def prefetch(program: Program, *, late: frozenset[str] = frozenset()) -> Program
     """Move starts and waits apart. The gathers of actions named in `late` (0B) do not start ahead."""
     depth = program.derived(Exchanges).levels
     bodies = {body.name: body for body in program.bodies}
-    stages = [stage for stage in range(program.stages) if fuel.allowed("prefetch", f"stage {stage}")]
+    stages = [stage for stage in range(program.stages) if fuel.may_rewrite("prefetch", f"stage {stage}")]
     for stage in stages:
         computing = [body for kind in ("F", "B", "I", "W") if (body := bodies.get(f"{stage}{kind}")) is not None]
         most = max((len(_Exchanges.of(body.statements, "scatter").names) for body in computing), default=0)

@@ -58,7 +58,7 @@ def below_own(op: Op, most: str, taken: set[str]) -> tuple[Op, tuple[Op, ...]]:
     return replace(op, args=(op.args[0], Ref(most)), results=(own,)), scaling
 
 
-def totalled(region: Region) -> Region:
+def with_shared_weight_sums(region: Region) -> Region:
     """The region with the sum of class weights computed once, instead of for every row, in losses with label
     smoothing.
     """

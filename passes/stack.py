@@ -34,7 +34,7 @@ def stack(program: Program) -> Program:
     for name in [region.name for region in program.regions]:
         for found in tuple(_side_by_side(program.region(name))):
             stacks = _stacks(program, program.region(name), found)
-            if stacks is not None and fuel.allowed("parameters stacked"):
+            if stacks is not None and fuel.may_rewrite("parameters stacked"):
                 program = _stacked(program, name, found, stacks)
     return program
 

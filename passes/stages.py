@@ -22,7 +22,7 @@ from itertools import accumulate
 import numpy as np
 
 from partc.errors import PartcError
-from partc.ir.gradients import arriving, gradient_inputs, input_only
+from partc.ir.gradients import arguments_with_gradients, gradient_inputs, input_only
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Call, Program, Region, Transfer
 from partc.rules import flops, resolve
@@ -45,7 +45,7 @@ def stages(
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     own = () if places == tuple(range(count)) else places
-    main, runs = staged(program)
+    main, runs = staged_calls(program)
     names = {call.name for call in main}
     pure = frozenset(call.name for call in program.calls if call.name not in names)
     if not runs:
@@ -79,7 +79,7 @@ def stages(
     return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=own)
 
 
-def staged(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
+def staged_calls(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
     """The calls to be divided among stages, in order, and the runs of them that must not be cut.
 
     Calls that depend on inputs alone are repeated in every stage that reads them.
@@ -92,7 +92,7 @@ def staged(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
 
 def cuts(work: Sequence[float], runs: Sequence[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
     """For each stage, the index of its first call and the index after its last."""
-    found = balanced([sum(work[start:end]) for start, end in runs], count)
+    found = balanced_runs([sum(work[start:end]) for start, end in runs], count)
     return tuple((runs[first][0], runs[last - 1][1]) for first, last in found)
 
 
@@ -180,7 +180,7 @@ def _forward_work(region: Region) -> float:
     return total
 
 
-def balanced(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
+def balanced_runs(work: Sequence[float], count: int) -> tuple[tuple[int, int], ...]:
     """Cut a sequence of work into `count` non-empty runs: the least maximum, then the least sum of squares.
 
     Exact, by dynamic programming over (items left, runs left). Ties go to the cut with the shortest first run, then the
@@ -223,7 +223,7 @@ def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:
 
 def _transfers(program: Program, calls: tuple[Call, ...], pure: frozenset[str]) -> tuple[Transfer, ...]:
     made = {name: call.stage for call in calls if call.name not in pure for name in call.results}
-    needs, back = gradient_inputs(program), arriving(replace(program, calls=calls))
+    needs, back = gradient_inputs(program), arguments_with_gradients(replace(program, calls=calls))
     found: dict[tuple[str, int], bool] = {}
     for call in calls:
         for value, name in zip(program.region(call.region).forward.inputs, call.args, strict=True):

@@ -53,7 +53,7 @@ def zigzag(program: Program) -> Program:
         order = _order(program)
     except _OrderedError:
         return program
-    if order is None or not fuel.allowed("zigzag"):
+    if order is None or not fuel.may_rewrite("zigzag"):
         return program
     return replace(program, regions=(order.region(),))
 

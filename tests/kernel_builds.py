@@ -186,7 +186,7 @@ def configurations(module: dict[str, Any], *, all: bool) -> Iterator[dict[str, i
 def builds(model: str, options: dict[str, str], *, precision: str, mesh: str, candidates: bool) -> list[Built]:
     """Every kernel of a compiled model, launched on tensors without memory."""
     from partc.api import compilation
-    from partc.codegen.kernels.fixed import written
+    from partc.codegen.kernels.fixed import fixed_modules
     from partc.codegen.kernels.fused import kernels
     from partc.compilation.options import Options
     from tests.triton_runs import Kernels
@@ -200,7 +200,7 @@ def builds(model: str, options: dict[str, str], *, precision: str, mesh: str, ca
         loader = Kernels(Path(folder))
         for kernel in kernels(program):
             launched(kernel, loader, found, candidates)
-        written_ones(written(program), loader, found, candidates)
+        written_ones(fixed_modules(program), loader, found, candidates)
     return found
 
 

@@ -21,7 +21,7 @@ from partc.codegen.package import kernel_module
 from partc.ir.interpreter import results_of
 from partc.ir.layout import Sizes
 from partc.ir.program import Graph, Op, TensorType
-from partc.kernels.interpreted import rounds
+from partc.kernels.interpreted import patch_rounding
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="virtual ranks have no GPU")
@@ -32,7 +32,7 @@ class Kernels:
     """A folder of kernels, each loaded once."""
 
     def __init__(self, folder: Path) -> None:
-        rounds()  # as in packages
+        patch_rounding()  # as in packages
         self.folder = folder
         self.package = f"kernels_{abs(hash(folder))}"
         folder.mkdir(parents=True, exist_ok=True)

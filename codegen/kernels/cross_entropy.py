@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sympy
 
 from partc.codegen.kernels.indexing import ZERO, Index
-from partc.codegen.kernels.kernel import WIDE, Configuration, Draft, Kernel, bounds, lines, stored
+from partc.codegen.kernels.kernel import WIDE, Configuration, Draft, Kernel, bounds, statement_lines, stored
 from partc.codegen.kernels.lowering import STREAMS
 from partc.codegen.kernels.rows import collapsed_rows, row_loops
 from partc.codegen.kernels.spaces import variables
@@ -129,7 +129,10 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Cros
 
     def text(part: Sequence[Statement], mask: str = "") -> tuple[str, ...]:
         return tuple(
-            line for item in part if not isinstance(item, Reduce) for line in lines(item, ranges, mask, lowering.names)
+            line
+            for item in part
+            if not isinstance(item, Reduce)
+            for line in statement_lines(item, ranges, mask, lowering.names)
         )
 
     each_logit = [item for item in statements[: ends[0]] if 1 in over.get(item.target, ())]
@@ -139,7 +142,7 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Cros
         for found, value, result in zip(made, op.results, draft.results, strict=True)
     )
     places = bounds(statements, ranges)
-    first = f"{kernels.ranked(pick)}_rank * {classes}" if pick is not None and kernels.ranked(pick) else ""
+    first = f"{kernels.rank_axis(pick)}_rank * {classes}" if pick is not None and kernels.rank_axis(pick) else ""
     return CrossEntropy(
         **draft.common_fields(),  # type: ignore[arg-type]
         rows=math.prod(shape[:-1]),

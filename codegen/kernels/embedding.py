@@ -89,13 +89,13 @@ def embedding(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Embeddin
         count=math.prod(shape[:-1]),
         width=shape[-1],
         rows=rows,
-        first=f" - {kernels.ranked(inner)}_rank * {rows}" if kernels.ranked(inner) else "",
+        first=f" - {kernels.rank_axis(inner)}_rank * {rows}" if kernels.rank_axis(inner) else "",
         unpadded=f" & (id != {padding})" if isinstance(padding, int) and padding >= 0 else "",
         dtype=TRITON[computed_in(types[grad.name].dtype)],
     )
 
 
-def working(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, ...], DType]]:
+def sorting_workspace(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, ...], DType]]:
     """The shapes and types of a launch's workspace: sorted ids, their order, and partial sums of runs."""
     found = embedding(op, types, sizes)
     _, ids = op.body[0].args[:2]

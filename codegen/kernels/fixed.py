@@ -101,7 +101,7 @@ class FixedKernels:
 LOGITS = FixedKernels(name="logits", alone=False, block=4096, interpreted=0, warps=8)
 
 
-def written(program: Program) -> Iterator[FixedKernels]:
+def fixed_modules(program: Program) -> Iterator[FixedKernels]:
     """The fixed modules of a package; none if nothing is trained."""
     trained = [parameter for parameter in program.parameters if parameter.trainable]
     sizes = sorted({ITEMSIZE[parameter.type.dtype] for parameter in trained})

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from partc.codegen.kernels.cross_entropy import cross_entropy
-from partc.codegen.kernels.embedding import embedding, working
+from partc.codegen.kernels.embedding import embedding, sorting_workspace
 from partc.codegen.kernels.kernel import Kernel, kernel_name
 from partc.codegen.kernels.pointwise import pointwise
-from partc.codegen.kernels.rows import parts, rows
+from partc.codegen.kernels.rows import launch_workspace, rows
 from partc.ir.layout import Sizes
 from partc.ir.program import DType, Op, Program, TensorType
 from partc.rules.kernels import STREAMED, TABLES
@@ -40,5 +40,5 @@ def kernel(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding: b
 def held_beside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Sequence[tuple[tuple[int, ...], DType]]:
     """The shapes and types of the memory that a launch needs besides its arguments and results."""
     if op.body[0].name in TABLES:
-        return working(op, types, sizes)
-    return parts(op, types, sizes) if "along" in dict(op.attrs) else ()
+        return sorting_workspace(op, types, sizes)
+    return launch_workspace(op, types, sizes) if "along" in dict(op.attrs) else ()

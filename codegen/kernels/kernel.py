@@ -9,7 +9,7 @@ import sympy
 
 from partc.codegen.kernels.indexing import ZERO, Ranges, largest
 from partc.codegen.kernels.lowering import Lowering
-from partc.codegen.kernels.spaces import condition, joined, terms, written
+from partc.codegen.kernels.spaces import condition, index_text, terms, terms_text
 from partc.codegen.kernels.statements import (
     TRITON,
     Evaluate,
@@ -244,11 +244,11 @@ def bounds(statements: Sequence[Statement], ranges: Ranges) -> list[int | None]:
     return [largest(place, ranges) for several in places for place in several]
 
 
-def lines(statement: Load | Evaluate, ranges: Ranges, mask: str, names: Names) -> Iterator[str]:
+def statement_lines(statement: Load | Evaluate, ranges: Ranges, mask: str, names: Names) -> Iterator[str]:
     """A statement as lines; `mask` excludes elements that do not exist."""
     conditions = [condition(guard, ranges) for guard in statement.guards]
     if isinstance(statement, Evaluate):
-        parts = [*conditions, *(written(place, ranges) for place in statement.places)]
+        parts = [*conditions, *(index_text(place, ranges) for place in statement.places)]
         yield f"{statement.target} = {statement.text.format(*parts) if parts else statement.text}"
         return
     moving = bool(statement.place.free_symbols & set(ranges))
@@ -256,7 +256,7 @@ def lines(statement: Load | Evaluate, ranges: Ranges, mask: str, names: Names) -
     masks = f", mask={both}" if both else ""
     masks += ", other=0" if any(conditions) and both else ""
     parts = terms(statement.place, ranges)
-    place = joined(parts)
+    place = terms_text(parts)
     if len(statement.source) + len(place) > _LONG and len(parts) > 1:
         place = names.fresh(f"{statement.target}_place")
         yield from _summed(place, parts)
@@ -274,11 +274,11 @@ def _summed(target: str, parts: Sequence[str]) -> Iterator[str]:
     line: list[str] = []
     sign = "="
     for part in parts:
-        if line and len(target) + len(joined([*line, part])) > _LONG:
-            yield f"{target} {sign} {joined(line)}"
+        if line and len(target) + len(terms_text([*line, part])) > _LONG:
+            yield f"{target} {sign} {terms_text(line)}"
             line, sign = [], "+="
         line.append(part)
-    yield f"{target} {sign} {joined(line)}"
+    yield f"{target} {sign} {terms_text(line)}"
 
 
 def _conjunction(conditions: Sequence[str]) -> str:

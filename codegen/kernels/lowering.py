@@ -124,7 +124,7 @@ class Lowering:
         raise InternalError(f"no kernel does {op.name}")
 
     def _computed(self, op: Op, index: Index, guards: Guards) -> Found:
-        text = kernels.spelled(op)
+        text = kernels.triton_expression(op)
         assert text is not None
         result = computed_in(op.result.type.dtype)
         table, labels = kernels.LOOKED_UP.get(op.name, (-1, 0))
@@ -173,7 +173,7 @@ class Lowering:
             self.value(name, index if name == logits.name else index[:-1], guards) for name in list(op.refs())[:4]
         )
         classes = self.shape(logits.name)[-1]
-        first = f" - {kernels.ranked(op)}_rank * {classes}" if kernels.ranked(op) else ""
+        first = f" - {kernels.rank_axis(op)}_rank * {classes}" if kernels.rank_axis(op) else ""
         hit = f"{labels.text} == {kernels.literal(ignore)}, {labels.text}{first} == {{0}}"
         own = cast(self._looked_up(weight, labels), dtype) if weight is not None else ""
         outer = f"{cast(grad, dtype)} * {own}" if own and not smoothing else cast(grad, dtype)
@@ -198,7 +198,7 @@ class Lowering:
 
     def _class(self, op: Op, classes: int, column: sympy.Expr) -> sympy.Expr:
         """The global number of one of this rank's classes."""
-        axis = kernels.ranked(op)
+        axis = kernels.rank_axis(op)
         if not axis:
             return column
         rank = sympy.Symbol(f"{axis}_rank", integer=True, nonnegative=True)
@@ -246,7 +246,7 @@ class Lowering:
 
     def _joined(self, op: Op, index: Index, guards: Guards) -> Found:
         """The element of a `cat`, from the operand that contains the index."""
-        parts, dim = kernels.joined(op)
+        parts, dim = kernels.cat_operands(op)
         dim %= len(index)
         start, size = 0, self.shape(op.result.name)[dim]
         found: list[tuple[Guard, Found]] = []
@@ -268,7 +268,7 @@ class Lowering:
     def _padded(self, op: Op, index: Index, guards: Guards) -> Found:
         """The gradient of a slice's operand: zero outside the slice."""
         source = next(op.refs())
-        dim, start = kernels.padded(op)
+        dim, start = kernels.padded_slice(op)
         dim %= len(index)
         guard = Guard(index[dim], start, start + self.shape(source)[dim], self.shape(op.result.name)[dim])
         if guard.low == 0 and guard.high == guard.size:

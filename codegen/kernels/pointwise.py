@@ -9,8 +9,17 @@ from dataclasses import dataclass
 import sympy
 
 from partc.codegen.kernels.indexing import ZERO
-from partc.codegen.kernels.kernel import WIDE, Configuration, Draft, Kernel, bounds, expressions, lines, stored
-from partc.codegen.kernels.spaces import Variable, collapsed, folded, settled, variables
+from partc.codegen.kernels.kernel import (
+    WIDE,
+    Configuration,
+    Draft,
+    Kernel,
+    bounds,
+    expressions,
+    statement_lines,
+    stored,
+)
+from partc.codegen.kernels.spaces import Variable, collapsed, folded, variables, with_symbols_replaced
 from partc.codegen.kernels.statements import Reduce, Statement, contiguous
 from partc.ir.layout import Sizes
 from partc.ir.program import Op, TensorType
@@ -69,7 +78,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     written = [*_loops(few, statements)]
     for statement in statements:
         assert not isinstance(statement, Reduce)
-        written += lines(statement, ranges, mask, lowering.names)
+        written += statement_lines(statement, ranges, mask, lowering.names)
     for found, value, result in zip(made, op.results, draft.results, strict=True):
         text = stored(found, value.type.dtype)
         written.append(f"tl.store({result.name}_ptr + index, {text}{', mask=mask' if mask else ''})")
@@ -105,7 +114,9 @@ def _collapsed(
         for name, loop in zip(names, few, strict=True)
     )
     symbols = {old.symbol: new.symbol for old, new in zip(few, found, strict=True)}
-    return [settled(settled(statement, instead), symbols) for statement in statements], found
+    return [
+        with_symbols_replaced(with_symbols_replaced(statement, instead), symbols) for statement in statements
+    ], found
 
 
 def _loops(loops: Sequence[Variable], statements: Sequence[Statement]) -> Iterator[str]:

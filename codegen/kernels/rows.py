@@ -23,10 +23,10 @@ from partc.codegen.kernels.kernel import (
     Result,
     bounds,
     expressions,
-    lines,
+    statement_lines,
     stored,
 )
-from partc.codegen.kernels.spaces import Variable, collapsed, folded, settled, variables
+from partc.codegen.kernels.spaces import Variable, collapsed, folded, variables, with_symbols_replaced
 from partc.codegen.kernels.statements import TRITON, Found, Load, Reduce, Statement, computed_in, contiguous
 from partc.ir.layout import Sizes
 from partc.ir.program import DType, Op, TensorType
@@ -264,7 +264,7 @@ class _Reductions:
         return cls(shape, number, down, tiles)
 
 
-def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, ...], DType]]:
+def launch_workspace(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[tuple[int, ...], DType]]:
     """The shapes and types of a launch's memory besides its results: partial sums, and sums before a cast."""
     found = _Reductions.of(op, types, sizes)
     whole, columns = (found.tiling.programs, found.tiling.columns), (found.tiling.columns,)
@@ -273,7 +273,7 @@ def parts(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> list[tuple[t
     return [*passing, *((columns, computed_in(dtype)) for dtype in dtypes if computed_in(dtype) != dtype)]
 
 
-def unsummed(
+def unsummed_shapes(
     op: Op, types: Mapping[str, TensorType], sizes: Sizes
 ) -> dict[tuple[DType, DType], tuple[tuple[int, ...], list[str]]]:
     """For each (type of the sums, type of the results): the shape of the partial sums, and their results.
@@ -331,7 +331,7 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
         if isinstance(statement, Reduce):
             written = text.reduced(statement)
         else:
-            written = lines(statement, text.ranges, text.mask(statement), lowering.names)
+            written = statement_lines(statement, text.ranges, text.mask(statement), lowering.names)
         (before if fixed else body).extend(written)
     sums: list[ColumnSum] = []
     for value, found, result in zip(op.results, made, draft.results, strict=True):
@@ -455,7 +455,9 @@ def collapsed_rows(
         )
         symbols = {old.symbol: now.symbol for old, now in zip(kept, new, strict=True)}
         whole = sympy.Symbol(name, integer=True, nonnegative=True)
-        found = [folded(settled(settled(item, instead), symbols), new, whole) for item in found]
+        found = [
+            folded(with_symbols_replaced(with_symbols_replaced(item, instead), symbols), new, whole) for item in found
+        ]
         few.append(new)
     way = {loop.symbol: number for number, loops in enumerate(each) for loop in loops}
     ways = {name: frozenset(way[symbol] for symbol in symbols if symbol in way) for name, symbols in over.items()}

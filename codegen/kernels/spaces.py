@@ -63,7 +63,7 @@ def _step(place: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr | None:
     return found
 
 
-def settled(statement: Statement, instead: Mapping[sympy.Symbol, sympy.Expr]) -> Statement:
+def with_symbols_replaced(statement: Statement, instead: Mapping[sympy.Symbol, sympy.Expr]) -> Statement:
     """The statement with symbols replaced."""
     if isinstance(statement, Reduce):
         return statement
@@ -87,10 +87,10 @@ def folded(statement: Statement, loops: Sequence[Variable], whole: sympy.Symbol)
     return replace(statement, places=tuple(map(replaced, statement.places)))
 
 
-def written(expr: sympy.Expr, ranges: Ranges) -> str:
+def index_text(expr: sympy.Expr, ranges: Ranges) -> str:
     """An index expression as source."""
     if isinstance(expr, sympy.Add):
-        return joined(terms(expr, ranges))
+        return terms_text(terms(expr, ranges))
     if isinstance(expr, sympy.Mul):
         strides = [part for part in expr.args if _is_stride(part, ranges)]
         if not strides:
@@ -116,18 +116,18 @@ def terms(place: sympy.Expr, ranges: Ranges) -> list[str]:
     for term in sorted(sympy.Add.make_args(rest), key=_weight):
         negative = term.as_coeff_Mul()[0] < 0
         if term != 0:
-            found.append(f"- {written(-term, ranges)}" if negative else f"+ {written(term, ranges)}")
+            found.append(f"- {index_text(-term, ranges)}" if negative else f"+ {index_text(term, ranges)}")
     return found
 
 
-def joined(parts: Sequence[str]) -> str:
+def terms_text(parts: Sequence[str]) -> str:
     """Signed terms as one expression."""
     text = " ".join(parts)
     return f"-{text[2:]}" if text.startswith("- ") else text[2:]
 
 
 def _atom(expr: sympy.Expr, ranges: Ranges) -> str:
-    text = written(expr, ranges)
+    text = index_text(expr, ranges)
     return text if isinstance(expr, sympy.Symbol | sympy.Integer) else f"({text})"
 
 
@@ -149,7 +149,7 @@ def _weight(term: sympy.Expr) -> tuple[int, int, str]:
 
 def condition(guard: Guard, ranges: Ranges) -> str:
     """A guard as source."""
-    index = written(guard.index, ranges)
+    index = index_text(guard.index, ranges)
     low = f"{index} >= {guard.low}" if guard.low > 0 else ""
     high = f"{index} < {guard.high}" if guard.high < guard.size else ""
     return f"({low}) & ({high})" if low and high else low or high

@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT))
 from runtime.processes import signals  # noqa: E402
 
 if __name__ == "__main__":
-    signals.hold()  # until this rank can say why it stops
+    signals.block_signals()  # until this rank can say why it stops
 
     from runtime.train.train import main
 

@@ -102,9 +102,9 @@ def compile_command(
         raise click.MissingParameter(ctx=context, param_hint="'--mesh'", param_type="option")
     check_target(output)
     if given["mesh"] == AUTO:
-        from partc.cli.planning import automatic
+        from partc.cli.planning import plan_automatically
 
-        decided, planned = automatic(model, given | unplanned, context, quiet=as_json)
+        decided, planned = plan_automatically(model, given | unplanned, context, quiet=as_json)
         given |= decided
     else:
         check_unplanned(unplanned)
@@ -147,7 +147,7 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
     from partc.package.launch import read_package
 
     read_package(directory)
-    with console.working("running the package and the single-device model", quiet=as_json):
+    with console.progress_spinner("running the package and the single-device model", quiet=as_json):
         from partc.package.verify import verify
 
         result = verify(directory, steps=steps, virtual=virtual, arguments=rest)
@@ -159,7 +159,7 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
                     "ok": result.ok,
                     "losses": result.losses,
                     "reference_losses": result.reference_losses,
-                    "worst": {"kind": worst.kind, "name": worst.name, "rel_err": console.finite(worst.rel_err)},
+                    "worst": {"kind": worst.kind, "name": worst.name, "rel_err": console.finite_or_none(worst.rel_err)},
                 }
             )
         )
@@ -292,7 +292,7 @@ def export_command(directory: Path, checkpoint: Path, target: Path, init: Path |
     from partc.package.launch import read_package
 
     read_package(directory)
-    with console.working("writing", quiet=as_json):
+    with console.progress_spinner("writing", quiet=as_json):
         from partc.package.export import export
 
         done = export(directory, checkpoint, target, init=init, say=lambda line: console.echo(line, err=True))
@@ -359,16 +359,16 @@ def inspect_command(target: str, **given: Any) -> None:
         console.echo(_schedules(options, durations), nl=False)
         return
     until = inspection.last_pass(after=wanted["after"], name=wanted["name"], html=wanted["html"])
-    with console.working("compiling", quiet=wanted["html"] is None):
+    with console.progress_spinner("compiling", quiet=wanted["html"] is None):
         from partc.api import compilation
 
         done = compilation(model, None, options, model_options=definitions, until=until)
     if wanted["html"] is not None:
         _write_page(done, wanted["html"])
     elif wanted["name"] is not None:
-        console.echo(inspection.explained(done, wanted["name"]))
+        console.echo(inspection.layout_explanation(done, wanted["name"]))
     elif wanted["provenance"]:
-        console.echo(inspection.origins(done, region=wanted["region"]))
+        console.echo(inspection.value_origins(done, region=wanted["region"]))
     else:
         text = inspection.text(
             done, after=until, region=wanted["region"], diff=wanted["diff"], sources=wanted["sources"]

@@ -60,13 +60,13 @@ def of_plan(path: Path, context: click.Context) -> dict[str, Any]:
     from partc.compilation.plan import decisions, read
 
     found = decisions(read(path))
-    for name in commanded(context, (*found, "batch", "seq")):
+    for name in options_on_command_line(context, (*found, "batch", "seq")):
         flag = "-D" if name == "definitions" else f"--{name.replace('_', '-')}"
         raise PartcError("P0815", f"{flag} is given, and {path} decides it", help="leave it out, or change the plan")
     return found
 
 
-def commanded(context: click.Context, names: Iterable[str]) -> Iterator[str]:
+def options_on_command_line(context: click.Context, names: Iterable[str]) -> Iterator[str]:
     """The names of the options that are on the command line."""
     for name in names:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
@@ -78,11 +78,11 @@ def target(name: str, given: Mapping[str, Any]) -> tuple[str, Options, dict[str,
 
     Raises PartcError P0201 if there is no such file or folder, and P0603 if the mesh does not go with it.
     """
-    from partc.frontend.model_files.example_files import hint
+    from partc.frontend.model_files.example_files import example_hint
     from partc.frontend.model_files.huggingface import PREFIX
 
     if not name.startswith(PREFIX) and not os.path.exists(name):
-        raise PartcError("P0201", f"there is no package and no model file {name}", help=hint(Path(name)))
+        raise PartcError("P0201", f"there is no package and no model file {name}", help=example_hint(Path(name)))
     if os.path.isdir(name):
         if given["mesh"] is not None or given["definitions"]:
             raise PartcError(

@@ -110,7 +110,7 @@ def shortened(place: str) -> str:
     return place if below.startswith("..") else below
 
 
-def finite(number: float) -> float | None:
+def finite_or_none(number: float) -> float | None:
     """The number, or None if it is not finite: JSON has no infinity."""
     return number if math.isfinite(number) else None
 
@@ -159,7 +159,7 @@ class Phases:
 
 
 @contextmanager
-def working(what: str, *, quiet: bool) -> Iterator[None]:
+def progress_spinner(what: str, *, quiet: bool) -> Iterator[None]:
     """A spinner with the elapsed time, if stdout is a terminal."""
     spinner = None if quiet else _spinner(what)
     try:

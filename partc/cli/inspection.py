@@ -75,7 +75,7 @@ def program_text(
     )
 
 
-def origins(done: Compilation, *, region: str | None) -> str:
+def value_origins(done: Compilation, *, region: str | None) -> str:
     """Every value of the program with the pass that created it, in the program's order."""
     made = passes.provenance(done.traced, done.steps)
     lines = []
@@ -86,7 +86,7 @@ def origins(done: Compilation, *, region: str | None) -> str:
     return "\n".join(lines)
 
 
-def explained(done: Compilation, name: str) -> str:
+def layout_explanation(done: Compilation, name: str) -> str:
     """The chosen layout of a value or weight, and the additional cost of every alternative."""
     from partc.passes.annotate import explain
 

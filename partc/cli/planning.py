@@ -64,14 +64,14 @@ def plan_command(
     recomputation. Lower bounds prove that no other plan of the space is quicker by more than the gap that is printed.
     """
     from partc.package.output import write_page
-    from partc.planner.reasons import binding, by_layer, document
+    from partc.planner.reasons import binding_constraint, by_layer, document
     from partc.reports.plan_choice import page, variation_table
 
     if top < 1:
         raise PartcError("P0004", f"--top {top} is out of range", help="give 1 or more")
     _check_targets(output, page_path)
-    with console.working("planning", quiet=as_json):
-        answer = answered(model, given, what_if=what_if or page_path is not None, pictured=page_path is not None)
+    with console.progress_spinner("planning", quiet=as_json):
+        answer = choose_plan(model, given, what_if=what_if or page_path is not None, pictured=page_path is not None)
     choice = answer.choice
     best = choice.best
     if output is not None:
@@ -84,7 +84,7 @@ def plan_command(
         print(json.dumps(document(choice, top, answer.variations)))
         return
     console.echo(page(choice, top), nl=False)
-    console.echo(binding(choice, answer.variations))
+    console.echo(binding_constraint(choice, answer.variations))
     if said := by_layer(choice):
         console.echo(f"by layer: {said}")
     if answer.variations:
@@ -110,7 +110,7 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
     """
     from partc.package.output import check_target
     from partc.planner.automatic import decisions, record
-    from partc.planner.replanning import continued, data_of, nodes_of, request_of
+    from partc.planner.replanning import checkpoint_to_continue, data_of, nodes_of, request_of
 
     check_cluster(given["cluster"])
     check_target(output)
@@ -118,12 +118,12 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
         raise PartcError("P0601", f"{output} is the package that is replanned", help="name another folder with -o")
     source = None
     if checkpoint is not None:
-        source = continued(directory, checkpoint, lambda line: console.echo(line, err=True))
-    with console.working("planning", quiet=as_json):
+        source = checkpoint_to_continue(directory, checkpoint, lambda line: console.echo(line, err=True))
+    with console.progress_spinner("planning", quiet=as_json):
         from partc.planner.planning import Planner
         from partc.planner.variations import required_choice
 
-        choice = required_choice(Planner(request_of(directory, checkpoint=source, **searched(given))))
+        choice = required_choice(Planner(request_of(directory, checkpoint=source, **search_options(given))))
     best = choice.best.plan
     if not as_json:
         _print_choice(choice)
@@ -158,7 +158,7 @@ class Answer(NamedTuple):
     front: tuple[Played, ...] = ()
 
 
-def answered(model: str, given: Mapping[str, Any], *, what_if: bool = False, pictured: bool = False) -> Answer:
+def choose_plan(model: str, given: Mapping[str, Any], *, what_if: bool = False, pictured: bool = False) -> Answer:
     """The answer to a command's options; the what-if searches take half of the time."""
     check_cluster(given["cluster"])
     from partc.compilation.plan import GIVEN_TO_SEARCH
@@ -166,7 +166,7 @@ def answered(model: str, given: Mapping[str, Any], *, what_if: bool = False, pic
     from partc.planner.variations import front, required_choice, variations
 
     kept = {name: given[name] for name in GIVEN_TO_SEARCH if name in given}
-    wanted = searched(given)
+    wanted = search_options(given)
     seconds = wanted["max_seconds"] / 2 if what_if else wanted["max_seconds"]
     options = compile_options.definitions(given)
     planner = Planner(Request.checked(model, **{**wanted, "max_seconds": seconds}, **kept, options=options))
@@ -183,14 +183,14 @@ def check_cluster(spec: str | None) -> None:
         raise PartcError("P0816", "planning needs a cluster", help="add --cluster 8xH100-80GB or a FILE.toml")
 
 
-def searched(given: Mapping[str, Any]) -> dict[str, Any]:
+def search_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a search, with their defaults."""
     found = {name: given[name] for name in compile_options.AUTOMATIC if name in given}
     seconds = MAX_SECONDS if given["max_seconds"] is None else given["max_seconds"]
     return {**found, "fix": given["fix"] or "", "per_layer": bool(given["per_layer"]), "max_seconds": seconds}
 
 
-def automatic(
+def plan_automatically(
     model: str, given: Mapping[str, Any], context: click.Context, *, quiet: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Plan, and print the choice; returns the compile options that the planner has decided, and the record of the
@@ -198,10 +198,10 @@ def automatic(
     """
     from partc.compilation.plan import check_undecided
 
-    check_undecided(compile_options.commanded(context, given), given["cluster"])
+    check_undecided(compile_options.options_on_command_line(context, given), given["cluster"])
     memory = given["memory"] or given["memory_limit"]
-    with console.working("planning", quiet=quiet):
-        choice = answered(model, {**given, "memory": memory}).choice
+    with console.progress_spinner("planning", quiet=quiet):
+        choice = choose_plan(model, {**given, "memory": memory}).choice
     from partc.planner.automatic import decisions, record
 
     best = choice.best.plan
@@ -214,11 +214,11 @@ def automatic(
 
 def _print_choice(choice: PlanChoice) -> None:
     """Print the best plan, the proof's figures and the constraint that binds."""
-    from partc.planner.reasons import binding
+    from partc.planner.reasons import binding_constraint
     from partc.reports.plan_choice import page
 
     console.echo(page(choice, 1), nl=False)
-    console.echo(binding(choice))
+    console.echo(binding_constraint(choice))
 
 
 def _check_targets(output: Path | None, page: Path | None) -> None:

@@ -58,7 +58,7 @@ def measure_command(output: Path, processes: int, nodes: int, node_rank: int, ma
     With several nodes, start it on each of them at the same time, like torchrun:
       partc cluster measure -o mine.toml --nodes 2 --node-rank 1 --master 10.0.0.1:29400
     """
-    from partc.cluster.measurement import MARK, measured
+    from partc.cluster.measurement import MARK, measured_rates
     from partc.package.output import write_page
 
     if not 1 <= processes <= 64:
@@ -71,8 +71,8 @@ def measure_command(output: Path, processes: int, nodes: int, node_rank: int, ma
         raise PartcError(
             "P0004", f"--master {master!r} is not HOST:PORT", help="give the address of node 0, and a port"
         )
-    with console.working("measuring", quiet=False):
-        rates = measured(processes, nodes=nodes, node=node_rank, master=master)
+    with console.progress_spinner("measuring", quiet=False):
+        rates = measured_rates(processes, nodes=nodes, node=node_rank, master=master)
     write_page(rates.toml(), output, mark=MARK, option="-o")
     if page is not None:
         from partc.reports import measurement_page
@@ -104,7 +104,7 @@ def fit_command(runs: tuple[Path, ...], spec: str, constants: Path | None, outpu
     start = calibration(cluster)
     if constants is not None:
         start = read(constants, start)
-    with console.working("fitting", quiet=False):
+    with console.progress_spinner("fitting", quiet=False):
         found = list(read_runs(runs, cluster, start, _program_of))
         result = fit(found, cluster, start)
     width = max(len(run.name) for run in found)
@@ -168,7 +168,7 @@ def simulate_command(
     failures = None if failing is None else Failures.parse(failing)
     if constants is not None:
         known = read(constants, known)
-    with console.working("simulating", quiet=as_json):
+    with console.progress_spinner("simulating", quiet=as_json):
         from partc.compilation.simulation import Simulator, predictions, read_plans
 
         wanted = list(read_plans(plans))

@@ -42,7 +42,7 @@ def trace_command(directory: Path, output: Path | None, package: Path | None, sp
         raise PartcError("P0608", f"{directory} is a package itself", help="leave --package out")
     if spec is not None and not alone and package is None:
         raise PartcError("P0608", "--cluster is for predictions", help="add --package DIR")
-    with console.working("reading and predicting", quiet=as_json):
+    with console.progress_spinner("reading and predicting", quiet=as_json):
         from partc.package.recorded_steps import read_trace
         from partc.reports import chrome_trace
 
@@ -59,7 +59,10 @@ def trace_command(directory: Path, output: Path | None, package: Path | None, sp
         print(json.dumps({"path": str(path), **json.loads(text)["otherData"]}))
         return
     _print_table(measured, forecast)
-    for line in (missing, "" if forecast is None else f"the prediction: {chrome_trace.basis(forecast, measured)}"):
+    for line in (
+        missing,
+        "" if forecast is None else f"the prediction: {chrome_trace.basis_sentence(forecast, measured)}",
+    ):
         if line:
             console.echo(line)
     console.echo(f"wrote {path}")

@@ -164,7 +164,7 @@ def _ends(samples: Sequence[Sample]) -> RateLine:
     return RateLine(latency=first.seconds, rate=(last.work - first.work) / max(1e-9, last.seconds - first.seconds))
 
 
-def measured(processes: int, *, nodes: int = 1, node: int = 0, master: str = "") -> MeasuredRates:
+def measured_rates(processes: int, *, nodes: int = 1, node: int = 0, master: str = "") -> MeasuredRates:
     """Measure the rates of `processes` processes on each node; `master` is HOST:PORT of the first node.
 
     Raises PartcError P0807 if they fail.

@@ -11,7 +11,7 @@ from typing import Literal
 from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution, StatementRun
 from partc.errors import Source
-from partc.ir.collectives import MOVING, ROUTED, inside
+from partc.ir.collectives import MOVING, ROUTED, collectives_inside
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.program import (
     ITEMSIZE,
@@ -187,7 +187,7 @@ class _Events:
         values: dict[str, Value] = {value.name: value for value in region.params} | graph.definitions()
         types = {name: value.type for name, value in values.items()}
         for op in graph.ops:
-            for name, axis, size, dtype in inside(op, types, self.program.sizes):
+            for name, axis, size, dtype in collectives_inside(op, types, self.program.sizes):
                 yield Entered(op=name, axes=(axis,), shape=(size,), dtype=dtype, source=op.source)
             if op.name in ROUTED:
                 yield self._rows(op, values[next(op.refs())].type)

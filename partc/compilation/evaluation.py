@@ -9,7 +9,7 @@ from typing import Any
 
 from partc import passes
 from partc.compilation.options import Options
-from partc.compilation.phase_notes import coupled
+from partc.compilation.phase_notes import coupling_sentence
 from partc.errors import PartcError
 from partc.frontend.trace import Batches
 from partc.ir.mesh import is_tensor_axis
@@ -43,7 +43,7 @@ def evaluation(trace: Trace, training: Program, options: Options) -> tuple[Progr
     except PartcError as error:
         if error.code != "P0402":
             raise
-        return finished(separate=True), (f"evaluate(): {coupled(error, options.microbatches)}",)
+        return finished(separate=True), (f"evaluate(): {coupling_sentence(error, options.microbatches)}",)
 
 
 def forward_only(

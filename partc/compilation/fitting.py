@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from partc.compilation.options import Options
-from partc.cost.memory import Account, consists
-from partc.cost.saved_tensors import Time, parse_bytes, written
+from partc.cost.memory import Account, categories_text
+from partc.cost.saved_tensors import Time, bytes_option, parse_bytes
 from partc.errors import PartcError
 from partc.ir.mesh import PIPELINE_AXIS, holds_weights_whole, is_batch_axis
 from partc.ir.printer import readable
@@ -30,7 +30,7 @@ Chosen = Callable[
 ]  # moments of each pipeline rank -> the passes' steps
 
 
-def within(
+def within_budget(
     budget: int,
     start: Program,
     choose: Chosen,
@@ -99,8 +99,8 @@ def _too_little(budget: int, account: Account) -> PartcError:
     return PartcError(
         "P0415",
         f"pipeline rank {worst.place} holds at least {worst.peak:,} bytes, {readable(worst.peak - budget)} more than "
-        f"the budget: {consists(worst)}",
-        help=f"give --recompute {written(worst.peak)} or more, smaller microbatches, or --zero",
+        f"the budget: {categories_text(worst)}",
+        help=f"give --recompute {bytes_option(worst.peak)} or more, smaller microbatches, or --zero",
     )
 
 
@@ -149,7 +149,7 @@ def _too_much(account: Account, limit: int, help: str) -> PartcError:
     return PartcError(
         "P0416",
         f"{rank} holds {readable(worst.peak)} at its peak, {readable(worst.peak - limit)} more than "
-        f"--memory-limit {readable(limit)}: {consists(worst)}; in {worst.at}",
+        f"--memory-limit {readable(limit)}: {categories_text(worst)}; in {worst.at}",
         help=help,
     )
 
@@ -217,7 +217,7 @@ def _changes(options: Options, limit: int) -> Iterator[tuple[str, Mapping[str, A
     for kind in kinds[1 + kinds.index(options.recompute) :] if options.recompute in kinds else ():
         yield f"--recompute {kind}", {"recompute": kind}
     if options.recompute in kinds[:2]:
-        budget = written(limit, fewer=True)
+        budget = bytes_option(limit, fewer=True)
         yield f"--recompute {budget}", {"recompute": budget}
     for times in (2, 4):
         if options.table is None:

@@ -48,11 +48,13 @@ class PassRuns:
         """
         if options.zero < 3 or (until is not None and until in passes.before("prefetch")):
             return self._fitted(traced, options, until, observe)
-        from partc.rehearsal.late import gathering, late_actions
+        from partc.rehearsal.late import gathering_actions, late_actions
 
         first = self._fitted(traced, options, _AHEAD, observe)
         program = first[-1].program
-        known = options.for_passes | {"late": late_actions(program, self.rehearsed) if ahead else gathering(program)}
+        known = options.for_passes | {
+            "late": late_actions(program, self.rehearsed) if ahead else gathering_actions(program)
+        }
         verify = self._verifier(program)
         return (*first, *passes.run(program, known, until=until, behind=_AHEAD, verify=verify, observe=observe))
 
@@ -65,7 +67,7 @@ class PassRuns:
         first = passes.run(traced, options.for_passes, until=last, verify=verify, observe=observe, shared=self._shared)
         if options.budget is None or early:
             return first
-        from partc.compilation.fitting import within
+        from partc.compilation.fitting import within_budget
         from partc.passes.recompute import frontiers_of
 
         start = first[-1].program
@@ -75,7 +77,7 @@ class PassRuns:
             known = options.for_passes | {"times": times, "frontiers": frontiers}
             return passes.run(start, known, until=UNPROVED, behind=_SAVING, verify=verify)
 
-        rest = within(options.budget, start, choose, optimizer=options.optimizer, groups=options.group)
+        rest = within_budget(options.budget, start, choose, optimizer=options.optimizer, groups=options.group)
         proof = passes.run(rest[-1].program, options.for_passes, until=until, behind=UNPROVED, verify=verify)
         wanted = {entry.name for entry in passes.up_to(until)}
         chosen = tuple(step for step in (*rest, *proof) if step.name in wanted)

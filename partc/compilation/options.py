@@ -218,7 +218,7 @@ class Options:
 
 
 @contextmanager
-def refused() -> Iterator[None]:
+def as_compile_errors() -> Iterator[None]:
     """A context that turns errors of the runtime into errors of a compile."""
     from partc.runtime.errors import UsageError
 
@@ -304,7 +304,7 @@ def _optimizer(text: str, group: Sequence[str]) -> str:
     """The text of the optimizer, after all its options have been checked."""
     from partc.runtime.optimizer.recipe import Recipe
 
-    with refused():
+    with as_compile_errors():
         return str(Recipe.of(text, groups=group))
 
 

@@ -13,7 +13,7 @@ from partc.ir.program import Program
 from partc.rules.updates import UpdateRule
 
 
-def coupled(error: PartcError, microbatches: int) -> str:
+def coupling_sentence(error: PartcError, microbatches: int) -> str:
     """A sentence on the consequence of an operation that needs the whole batch."""
     where = f"{error.source}: " if error.source else ""
     return (
@@ -27,20 +27,20 @@ def size(program: Program) -> str:
     return f"{ops:,} operations, {len(program.parameters):,} parameters and buffers"
 
 
-def note(step: passes.PassResult) -> str:
+def phase_note(step: passes.PassResult) -> str:
     """The remark on a pass's progress line."""
     program = step.program
     match step.name:
         case "outline":
-            return f"{counted(len(program.regions), 'region')}, {counted(len(program.calls), 'call')}"
+            return f"{count_text(len(program.regions), 'region')}, {count_text(len(program.calls), 'call')}"
         case "extend":
-            return ", ".join(f"{true} positions are {whole}" for true, whole in extents(program))
+            return ", ".join(f"{true} positions are {whole}" for true, whole in padded_lengths(program))
         case "partition":
             found = [op.name for region in program.regions for op in region.forward.ops]
             kinds = ("all_reduce", "all_gather", "unshard", "reduce_scatter", "all_to_all")
             return ", ".join(f"{found.count(kind)} {kind}" for kind in kinds if kind in found)
         case "stages":
-            return f"{counted(program.stages, 'stage')}, {counted(len(program.transfers), 'transfer')}"
+            return f"{count_text(program.stages, 'stage')}, {count_text(len(program.transfers), 'transfer')}"
         case "schedule":
             return f"{max(map(len, program.schedule), default=0)} actions a rank"
         case "check":
@@ -49,7 +49,7 @@ def note(step: passes.PassResult) -> str:
             return ""
 
 
-def extents(program: Program) -> list[tuple[int, int]]:
+def padded_lengths(program: Program) -> list[tuple[int, int]]:
     """The lengths of sequences that are padded, as (model's length, padded length)."""
     found: dict[tuple[int, int], None] = {}
     for region in program.regions:
@@ -61,7 +61,7 @@ def extents(program: Program) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """`1 stage`, `2 stages`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
@@ -87,7 +87,7 @@ def made_dense(traced: Program, program: Program, rules: Mapping[str, UpdateRule
         yield f"Lookups ask for sparse gradients of {', '.join(names)}, which are dense: {reason}."
 
 
-def padding(padded: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> Iterator[str]:
+def padding_sentences(padded: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> Iterator[str]:
     """A sentence for each padded parameter; equal parameters of layers share one.
 
     `padded` maps names to (model's shape, padded shape).

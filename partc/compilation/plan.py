@@ -193,7 +193,7 @@ class ParallelPlan:
 _USUAL = ParallelPlan(mesh="")
 
 
-def spelled(document: object) -> object:
+def normalised_document(document: object) -> object:
     """A plan in the spelling of tables or other programs, converted to the form of `document`.
 
     `null` means an absent field, 4.0 and "4" are 4, case does not matter, a mesh may be an object or a list of sizes,
@@ -282,7 +282,7 @@ def read(path: Path) -> ParallelPlan:
     if isinstance(document, dict) and "partc" in document:
         help = "`partc replan` plans a package anew; `partc plan -o` writes plans for partc compile"
         raise PartcError("P0804", f"{path} is the plan of a package, with the results of its compile", help=help)
-    return ParallelPlan.of(spelled(document), place=str(path))
+    return ParallelPlan.of(normalised_document(document), place=str(path))
 
 
 def decisions(plan: ParallelPlan) -> dict[str, Any]:

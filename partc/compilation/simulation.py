@@ -18,8 +18,8 @@ from typing import Any
 
 from partc import passes
 from partc.cluster.cluster import Cluster
-from partc.compilation.options import DEFAULT, Options, refused
-from partc.compilation.plan import FP8, ParallelPlan, json_lines, spelled
+from partc.compilation.options import DEFAULT, Options, as_compile_errors
+from partc.compilation.plan import FP8, ParallelPlan, json_lines, normalised_document
 from partc.cost.calibration import Calibration
 from partc.cost.failures import Failures
 from partc.cost.footprint import Footprint
@@ -384,7 +384,7 @@ def prediction(
     compute, exposed, bubble = forecast.split()
     eight_bits = SAVED_IN_EIGHT_BITS if rates.fp8 else frozenset()
     footprint = Footprint(program, states_of(optimizer), costs, eight_bits, rates.gradient, rates.weight, offload)
-    memory = resident(footprint.peak, program.mesh, rates.cluster)
+    memory = resident_bytes(footprint.peak, program.mesh, rates.cluster)
     return Prediction(
         step_seconds=forecast.seconds,
         memory_bytes=memory,
@@ -398,12 +398,12 @@ def prediction(
 
 def states_of(optimizer: str) -> int:
     """The number of tensors in a matrix' shape that an optimizer (`sgd:momentum=0.9`) keeps for each matrix."""
-    with refused():
+    with as_compile_errors():
         rule = Recipe.of(optimizer).settings("", 2)
         return len(rule.states(2)) - len(rule.uncut((2, 2)))
 
 
-def resident(tensors: int, mesh: Mesh, cluster: Cluster) -> int:
+def resident_bytes(tensors: int, mesh: Mesh, cluster: Cluster) -> int:
     """The memory of a process whose tensors take at most `tensors` bytes."""
     if cluster.device.kind == "cpu":
         return tensors
@@ -419,7 +419,7 @@ def read_plans(path: Path) -> Iterator[ParallelPlan | PartcError]:
         raise PartcError("P0804", f"{path} {error}", help="one JSON object a line") from None
     for number, line in lines:
         try:
-            yield decoded(ParallelPlan, spelled(parsed(line)))
+            yield decoded(ParallelPlan, normalised_document(parsed(line)))
         except Malformed as error:
             yield PartcError(
                 "P0804", f"line {number} of {path}: {error}", help='for example {"mesh": "pp=2,dp=4", "zero": 1}'

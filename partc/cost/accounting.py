@@ -12,7 +12,7 @@ from partc.communication.events import message
 from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution
 from partc.errors import Source
-from partc.ir.collectives import cost, inside, received
+from partc.ir.collectives import collectives_inside, cost, received
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS
 from partc.ir.program import ITEMSIZE, GraphKind, Op, Program, Region, TensorType
 from partc.rules import flops, resolve
@@ -70,7 +70,7 @@ def _graph_traffic(program: Program) -> dict[tuple[str, GraphKind], Counter[str]
             for op in graph.ops if graph is not None else ():
                 if size := moved_bytes(op, types, program.sizes):
                     counts[str(dict(op.attrs)["axis"])] += size
-                for name, axis, elements, dtype in inside(op, types, program.sizes):
+                for name, axis, elements, dtype in collectives_inside(op, types, program.sizes):
                     counts[axis] += cost(name, program.sizes[axis], elements * ITEMSIZE[dtype])
     return found
 

@@ -15,8 +15,8 @@ from itertools import islice
 
 from partc.communication.exchanges import Exchanges, graph_of
 from partc.cost.local_costs import LocalCosts
-from partc.cost.saved_tensors import flights, held_inputs, saved_bytes, saved_in_eight_bits
-from partc.ir.collectives import inside, parts
+from partc.cost.saved_tensors import held_inputs, microbatches_in_flight, saved_bytes, saved_in_eight_bits
+from partc.ir.collectives import collectives_inside, num_blocks
 from partc.ir.gradients import touched_rows
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
@@ -53,7 +53,9 @@ class Footprint:
     def of(self, place: int) -> int:
         """The peak of each rank at a pipeline coordinate, in bytes."""
         row = self.program.schedule[place]
-        saved = max((sum(count * self._saved(stage) for stage, count in mix) for mix in flights(row)), default=0)
+        saved = max(
+            (sum(count * self._saved(stage) for stage, count in mix) for mix in microbatches_in_flight(row)), default=0
+        )
         return (
             self.held(place)
             + round((1 - self.offload) * saved)
@@ -263,9 +265,9 @@ def _ring_workspace(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> in
     It holds the keys and values of two ranks, of which one pair is arriving; the gradients of three, since sent
     gradients stay until the next ones are computed; and the sums of the queries' rows in fp32.
     """
-    if parts(op, sizes) == 1:
+    if num_blocks(op, sizes) == 1:
         return 0
-    moved = [size * ITEMSIZE[dtype] for _, _, size, dtype in islice(inside(op, types, sizes), 2)]
+    moved = [size * ITEMSIZE[dtype] for _, _, size, dtype in islice(collectives_inside(op, types, sizes), 2)]
     gradients = 3 * moved[1] if op.name.endswith("_backward") else 0
     return 2 * moved[0] + gradients + math.prod(op.results[0].type.layout.local_shape(sizes)) * ITEMSIZE["f32"]
 

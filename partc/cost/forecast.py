@@ -17,7 +17,7 @@ from partc.cost.local_costs import LocalCosts
 from partc.cost.pieces import OpPiece, in_pieces
 from partc.cost.rates import ROOFLINE, Rates
 from partc.cost.simulation import Timeline, timeline
-from partc.ir.collectives import MOVING, ROUTED, inside, parts
+from partc.ir.collectives import MOVING, ROUTED, collectives_inside, num_blocks
 from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.operations import VIEWS
@@ -321,7 +321,7 @@ class Forecast:
             )
             moved = (op for op in graph.ops if not (_moves(op) and dict(op.attrs)["axis"] in alone))
             issues = (_ISSUES if op.name in MOVING else op.name not in VIEWS for op in moved)
-            rounds = ((1 + _ISSUES) * parts(op, sizes) for op in graph.ops if parts(op, sizes) > 1)
+            rounds = ((1 + _ISSUES) * num_blocks(op, sizes) for op in graph.ops if num_blocks(op, sizes) > 1)
             return tuple(seconds), self.rates.host * (sum(issues) + sum(rounds))
 
         return self.costs.of(("seconds", alone), region, graph, sizes, made)
@@ -356,7 +356,7 @@ class Forecast:
             return place.removeprefix(module).strip(".") or op.name.removesuffix("_backward")
 
         for op, seconds in zip(graph.ops, self._operations(region, graph)[0], strict=True):
-            visits = parts(op, sizes)
+            visits = num_blocks(op, sizes)
             if not _moves(op) and op.name != "wait" and visits == 1:
                 yield OpPiece(op=op, segment=Segment(seconds=seconds))
                 continue
@@ -390,7 +390,7 @@ class Forecast:
         name = op.results[0].name
         shifts = (
             self._moving(moved, axis, size * ITEMSIZE[dtype], "keys and values go around")
-            for moved, axis, size, dtype in inside(op, types, self.program.sizes)
+            for moved, axis, size, dtype in collectives_inside(op, types, self.program.sizes)
         )
         behind = ""
         for step in range(visits):

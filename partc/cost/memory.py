@@ -102,7 +102,7 @@ class Account:
         """The rank with the highest peak: its bytes, its categories and its place in the step."""
         worst = self.worst
         rank = f"pipeline rank {worst.place}, " if len(self.ranks) > 1 else ""
-        return f"{readable(worst.peak)} ({rank}at {worst.at.action}): {consists(worst)}"
+        return f"{readable(worst.peak)} ({rank}at {worst.at.action}): {categories_text(worst)}"
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _fields(item: Any) -> dict[str, Any]:
     return {name: getattr(item, name) for name in item.__slots__}
 
 
-def consists(rank: RankMemory) -> str:
+def categories_text(rank: RankMemory) -> str:
     """The categories of a rank's peak, in words, the largest first."""
     parts = sorted(rank.categories.items(), key=lambda item: -item[1])
     return ", ".join(f"{readable(size)} {name}" for name, size in parts)

@@ -15,7 +15,7 @@ from partc.cost.calibration import Calibration
 from partc.cost.collectives import Network
 from partc.cost.flops import ProductWork, product_sizes, scores
 from partc.cost.roofline import EXPERTS_GRADIENT, H100, Machine, product_flops, seconds, traffic
-from partc.ir.collectives import MOVING, cost, parts
+from partc.ir.collectives import MOVING, cost, num_blocks
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.operations import VIEWS
@@ -201,7 +201,7 @@ class ClusterRates:
             return scan.length * sum(self.operation(each, inner, sizes) for each in scan.step.ops)
         shapes = {name: types[name].local(sizes) for name in op.refs()}
         results = [value.type.local(sizes) for value in op.results]
-        visits = parts(op, sizes)
+        visits = num_blocks(op, sizes)
         return visits * self.cluster.device.launch + self._computed(op, shapes, results, visits)
 
     def _computed(self, op: Op, shapes: Mapping[str, TensorType], results: list[TensorType], visits: int) -> float:

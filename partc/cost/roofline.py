@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from partc.ir.collectives import MOVING, cost, parts
+from partc.ir.collectives import MOVING, cost, num_blocks
 from partc.ir.layout import Sizes
 from partc.ir.operations import VIEWS
 from partc.ir.program import ITEMSIZE, SPARSE, DType, Op, TensorType
@@ -40,7 +40,7 @@ def seconds(op: Op, types: Mapping[str, TensorType], sizes: Sizes, machine: Mach
         return machine.meeting + moved / machine.link if sizes[axis] > 1 else 0.0
     shapes = {name: types[name].local(sizes) for name in op.refs()}
     results = [value.type.local(sizes) for value in op.results]
-    visits = parts(op, sizes)
+    visits = num_blocks(op, sizes)
     flops, _ = product_flops(op, shapes, results, visits)
     work = flops / machine.flops.get(results[0].dtype, machine.flops["f32"]) if results else 0.0
     return visits * machine.start + max(visits * traffic(op, shapes, results) / machine.memory, work)

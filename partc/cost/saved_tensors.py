@@ -47,7 +47,7 @@ def parse_bytes(text: str) -> int | None:
     return int(Fraction(found[1]) * _UNITS[found[2].upper()]) if found and found[2].upper() in _UNITS else None
 
 
-def written(bytes: int, *, fewer: bool = False) -> str:
+def bytes_option(bytes: int, *, fewer: bool = False) -> str:
     """A number of bytes as options take it ("18GB"), rounded up to few digits, or down with `fewer`."""
     if bytes < 10**7:
         return f"{bytes}B"
@@ -149,7 +149,7 @@ def stage_bytes(program: Program) -> tuple[int, ...]:
     )
 
 
-def flights(row: Sequence[Action | Compute]) -> tuple[Flight, ...]:
+def microbatches_in_flight(row: Sequence[Action | Compute]) -> tuple[Flight, ...]:
     """The maximal sets of microbatches that a rank has in flight, from F to the end of B or W."""
     now: dict[int, int] = {}
     found: list[Mapping[int, int]] = []
@@ -173,6 +173,6 @@ def most_saved(program: Program) -> tuple[int, ...]:
     """For each pipeline rank of a scheduled program, the most bytes of saved values at any time."""
     each = stage_bytes(program)
     return tuple(
-        max((sum(count * each[stage] for stage, count in flight) for flight in flights(row)), default=0)
+        max((sum(count * each[stage] for stage, count in flight) for flight in microbatches_in_flight(row)), default=0)
         for row in program.schedule
     )

@@ -18,12 +18,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source, first_line
-from partc.frontend.branches.builtin_numbers import counting
+from partc.frontend.branches.builtin_numbers import using_traceable_builtins
 from partc.frontend.branches.random_branches import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
-from partc.frontend.gradients.own_backward import Hook, followed, module_hooks, own_hooks
-from partc.frontend.gradients.transforms import transformed
-from partc.frontend.model_files.model_file import blame
+from partc.frontend.gradients.own_backward import Hook, following_own_backward, module_hooks, own_hooks
+from partc.frontend.gradients.transforms import following_transforms
+from partc.frontend.model_files.model_file import user_line
 from partc.frontend.repeats.marks import CallMark, Excluded, ModuleTree, Repeats
 from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.results import Read
@@ -34,14 +34,14 @@ from partc.frontend.state.constructor_values import with_values
 from partc.frontend.state.frozen_state import StateWatch, check
 from partc.frontend.state.replaced_buffers import Buffers, ReplacedError
 from partc.frontend.state.shared_memory import shared_with, untrained_pairs
-from partc.frontend.trace_errors import explained, innermost
+from partc.frontend.trace_errors import explained_error, innermost_user_line
 from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
 from partc.installed import is_machinery
 from partc.ir.program import Repetition
 from partc.quoting import encodable
 from partc.runtime.documents import Malformed
-from partc.runtime.train.entries import constants, entries, of_model, rebuilt
-from partc.runtime.train.plain_tensors import Members, registered
+from partc.runtime.train.entries import constants_as_text, entries, of_model, rebuilt_batch
+from partc.runtime.train.plain_tensors import Members, with_registered_tensors
 from partc.runtime.train.precision import computing_in, dtype_held, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase, fake_stored, without_modes
 
@@ -131,7 +131,7 @@ class _TracedStep(nn.Module):
         self._report = report  # a callback, because an export restores attributes
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        batch = rebuilt(self._form, dict(zip(self._names, tensors, strict=True)))
+        batch = rebuilt_batch(self._form, dict(zip(self._names, tensors, strict=True)))
         versions = [x._version for x in tensors]
         for cached in caches(self.model):
             cached.cache_clear()  # tensors of an earlier trace have no values here
@@ -145,7 +145,7 @@ class _TracedStep(nn.Module):
         try:
             with (
                 computing_in(self._dtype), repeats.rows.with_parts(), self._watch.watching(),
-                counting(self._watch.modules), values.watching(), repeats.marking(), _conversions(),
+                using_traceable_builtins(self._watch.modules), values.watching(), repeats.marking(), _conversions(),
                 _inference(), untraceable_modules(), self._with_masks(), self._members.current(),
             ):  # fmt: skip
                 found = self._forward(batch)
@@ -153,7 +153,7 @@ class _TracedStep(nn.Module):
         except (PartcError, UnequalError, WholeTrace):
             raise
         except Exception as error:  # torch.export would also print the graph so far, or a long message
-            raise explained(error, self.model, self._path, self._parts, values.selections.any) from error
+            raise explained_error(error, self.model, self._path, self._parts, values.selections.any) from error
         for name, constant in constants.items():
             if self.model.get_buffer(name) is not constant or constant._version != before[name]:
                 raise _ChangedError(name)
@@ -224,7 +224,9 @@ def _with_plain_tensors(
         while True:
             try:
                 return captured(
-                    lambda: registered(_walkable(build()), lambda each: each not in without), *given, **named
+                    lambda: with_registered_tensors(_walkable(build()), lambda each: each not in without),
+                    *given,
+                    **named,
                 )
             except PartcError as error:
                 assigned = re.search(r"cannot assign '.*' (?:as|object to) buffer '(.+?)'", error.cause)
@@ -280,10 +282,10 @@ def capture(
         try:
             say = lambda sentence: assumed.update({sentence: None})  # noqa: E731
             with (
-                followed(say, parts, whole=excluded is None),
+                following_own_backward(say, parts, whole=excluded is None),
                 module_hooks(model, parts),
                 stacks_of_losses(),
-                transformed(whole=excluded is None),
+                following_transforms(whole=excluded is None),
             ):
                 watch = StateWatch(model, modules.named, loss)
                 report = lambda *found: reports.append(found)  # noqa: E731
@@ -320,18 +322,18 @@ def capture(
                     gained, paths, marked, selections = reports[-1]
                     check(exported, watch, trace)
         except PartcError as error:
-            error.source = error.source or innermost(error)
+            error.source = error.source or innermost_user_line(error)
             raise
         except (UnequalError, WholeTrace):
             raise
         except (Exception, SystemExit) as error:
-            raise explained(error, model, path, parts) from error
+            raise explained_error(error, model, path, parts) from error
     return Captured(
         exported=exported,
         model=model,
         batch=batch,
         whole=tuple(name for name, x in batch.items() if parts > 1 and x is every[name]),
-        constants=constants(found),
+        constants=constants_as_text(found),
         precision=precision,
         trained=rows.with_left_out(gained) if read is None else frozenset(_requiring(model)),
         calls=marked.calls,
@@ -463,14 +465,14 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
                     with torch.device("cpu"):
                         model = with_values(build)
     except PartcError as error:
-        error.source = error.source or blame(error, path)
+        error.source = error.source or user_line(error, path)
         raise
     except (Exception, SystemExit) as error:
         raise PartcError(
             "P0205",
             f"model() fails: {type(error).__name__}: {first_line(error)}",
             help="models are built without values, or in up to 4 GiB of memory if their constructors read values",
-            source=blame(error, path),
+            source=user_line(error, path),
         ) from error
     if not isinstance(model, nn.Module):
         raise PartcError(
@@ -542,7 +544,7 @@ def _batch(make: Callable[[], Any], path: Path | None) -> tuple[Any, dict[str, A
                 batch = make()
     except (Exception, SystemExit) as error:
         raise PartcError(
-            "P0205", f"batch() fails: {type(error).__name__}: {first_line(error)}", source=blame(error, path)
+            "P0205", f"batch() fails: {type(error).__name__}: {first_line(error)}", source=user_line(error, path)
         ) from error
     try:
         found = entries(batch)

@@ -48,7 +48,7 @@ class Pair:
 
     @property
     def conjugate(self) -> Pair:
-        return pair(self.real, -self.imag)
+        return as_pair(self.real, -self.imag)
 
 
 Operand = Pair | Tensor | complex | float | int
@@ -63,7 +63,7 @@ def is_complex(node: fx.Node) -> bool:
     return any(isinstance(item, Tensor) and item.is_complex() for item in flat)
 
 
-def rewritten(node: fx.Node, name: str) -> fx.GraphModule:
+def real_operations(node: fx.Node, name: str) -> fx.GraphModule:
     """The real operations in place of a complex one: a graph with its tensor operands as inputs, in order.
 
     Raises PartcError P0209 for an operation that has no rewrite.
@@ -138,7 +138,7 @@ def _of_parts(value: Tensor) -> Tensor:
     return torch.empty((*shape, 2), dtype=dtype.to_real()) if value.is_complex() else torch.empty(shape, dtype=dtype)
 
 
-def pair(real: Tensor, imag: Tensor) -> Pair:
+def as_pair(real: Tensor, imag: Tensor) -> Pair:
     return Pair(torch.stack((real, imag), -1))
 
 
@@ -148,9 +148,9 @@ def _as_pair(x: Operand, like: Tensor) -> Pair:
         return x
     if isinstance(x, Tensor):
         real = x.to(like.dtype.to_real())
-        return pair(real, torch.zeros_like(real))
+        return as_pair(real, torch.zeros_like(real))
     number = complex(x)
-    return pair(*(torch.full((), part, dtype=like.dtype.to_real()) for part in (number.real, number.imag)))
+    return as_pair(*(torch.full((), part, dtype=like.dtype.to_real()) for part in (number.real, number.imag)))
 
 
 def _is_real(x: Operand) -> bool:
@@ -169,8 +169,8 @@ def _mul(like: Tensor, x: Operand, y: Operand) -> Pair:
     a, b = _parts(x)
     c, d = _parts(y)
     if b is None or d is None:  # a real tensor and a complex number
-        return pair(a * c, b * c if d is None else a * d)
-    return pair(a * c - b * d, b * c + a * d)
+        return as_pair(a * c, b * c if d is None else a * d)
+    return as_pair(a * c - b * d, b * c + a * d)
 
 
 def _parts(x: Operand) -> tuple[Any, Any]:
@@ -207,7 +207,7 @@ def _on_parts(change: Callable[..., Tensor]) -> Rewrite:
 
 def _on_each_part(change: Callable[..., Tensor]) -> Rewrite:
     """The same operation on the real and the imaginary part separately, each in the complex tensor's shape."""
-    return lambda like, x, *args, **kwargs: pair(change(x.real, *args, **kwargs), change(x.imag, *args, **kwargs))
+    return lambda like, x, *args, **kwargs: as_pair(change(x.real, *args, **kwargs), change(x.imag, *args, **kwargs))
 
 
 def _reshape(like: Tensor, x: Pair, *_: Any, **__: Any) -> Pair:
@@ -264,10 +264,10 @@ def _bilinear(call: Callable[[Any, Any], Tensor]) -> Rewrite:
     def rewrite(like: Tensor, x: Operand, y: Operand) -> Pair:
         (a, b), (c, d) = _parts(x), _parts(y)
         if b is None:
-            return pair(call(a, c), call(a, d))
+            return as_pair(call(a, c), call(a, d))
         if d is None:
-            return pair(call(a, c), call(b, c))
-        return pair(call(a, c) - call(b, d), call(b, c) + call(a, d))
+            return as_pair(call(a, c), call(b, c))
+        return as_pair(call(a, c) - call(b, d), call(b, c) + call(a, d))
 
     return rewrite
 
@@ -299,7 +299,7 @@ def _angle(like: Tensor, x: Pair) -> Tensor:
 
 
 def _polar(like: Tensor, radius: Tensor, angle: Tensor) -> Pair:
-    return pair(radius * angle.cos(), radius * angle.sin())
+    return as_pair(radius * angle.cos(), radius * angle.sin())
 
 
 def _exp(like: Tensor, x: Pair) -> Pair:
@@ -307,23 +307,23 @@ def _exp(like: Tensor, x: Pair) -> Pair:
 
 
 def _log(like: Tensor, x: Pair) -> Pair:
-    return pair(_abs(like, x).log(), _angle(like, x))
+    return as_pair(_abs(like, x).log(), _angle(like, x))
 
 
 def _sin(like: Tensor, x: Pair) -> Pair:
-    return pair(x.real.sin() * x.imag.cosh(), x.real.cos() * x.imag.sinh())
+    return as_pair(x.real.sin() * x.imag.cosh(), x.real.cos() * x.imag.sinh())
 
 
 def _cos(like: Tensor, x: Pair) -> Pair:
-    return pair(x.real.cos() * x.imag.cosh(), -x.real.sin() * x.imag.sinh())
+    return as_pair(x.real.cos() * x.imag.cosh(), -x.real.sin() * x.imag.sinh())
 
 
 def _sinh(like: Tensor, x: Pair) -> Pair:
-    return pair(x.real.sinh() * x.imag.cos(), x.real.cosh() * x.imag.sin())
+    return as_pair(x.real.sinh() * x.imag.cos(), x.real.cosh() * x.imag.sin())
 
 
 def _cosh(like: Tensor, x: Pair) -> Pair:
-    return pair(x.real.cosh() * x.imag.cos(), x.real.sinh() * x.imag.sin())
+    return as_pair(x.real.cosh() * x.imag.cos(), x.real.sinh() * x.imag.sin())
 
 
 def _pow(like: Tensor, x: Pair, exponent: Operand) -> Pair:
@@ -405,7 +405,7 @@ def _rows_padded(
     like: Tensor, rows: Sequence[Pair], batch_first: bool = False, value: float = 0.0, side: str = "right"
 ) -> Pair:
     pad = torch.nn.utils.rnn.pad_sequence
-    return pair(*(pad([*part], batch_first, number, side) for part, number in (
+    return as_pair(*(pad([*part], batch_first, number, side) for part, number in (
         ((x.real for x in rows), value), ((x.imag for x in rows), 0.0)
     )))  # fmt: skip
 
@@ -517,7 +517,7 @@ REWRITES: Mapping[str, Rewrite] = {
     # Between real and complex tensors
     "view_as_real": lambda like, x: x.parts,
     "view_as_complex": lambda like, x: Pair(x),
-    "complex": lambda like, real, imag: pair(real, imag),
+    "complex": lambda like, real, imag: as_pair(real, imag),
     "polar": _polar,
     "real": _real,
     "imag": lambda like, x: x.imag,
@@ -547,7 +547,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "tan": lambda like, x: _div(like, _sin(like, x), _cos(like, x)),
     "tanh": lambda like, x: _div(like, _sinh(like, x), _cosh(like, x)),
     "sigmoid": lambda like, x: _div(
-        like, 1.0, pair(1.0 + (-x.real).exp() * x.imag.cos(), -(-x.real).exp() * x.imag.sin())
+        like, 1.0, as_pair(1.0 + (-x.real).exp() * x.imag.cos(), -(-x.real).exp() * x.imag.sin())
     ),
     "linalg_vector_norm": lambda like, x, *given, **named: torch.linalg.vector_norm(_abs(like, x), *given, **named),
     "where": _where,

@@ -17,7 +17,7 @@ from partc.errors import InternalError, PartcError, Source
 from partc.frontend.branches.random_branches import RandomBranch
 from partc.frontend.branches.value_branches import RANDOM_BRANCH
 from partc.frontend.capture import Captured
-from partc.frontend.complex_numbers import is_complex, rewritten
+from partc.frontend.complex_numbers import is_complex, real_operations
 from partc.frontend.repeats.copies import RepeatedOps
 from partc.frontend.repeats.marks import MARK
 from partc.frontend.selections.selection_tests import TESTED
@@ -25,7 +25,7 @@ from partc.frontend.strided_views import windows
 from partc.installed import is_machinery, shortened
 from partc.ir.gradients import reached
 from partc.ir.naming import identifier, unique, unreserved
-from partc.ir.operations import owner
+from partc.ir.operations import memory_owner
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import NO_GRAD, Arg, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
 from partc.torch_private import OpOverload
@@ -366,7 +366,7 @@ class GraphReader:
         inside = {value.name: op for op in self._ops[start:] for value in op.results}
         for place in changes:
             op = self._ops[place]
-            target = owner(next(op.refs()), inside, types)
+            target = memory_owner(next(op.refs()), inside, types)
             if target in outside and target not in parameters:
                 raise PartcError(
                     "P0212",
@@ -380,7 +380,7 @@ class GraphReader:
     def _of_pairs(self, node: fx.Node, name: str) -> None:
         """Replace an operation on complex numbers by operations on pairs of real ones."""
         try:
-            body = rewritten(node, name)
+            body = real_operations(node, name)
         except PartcError as error:
             error.source = error.source or source_of(node)
             raise

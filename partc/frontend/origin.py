@@ -32,7 +32,7 @@ from partc.ir.mesh import Mesh
 from partc.ir.program import Program
 from partc.quoting import environment
 from partc.runtime.documents import Malformed
-from partc.runtime.train.entries import constants, entries, rebuilt, types
+from partc.runtime.train.entries import constants_as_text, entries, rebuilt_batch, types
 from partc.settings import PASSES, settings
 
 WEIGHTS, BATCH = "model.pt", "batch.pt"
@@ -126,7 +126,7 @@ def trace(
     _check_trains(traced.program)
     return Origin(
         program=traced.program,
-        constants=constants(held),
+        constants=constants_as_text(held),
         source=source,
         options={},
         extra=extra,
@@ -168,7 +168,7 @@ def _batch(batch: Any) -> tuple[Any, dict[str, Any]]:
             help="partc.compile(model, {'x': tensor, ...}, mesh=...): one global batch, by argument names",
         ) from error
     held = {name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in held.items()}
-    return rebuilt(found, held), held
+    return rebuilt_batch(found, held), held
 
 
 def _without_memory(model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ def read_for(purpose: Purpose, *, own: bool) -> Read | None:
     """The function that reads a result for this purpose; None for a loss. `own`: the user defined a function for it."""
     if purpose == "evaluate" and not own:
         return loss_alone
-    return {"loss": None, "evaluate": scalars, "infer": tensors}[purpose]
+    return {"loss": None, "evaluate": returned_scalars, "infer": returned_tensors}[purpose]
 
 
 def in_evaluation(model: Any) -> Any:
@@ -29,10 +29,10 @@ def in_evaluation(model: Any) -> Any:
 
 def loss_alone(found: Any) -> dict[str, Tensor]:
     """The loss, which is the default evaluation."""
-    return scalars({"": found["loss"] if isinstance(found, Mapping) else getattr(found, "loss", found)})
+    return returned_scalars({"": found["loss"] if isinstance(found, Mapping) else getattr(found, "loss", found)})
 
 
-def scalars(found: Any) -> dict[str, Tensor]:
+def returned_scalars(found: Any) -> dict[str, Tensor]:
     """The scalars that `evaluate` returns: one, or a dict of them. An object with a loss stands for its loss.
 
     Integers and booleans become fp64, in which counts are exact. Raises PartcError P0206 and P0208.
@@ -53,7 +53,7 @@ def scalars(found: Any) -> dict[str, Tensor]:
     return {name: x if x.is_floating_point() else x.to(torch.float64) for name, x in named.items()}
 
 
-def tensors(found: Any) -> dict[str, Tensor]:
+def returned_tensors(found: Any) -> dict[str, Tensor]:
     """The tensors that `infer`, or the model itself, returns: a tensor, or a nest of dicts, tuples and dataclasses.
 
     Raises PartcError P0206 and P0208.

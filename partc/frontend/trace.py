@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.batch_indices import check_indices
-from partc.frontend.branches.random_branches import PARTLY_EMPTY, Branching, Outcomes, RandomBranch, joined, told_apart
+from partc.frontend.branches.random_branches import (
+    PARTLY_EMPTY,
+    Branching,
+    Outcomes,
+    RandomBranch,
+    join_outcomes,
+    told_apart,
+)
 from partc.frontend.capture import Captured, Loss, capture
 from partc.frontend.graph_reader import GraphReader, tensor_type
 from partc.frontend.model_files.huggingface import PREFIX, is_configuration, model_source
@@ -95,7 +102,7 @@ def trace_file(
     """
     how: dict[str, Any] = {"mesh": mesh, "batches": batches, "precision": precision, "purpose": purpose}
     if is_configuration(path):
-        with generated(str(path), model_source(str(path))) as file:  # the package gets the same one
+        with generated_model_file(str(path), model_source(str(path))) as file:  # the package gets the same one
             return trace_file(file, options, **how)
     return trace_loaded(load(path, options), **how)
 
@@ -135,7 +142,7 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
 
 
 @contextmanager
-def generated(model: str, source: str) -> Iterator[Path]:
+def generated_model_file(model: str, source: str) -> Iterator[Path]:
     """A context in which the model file of a configuration exists, under the name of the configuration's folder.
 
     The file is temporary, so errors name the configuration instead.
@@ -263,7 +270,7 @@ def _of_all_outcomes(
                     raise
                 continue  # if these outcomes occur at all, they also raise eagerly
             check_empty(found.graph, partly, tests[0])
-    graph, longer = joined(found, trace) if found.branches else (found.graph, Outcomes.ABOVE)
+    graph, longer = join_outcomes(found, trace) if found.branches else (found.graph, Outcomes.ABOVE)
     capture, program = made[longer]
     source = next(iter(tests), found.branches[0].source if found.branches else None)
     capture = replace(

@@ -30,7 +30,7 @@ from partc.frontend.model_files.model_file import load
 from partc.frontend.model_files.own_optimizer import OwnOptimizer
 from partc.frontend.model_files.user_modules import imported_by
 from partc.frontend.results import Purpose
-from partc.frontend.trace import ONE_BATCH, Batches, Traced, configuration_name, generated, trace_loaded
+from partc.frontend.trace import ONE_BATCH, Batches, Traced, configuration_name, generated_model_file, trace_loaded
 from partc.frontend.trace import trace_file as traced_anew
 from partc.installed import is_installed
 from partc.ir.mesh import Mesh
@@ -69,7 +69,7 @@ def trace_file(
     known = _read(entry, configuration_name(str(path)), str(path), mesh=mesh, batches=batches)
     if known is not None:
         return replace(known, model_source=source)
-    with generated(str(path), source) as file:
+    with generated_model_file(str(path), source) as file:
         return _cached(folder, file, options, how, mesh=mesh, batches=batches)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from partc.errors import PartcError, Source, first_line
-from partc.frontend.model_files.model_file import blame
+from partc.frontend.model_files.model_file import user_line
 from partc.installed import is_machinery, shortened
 from partc.runtime.train.plain_tensors import places_of
 
@@ -105,7 +105,7 @@ KNOWN: tuple[Known, ...] = (
 )
 
 
-def explained(
+def explained_error(
     error: BaseException, model: nn.Module, path: Path | None, parts: int = 1, selected: bool = False
 ) -> PartcError:
     """The error P0206 for an exception that ended a trace, at the model's own line.
@@ -130,18 +130,18 @@ def explained(
         help = _ROWS
     elif help == _CHECK and parts > 1:
         help = _PART.format(parts)
-    inner = innermost(error)
+    inner = innermost_user_line(error)
     if known is not None and known.inside:
         return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=inner)
-    source = blame(error, path)
+    source = user_line(error, path)
     if source is not None and inner is not None and shortened(source.file) != inner.file:
         cause += f" (in {inner})"
     return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=source)
 
 
-def innermost(error: BaseException) -> Source | None:
+def innermost_user_line(error: BaseException) -> Source | None:
     """The innermost line outside torch and partc."""
-    source = blame(error)
+    source = user_line(error)
     return None if source is None else replace(source, file=shortened(source.file))
 
 

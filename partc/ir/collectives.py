@@ -80,13 +80,13 @@ BY_TABLE = frozenset({"divide_rows", "join_rows"})
 _MESSAGES: Mapping[str, Bytes] = {"exchange": _exchanged, "shift": lambda n, bytes: bytes}
 
 
-def parts(op: Op, sizes: Sizes) -> int:
+def num_blocks(op: Op, sizes: Sizes) -> int:
     """The number of blocks of keys and values that an attention reads in turn: the ranks of its ring, or 1."""
     attention = Attention.of(op)
     return sizes[attention.ring] if attention is not None and attention.ring else 1
 
 
-def inside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[tuple[str, str, int, DType]]:
+def collectives_inside(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[tuple[str, str, int, DType]]:
     """The collectives that an operation consists of: name, axis, local elements and their type.
 
     Attention over a ring: keys and values visit every rank, and in backward their gradients travel home behind them.

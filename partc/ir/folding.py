@@ -101,7 +101,7 @@ def ranges(items: Sequence[Item]) -> Iterator[tuple[Item, Item]]:
         start = end + 1
 
 
-def ranged(first: Item, last: Item) -> Iterator[Item]:
+def item_range(first: Item, last: Item) -> Iterator[Item]:
     """The items from the first to the last."""
     if first == last or isinstance(first, int) or isinstance(last, int):
         yield first

@@ -80,7 +80,7 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
             return {name: frozenset(inputs) for name, inputs in needs.items()}
 
 
-def arriving(program: Program) -> frozenset[tuple[str, str, int]]:
+def arguments_with_gradients(program: Program) -> frozenset[tuple[str, str, int]]:
     """The arguments of calls that receive a gradient, as (call, argument, stage).
 
     An argument that is only detached, by its call or by later ones, receives none. In a differentiated region the

@@ -93,7 +93,7 @@ def shares_memory(op: Op, types: Mapping[str, TensorType]) -> bool:
     return given is None or any(value.type.dtype == given.dtype for value in op.results)
 
 
-def owner(name: str, made: Mapping[str, Op], types: Mapping[str, TensorType]) -> str:
+def memory_owner(name: str, made: Mapping[str, Op], types: Mapping[str, TensorType]) -> str:
     """The value of a traced graph in whose memory another one is: views and changes in place lead to it."""
     while (op := made.get(name)) is not None and (shares_memory(op, types) or is_change(op)):
         name = next(op.refs())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
 from partc.errors import PartcError, Source
-from partc.ir.folding import Item, Loop, Repeat, ranged, unfolded, unfolded_row
+from partc.ir.folding import Item, Loop, Repeat, item_range, unfolded, unfolded_row
 from partc.ir.layout import Layout
 from partc.ir.mesh import Mesh
 from partc.ir.printer import CALL, NUMBER, WORDS
@@ -140,7 +140,7 @@ def _slot(text: str) -> tuple[Item, ...]:
     found: list[Item] = []
     for match in re.finditer(rf"ahead (\d)|({_ANY})(?: to ({_ANY}))?", text.split(" in ", 1)[1]):
         first, last = _name(match[2] or ""), _name(match[3] or match[2] or "")
-        found.extend([int(match[1])] if match[1] else ranged(first, last))
+        found.extend([int(match[1])] if match[1] else item_range(first, last))
     return tuple(found)
 
 

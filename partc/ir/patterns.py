@@ -147,5 +147,5 @@ class Rewrite:
             bindings = self.pattern.matches(op, makers)
             found = (self.instead(Match(op, bound, types, makers, readers, graph.outputs)) for bound in bindings)
             new = next((each for each in found if each is not None), None)
-            ops.append(new if new is not None and fuel.allowed(self.name, op.source) else op)
+            ops.append(new if new is not None and fuel.may_rewrite(self.name, op.source) else op)
         return replace(region, forward=replace(graph, ops=tuple(ops)).without_dead())

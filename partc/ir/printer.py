@@ -155,8 +155,8 @@ def print_graph(graph: Graph, *, sources: bool = False) -> str:
 
 def print_operation(op: Op) -> str:
     """The right-hand side of an operation's line."""
-    attrs = [f"{key}={written(arg)}" for key, arg in op.attrs if not isinstance(arg, Graph)]
-    return f"{op.name}({', '.join([*map(written, op.args), *attrs])})"
+    attrs = [f"{key}={argument_text(arg)}" for key, arg in op.attrs if not isinstance(arg, Graph)]
+    return f"{op.name}({', '.join([*map(argument_text, op.args), *attrs])})"
 
 
 def _notes(op: Op, types: Mapping[str, TensorType], sources: bool, sizes: Sizes | None) -> str:
@@ -281,7 +281,7 @@ def _bucket(bucket: Bucket) -> str:
     return f"bucket {written_name(bucket.name)}: {kind} over {','.join(bucket.over)} in stage {bucket.stage}{after}"
 
 
-def written(arg: Arg) -> str:
+def argument_text(arg: Arg) -> str:
     """An argument as text."""
     match arg:
         case Ref():
@@ -289,7 +289,7 @@ def written(arg: Arg) -> str:
         case DTypeArg():
             return f"<{arg.name}>"
         case tuple():
-            return f"({', '.join(map(written, arg))}{',' if len(arg) == 1 else ''})"
+            return f"({', '.join(map(argument_text, arg))}{',' if len(arg) == 1 else ''})"
         case str():
             return json.dumps(arg)
     return repr(arg)

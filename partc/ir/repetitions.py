@@ -7,7 +7,7 @@
 
 A unit reads its own values and weights, values of the unit before it, and values that all units read alike. The passes
 before `outline` see the first three units and the last one, for any depth. `outline` adds the calls of the others;
-`restored` adds their operations, for passes that find the units unlike.
+`restore_units` adds their operations, for passes that find the units unlike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UnlikeError(Exception):
         self.repetition = repetition
 
 
-def restored(program: Program) -> Program:
+def restore_units(program: Program) -> Program:
     """The program with the operations of all units. Raises UnlikeError."""
     for repetition in program.repetitions:
         program = Unfolding(program, repetition).run()

@@ -18,7 +18,7 @@ def _rounded(data: Any) -> Any:
     return numpy.where(data != data, (bits >> 16) | 0x40, nearest).astype("uint16")
 
 
-def rounds() -> None:
+def patch_rounding() -> None:
     """Patch the interpreter in this process; does nothing if kernels are compiled."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return

@@ -58,7 +58,7 @@ def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -
     return error / scale if scale > 0 else (0.0 if error == 0 else math.inf)
 
 
-def largest(x: Tensor) -> float:
+def largest_magnitude(x: Tensor) -> float:
     """The largest magnitude of the finite numbers. Infinities occur in masks, and do not set a scale."""
     return _over_numbers(x, lambda numbers: numbers.abs().amax())
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from partc.errors import PartcError
 from partc.package.launch import read_package
-from partc.runtime.checkpoint.given_parameters import fitting
+from partc.runtime.checkpoint.given_parameters import under_plan_names
 from partc.runtime.checkpoint.restore import Checkpoint, newest
 from partc.runtime.checkpoint.safetensors import Described, write
 from partc.runtime.errors import UsageError
@@ -113,7 +113,7 @@ def _initial(
         )
     if init is not None:
         state = state_dtypes(module, plan["options"])
-        file = fitting(init, plan, lambda: state)
+        file = under_plan_names(init, plan, lambda: state)
         first = {alias: name for name, entry in plan["parameters"].items() for alias in (name, *entry["aliases"])}
         found = {name: file.whole(first[name]) for name in names if first.get(name) in file.tensors}
     left = [name for name in names if name not in found]

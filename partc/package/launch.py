@@ -26,7 +26,7 @@ from partc.frontend.model_files.model_file import is_file
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime import plan as plans
 from partc.runtime.documents import Malformed
-from partc.runtime.processes.processes import children, condition, place_of
+from partc.runtime.processes.processes import children, place_of, run_state
 from partc.runtime.whole_files import write_whole
 
 Tell = Callable[[str], None]
@@ -241,7 +241,7 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
     while True:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=_LOOK)
-        stopped = stopped + 1 if condition(place_of(process.pid) or "") == "stopped" else 0
+        stopped = stopped + 1 if run_state(place_of(process.pid) or "") == "stopped" else 0
         if stopped == 2 and not children(process.pid):
             cause = f"the launcher (process {process.pid}) was stopped before it started a rank"
             raise PartcError("P0536", cause, help="start the run again, and leave torchrun running")

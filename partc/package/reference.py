@@ -23,10 +23,10 @@ from partc.package.loads import LoadCounts
 from partc.package.sampling import BranchSampling, Sampling, shorter_outcomes
 from partc.runtime.checkpoint.safetensors import save
 from partc.runtime.optimizer.kinds import kind_of, options_of
-from partc.runtime.optimizer.recipe import Group, parsed
+from partc.runtime.optimizer.recipe import Group, parse_recipe
 from partc.runtime.train.data import Tokens, call_with_options, load_model_file, source
-from partc.runtime.train.entries import entries, of_model, rebuilt
-from partc.runtime.train.plain_tensors import Members, registered
+from partc.runtime.train.entries import entries, of_model, rebuilt_batch
+from partc.runtime.train.plain_tensors import Members, with_registered_tensors
 from partc.runtime.train.precision import as_real, computing_in, dtype_held, held_in
 
 DATA = ("data", "data_dtype", "data_labels", "data_end")  # options of train.py that choose the batches
@@ -47,13 +47,13 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
     module = load_model_file(package / "model.py")
     torch.manual_seed(seed)
-    model = built(module, plan)
+    model = single_device_model(module, plan)
     cast_states(model, held_in(plan["precision"]))
     names = list(model.named_parameters(remove_duplicate=False))
     given = {name: recipe.pop(name) for name in DATA if name in recipe}
     tokens = Tokens(given["data"], given["data_dtype"], given["data_labels"]) if given.get("data") else None
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    rates = balanced(plan)
+    rates = balanced_biases(plan)
     trained = dict(model.named_parameters()) | {name: tensors[name] for name in rates}
     update = ReferenceUpdate(trained, steps=steps, balance=rates, **recipe)
     again = given.get("data_end") != "error"
@@ -97,15 +97,15 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {f"parameter/{name}": as_real(x.detach()) for name, x in found}
 
 
-def balanced(plan: Mapping[str, Any]) -> dict[str, float]:
+def balanced_biases(plan: Mapping[str, Any]) -> dict[str, float]:
     """The routers' biases that a package updates after each step, with the size of the update."""
     return {name: entry["balance"] for name, entry in plan["parameters"].items() if "balance" in entry}
 
 
-def built(module: Any, plan: Mapping[str, Any]) -> nn.Module:
+def single_device_model(module: Any, plan: Mapping[str, Any]) -> nn.Module:
     """The single-device model; its plain tensors are buffers where the package has them as such."""
     names = {name.rpartition(".")[2] for name in plan["parameters"]}
-    model: nn.Module = registered(call_with_options(module.model, plan["options"]), names.__contains__)
+    model: nn.Module = with_registered_tensors(call_with_options(module.model, plan["options"]), names.__contains__)
     return model
 
 
@@ -197,7 +197,7 @@ class ReferenceUpdate:
         self._biases = [(parameters[name], rate) for name, rate in (balance or {}).items()]
         parameters = {name: x for name, x in parameters.items() if name not in (balance or {})}
         self._parameters = list(parameters.values())
-        name, base = parsed(optimizer)
+        name, base = parse_recipe(optimizer)
         common = {} if weight_decay is None else {"weight_decay": str(weight_decay)}
         groups = [*map(Group.parse, group), *(Group(globs=(glob,), options={"weight_decay": "0"}) for glob in no_decay)]
         self._optimizers: list[tuple[float, torch.optim.Optimizer]] = []  # one for each parameter
@@ -286,7 +286,7 @@ def _branches(module: Any, model: nn.Module, plan: dict[str, Any], batch: Any) -
     trained: set[str] = set()
 
     def run() -> None:
-        with computing_in(held_in(plan["precision"])), mixed(plan["precision"]):
+        with computing_in(held_in(plan["precision"])), torch_mixed_precision(plan["precision"]):
             loss_of(module, model, batch).backward()
         trained.update(name for name, x in model.named_parameters(remove_duplicate=False) if x.grad is not None)
 
@@ -314,7 +314,7 @@ def _backward(
         for index, part in enumerate(parts):
             moved = {index * plan["draws"] + key: value for key, value in shorter.items()}
             branches = BranchSampling(sampling, moved)
-            with computing_in(held_in(plan["precision"])), mixed(plan["precision"]), branches, counts:
+            with computing_in(held_in(plan["precision"])), torch_mixed_precision(plan["precision"]), branches, counts:
                 loss = loss_of(module, model, part)
             loss.backward()
             total += loss.item() / len(parts)
@@ -327,7 +327,7 @@ def _backward(
     return total
 
 
-def mixed(precision: str) -> torch.autocast:
+def torch_mixed_precision(precision: str) -> torch.autocast:
     """torch's own mixed precision, in place of partc's."""
     return torch.autocast("cpu", AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
 
@@ -340,7 +340,7 @@ def _microbatches(batch: Any, plan: dict[str, Any]) -> list[Any]:
     tensors = {name: x for name, x in entries(batch).items() if isinstance(x, Tensor) and x.dim()}
     rows = next(x.shape[0] for x in tensors.values())
     cut = {name: x.chunk(count) for name, x in tensors.items() if x.shape[0] == rows}
-    return [rebuilt(batch, {name: pieces[index] for name, pieces in cut.items()}) for index in range(count)]
+    return [rebuilt_batch(batch, {name: pieces[index] for name, pieces in cut.items()}) for index in range(count)]
 
 
 def loss_of(module: Any, model: nn.Module, batch: Any) -> Tensor:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from partc.frontend.results import tensors
-from partc.package.reference import built, cast_states, mixed
+from partc.frontend.results import returned_tensors
+from partc.package.reference import cast_states, single_device_model, torch_mixed_precision
 from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.train.data import load_model_file
 from partc.runtime.train.entries import of_model
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     job = check(options, Path(package))
     module = load_model_file(job.root / "model.py")
     torch.manual_seed(job.seed)
-    model = built(module, job.plan)
+    model = single_device_model(module, job.plan)
     if job.init is not None:
         model.load_state_dict(load(job.init)[0], strict=False)
     cast_states(model, held_in(job.plan["precision"]))
@@ -36,8 +36,12 @@ def main(argv: Sequence[str]) -> int:
     data = batches_of(job, module, lambda line: None)
     for number in range(job.steps):
         batch = data.batch(number)
-        with torch.no_grad(), computing_in(held_in(job.plan["precision"])), mixed(job.plan["precision"]):
-            found = tensors(module.infer(model, batch) if hasattr(module, "infer") else of_model(model, batch))
+        with (
+            torch.no_grad(),
+            computing_in(held_in(job.plan["precision"])),
+            torch_mixed_precision(job.plan["precision"]),
+        ):
+            found = returned_tensors(module.infer(model, batch) if hasattr(module, "infer") else of_model(model, batch))
         save(Path(folder) / f"batch_{number:06d}.safetensors", {name or "result": x for name, x in found.items()})
     return 0
 

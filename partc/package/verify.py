@@ -22,7 +22,7 @@ from partc.package.comparison import (
     Difference,
     VerifyResult,
     difference,
-    largest,
+    largest_magnitude,
     relative_error,
     root_mean_square,
 )
@@ -37,7 +37,7 @@ from partc.package.launch import (
     started,
     torchrun_command,
 )
-from partc.package.reference import DATA, ReferenceUpdate, balanced
+from partc.package.reference import DATA, ReferenceUpdate, balanced_biases
 from partc.package.verify_results import verify_results
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.errors import UsageError
@@ -232,7 +232,7 @@ class _Updates:
             if start[f"parameter/{name}"].is_floating_point()
         }
         settings = {name: value for name, value in recipe.items() if name != "seed" and name not in DATA}
-        self._update = ReferenceUpdate(self._values, balance=balanced(plan), **settings)
+        self._update = ReferenceUpdate(self._values, balance=balanced_biases(plan), **settings)
 
     def after(self, records: Records, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The reference's gradients and buffers of a step, and the parameters that follow from the package's
@@ -287,7 +287,7 @@ def _compare_step(
     """Compare every rank's gradients and parameters of a step with slices of the reference."""
     sizes = Mesh.parse(plan["mesh"]).sizes
     smallest = SMALLEST_SCALE[_rounding(plan)]
-    measure = root_mean_square if _rounding(plan) in MIXED else largest
+    measure = root_mean_square if _rounding(plan) in MIXED else largest_magnitude
     floors = {
         kind: smallest * max((measure(x) for name, x in reference.items() if name.startswith(kind)), default=0.0)
         for kind in ("gradient", "parameter")

@@ -10,7 +10,15 @@ from pathlib import Path
 from torch import Tensor
 
 from partc.errors import PartcError
-from partc.package.comparison import MIXED, TOLERANCES, Difference, VerifyResult, difference, largest, root_mean_square
+from partc.package.comparison import (
+    MIXED,
+    TOLERANCES,
+    Difference,
+    VerifyResult,
+    difference,
+    largest_magnitude,
+    root_mean_square,
+)
 from partc.package.launch import RunFailed, read_plan, searching, started, torchrun_command
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.errors import UsageError
@@ -84,6 +92,6 @@ def _relative_difference(mine: Tensor, theirs: Tensor, mixed: bool) -> float:
     """
     if not theirs.is_floating_point():
         return float((mine != theirs).double().mean()) if mine.numel() else 0.0
-    measure = root_mean_square if mixed else largest
+    measure = root_mean_square if mixed else largest_magnitude
     error, scale = difference(mine.double(), theirs.double(), measure), measure(theirs)
     return error / scale if scale else (0.0 if error == 0 else float("inf"))

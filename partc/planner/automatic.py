@@ -9,7 +9,7 @@ from partc.planner.planning import PlanChoice, Planner, Request
 from partc.planner.variations import required_choice
 
 
-def chosen(request: Request) -> PlanChoice:
+def choose(request: Request) -> PlanChoice:
     """The planner's choice for a request. Raises PartcError as the planner does, and P0813 if no plan fits."""
     return required_choice(Planner(request))
 

@@ -48,7 +48,7 @@ def sequence_length(program: Program) -> int | None:
     return next((type.shape[1] for type in types if len(type.shape) > 1 and not type.differentiable), None)
 
 
-def checked(options: Mapping[str, object], size: int) -> None:
+def check_batch(options: Mapping[str, object], size: int) -> None:
     """Raise PartcError P0814 if the batch of a trace does not have the requested size."""
     if "batch" in options and int(str(options["batch"])) != size:
         raise _error(f"the batch has {size} samples, not {options['batch']}", "make batch() read its option `batch`")

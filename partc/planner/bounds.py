@@ -34,20 +34,20 @@ import numpy as np
 from partc.compilation.plan import ParallelPlan
 from partc.cost.flops import ProductWork, StepWork, model_work
 from partc.cost.forecast import UPDATE
-from partc.cost.saved_tensors import flights
+from partc.cost.saved_tensors import microbatches_in_flight
 from partc.cost.simulation import Durations, simulate
 from partc.ir.expert_products import ExpertMatmul
 from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
 from partc.ir.program import FLOATING, ITEMSIZE, Action, Call, Parameter, Program, Region
-from partc.passes.stages import staged
-from partc.planner.space import FITTED, MIXED, Family, expert_parts, inside, mesh_of, sizes_of, stages_of
-from partc.planner.stage_fitting import StageNeeds, between, cuttable, fit, fit_ways, fits, slowest
+from partc.passes.stages import staged_calls
+from partc.planner.space import FITTED, MIXED, Family, expert_parts, inner_axes, mesh_of, sizes_of, stages_of
+from partc.planner.stage_fitting import StageNeeds, cuttable, fit, fit_ways, fits, range_sums, slowest
 from partc.planner.tables import LOOKUP, Axes, CallTable, RoomTable, ShareTable, Sums, Tables
 from partc.planner.use_fitting import HIDDEN, UseNeeds, fit_uses
 from partc.schedules import SCHEDULES, Compute, compute_order, stage_ranks
 from partc.schedules.per_stage import expanded, shortened, stage_kinds
 from partc.sharding.placements import expert_weights
-from partc.sharding.uses import BatchUse, spelled
+from partc.sharding.uses import BatchUse, uses_text
 
 Cuts = Sequence[tuple[int, int]]
 _Table = TypeVar("_Table")
@@ -99,7 +99,7 @@ class Bounds:
 
     def __post_init__(self) -> None:
         self._products = model_work(self.annotated)
-        calls = staged(self.annotated)[0]
+        calls = staged_calls(self.annotated)[0]
         self._calls = len(calls)
         tables, experts = set(_tables(self.annotated)), set(expert_parameters(self.annotated))
         sizes = {
@@ -191,7 +191,7 @@ class Bounds:
             best = fit_ways(seconds[:, ends] - seconds[:, starts], allowed)
             found = None if best is None else [*zip(ends.tolist(), best, strict=True)]
         else:
-            found = fit(cuttable(between(seconds), places), allowed)
+            found = fit(cuttable(range_sums(seconds), places), allowed)
         if found is None:
             return None
         ends, chosen = [end for end, _ in found], [ways[way] for _, way in found]
@@ -227,11 +227,11 @@ class Bounds:
         """The plan in which tp cuts the batch of the calls whose use is 1."""
         names = [call.name for call in self._unmixed(plan)]
         over = [name for name, use in zip(names, uses, strict=True) if use]
-        return replace(plan, batch_over=spelled(TENSOR_AXIS, over, names) if over else None)
+        return replace(plan, batch_over=uses_text(TENSOR_AXIS, over, names) if over else None)
 
     def _unmixed(self, plan: ParallelPlan) -> Sequence[Call]:
         """The calls of the plan that stages share, without those that change layouts between uses."""
-        return staged(self.tables.program(_used(_uniform_stages(plan), False)))[0]
+        return staged_calls(self.tables.program(_used(_uniform_stages(plan), False)))[0]
 
     def turned(self, plan: ParallelPlan) -> Iterator[ParallelPlan]:
         """The plans in which one call gets the other use of tp: the first or last of equal calls with the same use. If
@@ -385,7 +385,7 @@ class Bounds:
             *sizes_of(plan).values(),
             plan.experts,
             plan.batch_over,
-            inside(plan),
+            inner_axes(plan),
         )  # not the links
         if key not in self._bytes_of:
             self._bytes_of[key] = self._filled(plan)
@@ -466,7 +466,7 @@ class Bounds:
         key = schedule, ranks, stages, count
         if key not in self._flights:
             rows = compute_order(SCHEDULES[schedule], ranks, count, stages)
-            self._flights[key] = tuple(flights(row) for row in rows)
+            self._flights[key] = tuple(microbatches_in_flight(row) for row in rows)
         return self._flights[key]
 
 
@@ -518,8 +518,8 @@ class Work:
     def alone(self, microbatches: int, *, halved: bool) -> Any:
         """The least seconds of a step on a rank with one stage, for each first call and end of the stage."""
         fill, drain = (np.array(sums)[:, np.newaxis] / microbatches for sums in (self.forward, self.first[halved]))
-        beside = between(np.array(self.left[halved])) / (1 if halved else microbatches)
-        work = between(np.add(self.forward, self.backward))
+        beside = range_sums(np.array(self.left[halved])) / (1 if halved else microbatches)
+        work = range_sums(np.add(self.forward, self.backward))
         return fill + work + np.maximum(0.0, drain - beside)
 
 

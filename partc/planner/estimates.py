@@ -23,9 +23,9 @@ from partc.ir.mesh import (
 )
 from partc.ir.operations import VIEWS
 from partc.ir.program import FLOATING, ITEMSIZE, Program, Region, TensorType
-from partc.passes.stages import staged
+from partc.passes.stages import staged_calls
 from partc.planner.bounds import Bounds, expert_parameters
-from partc.planner.space import expert_parts, mesh_of, sharded_over, sizes_of, taken
+from partc.planner.space import expert_axes_of, expert_parts, mesh_of, sharded_over, sizes_of
 from partc.schedules import SCHEDULES
 
 # How often a value is moved: written and read forward, read again backward, and its gradient written and read.
@@ -59,7 +59,7 @@ class Estimates:
     @classmethod
     def of(cls, program: Program, bounds: Bounds, rates: Rates, launch: float) -> Estimates:
         """The facts of a program with shapes of the whole batch."""
-        types, calls = program.value_types(), staged(program)[0]
+        types, calls = program.value_types(), staged_calls(program)[0]
         ops = [op for call in calls for op in program.region(call.region).forward.ops if op.name not in VIEWS]
         trained = {item.name: _bytes(item.type) for item in program.parameters if item.trainable}
         experts = sum(trained.get(name, 0) for name in set(expert_parameters(program)))
@@ -122,7 +122,7 @@ class Estimates:
         """
         if plan.experts is None:
             return 0.0
-        sizes, axes = sizes_of(plan), taken(plan)
+        sizes, axes = sizes_of(plan), expert_axes_of(plan)
         parts = sizes[BATCH_AXIS] * sizes[CONTEXT_AXIS] * plan.microbatches
         if any(is_tensor_axis(axis) for axis in axes):
             parts *= sizes[TENSOR_AXIS]
@@ -134,7 +134,7 @@ class Estimates:
         sizes = sizes_of(plan)
         ranks = sizes[PIPELINE_AXIS]
         spread = tuple(name for name, size in mesh_of(plan).axes if size > 1 and holds_weights_whole(name))
-        rest = tuple(name for name in spread if name not in taken(plan))
+        rest = tuple(name for name in spread if name not in expert_axes_of(plan))
         dense = self._summed(plan, self.parameters // (ranks * sizes[TENSOR_AXIS]), spread)
         return dense + self._summed(plan, self.experts // (ranks * expert_parts(plan)), rest)
 

@@ -10,7 +10,7 @@ from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.errors import PartcError
 from partc.ir.program import Program, Region
-from partc.planner.space import inside, sizes_of, stages_of
+from partc.planner.space import inner_axes, sizes_of, stages_of
 from partc.planner.tables import RegionBody
 
 _UNREADABLE = ("P0201", "P0202", "P0203")
@@ -41,7 +41,7 @@ class RegionBodies:
         sizes, stages = sizes_of(plan), stages_of(plan)
         level = max(1, plan.level)  # tables do not distinguish 0 from 1
         options = plan.microbatches, level, plan.loss_chunks, max(stages, self.calls)
-        key: tuple[object, ...] = (*sizes.values(), inside(plan), plan.experts, plan.batch_over, *options)
+        key: tuple[object, ...] = (*sizes.values(), inner_axes(plan), plan.experts, plan.batch_over, *options)
         if key not in self._shared:
             self._shared[key] = self._made(plan)
         found = self._shared[key]

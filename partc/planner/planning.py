@@ -13,7 +13,7 @@ from partc.cluster.files import cluster_of
 from partc.compilation.given_options import BUCKET, RECOMPUTE
 from partc.compilation.options import DEFAULT
 from partc.compilation.plan import REDUCED, ParallelPlan, Scalar
-from partc.compilation.simulation import Prediction, Simulator, resident, states_of
+from partc.compilation.simulation import Prediction, Simulator, resident_bytes, states_of
 from partc.cost.calibration import Calibration, calibration
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
@@ -21,13 +21,25 @@ from partc.frontend.origin import Functions
 from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS
 from partc.ir.printer import readable
 from partc.ir.program import DType, Program
-from partc.passes.stages import staged
-from partc.planner.batches import batch_size, checked, samples, sequence_length
+from partc.passes.stages import staged_calls
+from partc.planner.batches import batch_size, check_batch, samples, sequence_length
 from partc.planner.bounds import Bounds, expert_count, largest_product
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
 from partc.planner.search import Failure, Outcome, Played, search
-from partc.planner.space import FITTED, MIXED, NODE, Family, Fixed, Space, fixed, inside, mesh_of, sizes_of, stages_of
+from partc.planner.space import (
+    FITTED,
+    MIXED,
+    NODE,
+    Family,
+    Fixed,
+    Space,
+    inner_axes,
+    mesh_of,
+    parse_fixed,
+    sizes_of,
+    stages_of,
+)
 from partc.planner.tables import Tables
 from partc.schedules.per_stage import stage_kinds
 
@@ -95,7 +107,7 @@ class Request:
             cluster=found,
             ranks=wanted,
             limit=limit,
-            fixed=fixed(fix),
+            fixed=parse_fixed(fix),
             max_seconds=max_seconds,
             **others,
         )
@@ -179,12 +191,12 @@ class Planner:
         base, annotated = _batched(self.simulator, base, request.global_batch)
         rate = max(cluster.device.peak_of(_COMPUTED[request.precision]), cluster.device.peak_of("f32"))
         rate /= self.simulator.rates.slowest
-        self._calls = len(staged(annotated)[0])
+        self._calls = len(staged_calls(annotated)[0])
         self.tokens = sequence_length(annotated)
         self.space = Space(
             ranks=request.ranks,
             batch=batch_size(annotated),
-            calls=len(staged(annotated)[1]),
+            calls=len(staged_calls(annotated)[1]),
             nodes=-(-request.ranks // cluster.near),
             sequences=(self.tokens or 0) >= LONG,
             logits=largest_product(annotated) >= LARGE * request.limit * batch_size(annotated),
@@ -276,7 +288,7 @@ class Planner:
         """
         several = plan.microbatches > 1, sizes_of(plan)[BATCH_AXIS] > 1
         return (
-            inside(plan),
+            inner_axes(plan),
             plan.batch_over,
             *several,
             plan.recompute,
@@ -305,7 +317,7 @@ class Planner:
         return prediction.memory_bytes <= self.request.limit
 
     def _resident(self, plan: ParallelPlan, tensors: int) -> int:
-        return resident(tensors, mesh_of(plan), self.request.cluster)
+        return resident_bytes(tensors, mesh_of(plan), self.request.cluster)
 
     def predicted(self, plan: ParallelPlan) -> Prediction | Failure:
         """The simulator's prediction for a plan of the space."""
@@ -426,5 +438,5 @@ def _batched(simulator: Simulator, base: ParallelPlan, wanted: str | None) -> tu
             f"the batch has {size:,} samples, and batch() has no option to change that",
             help=f"give it one, def batch(batch: int = {size}), or leave --global-batch out",
         ) from None
-    checked(base.options, batch_size(annotated))
+    check_batch(base.options, batch_size(annotated))
     return base, annotated

@@ -66,7 +66,7 @@ def parts(played: Played) -> Mapping[str, float]:
     }
 
 
-def binding(choice: PlanChoice, found: Sequence[Variation] = ()) -> str:
+def binding_constraint(choice: PlanChoice, found: Sequence[Variation] = ()) -> str:
     """The constraint that keeps a quicker plan from being chosen, and its price.
 
     The price comes from a search with more memory, if `found` has one; else from the plans that were simulated.
@@ -112,7 +112,7 @@ def by_layer(choice: PlanChoice) -> str:
     return f"{gain:.1%} less time than the best plan in which each axis has one use ({single.plan.flags})"
 
 
-def shown(choice: PlanChoice, top: int) -> tuple[Played, ...]:
+def shown_plans(choice: PlanChoice, top: int) -> tuple[Played, ...]:
     """The best plans that fit, then the quickest simulated plans that do not."""
     others = [played for played in choice.outcome.others if played.error is None]
     quickest = sorted(others, key=lambda played: played.seconds)
@@ -160,9 +160,9 @@ def document(choice: PlanChoice, top: int, found: Sequence[Variation] = ()) -> d
         "gap": None if outcome.wrong else outcome.gap,
         "complete": outcome.complete,
         "seconds": outcome.seconds,
-        "binding": binding(choice, found),
+        "binding": binding_constraint(choice, found),
         "by_layer": by_layer(choice),
-        "plans": [_document(best, played, choice) for played in shown(choice, top)],
+        "plans": [_document(best, played, choice) for played in shown_plans(choice, top)],
         "what_if": [_varied(each, choice) for each in found],
         "scaling": [
             {"ranks": each.ranks, "samples_per_second": each.rate, "share": each.share}

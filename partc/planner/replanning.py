@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from partc.compilation.options import refused
+from partc.compilation.options import as_compile_errors
 from partc.compilation.plan import REDUCED
 from partc.errors import PartcError
 from partc.frontend.origin import BATCH, WEIGHTS
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from partc.compilation.plan import ParallelPlan
 
 
-def continued(directory: Path, checkpoint: Path, say: Callable[[str], None]) -> Checkpoint:
+def checkpoint_to_continue(directory: Path, checkpoint: Path, say: Callable[[str], None]) -> Checkpoint:
     """The newest complete checkpoint of a package's training. Raises PartcError P0503 and P0523 to P0525."""
     plan = read_package(directory)
-    with refused():
+    with as_compile_errors():
         found = newest(checkpoint, Together(lone_store(), 0, 1), needed=True, say=say)
         assert found is not None
         found.check_fits(plan)

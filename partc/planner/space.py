@@ -410,7 +410,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*small, *(number // each for each in reversed(small)))))
 
 
-def fixed(text: str) -> Fixed:
+def parse_fixed(text: str) -> Fixed:
     """Parse `tp=4|8,zero=1`. Raises PartcError P0811."""
     found: dict[str, tuple[str, ...]] = {}
     for part in filter(None, text.split(",")):
@@ -468,7 +468,7 @@ def experts_of(plan: ParallelPlan) -> tuple[int, tuple[str, ...]]:
 
 def expert_parts(plan: ParallelPlan) -> int:
     """The number of parts into which the ranks of a pipeline stage cut an expert's weights, without ZeRO."""
-    tensor = (size for name, size in mesh_of(plan).axes if is_tensor_axis(name) and name not in taken(plan))
+    tensor = (size for name, size in mesh_of(plan).axes if is_tensor_axis(name) and name not in expert_axes_of(plan))
     return experts_of(plan)[0] * math.prod(tensor)
 
 
@@ -486,12 +486,12 @@ def mesh_of(plan: ParallelPlan) -> Mesh:
     return _mesh_of(plan.mesh, plan.experts, plan.span, plan.nodes)[0]
 
 
-def inside(plan: ParallelPlan) -> tuple[tuple[str, int], ...]:
+def inner_axes(plan: ParallelPlan) -> tuple[tuple[str, int], ...]:
     """The axes of a plan's mesh on which layouts depend: all but pp and dp, in order."""
     return tuple(axis for axis in mesh_of(plan).axes if axis[0] not in (PIPELINE_AXIS, BATCH_AXIS))
 
 
-def taken(plan: ParallelPlan) -> tuple[str, ...]:
+def expert_axes_of(plan: ParallelPlan) -> tuple[str, ...]:
     """The axes of the mesh over which experts are cut."""
     return _mesh_of(plan.mesh, plan.experts, plan.span, plan.nodes)[1]
 

@@ -38,7 +38,7 @@ class StageNeeds:
 
     def allowed(self) -> Sequence[Array]:
         """For each stage: whether it has room for a range of calls, by way of recomputing, start and end."""
-        held, saved, inside = between(self.held), between(self.saved), largest(self.inside)
+        held, saved, inside = range_sums(self.held), range_sums(self.saved), largest(self.inside)
         flights, rooms = self._shares(self._balanced())
         return [held + count * saved + inside <= room for count, room in zip(flights, rooms, strict=True)]
 
@@ -68,7 +68,7 @@ class StageNeeds:
         return flights, rooms
 
 
-def between(sums: Array) -> Array:
+def range_sums(sums: Array) -> Array:
     """The sum over the calls from each start to each end."""
     return sums[..., np.newaxis, :] - sums[..., :, np.newaxis]
 

@@ -30,7 +30,7 @@ from partc.ir.collectives import MOVING
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
 from partc.ir.program import Call, Graph, GraphKind, Parameter, Program, Transport
 from partc.passes.split import worthwhile
-from partc.passes.stages import call_work, cuts, staged
+from partc.passes.stages import call_work, cuts, staged_calls
 from partc.planner.space import mesh_of, sizes_of
 
 _ROUNDING = 1e-9  # of seconds added up in different orders
@@ -292,7 +292,7 @@ class Tables:
 
     def _facts_of(self, body: RegionBody, program: Program) -> _Facts:
         if body.number not in self._facts:
-            calls, runs = staged(program)
+            calls, runs = staged_calls(program)
             self._facts[body.number] = _Facts(calls=calls, runs=runs, work=tuple(call_work(program, calls)))
         return self._facts[body.number]
 

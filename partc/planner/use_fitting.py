@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from partc.sharding.integer_program import solved
+from partc.sharding.integer_program import solve_integer_program
 
 Array = Any  # numpy's
 
@@ -152,7 +152,7 @@ class _UseModel:
             low[column] = high[column] = value
         total = np.zeros((1, self.width))
         total[0, : self.calls] = 1
-        found = solved(
+        found = solve_integer_program(
             cost,
             constraints=[
                 LinearConstraint(matrix, -np.inf, [bound for _, bound in self.rows]),

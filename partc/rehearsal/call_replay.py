@@ -128,7 +128,7 @@ def stand_ins(
             bases[group] = made
             return made.view(dtype).as_strided(shape, stride, offset)
 
-    return mapped(arguments, stand_in), numbers
+    return map_leaves(arguments, stand_in), numbers
 
 
 def _ends(
@@ -218,7 +218,7 @@ class RecordedCall:
             return New(numbers.setdefault(block, len(numbers)), sight(x))
 
         passed = dict(enumerate(self._held))
-        effects = CallEffects(steps=_steps(recorded), result=mapped(result, known))
+        effects = CallEffects(steps=_steps(recorded), result=map_leaves(result, known))
         effects.passed = [item.number for item in leaves_of(effects.result) if isinstance(item, Given)]
         tensors = leaves_of(result)
 
@@ -240,8 +240,8 @@ class RecordedCall:
 
         def handed(item: Any) -> Any:
             if hasattr(item, "_fields"):
-                return mapped(item, lambda x: self._tensor(x, returned, "gradients"))
-            return mapped(item, waiting) if _is_record(item) else self._tensor(item, returned)
+                return map_leaves(item, lambda x: self._tensor(x, returned, "gradients"))
+            return map_leaves(item, waiting) if _is_record(item) else self._tensor(item, returned)
 
         def waiting(item: Any) -> Leaf | Tensor:
             leaf = returned(item)
@@ -368,12 +368,12 @@ def _collect(items: Iterable[Any], found: list[Any]) -> None:
             _collect(form(item), found)
 
 
-def mapped(value: Any, each: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, each: Callable[[Any], Any]) -> Any:
     """The same structure, with `each` applied to its leaves."""
     form = _FORMS[value.__class__]
     if form is True or not form:
         return each(value) if form else value
-    items = [each(item) if _FORMS[item.__class__] is True else mapped(item, each) for item in form(value)]
+    items = [each(item) if _FORMS[item.__class__] is True else map_leaves(item, each) for item in form(value)]
     if isinstance(value, dict):
         return dict(zip(value, items, strict=True))
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):

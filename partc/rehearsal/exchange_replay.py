@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from partc.errors import InternalError
-from partc.rehearsal.call_replay import Given, Key, New, Recordings, mapped, seen_as, stand_ins
+from partc.rehearsal.call_replay import Given, Key, New, Recordings, map_leaves, seen_as, stand_ins
 from partc.rehearsal.ledger import NOWHERE, Block, Leaf, Ledger, Owned, sight
 from partc.runtime.comm.comm import Pending
 from partc.runtime.torch_private import storage_key
@@ -71,7 +71,7 @@ class ReplayedExchange(Pending[Any]):
         if effects is None:
             return None
         self._replay(effects.wait)
-        return mapped(effects.result, self._returned)
+        return map_leaves(effects.result, self._returned)
 
     def _replay(self, entries: Entries) -> None:
         for sign, what, *made in entries:
@@ -116,7 +116,7 @@ def _recorded_effects(
                 raise InternalError("an exchange returns a tensor that it neither made nor was given")
             return Given(numbers[storage_key(x)], sight(x))
 
-        result = mapped(result, known)
+        result = map_leaves(result, known)
         entries = tuple(_numbered(entry, blocks) for entry in tape)
         del going
     return _ExchangeEffects(entries[:begun], entries[begun:advanced], entries[advanced:], result)

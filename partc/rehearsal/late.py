@@ -19,7 +19,7 @@ from partc.rehearsal.ledger import Ledger
 from partc.rehearsal.rehearsal import KnownSteps, steps
 
 
-def gathering(program: Program) -> frozenset[str]:
+def gathering_actions(program: Program) -> frozenset[str]:
     """The names of all actions that gather something (`0B`), in a program before the pass `prefetch`."""
     places = range(program.mesh.axis(PIPELINE_AXIS))
     return frozenset(name for place in places for name in _gathering(program, place))
@@ -31,7 +31,7 @@ def late_actions(program: Program, known: KnownSteps) -> frozenset[str]:
     """
     known.clear()
     places = [_gathering(program, place) for place in range(program.mesh.axis(PIPELINE_AXIS))]
-    every = gathering(program)
+    every = gathering_actions(program)
     if not every:
         return every
     ahead = prefetch(program)

@@ -391,7 +391,7 @@ class EvenRouting(TorchFunctionMode):
 
 
 @contextmanager
-def counting() -> Iterator[Ledger]:
+def counting_meta_operations() -> Iterator[Ledger]:
     """A context that counts operations on tensors of the meta device."""
     with Ledger() as ledger, torch.no_grad():
         yield ledger

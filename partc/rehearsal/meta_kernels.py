@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from partc.codegen.kernels.fused import held_beside
-from partc.codegen.kernels.rows import unsummed
+from partc.codegen.kernels.rows import unsummed_shapes
 from partc.codegen.lifetimes import overwritten
 from partc.ir.program import DType, Op, Program, TensorType
 from partc.runtime.comm.compression import room
@@ -32,7 +32,7 @@ def stand_ins(program: Program) -> SimpleNamespace:
             held = [torch.empty(shape, dtype=DTYPES[dtype], device=META) for shape, dtype in passing if summed]
             if into is not None:
                 return into
-            apart = {} if summed else unsummed(op, types, program.sizes)
+            apart = {} if summed else unsummed_shapes(op, types, program.sizes)
             sums = {name for _, names in apart.values() for name in names}
             found = (
                 *(

@@ -30,10 +30,10 @@ from partc.ir.routers import routers
 from partc.rehearsal.call_replay import Recordings, region_module, stage_class
 from partc.rehearsal.composition import Acks, Composer, Course
 from partc.rehearsal.exchange_replay import ReplayedExchange, Start
-from partc.rehearsal.ledger import Block, Ledger, Owned, counting
+from partc.rehearsal.ledger import Block, Ledger, Owned, counting_meta_operations
 from partc.rehearsal.meta_kernels import META, stand_ins
 from partc.runtime.checkpoint.boxes import numbered_copy, pieces, written_copy
-from partc.runtime.checkpoint.state import by_rows, remembering
+from partc.runtime.checkpoint.state import by_rows, compressed_sums
 from partc.runtime.clock import Clock, Kind
 from partc.runtime.comm.comm import Axis, Link, Pending, completed
 from partc.runtime.comm.distributed import DistributedComm, GlooAxis
@@ -53,7 +53,7 @@ from partc.runtime.ops.accumulation import clear
 from partc.runtime.ops.row_gradients import RowGradient, TouchedRows
 from partc.runtime.optimizer.optimizer import attach_gradients
 from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule
-from partc.runtime.optimizer.update import updating
+from partc.runtime.optimizer.update import make_update
 from partc.runtime.train.data import local_batch
 from partc.torch_private import TorchDispatchMode
 
@@ -167,7 +167,7 @@ class _Rehearsal:
     def _played(self, place: int, row: Sequence[ScheduledAction], acks: Acks) -> Ledger:
         """The ledger of a rank at a pipeline coordinate, after a step of these actions."""
         program, recordings = self._program, self._recordings
-        with counting() as ledger:
+        with counting_meta_operations() as ledger:
             recordings.ledger = ledger
             comm = _QuietComm(recordings, program.mesh.sizes, place)
             classes = {stage: self._class(stage) for stage in program.stages_at(place)}
@@ -200,7 +200,7 @@ class _Rehearsal:
                     kept = self._states(name, own.shards[name])
                     states.extend(ledger.holds(state.bytes(updated[name])) for state in kept)
             with ledger.making("communication", "left out of compressed sums"):
-                for _, compressed in remembering(stages):
+                for _, compressed in compressed_sums(stages):
                     compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
             with ledger.making("constants", "constants"):
                 comm.loads.expect(routers(program), stages, META, counted=True)
@@ -284,7 +284,7 @@ class _Rehearsal:
                 mine = {name: torch.empty_like(parameters[name])}
                 read = {name: torch.empty_like(mine[name])}
                 how: dict[str, Any] = {"shards": shards, "comm": comm, "sizes": sizes, "lr": 1.0}
-                optimizer, _ = updating({name: rule}, mine, read, {}, None, **how)
+                optimizer, _ = make_update({name: rule}, mine, read, {}, None, **how)
                 assert optimizer is not None
                 optimizer.begin(1.0)
                 optimizer.step()

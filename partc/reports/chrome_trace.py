@@ -52,11 +52,11 @@ def document(forecast: Forecast | None, measured: Measured | None, mesh: Mesh | 
             events.extend(_predicted(forecast, (start - first) / 1e3))
         events.extend(_predicted_names(forecast, measured is not None))
         about["predicted"] = summary(*predicted_split(forecast))
-        about["prediction"] = basis(forecast, measured)
+        about["prediction"] = basis_sentence(forecast, measured)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, ensure_ascii=False)
 
 
-def basis(forecast: Forecast, measured: Measured | None) -> str:
+def basis_sentence(forecast: Forecast, measured: Measured | None) -> str:
     """The basis of a prediction, in one sentence."""
     if measured is None:
         return f"durations are those of {forecast.rates.basis}"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from partc.cost.formulas import Formulas, RegionFormulas
-from partc.cost.formulas.size_names import Named, evaluated, symbol
+from partc.cost.formulas.size_names import Named, symbol, value_of
 from partc.errors import PartcError
 from partc.ir.printer import readable
 
@@ -34,7 +34,7 @@ def page(found: Formulas, *, region: str | None = None, width: int = 120) -> str
     if found.unnamed:
         numbers = ", ".join(map(str, found.unnamed))
         console.print(f"\nsizes without a name, which formulas have as numbers: {numbers}", soft_wrap=True)
-    for one in chosen(found, region):
+    for one in chosen_regions(found, region):
         calls = f"{one.calls} call{'s' * (one.calls != 1)}"
         console.print(f"\n{one.name}: {calls}, each on one rank and for one microbatch\n", soft_wrap=True)
         console.print(_grid(_region(found, one)))
@@ -67,13 +67,13 @@ def document(found: Formulas, *, region: str | None = None) -> dict[str, Any]:
                     for part in one.passes
                 },
             }
-            for one in chosen(found, region)
+            for one in chosen_regions(found, region)
         },
         "ranks": [{name: _entry(found, getattr(rank, name)) for name in OF_RANKS} for rank in found.ranks],
     }
 
 
-def chosen(found: Formulas, region: str | None) -> Sequence[RegionFormulas]:
+def chosen_regions(found: Formulas, region: str | None) -> Sequence[RegionFormulas]:
     """All regions, or the named one."""
     if region is None:
         return found.regions
@@ -84,7 +84,7 @@ def chosen(found: Formulas, region: str | None) -> Sequence[RegionFormulas]:
     return one
 
 
-def arranged(found: Formulas, formula: Expr) -> str:
+def factored_text(found: Formulas, formula: Expr) -> str:
     """A sum as text, with the common factors of its terms in front; also with h, if a term has no other factor."""
     from sympy import Integer, cancel
 
@@ -114,7 +114,7 @@ def arranged(found: Formulas, formula: Expr) -> str:
 
 
 def _size(found: Formulas, term: Expr) -> float:
-    return float(evaluated(term, {item.name: item.value for item in found.names}))
+    return float(value_of(term, {item.name: item.value for item in found.names}))
 
 
 def _text(term: Expr) -> str:
@@ -138,7 +138,7 @@ def _power(power: int) -> str:
 
 def _meaning(found: Formulas, named: Named) -> str:
     determined = found.proportions.get(named.name)
-    return named.meaning + (f"; {arranged(found, determined)} in this model" if determined is not None else "")
+    return named.meaning + (f"; {factored_text(found, determined)} in this model" if determined is not None else "")
 
 
 def _region(found: Formulas, one: RegionFormulas) -> Iterator[Row]:
@@ -155,11 +155,15 @@ def _region(found: Formulas, one: RegionFormulas) -> Iterator[Row]:
         for axis, formula in part.moved.items():
             yield _row(found, f"{part.name}, received over {axis}", formula)
         if part.flops != 0:
-            yield f"{part.name}, flops", arranged(found, found.in_proportion(part.flops)), f"{found.at(part.flops):,}"
+            yield (
+                f"{part.name}, flops",
+                factored_text(found, found.in_proportion(part.flops)),
+                f"{found.at(part.flops):,}",
+            )
 
 
 def _row(found: Formulas, name: str, formula: Expr) -> Row:
-    return name, arranged(found, found.in_proportion(formula)), readable(found.at(formula))
+    return name, factored_text(found, found.in_proportion(formula)), readable(found.at(formula))
 
 
 def _entry(found: Formulas, formula: Expr) -> dict[str, Any]:

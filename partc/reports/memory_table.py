@@ -45,7 +45,7 @@ def page(account: Account, mesh: Mesh, *, place: int | None = None, width: int =
         left = sum(item.bytes for item in rank.alive[MOST_ALIVE:])
         console.print(f"and {rest} others with {readable(left)}")
     console.print()
-    for line in chart(rank.timeline, width=max(width, 60)):
+    for line in memory_chart(rank.timeline, width=max(width, 60)):
         console.print(line, no_wrap=True, crop=True)
     if rank.host:
         console.print(f"\ncheckpoint: {readable(rank.host)} more in host memory, with train.py --save", soft_wrap=True)
@@ -97,7 +97,7 @@ def _alive_table(rank: RankMemory) -> object:
     return table
 
 
-def chart(timeline: Sequence[Moment], *, width: int) -> Iterator[str]:
+def memory_chart(timeline: Sequence[Moment], *, width: int) -> Iterator[str]:
     """The memory over a step, from left to right, in rows of blocks. The lowest row starts at half of the bytes that
     are always held.
     """

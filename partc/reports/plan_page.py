@@ -12,11 +12,11 @@ from partc.cost.forecast import Forecast
 from partc.cost.forecast import Span as ForecastSpan
 from partc.ir.printer import readable
 from partc.planner.planning import PlanChoice, Planner
-from partc.planner.reasons import binding, by_layer, parts, reason, scaling, shown
+from partc.planner.reasons import binding_constraint, by_layer, parts, reason, scaling, shown_plans
 from partc.planner.search import Played
 from partc.planner.variations import Variation
 from partc.quoting import environment, shown_lines
-from partc.reports.plan_choice import duration, figure, gap, words
+from partc.reports.plan_choice import duration_text, figure_text, gap_statement, plan_text
 
 WIDE, HIGH = 1000.0, 300.0  # of a chart's area
 STEPS = 4  # so many steps are drawn side by side
@@ -84,7 +84,7 @@ def page(
 ) -> str:
     """The page's text. Names of models, clusters and options are escaped."""
     best, space = choice.best, choice.space
-    found = shown(choice, top)
+    found = shown_plans(choice, top)
     steps, legend = _steps(planner, choice, found[:STEPS])
     scaled = scaling(choice, variations)
     name = getattr(planner.request.model, "__name__", None) or type(planner.request.model).__name__
@@ -97,12 +97,12 @@ def page(
             title=f"{model} on {planner.request.cluster.name}",
             facts=[
                 ("the plan", best.plan.flags),
-                ("step", f"{duration(best.seconds)} for {space.batch:,} samples: {figure(rate)} a second"),
+                ("step", f"{duration_text(best.seconds)} for {space.batch:,} samples: {figure_text(rate)} a second"),
                 *([("tokens a second", f"{rate * choice.tokens:,.0f}")] if choice.tokens else []),
                 ("memory of a rank", f"{readable(best.bytes)} of {readable(choice.request.limit)}"),
                 ("the search", _searched(choice)),
-                ("proof", gap(choice)),
-                ("limits", binding(choice, variations)),
+                ("proof", gap_statement(choice)),
+                ("limits", binding_constraint(choice, variations)),
                 *([("by layer", said)] if (said := by_layer(choice)) else []),
             ],
             memory=_memory(choice, front),
@@ -110,11 +110,11 @@ def page(
             legend=legend,
             plans=[
                 {
-                    "words": words(each.plan),
-                    "step": duration(each.seconds),
+                    "words": plan_text(each.plan),
+                    "step": duration_text(each.seconds),
                     "memory": readable(each.bytes),
                     "fits": each.bytes <= choice.request.limit,
-                    "rate": figure(space.batch / each.seconds),
+                    "rate": figure_text(space.batch / each.seconds),
                     "why": "the best" if each is best else reason(best, each, choice.request.limit),
                 }
                 for each in found
@@ -123,20 +123,20 @@ def page(
             scaled=[
                 {
                     "ranks": f"{each.ranks:,}",
-                    "step": duration(each.best.seconds),
-                    "rate": figure(each.rate),
+                    "step": duration_text(each.best.seconds),
+                    "rate": figure_text(each.rate),
                     "share": f"{each.share:.1%}",
-                    "words": words(each.best.plan),
+                    "words": plan_text(each.best.plan),
                 }
                 for each in scaled
             ],
             variations=[
                 {
                     "name": each.name,
-                    "step": "" if each.best is None else duration(each.best.seconds),
+                    "step": "" if each.best is None else duration_text(each.best.seconds),
                     "rate": "" if each.best is None else f"{each.rate / rate:.3g} x",
                     "memory": "" if each.best is None else readable(each.best.bytes),
-                    "words": each.error if each.best is None else words(each.best.plan),
+                    "words": each.error if each.best is None else plan_text(each.best.plan),
                 }
                 for each in variations
             ],
@@ -175,14 +175,14 @@ def _memory(choice: PlanChoice, front: Sequence[Played]) -> PlanChart:
                 x=across.at(each.bytes / 2**30) * WIDE,
                 y=HIGH - up.at(each.seconds) * HIGH,
                 kind=kind(each),
-                hover=f"{words(each.plan)}: {duration(each.seconds)}, {readable(each.bytes)}",
+                hover=f"{plan_text(each.plan)}: {duration_text(each.seconds)}, {readable(each.bytes)}",
             )
             for each in sorted(played, key=lambda each: kind(each) in ("best", "front"))
         ),
         line=_path(_step_points(points)),
         ideal="",
         across=tuple(GridLine(at=across.at(tick) * WIDE, label=f"{tick:g}") for tick in across.ticks()),
-        up=tuple(GridLine(at=HIGH - up.at(tick) * HIGH, label=duration(tick)) for tick in up.ticks()),
+        up=tuple(GridLine(at=HIGH - up.at(tick) * HIGH, label=duration_text(tick)) for tick in up.ticks()),
         limit=across.at(limit / 2**30) * WIDE,
     )
 
@@ -228,14 +228,15 @@ def _throughput(scaled: Sequence[Any]) -> PlanChart:
                 x=place(each.ranks, each.rate)[0],
                 y=place(each.ranks, each.rate)[1],
                 kind="front",
-                hover=f"{each.ranks:,} ranks: {figure(each.rate)} samples/s, {each.share:.1%}: {words(each.best.plan)}",
+                hover=f"{each.ranks:,} ranks: {figure_text(each.rate)} samples/s, {each.share:.1%}: "
+                f"{plan_text(each.best.plan)}",
             )
             for each in scaled
         ),
         line=_path(place(each.ranks, each.rate) for each in scaled),
         ideal=_path(place(each.ranks, rate) for each, rate in zip(scaled, ideal, strict=True)),
         across=tuple(GridLine(at=place(each.ranks, each.rate)[0], label=f"{each.ranks:,}") for each in scaled),
-        up=tuple(GridLine(at=place(least.ranks, 2**line)[1], label=figure(2**line)) for line in lines),
+        up=tuple(GridLine(at=place(least.ranks, 2**line)[1], label=figure_text(2**line)) for line in lines),
     )
 
 
@@ -287,14 +288,14 @@ def _steps(
             rows, note = (), f"{count:,} actions and waits: too many to draw"
         left -= count if rows else 0
         shares = tuple(
-            (colours[name], 1000 * seconds / longest, f"{name}: {duration(seconds)}")
+            (colours[name], 1000 * seconds / longest, f"{name}: {duration_text(seconds)}")
             for name, seconds in sorted(parts(each).items(), key=lambda part: names.index(part[0]))
             if seconds > 0
         )
         steps.append(
             PlanStep(
-                title=words(each.plan),
-                seconds=duration(each.seconds),
+                title=plan_text(each.plan),
+                seconds=duration_text(each.seconds),
                 why="the best" if each is best else reason(best, each, choice.request.limit),
                 rows=rows,
                 parts=shares,
@@ -330,10 +331,10 @@ def _bars(spans: Sequence[ForecastSpan], longest: float) -> Iterator[ActionBar]:
         if width <= 0:
             continue
         left = 1000 * span.start / longest
-        hover = f"{span.name}: {duration(span.start)} to {duration(span.end)}"
+        hover = f"{span.name}: {duration_text(span.start)} to {duration_text(span.end)}"
         kind = next((letter for letter in span.name if letter in "FBIW"), "U") if span.name[:1].isdigit() else "U"
         yield ActionBar(left=left, width=width, kind=kind, hover=hover)
-        waits = ", ".join(f"{name} {duration(seconds)}" for name, seconds in span.inside.waited)
+        waits = ", ".join(f"{name} {duration_text(seconds)}" for name, seconds in span.inside.waited)
         for start, end in _idle(span):
             if 1000 * (end - start) / longest > _NARROW:
                 yield ActionBar(

@@ -12,7 +12,7 @@ from partc.rules import flops, resolve
 from partc.rules.notation import NotationError, parse
 from partc.rules.table import NotationRule
 from partc.rules.trial import Build, trial
-from partc.rules.tried import tried
+from partc.rules.tried import batch_operands
 
 LETTERS = "bsdhkvmnpqrtuwxyzacefgijlo"
 
@@ -63,7 +63,7 @@ def coverage(program: Program) -> Coverage:
         rule = resolve(op, types)
         cost = float(flops(op, rule) if rule is not None else _elements_moved(op, types)) * calls
         known, work = known + calls, work + cost
-        by_trial.update({op.name: None} if tried(op, types) is not None else {})
+        by_trial.update({op.name: None} if batch_operands(op, types) is not None else {})
         if rule is not None:
             covered, ruled = covered + calls, ruled + cost
     return Coverage(ops=covered / known if known else 1.0, flops=ruled / work if work else 1.0, tried=tuple(by_trial))

@@ -65,7 +65,7 @@ MOST_JOINED = 4  # operands of a fused `cat`: each element tests in which operan
 def kind(op: Op) -> Kind | None:
     """The role of the operation in a kernel; None if kernels do not support it."""
     if op.name == "cat":
-        return "view" if len(joined(op)[0]) <= MOST_JOINED else None
+        return "view" if len(cat_operands(op)[0]) <= MOST_JOINED else None
     if op.name in _INDEXED:
         stepped = op.name == "slice_backward" and op.args[5] != 1
         return None if stepped or op.attrs else "view"
@@ -79,10 +79,10 @@ def kind(op: Op) -> Kind | None:
         return "streamed"
     if op.name in COMPOSITES:
         return None if lacks_total(op) else "composite"
-    return "pointwise" if spelled(op) is not None else None
+    return "pointwise" if triton_expression(op) is not None else None
 
 
-def spelled(op: Op) -> str | None:
+def triton_expression(op: Op) -> str | None:
     """The expression of an elementwise operation; None if there is none for these arguments."""
     spelling = POINTWISE.get(op.name)
     if spelling is None or len(op.results) != 1:
@@ -100,14 +100,14 @@ def fill(op: Op) -> Arg:
     return {"zeros": 0, "ones": 1}.get(op.name, op.args[-1])
 
 
-def joined(op: Op) -> tuple[tuple[str, ...], int]:
+def cat_operands(op: Op) -> tuple[tuple[str, ...], int]:
     """The operands of a `cat`, and its dimension."""
     parts, dim = (*op.args, dict(op.attrs).get("dim", 0))[:2]
     names = (part.name for part in parts if isinstance(part, Ref)) if isinstance(parts, tuple) else ()
     return tuple(names), dim if isinstance(dim, int) else 0
 
 
-def ranked(op: Op) -> str:
+def rank_axis(op: Op) -> str:
     """The axis that cuts the classes or the table of an operation; the kernel receives the rank on it."""
     axis = dict(op.attrs).get("axis") if op.name in _RANKED else None
     alike = op.name == "smooth_sum" and op.args[1] is None
@@ -123,12 +123,12 @@ def lacks_total(op: Op) -> Ref | None:
 
 def launch_scalars(body: Iterable[Op]) -> dict[str, Op]:
     """The scalar parameters of a kernel's launch, each with an operation that needs it."""
-    found = {f"{ranked(op)}_rank": op for op in body if ranked(op)}
+    found = {f"{rank_axis(op)}_rank": op for op in body if rank_axis(op)}
     drawn = (op for op in body if op.name == "drawn")
     return found | {f"counter_{number}": op for number, op in enumerate(drawn)}
 
 
-def padded(op: Op) -> tuple[int, int]:
+def padded_slice(op: Op) -> tuple[int, int]:
     """The dimension of the slice whose gradient this operation is, and the slice's start."""
     dim, start = op.args[2:4]
     first = start if isinstance(start, int) else 0

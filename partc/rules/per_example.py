@@ -45,7 +45,7 @@ def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int 
     return build
 
 
-def counted(op: Op, types: Types) -> OpRule | None:
+def histogram(op: Op, types: Types) -> OpRule | None:
     """histc(x, bins, min, max): each rank counts its own elements; the counts are partial sums.
 
     No rule if min and max are equal: torch then takes the range of the data, and a rank sees only a part of them.

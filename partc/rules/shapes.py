@@ -83,7 +83,7 @@ def reduction(op: Op, types: Types) -> OpRule:
     return _reduced(op, types, 1, contracted=True)
 
 
-def extremum(index: int = 1) -> Builder:
+def whole_reduction(index: int = 1) -> Builder:
     """amax, mean, var, any, argmax ...: the reduced dimensions (the argument at `index`) must be whole."""
 
     def build(op: Op, types: Types) -> OpRule:
@@ -107,7 +107,7 @@ def _reduced(op: Op, types: Types, index: int, *, contracted: bool) -> OpRule:
     return make([(dims, types[0])], results, sizes, blocked=blocked, linear=[(0,)] if contracted else [])
 
 
-def along(index: int, name: str = "dim", *, linear: bool = False, default: Arg = -1) -> Builder:
+def whole_dims(index: int, name: str = "dim", *, linear: bool = False, default: Arg = -1) -> Builder:
     """Operations that need the dimensions in one of their arguments whole: softmax, cumsum, flip, roll, sort.
 
     Operands have equal shapes.
@@ -217,11 +217,11 @@ def fourier(op: Op, types: Types) -> OpRule:
 # Gradients that a model defines itself
 
 
-def incoming(op: Op, types: Types) -> OpRule:
+def incoming_gradient(op: Op, types: Types) -> OpRule:
     return replace(unary_linear(op, types), makes_gradients=True)
 
 
-def owned(op: Op, types: Types) -> OpRule:
+def own_gradient_rule(op: Op, types: Types) -> OpRule:
     """own_gradient(results, operands, gradients): equal numbers in the attribute `dims` are the same factor.
 
     If an operand lacks a cut factor, its gradient is a sum over the ranks; if all results lack it, they are partial.
@@ -443,7 +443,7 @@ def constant(op: Op, types: Types) -> OpRule:
     return make(lenders, [dims], sizes, blocked=blocked)
 
 
-def uncut(op: Op, types: Types) -> OpRule:
+def positional(op: Op, types: Types) -> OpRule:
     """arange, eye, linspace: an element depends on its position, so no dimension can be cut."""
     rule = constant(op, types)
     return make([], rule.results, {f.name: f.size for f in rule.factors}, blocked=[f.name for f in rule.factors])

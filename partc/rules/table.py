@@ -12,9 +12,9 @@ from partc.errors import PartcError
 from partc.ir.program import DType, Op, TensorType
 from partc.rules import products, shapes
 from partc.rules.notation import Notation, NotationError, bind, parse
-from partc.rules.per_example import counted, examples, recurrent, scatter_add
+from partc.rules.per_example import examples, histogram, recurrent, scatter_add
 from partc.rules.rule import OpRule, argument, is_ref, make
-from partc.rules.shapes import Builder, Types, along, last_dims
+from partc.rules.shapes import Builder, Types, last_dims, whole_dims
 
 Blocked = str | Callable[[Op], str]
 Precision = Literal["low", "high", "any"]  # under mixed precision: 16 bits, fp32, or the operands' type
@@ -164,7 +164,7 @@ def elementwise(names: str, builder: Builder, precision: Precision = "any") -> N
     build(names, builder, precision=precision, elementwise=True)
 
 
-def dense(names: str, *positions: int) -> None:
+def dense_arguments(names: str, *positions: int) -> None:
     """Declare operations whose arguments at these positions must be dense in memory."""
     for name in names.split():
         DENSE[name] = frozenset(positions)
@@ -312,18 +312,18 @@ rule(
 
 # Along dimensions
 build("sum", shapes.reduction, precision="high")
-build("mean prod var std logsumexp", shapes.extremum(), precision="high")
-build("amax amin max min argmax argmin any all", shapes.extremum())
-build("norm linalg_vector_norm", shapes.extremum(2), precision="high")
-build("softmax log_softmax logcumsumexp", along(1), precision="high")
-build("_softmax_backward_data _log_softmax_backward_data", along(2), precision="high")
-build("sort argsort cummax cummin", along(1))
-build("cumsum", along(1, linear=True), precision="high")
-build("cumprod", along(1), precision="high")
-build("topk", along(2))
-build("flip", along(1, "dims", linear=True))
+build("mean prod var std logsumexp", shapes.whole_reduction(), precision="high")
+build("amax amin max min argmax argmin any all", shapes.whole_reduction())
+build("norm linalg_vector_norm", shapes.whole_reduction(2), precision="high")
+build("softmax log_softmax logcumsumexp", whole_dims(1), precision="high")
+build("_softmax_backward_data _log_softmax_backward_data", whole_dims(2), precision="high")
+build("sort argsort cummax cummin", whole_dims(1))
+build("cumsum", whole_dims(1, linear=True), precision="high")
+build("cumprod", whole_dims(1), precision="high")
+build("topk", whole_dims(2))
+build("flip", whole_dims(1, "dims", linear=True))
 build("fourier", shapes.fourier, heavy=True, precision="high")
-build("roll", along(2, "dims", linear=True, default=()))
+build("roll", whole_dims(2, "dims", linear=True, default=()))
 rule("tril triu", "x[*b i j] -> [*b i j]", blocked="i j", linear="x", precision="any")
 build("max_pool1d", last_dims(1))
 build("avg_pool1d adaptive_avg_pool1d", last_dims(1, linear=True))
@@ -336,8 +336,8 @@ build("constant_pad_nd pad", shapes.pad)
 build("diff", shapes.diff)
 
 # Gradients that a model gives itself
-build("incoming_gradient", shapes.incoming)
-build("own_gradient", shapes.owned)
+build("incoming_gradient", shapes.incoming_gradient)
+build("own_gradient", shapes.own_gradient_rule)
 rule("times_loss_scale", "x[*d] -> [*d]", linear="x", precision="any")
 
 # Views
@@ -393,13 +393,13 @@ build("diag_embed", examples(0, dims=((2, "dim1", -2), (3, "dim2", -1))))
 build("var_mean std_mean", examples(0, dims=((1, "dim", 0),)), precision="high")
 build("scatter scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)), heavy=True)
 build("scatter_add", scatter_add, heavy=True)
-build("histc", counted, heavy=True)
+build("histc", histogram, heavy=True)
 build("index_add index_copy", examples(0, 2, dims=((1, "dim", 0),)), heavy=True)
 build("lstm gru rnn_tanh rnn_relu", recurrent, heavy=True, precision="low")
 
 # Constants
 build("full zeros ones empty new_full new_zeros new_ones new_empty scalar_tensor", shapes.constant)
-build("arange eye linspace", shapes.uncut)
+build("arange eye linspace", shapes.positional)
 
 # Elementwise
 elementwise("add sub rsub", shapes.additive)
@@ -426,19 +426,21 @@ build("alias clone contiguous detach wait", shapes.unary_linear)
 build("empty_like full_like ones_like zeros_like", shapes.pointwise)
 
 # Memory formats that kernels require
-dense("native_group_norm", 0, 1, 2)
-dense("native_group_norm_backward", 0, 1, 2, 3, 4)
-dense("native_layer_norm_backward", 3, 4)
-dense("_embedding_bag _embedding_bag_forward_only", 1, 2)
-dense("_embedding_bag_backward", 1, 2, 3, 4, 5)
-dense("_embedding_bag_per_sample_weights_backward", 2, 3, 4)
-dense("nll_loss2d_backward", 1)
-dense("max_pool3d max_pool3d_with_indices", 0)  # strided 4-d operands may be mistaken for channels-last images
-dense("max_pool3d_with_indices_backward", 0, 1)
-dense("adaptive_max_pool3d_backward", 2)
-dense("fractional_max_pool2d_backward fractional_max_pool3d_backward", 4)
-dense("_pdist_forward", 0)
-dense("_pdist_backward", 1, 3)
+dense_arguments("native_group_norm", 0, 1, 2)
+dense_arguments("native_group_norm_backward", 0, 1, 2, 3, 4)
+dense_arguments("native_layer_norm_backward", 3, 4)
+dense_arguments("_embedding_bag _embedding_bag_forward_only", 1, 2)
+dense_arguments("_embedding_bag_backward", 1, 2, 3, 4, 5)
+dense_arguments("_embedding_bag_per_sample_weights_backward", 2, 3, 4)
+dense_arguments("nll_loss2d_backward", 1)
+dense_arguments(
+    "max_pool3d max_pool3d_with_indices", 0
+)  # strided 4-d operands may be mistaken for channels-last images
+dense_arguments("max_pool3d_with_indices_backward", 0, 1)
+dense_arguments("adaptive_max_pool3d_backward", 2)
+dense_arguments("fractional_max_pool2d_backward fractional_max_pool3d_backward", 4)
+dense_arguments("_pdist_forward", 0)
+dense_arguments("_pdist_backward", 1, 3)
 # For a dense operand they factor its transpose, and their derivatives rely on that.
-dense("_linalg_det _linalg_slogdet", 0)
-dense("as_strided as_strided_copy as_strided_scatter", 0)
+dense_arguments("_linalg_det _linalg_slogdet", 0)
+dense_arguments("as_strided as_strided_copy as_strided_scatter", 0)

@@ -28,11 +28,11 @@ def rule_of(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
     """The operation's rule, from the table or by trial; None if it has none."""
     if op.name in TABLE:
         return resolve(op, types)
-    slots = tried(op, types)
+    slots = batch_operands(op, types)
     return None if slots is None else examples(*slots)(op, tuple(types[name] for name in op.refs()))
 
 
-def tried(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
+def batch_operands(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
     """The positions of the operands that carry the batch; None if the operation has a rule or may not be cut."""
     torchs = "::" not in op.name and hasattr(torch.ops.aten, op.name)
     reads = tuple(op.refs())

@@ -10,7 +10,7 @@ from partc.ir.program import Program
 from partc.runtime.errors import UsageError
 from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule
 
-__all__ = ["DEFAULT", "UpdateRule", "dense", "updates"]
+__all__ = ["DEFAULT", "UpdateRule", "refuse_sparse_gradient", "updates"]
 
 
 def updates(program: Program, optimizer: str, group: Sequence[str]) -> Mapping[str, UpdateRule]:
@@ -35,7 +35,7 @@ def model_dims(program: Program) -> dict[str, int]:
     return {name: len(item.type.shape) - item.stacked for item in program.parameters for name in item.names}
 
 
-def dense(name: str, rule: UpdateRule, why: str) -> None:
+def refuse_sparse_gradient(name: str, rule: UpdateRule, why: str) -> None:
     """Note that a gradient cannot be sparse. Raises PartcError P0422 if its optimizer takes only sparse ones."""
     if rule.kind.sparse:
         raise PartcError(

@@ -6,14 +6,14 @@ The idle time is 1F1B's divided by v; there are v times as many transfers.
 
 from __future__ import annotations
 
-from partc.schedules.kind import Compute, ScheduleKind, looped, rounds
+from partc.schedules.kind import Compute, ScheduleKind, group_sizes, looped
 
 
 def order(rank: int, ranks: int, stages: int, microbatches: int) -> list[Compute]:
     forwards = looped(rank, ranks, stages, microbatches, "F")
     backwards = looped(rank, ranks, stages, microbatches, "B")
     turns = stages // ranks - 1
-    ahead = min(len(forwards), turns * rounds(ranks, microbatches)[0] + 2 * (ranks - 1 - rank))
+    ahead = min(len(forwards), turns * group_sizes(ranks, microbatches)[0] + 2 * (ranks - 1 - rank))
     found = forwards[:ahead]
     for index, backward in enumerate(backwards):
         found += [*forwards[ahead + index : ahead + index + 1], backward]

@@ -44,7 +44,7 @@ class ScheduleKind:
     order: Order
 
 
-def rounds(ranks: int, microbatches: int) -> tuple[int, ...]:
+def group_sizes(ranks: int, microbatches: int) -> tuple[int, ...]:
     """The sizes of the groups in which a loop takes microbatches: close to the number of ranks, the largest first.
 
     Narayanan et al. 2021 require multiples of the number of ranks; groups of unequal size allow any number. If
@@ -62,7 +62,7 @@ def looped(rank: int, ranks: int, stages: int, microbatches: int, kind: Literal[
     mine = range(rank, stages, ranks)
     found = []
     first = 0
-    for size in rounds(ranks, microbatches):
+    for size in group_sizes(ranks, microbatches):
         for stage in mine if kind == "F" else reversed(mine):
             found += [Compute(stage, kind, index) for index in range(first, first + size)]
         first += size

@@ -7,7 +7,7 @@ torch.distributed.pipelining.
 
 from __future__ import annotations
 
-from partc.schedules.kind import Compute, ScheduleKind, looped, rounds
+from partc.schedules.kind import Compute, ScheduleKind, group_sizes, looped
 
 
 def order(rank: int, ranks: int, stages: int, microbatches: int) -> list[Compute]:
@@ -15,7 +15,7 @@ def order(rank: int, ranks: int, stages: int, microbatches: int) -> list[Compute
     backwards = looped(rank, ranks, stages, microbatches, "I")
     weights = [Compute(half.stage, "W", half.microbatch) for half in backwards]
     turns = stages // ranks - 1
-    ahead = min(len(forwards), turns * rounds(ranks, microbatches)[0] + ranks - 1 - rank)
+    ahead = min(len(forwards), turns * group_sizes(ranks, microbatches)[0] + ranks - 1 - rank)
     found = forwards[:ahead]
     for index, backward in enumerate(backwards):
         found += [*forwards[ahead + index : ahead + index + 1], backward]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from partc.errors import InternalError
-from partc.sharding.integer_program import solved
+from partc.sharding.integer_program import solve_integer_program
 
 Price = Mapping[str, float]  # criterion -> amount
 Kept = tuple[tuple[np.ndarray, float], ...]  # costs of earlier objectives, and their minima, which must not rise
@@ -90,7 +90,7 @@ def solve(
             bounds = [
                 LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
             ]
-            result = solved(
+            result = solve_integer_program(
                 cost,
                 constraints=[model.constraints, *bounds],
                 integrality=model.integrality,

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 
-def solved(cost: Any, **given: Any) -> Any:
+def solve_integer_program(cost: Any, **given: Any) -> Any:
     """The result of `scipy.optimize.milp` with these arguments."""
     from scipy.optimize import milp
 

@@ -79,7 +79,7 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
 
     Raises PartcError P0302 (the shape does not admit the layout) and P0303 (the glob matches nothing).
     """
-    known = dict(named(program))
+    known = dict(named_values(program))
     for pin in pins:
         axes = [axis for entries in pin.dims for _, found in entries for axis in found]
         for axis in axes:
@@ -111,7 +111,7 @@ def check_pins(program: Program, pins: Sequence[Pin]) -> None:
                 )
 
 
-def named(program: Program) -> Iterator[tuple[str, TensorType]]:
+def named_values(program: Program) -> Iterator[tuple[str, TensorType]]:
     """The names for pins and explanations, with types: parameters and their aliases, program values, values of
     regions.
     """

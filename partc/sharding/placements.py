@@ -451,7 +451,7 @@ class _PlacementProgram:
                 form = pin.form if holds_weights_whole(self.axis) else ""
                 left = [choice for choice in found if seen(choice) == placement and _has_form(choice, form)]
                 if not left:
-                    legal = sorted({spelled(type, seen(choice), self.axis) for choice in found})
+                    legal = sorted({placement_text(type, seen(choice), self.axis) for choice in found})
                     raise PartcError(
                         "P0302",
                         f"--shard pins {name} {type.shape} to {pin.text}, which no operation or size allows",
@@ -524,7 +524,7 @@ def _result(position: int) -> Callable[[Alternative], Hashable]:
     return lambda choice: choice.makes[position]
 
 
-def spelled(type: TensorType, placement: Hashable, axis: str) -> str:
+def placement_text(type: TensorType, placement: Hashable, axis: str) -> str:
     """A placement on one axis in the notation of pins."""
     entries = ["_"] * len(type.shape)
     if isinstance(placement, Shard):

@@ -369,19 +369,6 @@ def _cut_dim(subs: _Dim, axis: str, outer: int, sizes: Sizes) -> _Dim | None:
     return None
 
 
-def uncut(layout: Layout, axis: str, sizes: Sizes) -> tuple[int, int, Layout]:
-    """The dim and outer at which a local tensor is joined to undo the cut of an axis, and the layout afterwards.
-
-    Joining an axis that is not the minor one of its sub-dimension leaves a strided cut: 16@dp,tp gathered over dp is 2
-    · 8@tp.
-    """
-    for dim, subs in enumerate(layout.dims):
-        found = _uncut_dim(subs, axis, sizes)
-        if found is not None:
-            return dim, found[0], _with_dim(layout, dim, found[1]).normalized(sizes)
-    raise InternalError(f"{layout} is not sharded over {axis}")
-
-
 def _uncut_dim(subs: _Dim, axis: str, sizes: Sizes) -> tuple[int, _Dim] | None:
     before = 1
     for index, sub in enumerate(subs):

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from partc.sharding.integer_program import solved
+from partc.sharding.integer_program import solve_integer_program
 
 _NODES = 2000  # of the search tree; if the solver finds nothing better in time, the greedy placement is used
 _GAP = 1e-3
@@ -45,7 +45,7 @@ class Placement:
     price: float
 
 
-def placed(tables: Sequence[WholeTable], ranks: int) -> Placement:
+def best_placement(tables: Sequence[WholeTable], ranks: int) -> Placement:
     """The best placement found."""
     if not any(_pinned(each) for each in tables) and not _promising(tables, ranks):
         return Placement({}, _priced(tables, ranks, {}).price)
@@ -162,7 +162,7 @@ def _solved(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
                 here = some[0].bytes / size
                 row[number * ranks + rank + 1], row[number * ranks + rank] = here, -here
             at_most(row, 0)
-    found = solved(
+    found = solve_integer_program(
         cost,
         constraints=[LinearConstraint(np.array(rows), np.array(lower), np.array(most))],
         integrality=np.arange(count) < first,

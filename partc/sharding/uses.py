@@ -64,7 +64,7 @@ def _matches(glob: str, name: str) -> bool:
     return any(_matches(glob[: span.start()] + text + glob[span.end() :], name) for text in numbers)
 
 
-def spelled(axis: str, chosen: Sequence[str], calls: Sequence[str]) -> str:
+def uses_text(axis: str, chosen: Sequence[str], calls: Sequence[str]) -> str:
     """The text for the chosen ones among all calls, with globs and ranges: `tp=stages.*,blocks.0-15`."""
     left = {name.partition(".")[0] for name in {*calls}.difference(chosen)}
     runs: list[tuple[str, str, int, int]] = []  # the text before and after a number, and the first and last number

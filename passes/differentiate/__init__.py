@@ -59,7 +59,7 @@ from partc.passes.differentiate import joint, scans
 from partc.passes.differentiate.recorder import Recorder
 from partc.rules.kernels import TABLES
 from partc.rules.rule import integers
-from partc.rules.updates import DEFAULT, dense, updates
+from partc.rules.updates import DEFAULT, refuse_sparse_gradient, updates
 from partc.sharding.choices import batch_axes
 from partc.torch_private import (
     FakeTensorMode,
@@ -161,7 +161,7 @@ def _with_rows(program: Program, optimizer: str, group: Sequence[str]) -> Progra
     shared = {name for name in sparse if len({program.place(stage) for stage in holders.get(name, ())}) > 1}
     shared |= _neighbours(program, shared)
     for name in sorted(shared & sparse):
-        dense(name, rules[name], "several pipeline ranks read it")
+        refuse_sparse_gradient(name, rules[name], "several pipeline ranks read it")
     parameters = tuple(replace(item, sparse=item.sparse and item.name not in shared) for item in program.parameters)
     program, sparse = replace(program, parameters=parameters), sparse - shared
     marked: dict[str, dict[str, str]] = {}

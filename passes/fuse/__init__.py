@@ -32,15 +32,15 @@ from dataclasses import replace
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Kernels, Op, Program, Region
-from partc.passes.fuse.cross_entropy import streamed
-from partc.passes.fuse.dropout import redrawn
+from partc.passes.fuse.cross_entropy import with_streaming_kernels
+from partc.passes.fuse.dropout import with_drawn_masks
 from partc.passes.fuse.groups import fused
 from partc.passes.fuse.in_place import mark_overwrites
 from partc.passes.fuse.names import named
-from partc.passes.fuse.rematerialize import lean
+from partc.passes.fuse.rematerialize import with_fewer_saved
 from partc.passes.fuse.rotary import spelled_rotary
-from partc.passes.fuse.single_results import plain
-from partc.passes.row_losses import totalled
+from partc.passes.fuse.single_results import with_plain_derivatives
+from partc.passes.row_losses import with_shared_weight_sums
 from partc.rules.kernels import CHUNKED
 
 Fusions = MutableMapping[tuple[object, ...], Region]
@@ -72,8 +72,8 @@ def fuse(program: Program, *, kernels: Kernels = "aten", fusions: Fusions | None
 
 def _grouped(region: Region, sizes: Sizes) -> Region:
     region, rotations = spelled_rotary(region, sizes)
-    region = redrawn(totalled(plain(region, sizes)))
-    return fused(streamed(lean(region, sizes), sizes), sizes, rotations)
+    region = with_drawn_masks(with_shared_weight_sums(with_plain_derivatives(region, sizes)))
+    return fused(with_streaming_kernels(with_fewer_saved(region, sizes), sizes), sizes, rotations)
 
 
 def _chunked(region: Region) -> Region:

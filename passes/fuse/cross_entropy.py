@@ -37,7 +37,7 @@ _DIMENSION = {  # the position of the argument `dim`
 }  # fmt: skip
 
 
-def streamed(region: Region, sizes: Sizes) -> Region:
+def with_streaming_kernels(region: Region, sizes: Sizes) -> Region:
     """The region with streaming kernels in its graphs, each at the place of its first operation."""
     params = {value.name: value.type for value in region.params}
 
@@ -72,7 +72,7 @@ class _Streams:
         """The graph with one kernel for every stream of logits."""
         instead: dict[int, tuple[Op, ...]] = {}
         for name, pieces in self._losses():
-            if fuel.allowed("stream of logits", pieces[0].source):
+            if fuel.may_rewrite("stream of logits", pieces[0].source):
                 instead.update(self._stream(name, pieces))
         ops = [step for op in self.original.ops for step in instead.get(id(op), (op,))]
         return replace(self.original, ops=needed(ops, self.kept, removable=lambda op: kernels.kind(op) is not None))

@@ -24,7 +24,7 @@ from partc.ir.program import Graph, Op, Ref, Region, TensorType, Value
 from partc.rules import kernels
 
 
-def redrawn(region: Region) -> Region:
+def with_drawn_masks(region: Region) -> Region:
     """The region with masks drawn by separate operations, in every graph that reads them."""
     forward = _split(region.forward)
     backward = region.backward and _split(region.backward)
@@ -66,7 +66,7 @@ def _split(graph: Graph) -> Graph:
 def _steps(op: Op) -> Iterator[Op]:
     """A dropout as a mask and its application."""
     drops = op.name == "dropout" and isinstance(op.args[1], float) and 0 < op.args[1] < 1 and not op.attrs
-    if not drops or not fuel.allowed("drawn mask", op.source):
+    if not drops or not fuel.may_rewrite("drawn mask", op.source):
         yield op
         return
     x, p, dims, number = op.args

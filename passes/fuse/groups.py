@@ -13,7 +13,7 @@ from partc.ir.ragged import ragged_rows
 from partc.passes.fuse.composites import in_fp32, spelled_out
 from partc.passes.fuse.iteration_spaces import Form, columns, fits, form
 from partc.passes.fuse.names import stem
-from partc.passes.fuse.norm_halves import HALVES, halved
+from partc.passes.fuse.norm_halves import HALVES, with_norm_halves
 from partc.passes.fuse.registers import fits_registers, is_long
 from partc.rules import kernels
 
@@ -74,7 +74,7 @@ class _Work:
         self.shapes = {name: value.type.layout.local_shape(sizes) for name, value in values.items()}
         self.bytes = {name: value.type.local_bytes(sizes) for name, value in values.items()}
         self.types = {name: value.type for name, value in values.items()}
-        graph = halved(graph, self.types, self.shapes, kept)
+        graph = with_norm_halves(graph, self.types, self.shapes, kept)
         self.ops = graph.ops
         self.sizes = sizes
         self.kept = kept
@@ -267,7 +267,9 @@ class _Work:
         units: dict[int, Op] = {key: self._bracket(group, tails[key]) for key, group in several.items()}
         inside = {index for key, group in several.items() for index in (*group.members, *tails[key])}
         units.update((index, op) for index, op in enumerate(self.ops) if index not in inside)
-        units.update((key, tabled(op, self.shapes)) for key, op in units.items() if op.name in kernels.TABLES)
+        units.update(
+            (key, table_gradient_kernel(op, self.shapes)) for key, op in units.items() if op.name in kernels.TABLES
+        )
         last = {key: max(several[key].members) if key in several else key for key in units}
         made = {value.name: key for key, op in units.items() for value in op.results}
         found: list[Op] = []
@@ -294,7 +296,7 @@ class _Work:
         first = self.ops[min(group.members)]
         if any(self.ops[index].name in HALVES for index in group.members):
             return True
-        return bool(tail or self._is_worth(group)) and fuel.allowed("kernel", first.source)
+        return bool(tail or self._is_worth(group)) and fuel.may_rewrite("kernel", first.source)
 
     def _is_worth(self, group: _KernelGroup) -> bool:
         """Whether a kernel pays: several operations, or one that PyTorch computes in several."""
@@ -357,13 +359,13 @@ def _nontrivial_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size > 1)
 
 
-def tabled(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:
+def table_gradient_kernel(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> Op:
     """The gradient of a table as a separate kernel, which sorts the indices."""
     grad, ids, *more = op.args
     scaled = op.name == "embedding_dense_backward" and len(more) > 2 and more[2]
     fits = not scaled and SPARSE not in dict(op.attrs)
     fits = fits and all(isinstance(arg, Ref) and 0 not in shapes[arg.name] for arg in (grad, ids))
-    if not fits or not fuel.allowed("kernel", op.source):
+    if not fits or not fuel.may_rewrite("kernel", op.source):
         return op
     return Op(
         name="fused",

@@ -67,6 +67,6 @@ def _marked(op: Op, place: int, graph: Graph, own: Collection[str], sizes: Sizes
         for value in op.results if not seen else ():
             same = value.type.layout.local_shape(sizes) == type.layout.local_shape(sizes)
             once = same and value.type.dtype == type.dtype and [*op.refs()].count(arg.name) == 1
-            if once and fuel.allowed("gradient over logits", op.source):
+            if once and fuel.may_rewrite("gradient over logits", op.source):
                 return replace(op, attrs=(*op.attrs, ("over", (number, op.results.index(value)))))
     return op

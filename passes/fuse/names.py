@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from partc.ir.layout import Sizes
-from partc.ir.printer import written
+from partc.ir.printer import argument_text
 from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType
 from partc.rules.strides import dense
 
@@ -74,7 +74,7 @@ def _meaning(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[obj
             return ("value", known(arg.name))
         if isinstance(arg, tuple):
             return tuple(map(bare, arg))
-        return written(arg)
+        return argument_text(arg)
 
     def type_of(type: TensorType) -> object:
         return type.dtype, type.layout.local_shape(sizes)

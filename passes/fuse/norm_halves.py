@@ -27,7 +27,7 @@ _PARTS = {
 HALVES = frozenset(name for names in _PARTS.values() for name in names)
 
 
-def halved(
+def with_norm_halves(
     graph: Graph, types: Mapping[str, TensorType], shapes: Mapping[str, tuple[int, ...]], kept: Collection[str]
 ) -> Graph:
     """The graph with derivatives of wide norms as two operations, each only if its result is read."""
@@ -38,7 +38,7 @@ def halved(
 def _parts(
     op: Op, types: Mapping[str, TensorType], shapes: Mapping[str, tuple[int, ...]], read: Collection[str]
 ) -> Iterator[Op]:
-    if op.name not in _PARTS or not _is_wide(op, types, shapes) or not fuel.allowed("halves of a norm", op.source):
+    if op.name not in _PARTS or not _is_wide(op, types, shapes) or not fuel.may_rewrite("halves of a norm", op.source):
         yield op
         return
     across, down = _PARTS[op.name]

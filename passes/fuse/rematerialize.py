@@ -26,7 +26,7 @@ from partc.ir.program import Graph, Op, Region
 from partc.rules import kernels
 
 
-def lean(region: Region, sizes: Sizes) -> Region:
+def with_fewer_saved(region: Region, sizes: Sizes) -> Region:
     """The region with fewer saved values and equal gradients."""
     backward = region.backward
     if backward is None:
@@ -53,7 +53,7 @@ def lean(region: Region, sizes: Sizes) -> Region:
         new = {item for step in steps for item in step.refs()} - own - there - set(more)
         size = sum(values[item].type.local_bytes(sizes) for item in new)
         fewer = size < values[name].type.local_bytes(sizes) and memory[name] not in alive
-        if made.isdisjoint(own | new) and (fewer or not new) and fuel.allowed("made again", op.source):
+        if made.isdisjoint(own | new) and (fewer or not new) and fuel.may_rewrite("made again", op.source):
             more.update(dict.fromkeys(sorted(new)))
             again.update((step.result.name, step) for step in steps)
     graph = replace(

@@ -32,7 +32,7 @@ _ALONE = {"log_sigmoid_forward": "log_sigmoid", "max": "amax", "min": "amin"}  #
 _EXACT = 2**24  # the largest count that fp32 represents exactly
 
 
-def plain(region: Region, sizes: Sizes) -> Region:
+def with_plain_derivatives(region: Region, sizes: Sizes) -> Region:
     """The region with derivatives spelled out, and without results that only they read."""
     taken = set().union(*(region.types(graph) for graph in region.graphs))
 

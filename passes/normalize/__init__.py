@@ -32,7 +32,7 @@ from partc.passes.normalize.inner_gradients import with_inner_gradients
 from partc.passes.normalize.inplace import without_mutation
 from partc.passes.normalize.norms import plain_norms
 from partc.passes.normalize.own_gradients import with_dims
-from partc.passes.normalize.random import RANDOM, draws, refuse_unknown
+from partc.passes.normalize.random import RANDOM, draws_random_numbers, refuse_unknown
 from partc.passes.normalize.recurrent import recurrent
 from partc.passes.normalize.solves import with_solves
 from partc.passes.normalize.writer import Rewrite, Writer, ref, with_dtypes
@@ -116,7 +116,7 @@ def _is_empty(op: Op) -> bool:
     return (
         bool(op.results)
         and all(0 in value.type.shape for value in op.results)
-        and (not draws(op.name) or "dropout" in op.name)
+        and (not draws_random_numbers(op.name) or "dropout" in op.name)
     )
 
 

@@ -18,7 +18,7 @@ _SELU_FLOOR = -1.7580993408473766  # the limit of selu: -scale * alpha (Klambaue
 
 def refuse_unknown(op: Op) -> None:
     """Raise PartcError P0207 for an operation that draws from torch's generator and has no rewrite here."""
-    if draws(op.name):
+    if draws_random_numbers(op.name):
         raise PartcError(
             "P0207",
             f"{op.name} draws in a way that is not the same on every mesh",
@@ -28,7 +28,7 @@ def refuse_unknown(op: Op) -> None:
 
 
 @cache
-def draws(name: str) -> bool:
+def draws_random_numbers(name: str) -> bool:
     """Whether torch marks an operation as drawing from a generator."""
     space, _, plain = name.rpartition("::")
     packet = getattr(getattr(torch.ops, space or "aten"), plain, None)

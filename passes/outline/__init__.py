@@ -42,12 +42,12 @@ from partc.passes.outline.segments import (
     by_module,
     by_number,
     by_weight,
-    container,
+    container_path,
     functions_whole,
     lookups_joined,
     segments,
 )
-from partc.passes.outline.updates import early, with_old_values
+from partc.passes.outline.updates import move_updates_ahead, with_old_values
 from partc.passes.outline.value_names import name_values
 
 
@@ -80,7 +80,7 @@ def _segments(
     lifted, body = segments(main, trained, keys)
     written = _written(program, main)
     if cut:
-        body = early(body, main, written)
+        body = move_updates_ahead(body, main, written)
     return [*lifted, *with_old_values(body, main, written)]
 
 
@@ -331,7 +331,7 @@ class _Linker:
             own = segment.key.rpartition(".")[2]
             if not is_number(own) and any(map(is_number, segment.key.split("."))):
                 return identifier(own)
-            word = container(segment.key).rpartition(".")[2]
+            word = container_path(segment.key).rpartition(".")[2]
             return _singular(word) if len(word) > 1 else "block"
         if not params:
             names = name_values(segment.ops, "", ())

@@ -146,11 +146,11 @@ def _container_depths(ops: Sequence[Op]) -> dict[str, int]:
         if op.name not in RANDOM and constant.issuperset(op.refs()):
             constant.update(value.name for value in op.results)
         elif levels:
-            bodies.setdefault(container(levels[0]), {}).setdefault(levels[0], []).append(_shape_of(op))
+            bodies.setdefault(container_path(levels[0]), {}).setdefault(levels[0], []).append(_shape_of(op))
     depths = {}
     for holder, instances in bodies.items():
         found = [tuple(body) for body in instances.values()]
-        nested = any(len(_levels(op)) > 1 and container(_levels(op)[0]) == holder for op in ops)
+        nested = any(len(_levels(op)) > 1 and container_path(_levels(op)[0]) == holder for op in ops)
         depths[holder] = 2 if nested and len(set(found)) == len(found) and len(found) > 1 else 1
     return depths
 
@@ -166,7 +166,7 @@ def _numbered_prefixes(path: str) -> tuple[str, ...]:
     return tuple(".".join(parts[: index + 1]) for index, part in enumerate(parts) if is_number(part))
 
 
-def container(level: str) -> str:
+def container_path(level: str) -> str:
     """The path without the number at its end: layers of layers.0, block of block3."""
     return level.rstrip("0123456789").rstrip(".")
 
@@ -183,7 +183,7 @@ def by_module(ops: Sequence[Op], inside: int = 0) -> dict[int, str]:
     keys = {}
     for op in ops:
         levels = _levels(op)
-        key = levels[min(depth[container(levels[0])], len(levels)) - 1] if levels else ""
+        key = levels[min(depth[container_path(levels[0])], len(levels)) - 1] if levels else ""
         more = op.module.removeprefix(key).strip(".").split(".")[:inside]
         keys[id(op)] = ".".join(part for part in (key, *more) if part)
     return keys
@@ -217,10 +217,10 @@ def by_number(main: Region, weights: Mapping[str, str], keys: Mapping[int, str])
     for op, number in zip(ops, numbers, strict=True):
         if number:
             bodies.setdefault(number, []).append(_shape_of(op))
-    repeated = Counter((container(key), tuple(body)) for key, body in bodies.items())
+    repeated = Counter((container_path(key), tuple(body)) for key, body in bodies.items())
     many = {holder for (holder, _), count in repeated.items() if count >= _FEWEST_EQUAL}
     return {
-        id(op): number if number and container(number) in many else keys[id(op)]
+        id(op): number if number and container_path(number) in many else keys[id(op)]
         for op, number in zip(ops, numbers, strict=True)
     }
 

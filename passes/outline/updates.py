@@ -17,7 +17,7 @@ from partc.ir.program import Op, Ref, Region
 from partc.passes.outline.segments import ModuleSegment
 
 
-def early(body: Sequence[ModuleSegment], main: Region, written: Mapping[str, str]) -> list[ModuleSegment]:
+def move_updates_ahead(body: Sequence[ModuleSegment], main: Region, written: Mapping[str, str]) -> list[ModuleSegment]:
     """Move operations that only updates need to the first segments in which they can be computed.
 
     An update that reads only its buffer, such as a counter's, is computed where the buffer is read first. A pipeline

@@ -30,7 +30,7 @@ from partc.ir.collectives import MOVING
 from partc.ir.layout import Sizes
 from partc.ir.naming import unique
 from partc.ir.program import Graph, Op, Program, Ref, Region, TensorType
-from partc.passes.overlap.joined import joined
+from partc.passes.overlap.joined import with_joined_sums
 
 
 def overlap(program: Program) -> Program:
@@ -46,12 +46,12 @@ def _region(region: Region, sizes: Sizes) -> Region:
 def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
     if not _moving(graph, sizes):
         return graph
-    graph = joined(graph, params, sizes)
+    graph = with_joined_sums(graph, params, sizes)
     types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
     line = _Line(list(graph.ops), {id(op): seconds(op, types, sizes) for op in graph.ops})
     taken = {*types}
     for op in _moving(graph, sizes):
-        wait = line.hidden(op) if fuel.allowed("overlap", op.source) else None
+        wait = line.hidden(op) if fuel.may_rewrite("overlap", op.source) else None
         if wait is None:
             continue
         work = replace(op.result, name=unique(f"{op.result.name}_work", taken))

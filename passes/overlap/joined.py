@@ -22,7 +22,7 @@ from partc.ir.program import Graph, Op, Ref, TensorType, Value
 from partc.runtime.plan import DIRECT
 
 
-def joined(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
+def with_joined_sums(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Graph:
     """The graph with its small sums joined."""
     types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
     taken = {*types}
@@ -63,7 +63,7 @@ def _groups(graph: Graph, types: Mapping[str, TensorType], sizes: Sizes) -> Iter
 
 
 def _allowed_groups(group: list[Op], readers: list[Op]) -> Iterator[tuple[list[Op], list[Op]]]:
-    if len(group) > 1 and fuel.allowed("overlap", group[-1].source):
+    if len(group) > 1 and fuel.may_rewrite("overlap", group[-1].source):
         yield group, readers
 
 

@@ -29,13 +29,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 
 from partc.cost.roofline import H100, seconds
-from partc.cost.saved_tensors import Time, changed_buffers, flights, held_inputs, memory_of, parse_bytes
+from partc.cost.saved_tensors import Time, changed_buffers, held_inputs, memory_of, microbatches_in_flight, parse_bytes
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, is_tensor_axis
 from partc.ir.operations import VIEWS, shares_memory
 from partc.ir.program import Graph, Op, Program, Region
-from partc.passes.recompute.budget import check_reach, deal, slots, varied
-from partc.passes.recompute.choice import Point, SavingProblem, frontier, least
+from partc.passes.recompute.budget import assign_points, check_reach, slots, with_points
+from partc.passes.recompute.choice import Point, SavingProblem, frontier, least_saved
 from partc.rules import is_cheap
 from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.per_stage import stage_kinds
@@ -70,32 +70,34 @@ def recompute(
         ways = tuple(dict.fromkeys(kinds))
 
         def way(region: Region, index: int) -> Region:
-            return remade(region, _saved(region, ways[index], held[region.name], fixed[region.name], program.sizes))
+            return with_recomputation(
+                region, _saved(region, ways[index], held[region.name], fixed[region.name], program.sizes)
+            )
 
         counts = slots(program, fixed)
         dealt = {slot: {ways.index(kinds[slot[0] if len(kinds) > 1 else 0]): count} for slot, count in counts.items()}
-        return varied(program, dealt, way)
+        return with_points(program, dealt, way)
     points = frontiers_of(program) if frontiers is None else frontiers
     if times is None:
         ranks = program.mesh.axis(PIPELINE_AXIS)
         rows = table.rows if table else compute_order(SCHEDULES[kind], ranks, program.microbatches, program.stages)
-        saving = [[Time(flight=flight) for flight in flights(row)] for row in rows]
-        dealt = deal(program, points, saving, budget)
+        saving = [[Time(flight=flight) for flight in microbatches_in_flight(row)] for row in rows]
+        dealt = assign_points(program, points, saving, budget)
         check_reach(program, points, dealt, saving, budget)
     else:
-        dealt = deal(program, points, times, budget)
+        dealt = assign_points(program, points, times, budget)
 
     def body(region: Region, point: int) -> Region:
-        return remade(region, points[region.name][point].saved | held[region.name])
+        return with_recomputation(region, points[region.name][point].saved | held[region.name])
 
-    return varied(program, dealt, body)
+    return with_points(program, dealt, body)
 
 
 def frontiers_of(program: Program) -> dict[str, tuple[Point, ...]]:
     """For every region whose calls run for each microbatch, the efficient choices of saved values."""
     held = held_inputs(program)
     return {
-        region.name: frontier(timed(region, held[region.name], fixed, program.sizes))
+        region.name: frontier(timed_problem(region, held[region.name], fixed, program.sizes))
         for region, fixed in _chosen(program)
     }
 
@@ -116,8 +118,8 @@ def _saved(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str
     if kind not in ("none", "selective"):
         named = {*kind.split(","), *VIEWS}
         again = [op for op in _repeatable(region, fixed) if op.name in named]
-        wanted = choice(region, again, lambda op: int(op.name not in VIEWS), held, sizes)
-        return least(wanted, worth=len(again) + 1) | held  # one byte less is worth recomputing all of them
+        wanted = restricted_problem(region, again, lambda op: int(op.name not in VIEWS), held, sizes)
+        return least_saved(wanted, worth=len(again) + 1) | held  # one byte less is worth recomputing all of them
     types = region.types(region.forward)
     if kind == "none":
         cheap = _gathers_over_tp(_repeatable(region, fixed))
@@ -133,7 +135,7 @@ def _saved(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str
         read = (types[name].local_bytes(sizes) for name in op.refs())
         return 1 if op.name in VIEWS else sum(read) + sum(value.type.local_bytes(sizes) for value in op.results)
 
-    return least(choice(region, cheap, moved, held, sizes), worth=WORTH) | held
+    return least_saved(restricted_problem(region, cheap, moved, held, sizes), worth=WORTH) | held
 
 
 def _gathers_over_tp(ops: Iterable[Op]) -> list[Op]:
@@ -148,21 +150,21 @@ def _gathers_over_tp(ops: Iterable[Op]) -> list[Op]:
     return found
 
 
-def timed(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> SavingProblem:
+def timed_problem(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> SavingProblem:
     """The problem in which every operation may be recomputed, with its time in nanoseconds as effort."""
     types = region.types(region.forward)
 
     def nanoseconds(op: Op) -> int:
         return round(1e9 * seconds(op, types, sizes))
 
-    return choice(region, _repeatable(region, fixed), nanoseconds, held, sizes)
+    return restricted_problem(region, _repeatable(region, fixed), nanoseconds, held, sizes)
 
 
 def _repeatable(region: Region, fixed: frozenset[str]) -> list[Op]:
     return [op for op in region.forward.ops if fixed.isdisjoint(value.name for value in op.results)]
 
 
-def choice(
+def restricted_problem(
     region: Region, again: Sequence[Op], effort: Callable[[Op], int], held: frozenset[str], sizes: Sizes
 ) -> SavingProblem:
     """The problem in which only the operations in `again` can be recomputed.
@@ -184,7 +186,7 @@ def choice(
     )
 
 
-def remade(region: Region, keep: Collection[str]) -> Region:
+def with_recomputation(region: Region, keep: Collection[str]) -> Region:
     """The region with a backward graph that recomputes all values that it reads except `keep`.
 
     If an operation is recomputed anyway, none of its results is saved, even if in `keep`.

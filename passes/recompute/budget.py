@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from partc.cost.saved_tensors import Flight, Slot, Time, written
+from partc.cost.saved_tensors import Flight, Slot, Time, bytes_option
 from partc.errors import InternalError, PartcError
 from partc.ir.naming import unique
 from partc.ir.printer import readable
@@ -54,7 +54,7 @@ class Row:
         return self.weights[slot] + further
 
 
-def deal(
+def assign_points(
     program: Program, frontiers: Mapping[str, Sequence[Point]], times: Sequence[Sequence[Time]], budget: int
 ) -> Dealt:
     """The points that the calls of every stage take; `times` holds the moments of each pipeline rank.
@@ -148,7 +148,7 @@ def check_reach(
                 "P0415",
                 f"pipeline rank {rank} saves at least {most:,} bytes for its backward passes, "
                 f"{readable(most - budget)} more than the budget",
-                help=f"give --recompute {written(most)} or more, or smaller microbatches",
+                help=f"give --recompute {bytes_option(most)} or more, or smaller microbatches",
             )
 
 
@@ -295,7 +295,7 @@ class _Variants:
     names: dict[int, str]
 
 
-def varied(program: Program, dealt: Dealt, make: Callable[[Region, int], Region]) -> Program:
+def with_points(program: Program, dealt: Dealt, make: Callable[[Region, int], Region]) -> Program:
     """The program whose calls take the assigned points; `make(region, point)` returns a region's body."""
     taken = {region.name for region in program.regions}
     variants = {region.name: _Variants(region, {}) for region in program.regions}

@@ -44,7 +44,7 @@ class Point:
     effort: int
 
 
-def least(choice: SavingProblem, *, worth: int) -> frozenset[str]:
+def least_saved(choice: SavingProblem, *, worth: int) -> frozenset[str]:
     """The saved values that minimise `worth` times their bytes plus the effort of recomputing the others."""
     problem = _Constraints(choice)
     found = problem.solve(problem.effort + worth * problem.bytes)

@@ -91,7 +91,7 @@ def _plain_indexing(region: Region) -> Region:
             case "index" if isinstance(first, Ref):
                 shaped = _as_reshape(op, types[first.name].shape, types, counting)
                 picked = [shaped] if shaped is not None else _as_gather(op, types, counting)
-                picked = picked if picked and fuel.allowed("plain indexing", op.source) else []
+                picked = picked if picked and fuel.may_rewrite("plain indexing", op.source) else []
         ops.extend(picked or [op])
     return _rebuilt(region, ops, {})
 
@@ -172,7 +172,7 @@ def _one_row(region: Region) -> Region:
         operands = [name for name in op.refs()]
         rows = [name for name in operands if name in small]
         narrow = _narrow(op, types) if op.name == "expand" else None
-        if narrow is not None and fuel.allowed("one row", op.source):
+        if narrow is not None and fuel.may_rewrite("one row", op.source):
             row(op, (op.args[0], narrow))
         elif rows and len(op.results) == 1 and _keeps_rows(op, types, small):
             row(op.renamed(small), _with_one_row(op, small))
@@ -239,7 +239,7 @@ def _short_chains(region: Region) -> Region:
             while base in made and made[base].name == "reshape":
                 base = next(made[base].refs())
             shorter = types[base].shape == op.result.type.shape or Ref(base) != op.args[0]
-            if shorter and not fuel.allowed("short chain", op.source):
+            if shorter and not fuel.may_rewrite("short chain", op.source):
                 base = next(op.refs())
             elif types[base].shape == op.result.type.shape:
                 same[op.result.name] = base
@@ -270,7 +270,7 @@ def _merged(region: Region) -> Region:
             shared = unfed or weighted.isdisjoint(op.refs())
             key = (None if shared else module, op.name, op.args, op.attrs)
             alike = key in known and known[key].types == op.types
-            if alike and fuel.allowed("constant made once", op.source):
+            if alike and fuel.may_rewrite("constant made once", op.source):
                 same.update((new.name, old.name) for new, old in zip(op.results, known[key].results, strict=True))
                 continue
             known[key] = op

@@ -35,7 +35,7 @@ def decided_masks(region: Region) -> Region:
         call = BoundedCall(op, types, known, makers)
         known |= bounds_of(call)
         left = _simpler(call, learned)
-        if left is not None and fuel.allowed("decided mask", op.source):
+        if left is not None and fuel.may_rewrite("decided mask", op.source):
             if isinstance(left, str):
                 same[op.result.name] = left
                 continue

@@ -40,9 +40,9 @@ class _LabelLosses:
         return replace(self.given, forward=replace(graph, ops=ops))
 
     def _rewritten(self, op: Op) -> Iterator[Op]:
-        if op.name == "cross_entropy" and fuel.allowed("label loss", op.source):
+        if op.name == "cross_entropy" and fuel.may_rewrite("label loss", op.source):
             yield from self._of_logits(op)
-        elif op.name == "gather" and not op.attrs and fuel.allowed("label loss", op.source):
+        elif op.name == "gather" and not op.attrs and fuel.may_rewrite("label loss", op.source):
             yield from self._picked(op)
         else:
             yield op

@@ -34,7 +34,7 @@ from partc.passes.simplify.limits import (
     limits_of_documents,
     limits_or_keys,
 )
-from partc.passes.simplify.matrices import Matrix, Outer, Runs, Two, band, lifted, outer
+from partc.passes.simplify.matrices import Matrix, Outer, Runs, Two, as_matrix, band, outer
 from partc.rules.rule import integers
 from partc.rules.shapes import slice_bounds
 
@@ -84,7 +84,7 @@ def known_masks(region: Region) -> Region:
                 known[mask] = _split(mask, constants, types, writing, in_chunks=not attention.drops)
                 ops += writing.ops
             found = known[mask]
-            if found is not None and fuel.allowed("known mask", op.source):
+            if found is not None and fuel.may_rewrite("known mask", op.source):
                 if found.seen.chunk:
                     ops += _in_chunks(op, found.seen.chunk, types, taken)
                     continue
@@ -294,7 +294,7 @@ class Constants:
         """
         value = self.value(name)
         if isinstance(value, Tensor):
-            value = lifted(value, *value.shape[-2:]) if value.dim() > 1 else None
+            value = as_matrix(value, *value.shape[-2:]) if value.dim() > 1 else None
         if not isinstance(value, Two):
             return None
         read = [_is_read(x) for x in (value.no, value.yes)]
@@ -365,7 +365,7 @@ class Constants:
         first = op.args[0] if op.args else None
         if op.name in _METADATA:
             number = _METADATA[op.name](op)
-            return None if number is None else lifted(torch.full((1, 1), number, dtype=dtype), s, t)
+            return None if number is None else as_matrix(torch.full((1, 1), number, dtype=dtype), s, t)
         if op.name in ("expand", "reshape", "slice", "permute", *_SAME):
             assert isinstance(first, Ref)
             return self._view(op, first, s, t)
@@ -420,17 +420,17 @@ class Constants:
         if isinstance(arg, Ref):
             value = self.value(arg.name)
             if isinstance(value, Tensor):
-                return lifted(value, s, t)
+                return as_matrix(value, s, t)
             shape = self.made[arg.name].result.type.shape
             return value if shape[-2:] == (s, t) else None
-        return lifted(torch.tensor(arg).reshape(1, 1), s, t) if isinstance(arg, bool | int | float) else None
+        return as_matrix(torch.tensor(arg).reshape(1, 1), s, t) if isinstance(arg, bool | int | float) else None
 
     def _view(self, op: Op, operand: Ref, s: int, t: int) -> Matrix | None:
         x, shape = self.value(operand.name), self.made[operand.name].result.type.shape
         if isinstance(x, Tensor):
             if op.name == "expand":
-                return lifted(x, s, t)
-            x = lifted(x, *shape[-2:]) if x.dim() > 1 else None
+                return as_matrix(x, s, t)
+            x = as_matrix(x, *shape[-2:]) if x.dim() > 1 else None
         if x is None:
             return None
         if op.name == "slice":

@@ -211,7 +211,7 @@ def band(s: int, t: int, before: int | None, after: int | None) -> Runs:
     return Runs.normalized(torch.stack((first.clamp(0, t), torch.maximum(first, last).clamp(0, t)), 1), t)
 
 
-def lifted(x: Tensor, s: int, t: int) -> Matrix | None:
+def as_matrix(x: Tensor, s: int, t: int) -> Matrix | None:
     """A tensor that broadcasts to [.., s, t] as a matrix; None if it has no such form."""
     x = x.reshape((1,) * (2 - x.dim()) + x.shape)
     x = x.flatten(0, -3) if x.dim() > 2 else x[None]

@@ -42,7 +42,7 @@ def unsorted_experts(region: Region) -> Region:
         if op.name in ("sort", "argsort") and len(op.results[0].type.shape) == 1 and not _descends(op):
             attempt = _Unsorting(op, types, last, same, makers)
             taken = attempt.run(rest)
-            if taken is not None and fuel.allowed("unsorted experts", op.source):
+            if taken is not None and fuel.may_rewrite("unsorted experts", op.source):
                 del rest[len(rest) - taken :]
                 for behind, kept in enumerate(reversed(attempt.ops), len(rest)):
                     last.update((name, min(behind, last.get(name, behind))) for name in kept.refs())

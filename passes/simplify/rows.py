@@ -33,7 +33,7 @@ def plain_rows(region: Region) -> Region:
     for op in region.forward.ops:
         if op.name == "reshape" and _flattens(types[next(op.refs())].shape, op.result.type.shape):
             whole[op.result.name] = next(op.refs())
-        elif (lead := _row_dims(op, types, whole)) is not None and fuel.allowed("keep dimensions", op.source):
+        elif (lead := _row_dims(op, types, whole)) is not None and fuel.may_rewrite("keep dimensions", op.source):
             op = _unflattened(op, lead, types, whole, ops)
         elif _sums_all(op, types) and (source := whole.get(next(op.refs()))) is not None:
             every = tuple(range(len(types[source].shape)))

@@ -28,7 +28,7 @@ def narrow_scores(region: Region) -> Region:
         for bound in _SCORED.matches(op, makers):
             match = Match(root=op, bound=bound, types=types, makers=makers, readers=readers, outputs=graph.outputs)
             product = next(makers[name] for name in op.refs() if makers.get(name, op).name == "expert_matmul")
-            if _pays(match, product) and fuel.allowed("narrow scores", op.source):
+            if _pays(match, product) and fuel.may_rewrite("narrow scores", op.source):
                 scored = _scored(match, unique(f"{match['x'].name}_scored", taken))
                 args = (Ref(scored.result.name), *product.args[1:])
                 ops.append(scored)

@@ -44,7 +44,7 @@ def written_attention(region: Region) -> Region:
     ops: list[Op] = []
     for op in graph.ops:
         found = _Reading(made, types, readers, once, graph.outputs, constants).attention(op, taken)
-        ops += found if found and fuel.allowed("written attention", op.source) else [op]
+        ops += found if found and fuel.may_rewrite("written attention", op.source) else [op]
     return replace(region, forward=replace(graph, ops=tuple(ops)))
 
 

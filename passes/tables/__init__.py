@@ -31,9 +31,9 @@ from partc.ir.mesh import holds_weights_whole
 from partc.ir.program import Op, Parameter, Program, Region
 from partc.passes.tables.choice import Choices
 from partc.passes.tables.costs import Costs
-from partc.passes.tables.exchange import exchange_groups, exchanged
+from partc.passes.tables.exchange import exchange_groups, exchange_operations
 from partc.passes.tables.lookups import COLUMNS, ROWS, Cut, Lookups, cut_type, find, in_place, independent
-from partc.passes.tables.sparse import summed, with_own_parameters, with_sparse
+from partc.passes.tables.sparse import needs_dense_gradients, with_own_parameters, with_sparse
 from partc.passes.tables.stacks import Stacks
 from partc.rules.updates import DEFAULT, UpdateRule, updates
 from partc.sharding.pins import Pin
@@ -63,8 +63,8 @@ def tables(
     cuts = {name: cut for name, cut in cuts.items() if cut}
     ranks = placement.placed(cuts) if cut_tables is None else placement.placed_as(stacks)
     cuts = {name: cut for name, cut in cuts.items() if name not in ranks}
-    program = _cut(lookups, choices.costs, cuts) if cuts and fuel.allowed("embedding tables cut") else program
-    return placement.stacked(program, ranks) if ranks and fuel.allowed("whole tables placed") else program
+    program = _cut(lookups, choices.costs, cuts) if cuts and fuel.may_rewrite("embedding tables cut") else program
+    return placement.stacked(program, ranks) if ranks and fuel.may_rewrite("whole tables placed") else program
 
 
 def explain(
@@ -103,7 +103,7 @@ def _placement(
 ) -> Stacks:
     """The choices for a program's tables. With `densify`, gradients that would be sums over ranks become dense."""
     lookups = find(with_own_parameters(with_sparse(program, rules)))
-    if densify and (whole := summed(lookups, rules)):
+    if densify and (whole := needs_dense_gradients(lookups, rules)):
         parameters = (
             replace(item, sparse=item.sparse and item.name not in whole) for item in lookups.program.parameters
         )
@@ -169,5 +169,5 @@ def _region(lookups: Lookups, costs: Costs, region: Region, cuts: Mapping[str, C
         for some in exchange_groups(ops, casts, types, lookups.sizes):
             for few in independent(forward, some):
                 old = (*few, *(casts[op.result.name] for op in few if op.result.name in casts))
-                forward = in_place(forward, old, exchanged(few, casts, axis, types, lookups.sizes, taken))
+                forward = in_place(forward, old, exchange_operations(few, casts, axis, types, lookups.sizes, taken))
     return replace(region, params=params, forward=replace(region.forward, ops=forward))

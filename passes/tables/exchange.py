@@ -30,7 +30,7 @@ from partc.rules.inference import inferred
 from partc.sharding.choices import axis_order
 
 
-def exchanged(
+def exchange_operations(
     lookups: Sequence[Op],
     casts: Mapping[str, Op],
     axis: str,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from partc.ir.naming import unique
 from partc.ir.program import Program, Value
 from partc.passes.tables.lookups import Lookups, slots_of
-from partc.rules.updates import UpdateRule, dense
+from partc.rules.updates import UpdateRule, refuse_sparse_gradient
 
 
 def with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
@@ -20,7 +20,7 @@ def with_sparse(program: Program, rules: Mapping[str, UpdateRule]) -> Program:
         wanted = item.sparse or rule.kind.by_rows
         sparse = wanted and rule.takes_rows and item.trainable and item.name in read and len(item.type.shape) == 2
         if item.trainable and not sparse:
-            dense(item.name, rule, "no lookup asks for rows")
+            refuse_sparse_gradient(item.name, rule, "no lookup asks for rows")
         parameters.append(item if sparse == item.sparse else replace(item, sparse=sparse))
     changed = any(new is not old for new, old in zip(parameters, program.parameters, strict=True))
     return replace(program, parameters=tuple(parameters)) if changed else program
@@ -63,7 +63,7 @@ def with_own_parameters(program: Program) -> Program:
     return program
 
 
-def summed(lookups: Lookups, rules: Mapping[str, UpdateRule]) -> frozenset[str]:
+def needs_dense_gradients(lookups: Lookups, rules: Mapping[str, UpdateRule]) -> frozenset[str]:
     """The parameters marked sparse whose gradients must be dense: they are summed over ranks, or have other readers
     than lookups.
 
@@ -79,6 +79,6 @@ def summed(lookups: Lookups, rules: Mapping[str, UpdateRule]) -> frozenset[str]:
         why = f"{' and '.join(over)} cannot cut it" if alone else "other operations than lookups read it"
         for name in names:
             if lookups.parameters[name].sparse:
-                dense(name, rules[name], why)
+                refuse_sparse_gradient(name, rules[name], why)
                 found.add(name)
     return frozenset(found)

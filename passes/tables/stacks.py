@@ -12,7 +12,16 @@ from partc.ir.naming import unique
 from partc.ir.program import Parameter, Program, Region, needed
 from partc.passes.tables.choice import Choices
 from partc.passes.tables.lookups import Cut, Lookups, in_place, independent
-from partc.passes.tables.whole import Exchange, Reader, TableStack, in_one_piece, kind, reader, stack_name, stacked_type
+from partc.passes.tables.whole import (
+    Exchange,
+    Reader,
+    TableStack,
+    in_one_piece,
+    rank_local_reader,
+    shape_key,
+    stack_name,
+    stacked_type,
+)
 from partc.sharding import table_placement
 from partc.sharding.pins import Pin
 from partc.sharding.table_placement import WholeTable
@@ -55,7 +64,7 @@ class Stacks:
             )
             for name, (alike, _) in candidates.items()
         ]
-        ranks = table_placement.placed(given, self.lookups.ways(next(iter(candidates)))).ranks
+        ranks = table_placement.best_placement(given, self.lookups.ways(next(iter(candidates)))).ranks
         # Equal tables swap ranks, so that vectors come in the model's order.
         equal: dict[WholeTable, list[str]] = {}
         for table in given:
@@ -143,10 +152,10 @@ class Stacks:
                 continue
             over, types = self.lookups.axes[slots[0]], self.lookups.types[region]
             first, *inner = types[lookup.ids].layout.normalized(self.lookups.sizes).dims[0]
-            made = reader(value, lookup.op, lookup.after, types)
+            made = rank_local_reader(value, lookup.op, lookup.after, types)
             if made is None or not over or inner or first.axes[: len(over)] != over:
                 continue
-            alike = (kind(made, types), self.choices.rules[name])
+            alike = (shape_key(made, types), self.choices.rules[name])
             found.setdefault((region, first), {})[name] = alike, made
         best: dict[str, tuple[Hashable, Reader]] = {}
         for (region, _), some in found.items():  # type: ignore[misc]

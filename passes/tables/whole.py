@@ -55,7 +55,7 @@ class TableStack:
         return next(reader for some in self.ranks for reader, _ in some)
 
 
-def kind(reader: Reader, types: Mapping[str, TensorType]) -> Hashable:
+def shape_key(reader: Reader, types: Mapping[str, TensorType]) -> Hashable:
     """A key that is equal for lookups with equal shapes and equal operations up to the reduction of bags."""
     table, ids = types[reader.table], types[reader.ids]
     steps = [
@@ -284,7 +284,9 @@ def stacked_type(table: TensorType, rows: int, over: tuple[str, ...], sizes: Siz
     return replace(table, layout=layout)
 
 
-def reader(table: str, op: Op, after: Sequence[tuple[Op, int]], types: Mapping[str, TensorType]) -> Reader | None:
+def rank_local_reader(
+    table: str, op: Op, after: Sequence[tuple[Op, int]], types: Mapping[str, TensorType]
+) -> Reader | None:
     """The lookup with the operations on its vectors that can run on the table's rank; None if its ids cannot travel."""
     ids = types[Lookup(op).ids].layout
     if any(sub.axes for dim in ids.dims[1:] for sub in dim) or any(sub.axes for sub in types[table].layout.dims[0]):

@@ -28,7 +28,7 @@ from partc.package import output
 from partc.package.recorded_steps import read_trace
 from partc.planner.replanning import request_of
 from partc.reports import chrome_trace
-from partc.runtime.checkpoint.given_parameters import INDEX, fitting
+from partc.runtime.checkpoint.given_parameters import INDEX, under_plan_names
 from partc.runtime.checkpoint.safetensors import save
 from partc.runtime.clock import Interval
 from partc.runtime.errors import UsageError
@@ -96,7 +96,7 @@ def test_every_field_of_an_index(package: Path, tmp_path: Path) -> None:
         (folder / INDEX).write_text(json.dumps(found))
         with watched(folder):
             try:
-                read = fitting(folder, plan, lambda: shapes)
+                read = under_plan_names(folder, plan, lambda: shapes)
                 assert torch.equal(read.whole("scale"), state["scale"]) and found["weight_map"] == index["weight_map"]
             except UsageError as error:
                 assert error.code == "P0527"
@@ -106,7 +106,7 @@ def test_every_field_of_an_index(package: Path, tmp_path: Path) -> None:
     (folder / "a.safetensors").unlink()
     (folder / "a.safetensors").symlink_to(tmp_path / "secret.bin")
     with watched(folder), pytest.raises(UsageError, match="a link that leaves the folder"):
-        fitting(folder, plan, lambda: shapes)
+        under_plan_names(folder, plan, lambda: shapes)
     cache = tmp_path / "models--x" / "snapshots" / "1"  # as Hugging Face keeps what it has downloaded
     (cache.parent.parent / "blobs").mkdir(parents=True)
     cache.mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_every_field_of_an_index(package: Path, tmp_path: Path) -> None:
         (tmp_path / shard).rename(cache.parent.parent / "blobs" / str(number))
         (cache / shard).symlink_to(Path("..") / ".." / "blobs" / str(number))
     (cache / INDEX).write_text(json.dumps(index))
-    assert torch.equal(fitting(cache, plan, lambda: shapes).whole("scale"), state["scale"])
+    assert torch.equal(under_plan_names(cache, plan, lambda: shapes).whole("scale"), state["scale"])
 
 
 def test_every_field_of_a_trace(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from partc.cluster.files import cluster_of
 from partc.cluster.variation import expected_maximum
 from partc.communication.exchanges import graph_of
 from partc.communication.execution import Execution
-from partc.compilation.plan import ParallelPlan, decisions, spelled
+from partc.compilation.plan import ParallelPlan, decisions, normalised_document
 from partc.compilation.plan import read as read_plan
 from partc.compilation.simulation import FRAGMENTS, Simulator, prediction, predictions, read_plans, states_of
 from partc.cost.accounting import communication
@@ -37,7 +37,7 @@ from partc.cost.pieces import OpPiece, in_pieces
 from partc.cost.rates import SAVED_IN_EIGHT_BITS, ClusterRates, product_sizes, tile_share
 from partc.cost.roofline import product_flops
 from partc.errors import InternalError, PartcError
-from partc.ir.collectives import parts
+from partc.ir.collectives import num_blocks
 from partc.ir.mesh import Mesh
 from partc.ir.program import Action, Op, Program, Ref, TensorType, Value
 from partc.planner.lowering import RegionBodies
@@ -268,7 +268,7 @@ def test_attention_of_cut_sequences_has_the_flops_of_whole_ones(seq: int) -> Non
                 for op in (op for op in graph.ops if op.name.startswith("attention")):
                     shapes = {name: types[name].local(program.sizes) for name in op.refs()}
                     results = [value.type.local(program.sizes) for value in op.results]
-                    found.append(product_flops(op, shapes, results, parts(op, program.sizes))[0])
+                    found.append(product_flops(op, shapes, results, num_blocks(op, program.sizes))[0])
         return found, Forecast(program, simulator.rates)
 
     (whole, alone), (cut, ring) = attended("dp=1"), attended("cp=4")
@@ -390,7 +390,7 @@ def test_plans_may_predict_other_overlap(simulator: Simulator, name: str, word: 
     assert beside.compute == pytest.approx(apart.compute, rel=0.1)  # computation during collectives is slower
     unusual = not getattr(plan, name)
     other = replace(plan, **{name: unusual})  # type: ignore[arg-type]
-    assert getattr(ParallelPlan.of(spelled({"mesh": "tp=2", word: unusual})), name) is unusual
+    assert getattr(ParallelPlan.of(normalised_document({"mesh": "tp=2", word: unusual})), name) is unusual
     for emit in (other.compile_options, lambda: decisions(other)):
         with pytest.raises(PartcError, match=f"the plan has {name}"):
             emit()
@@ -437,7 +437,7 @@ def test_plans_may_predict_gradients_in_bf16(simulator: Simulator) -> None:
     exact = replace(plan, precision="fp64")
     less = simulator.predict(exact).memory_bytes - simulator.predict(replace(exact, gradients="bf16")).memory_bytes
     assert less == pytest.approx(6 * elements * (1 + FRAGMENTS), rel=0.01)
-    assert ParallelPlan.of(spelled({"mesh": "dp=2", "grad_reduce_in_fp32": False})).gradients == "bf16"
+    assert ParallelPlan.of(normalised_document({"mesh": "dp=2", "grad_reduce_in_fp32": False})).gradients == "bf16"
     with pytest.raises(PartcError, match="the plan has gradients"):
         replace(plan, gradients="bf16").compile_options()
     with pytest.raises(PartcError, match="fp8"):
@@ -691,7 +691,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[st
     ],
 )  # fmt: skip
 def test_plans_may_be_spelled_as_other_programs_do(given: dict[str, Any], meant: dict[str, Any]) -> None:
-    assert ParallelPlan.of(spelled({"mesh": "dp=2"} | given)) == ParallelPlan.of({"mesh": "dp=2"} | meant)
+    assert ParallelPlan.of(normalised_document({"mesh": "dp=2"} | given)) == ParallelPlan.of({"mesh": "dp=2"} | meant)
 
 
 def test_a_plan_to_compile_is_spelled_as_one_to_simulate(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from partc.cost.saved_tensors import held_inputs, most_saved, saved_bytes
 from partc.errors import PartcError
 from partc.ir.program import Program
 from partc.rehearsal.rehearsal import rehearse
-from partc.reports.formula_table import arranged, document, page
+from partc.reports.formula_table import document, factored_text, page
 from tests.zoo import MODELS
 
 MEGATRON = str(Path(__file__).parents[1] / "models" / "megatron.py")
@@ -207,7 +207,7 @@ def test_the_page_reads_as_the_field_writes() -> None:
     assert "2·a·b·s²/tp each" in text
     assert "8·b·s·h·(tp - 1)/tp" in text
     assert "size of a head; h/a in this model" in text
-    assert arranged(found, 3 * b) == "3·b"
+    assert factored_text(found, 3 * b) == "3·b"
     entry = json.loads(json.dumps(document(found)))["regions"]["block"]["saved"]
     assert Formulas.at(found, found.regions[1].saved_bytes) == entry["value"]
 

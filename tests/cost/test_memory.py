@@ -16,7 +16,7 @@ import partc
 from partc.cost.memory import CATEGORIES, Account
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.rehearsal.rehearsal import rehearse
-from partc.reports.memory_table import chart, page
+from partc.reports.memory_table import memory_chart, page
 from partc.runtime.checkpoint.manifest import read
 from tests.durable import imported_from, trained
 from tests.meter import Meter, later, measured, metered
@@ -279,7 +279,7 @@ def test_the_page_shows_ranks_things_and_time() -> None:
     text = page(account, Mesh.parse("2x2x2"), width=120)
     assert "ranks 0, 1, 2, 3 hold most in 0B" in text and "block.mlp_gate" in text and "0F0" in text
     assert "ranks 4, 5, 6, 7 hold most" in page(account, Mesh.parse("2x2x2"), place=1)
-    tallest = next(iter(chart(account.worst.timeline, width=100)))
+    tallest = next(iter(memory_chart(account.worst.timeline, width=100)))
     assert tallest.count("█") >= 1
     lower = replace(account.worst.timeline[0], peak=0, after=0)
-    assert list(chart([lower], width=60))
+    assert list(memory_chart([lower], width=60))

@@ -14,7 +14,7 @@ import partc
 from partc.errors import PartcError
 from partc.package.verify import verify
 from partc.runtime.documents import Malformed
-from partc.runtime.train.entries import constants, entries, rebuilt
+from partc.runtime.train.entries import constants_as_text, entries, rebuilt_batch
 from tests.durable import train, trained
 from tests.models import nested
 
@@ -54,14 +54,14 @@ def test_a_batch_rebuilt_from_its_entries_is_the_same_and_shares_no_container() 
     batch = nested.batch()
     found = entries(batch)
     assert list(found)[:3] == ["inputs.ids", "inputs.mask", "rest.0.0"]
-    assert constants(found)["targets.main.kind"] == "<Kind.MEAN: 'mean'>"
-    again = rebuilt(batch, found)
+    assert constants_as_text(found)["targets.main.kind"] == "<Kind.MEAN: 'mean'>"
+    again = rebuilt_batch(batch, found)
     assert equal(again, batch)
-    other = rebuilt(batch, {"inputs.ids": torch.zeros(1), "rest.1.1.1": 7})
+    other = rebuilt_batch(batch, {"inputs.ids": torch.zeros(1), "rest.1.1.1": 7})
     assert other["inputs"].ids.shape == (1,) and batch["inputs"].ids.shape == (8, 6)
     assert other["rest"][1] == (0.5, [False, 7]) and batch["rest"][1] == (0.5, [False, True])
     ordered = OrderedDict(b=torch.ones(1), a=torch.zeros(2))
-    assert type(rebuilt(ordered, {})) is OrderedDict and list(rebuilt(ordered, {})) == ["b", "a"]
+    assert type(rebuilt_batch(ordered, {})) is OrderedDict and list(rebuilt_batch(ordered, {})) == ["b", "a"]
 
 
 @pytest.mark.parametrize(

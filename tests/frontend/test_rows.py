@@ -18,7 +18,7 @@ from partc.ir.mesh import Mesh
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.ir.program import Program
-from partc.ir.repetitions import UnlikeError, restored
+from partc.ir.repetitions import UnlikeError, restore_units
 from partc.passes import outline
 from tests.frontend.test_repeats import (
     Alternating,
@@ -257,7 +257,7 @@ def test_exports_pass_over_the_parts_of_modules_that_are_left_out(monkeypatch: p
 def test_traces_do_not_grow_with_depth() -> None:
     few, many = (traced(lambda depth=depth: Stack(Block, depth))[0] for depth in (8, 40))  # type: ignore[misc]
     assert len(few.regions[0].forward.ops) == len(many.regions[0].forward.ops)
-    assert len(restored(many).regions[0].forward.ops) > 4 * len(many.regions[0].forward.ops)
+    assert len(restore_units(many).regions[0].forward.ops) > 4 * len(many.regions[0].forward.ops)
     assert len(many.parameters) == 5 * len(few.parameters)
 
 
@@ -302,7 +302,7 @@ def test_units_that_become_unlike_pass_as_a_whole(monkeypatch: pytest.MonkeyPatc
     names = [op.name for call in found.calls for op in found.region(call.region).forward.ops]
     assert (names.count("gelu"), names.count("relu")) == (8, 1)
     with pytest.raises(UnlikeError):
-        restored(changing.run(program))
+        restore_units(changing.run(program))
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def fastest(loaded: Kernels, built: Kernel | FixedKernels) -> Any:
     if hasattr(module, "CANDIDATES"):
         each, clock = tuning.TunableKernel(built.name, module), tuning.Clocked(torch.device("cuda"))
         each.run_with(tuning.fastest(each.candidates, lambda choice: clock(each, choice)))
-        tuning.forget(module)
+        tuning.reload_kernels(module)
     return loaded.launches(built, module)
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from partc.runtime.checkpoint.boxes import Box, pieces, speaks
+from partc.runtime.checkpoint.boxes import Box, pieces, writes_tensor
 from partc.runtime.layout import Shard
 
 SIZES = {"pp": 2, "dp": 2, "tp": 3}
@@ -52,7 +52,7 @@ def test_every_element_is_written_once(type: str, holds: tuple[int, ...], holder
         for piece in found:
             rebuilt[piece.here.slices] = whole[piece.whole.slices]
         assert torch.equal(rebuilt, local)
-        if speaks("a.weight", shard.cut, SIZES, coordinate, holders):
+        if writes_tensor("a.weight", shard.cut, SIZES, coordinate, holders):
             for piece in found:
                 times[piece.whole.slices] += 1
     assert torch.equal(times, torch.ones(shape))
@@ -69,7 +69,7 @@ def test_a_strided_shard_has_as_few_boxes_as_it_can() -> None:
 def test_copies_share_the_work() -> None:
     sizes = {"dp": 4}
     names = [f"blocks.{index}.weight" for index in range(400)]
-    counts = [sum(speaks(name, (), sizes, {"dp": place}, (0,)) for name in names) for place in range(4)]
+    counts = [sum(writes_tensor(name, (), sizes, {"dp": place}, (0,)) for name in names) for place in range(4)]
     assert sum(counts) == 400 and min(counts) > 60
 
 

@@ -21,7 +21,7 @@ from partc.runtime.execution.parts import Parts
 from partc.runtime.layout import Shard
 from partc.runtime.optimizer.optimizer import Several, TorchOptimizer
 from partc.runtime.optimizer.recipe import Recipe
-from partc.runtime.optimizer.update import LossScale, Rate, Update, updating
+from partc.runtime.optimizer.update import LossScale, Rate, Update, make_update
 from tests.durable import build, losses, same_records, trained
 from tests.triton_runs import Kernels, interpreted, there
 
@@ -55,7 +55,7 @@ class Trained:
         settings = recipe.all_settings({name: len(shard.shape) for name, shard in shards.items()})
         comm = Comm({}, {})
         comm.device = there(torch.zeros(1)).device
-        self.optimizer, scaled = updating(
+        self.optimizer, scaled = make_update(
             settings, self.parameters, self.gradients, self.buffers, kernels, shards=shards, comm=comm, sizes={}, lr=0.1
         )
         rate = Rate(base=0.1, warmup=2)

@@ -128,7 +128,7 @@ def test_a_wish_is_kept_and_told(
     assert switches.activated == activated
     [line] = said
     assert line.startswith(f"attention in block.a, block.b ({LLAMA}): {kernel}")
-    assert attention_kernels.chosen(LLAMA, 0).name == kernel
+    assert attention_kernels.chosen_kernel(LLAMA, 0).name == kernel
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_every_path_equals_autograd(kernel: str, mask: str, monkeypatch: pytest.
     if kernel not in ("cpu", BLOCKS):
         monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True), raising=False)
         chosen = lambda case, device: attention_kernels.KernelChoice(None if wide[0].obstacle(case) else wide[0])  # noqa: E731
-        monkeypatch.setattr(attention, "chosen", chosen)
+        monkeypatch.setattr(attention, "chosen_kernel", chosen)
     elif kernel == BLOCKS:
         monkeypatch.setattr(attention, "_kernel", lambda *_: None)
     for index, shape in enumerate(SHAPES):
@@ -322,7 +322,7 @@ def test_torch_takes_the_calls(kernel: str, dtype: torch.dtype, monkeypatch: pyt
     """By its schemas and by the shapes that it infers, of tensors without memory."""
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True), raising=False)
     [item] = (each for each in GPUS if each.name == kernel)
-    monkeypatch.setattr(attention, "chosen", lambda case, device: attention_kernels.KernelChoice(item))
+    monkeypatch.setattr(attention, "chosen_kernel", lambda case, device: attention_kernels.KernelChoice(item))
     q, grad = (torch.empty(2, 8, 33, 20, dtype=dtype, device="meta") for _ in range(2))
     k, v = (torch.empty(2, 2, 33, 20, dtype=dtype, device="meta") for _ in range(2))
     mask = torch.empty(2, 1, 33, 33, dtype=torch.bool, device="meta") if item.masks else None

@@ -19,7 +19,7 @@ from partc.ir.interpreter import evaluate
 from partc.ir.mesh import Mesh
 from partc.ir.operators import DTYPES
 from partc.ir.program import Call, DType, DTypeArg, Graph, Op, Program, Ref, Region, TensorType, Value
-from partc.kernels.interpreted import rounds
+from partc.kernels.interpreted import patch_rounding
 from partc.passes.fuse import fuse
 from tests.cost.test_memory import GPT
 from tests.programs import fused_graph, op, value
@@ -260,7 +260,7 @@ def test_packages_round_where_the_interpreter_would_cut_bits_off(kernels: Kernel
         .regions[0]
         .forward
     )
-    rounds()
+    patch_rounding()
     x = random(graph.inputs[0].type)
     made = kernels.run(fuse(program_of(graph), kernels="triton").regions[0].forward, {"x": x}, {}, {})["loss"]
     assert torch.equal(made, -x.bfloat16())

@@ -28,7 +28,7 @@ from partc.runtime.train.tuning import (
     kernels_of,
     read_table,
     run_with,
-    tuned,
+    tuned_choices,
 )
 from tests.durable import imported_from
 from tests.passes.test_zero import tied
@@ -79,7 +79,7 @@ def test_what_spills_is_found_in_what_triton_has_compiled() -> None:
     function = SimpleNamespace(device_caches={0: ({"a": kept, "b": spilling}, {}, "target")})
     module: Any = SimpleNamespace(_kernel=function, other=SimpleNamespace(device_caches={}), triton=object(), NAME="x")
     assert tuning.spills(module) == 12
-    tuning.forget(module)
+    tuning.reload_kernels(module)
     assert tuning.spills(module) == 0 and function.device_caches == {}
 
 
@@ -89,7 +89,7 @@ def test_each_is_timed_once(tmp_path: Path) -> None:
 
     def again(place: str = HERE, among: list[TunableKernel] = kernels) -> tuple[dict[str, Any], list[str]]:
         bench = Bench()
-        return tuned(among, file, place, bench, said.append), bench.timed
+        return tuned_choices(among, file, place, bench, said.append), bench.timed
 
     right = {"add": FLAT, "silu_mul": WIDE}
     assert again() == (right, ["add"] * 3 + ["silu_mul"] * 3)
@@ -118,15 +118,15 @@ def test_each_is_timed_once(tmp_path: Path) -> None:
 def test_what_is_damaged_is_said_and_made_again(tmp_path: Path, damage: str) -> None:
     here, file, said = kernel(tmp_path, "add"), tmp_path / "tuned.json", list[str]()
     file.write_bytes(damage.replace("KEY", json.dumps(here.key)).encode(errors="surrogateescape"))
-    assert tuned([here], file, HERE, Bench(), said.append) == {"add": FLAT}
+    assert tuned_choices([here], file, HERE, Bench(), said.append) == {"add": FLAT}
     assert len(said) == 2 and str(file) in said[0]
     bench = Bench()
-    assert tuned([here], file, HERE, bench, said.append) == {"add": FLAT} and not bench.timed and len(said) == 2
+    assert tuned_choices([here], file, HERE, bench, said.append) == {"add": FLAT} and not bench.timed and len(said) == 2
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) -> None:
     said: list[str] = []
-    assert tuned([kernel(tmp_path, "add")], tmp_path / "gone" / "tuned.json", HERE, Bench(), said.append)
+    assert tuned_choices([kernel(tmp_path, "add")], tmp_path / "gone" / "tuned.json", HERE, Bench(), said.append)
     assert "cannot be written" in said[-1]
 
 

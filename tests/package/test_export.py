@@ -13,7 +13,7 @@ from torch import Tensor
 
 import partc
 from partc.cli import main
-from partc.runtime.checkpoint.given_parameters import INDEX, fitting
+from partc.runtime.checkpoint.given_parameters import INDEX, under_plan_names
 from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.errors import UsageError
 from partc.runtime.train.data import global_batch, load_model_file
@@ -117,7 +117,7 @@ def test_files_that_do_not_fit(folder: Path, tmp_path: Path, why: str) -> None:
     WRONG[why](tensors)
     save(tmp_path / "x", tensors)
     with pytest.raises(UsageError) as caught:
-        fitting(tmp_path / "x", plan(folder), state)
+        under_plan_names(tmp_path / "x", plan(folder), state)
     assert caught.value.code == "P0527" and why in caught.value.cause
 
 
@@ -126,7 +126,7 @@ def test_files_that_do(folder: Path, tmp_path: Path, what: str) -> None:
     tensors, _ = load(folder / "out")
     RIGHT[what](tensors)
     save(tmp_path / "x", tensors)
-    assert fitting(tmp_path / "x", plan(folder), state).whole("embed.weight").shape == (23, 16)
+    assert under_plan_names(tmp_path / "x", plan(folder), state).whole("embed.weight").shape == (23, 16)
 
 
 @pytest.mark.slow
@@ -138,20 +138,20 @@ def test_a_large_models_files(folder: Path, tmp_path: Path) -> None:
     index = {name: f"{int(name in names[5:])}.safetensors" for name in names}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
     for path in (tmp_path, tmp_path / INDEX):
-        found = fitting(path, plan(folder), state)
+        found = under_plan_names(path, plan(folder), state)
         assert torch.equal(found.whole(names[0]), tensors[names[0]])
         assert torch.equal(found.whole("embed.weight"), tensors["embed.weight"])
     shutil.copy(folder / "out", tmp_path / "model.safetensors")
     (tmp_path / INDEX).write_text("{}")
     with pytest.raises(UsageError, match="not an index"):
-        fitting(tmp_path, plan(folder), state)
+        under_plan_names(tmp_path, plan(folder), state)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_file_of_torch_save_is_named(folder: Path, tmp_path: Path, zipped: bool) -> None:
     torch.save({"scale": torch.ones(1)}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(UsageError, match=r"torch\.save: .*save_model") as caught:
-        fitting(tmp_path / "x.pt", plan(folder), state)
+        under_plan_names(tmp_path / "x.pt", plan(folder), state)
     assert caught.value.code == "P0527"
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import partc
 import partc.frontend.capture
 from partc.errors import PartcError
-from partc.package.comparison import difference, largest, relative_error, root_mean_square
+from partc.package.comparison import difference, largest_magnitude, relative_error, root_mean_square
 from partc.package.launch import RunFailed, run
 from partc.package.verify import verify
 
@@ -286,7 +286,7 @@ def test_packages_need_torch_alone(package: Path, tmp_path: Path) -> None:
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize("measure", [largest, root_mean_square])
+@pytest.mark.parametrize("measure", [largest_magnitude, root_mean_square])
 @pytest.mark.parametrize(
     ("mine", "theirs", "same"),
     [
@@ -306,7 +306,7 @@ def test_infinities_are_compared_and_set_no_scale(
     assert error == 0.0 if same else error > 0.1
 
 
-@pytest.mark.parametrize("measure", [largest, root_mean_square])
+@pytest.mark.parametrize("measure", [largest_magnitude, root_mean_square])
 @pytest.mark.parametrize("x", [torch.tensor(3), torch.tensor(True), torch.ones(0), torch.tensor(INF)])
 def test_tensors_without_numbers_set_no_scale(measure: Callable[[Tensor], float], x: Tensor) -> None:
     assert measure(x) == 0.0 and difference(x, x.clone(), measure) == 0.0

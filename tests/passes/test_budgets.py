@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from partc import api, passes
-from partc.compilation.fitting import within
+from partc.compilation.fitting import within_budget
 from partc.compilation.options import Options
 from partc.cost.saved_tensors import Slot, Time, held_inputs
 from partc.errors import PartcError
 from partc.ir.program import Program, Region
-from partc.passes.recompute import frontiers_of, remade
-from partc.passes.recompute.budget import MOST_POINTS, Dealt, slots, varied
+from partc.passes.recompute import frontiers_of, with_recomputation
+from partc.passes.recompute.budget import MOST_POINTS, Dealt, slots, with_points
 from partc.rehearsal.rehearsal import rehearse
 from tests.fuzz.model import Fuzzed
 from tests.fuzz.search import KINDS
@@ -101,7 +101,7 @@ def every(case: Case, start: Program, frontiers: Mapping[str, Sequence[Any]]) ->
     held = held_inputs(start)
 
     def body(region: Region, point: int) -> Region:
-        return remade(region, frontiers[region.name][point].saved | held[region.name])
+        return with_recomputation(region, frontiers[region.name][point].saved | held[region.name])
 
     plain: Dealt = {slot: {0: count} for slot, count in counts.items()}
     for rank in range(start.mesh.axis("pp")):
@@ -109,7 +109,7 @@ def every(case: Case, start: Program, frontiers: Mapping[str, Sequence[Any]]) ->
         found = []
         for mixes in itertools.product(*(dealings(len(frontiers[slot[1]]), counts[slot]) for slot in mine)):
             taken: dict[Slot, dict[int, int]] = {**plain, **dict(zip(mine, mixes, strict=True))}
-            program = case.rest(varied(start, taken, body), "recompute")[-1].program
+            program = case.rest(with_points(start, taken, body), "recompute")[-1].program
             found.append(
                 (rehearse(program).ranks[rank].peak, sum(effort(frontiers, slot, taken[slot]) for slot in mine))
             )
@@ -130,7 +130,7 @@ def efforts(start: Program, chosen: Program, frontiers: Mapping[str, Sequence[An
             alike = [
                 point
                 for point in frontiers[plain.name]
-                if remade(plain, point.saved | held).backward == region.backward
+                if with_recomputation(plain, point.saved | held).backward == region.backward
             ]
             found[start.place(before.stage)] += alike[0].effort
     return found
@@ -161,7 +161,7 @@ def test_what_is_chosen_takes_the_least_time_of_all_that_fits(seed: int) -> None
             return case.rest(start, BEHIND, recompute=f"{budget}B", times=times, frontiers=frontiers)
 
         try:
-            steps = within(budget, start, choose, further=100)
+            steps = within_budget(budget, start, choose, further=100)
         except PartcError as error:
             assert error.code == "P0415" and None in best, (budget, best, error)
         else:

@@ -16,7 +16,7 @@ from partc.cli import main
 from partc.errors import PartcError
 from partc.frontend.model_files.model_file import load
 from partc.ir.attention import Attention
-from partc.ir.collectives import cost, inside
+from partc.ir.collectives import collectives_inside, cost
 from partc.ir.layout import Shard
 from partc.ir.mesh import Mesh
 from partc.ir.program import ITEMSIZE, Op, Program
@@ -178,7 +178,7 @@ def test_a_ring_sends_what_the_formula_says() -> None:
     part = batch * seq // 4 * 2 * groups * head
     for graph, wanted in ((region.forward, 3 * part * 2), (region.backward, 3 * part * 2 + 4 * part * 4)):
         types = region.types(graph)
-        moving = [each for op in graph.ops for each in inside(op, types, program.sizes)]
+        moving = [each for op in graph.ops for each in collectives_inside(op, types, program.sizes)]
         assert sum(size * ITEMSIZE[dtype] for _, _, size, dtype in moving) == wanted
         assert not [op for op in graph.ops if op.name in ("all_gather", "all_to_all")]
 

@@ -26,7 +26,7 @@ from partc.package.verify import verify
 from partc.passes.actions import actions
 from partc.passes.bucket import bucket
 from partc.passes.overlap import overlap
-from partc.passes.overlap.joined import joined
+from partc.passes.overlap.joined import with_joined_sums
 from partc.passes.prefetch import prefetch
 from partc.passes.zero import zero
 from partc.rehearsal.late import late_actions
@@ -201,7 +201,7 @@ region net phase microbatch:
     loss = sum(x, (0, 1), False)  # f32[] partial(tp)
     return loss
 """)
-    graph = joined(program.region("net").forward, {}, program.sizes)
+    graph = with_joined_sums(program.region("net").forward, {}, program.sizes)
     moved = [line for line in print_graph(graph).splitlines() if re.search("all_reduce|cat|split|div", line)]
     assert_expected_inline(
         "\n".join(moved),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import partc
-from partc.compilation.phase_notes import padding
+from partc.compilation.phase_notes import padding_sentences
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.package.verify import verify
@@ -170,6 +170,6 @@ def test_shards_of_padded_parameters_end_in_zeros() -> None:
 
 def test_equal_paddings_of_layers_are_one_sentence() -> None:
     layers = {f"blocks.{i}.wq.weight": ([6, 4], [8, 4]) for i in range(3)}
-    lines = list(padding({**layers, "head.0": ([5], [8])}))
+    lines = list(padding_sentences({**layers, "head.0": ([5], [8])}))
     heads = [line.partition(", to be")[0] for line in lines]
     assert heads == ["`blocks.*.wq.weight` is held as [8, 4] for its [6, 4]", "`head.0` is held as [8] for its [5]"]

@@ -159,12 +159,12 @@ def test_debug_levels(pipeline: None, setting, capsys: pytest.CaptureFixture[str
 
 
 def test_fuel_caps_rewrites(setting, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
-    fuel.refill()
-    assert all(fuel.allowed("fold") for _ in range(5))
+    fuel.restart()
+    assert all(fuel.may_rewrite("fold") for _ in range(5))
     setting(fuel=2, debug=5)
-    fuel.refill()
-    assert [fuel.allowed("fold", "main.y") for _ in range(4)] == [True, True, False, False]
-    assert fuel.spent() == 4
+    fuel.restart()
+    assert [fuel.may_rewrite("fold", "main.y") for _ in range(4)] == [True, True, False, False]
+    assert fuel.num_requested() == 4
     told = capsys.readouterr().err.splitlines()
     assert told[1].split() == ["rewrite", "2", "fold", "at", "main.y"] and told[3].endswith("(no fuel)")
 
@@ -183,13 +183,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        allowed = fuel.allowed
+        allowed = fuel.may_rewrite
 
         def counted(rewrite: str, place: object = "") -> bool:
             self.names.append(rewrite)
             return allowed(rewrite, place)
 
-        monkeypatch.setattr(fuel, "allowed", counted)
+        monkeypatch.setattr(fuel, "may_rewrite", counted)
 
 
 @pytest.mark.slow

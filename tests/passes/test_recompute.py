@@ -12,14 +12,14 @@ from expecttest import assert_expected_inline
 from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
 from partc.compilation.options import Options
-from partc.cost.saved_tensors import flights, held_inputs, saved_bytes
+from partc.cost.saved_tensors import held_inputs, microbatches_in_flight, saved_bytes
 from partc.errors import PartcError
 from partc.ir.parser import parse
 from partc.ir.printer import print_program, print_region
 from partc.ir.program import Call, Program, Ref, Region
 from partc.ir.verifier import verify_program
 from partc.passes.recompute import WORTH, recompute
-from partc.passes.recompute.choice import SavingProblem, least
+from partc.passes.recompute.choice import SavingProblem, least_saved
 from partc.passes.split import split
 from partc.rules import is_cheap
 from partc.schedules import SCHEDULES, compute_order
@@ -330,7 +330,7 @@ def test_the_choice_is_the_cheapest_of_all(seed: int) -> None:
     names = list(choice.bytes)
     subsets = itertools.chain.from_iterable(itertools.combinations(names, count) for count in range(len(names) + 1))
     prices = [price for price in (_price(choice, frozenset(subset)) for subset in subsets) if price is not None]
-    assert _price(choice, least(choice, worth=WORTH)) == min(prices)
+    assert _price(choice, least_saved(choice, worth=WORTH)) == min(prices)
 
 
 # -- bytes ------------------------------------------------------------------------------------------
@@ -370,13 +370,13 @@ def test_an_input_made_in_a_microbatch_is_saved(program: Program) -> None:
 )
 def test_what_is_in_flight(kind: str, stages: int, microbatches: int, expected: list[set[object]]) -> None:
     rows = compute_order(SCHEDULES[kind], 2, microbatches, stages)
-    assert [set(flights(row)) for row in rows] == expected
+    assert [set(microbatches_in_flight(row)) for row in rows] == expected
 
 
 def test_mixes_that_others_contain_are_left_out() -> None:
     rows = compute_order(SCHEDULES["interleaved"], 2, 4, 4)
     for row in rows:
-        found = flights(row)
+        found = microbatches_in_flight(row)
         assert found and not any(
             a != b and all(dict(b).get(stage, 0) >= count for stage, count in a) for a in found for b in found
         )

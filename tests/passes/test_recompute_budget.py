@@ -10,7 +10,15 @@ import pytest
 from expecttest import assert_expected_inline
 
 from partc.cost.roofline import H100, seconds
-from partc.cost.saved_tensors import Time, flights, held_inputs, parse_bytes, saved_bytes, stage_bytes, written
+from partc.cost.saved_tensors import (
+    Time,
+    bytes_option,
+    held_inputs,
+    microbatches_in_flight,
+    parse_bytes,
+    saved_bytes,
+    stage_bytes,
+)
 from partc.errors import PartcError
 from partc.ir.mesh import Mesh
 from partc.ir.parser import parse
@@ -96,7 +104,7 @@ def test_bytes_as_they_are_written(text: str, size: int | None) -> None:
 
 @pytest.mark.parametrize("size", [0, 9_999_999, 10**7 + 1, 80 * 10**9 + 5, 10**13])
 def test_bytes_are_written_as_they_are_read(size: int) -> None:
-    fewer, more = parse_bytes(written(size, fewer=True)), parse_bytes(written(size))
+    fewer, more = parse_bytes(bytes_option(size, fewer=True)), parse_bytes(bytes_option(size))
     assert fewer is not None and more is not None and fewer <= size <= more <= fewer + 10**6
 
 
@@ -228,7 +236,7 @@ def test_every_rank_stays_within_its_budget(program: Program, size: int) -> None
     each = stage_bytes(done)
     rows = compute_order(SCHEDULES["1f1b"], 2, 4, 2)
     for row in rows:
-        for mix in flights(row):
+        for mix in microbatches_in_flight(row):
             assert sum(count * each[stage] for stage, count in mix) <= size * ONE
     saved = [len(done.region(call.region).saved) for call in done.calls if call.stage == 0]
     assert sum(saved) == size // 2, "as much as fits"

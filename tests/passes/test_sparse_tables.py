@@ -20,7 +20,7 @@ from partc.runtime.checkpoint.manifest import checkpoints
 from partc.runtime.layout import Shard
 from partc.runtime.ops.row_gradients import RowGradient, TouchedRows
 from partc.runtime.optimizer.recipe import Recipe
-from partc.runtime.optimizer.update import updating
+from partc.runtime.optimizer.update import make_update
 from tests.durable import train, trained, whole
 from tests.passes.test_levels import on_ranks
 
@@ -81,7 +81,7 @@ def test_rows_are_updated_as_torch_does(text: str, torchs: Any) -> None:
     rows = RowGradient(parameters["t"])
     gradients: dict[str, Any] = {"t": rows}
     how: dict[str, Any] = {"shards": {"t": Shard("f64[9, 4]", sparse=True)}, "comm": None, "sizes": {}, "lr": 0.1}
-    optimizer, scaled = updating({"t": Recipe.of(text).settings("t", 2)}, parameters, gradients, {}, None, **how)
+    optimizer, scaled = make_update({"t": Recipe.of(text).settings("t", 2)}, parameters, gradients, {}, None, **how)
     assert optimizer is not None
     for step, ids in enumerate(IDS):
         theirs.grad = torch.sparse_coo_tensor(torch.tensor([ids], dtype=torch.long), _gradients(step) / 2, (9, 4))
@@ -119,7 +119,7 @@ def test_rowwise_adagrad_keeps_one_sum_for_each_row_also_where_columns_are_cut(w
         rule = {"t": Recipe.of("rowwise_adagrad").settings("t", 2)}
         gradients: dict[str, Any] = {"t": rows}
         how: dict[str, Any] = {"shards": shards, "comm": comm, "sizes": sizes, "lr": 0.1}
-        optimizer, _ = updating(rule, parameters, gradients, {}, None, **how)
+        optimizer, _ = make_update(rule, parameters, gradients, {}, None, **how)
         assert optimizer is not None
         for step, ids in enumerate(IDS):
             rows.zero_()

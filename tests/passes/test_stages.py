@@ -11,7 +11,7 @@ import pytest
 import partc
 from partc.errors import PartcError
 from partc.package.verify import verify
-from partc.passes.stages import balanced
+from partc.passes.stages import balanced_runs
 from partc.schedules.per_stage import expanded, shortened
 from tests.frontend.test_trace import line_of
 from tests.independent.models import detached_use, old_values, self_distilled
@@ -28,7 +28,7 @@ def test_stages_are_balanced_as_enumeration_finds(seed: int) -> None:
         bounds = (0, *ends, len(work))
         sizes = [sum(work[a:b]) for a, b in itertools.pairwise(bounds)]
         options.append((max(sizes), sum(size * size for size in sizes)))
-    cuts = balanced(work, count)
+    cuts = balanced_runs(work, count)
     sizes = [sum(work[a:b]) for a, b in cuts]
     assert [a for a, _ in cuts] == [0, *(b for _, b in cuts[:-1])]
     assert (max(sizes), sum(size * size for size in sizes)) == pytest.approx(min(options))

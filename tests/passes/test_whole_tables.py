@@ -13,7 +13,7 @@ import pytest
 import partc
 from partc.ir.parser import parse
 from partc.ir.printer import print_program
-from partc.sharding.table_placement import WholeTable, largest_first, placed, price
+from partc.sharding.table_placement import WholeTable, best_placement, largest_first, price
 
 MODELS = Path(__file__).parents[1] / "models"
 DLRM = MODELS / "dlrm.py"
@@ -48,7 +48,7 @@ def test_the_integer_program_finds_the_best_of_all_placements(seed: int) -> None
         price(tables, ranks, {table.name: rank for table, rank in zip(tables, chosen, strict=True) if rank < ranks})
         for chosen in itertools.product(range(ranks + 1), repeat=count)
     )
-    found = placed(tables, ranks)
+    found = best_placement(tables, ranks)
     assert found.price == pytest.approx(price(tables, ranks, found.ranks), rel=1e-12)
     assert best - 1e-9 <= found.price <= best * (1 + 2e-3)
 
@@ -56,7 +56,7 @@ def test_the_integer_program_finds_the_best_of_all_placements(seed: int) -> None
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_tables_of_clicks_balance_better_than_largest_first(ranks: int) -> None:
     tables = _tables(CRITEO, ranks)
-    found = placed(tables, ranks)
+    found = best_placement(tables, ranks)
     greedy = price(tables, ranks, largest_first(tables, ranks))
     assert found.price < min(greedy, price(tables, ranks, {}))
     loads = [sum(table.bytes for table in tables if found.ranks.get(table.name) == rank) for rank in range(ranks)]
@@ -67,9 +67,9 @@ def test_tables_of_clicks_balance_better_than_largest_first(ranks: int) -> None:
 def test_pinned_tables_stay_where_they_are() -> None:
     tables = _tables((1000,) * 6, 2)
     pinned = [*tables[:5], WholeTable(**{**_fields(tables[5]), "rank": 1, "whole": True})]
-    assert placed(pinned, 2).ranks["t5"] == 1
+    assert best_placement(pinned, 2).ranks["t5"] == 1
     alone = [WholeTable(**{**_fields(each), "whole": True}) for each in _tables((10, 10**6), 8)]
-    assert set(placed(alone, 8).ranks) == {"t0", "t1"}
+    assert set(best_placement(alone, 8).ranks) == {"t0", "t1"}
 
 
 def _fields(table: WholeTable) -> dict[str, Any]:

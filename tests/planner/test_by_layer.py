@@ -15,13 +15,13 @@ from partc.cli import main
 from partc.cluster.cluster import preset
 from partc.compilation.plan import ParallelPlan
 from partc.ir.mesh import TENSOR_AXIS
-from partc.passes.stages import staged
+from partc.passes.stages import staged_calls
 from partc.planner.planning import Planner, Request
 from partc.planner.reasons import by_layer
 from partc.planner.search import Played
 from partc.planner.space import MIXED
 from partc.planner.use_fitting import UseNeeds, fit_uses
-from partc.sharding.uses import spelled
+from partc.sharding.uses import uses_text
 
 TESTS = Path(__file__).parents[1]
 VGG = {"batch": 64, "depth": 8, "image": 64, "width": 64, "hidden": 4096}
@@ -116,11 +116,11 @@ def every_use(some: Planner) -> list[ParallelPlan]:
             found[plan] = None
             continue
         whole = replace(plan, batch_over=None)
-        calls = [call.name for call in staged(some.bounds.tables.program(whole))[0]]
+        calls = [call.name for call in staged_calls(some.bounds.tables.program(whole))[0]]
         for uses in itertools.product((0, 1), repeat=len(calls)):
             if len({*uses}) == 2:
                 over = [name for name, use in zip(calls, uses, strict=True) if use]
-                found[replace(plan, batch_over=spelled(TENSOR_AXIS, over, calls))] = None
+                found[replace(plan, batch_over=uses_text(TENSOR_AXIS, over, calls))] = None
     return [*found]
 
 

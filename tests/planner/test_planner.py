@@ -28,8 +28,8 @@ from partc.ir.mesh import Mesh
 from partc.planner.deadline import TimeUpError, time_limit
 from partc.planner.planning import Planner, Request
 from partc.planner.search import Failure, Played, search
-from partc.planner.space import Space, divisors, fixed, inside, mesh_of, sizes_of
-from partc.planner.stage_fitting import StageNeeds, between, cuttable, fit, fit_ways, fits
+from partc.planner.space import Space, divisors, inner_axes, mesh_of, parse_fixed, sizes_of
+from partc.planner.stage_fitting import StageNeeds, cuttable, fit, fit_ways, fits, range_sums
 from tests.enumeration import Cases, cases, compared
 
 ROUTED = Path(__file__).parents[1] / "models" / "routed.py"
@@ -84,7 +84,7 @@ def test_the_plan_of_a_package_is_told_from_a_planner_s() -> None:
 
 
 def test_the_space_has_every_mesh_once() -> None:
-    space = Space(ranks=12, batch=24, calls=6, nodes=2, fixed=fixed("zero=1,recompute=none,schedule=1f1b"))
+    space = Space(ranks=12, batch=24, calls=6, nodes=2, fixed=parse_fixed("zero=1,recompute=none,schedule=1f1b"))
     plans = [plan for plan in space.plans() if plan.stage_calls is None]
     assert len({(plan.mesh, plan.microbatches) for plan in plans}) == len(plans)
     meshes = [Mesh.parse(plan.mesh) for plan in plans]
@@ -102,7 +102,7 @@ def test_the_space_has_every_mesh_once() -> None:
 def test_experts_take_ranks_of_every_axis_but_the_pipeline() -> None:
     """Every divisor of the experts' number that the axes' ranks have, once for each set of axes that gives it."""
     few = "zero=1,recompute=none,schedule=1f1b,microbatches=1"
-    space = Space(ranks=24, batch=24, calls=2, experts=12, nodes=3, near=8, fixed=fixed(few))
+    space = Space(ranks=24, batch=24, calls=2, experts=12, nodes=3, near=8, fixed=parse_fixed(few))
     found = {(plan.mesh, plan.experts) for plan in space.plans()}
     for mesh in {mesh for mesh, _ in found}:
         names = [name for name, size in Mesh.parse(mesh).axes if name != "pp"]
@@ -136,7 +136,9 @@ def test_experts_take_ranks_of_every_axis_but_the_pipeline() -> None:
     ],
 )
 def test_neighbours_are_plans_of_the_space(text: str) -> None:
-    space = Space(ranks=8, batch=8, calls=8, nodes=2, near=4, experts=4 * ("ep" in text.split("=")), fixed=fixed(text))
+    space = Space(
+        ranks=8, batch=8, calls=8, nodes=2, near=4, experts=4 * ("ep" in text.split("=")), fixed=parse_fixed(text)
+    )
     plans = set(space.plans())
     assert all(plans.issuperset(space.neighbours(plan)) for plan in plans)
 
@@ -174,7 +176,7 @@ def test_plans_that_compile_alike_are_one() -> None:
 )
 def test_decisions_that_do_not_exist_are_refused(text: str) -> None:
     with pytest.raises(PartcError) as caught:
-        fixed(text)
+        parse_fixed(text)
     assert caught.value.code == "P0811"
 
 
@@ -189,7 +191,7 @@ def test_decisions_that_do_not_exist_are_refused(text: str) -> None:
 )
 def test_refusals_of_decisions_name_the_fault(text: str, fault: str) -> None:
     with pytest.raises(PartcError, match=re.escape(fault)):
-        fixed(text)
+        parse_fixed(text)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -268,7 +270,9 @@ def small() -> Planner:
 def test_planners_with_one_simulator_have_the_constants_of_their_own_clusters() -> None:
     def request(cluster: str) -> Request:
         found = preset(cluster)
-        return Request(model=GPT, cluster=found, ranks=2, limit=found.device.memory, fixed=fixed("tp=2,microbatches=1"))
+        return Request(
+            model=GPT, cluster=found, ranks=2, limit=found.device.memory, fixed=parse_fixed("tp=2,microbatches=1")
+        )
 
     first, alone = Planner(request("2xRTX4090-24GB")), Planner(request("2xH100-80GB"))
     plan = next(alone.space.plans())
@@ -281,7 +285,7 @@ def test_plans_have_the_form_of_gradient_sums_that_is_asked_for() -> None:
     options: dict[str, Any] = {"batch": 2, "width": 1024, "hidden": 4096, "depth": 1}
     whole = Request(
         model=str(Path(GPT).with_name("mlp.py")), cluster=cluster, ranks=2, limit=cluster.device.memory, options=options,
-        fixed=fixed("dp=2,microbatches=1,recompute=none,zero=0|2"),
+        fixed=parse_fixed("dp=2,microbatches=1,recompute=none,zero=0|2"),
     )  # fmt: skip
     planner, coded = Planner(whole), Planner(replace(whole, compress_grads="int8", bucket="1MB"))
     for plan, other in zip(coded.space.plans(), planner.space.plans(), strict=True):
@@ -315,7 +319,7 @@ def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
 
 @pytest.mark.parametrize("decided", ["pp=2,tp=4,microbatches=1|4", "dp=2|8,microbatches=2,zero=1|3"])
 def test_the_prediction_of_the_best_plan_is_that_of_a_simulation_alone(small: Planner, decided: str) -> None:
-    request = replace(small.request, fixed=fixed(f"{decided},schedule=1f1b"))
+    request = replace(small.request, fixed=parse_fixed(f"{decided},schedule=1f1b"))
     best = Planner(request, small.simulator).choice().best
     assert best.prediction == Simulator(GPT, request.cluster, calibration(request.cluster)).predict(best.plan)
 
@@ -329,7 +333,7 @@ def test_fitted_stages_are_predicted_as_by_a_simulation_alone(memory: str, calls
     best = Planner(request).choice().best
     assert (best.plan.stage_calls, best.plan.recompute) == (calls, recompute) and best.holds
     assert best.prediction == Simulator(GPT, request.cluster, calibration(request.cluster)).predict(best.plan)
-    even = Planner(replace(request, fixed=fixed(f"{decided},stage_calls=balanced"))).choice()
+    even = Planner(replace(request, fixed=parse_fixed(f"{decided},stage_calls=balanced"))).choice()
     assert best.seconds < 0.9 * even.best.seconds
 
 
@@ -358,7 +362,7 @@ def test_fitted_stages_are_those_of_enumeration(seed: int) -> None:
         room=room,
     )
     allowed = needs.allowed()
-    found = fit(cuttable(between(np.stack([*map(sums, seconds)])), places), allowed)
+    found = fit(cuttable(range_sums(np.stack([*map(sums, seconds)])), places), allowed)
     assert fits(allowed, places) == (found is not None)
 
     possible = []
@@ -432,7 +436,7 @@ def test_predictions_do_not_depend_on_the_plans_before() -> None:
 def test_the_best_plan_of_a_large_space_is_predicted_with_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partc.planner.planning._OWN_SIZES", 0)
     cluster = preset("2xH100-80GB")
-    decided = fixed("tp=2,microbatches=8,ep=2,recompute=none|full")
+    decided = parse_fixed("tp=2,microbatches=8,ep=2,recompute=none|full")
     planner = Planner(
         Request(model=str(ROUTED), cluster=cluster, ranks=2, limit=cluster.device.memory, options=ROUTES, fixed=decided)
     )
@@ -503,7 +507,7 @@ def test_layouts_are_chosen_once_for_all_numbers_of_pipeline_ranks(monkeypatch: 
 def test_a_plan_with_one_microbatch_is_predicted_and_bounded_as_it_is_simulated_alone() -> None:
     """Its layouts may differ from those of several microbatches, whose derivatives it shares where they do not."""
     cluster = preset("8xH100-80GB")
-    decided = fixed("pp=2,tp=4,ep=4,microbatches=1|2,schedule=dualpipe-v,recompute=none,stage_calls=balanced")
+    decided = parse_fixed("pp=2,tp=4,ep=4,microbatches=1|2,schedule=dualpipe-v,recompute=none,stage_calls=balanced")
     request = Request(
         model=str(ROUTED), cluster=cluster, ranks=8, limit=cluster.device.memory, fixed=decided, global_batch="16"
     )
@@ -549,7 +553,7 @@ def test_the_time_limit_leaves_the_code_of_others_and_their_timers_alone() -> No
             while time.perf_counter() < end:  # this module is none of partc's
                 pass
             while True:
-                fixed("tp=4")
+                parse_fixed("tp=4")
         assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
         assert 50 < signal.setitimer(signal.ITIMER_REAL, 0)[0] < 60
     finally:
@@ -591,7 +595,7 @@ def test_plans_near_the_best_one_that_have_its_regions_are_tried_first(small: Pl
     plan = next(each for each in small.space.plans() if each.mesh == "pp=2,dp=2,tp=2" and each.microbatches == 4)
 
     def lowered_anew(each: ParallelPlan) -> bool:
-        return each.recompute != plan.recompute or inside(each) != inside(plan) or each.microbatches == 1
+        return each.recompute != plan.recompute or inner_axes(each) != inner_axes(plan) or each.microbatches == 1
 
     near = small._nearest(plan)
     assert not any(map(lowered_anew, near[:8])) and any(map(lowered_anew, near[8:]))
@@ -608,7 +612,7 @@ def test_exchanges_slow_no_call_that_waits_for_its_host() -> None:
 
 def test_the_bound_of_a_mesh_counts_the_time_in_which_its_pipeline_fills(small: Planner) -> None:
     """A rank waits longer for the first microbatch, the fewer there are."""
-    wanted = fixed("pp=4,dp=2,recompute=none,schedule=1f1b|zero-bubble,virtual_stages=1,zero=0")
+    wanted = parse_fixed("pp=4,dp=2,recompute=none,schedule=1f1b|zero-bubble,virtual_stages=1,zero=0")
     family, _ = replace(small.space, fixed=wanted).families()
     known = small.bounds.simple(family.least)
     bounds = {
@@ -624,7 +628,7 @@ def test_the_bound_of_a_mesh_counts_the_time_in_which_its_pipeline_fills(small: 
 def test_orders_of_axes_share_a_bound_without_collectives() -> None:
     cluster = preset("2x4xH100-80GB")
     options = {"batch": 16, "size": "1b", "depth": 3, "seq": 512}
-    decided = fixed("pp=2,tp=2,dp=2,recompute=none,stage_calls=balanced,microbatches=2")
+    decided = parse_fixed("pp=2,tp=2,dp=2,recompute=none,stage_calls=balanced,microbatches=2")
     limit = cluster.device.memory
     planner = Planner(Request(model=GPT, cluster=cluster, ranks=8, limit=limit, options=options, fixed=decided))
     families = [*planner.space.families()]
@@ -669,7 +673,7 @@ def test_the_bound_of_a_mesh_needs_one_program_for_all_numbers_of_microbatches(
 
     monkeypatch.setattr(small.simulator, "differentiated", noted)
     planner = Planner(small.request, small.simulator)
-    wanted = fixed("pp=2,dp=2,tp=2,recompute=full,schedule=interleaved|1f1b,stage_calls=balanced")
+    wanted = parse_fixed("pp=2,dp=2,tp=2,recompute=full,schedule=interleaved|1f1b,stage_calls=balanced")
     (family,) = replace(planner.space, fixed=wanted).families()
     assert set(family.microbatches) == {1, 2, 4, 8}
     planner.bounds.of_family(family, planner.bounds.simple(family.least))
@@ -680,7 +684,7 @@ def test_orders_of_axes_share_estimates() -> None:
     """The first plans to be tried are found in no time in spaces of many orders."""
     request = Request(model=GPT, cluster=preset("2x4xH100-80GB"), ranks=8, limit=80 << 30, options={"batch": 8})
     planner = Planner(request)
-    wanted = fixed("pp=2,dp=2,tp=2,recompute=none,stage_calls=balanced")
+    wanted = parse_fixed("pp=2,dp=2,tp=2,recompute=none,stage_calls=balanced")
     families = [*replace(planner.space, fixed=wanted).families()]
     assert len(families) == 6 and len({*map(planner._promise, families)}) == len(planner._promises) == 1
 
@@ -688,7 +692,7 @@ def test_orders_of_axes_share_estimates() -> None:
 @pytest.mark.slow
 def test_the_bound_on_memory_depends_on_the_order_of_axes_that_cut_sequences() -> None:
     few = "zero=1,recompute=full,microbatches=12,schedule=zero-bubble,virtual_stages=1"
-    given = fixed(f"pp=2,cp=2,tp=2,{few},order=pp-cp-tp|pp-tp-cp")
+    given = parse_fixed(f"pp=2,cp=2,tp=2,{few},order=pp-cp-tp|pp-tp-cp")
     options: dict[str, Any] = {"batch": 12, "size": "1b", "depth": 5, "seq": 32}
     planner = Planner(Request(model=GPT, cluster=preset("8xCPU"), ranks=8, limit=1 << 40, options=options, fixed=given))
     plans = list(planner.plans())
@@ -699,7 +703,7 @@ def test_the_bound_on_memory_depends_on_the_order_of_axes_that_cut_sequences() -
 
 
 def test_a_search_may_be_restricted_to_parts_over_nodes() -> None:
-    given = fixed("zero=3@node,dp=4,microbatches=1,recompute=none")
+    given = parse_fixed("zero=3@node,dp=4,microbatches=1,recompute=none")
     cluster, options = preset("2x2xA100-40GB"), {"batch": 4}
     planner = Planner(Request(model=GPT, cluster=cluster, ranks=4, limit=1 << 40, options=options, fixed=given))
     assert planner.choice().best.plan.zero == "3@2"
@@ -707,7 +711,7 @@ def test_a_search_may_be_restricted_to_parts_over_nodes() -> None:
 
 def test_parts_over_neighbours_are_plans() -> None:
     """Spans are numbers of ranks that divide dp, and those in a node, where dp spans nodes."""
-    given = fixed("recompute=none,microbatches=1,pp=1,zero=0|3@node")
+    given = parse_fixed("recompute=none,microbatches=1,pp=1,zero=0|3@node")
     space = Space(ranks=16, batch=32, calls=2, nodes=4, near=4, fixed=given)
     spans = {(plan.mesh, str(plan.zero)) for plan in space.plans() if plan.span}
     assert spans == {("dp=16", "3@4"), ("dp=8,tp=2", "3@2"), ("tp=2,dp=8", "3@4")}
@@ -718,14 +722,14 @@ def test_parts_over_neighbours_are_plans() -> None:
         assert options.mesh.size == 16 and options.zero_axes == ("dp_in",)
         assert options.mesh.inside(4)[0] == "dp_in"
     chosen = replace(
-        space, fixed=fixed("zero=1@2|3@8,recompute=none,microbatches=1,schedule=1f1b,tp=1|2,pp=1,order=dp-tp")
+        space, fixed=parse_fixed("zero=1@2|3@8,recompute=none,microbatches=1,schedule=1f1b,tp=1|2,pp=1,order=dp-tp")
     )
     assert {(plan.mesh, plan.zero) for plan in chosen.plans()} == {
         ("dp=16", "1@2"), ("dp=16", "3@8"), ("dp=8,tp=2", "1@2"), ("dp=8,tp=2", 3)
     }  # fmt: skip
     plans = set(chosen.plans())
     assert all(plans.issuperset(chosen.neighbours(plan)) for plan in plans)
-    alone = fixed("recompute=none,microbatches=1,pp=1,tp=2")
+    alone = parse_fixed("recompute=none,microbatches=1,pp=1,tp=2")
     tried = {plan.zero for plan in Space(ranks=16, batch=32, calls=2, nodes=4, near=4, fixed=alone).plans()}
     assert tried == {0, 1, 2, 3, "1@2", "2@2", "3@2", "1@4", "2@4", "3@4"}
 
@@ -733,11 +737,11 @@ def test_parts_over_neighbours_are_plans() -> None:
 def test_sums_inside_nodes_first_are_plans() -> None:
     """Where dp has ranks inside a node and further ones; bounds count each level of the sums."""
     few = "zero=0|1|3,recompute=none,microbatches=1,schedule=1f1b,stage_calls=balanced"
-    space = Space(ranks=8, batch=32, calls=4, nodes=2, near=4, fixed=fixed(few))
+    space = Space(ranks=8, batch=32, calls=4, nodes=2, near=4, fixed=parse_fixed(few))
     meshes = {plan.mesh for plan in space.plans() if plan.nodes == 4}
     assert meshes == {"dp=8", "dp=4,tp=2", "dp=4,pp=2"}
     options: dict[str, Any] = {"batch": 8, "size": "1b", "depth": 2, "seq": 256}
-    given = fixed(f"{few},tp=1|2,nodes=2")
+    given = parse_fixed(f"{few},tp=1|2,nodes=2")
     cluster = preset("2x2xRTX4090-24GB")
     planner = Planner(Request(model=GPT, cluster=cluster, ranks=4, limit=1 << 40, options=options, fixed=given))
     for plan in planner.plans():
@@ -765,7 +769,7 @@ def test_the_best_span_is_that_of_enumeration() -> None:
     cluster = preset("2x6xH100-80GB")
     request = Request(
         model=str(Path(GPT).with_name("mlp.py")), cluster=cluster, ranks=12, limit=cluster.device.memory, options=options,
-        fixed=fixed("zero=1@3|2@2|3|3@2|3@6,recompute=none,schedule=1f1b,microbatches=1|2,tp=1|2"),
+        fixed=parse_fixed("zero=1@3|2@2|3|3@2|3@6,recompute=none,schedule=1f1b,microbatches=1|2,tp=1|2"),
     )  # fmt: skip
     result = compared(Cases(request=request, shares=(0.1, 0.6), seed=0), most=400)
     assert result is not None and result.plans > 20

@@ -22,7 +22,7 @@ from partc.compilation.given_options import BUCKET
 from partc.compilation.plan import ParallelPlan
 from partc.errors import PartcError
 from partc.planner.planning import PlanChoice, Planner, Request
-from partc.planner.reasons import binding, differences, parts
+from partc.planner.reasons import binding_constraint, differences, parts
 from partc.planner.replanning import nodes_of, request_of
 from partc.planner.search import Played
 from partc.planner.variations import front, price, required_choice, variations
@@ -269,10 +269,10 @@ def test_a_variation_is_the_best_plan_of_its_own_request(planner: Planner, choic
             assert found[name].best.seconds == pytest.approx(alone.seconds, rel=1e-9)  # type: ignore[union-attr]
     more = next(each for name, each in found.items() if name.startswith("10% more memory"))
     assert more.best is not None and more.best.seconds <= choice.best.seconds
-    assert binding(choice, tuple(found.values())).startswith("memory does not bind: with 10% more memory")
+    assert binding_constraint(choice, tuple(found.values())).startswith("memory does not bind: with 10% more memory")
     tight = planner.choice(limit=int(choice.best.bytes / 1.05))  # the best plan holds a little too much
     gain = 1 - choice.best.seconds / tight.best.seconds
-    assert gain > 0 and f"a step would take {gain:.1%} less" in binding(tight, [price(planner, tight)])
+    assert gain > 0 and f"a step would take {gain:.1%} less" in binding_constraint(tight, [price(planner, tight)])
 
 
 def test_the_front_has_the_plans_that_no_other_beats(planner: Planner, choice: PlanChoice) -> None:

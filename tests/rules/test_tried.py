@@ -9,7 +9,7 @@ import pytest
 import partc
 from partc.rules import resolve
 from partc.rules.table import TABLE
-from partc.rules.tried import tried
+from partc.rules.tried import batch_operands
 from tests.op_cases import Case, case, normal, whole
 
 MODEL = """
@@ -54,13 +54,13 @@ COUPLED = [
 @pytest.mark.parametrize("each", ALIKE, ids=str)
 def test_examples_alike(each: Case) -> None:
     assert each.op.name not in TABLE
-    assert tried(each.op, each.types) is not None
+    assert batch_operands(each.op, each.types) is not None
 
 
 @pytest.mark.parametrize("each", COUPLED, ids=str)
 def test_coupled_examples(each: Case) -> None:
     assert each.op.name not in TABLE
-    assert tried(each.op, each.types) is None
+    assert batch_operands(each.op, each.types) is None
 
 
 def test_ranges_of_counts_that_all_elements_set_have_no_rule() -> None:

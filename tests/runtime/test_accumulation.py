@@ -12,7 +12,15 @@ from torch import Tensor
 import partc
 from partc.runtime.execution import parts
 from partc.runtime.ops import functional
-from partc.runtime.ops.accumulation import Gradient, add_product, add_sums, begun, clear, complete, materialized
+from partc.runtime.ops.accumulation import (
+    Gradient,
+    add_product,
+    add_sums,
+    clear,
+    complete,
+    first_since_clear,
+    materialized,
+)
 from partc.runtime.train import steps
 from tests.durable import TIED, same_records, trained
 
@@ -64,7 +72,7 @@ def test_sums_of_programs_go_to_several_buffers(begun_before: tuple[int, ...]) -
 
 def test_what_nothing_was_added_to_is_zero() -> None:
     into = _cleared(2, 2)
-    assert begun(into) and not begun(into)
+    assert first_since_clear(into) and not first_since_clear(into)
     gradients = [_cleared(2), _cleared(3), torch.full((2,), NAN)]
     gradients[0].add_(torch.ones(2))
     clear(gradients[2:])

@@ -161,7 +161,7 @@ def test_a_launcher_that_is_killed_is_no_failure_to_write(tmp_path: Path) -> Non
     launcher.kill()
     launcher.wait()
     deadline = time.monotonic() + SECONDS
-    while any(processes.condition(str(processes.place_of(pid))) == "runs" for pid in ranks):
+    while any(processes.run_state(str(processes.place_of(pid))) == "runs" for pid in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     text = (tmp_path / "output").read_text()
@@ -209,14 +209,14 @@ def until(true: Callable[[], bool]) -> None:
 
 def test_conditions_of_processes(sleeper: subprocess.Popen[bytes]) -> None:
     place = processes.place_of(sleeper.pid)
-    assert place is not None and processes.condition(place) == "runs" == processes.condition(processes.process_place())
+    assert place is not None and processes.run_state(place) == "runs" == processes.run_state(processes.process_place())
     sleeper.send_signal(signal.SIGSTOP)
-    until(lambda: processes.condition(place) == "stopped")
+    until(lambda: processes.run_state(place) == "stopped")
     processes.end_stopped(place)
-    until(lambda: processes.condition(place) == "gone")  # before anyone has waited for it
+    until(lambda: processes.run_state(place) == "gone")  # before anyone has waited for it
     machine, space, number, began = place.rsplit(":", 3)
-    assert processes.condition(f"{machine}:{space}:{os.getpid()}:{began}") == "gone"  # the number is another's now
-    assert processes.condition(f"another:{space}:{number}:{began}") == "unknown" == processes.condition("elsewhere")
+    assert processes.run_state(f"{machine}:{space}:{os.getpid()}:{began}") == "gone"  # the number is another's now
+    assert processes.run_state(f"another:{space}:{number}:{began}") == "unknown" == processes.run_state("elsewhere")
 
 
 def test_siblings(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_siblings(tmp_path: Path) -> None:
 
 def watching(rank: int, size: int, monkeypatch: pytest.MonkeyPatch, **conditions: str) -> Watchdog:
     """A rank's watch without its thread; conditions are of the ranks' places, which are `p0`, `p1`, ..."""
-    monkeypatch.setattr(watchdog, "condition", lambda place: conditions.get(place, "unknown"))
+    monkeypatch.setattr(watchdog, "run_state", lambda place: conditions.get(place, "unknown"))
     monkeypatch.setattr(watchdog, "end_stopped", lambda place: None)
     made = Watchdog(lone_store(), LauncherVariables(rank, size), Caught(checkpoints=False), Clock(), 600.0, None)
     for other in range(size):

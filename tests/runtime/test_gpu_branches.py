@@ -22,7 +22,7 @@ from partc.runtime.checkpoint.checkpoint import Held, RankPosition, Saver
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.comm.virtual import VirtualComm, World
 from partc.runtime.device.pinned import pinned
-from partc.runtime.device.sending import bring
+from partc.runtime.device.sending import to_device
 from partc.runtime.layout import DTYPES, Shard
 from partc.runtime.ops import attention_kernels
 from partc.runtime.optimizer.update import Updated
@@ -145,9 +145,9 @@ def test_batches_go_to_a_gpu_from_pinned_memory_without_waiting(monkeypatch: pyt
     x = torch.arange(3.0)
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: (said.append("pinned"), x)[1])
     monkeypatch.setattr(Tensor, "to", lambda x, device, non_blocking=False: (said.append(f"{non_blocking}"), x)[1])
-    bring(x, torch.device("cuda", 0))
+    to_device(x, torch.device("cuda", 0))
     assert said == ["pinned", "True"]
-    assert bring(x, torch.device("cpu")).data_ptr() == x.data_ptr() and said[2:] == ["False"]
+    assert to_device(x, torch.device("cpu")).data_ptr() == x.data_ptr() and said[2:] == ["False"]
 
 
 class Runtime:

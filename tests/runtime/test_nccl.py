@@ -542,7 +542,7 @@ def test_a_device_that_stands_still_ends_the_run(monkeypatch: pytest.MonkeyPatch
         ended.set()
         raise RuntimeError("left")
 
-    monkeypatch.setattr(watchdog, "leave", leave)
+    monkeypatch.setattr(watchdog, "end_process", leave)
     monkeypatch.setattr(threading, "excepthook", lambda given: None)
     for timeout, stops in ((600.0, False), (0.2, True)):
         said.clear()

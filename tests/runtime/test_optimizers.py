@@ -19,7 +19,7 @@ from partc.runtime.execution.executor import gradient_memory
 from partc.runtime.layout import Shard
 from partc.runtime.optimizer.kinds import KINDS
 from partc.runtime.optimizer.recipe import Recipe
-from partc.runtime.optimizer.update import updating
+from partc.runtime.optimizer.update import make_update
 from tests.durable import TIED, build, train, trained, whole
 from tests.passes.test_levels import on_ranks
 
@@ -100,7 +100,7 @@ class Ranks:
             grads, buffers, _ = gradient_memory(self.layouts, mine)
             settings = self.recipe.all_settings(self.dims)
             how = {"shards": self.layouts, "comm": comm, "sizes": SIZES, "lr": RATES[0]}
-            optimizer, _ = updating(settings, mine, grads, buffers, None, **how)
+            optimizer, _ = make_update(settings, mine, grads, buffers, None, **how)
             assert optimizer is not None
             for name, states in self.states.items():
                 for key, x in states.items():

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from partc.sharding.assignment import Alternative, Node, Problem, Wire, solve
-from partc.sharding.integer_program import solved
+from partc.sharding.integer_program import solve_integer_program
 
 
 def _random_problem(seed: int) -> Problem:
@@ -106,7 +106,7 @@ def test_text_of_the_solver_is_not_on_standard_output(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("scipy.optimize.milp", lambda cost: os.write(1, b"debugging") and cost)
-    assert solved(3) == 3
+    assert solve_integer_program(3) == 3
     print("{}")
     said = capfd.readouterr()
     assert (said.out, said.err) == ("{}\n", "debugging")

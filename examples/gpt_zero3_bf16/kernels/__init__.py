@@ -1,6 +1,6 @@
 """The kernels of this package, in Triton. With TRITON_INTERPRET=1 they run on a CPU, slowly, to be checked."""
 
-from .interpreted import rounds
+from .interpreted import patch_rounding
 from .adamw import adamw
 from .add import add
 from .add_rms_norm import add_rms_norm
@@ -21,7 +21,7 @@ from .silu_mul_silu_backward import silu_mul_silu_backward
 from .squares import squares
 from .sub_exp_mul import sub_exp_mul
 
-rounds()
+patch_rounding()
 __all__ = [
     "adamw",
     "add",

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from partc.cost.formulas.size_names import Named, SizeNames, evaluated, symbol
+from partc.cost.formulas.size_names import Named, SizeNames, symbol, value_of
 from partc.cost.formulas.symbols import Dimensions
-from partc.cost.saved_tensors import flights, held_inputs, memory_of, saved_values
+from partc.cost.saved_tensors import held_inputs, memory_of, microbatches_in_flight, saved_values
 from partc.ir.collectives import MOVING
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import ITEMSIZE, Graph, Op, Parameter, Program, Region
@@ -85,7 +85,7 @@ class Formulas:
     def at(self, formula: Expr, **sizes: int) -> int:
         """The value of a formula at the model's own sizes, except for the given ones."""
         given = {named.name: named.value for named in self.names} | sizes
-        return int(evaluated(formula, given))
+        return int(value_of(formula, given))
 
     def in_proportion(self, formula: Expr) -> Expr:
         """The formula for models with the same proportions, with fewer names."""
@@ -138,7 +138,7 @@ class _FormulaWriter:
                 each[call.stage] += saved.get(call.region, 0)
                 values = (value.name for value in region.params)
                 read.update((full, (region.name, name)) for full, name in zip(call.params, values, strict=True))
-        mixes = flights(self.program.schedule[place]) if self.program.schedule else ()
+        mixes = microbatches_in_flight(self.program.schedule[place]) if self.program.schedule else ()
         most = [_total(count * each[stage] for stage, count in mix) for mix in mixes]
         here = {item.name: item for item in self.program.parameters if item.name in read}
         kept = {name: self._shard_elements(item, *read[name]) for name, item in here.items()}

@@ -60,7 +60,7 @@ def symbol(name: str) -> Any:
     return Symbol(name, positive=True, integer=True)
 
 
-def evaluated(formula: Expr, sizes: Mapping[str, int]) -> Any:
+def value_of(formula: Expr, sizes: Mapping[str, int]) -> Any:
     """The value of a formula."""
     return formula.subs({each: sizes[str(each)] for each in formula.free_symbols})
 
@@ -117,7 +117,7 @@ class SizeNames:
 
     def number(self, formula: Expr) -> int:
         """The value of a formula in this program."""
-        return int(evaluated(formula, {name: named.value for name, named in self._named.items()}))
+        return int(value_of(formula, {name: named.value for name, named in self._named.items()}))
 
     def proportions(self) -> Mapping[str, Expr]:
         """Names that follow from others, if the model keeps its proportions as it grows."""

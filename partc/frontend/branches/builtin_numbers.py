@@ -75,7 +75,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def counting(modules: Iterable[ModuleType]) -> Iterator[None]:
+def using_traceable_builtins(modules: Iterable[ModuleType]) -> Iterator[None]:
     """A context in which these modules use the functions above in place of Python's."""
     given = [(vars(module), name) for module in modules for name in _FUNCTIONS if name not in vars(module)]
     for names, name in given:

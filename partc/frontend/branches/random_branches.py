@@ -151,7 +151,7 @@ class Branching:
             yield tuple(op for op in self.graph.ops[start:end] if op.name != "constant")
 
 
-def joined(found: Branching, trace: Callable[[Outcomes], Branching]) -> tuple[Graph, Outcomes]:
+def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> tuple[Graph, Outcomes]:
     """The graph that chooses between the outcomes of every branch, and the outcomes of its operations.
 
     `found` is the trace of ABOVE. Raises PartcError P0206 if the outcomes differ in more than left-out operations.

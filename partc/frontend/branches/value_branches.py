@@ -222,7 +222,11 @@ class ValueWatch(TorchFunctionMode):
         found = self._packed.call(func, name, args, kwargs, sys._getframe(1))
         if found is not NOT_PACKED:
             return found
-        if name == "bincount" and self._known.get(args[0]) is None and (counts := counted(*args, **kwargs)) is not None:
+        if (
+            name == "bincount"
+            and self._known.get(args[0]) is None
+            and (counts := fixed_bincount(*args, **kwargs)) is not None
+        ):
             return counts
         if name == "ctc_loss":
             words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
@@ -481,7 +485,7 @@ class ValueWatch(TorchFunctionMode):
         return outcome
 
 
-def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+def fixed_bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
     """bincount with a `minlength`, which fixes the size of the result; None without it.
 
     A number of `minlength` or more is an error in the step that reads it.
@@ -489,7 +493,7 @@ def counted(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Ten
     if not minlength:
         return None
     if weights is None:
-        return counted(x, torch.ones_like(x, dtype=torch.float64), minlength).to(torch.int64)  # type: ignore[union-attr]
+        return fixed_bincount(x, torch.ones_like(x, dtype=torch.float64), minlength).to(torch.int64)  # type: ignore[union-attr]
     dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
     return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
 

@@ -159,7 +159,7 @@ class _Context:
 
 
 @contextmanager
-def followed(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) -> Iterator[None]:
+def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole: bool = True) -> Iterator[None]:
     """A context in which autograd functions and hooks are traced; what cannot be traced raises PartcError P0216.
 
     Calls of `torch.autograd.grad` are recorded; unless the trace is `whole`, they raise WholeTrace.

@@ -36,7 +36,7 @@ from partc.torch_private import (
 
 
 @contextmanager
-def transformed(*, whole: bool) -> Iterator[None]:
+def following_transforms(*, whole: bool) -> Iterator[None]:
     """A context in which transforms are traced, also those that modules have imported by name.
 
     Raises PartcError P0216 for vjp and jacrev outside another transform. Unless the trace is `whole`, gradients raise

@@ -32,7 +32,7 @@ def copy_examples(directory: Path) -> list[Path]:
     return copies
 
 
-def hint(path: Path) -> str:
+def example_hint(path: Path) -> str:
     """The help for a missing model file: the command that copies the examples, if one has this name."""
     if path.name in FILES:
         return f"`partc examples` copies partc's own {path.name} and others to examples/"

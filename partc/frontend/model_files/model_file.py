@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from partc.errors import PartcError, Source, first_line
-from partc.frontend.model_files.example_files import hint
+from partc.frontend.model_files.example_files import example_hint
 from partc.frontend.model_files.user_modules import FOLDER
 from partc.installed import is_machinery
 
@@ -47,7 +47,7 @@ def load(path: Path, options: Mapping[str, str]) -> ModelFile:
     option, or a wrong type).
     """
     if not is_file(path):
-        raise PartcError("P0201", f"there is no model file {path}", help=hint(path))
+        raise PartcError("P0201", f"there is no model file {path}", help=example_hint(path))
     source = _text(path)
     module = _imported(path)
     known = ("model", "batch", "loss", "data", "evaluate", "infer", "optimizer")
@@ -113,7 +113,7 @@ def _imported(path: Path) -> ModuleType:
             "P0202",
             f"{path} does not import: {type(error).__name__}: {first_line(error)}",
             help="run it with python to see the whole error",
-            source=blame(error, path),
+            source=user_line(error, path),
         ) from error
     return module
 
@@ -132,7 +132,7 @@ def _importable(path: Path) -> Iterator[None]:
             sys.path.remove(each)
 
 
-def blame(error: BaseException, path: Path | None = None) -> Source | None:
+def user_line(error: BaseException, path: Path | None = None) -> Source | None:
     """The innermost line of the user's own file in the traceback; else the innermost line outside torch and partc."""
     if isinstance(error, SyntaxError) and error.filename:
         return Source(file=error.filename, line=error.lineno or 1)

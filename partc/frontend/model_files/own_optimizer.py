@@ -17,10 +17,10 @@ from typing import Any
 from torch import nn, optim
 
 from partc.errors import PartcError, first_line
-from partc.frontend.model_files.model_file import blame
+from partc.frontend.model_files.model_file import user_line
 from partc.runtime.errors import UsageError
-from partc.runtime.optimizer.kinds import KINDS, Kind, shown
-from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule, written
+from partc.runtime.optimizer.kinds import KINDS, Kind, option_text
+from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule, recipe_text
 
 Build = Callable[[nn.Module], Any]
 _RATE = 1e-3  # train.py's default
@@ -57,7 +57,7 @@ def own_optimizer(build: Build, model: nn.Module, path: Path) -> OwnOptimizer:
     dims = {name: each.dim() for name, each in model.named_parameters() if each.requires_grad}
     rules = {name: wanted.get(name, _KEPT) for name in dims}
     groups = tuple(_groups(rules, base.name, options))
-    result = OwnOptimizer(optimizer=written(base.name, options), groups=groups, lr=rate)
+    result = OwnOptimizer(optimizer=recipe_text(base.name, options), groups=groups, lr=rate)
     _check(result, rules, dims, path)
     return result
 
@@ -113,12 +113,12 @@ def _groups(rules: Mapping[str, UpdateRule], base: str, options: Mapping[str, An
         own = dict(rule.options)
         texts = {}
         if rule.name != base:
-            texts = {"optimizer": rule.name, **{name: shown(value) for name, value in own.items()}}
+            texts = {"optimizer": rule.name, **{name: option_text(value) for name, value in own.items()}}
         else:
             for name, parameter in KINDS[base].parameters.items():
                 value = own.get(name, parameter.default)
                 if value != options.get(name, parameter.default):
-                    texts[name] = shown(value)
+                    texts[name] = option_text(value)
         if rule.lr_scale != 1:
             texts["lr_scale"] = repr(rule.lr_scale)
         if texts:
@@ -166,5 +166,5 @@ def _refusal(cause: str, path: Path, error: BaseException | None = None) -> Part
         cause,
         help=f"return one of {', '.join(sorted(kind.cls.__name__ for kind in KINDS.values()))}, or a list of them; "
         f"or leave optimizer() out and choose with --optimizer and --group ({DEFAULT} is the default)",
-        source=None if error is None else blame(error, path),
+        source=None if error is None else user_line(error, path),
     )

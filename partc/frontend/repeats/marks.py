@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, container_of
-from partc.frontend.state.frozen_state import frozen
+from partc.frontend.state.frozen_state import comparable_copy
 from partc.installed import is_machinery
 from partc.ir.repetitions import KEPT
 from partc.torch_private import MODULE_CALL, TreeSpec, tree_flatten, tree_unflatten, without_overriding
@@ -524,7 +524,7 @@ def _state(module: nn.Module) -> tuple[Any, list[Any]]:
     kept: list[Any] = []
     known: dict[int, Any] = {}
     found = [
-        (path, name, frozen(value, kept, DEPTH, known))
+        (path, name, comparable_copy(value, kept, DEPTH, known))
         for path, part in module.named_modules(remove_duplicate=False)
         for name, value in vars(part).items()
     ]

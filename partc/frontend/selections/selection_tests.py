@@ -126,19 +126,19 @@ class SelectionTests:
 
     def compares_inside_torch(self) -> bool:
         """Whether a function of torch compares two numbers."""
-        self.frame = outside()
+        self.frame = caller_frame()
         return self.inside_torch()
 
     def passed(self) -> bool | None:
         """The outcome under which a guard that compares two numbers does not raise; None for other comparisons."""
-        return self._guard(outside())
+        return self._guard(caller_frame())
 
     def inside_torch(self) -> bool:
         """Whether code of torch is running."""
         return self.frame is not None and is_machinery(self.frame.f_code.co_filename)
 
 
-def outside() -> FrameType | None:
+def caller_frame() -> FrameType | None:
     """The innermost frame outside this module and those of selections and row counts."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in _OWN:

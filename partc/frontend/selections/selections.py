@@ -39,7 +39,7 @@ from partc.frontend.selections.mask_counts import SHAPES, MaskCounts
 from partc.frontend.selections.row_counts import TESTS_OF_ZERO, PartSize, RowCount, without_counts
 from partc.frontend.selections.selected_parts import SelectedParts
 from partc.frontend.selections.selected_rows import INTEGERS, NOT_SELECTED, MaskedRows, SelectedRows, leaves
-from partc.frontend.selections.selection_tests import Iterations, SelectionTests, outside
+from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
 from partc.frontend.statements import enclosing_nodes
 from partc.torch_private import without_modes
 
@@ -309,7 +309,7 @@ class Selections:
         held, real = self._rows.of(x), self._value(x)
         if held is None or held.dim or real is None:
             return None
-        self.tests.frame = outside()
+        self.tests.frame = caller_frame()
         with without_modes():
             return Iterations(self.tests, held.mask, real.tolist(), [*self.tests.source()])
 

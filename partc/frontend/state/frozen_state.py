@@ -106,7 +106,7 @@ class _Held:
 
     def entries(self) -> Iterator[tuple[tuple[str, str], Any]]:
         """The values in comparable form, by (kind, name)."""
-        plain = lambda value: frozen(value, [], DEPTH, {})  # noqa: E731
+        plain = lambda value: comparable_copy(value, [], DEPTH, {})  # noqa: E731
         where = f"self of {self.path}" if self.path else "self"
         for name, value in self.constants.items():
             if name not in _INTERNAL and "hook" not in name:
@@ -145,7 +145,7 @@ class State:
         homes = {sys.modules.get(item.__module__) for item in (*classes, loss) if getattr(item, "__module__", None)}
         modules = tuple(home for home in homes if isinstance(home, types.ModuleType) and _is_users(home))
         state = cls(model=model, modules=modules)
-        copy = lambda value: frozen(value, state.kept, DEPTH, state.known)  # noqa: E731
+        copy = lambda value: comparable_copy(value, state.kept, DEPTH, state.known)  # noqa: E731
         state.held = {path: _Held.of(path, module, copy) for path, module in named.items()}
         for kind in classes:
             for name, value in vars(kind).items():
@@ -170,7 +170,7 @@ class State:
         return state
 
     def _add(self, key: tuple[str, str], value: Any, owner: Any) -> None:
-        self.values[key] = frozen(value, self.kept, DEPTH, self.known)
+        self.values[key] = comparable_copy(value, self.kept, DEPTH, self.known)
         self.owners[key] = owner
 
     def _entries(self, paths: Iterable[str]) -> dict[tuple[str, str], Any]:
@@ -224,7 +224,7 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> Any:
+def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> Any:
     """A copy of the value that can be compared later."""
     if id(value) in known:
         return known[id(value)]
@@ -237,16 +237,16 @@ def frozen(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> An
         with without_modes():
             return ("generator", tuple(value.get_state().tolist()))
     if depth and isinstance(value, Mapping) and len(value) <= ITEMS:
-        items = ((repr(key)[:200], frozen(item, kept, depth - 1, known)) for key, item in value.items())
+        items = ((repr(key)[:200], comparable_copy(item, kept, depth - 1, known)) for key, item in value.items())
         return ("mapping", tuple(items))
     if depth and isinstance(value, list | tuple | deque) and len(value) <= ITEMS:
-        return ("items", tuple(frozen(item, kept, depth - 1, known) for item in value))
+        return ("items", tuple(comparable_copy(item, kept, depth - 1, known) for item in value))
     if isinstance(value, set | frozenset) and len(value) <= ITEMS:
         return ("set", tuple(sorted(repr(item)[:200] for item in value)))
     kept.append(value)
     known[id(value)] = ("object", id(value))
     if depth and not isinstance(value, nn.Module) and not callable(value) and hasattr(value, "__dict__"):
-        inside = ((n, frozen(x, kept, depth - 1, known)) for n, x in vars(value).items() if n[:2] != "__")
+        inside = ((n, comparable_copy(x, kept, depth - 1, known)) for n, x in vars(value).items() if n[:2] != "__")
         known[id(value)] = ("object", id(value), tuple(inside))
     return known[id(value)]
 
@@ -395,11 +395,11 @@ def check(
         return
     for change in first.values():
         seeds = change.key == ("torch", "generator")
-        if change.always or (seeds and draws(exported)):
+        if change.always or (seeds and draws_random_numbers(exported)):
             raise refusal(change, state)
-    if not first and not fickle(state):
+    if not first and not names_clock_or_random(state):
         return
-    plain, known = signature(exported), {*exported.graph_signature.inputs_to_buffers.values()}
+    plain, known = effects_signature(exported), {*exported.graph_signature.inputs_to_buffers.values()}
     drawn = {key[0] for key in first} & {"random", "numpy.random"}
     for attempt in range(1, 1 + (TRIES if drawn else 1)):
         stores = (store for module in watch.model.modules() for store in (vars(module), module._buffers))
@@ -407,7 +407,7 @@ def check(
         watch.go_on()
         try:
             with other_times(state, attempt):
-                other = signature(again(), known)
+                other = effects_signature(again(), known)
         except (PartcError, AssertionError):  # the export meets a tensor that the first trace kept
             other = ()
         finally:
@@ -420,7 +420,7 @@ def check(
             raise refusal(next(iter(still), None), state)
 
 
-def draws(exported: torch.export.ExportedProgram) -> bool:
+def draws_random_numbers(exported: torch.export.ExportedProgram) -> bool:
     """Whether the graph draws random numbers."""
     nodes = (node for module in exported.graph_module.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
     return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in nodes)
@@ -432,7 +432,7 @@ def draws(exported: torch.export.ExportedProgram) -> bool:
 _FILLED = "filled"  # replaces the values of a tensor that the first trace kept
 
 
-def signature(exported: torch.export.ExportedProgram, known: Set[str] | None = None) -> tuple[Any, ...]:
+def effects_signature(exported: torch.export.ExportedProgram, known: Set[str] | None = None) -> tuple[Any, ...]:
     """The nodes that compute the loss and the changes in place, with the constants that they read, in comparable form.
 
     Buffers that forward does not change count as constants. Constants that are not `known` are tensors that the first
@@ -530,7 +530,7 @@ def _nodes(module: fx.GraphModule, constants: Mapping[fx.Node, Any], *outputs: A
     yield "constants", "", "", (), [constants[x] for x in outputs if x in constants]
 
 
-def fickle(state: State) -> bool:
+def names_clock_or_random(state: State) -> bool:
     """Whether the user's code names clocks or random numbers."""
     return any(_names(value) & FICKLE for home in state.modules for value in _functions(home))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError
-from partc.ir.operations import owner
+from partc.ir.operations import memory_owner
 from partc.ir.program import Graph, TensorType, is_change, makers
 from partc.runtime.torch_private import storage_key
 
@@ -46,7 +46,7 @@ def check_changes(
     held = {states[name]: name for name in pairs if name in states}
     made = makers(graph.ops) if held else {}
     for op in graph.ops if held else ():
-        name = held.get(owner(next(op.refs()), made, types)) if is_change(op) else None
+        name = held.get(memory_owner(next(op.refs()), made, types)) if is_change(op) else None
         if name is not None:
             raise PartcError(
                 "P0225",

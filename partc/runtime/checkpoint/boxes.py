@@ -41,7 +41,7 @@ class Box:
         return tuple(start + size for start, size in zip(self.offsets, self.sizes, strict=True))
 
 
-def misfit(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
+def cover_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
     """The reason why boxes do not cover a tensor exactly once; '' if they do."""
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
@@ -148,7 +148,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
     return joined
 
 
-def speaks(
+def writes_tensor(
     name: str,
     cut: Collection[str],
     sizes: Mapping[str, int],
@@ -166,7 +166,7 @@ def speaks(
 def numbered_copy(
     cut: Collection[str], sizes: Mapping[str, int], coordinate: Mapping[str, int], holders: Sequence[int]
 ) -> tuple[int, int]:
-    """The number of a rank's copy of a tensor, and the number of all copies. Arguments are as in `speaks`."""
+    """The number of a rank's copy of a tensor, and the number of all copies. Arguments are as in `writes_tensor`."""
     ways = [(len(holders), holders.index(coordinate.get(PIPELINE, 0)))]
     ways += [(size, coordinate[axis]) for axis, size in sizes.items() if axis not in (PIPELINE, *cut)]
     copy = 0

@@ -29,7 +29,7 @@ from ..documents import decoded, parsed
 from ..errors import PeerLost, UsageError
 from ..layout import Shard
 from ..torch_private import clone_store
-from .boxes import Box, Piece, pieces, speaks
+from .boxes import Box, Piece, pieces, writes_tensor
 from .manifest import NAME, Manifest, Saved, checkpoints, folder_name, read
 from .safetensors import write
 
@@ -145,7 +145,7 @@ class Saver:
 
     def _own_pieces(self, name: str, held: Held) -> tuple[Piece, ...]:
         place, dims = self._place, held.shard.dims
-        if not speaks(name, held.shard.cut, place.sizes, place.coordinate, held.holders):
+        if not writes_tensor(name, held.shard.cut, place.sizes, place.coordinate, held.holders):
             return ()
         return pieces(dims, held.shape, place.sizes, place.coordinate)
 

@@ -36,7 +36,7 @@ def initial_checkpoint(path: Path, plan: Mapping[str, Any], state: State, togeth
     """The checkpoint to start from, once all ranks agree that it fits. Raises UsageError P0527."""
     found = None
     try:
-        found, problem = fitting(path, plan, state), ""
+        found, problem = under_plan_names(path, plan, state), ""
     except UsageError as error:  # possibly on this rank only
         problem = error.cause
     problem = together.first_problem(problem)
@@ -45,7 +45,7 @@ def initial_checkpoint(path: Path, plan: Mapping[str, Any], state: State, togeth
     return found
 
 
-def fitting(path: Path, plan: Mapping[str, Any], state: State) -> Checkpoint:
+def under_plan_names(path: Path, plan: Mapping[str, Any], state: State) -> Checkpoint:
     """The tensors of a state dict under the plan's names.
 
     `path` is a file, an index of files, or a folder with either under its usual name. Tied weights may appear under any

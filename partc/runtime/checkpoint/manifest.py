@@ -40,7 +40,7 @@ from ..documents import (
 from ..errors import UsageError
 from ..layout import DTYPES, short_name
 from ..plan import Mesh, Option, Precision
-from .boxes import Box, misfit
+from .boxes import Box, cover_fault
 from .safetensors import BadTensorFile, Shape, TensorFile
 
 FORMAT = 1
@@ -239,7 +239,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             if name in held.setdefault(file, set()):
                 yield f"{file} has two boxes of {name!r}"
             held[file].add(name)
-        if why := misfit([box for _, box in saved.boxes], saved.shape):
+        if why := cover_fault([box for _, box in saved.boxes], saved.shape):
             yield f"{name!r}: {why}"
     for file in manifest.files:
         if file not in held:

@@ -105,7 +105,7 @@ class Checkpoint:
         )
 
 
-def opened(path: Path, together: Together, *, within: Path | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, together: Together, *, within: Path | None = None) -> Checkpoint:
     """A checkpoint after its files have been checked against their digests, each by one rank. Raises P0524.
 
     A checkpoint that was found in a folder must lie `within` it: links to other places are refused.
@@ -135,7 +135,7 @@ def newest(target: Path, together: Together, *, needed: bool, say: Say) -> Check
     if step_of(target) is not None:
         if together.broadcast("" if target.is_dir() else "absent"):
             raise _absent(target, "there is no such checkpoint")
-        return opened(target, together)
+        return open_checkpoint(target, together)
     problem, listed = "", ""
     if together.rank == 0:
         try:
@@ -148,7 +148,7 @@ def newest(target: Path, together: Together, *, needed: bool, say: Say) -> Check
     names = together.broadcast(listed).split()
     for index, name in enumerate(names):
         try:
-            found = opened(target / name, together, within=target)
+            found = open_checkpoint(target / name, together, within=target)
             found.passed_over = tuple(names[:index])
             return found
         except UsageError as error:

@@ -61,7 +61,7 @@ def write(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a file's bytes; `tensors` come one by one, in the order of their descriptions."""
-    file.write(begun(described, metadata)[1])
+    file.write(tensor_offsets(described, metadata)[1])
     for (dtype, shape), x in zip(described.values(), tensors, strict=True):
         if x.dtype != dtype or tuple(x.shape) != shape:
             raise ValueError(f"{x.dtype}{list(x.shape)} where {dtype}{list(shape)} was announced")
@@ -70,7 +70,7 @@ def write(
             file.write(raw(flat))
 
 
-def begun(
+def tensor_offsets(
     described: Mapping[str, Described], metadata: Mapping[str, str] | None = None
 ) -> tuple[dict[str, int], bytes]:
     """The first byte of each tensor and of the file's end (""), and the bytes before the first tensor."""
@@ -99,13 +99,13 @@ def _known(dtype: str) -> str:
     return "" if dtype in {*_DTYPES, *_PAIRS} else f"none of {', '.join((*_DTYPES, *_PAIRS))}"
 
 
-def allocatable(value: tuple[int, ...]) -> str:
+def check_allocatable(value: tuple[int, ...]) -> str:
     """Check that torch can allocate this shape: it multiplies sizes in 64 bits, before it checks which are 0."""
     fits = len(value) <= _MOST_DIMS and math.prod(max(1, size) for size in value) < 1 << 60
     return "" if fits else "too large for a tensor"
 
 
-Shape = Annotated[tuple[Natural, ...], allocatable]
+Shape = Annotated[tuple[Natural, ...], check_allocatable]
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def left_out(stages: Mapping[int, Any], sizes: Mapping[str, int], coordinate: Ma
         _row_name(first, piece, kind, coordinate): Held(
             _row(x.numel(), sizes), x.view(1, -1), (coordinate.get(PIPELINE, 0),)
         )
-        for (first, piece), compressed in remembering(stages)
+        for (first, piece), compressed in compressed_sums(stages)
         for kind, x in compressed.left_out.items()
     }
 
@@ -72,7 +72,7 @@ def restore_left_out(
     """Restore the errors of compressed sums; False if any is dropped, as on another mesh."""
     same = parse_mesh(checkpoint.run["mesh"]) == sizes
     restored = []
-    for (first, piece), compressed in remembering(stages):
+    for (first, piece), compressed in compressed_sums(stages):
         names = {kind: _row_name(first, piece, kind, coordinate) for kind in compressed.numbers}
         if not same or not checkpoint.tensors.keys() >= set(names.values()):
             restored.append(False)
@@ -85,7 +85,7 @@ def restore_left_out(
     return all(restored) and (bool(restored) or not mine)
 
 
-def remembering(stages: Mapping[int, Any]) -> Iterator[tuple[tuple[str, str], Remembers]]:
+def compressed_sums(stages: Mapping[int, Any]) -> Iterator[tuple[tuple[str, str], Remembers]]:
     """The compressed sums, by the name of a gradient and the index of its sum."""
     for number, stage in stages.items():
         if stage.sums is not None:

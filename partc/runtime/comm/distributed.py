@@ -313,7 +313,7 @@ class DistributedComm(Comm):
     def barrier(self) -> None:
         self._barriers += 1
         with _peers():
-            arrive(self._store, f"barrier/{self._barriers}", self._world_size)
+            meet_ranks(self._store, f"barrier/{self._barriers}", self._world_size)
 
     def any(self, flag: bool) -> bool:
         self._barriers += 1
@@ -321,7 +321,7 @@ class DistributedComm(Comm):
         with _peers():
             if flag:
                 self._store.set(f"{place}/true", "")
-            arrive(self._store, place, self._world_size)
+            meet_ranks(self._store, place, self._world_size)
             found: bool = self._store.check([f"{place}/true"])
             if self._rank == 0:  # all ranks have arrived, so all have read the earlier entries
                 self._store.delete_key(f"any/{self._barriers - 1}")
@@ -332,7 +332,7 @@ class DistributedComm(Comm):
         self._barriers += 1
         with _peers():
             self._store.set(f"said/{self._barriers}/{self._rank}", text)
-            arrive(self._store, f"said/{self._barriers}", self._world_size)
+            meet_ranks(self._store, f"said/{self._barriers}", self._world_size)
             return [self._store.get(f"said/{self._barriers}/{rank}").decode() for rank in range(self._world_size)]
 
     def disconnect(self) -> None:
@@ -349,10 +349,10 @@ class DistributedComm(Comm):
         """Disconnect. Rank 0 may host the store, so it leaves last."""
         if self._world_size > 1:
             with _peers():
-                arrive(self._store, "left", self._world_size, wait=self._rank == 0)
+                meet_ranks(self._store, "left", self._world_size, wait=self._rank == 0)
 
 
-def arrive(store: Store, place: str, count: int, *, wait: bool = True) -> None:
+def meet_ranks(store: Store, place: str, count: int, *, wait: bool = True) -> None:
     """Count this rank at a meeting place, and wait until `count` ranks have arrived."""
     if store.add(place, 1) == count:
         store.set(f"{place}/all", "")

@@ -14,7 +14,7 @@ def send(numbers: Any, there: Tensor) -> None:
     there.copy_(here.pin_memory() if there.is_cuda else here, non_blocking=True)
 
 
-def bring(x: Tensor, device: torch.device) -> Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device; the tensor itself if the device is the host."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 

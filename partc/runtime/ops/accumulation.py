@@ -33,13 +33,13 @@ class Gradient(Tensor):
         return gradient
 
     def add_(self, other: Any, *, alpha: Any = 1) -> Tensor:
-        if alpha == 1 and begun(self):
+        if alpha == 1 and first_since_clear(self):
             return self.copy_(other)
         materialized(self)
         return super().add_(other, alpha=alpha)
 
     def addmm_(self, rows: Any, columns: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        return super().addmm_(rows, columns, beta=0 if begun(self) else beta, alpha=alpha)
+        return super().addmm_(rows, columns, beta=0 if first_since_clear(self) else beta, alpha=alpha)
 
     def index_add_(self, dim: Any, index: Any, source: Any, *, alpha: Any = 1) -> Tensor:
         materialized(self)
@@ -60,7 +60,7 @@ def clear(gradients: Iterable[Tensor]) -> None:
             gradient.zero_()
 
 
-def begun(gradient: Tensor) -> bool:
+def first_since_clear(gradient: Tensor) -> bool:
     """Whether the next gradient is the first since clearing, and so overwrites the memory; resets the mark."""
     first = isinstance(gradient, Gradient) and gradient.cleared
     if first:
@@ -70,7 +70,7 @@ def begun(gradient: Tensor) -> bool:
 
 def materialized(gradient: Tensor) -> Tensor:
     """The gradient with its memory up to date: zeros are written if it is marked as zero."""
-    return gradient.zero_() if begun(gradient) else gradient
+    return gradient.zero_() if first_since_clear(gradient) else gradient
 
 
 def complete(gradients: Iterable[Tensor]) -> None:
@@ -85,7 +85,7 @@ def add_product(into: Tensor, rows: Tensor, columns: Tensor) -> None:
         into.addmm_(rows, columns)
     elif not rows.is_cuda or into.dtype != torch.float32 or not _sums_wide(rows.dtype, rows.device):
         into.add_(rows @ columns)
-    elif begun(into):
+    elif first_since_clear(into):
         torch.mm(rows, columns, out_dtype=into.dtype, out=into)
     else:
         torch.addmm(into, rows, columns, out_dtype=into.dtype, out=into)
@@ -94,7 +94,7 @@ def add_product(into: Tensor, rows: Tensor, columns: Tensor) -> None:
 def add_sum(into: Tensor, parts: Tensor) -> None:
     """Add the sum over rows of `parts`[n, elements], in the precision of the parts."""
     flat = into.view(-1)
-    if begun(into):
+    if first_since_clear(into):
         torch.sum(parts, 0, out=flat)
     else:
         flat.add_(parts.sum(0))
@@ -103,7 +103,7 @@ def add_sum(into: Tensor, parts: Tensor) -> None:
 def add_sums(into: Sequence[Tensor], parts: Tensor) -> None:
     """Add several sums, `parts`[buffers, n, elements], in two launches."""
     totals = parts.sum(1).unbind()
-    first = [begun(each) for each in into]
+    first = [first_since_clear(each) for each in into]
     if all(first):
         foreach_copy_([each.view(-1) for each in into], totals)
     elif not any(first):

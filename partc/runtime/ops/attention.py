@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..random import Draw, dropout_backward
-from .attention_kernels import AttentionKernel, Case, chosen, on_cpu
+from .attention_kernels import AttentionKernel, Case, chosen_kernel, on_cpu
 
 SMALL = 1 << 24  # the most elements of a mask that is materialised for a fused kernel
 MOST = 1 << 22  # the most scores in a block, over all heads: they fit into a GPU's cache
@@ -302,7 +302,7 @@ def _kernel(
     case = Case(q.dtype, heads, groups, s, t, d, e, masked=mask is not None, causal=is_causal, window=window)
     if not q.is_cuda:
         return on_cpu(case)
-    return chosen(case, q.device.index or 0).kernel
+    return chosen_kernel(case, q.device.index or 0).kernel
 
 
 def kernel_name(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str:

@@ -140,7 +140,7 @@ def on_gpu(
     return KernelChoice(None, tuple(passed))
 
 
-def chosen(case: Case, device: int) -> KernelChoice:
+def chosen_kernel(case: Case, device: int) -> KernelChoice:
     """The choice for a GPU of this process, under torch's current switches."""
     return _chosen(case, device, tuple(name for name, is_on in _SWITCHES.items() if not is_on()))
 
@@ -220,7 +220,7 @@ def enable_kernels(wanted: str, cases: Mapping[str, Case], device: torch.device,
     torch.backends.cuda.enable_cudnn_sdp(wanted == "cudnn" or (wanted == "auto" and _prefers_cudnn(gpu)))
     torch.backends.cuda.enable_flash_sdp(wanted in ("auto", "cudnn", "flash", "flash3"))
     torch.backends.cuda.enable_mem_efficient_sdp(wanted != BLOCKS)
-    for line in choice_lines({place: (case, chosen(case, device.index)) for place, case in cases.items()}):
+    for line in choice_lines({place: (case, chosen_kernel(case, device.index)) for place, case in cases.items()}):
         say(line)
 
 

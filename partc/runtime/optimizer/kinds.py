@@ -118,25 +118,25 @@ def options_of(kind: Kind, given: Mapping[str, Value]) -> dict[str, Value]:
     for name, value in given.items():
         key = name.replace("-", "_")
         if key not in known:
-            raise refusal(f"the optimizer {kind.name} has no option {name!r}", f"it takes {described(kind)}")
+            raise refusal(f"the optimizer {kind.name} has no option {name!r}", f"it takes {options_text(kind)}")
         found[key] = _read(kind, known[key], value) if isinstance(value, str) else value
     try:
         dimensions = 2 if kind.whole else 1
         kind.undecorated([torch.zeros((2,) * dimensions)], **found)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise refusal(f"the optimizer {kind.name}: {error}", f"it takes {described(kind)}") from None
+        raise refusal(f"the optimizer {kind.name}: {error}", f"it takes {options_text(kind)}") from None
     return found
 
 
-def described(kind: Kind) -> str:
+def options_text(kind: Kind) -> str:
     """`betas=0.9,0.999, eps=1e-08`: the options of a class with their defaults."""
-    return ", ".join(f"{name}={shown(each.default)}" for name, each in kind.parameters.items())
+    return ", ".join(f"{name}={option_text(each.default)}" for name, each in kind.parameters.items())
 
 
-def shown(value: Value) -> str:
+def option_text(value: Value) -> str:
     """The value as `options_of` reads it."""
     if isinstance(value, tuple):
-        return ",".join(map(shown, value))
+        return ",".join(map(option_text, value))
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
@@ -147,7 +147,7 @@ def refusal(cause: str, help: str) -> UsageError:
 def _read(kind: Kind, parameter: inspect.Parameter, text: str) -> Value:
     default = parameter.default
     wrong = refusal(
-        f"{parameter.name}={text} is not a value for the optimizer {kind.name}", f"it takes {described(kind)}"
+        f"{parameter.name}={text} is not a value for the optimizer {kind.name}", f"it takes {options_text(kind)}"
     )
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from .balance import BALANCE
-from .kinds import EVERY, TRIED, Kind, Value, kind_of, options_of, refusal, shown, states_of
+from .kinds import EVERY, TRIED, Kind, Value, kind_of, option_text, options_of, refusal, states_of
 
 DEFAULT = "adamw"
 _DECAY = "weight_decay"
@@ -89,7 +89,7 @@ class Recipe:
         balance: Mapping[str, float] | None = None,
     ) -> Recipe:
         """Read the options of train.py. Raises UsageError P0551."""
-        name, options = parsed(optimizer)
+        name, options = parse_recipe(optimizer)
         decay: dict[str, Value] = {} if weight_decay is None else {_DECAY: weight_decay}
         spared = [Group(globs=(glob,), options={_DECAY: "0"}) for glob in no_decay]
         return cls(
@@ -101,7 +101,7 @@ class Recipe:
 
     def __str__(self) -> str:
         """The optimizer without the groups, as `of` reads it."""
-        return written(self.name, self.options)
+        return recipe_text(self.name, self.options)
 
     def settings(self, name: str, dims: int) -> UpdateRule:
         """The update of a parameter. Muon only updates matrices; AdamW updates the others, with the same weight decay.
@@ -130,7 +130,7 @@ class Recipe:
         """Raise UsageError P0551 if a group has no parameter, or options that the optimizer of one lacks."""
         for group in self.groups:
             for glob in group.globs:
-                if not spared(dims, (glob,)):
+                if not matching_names(dims, (glob,)):
                     help = "plan.json lists the parameters' names; quote patterns, so that the shell keeps them"
                     raise refusal(f"{glob!r} matches no parameter", help)
         self.all_settings(dims)
@@ -141,25 +141,25 @@ class Recipe:
         return [list(states) for states in sorted(sets) if states]
 
 
-def parsed(text: str) -> tuple[str, dict[str, str]]:
+def parse_recipe(text: str) -> tuple[str, dict[str, str]]:
     """Parse `adamw:betas=0.9,0.95,eps=1e-8`: the name and the options. Raises UsageError P0551."""
     name, found, options = text.partition(":")
     return name, _pairs(options) if found else {}
 
 
-def written(name: str, options: Mapping[str, Value]) -> str:
-    """The text that `parsed` reads."""
-    pairs = ",".join(f"{key}={shown(value)}" for key, value in sorted(options.items()))
+def recipe_text(name: str, options: Mapping[str, Value]) -> str:
+    """The text that `parse_recipe` reads."""
+    pairs = ",".join(f"{key}={option_text(value)}" for key, value in sorted(options.items()))
     return f"{name}:{pairs}" if pairs else name
 
 
-def merged(text: str, given: Mapping[str, str]) -> str:
+def merged_recipe(text: str, given: Mapping[str, str]) -> str:
     """The optimizer's text with further options. Raises UsageError P0551."""
-    name, options = parsed(text)
-    return written(name, options_of(kind_of(name), {**options, **given}))
+    name, options = parse_recipe(text)
+    return recipe_text(name, options_of(kind_of(name), {**options, **given}))
 
 
-def spared(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+def matching_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     """The names that match one of the patterns."""
     return {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
 

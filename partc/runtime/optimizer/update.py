@@ -21,7 +21,7 @@ from .flat import FLAT, Buffers, flat
 from .gradients import Gradients, Scaled
 from .kinds import refusal
 from .optimizer import Optimizer, Several, TorchOptimizer, attach_gradients, make_optimizers
-from .recipe import UpdateRule, written
+from .recipe import UpdateRule, recipe_text
 from .rows import RowwiseAdagrad
 from .whole import WholeOptimizer
 
@@ -159,7 +159,7 @@ class Update:
         return total.sqrt()
 
 
-def updating(
+def make_update(
     settings: Mapping[str, UpdateRule],
     parameters: MutableMapping[str, Tensor],
     gradients: Mapping[str, Tensor],
@@ -214,7 +214,7 @@ def _check_rows(settings: Mapping[str, UpdateRule], rows: Collection[str]) -> No
     for name, rule in settings.items():
         if name in rows and not rule.takes_rows:
             raise refusal(
-                f"the gradient of {name} is sparse in this package, and {written(rule.name, dict(rule.options))} "
+                f"the gradient of {name} is sparse in this package, and {recipe_text(rule.name, dict(rule.options))} "
                 "needs a dense one",
                 "compile with this optimizer: partc compile --optimizer, --group",
             )

@@ -33,7 +33,7 @@ def process_place() -> str:
     return place_of(os.getpid()) or "elsewhere"
 
 
-def condition(place: str) -> Condition:
+def run_state(place: str) -> Condition:
     """Whether a process runs. A process under a debugger counts as running."""
     machine, _, number = place.rpartition(":")[0].rpartition(":")
     if not machine or machine != _machine():
@@ -51,7 +51,7 @@ def condition(place: str) -> Condition:
 
 def end_stopped(place: str) -> None:
     """Kill a stopped process: a launcher has no gentler way, and the process must not continue later."""
-    if condition(place) == "stopped":
+    if run_state(place) == "stopped":
         with suppress(OSError):  # the process has ended, or belongs to another user
             os.kill(int(place.split(":")[-2]), signal.SIGKILL)
 

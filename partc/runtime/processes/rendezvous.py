@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import UsageError, tell
 from ..torch_private import connected_store, lone_store
-from .processes import condition, end_stopped, process_place, siblings
+from .processes import end_stopped, process_place, run_state, siblings
 from .signals import TERMINATING, Caught
 
 SPEAK = 20.0  # seconds after which a rank reports for which rank it waits
@@ -233,7 +233,7 @@ class _WatchedStore:
                 if rank not in self._known:
                     self._leave(f"rank {rank} died before it joined the others", 1)
         for rank, place in self._known.items():
-            found = condition(place)
+            found = run_state(place)
             if found == "gone" and rank != self._world.rank:
                 self._leave(f"rank {rank} died before it joined the others", 1)
             self._stopped[rank] = self._stopped.get(rank, 0.0) + passed if found == "stopped" else 0.0
@@ -243,10 +243,12 @@ class _WatchedStore:
 
     def _leave(self, why: str, code: int, *, stopped: Sequence[str] = ()) -> NoReturn:
         linger = 2.0 if self._world.hosts or stopped else 0.0
-        leave(why, self._world.rank, "the meeting of all ranks", code, linger=linger, stopped=stopped)
+        end_process(why, self._world.rank, "the meeting of all ranks", code, linger=linger, stopped=stopped)
 
 
-def leave(why: str, rank: int, doing: str, code: int, *, linger: float = 0.0, stopped: Sequence[str] = ()) -> NoReturn:
+def end_process(
+    why: str, rank: int, doing: str, code: int, *, linger: float = 0.0, stopped: Sequence[str] = ()
+) -> NoReturn:
     """End this process, whatever its main thread is doing, and stopped siblings; wait `linger` seconds first, for the
     other ranks.
     """

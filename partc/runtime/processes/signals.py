@@ -1,7 +1,7 @@
 """Signals that ask a rank to stop: blocked until a thread can handle them, then read from a pipe.
 
 Python's own handlers wait for the main thread, which may be inside a collective; the wake-up pipe does not. This module
-has no slow imports: train.py calls `hold` before it loads torch.
+has no slow imports: train.py calls `block_signals` before it loads torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ TERMINATING = (signal.SIGTERM, signal.SIGHUP)  # a launcher sends these to all r
 _ASKING = (*TERMINATING, signal.SIGINT, signal.SIGUSR1)
 
 
-def hold() -> None:
-    """Block the signals of this process until `release`."""
+def block_signals() -> None:
+    """Block the signals of this process until `unblock_signals`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
 
 
-def release() -> None:
+def unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKING)
 
 
@@ -37,7 +37,7 @@ class Caught:
         # Under nohup, SIGHUP is ignored and stays ignored.
         caught = [number for number in self._numbers if signal.getsignal(number) != signal.SIG_IGN]
         self._old_handlers = {number: signal.signal(number, lambda number, frame: None) for number in caught}
-        release()
+        unblock_signals()
         return self
 
     def __exit__(

@@ -28,8 +28,8 @@ from ..clock import Clock
 from ..errors import PeerLost, UsageError, tell
 from ..torch_private import clone_store
 from .interruption import Interruption
-from .processes import condition, end_stopped, process_place, siblings
-from .rendezvous import LauncherVariables, leave, store_holder
+from .processes import end_stopped, process_place, run_state, siblings
+from .rendezvous import LauncherVariables, end_process, store_holder
 from .signals import TERMINATING, Caught
 
 INTERVAL = 1.0  # seconds between signs of life, except in very large worlds
@@ -154,8 +154,8 @@ class Watchdog:
             turns = self._turns
             if seconds > self._patience + 2 * self._interval:
                 # Without a store, each rank has to find out itself, before it ends the processes that others observe.
-                found = {rank: place for rank, place in siblings().items() if condition(place) == "stopped"}
-                holder = condition(self._holder) == "stopped"
+                found = {rank: place for rank, place in siblings().items() if run_state(place) == "stopped"}
+                holder = run_state(self._holder) == "stopped"
                 why = f"{store_holder()} {'stalls, stopped by a signal' if holder else 'does not answer'}"
                 others = sorted(rank for rank, place in found.items() if place != self._holder)
                 why += "".join(f", rank {rank} stalls, stopped by a signal" for rank in others[:_NAMED])
@@ -238,7 +238,7 @@ class Watchdog:
         """
         if not seen.sign:
             return ""
-        found = condition(_place(seen.sign))
+        found = run_state(_place(seen.sign))
         if found == "gone":
             return "died" if self._sign(store, rank) else ""  # a process that left regularly has deleted its sign
         if found == "stopped":
@@ -256,7 +256,7 @@ class Watchdog:
     def _renew(self, store: Store, rank: int, seen: _Seen) -> None:
         """Renew the sign of a silent rank that runs on this machine, for ranks on other machines."""
         silent = SILENT * self._interval < seen.silent <= self._timeout
-        if silent and condition(_place(seen.sign)) == "runs":
+        if silent and run_state(_place(seen.sign)) == "runs":
             number, _, rest = seen.sign.partition(" ")
             seen.renewed = f"{number}+{seen.silent:.0f} {rest}"
             store.set(f"alive/{rank}", seen.renewed)
@@ -276,7 +276,7 @@ class Watchdog:
         _break_off(self._leaving)
         # Rank 0's process may host the store, from which others still have to read the failure.
         linger = 3 * self._interval if stopped or (code == 1 and not self._rank) else 0.0
-        leave(why, self._rank, doing, code, linger=linger, stopped=stopped)
+        end_process(why, self._rank, doing, code, linger=linger, stopped=stopped)
 
     def _outlast_others(self) -> None:
         """Wait for the others: rank 0's process may host the store, from which they still have to read the failure."""

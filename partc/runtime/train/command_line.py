@@ -15,9 +15,9 @@ from ..documents import Malformed, path_of
 from ..errors import UsageError
 from ..ops import attention_kernels
 from ..optimizer.kinds import KINDS
-from ..optimizer.recipe import spared
+from ..optimizer.recipe import matching_names
 from ..processes.devices import WANTED
-from .job import CONTINUED, DEFAULTS, KEEP, SAVE_EVERY, Job, contradicted, option, uncaptured, with_options
+from .job import CONTINUED, DEFAULTS, KEEP, SAVE_EVERY, Job, contradiction, option, uncaptured_refusal, with_options
 from .tokens import DTYPES as TOKENS
 from .trace import wanted_steps
 from .tuning import read_table
@@ -298,7 +298,7 @@ def _check_values(arguments: dict[str, Any]) -> None:
         wanted_steps(arguments["trace_steps"], 0, arguments["steps"])
     if arguments["tuned"] is not None:
         if not arguments["tuning"]:
-            raise contradicted("--tuned and --no-tuning exclude each other", "--no-tuning")
+            raise contradiction("--tuned and --no-tuning exclude each other", "--no-tuning")
         read_table(arguments["tuned"])
     if arguments["resume"] == "" and arguments["save"] is None:
         raise UsageError("P0521", "--resume has no folder", "name one, or add --save DIR to continue there", alike=True)
@@ -319,7 +319,7 @@ def _job(arguments: dict[str, Any], root: Path, plan: dict[str, Any]) -> Job:
     """
     command = plan.get("command", {})
     for pattern in arguments["no_decay"] or ():
-        if not spared(plan["parameters"], (pattern,)):
+        if not matching_names(plan["parameters"], (pattern,)):
             help = "plan.json lists the parameters' names; quote patterns, so that the shell leaves them as they are"
             raise UsageError("P0521", f"--no-decay {pattern!r} matches no parameter", help, alike=True)
     if arguments["cuda_graphs"] is None:
@@ -335,7 +335,7 @@ def _job(arguments: dict[str, Any], root: Path, plan: dict[str, Any]) -> Job:
     for needed, dependents in _DEPENDENT.items():
         for name, default in dependents.items():
             if not arguments[needed] and arguments[name] != default:
-                raise contradicted(f"{option(name)} has no effect without {option(needed)}", option(name))
+                raise contradiction(f"{option(name)} has no effect without {option(needed)}", option(name))
     for name in ("data", "eval_data"):
         if arguments[name] is not None:
             arguments[name] = str(arguments[name].resolve())
@@ -363,10 +363,10 @@ def _optimizer_options() -> dict[str, list[str]]:
 def _check_graphs(arguments: dict[str, Any], plan: dict[str, Any]) -> None:
     """Raise UsageError P0533 if CUDA graphs are wanted but the host takes part in a step."""
     if "uncaptured" in plan:
-        raise uncaptured(plan["uncaptured"], "leave out --cuda-graphs, or add --no-cuda-graphs")
+        raise uncaptured_refusal(plan["uncaptured"], "leave out --cuda-graphs, or add --no-cuda-graphs")
     for name, why in (
         ("check_nans", "stops in the middle of a step"),
         ("trace", "reads the time in the middle of a step"),
     ):
         if arguments[name]:
-            raise uncaptured(f"{option(name)} {why}", f"leave out {option(name)}, or add --no-cuda-graphs")
+            raise uncaptured_refusal(f"{option(name)} {why}", f"leave out {option(name)}, or add --no-cuda-graphs")

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..documents import Malformed
 from ..errors import UsageError
 from ..layout import Shard, microbatch_part
-from .entries import constants, entries, rebuilt, short
+from .entries import constants_as_text, entries, rebuilt_batch, short_text
 from .examples import ExampleRows, as_entry, batch_rows, is_stream, is_table
 from .position import decoded, encoded
 from .precision import as_real, dtype_held
@@ -146,7 +146,7 @@ class MadeWhole:
         found = self._held.get(number)
         if found is None:
             batch = self._make(number)
-            found = batch, fitting(batch, self._plan, f"batch {number} of {self._name}")
+            found = batch, fitting_batch(batch, self._plan, f"batch {number} of {self._name}")
             self._held[number] = found
             for old in sorted(self._held)[: len(self._held) - self._kept]:
                 del self._held[old]
@@ -234,7 +234,7 @@ class InOrder(MadeWhole):
             cause = f"{self._name} of the model file has no column {absent[0]!r}"
             raise _unfit(cause, "name columns like the entries of batch(): rename_column")
         found = {name: as_entry(batch[name], name, shard, rows) for name, shard in self._shards.items()}
-        return rebuilt(self._form, found)
+        return rebuilt_batch(self._form, found)
 
     def _next_item(self) -> Any:
         if self._iterator is None:
@@ -332,14 +332,14 @@ def source(
     return MadeWhole(make, plan, f"{name}(step)" if hasattr(module, name) else "batch()", kept=kept)
 
 
-def fitting(batch: Any, plan: Mapping[str, Any], what: str) -> dict[str, Tensor]:
+def fitting_batch(batch: Any, plan: Mapping[str, Any], what: str) -> dict[str, Tensor]:
     """The tensors of a batch by path, if it has the form that was compiled. Raises UsageError P0543."""
     try:
         found = entries(batch)
     except Malformed as error:
         raise _unfit(f"{what} {error}", "return what batch() returns") from None
     tensors = {name: as_real(x) for name, x in found.items() if isinstance(x, Tensor)}
-    others = constants(found)
+    others = constants_as_text(found)
     expected: dict[str, str] = plan.get("constants", {})
     for name in (*plan["inputs"], *expected):
         if name not in found:
@@ -353,9 +353,9 @@ def fitting(batch: Any, plan: Mapping[str, Any], what: str) -> dict[str, Tensor]
             raise _unfit(f"{name!a} in {what} has shape {list(x.shape)}, of batch() {list(shape)}", help)
     for name, text in others.items():
         if text != expected.get(name):
-            known = f"{short(expected[name])} was compiled" if name in expected else "batch() has none there"
+            known = f"{short_text(expected[name])} was compiled" if name in expected else "batch() has none there"
             help = "an entry that changes is a tensor; one that neither model nor loss reads can be left out"
-            raise _unfit(f"{name!a} in {what} is {short(text)}, and {known}", help)
+            raise _unfit(f"{name!a} in {what} is {short_text(text)}, and {known}", help)
     return tensors
 
 
@@ -398,10 +398,10 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
     """The batch with its floating-point tensors in the dtype in which the package computes."""
     try:
         found = entries(batch)
-    except Malformed:  # `fitting` explains the error
+    except Malformed:  # `fitting_batch` explains the error
         return batch
     held = {name: x.to(dtype_held(x.dtype, dtype)) for name, x in found.items() if isinstance(x, Tensor)}
-    return rebuilt(batch, {name: x for name, x in held.items() if x is not found[name]})
+    return rebuilt_batch(batch, {name: x for name, x in held.items() if x is not found[name]})
 
 
 def local_batch(

@@ -2,7 +2,7 @@
 
     {"inputs": {"ids": x}, "weights": (y, 0.5)}  ->  inputs.ids: x, weights.0: y, weights.1: 0.5
 
-Mappings, lists, tuples and dataclasses nest to any depth. `rebuilt` makes objects of the user's own types again.
+Mappings, lists, tuples and dataclasses nest to any depth. `rebuilt_batch` makes objects of the user's own types again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def entries(batch: Any) -> Entries:
     return found
 
 
-def rebuilt(batch: Any, found: Mapping[str, Any]) -> Any:
+def rebuilt_batch(batch: Any, found: Mapping[str, Any]) -> Any:
     """A batch with the form and types of `batch`, and the entries in `found`."""
     return _mapped(batch, "", lambda path, item: found.get(path, item))
 
@@ -63,7 +63,7 @@ def of_model(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if type(batch) in (list, tuple) else model(batch)
 
 
-def constants(found: Mapping[str, Any]) -> dict[str, str]:
+def constants_as_text(found: Mapping[str, Any]) -> dict[str, str]:
     """The entries that are not tensors, as text."""
     return {path: repr(item) for path, item in found.items() if not isinstance(item, Tensor)}
 
@@ -80,7 +80,7 @@ def types(batch: Any) -> set[type]:
     return found.union(*map(types, below))
 
 
-def short(text: str) -> str:
+def short_text(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

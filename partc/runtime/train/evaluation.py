@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Comm
-from ..device.sending import bring
+from ..device.sending import to_device
 from ..execution.executor import parse_schedule, run_forward
 from ..execution.stage import PipelineStage
 from ..layout import Shard
@@ -59,7 +59,7 @@ class Evaluation:
         for number in range(job.eval_batches):
             clock.entering("data of an evaluation")
             part = batches.part(number, inputs, job.sizes, self.place.coordinate)
-            local = {name: bring(x, self.device) for name, x in part.items()}
+            local = {name: to_device(x, self.device) for name, x in part.items()}
             pieces = cut(local, inputs, job.sizes, job.plan["microbatches"])
             for path, value in run_forward(stages, self.comm, actions, local, pieces, job.sizes).items():
                 name = f"evaluation/{path}" if path else "evaluation"

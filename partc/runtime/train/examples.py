@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..layout import Shard, local_part
-from .entries import rebuilt
+from .entries import rebuilt_batch
 
 
 def is_table(data: Any) -> bool:
@@ -51,7 +51,7 @@ class ExampleRows:
             raise UsageError("P0544", cause, "give a longer one, or compile for a smaller batch", alike=True)
 
     def batch(self, number: int) -> Any:
-        return rebuilt(self._form, self._read(number, self._shards, range(self.rows)))
+        return rebuilt_batch(self._form, self._read(number, self._shards, range(self.rows)))
 
     def part(
         self, number: int, inputs: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]

@@ -14,11 +14,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..checkpoint.boxes import Box, pieces, speaks
+from ..checkpoint.boxes import Box, pieces, writes_tensor
 from ..checkpoint.restore import newest
-from ..checkpoint.safetensors import begun, raw
+from ..checkpoint.safetensors import raw, tensor_offsets
 from ..comm.comm import Comm
-from ..device.sending import bring
+from ..device.sending import to_device
 from ..errors import UsageError, shown, tell, writing
 from ..execution.executor import run_forward
 from ..execution.stage import PipelineStage
@@ -131,7 +131,7 @@ def _infer(
                 if job.steps or not number or error.code != "P0544":
                     raise
                 break
-            local = {name: bring(x, device) for name, x in part.items()}
+            local = {name: to_device(x, device) for name, x in part.items()}
             microbatches = cut(local, rank.inputs, job.sizes, job.plan["microbatches"])
             found = run_forward(stages, comm, rank.actions, local, microbatches, job.sizes)
             clock.entering("the writing of results")
@@ -165,7 +165,7 @@ def _write(job: Job, path: Path, found: Mapping[str, Tensor], rank: Rank, comm: 
     shards = {name: Shard(entry["dtype"] + entry["layout"]) for name, entry in plan.items()}
     unfinished, place = path.with_name(path.name + ".part"), rank.place.coordinate
     with writing(path, rank.number):
-        starts, header = begun({name or _ALONE: (shard.dtype, shard.shape) for name, shard in shards.items()})
+        starts, header = tensor_offsets({name or _ALONE: (shard.dtype, shard.shape) for name, shard in shards.items()})
         if rank.number == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             with unfinished.open("wb") as file:
@@ -175,7 +175,7 @@ def _write(job: Job, path: Path, found: Mapping[str, Tensor], rank: Rank, comm: 
         mine = {
             name: value
             for name, value in found.items()
-            if speaks(name, shards[name].cut, job.sizes, place, [plan[name]["place"]])
+            if writes_tensor(name, shards[name].cut, job.sizes, place, [plan[name]["place"]])
         }
         if mine:
             with unfinished.open("r+b") as file:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import call_with_options
-from .plain_tensors import registered
+from .plain_tensors import with_registered_tensors
 from .replay import CannotReplay, Recording, named_tensors, record
 
 SMALL = 64 << 20  # bytes; replaying loads modules of torch that take more
@@ -45,7 +45,7 @@ def initialise(
         recording.replay(wanted, take, threads=_threads())
         return
     torch.manual_seed(seed)
-    for name, x in named_tensors(registered(build())):
+    for name, x in named_tensors(with_registered_tensors(build())):
         if name in wanted:
             take(name, x)
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..checkpoint.given_parameters import fitting
+from ..checkpoint.given_parameters import under_plan_names
 from ..checkpoint.manifest import checkpoints, read, states_in, step_of
 from ..checkpoint.restore import Checkpoint, Say, newest
 from ..documents import Malformed, decoded, parsed, regular
@@ -181,22 +181,22 @@ def with_options(job: Job, before: str = "") -> Job:
     Raises UsageError P0521, P0533 and P0551.
     """
     text = job.optimizer
-    if before and recipes.parsed(before)[0] == recipes.parsed(text)[0]:
-        text = recipes.merged(before, recipes.parsed(text)[1])
-    job = dataclasses.replace(job, optimizer=recipes.merged(text, job.options), options={})
+    if before and recipes.parse_recipe(before)[0] == recipes.parse_recipe(text)[0]:
+        text = recipes.merged_recipe(before, recipes.parse_recipe(text)[1])
+    job = dataclasses.replace(job, optimizer=recipes.merged_recipe(text, job.options), options={})
     if job.min_lr > job.lr:
-        raise contradicted(f"--min-lr {job.min_lr:g} is more than --lr {job.lr:g}", "--min-lr")
+        raise contradiction(f"--min-lr {job.min_lr:g} is more than --lr {job.lr:g}", "--min-lr")
     if job.min_lr and "min_lr" in job.given and job.lr_schedule == "constant":
-        raise contradicted("--min-lr is the end of a schedule that falls, and this one is constant", "--min-lr")
+        raise contradiction("--min-lr is the end of a schedule that falls, and this one is constant", "--min-lr")
     for name in ("data_dtype", "data_labels"):
         if name in job.given and job.data is None and job.eval_data is None:
-            raise contradicted(f"{option(name)} has no effect without --data", option(name))
+            raise contradiction(f"{option(name)} has no effect without --data", option(name))
     shapes = {name: len(entry["shape"]) for name, entry in job.plan["parameters"].items()}
     job.recipe.check(shapes)
     for name, settings in job.recipe.all_settings(job.dims).items():
         if job.cuda_graphs and not settings.kind.fused:
             why = f"the update of {name} by {settings.name} takes numbers from the host"
-            raise uncaptured(why, "add --no-cuda-graphs, or choose adam, adamw or sgd")
+            raise uncaptured_refusal(why, "add --no-cuda-graphs, or choose adam, adamw or sgd")
     return job
 
 
@@ -218,7 +218,7 @@ def check_places(job: Job) -> None:
     if job.init is not None and resume is None:
         with suppress(_Undecided):
             try:
-                fitting(job.init, job.plan, _undecided)
+                under_plan_names(job.init, job.plan, _undecided)
             except UsageError as error:
                 raise UsageError(error.code, error.cause, error.help, alike=True) from error
     folders = {"save": job.save, "trace": job.trace, "record": job.record, "report": job.report}
@@ -229,7 +229,7 @@ def check_places(job: Job) -> None:
     for name, (path, folder) in places.items():
         user = users.setdefault(path.absolute(), name)
         if user != name:
-            raise contradicted(f"{option(user)} and {option(name)} both name {path}", option(name))
+            raise contradiction(f"{option(user)} and {option(name)} both name {path}", option(name))
         why = _why_not(name, path, folder)
         if why:
             raise UsageError("P0526" if name == "save" else "P0538", why, _ROOM, alike=True)
@@ -282,11 +282,11 @@ def _is_log(path: Path) -> bool:
         return False
 
 
-def uncaptured(cause: str, help: str) -> UsageError:
+def uncaptured_refusal(cause: str, help: str) -> UsageError:
     return UsageError("P0533", f"a step cannot be recorded as CUDA graphs: {cause}", help, alike=True)
 
 
-def contradicted(cause: str, option: str) -> UsageError:
+def contradiction(cause: str, option: str) -> UsageError:
     return UsageError("P0521", cause, f"leave out {option}, or correct it", alike=True)
 
 
@@ -333,7 +333,7 @@ def _continued(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
 def _check_states(job: Job, checkpoint: Checkpoint) -> None:
     """Raise UsageError P0521 if the tensors that the optimizer keeps are not those in the checkpoint."""
     mine, theirs = job.recipe.states(job.dims), sorted(map(list, states_in(checkpoint.run)))
-    if recipes.parsed(job.optimizer)[0] != recipes.parsed(checkpoint.run["optimizer"])[0] or mine != theirs:
+    if recipes.parse_recipe(job.optimizer)[0] != recipes.parse_recipe(checkpoint.run["optimizer"])[0] or mine != theirs:
         raise UsageError(
             "P0521",
             f"the optimizer is {job.optimizer}, the checkpoint was made with {checkpoint.run['optimizer']}",

@@ -21,7 +21,7 @@ _DEPTH, _LONGEST = 4, 4096
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
-def registered(model: Any, wanted: Callable[[str], bool] = lambda name: True) -> Any:
+def with_registered_tensors(model: Any, wanted: Callable[[str], bool] = lambda name: True) -> Any:
     """The model; plain tensors of its modules become non-persistent buffers.
 
     Not so tensors that require gradients, those in the memory of a weight, and those whose names are not `wanted`.

@@ -32,7 +32,7 @@ from ..torch_private import (
     tree_map_only,
     without_modes,
 )
-from .plain_tensors import registered
+from .plain_tensors import with_registered_tensors
 from .precision import as_real
 
 # Operations that overwrite their first argument without reading it.
@@ -397,7 +397,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
     try:
         recorder = _Recorder(recording)
         with FakeTensorMode(allow_non_fake_inputs=True), recorder, _Surroundings():
-            model = registered(build())
+            model = with_registered_tensors(build())
             for name, x in named_tensors(model):
                 recording.tensors[name] = recorder._view(x)
         if not torch.equal(generator.get_state(), untouched):

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..clock import Interval, machine
 from ..comm.comm import Comm, Link
 from ..device.peak_flops import peak
-from ..device.sending import bring
+from ..device.sending import to_device
 from ..layout import DTYPES
 from .job import Job
 from .trace import Trace, wanted_steps
@@ -111,7 +111,7 @@ class Times:
 
     def _mean(self, intervals: Sequence[Interval]) -> Split:
         own = torch.tensor(split(intervals, self._lateness.of(intervals)), dtype=torch.float64)
-        own = bring(own, self._comm.device)
+        own = to_device(own, self._comm.device)
         return Split(*(self._summed(own) / self._ranks).tolist())
 
     def _summed(self, x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class _Lateness:
         """Exchange numbers over links: `said` is sent over outgoing ones; returns those received over incoming ones."""
         device = self._comm.device
         for link, numbers in said.items():
-            self._comm.send(bring(torch.tensor(numbers, dtype=torch.int64), device), link)
+            self._comm.send(to_device(torch.tensor(numbers, dtype=torch.int64), device), link)
         heard = {link: self._comm.recv((count,), torch.int64, link) for link, count in counts.items()}
         self._comm.drain()
         return {link: x.wait().tolist() for link, x in heard.items()}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..device.cuda_graphs import RecordedGraph, RecordedWork
-from ..device.sending import bring, finish, send
+from ..device.sending import finish, send, to_device
 from ..errors import UsageError
 from ..execution.executor import Acks, Action, run_step
 from ..execution.stage import PipelineStage
@@ -124,7 +124,7 @@ class Steps:
         if self.graph is None or not self._local:
             # Replays write to these later.
             part = part if self.graph is None else {name: x.clone() for name, x in part.items()}
-            self._local = {name: bring(x, self.device) for name, x in part.items()}
+            self._local = {name: to_device(x, self.device) for name, x in part.items()}
             return
         for name, x in part.items():
             there = self._local[name]

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..documents import regular
 from ..errors import UsageError
 from ..layout import Shard, local_part, short_name
-from .entries import rebuilt
+from .entries import rebuilt_batch
 
 DTYPES = {name: getattr(torch, name) for name in ("uint8", "uint16", "uint32", "int32", "int64")}
 _NPY = {"|u1": "uint8", "<u2": "uint16", "<u4": "uint32", "<i4": "int32", "<i8": "int64"}
@@ -134,7 +134,7 @@ class TokenRows:
         return f"{self._file.path}: {labels if len(self.names) == 2 else ''}{self.count:,} rows in an epoch"
 
     def batch(self, number: int) -> Any:
-        return rebuilt(self._form, {name: self._read(number, name, range(self.rows)) for name in self.names})
+        return rebuilt_batch(self._form, {name: self._read(number, name, range(self.rows)) for name in self.names})
 
     def part(
         self, number: int, inputs: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]

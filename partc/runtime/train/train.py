@@ -27,7 +27,7 @@ from ..processes.devices import own_device, shared_device
 from ..processes.interruption import Interruption, VirtualInterruption
 from ..processes.ownership import claim_folder
 from ..processes.rendezvous import common_store, world, world_size
-from ..processes.signals import Caught, release
+from ..processes.signals import Caught, unblock_signals
 from ..processes.watchdog import Watchdog, breaking_off
 from ..torch_private import lone_store
 from ..whole_files import write_whole
@@ -86,7 +86,7 @@ def _report_refusal(folder: Path, error: UsageError) -> None:
 def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:
     from ..comm.virtual import VirtualComm, World
 
-    release()
+    unblock_signals()
     store = lone_store()
     together = Together(store, 0, 1)
     if job.save is not None:

@@ -29,7 +29,7 @@ from ..execution.stage import PipelineStage
 from ..layout import ModelView, Shard, tokens_per_step
 from ..optimizer.gradients import Gradients
 from ..optimizer.optimizer import Optimizer
-from ..optimizer.update import LossScale, Rate, Update, updating, write_casts
+from ..optimizer.update import LossScale, Rate, Update, make_update, write_casts
 from ..plan import PlanRouter
 from ..processes.interruption import Interruption, VirtualInterruption
 from ..whole_files import write_whole
@@ -126,7 +126,7 @@ class _Trained:
         )
         view = ModelView(rank.shards, job.sizes, rank.place.coordinate)
         parameters, gradients = view.tensors(rank.parameters), view.tensors(memory.gradients)
-        optimizer, scaled = updating(
+        optimizer, scaled = make_update(
             job.recipe.all_settings(job.dims),
             parameters,
             gradients,

@@ -92,7 +92,7 @@ def configure_kernels(
             if file is not None:
                 text = json.dumps(from_given(kernels, file, place, say))
             else:
-                text = json.dumps(tuned(kernels, folder / FILE, place, Clocked(device), say))
+                text = json.dumps(tuned_choices(kernels, folder / FILE, place, Clocked(device), say))
         except UsageError as error:
             text = f"{_WRONG}{error.cause}"
         torch.cuda.empty_cache()
@@ -120,7 +120,7 @@ def fastest(candidates: Sequence[Configuration], seconds: Callable[[Configuratio
     return dict(candidates[best] if times[best] < BETTER * own else candidates[0])
 
 
-def tuned(
+def tuned_choices(
     kernels: Sequence[TunableKernel],
     file: Path,
     place: str,
@@ -150,7 +150,7 @@ def tuned(
 
 
 def read_table(file: Path) -> Table:
-    """The table in a user's file, in the format of `tuned`; digests are optional. Raises UsageError P0532."""
+    """The table in a user's file, in the format of `tuned_choices`; digests are optional. Raises UsageError P0532."""
     try:
         return decoded(Table, parsed(contents(file)))
     except Malformed as error:
@@ -198,7 +198,7 @@ class Clocked:
 
     def __call__(self, kernel: TunableKernel, choice: Configuration) -> float:
         kernel.run_with(choice)
-        forget(kernel.module)
+        reload_kernels(kernel.module)
         try:
             if self._trial is None or self._trial[0] != kernel.name:
                 self._trial = None  # releases the previous trial's memory first
@@ -224,7 +224,7 @@ class Clocked:
         return 1e-3 * float(start.elapsed_time(end))
 
 
-def forget(module: ModuleType) -> None:
+def reload_kernels(module: ModuleType) -> None:
     """Make Triton load a module's kernels again, from its disk cache or by compiling them."""
     for function in _compiled(module):
         function.device_caches.clear()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc import passes
 from partc.compilation.given_options import BUCKET, DEFAULTS
-from partc.compilation.lowering import UNPROVED, PassRuns
+from partc.compilation.lowering import UNPROVED, Lowering, PassRuns
 from partc.compilation.options import TABLE, Options, as_compile_errors
 from partc.compilation.phase_notes import (
     count_text,
@@ -189,7 +189,7 @@ class Compilation:
     extra: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # differences from the whole batch on one device
     again: Compiled | None = None  # compiles the same model with other options, up to the proof
-    rehearsed: KnownSteps = field(default_factory=list)  # steps of programs, of which one may be the finished one
+    rehearsed: KnownSteps = ()  # steps of programs, of which one may be the finished one
 
     @property
     def program(self) -> Program:
@@ -328,17 +328,17 @@ def compilation(
     observe: passes.Observer = lambda step: None,
     on_phase: PhaseObserver = lambda phase: None,
     origins: dict[OriginKey, Origin] | None = None,
-    lowering: PassRuns | None = None,
+    pass_runs: PassRuns | None = None,
     ahead: bool = True,
 ) -> Compilation:
     """Trace the model and run the passes, up to `until`; `observe` receives every step with its program.
 
-    `functions` belong to a model that is given as an object. `origins` has earlier traces of the model and `lowering`
-    its earlier passes; new ones are added to both. Without `ahead`, ZeRO 3 gathers nothing ahead, which suffices to
-    determine memory.
+    `functions` belong to a model that is given as an object. `origins` has earlier traces of the model and
+    `pass_runs` its earlier passes; new ones are added to both. Without `ahead`, ZeRO 3 gathers nothing ahead, which
+    suffices to determine memory.
     """
     known = {} if origins is None else origins
-    shared = PassRuns() if lowering is None else lowering
+    shared = PassRuns() if pass_runs is None else pass_runs
     phases: dict[str, float] = {}
 
     def done(phase: Phase) -> None:
@@ -380,8 +380,8 @@ def compilation(
         observe(step)
         done(Phase(label=step.label, seconds=step.seconds, note=phase_note(step)))
 
-    def lowered(program: Program) -> tuple[passes.PassResult, ...]:
-        return shared.steps(program, options, until=until, observe=stepped, ahead=ahead)
+    def lower(program: Program) -> Lowering:
+        return shared.lower(program, options, until=until, observe=stepped, ahead=ahead)
 
     if options.forward_only:
         from partc.compilation.evaluation import forward_only
@@ -408,33 +408,35 @@ def compilation(
         options = replace(options, optimizer=own.optimizer, group=own.groups, lr=rate)
     warnings: tuple[str, ...] = ()
     try:
-        steps = lowered(origin.program)
+        lowering = lower(origin.program)
     except PartcError as error:
         if error.code != "P0402":
             raise
         warnings = (coupling_sentence(error, options.microbatches),)
         origin = traced(separate=True)
-        steps = lowered(origin.program)
+        lowering = lower(origin.program)
     evaluated = None
     if until is None and (origin.evaluates or options.eval_every):
         from partc.compilation.evaluation import evaluation
 
         start = time.perf_counter()
-        evaluated, said = evaluation(lambda batches: origin_of(batches, "evaluate").program, steps[-1].program, options)
+        evaluated, said = evaluation(
+            lambda batches: origin_of(batches, "evaluate").program, lowering.steps[-1].program, options
+        )
         warnings = (*warnings, *said)
         done(Phase(label="Evaluation", seconds=time.perf_counter() - start, note=size(evaluated)))
     return Compilation(
         evaluation=evaluated,
         warnings=(*warnings, *origin.assumed),
         traced=origin.program,
-        steps=steps,
+        steps=lowering.steps,
         model_source=origin.source,
         model_options=origin.options,
         options=options,
         phases=phases,
         constants=origin.constants,
         extra=origin.extra,
-        rehearsed=shared.rehearsed,
+        rehearsed=lowering.rehearsed,
         again=lambda other, *, ahead=True: (
             compilation(
                 model,
@@ -444,7 +446,7 @@ def compilation(
                 model_options=model_options,
                 until=UNPROVED,
                 origins=known,
-                lowering=shared,
+                pass_runs=shared,
                 ahead=ahead,
             ).program
         ),

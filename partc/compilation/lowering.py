@@ -22,16 +22,25 @@ _SAVING, _AHEAD = passes.before("recompute")[-1], passes.before("prefetch")[-1]
 
 
 @dataclass(frozen=True, slots=True)
+class Lowering:
+    """The steps of the passes, and the steps of the programs that were rehearsed to decide what is gathered ahead; one
+    of these may be the finished program.
+    """
+
+    steps: tuple[passes.PassResult, ...]
+    rehearsed: KnownSteps = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PassRuns:
     """Runs the passes over the programs of one model. Programs under different options share passes with equal
     inputs.
     """
 
-    rehearsed: KnownSteps = field(default_factory=list)  # programs that were compared for the latest one
     _shared: passes.Shared = field(default_factory=passes.Shared)
     _verifiers: dict[tuple[Mesh, int], Verifier] = field(default_factory=dict)
 
-    def steps(
+    def lower(
         self,
         traced: Program,
         options: Options,
@@ -39,24 +48,23 @@ class PassRuns:
         until: str | None = None,
         observe: passes.Observer = lambda step: None,
         ahead: bool = True,
-    ) -> tuple[passes.PassResult, ...]:
-        """The steps of the passes up to `until`; each is reported once.
+    ) -> Lowering:
+        """Run the passes up to `until`; each step is reported once.
 
         With a budget, the cheapest recomputation that fits is chosen. ZeRO 3 gathers ahead as far as this does not
         raise any rank's peak. Without `ahead` nothing is gathered ahead: the program has the same peaks and is found
         sooner.
         """
         if options.zero < 3 or (until is not None and until in passes.before("prefetch")):
-            return self._fitted(traced, options, until, observe)
-        from partc.rehearsal.late import gathering_actions, late_actions
+            return Lowering(self._fitted(traced, options, until, observe))
+        from partc.rehearsal.late import LateActions, gathering_actions, late_actions
 
         first = self._fitted(traced, options, _AHEAD, observe)
         program = first[-1].program
-        known = options.for_passes | {
-            "late": late_actions(program, self.rehearsed) if ahead else gathering_actions(program)
-        }
-        verify = self._verifier(program)
-        return (*first, *passes.run(program, known, until=until, behind=_AHEAD, verify=verify, observe=observe))
+        late = late_actions(program) if ahead else LateActions(gathering_actions(program))
+        known, verify = options.for_passes | {"late": late.names}, self._verifier(program)
+        rest = passes.run(program, known, until=until, behind=_AHEAD, verify=verify, observe=observe)
+        return Lowering((*first, *rest), late.compared)
 
     def _fitted(
         self, traced: Program, options: Options, until: str | None, observe: passes.Observer

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from partc.ir.mesh import PIPELINE_AXIS
@@ -16,7 +17,15 @@ from partc.ir.program import Program
 from partc.passes.prefetch import gathers, prefetch
 from partc.rehearsal.composition import Course
 from partc.rehearsal.ledger import Ledger
-from partc.rehearsal.rehearsal import KnownSteps, steps
+from partc.rehearsal.rehearsal import KnownSteps, Steps, steps
+
+
+@dataclass(frozen=True, slots=True)
+class LateActions:
+    """The names of late actions (`0B`), and the steps of the programs that were compared to find them."""
+
+    names: frozenset[str]
+    compared: KnownSteps = ()
 
 
 def gathering_actions(program: Program) -> frozenset[str]:
@@ -25,31 +34,28 @@ def gathering_actions(program: Program) -> frozenset[str]:
     return frozenset(name for place in places for name in _gathering(program, place))
 
 
-def late_actions(program: Program, known: KnownSteps) -> frozenset[str]:
-    """The names of the late actions of a program before the pass `prefetch`: none if no peak rises, else found one by
-    one. `known` receives the steps of the programs that were compared.
-    """
-    known.clear()
+def late_actions(program: Program) -> LateActions:
+    """The late actions of a program before the pass `prefetch`: none if no peak rises, else found one by one."""
     places = [_gathering(program, place) for place in range(program.mesh.axis(PIPELINE_AXIS))]
     every = gathering_actions(program)
     if not every:
-        return every
-    ahead = prefetch(program)
-    known.append((ahead, steps(ahead)))
-    if all(_peaks_before(ahead, place, step) for place, step in enumerate(known[-1][1])):
-        return frozenset()
-    found = [step.peak for step in known[-1][1]]
-    limits = _peaks(program, every, known)
+        return LateActions(every)
+    ahead, courses = everything = _with_steps(program, frozenset())
+    if all(_peaks_before(ahead, place, course) for place, course in enumerate(courses)):
+        return LateActions(frozenset(), (everything,))
+    compared = [everything, _with_steps(program, every)]
+    found, limits = map(_peaks, compared)
     chosen = [set(names) if peak <= limit else set() for names, peak, limit in zip(places, found, limits, strict=True)]
     rest = [[] if peak <= limit else names for names, peak, limit in zip(places, found, limits, strict=True)]
     for candidates in zip_longest(*rest):
         tried = [here | ({new} if new else set()) for here, new in zip(chosen, candidates, strict=True)]
-        found = _peaks(program, every - _union(tried), known)
+        compared.append(_with_steps(program, every - _union(tried)))
+        found = _peaks(compared[-1])
         chosen = [
             more if peak <= limit else here
             for here, more, peak, limit in zip(chosen, tried, found, limits, strict=True)
         ]
-    return every - _union(chosen)
+    return LateActions(every - _union(chosen), tuple(compared))
 
 
 def _peaks_before(program: Program, place: int, step: Course | Ledger) -> bool:
@@ -70,10 +76,14 @@ def _union(places: Iterable[set[str]]) -> frozenset[str]:
     return frozenset(name for names in places for name in names)
 
 
-def _peaks(program: Program, late: frozenset[str], known: KnownSteps) -> list[int]:
+def _with_steps(program: Program, late: frozenset[str]) -> tuple[Program, Steps]:
+    """The program with these late actions, and its steps."""
     ahead = prefetch(program, late=late)
-    known.append((ahead, steps(ahead)))
-    return [step.peak for step in known[-1][1]]
+    return ahead, steps(ahead)
+
+
+def _peaks(compared: tuple[Program, Steps]) -> list[int]:
+    return [course.peak for course in compared[1]]
 
 
 def _gathering(program: Program, place: int) -> list[str]:

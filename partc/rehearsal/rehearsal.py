@@ -58,7 +58,7 @@ from partc.runtime.train.data import local_batch
 from partc.torch_private import TorchDispatchMode
 
 Steps = tuple[Course | Ledger, ...]  # of the ranks at each pipeline coordinate
-KnownSteps = list[tuple[Program, Steps]]  # with the default optimizer
+KnownSteps = tuple[tuple[Program, Steps], ...]  # with the default optimizer
 Sizes = Mapping[str, int]
 Coordinate = Mapping[str, int]
 _ROWS = 5  # so many rows of a sum show its peak memory
@@ -109,7 +109,7 @@ def rehearsed(
     groups: Sequence[str] = (),
     modules: Modules | None = None,
     whole: bool = False,
-    known: KnownSteps | None = None,
+    known: KnownSteps = (),
 ) -> tuple[Account, Steps]:
     """The account, and the step of each pipeline rank. With `whole`, all ranks play all their actions.
 
@@ -118,7 +118,7 @@ def rehearsed(
     """
     rehearsal = _Rehearsal(program, Recipe.of(optimizer, groups=groups), modules)
     whole |= bool(groups)
-    alike = (steps for other, steps in known or () if not whole and optimizer == DEFAULT and other == program)
+    alike = (steps for other, steps in known if not whole and optimizer == DEFAULT and other == program)
     courses = next(alike, None) or rehearsal.courses(whole=whole)
     ranks = tuple(
         course.rank(place, program.stages_at(place), rehearsal.copied(place)) for place, course in enumerate(courses)

@@ -578,7 +578,7 @@ def test_what_is_gathered_ahead_raises_no_peak(mesh: str, options: dict[str, Any
     rows = tuple(tuple(replace(each, ahead=()) for each in row if each.kind != "UNSHARD") for row in package.schedule)
     written = actions(replace(package, schedule=rows))
     every = frozenset(f"{each.stage}{each.kind}" for row in package.schedule for each in row if each.kind in ("F", "B"))
-    chosen = late_actions(written, [])
+    chosen = late_actions(written).names
     all_late, early, all_early = (prefetch(written, late=names) for names in (every, chosen, frozenset[str]()))
     assert early == package
     peaks = [[rank.peak for rank in rehearse(program).ranks] for program in (all_late, early, all_early)]

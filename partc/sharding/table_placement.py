@@ -2,7 +2,8 @@
 
 A table lies whole on one rank, or is spread over all ranks. Exchanges are even: every rank has as many slots for the
 tables of a kind, and as many rows, as the rank with the most. A spread table costs each rank its share of the bytes,
-and the traffic of its own exchange.
+and the traffic of its vectors. All whole tables share an exchange, and all spread ones another: each has messages whose
+latency counts as traffic.
 
 The objective is the sum of two ratios: the traffic and the bytes of a rank, each relative to a placement that spreads
 all tables. Equal tables are only counted, and ranks are ordered by their bytes, so that few placements differ only in
@@ -37,6 +38,14 @@ class WholeTable:
     whole: bool = False  # whether a pin makes it whole
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starts:
+    """The latency of an exchange's messages, as traffic: of the exchange of whole tables, and of spread tables."""
+
+    whole: float = 0.0
+    spread: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The rank of every whole table, and the price: 2 is the price of spreading all tables."""
@@ -45,13 +54,13 @@ class Placement:
     price: float
 
 
-def best_placement(tables: Sequence[WholeTable], ranks: int) -> Placement:
+def best_placement(tables: Sequence[WholeTable], ranks: int, starts: Starts = Starts()) -> Placement:
     """The best placement found."""
-    if not any(_pinned(each) for each in tables) and not _promising(tables, ranks):
-        return Placement({}, _priced(tables, ranks, {}).price)
-    candidates = [_priced(tables, ranks, {each.name: each.rank or 0 for each in tables if _pinned(each)})]
-    candidates += [_priced(tables, ranks, found) for found in (largest_first(tables, ranks), _solved(tables, ranks))]
-    return min(candidates, key=lambda found: found.price)
+    if not any(_pinned(each) for each in tables) and not _promising(tables, ranks, starts):
+        return _priced(tables, ranks, {}, starts)
+    pinned = {each.name: each.rank or 0 for each in tables if _pinned(each)}
+    candidates = pinned, largest_first(tables, ranks), _solved(tables, ranks, starts)
+    return min((_priced(tables, ranks, found, starts) for found in candidates), key=lambda found: found.price)
 
 
 def largest_first(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
@@ -66,28 +75,29 @@ def largest_first(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
     return found
 
 
-def price(tables: Sequence[WholeTable], ranks: int, found: Mapping[str, int]) -> float:
+def price(tables: Sequence[WholeTable], ranks: int, found: Mapping[str, int], starts: Starts = Starts()) -> float:
     """The objective's value."""
-    return _priced(tables, ranks, found).price
+    return _priced(tables, ranks, found, starts).price
 
 
-def _promising(tables: Sequence[WholeTable], ranks: int) -> bool:
+def _promising(tables: Sequence[WholeTable], ranks: int, starts: Starts) -> bool:
     """Whether the tables of some kind together would save more than the cheapest of them costs when whole."""
-    traffic, size = _units(tables, ranks)
-    saved: dict[Hashable, float] = {}
+    traffic, size = _units(tables, ranks, starts)
+    saved: dict[Hashable, float] = dict.fromkeys({each.kind for each in tables}, starts.spread / traffic)
     for each in tables:
-        saved[each.kind] = saved.get(each.kind, 0.0) + each.spread / traffic + each.bytes / ranks / size
-    return any(each.traffic / traffic + each.bytes / size < saved[each.kind] for each in tables)
+        saved[each.kind] += each.spread / traffic + each.bytes / ranks / size
+    return any((starts.whole + each.traffic) / traffic + each.bytes / size < saved[each.kind] for each in tables)
 
 
 def _pinned(each: WholeTable) -> bool:
     return each.whole or each.rank is not None
 
 
-def _priced(tables: Sequence[WholeTable], ranks: int, found: Mapping[str, int]) -> Placement:
+def _priced(tables: Sequence[WholeTable], ranks: int, found: Mapping[str, int], starts: Starts) -> Placement:
     slots: Counter[tuple[Hashable, int]] = Counter()
     held: Counter[tuple[Hashable, int]] = Counter()
-    traffic, held_bytes = 0.0, 0.0
+    held_bytes = 0.0
+    traffic = starts.whole * bool(found) + starts.spread * (len(found) < len(tables))
     for each in tables:
         if each.name in found:
             slots[each.kind, found[each.name]] += 1
@@ -99,19 +109,20 @@ def _priced(tables: Sequence[WholeTable], ranks: int, found: Mapping[str, int]) 
     for kind, each in of.items():
         traffic += each.traffic * max(slots[kind, rank] for rank in range(ranks))
         held_bytes += max(held[kind, rank] for rank in range(ranks))
-    units = _units(tables, ranks)
+    units = _units(tables, ranks, starts)
     return Placement(dict(found), traffic / units[0] + held_bytes / units[1])
 
 
-def _units(tables: Sequence[WholeTable], ranks: int) -> tuple[float, float]:
-    return sum(each.spread for each in tables) or 1.0, sum(each.bytes for each in tables) / ranks or 1.0
+def _units(tables: Sequence[WholeTable], ranks: int, starts: Starts) -> tuple[float, float]:
+    traffic = starts.spread + sum(each.spread for each in tables)
+    return traffic or 1.0, sum(each.bytes for each in tables) / ranks or 1.0
 
 
-def _solved(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
+def _solved(tables: Sequence[WholeTable], ranks: int, starts: Starts) -> dict[str, int]:
     """The integer program's placement; empty if the solver finds none in time.
 
     Variables: for each set of equal tables, their number on each rank; for each kind, the most slots on a rank; the
-    most bytes.
+    most bytes; whether tables are whole, and whether tables are spread.
     """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint
@@ -123,8 +134,9 @@ def _solved(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
     kinds = {kind: index for index, kind in enumerate(dict.fromkeys(each.kind for each in tables))}
     of = {each.kind: each for each in tables}
     first = len(alike) * ranks
-    count = first + 2 * len(kinds)
-    traffic, size = _units(tables, ranks)
+    any_whole = first + 2 * len(kinds)
+    count = any_whole + 2
+    traffic, size = _units(tables, ranks, starts)
     cost, upper = np.zeros(count), np.full(count, np.inf)
     for index, some in enumerate(alike):
         each = some[0]
@@ -134,6 +146,7 @@ def _solved(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
             upper[index * ranks + each.rank] = len(some)
     for kind, index in kinds.items():
         cost[first + 2 * index : first + 2 * index + 2] = of[kind].traffic / traffic, 1
+    cost[any_whole:], upper[any_whole:] = (starts.whole / traffic, starts.spread / traffic), 1
     rows: list[Any] = []
     lower, most = list[float](), list[float]()
 
@@ -155,6 +168,12 @@ def _solved(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
                         row[number * ranks + rank] = some[0].bytes / size if place else 1
                 row[first + 2 * index + place] = -1
                 at_most(row, 0)
+    whole = np.zeros(count)
+    whole[:first], whole[any_whole] = 1, -len(tables)
+    at_most(whole, 0)
+    spread = np.zeros(count)
+    spread[:first], spread[any_whole + 1] = -1, -len(tables)
+    at_most(spread, -len(tables))
     if all(each.rank is None for each in tables):
         for rank in range(ranks - 1):
             row = np.zeros(count)
@@ -165,7 +184,7 @@ def _solved(tables: Sequence[WholeTable], ranks: int) -> dict[str, int]:
     found = solve_integer_program(
         cost,
         constraints=[LinearConstraint(np.array(rows), np.array(lower), np.array(most))],
-        integrality=np.arange(count) < first,
+        integrality=(np.arange(count) < first) | (np.arange(count) >= any_whole),
         bounds=Bounds(0, upper),
         options={"mip_rel_gap": _GAP, "node_limit": _NODES},
     )

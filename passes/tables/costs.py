@@ -16,9 +16,12 @@ from partc.passes.tables.lookups import ROWS, Cut, Lookup, Lookups, Slot, cut_ty
 from partc.rules import resolve
 from partc.sharding.choices import layouts
 from partc.sharding.reshard import plan
+from partc.sharding.table_placement import Starts
 
 _COPIES = 0.5  # an exchange by rows copies vectors four times; copying a byte costs an eighth of sending it
 _START = 1 << 17  # a message's latency in bytes: 5 us on a link of 25 GB/s
+# The messages of an exchange to each other rank: ids, vectors and their gradients; for spread tables also the counts.
+_OF_WHOLE, _OF_SPREAD = 3, 4
 _LARGE = 1 << 26  # bytes; smaller tables are gathered with the other parameters of their call
 _NODE = 8  # devices in a node: a ring's bytes leave a node once, an exchange's once for each device
 
@@ -106,6 +109,11 @@ class Costs:
         """The bytes that a rank sends in a step for a table that is not cut: of its gradient, and of ZeRO's gathers."""
         times = self.lookups.program.microbatches
         return self._bytes(name) * {0: 2, 1: 2, 2: 1 + times, 3: 3 * times}[self.zero]
+
+    def starts(self, ranks: int) -> Starts:
+        """The latency of the messages in a step's exchanges between these ranks, in bytes."""
+        each = _START * (ranks - 1) * self.lookups.program.microbatches
+        return Starts(whole=_OF_WHOLE * each, spread=_OF_SPREAD * each)
 
     def is_large(self, name: str) -> bool:
         return self._bytes(name) >= _LARGE

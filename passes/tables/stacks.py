@@ -64,7 +64,8 @@ class Stacks:
             )
             for name, (alike, _) in candidates.items()
         ]
-        ranks = table_placement.best_placement(given, self.lookups.ways(next(iter(candidates)))).ranks
+        ways = self.lookups.ways(next(iter(candidates)))
+        ranks = table_placement.best_placement(given, ways, self.choices.costs.starts(ways)).ranks
         # Equal tables swap ranks, so that vectors come in the model's order.
         equal: dict[WholeTable, list[str]] = {}
         for table in given:

@@ -318,8 +318,12 @@ def _dims(op: Op, rank: int) -> tuple[int, ...]:
 
 
 def stack_name(names: Sequence[str], taken: Collection[str]) -> str:
-    """The names with `*` for the part that differs, as `tables.*.weight`."""
+    """The names with `*` for the part that differs, as `tables.*.weight`; for one name, `*` is its last part."""
     split = [name.split(".") for name in names]
-    alike = len({len(parts) for parts in split}) == 1 and len(names) > 1
-    parts = [each[0] if len({*each}) == 1 else "*" for each in zip(*split, strict=True)] if alike else ["tables", "*"]
+    if len(names) == 1 and len(split[0]) > 1:
+        parts = [*split[0][:-1], "*"]
+    elif len({len(parts) for parts in split}) == 1 and len(names) > 1:
+        parts = [each[0] if len({*each}) == 1 else "*" for each in zip(*split, strict=True)]
+    else:
+        parts = ["tables", "*"]
     return unique(".".join(parts), {*taken})

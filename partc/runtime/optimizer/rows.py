@@ -34,9 +34,9 @@ class Adagrad(torch.optim.Adagrad):
                 state = self.state[parameter]
                 state["step"] += 1
                 rate = group["lr"] / (1 + (float(state["step"]) - 1) * group["lr_decay"])
-                total = state["sum"].index_select(0, rows).add_(values.square())
-                state["sum"].index_copy_(0, rows, total)
-                parameter.index_add_(0, rows, values.div(total.sqrt_().add_(group["eps"])), alpha=-rate)
+                state["sum"].index_add_(0, rows, values.square())
+                root = state["sum"].index_select(0, rows).sqrt_().add_(group["eps"])
+                parameter.index_add_(0, rows, values.div(root).mul_(-rate))  # alpha= has no fast kernel on CPUs
 
 
 class SparseAdam(torch.optim.Optimizer):

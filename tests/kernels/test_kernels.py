@@ -266,7 +266,7 @@ def test_packages_round_where_the_interpreter_would_cut_bits_off(kernels: Kernel
     assert torch.equal(made, -x.bfloat16())
     package = partc.compile(GPT, mesh="1", options={"depth": 1}, kernels="triton")
     (text,) = (text for path, text in package.files() if path == "kernels/__init__.py")
-    assert "\nrounds()\n" in str(text)
+    assert "\npatch_rounding()\n" in str(text)
 
 
 # -- random graphs -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from partc import passes
 from partc.compilation.given_options import BUCKET, DEFAULTS
-from partc.compilation.lowering import UNPROVED, Lowering, PassRuns
+from partc.compilation.lowering import UNPROVED, Lowered, PassRuns
 from partc.compilation.options import TABLE, Options, as_compile_errors
 from partc.compilation.phase_notes import (
     count_text,
@@ -380,7 +380,7 @@ def compilation(
         observe(step)
         done(Phase(label=step.label, seconds=step.seconds, note=phase_note(step)))
 
-    def lower(program: Program) -> Lowering:
+    def lower(program: Program) -> Lowered:
         return shared.lower(program, options, until=until, observe=stepped, ahead=ahead)
 
     if options.forward_only:

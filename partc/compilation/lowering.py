@@ -22,7 +22,7 @@ _SAVING, _AHEAD = passes.before("recompute")[-1], passes.before("prefetch")[-1]
 
 
 @dataclass(frozen=True, slots=True)
-class Lowering:
+class Lowered:
     """The steps of the passes, and the steps of the programs that were rehearsed to decide what is gathered ahead; one
     of these may be the finished program.
     """
@@ -48,7 +48,7 @@ class PassRuns:
         until: str | None = None,
         observe: passes.Observer = lambda step: None,
         ahead: bool = True,
-    ) -> Lowering:
+    ) -> Lowered:
         """Run the passes up to `until`; each step is reported once.
 
         With a budget, the cheapest recomputation that fits is chosen. ZeRO 3 gathers ahead as far as this does not
@@ -56,7 +56,7 @@ class PassRuns:
         sooner.
         """
         if options.zero < 3 or (until is not None and until in passes.before("prefetch")):
-            return Lowering(self._fitted(traced, options, until, observe))
+            return Lowered(self._fitted(traced, options, until, observe))
         from partc.rehearsal.late import LateActions, gathering_actions, late_actions
 
         first = self._fitted(traced, options, _AHEAD, observe)
@@ -64,7 +64,7 @@ class PassRuns:
         late = late_actions(program) if ahead else LateActions(gathering_actions(program))
         known, verify = options.for_passes | {"late": late.names}, self._verifier(program)
         rest = passes.run(program, known, until=until, behind=_AHEAD, verify=verify, observe=observe)
-        return Lowering((*first, *rest), late.compared)
+        return Lowered((*first, *rest), late.compared)
 
     def _fitted(
         self, traced: Program, options: Options, until: str | None, observe: passes.Observer

@@ -91,7 +91,8 @@ def test_forbidden_alternatives_are_avoided() -> None:
 
 def test_objectives_that_can_be_zero_need_no_program_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
-    monkeypatch.setattr("partc.sharding.assignment.solved", lambda *a, **given: ran.append(1) or solved(*a, **given))
+    run = "partc.sharding.assignment.solve_integer_program"
+    monkeypatch.setattr(run, lambda *a, **given: ran.append(1) or solve_integer_program(*a, **given))
     prices = ({"work": 1.0, "bytes": 1.0}, {"bytes": 3.0}, {"bytes": 2.0, "moved": 1.0})
     choices = tuple(Alternative(label=label, makes=("R",), price=price) for label, price in enumerate(prices))
     objectives = ({"work": 1.0}, {"moved": 1.0}, {"bytes": 1.0})

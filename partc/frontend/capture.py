@@ -137,7 +137,7 @@ class _TracedStep(nn.Module):
             cached.cache_clear()  # tensors of an earlier trace have no values here
         buffers = Buffers.of(self.model)
         repeats = self._repeats()
-        values = ValueWatch(self._outcomes, repeats.refuse_branch, repeats.call)
+        values = ValueWatch(self._outcomes, repeats.refuse_branch, repeats.call, whole=repeats.whole)
         constants = {name: self.model.get_buffer(name) for name in self.numbers}
         for name, constant in constants.items():
             values.know(constant, self.numbers[name])

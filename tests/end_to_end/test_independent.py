@@ -44,6 +44,7 @@ CHEAP = {
     "plain_tensors": (1, 2),
     "tensors_in_lists": (0, 6),
     "own_recomputation": (1, 4),
+    "adversarial": (0, 4),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

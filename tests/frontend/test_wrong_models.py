@@ -118,6 +118,10 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "a function that changes its operand": (
         (("class Net", TRIPLE), ("self.up(x)", "Triple.apply(self.up(x))")), "P0216", 6
     ),
+    "a weight that forward begins to train": (
+        (("self.down = nn", "self.up.weight.requires_grad_(False); self.down = nn"),
+         ("h = ", "self.up.weight.requires_grad_(True); h = "), (OUT, f"({OUT}, self.up.weight.requires_grad_(False))[0]")), "P0225", 11,
+    ),
     "a hook on a module's gradients": (
         ((NET, "n = Net(); n.up.register_full_backward_hook(lambda *_: None); return n"),), "P0216", None
     ),

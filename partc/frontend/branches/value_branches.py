@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from partc.errors import PartcError, Source
 from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.by_tensor import ByTensor
+from partc.frontend.gradients.frozen_weights import FrozenWeights
 from partc.frontend.selections.row_counts import Unsettled
 from partc.frontend.selections.selected_rows import NOT_SELECTED
 from partc.frontend.selections.selections import Selections
@@ -92,6 +93,8 @@ class ValueWatch(TorchFunctionMode):
         outcomes: Outcomes = Outcomes.ABOVE,
         branching: Callable[[], None] = lambda: None,
         call: Callable[[], int] = lambda: -1,
+        *,
+        whole: bool = True,
     ) -> None:
         """`branching` is called at each branch on a random number. `call` returns the number of the running module
         call.
@@ -100,6 +103,7 @@ class ValueWatch(TorchFunctionMode):
         self._outcomes = outcomes
         self._branching = branching
         self._branches = 0
+        self._frozen = FrozenWeights(whole=whole)
         self._drawn = RandomTests()
         self.assumed: dict[Source, str] = {}  # the text of each guard
         self._known: ByTensor[Tensor] = ByTensor()
@@ -190,6 +194,8 @@ class ValueWatch(TorchFunctionMode):
         if name.startswith(_FOREACH):
             with self:
                 return for_each(name.removeprefix(_FOREACH), *args, **kwargs)
+        self._frozen.follow(func, name, args, kwargs)
+        args, kwargs = self._frozen.detached(name, (args, kwargs))
         args, kwargs = self.selections.sized(name, args, kwargs)
         if name in _FACTORIES:
             args, kwargs = self._numbers(args), self._numbers(kwargs)

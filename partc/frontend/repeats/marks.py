@@ -156,6 +156,11 @@ class Repeats:
         self._made: dict[int, tuple[Tensor, _Record, Sequence[Any], nn.Module, int]] = {}
         self._numbers = 0
 
+    @property
+    def whole(self) -> bool:
+        """Whether all calls are traced."""
+        return self._excluded is None
+
     def refuse_branch(self) -> None:
         """Raise UnequalError for a branch inside a marked call: copies of the call would repeat its outcome."""
         if self._inside:

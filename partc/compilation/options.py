@@ -17,10 +17,9 @@ from partc.compilation.given_options import COMPRESSIONS, KERNELS, RECOMPUTE, RE
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
 from partc.ir.capacity import Capacity
-from partc.ir.collectives import MOVING
 from partc.ir.mesh import PIPELINE_AXIS, Mesh, holds_weights_whole
 from partc.ir.program import PRECISIONS, DType
-from partc.rules import LOWERED, Precision, operations
+from partc.rules import Precision, operations
 from partc.schedules import SCHEDULES, stage_ranks
 from partc.schedules.per_stage import expanded, stage_kinds
 from partc.schedules.table import Table, read
@@ -275,10 +274,11 @@ def _check(given: GivenOptions) -> None:
         raise PartcError(
             "P0004", f"--memory-limit {given.memory_limit} is not a size", help="for example 80GB or 64GiB"
         )
-    named = {*operations(), *LOWERED, *MOVING}
     for kind in stage_kinds(given.recompute) if parse_bytes(given.recompute) is None else ():
-        if kind not in RECOMPUTE and not named.issuperset(kind.split(",")):
-            raise _unknown("recomputation", kind, (*RECOMPUTE, "a budget such as 18GB", "names of operations"))
+        # The pass checks that names are those of operations or modules.
+        if not all(name.isidentifier() and name not in RECOMPUTE for name in kind.split(",")) and kind not in RECOMPUTE:
+            known = (*RECOMPUTE, "a budget such as 18GB", "names of operations or modules")
+            raise _unknown("recomputation", kind, known)
     for text in given.shard:
         Pin.parse(text)
     for text in given.casts:

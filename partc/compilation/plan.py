@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from partc.cluster.cluster import Cluster, fitted
 from partc.compilation.given_options import BUCKET
 from partc.compilation.options import Options
+from partc.cost.calibration import AttentionKernel
 from partc.errors import PartcError
 from partc.runtime.documents import Malformed, Positive, at_least, at_most, contents, decoded, parsed
 from partc.schedules import SCHEDULES
@@ -35,7 +36,7 @@ GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options tha
 
 FP8 = "fp8"  # a precision that exists only in predictions
 # Fields that are not compile options: the model file's options, and fields that only affect predictions.
-_PREDICTED = ("tp_overlap", "dp_overlap", "ep_by_node", "gradients", "weights", "offload")
+_PREDICTED = ("attention", "tp_overlap", "dp_overlap", "ep_by_node", "gradients", "weights", "offload")
 _NOT_COMPILED = ("options", *_PREDICTED)
 
 Scalar = bool | int | float | str
@@ -53,8 +54,19 @@ _PRECISIONS: Mapping[str, str] = {
     "mxfp8": FP8,
 }  # fmt: skip
 
+_ATTENTION: Mapping[str, str] = {
+    "flash": "flash-2", "flash2": "flash-2", "fa2": "flash-2", "flashattention": "flash-2",
+    "flashattention2": "flash-2", "flash3": "flash-3", "fa3": "flash-3", "flashattention3": "flash-3",
+    "fused": "cudnn",
+}  # fmt: skip
+
 _AXIS = re.compile("(pp|dp|cp|ep|tp)[: ]*([0-9]+)")  # an axis and its size without "="
 
+# Megatron-LM's names of what it recomputes.
+_RECOMPUTED: Mapping[str, str] = {
+    "core_attn": "attention", "layernorm": "rms_norm,layer_norm", "moe_act": "silu,gelu,sigmoid,clamp,mul,to",
+    "moe": "experts", "mla_up_proj": "q_b_proj,kv_b_proj,cat,mul,add,neg",
+}  # fmt: skip
 # Megatron-LM's names.
 _WORDS: Mapping[str, str] = {"tp_comm_overlap": "tp_overlap", "overlap_grad_reduce": "dp_overlap"}
 
@@ -93,10 +105,12 @@ class ParallelPlan:
     grad_reduce: _Text = "fp32"
     compress_grads: _Text = "none"
     optimizer: _Text | None = None
+    attention: AttentionKernel = "auto"  # predictions only: the kernel of fused attention
     tp_overlap: bool = False  # predictions only: collectives of tp run in pieces that overlap with pieces of products
     dp_overlap: bool = True  # predictions only: sums of gradients and gathers of parameters overlap with computation
     ep_by_node: bool = False  # predictions only: a token's row is sent to a node once, and from there to its experts
-    gradients: Literal["fp32", "bf16"] = "fp32"  # predictions only: the type in which gradients are held and summed
+    # Predictions only: the type in which gradients are held and summed. None: bf16 with fp8 products, else fp32.
+    gradients: Literal["fp32", "bf16"] | None = None
     weights: Literal["fp32", "bf16"] = "fp32"  # predictions only: the type of weights and of the optimizer's states
     offload: _Share = 0.0  # predictions only: the share of saved values that waits in the host's memory
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)
@@ -154,9 +168,16 @@ class ParallelPlan:
         collectives that overlap with computation, and weights and gradients in fp32.
         """
         precision = "bf16" if self.precision == FP8 else self.precision
-        sums = self.grad_reduce if self.gradients == "fp32" else self.gradients
+        sums = "bf16" if self.sums_in_bf16 else self.grad_reduce
         usual = {name: getattr(_USUAL, name) for name in _PREDICTED}
         return replace(self, precision=precision, grad_reduce=sums, **usual)
+
+    @property
+    def sums_in_bf16(self) -> bool:
+        """Whether gradients are held and summed in bf16, as recipes of NeMo and Megatron-Bridge with fp8 products have
+        them.
+        """
+        return self.gradients == "bf16" or (self.gradients is None and self.precision == FP8)
 
     @property
     def level(self) -> int:
@@ -212,8 +233,12 @@ def normalised_document(document: object) -> object:
             found[name] = found.pop(other)
     if "grad_reduce_in_fp32" in found:
         found["gradients"] = "fp32" if found.pop("grad_reduce_in_fp32") else "bf16"
-    if isinstance(found.get("recompute"), bool):
-        found["recompute"] = "full" if found["recompute"] else "none"
+    again = found.get("recompute")
+    if isinstance(again, bool):
+        found["recompute"] = "full" if again else "none"
+    elif isinstance(again, (str, list)):
+        words = again.split(",") if isinstance(again, str) else again
+        found["recompute"] = ",".join(_RECOMPUTED.get(word := str(name).strip().lower(), word) for name in words)
     numbers = found.get("stage_calls")
     if isinstance(numbers, list):
         found["stage_calls"] = ",".join(str(_integral(number)) for number in numbers)
@@ -223,7 +248,12 @@ def normalised_document(document: object) -> object:
     if isinstance(found.get("zero"), str):
         found["zero"] = re.sub("^(zero|stage)[-_ ]*(?=[0-9])", "", str(found["zero"]))
     schedules = {**{_fold(name): name for name in SCHEDULES}, **_SCHEDULES}
-    for field_name, names, prefix in (("schedule", schedules, "schedule"), ("precision", _PRECISIONS, "torch")):
+    spellings = (
+        ("schedule", schedules, "schedule"),
+        ("precision", _PRECISIONS, "torch"),
+        ("attention", _ATTENTION, ""),
+    )
+    for field_name, names, prefix in spellings:
         value = found.get(field_name)
         if isinstance(value, str):
             found[field_name] = names.get(_fold(value).removeprefix(prefix), value)

@@ -92,7 +92,7 @@ class Simulator:
         self._derivatives: Derivatives = {}
         self.fusions: Fusions = {}
         self._numbers: dict[_Key, int] = {}
-        self._costs: dict[tuple[bool, bool, bool, int], LocalCosts] = {}
+        self._costs: dict[_Key, LocalCosts] = {}
 
     def on(self, cluster: Cluster, constants: Calibration) -> Simulator:
         """The simulator for another cluster. It shares this one's programs, which only depend on plans."""
@@ -123,28 +123,17 @@ class Simulator:
         """The prediction for a plan. Raises PartcError if it cannot be compiled.
 
         With `everywhere`, regions are shared by more plans (see `differentiated`). A plan in fp8 is predicted by its
-        program in bf16, with linear products at the device's rate for fp8. With `tp_overlap`, collectives of tp run in
-        pieces that overlap with adjacent products; without `dp_overlap`, gathers of parameters and sums of gradients do
-        not overlap. With `ep_by_node`, a token's row goes once to a node with some of its experts. Gradients may be
-        held and summed in bf16, and weights and the optimizer's states held in bf16. With `offload`, a share of the
-        saved values waits in the host's memory; computation hides the copies.
+        program in bf16, with linear products at the device's rate for fp8, and gradients in bf16. `attention` is its
+        kernel. With `tp_overlap`, collectives of tp run in pieces that overlap with adjacent products; without
+        `dp_overlap`, gathers of parameters and sums of gradients do not overlap. With `ep_by_node`, a token's row goes
+        once to a node with some of its experts. Gradients may be held and summed in bf16, and weights and the
+        optimizer's states held in bf16. With `offload`, a share of the saved values waits in the host's memory;
+        computation hides the copies.
         """
-        device, rates = self.cluster.device, self.rates
-        if plan.precision == FP8:
-            if not device.fp8:
-                raise PartcError("P0404", f"{device.name} has no products in fp8", help="give bf16")
-            rates = replace(rates, fp8=True)
-        gradient, weight = (ITEMSIZE["bf16" if name == "bf16" else "f64"] for name in (plan.gradients, plan.weights))
-        rates = replace(
-            rates,
-            pieces=plan.tp_overlap,
-            waits=not plan.dp_overlap,
-            by_node=plan.ep_by_node,
-            gradient=gradient,
-            weight=weight,
-        )
+        rates = rates_of(plan, self.rates)
         program = self.program(plan.emitted, everywhere=everywhere)
-        costs = self._costs.setdefault((rates.fp8, rates.pieces, rates.by_node, rates.gradient), LocalCosts())
+        kind = rates.fp8, rates.attention, rates.pieces, rates.by_node, rates.gradient
+        costs = self._costs.setdefault(kind, LocalCosts())
         return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs, offload=plan.offload)
 
     def program(self, plan: ParallelPlan, *, everywhere: bool = False) -> Program:
@@ -368,6 +357,24 @@ def with_batch_axis(mesh: Mesh) -> Mesh:
 def _is_data(axis: str) -> bool:
     """Whether an axis is dp, or a piece of it without experts."""
     return is_batch_axis(axis) and not axis.endswith(EXPERT_AXIS)
+
+
+def rates_of(plan: ParallelPlan, rates: ClusterRates) -> ClusterRates:
+    """The rates of a plan's program, with the plan's fields that only affect predictions. Raises PartcError."""
+    device = rates.cluster.device
+    if plan.precision == FP8 and not device.fp8:
+        raise PartcError("P0404", f"{device.name} has no products in fp8", help="give bf16")
+    gradient, weight = (ITEMSIZE["bf16" if low else "f64"] for low in (plan.sums_in_bf16, plan.weights == "bf16"))
+    return replace(
+        rates,
+        fp8=plan.precision == FP8,
+        attention=plan.attention,
+        pieces=plan.tp_overlap,
+        waits=not plan.dp_overlap,
+        by_node=plan.ep_by_node,
+        gradient=gradient,
+        weight=weight,
+    )
 
 
 def prediction(

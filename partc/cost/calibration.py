@@ -7,9 +7,11 @@ of the shares that a kernel reaches alone (H100: 0.8 in products), since clocks 
 more operations for each watt, keeps 0.7 of its 0.78. GB300 may use more power than GB200 (1.4 kW, 1.2 kW).
 
 Attention is computed by the kernel that packages prefer on the device: FlashAttention-2 on A100, cuDNN's on H100 and
-Blackwell. FlashAttention-2 reaches 0.45 of H100's peak alone, and cuDNN's kernel is 1.6 times as quick (Shah et al.
-2024, FlashAttention-3, figures 5 and 6). On B200 cuDNN's is 2.1 times as quick as Triton's (Zadouri et al. 2026,
-FlashAttention-4): it computes exponentials during products, so that the share, which counts them apart, is higher.
+Blackwell. A100's published runs are of 2021 to 2023, most of them with Triton's kernel of the first FlashAttention, so
+that the constant lies below the 0.54 of FlashAttention-2. On Hopper FlashAttention-2 reaches 0.45 of the peak alone,
+and cuDNN's kernel is 1.6 times as quick (Shah et al. 2024, FlashAttention-3, figures 5 and 6). On B200 cuDNN's is 2.1
+times as quick as Triton's (Zadouri et al. 2026, FlashAttention-4): it computes exponentials during products, so that
+the share, which counts them apart, is higher.
 `partc simulate --calibration FILE` overrides the constants, in TOML.
 """
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from partc.cluster.cluster import Cluster
 from partc.cluster.files import toml
@@ -41,7 +43,7 @@ class Calibration:
     slowdown: Annotated[float, at_least(0), at_most(10)] = 0.1
 
 
-_A100 = Calibration(products=0.68, attention=0.54, streaming=0.8, inside=0.7, between=0.85, slowdown=0.15)
+_A100 = Calibration(products=0.68, attention=0.46, streaming=0.8, inside=0.7, between=0.85, slowdown=0.15)
 _H100 = Calibration(products=0.62, attention=0.58, streaming=0.8, inside=0.75, between=0.85, slowdown=0.2)
 _BLACKWELL = replace(_H100, products=0.56, attention=0.76)
 # By the device's model. A process on a CPU reaches the rates that are measured there.
@@ -57,6 +59,25 @@ KNOWN: Mapping[str, Calibration] = {
     "MI300X": replace(_H100, products=0.5, attention=0.3),
     "CPU": Calibration(products=1.0, attention=0.5, streaming=1.0, inside=1.0, between=1.0),
 }
+
+
+AttentionKernel = Literal["auto", "cudnn", "flash-3", "flash-2", "triton"]
+# The times of attention kernels forward and backward, as multiples of the time of the kernel that packages prefer. On
+# Hopper, FlashAttention-2 takes 1.6 times as long as cuDNN's (Shah et al. 2024). Triton's kernel of the first
+# FlashAttention takes 1.3 to 1.5 times as long as FlashAttention-2 forward, and twice as long backward (Dao 2023,
+# FlashAttention-2, section 4.1). On Blackwell, both are kernels for older devices (Zadouri et al. 2026). The constants
+# of older devices are those of runs with any of these kernels.
+_HOPPER: Mapping[AttentionKernel, tuple[float, float]] = {"flash-2": (1.6, 1.6), "triton": (2.2, 3.2)}
+_BLACKWELL_FLASH: Mapping[AttentionKernel, tuple[float, float]] = {"flash-2": (2.1, 2.1), "triton": (2.1, 2.1)}
+_ATTENTION: Mapping[str, Mapping[AttentionKernel, tuple[float, float]]] = {
+    "H100": _HOPPER, "H200": _HOPPER,
+    **dict.fromkeys(("B200", "GB200", "B300", "GB300"), _BLACKWELL_FLASH),
+}  # fmt: skip
+
+
+def attention_times(cluster: Cluster, kernel: AttentionKernel) -> tuple[float, float]:
+    """The time of an attention kernel, forward and backward, as multiples of the time of the preferred one."""
+    return _ATTENTION.get(cluster.device.name.partition("-")[0], {}).get(kernel, (1.0, 1.0))
 
 
 def calibration(cluster: Cluster) -> Calibration:

@@ -11,7 +11,7 @@ from typing import Protocol
 from partc.cluster.cluster import Cluster, GroupSpan, span
 from partc.cluster.device import Device
 from partc.cluster.variation import expected_maximum
-from partc.cost.calibration import Calibration
+from partc.cost.calibration import AttentionKernel, Calibration, attention_times
 from partc.cost.collectives import Network
 from partc.cost.flops import ProductWork, product_sizes, scores
 from partc.cost.roofline import EXPERTS_GRADIENT, H100, Machine, product_flops, seconds, traffic
@@ -151,10 +151,10 @@ SAVED_IN_EIGHT_BITS = frozenset(name for name, casts in _EIGHT_BITS.items() if n
 class ClusterRates:
     """The durations on the devices and links of a cluster.
 
-    The flags describe the program: linear products run in fp8 (`fp8`); collectives run in pieces that overlap with
-    products (`pieces`); gathers and sums of parameters overlap with nothing (`waits`); each token's row goes only once
-    to a node of its experts (`by_node`). An element of a gradient has at most `gradient` bytes, an element of a
-    parameter or of an optimizer state at most `weight`.
+    The flags describe the program: linear products run in fp8 (`fp8`); fused attention is computed by the kernel
+    `attention`; collectives run in pieces that overlap with products (`pieces`); gathers and sums of parameters overlap
+    with nothing (`waits`); each token's row goes only once to a node of its experts (`by_node`). An element of a
+    gradient has at most `gradient` bytes, an element of a parameter or of an optimizer state at most `weight`.
 
     With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at
     least 1/n of its time on the whole batch, which partly empty waves would not guarantee. With `linkless`, collectives
@@ -164,6 +164,7 @@ class ClusterRates:
     cluster: Cluster
     constants: Calibration
     fp8: bool = False
+    attention: AttentionKernel = "auto"
     pieces: bool = False
     waits: bool = False
     by_node: bool = False
@@ -224,10 +225,12 @@ class ClusterRates:
         if op.name.startswith(_ATTENTION):
             if device.attention:
                 return max(moved, work / device.attention)
-            share = self.constants.attention * (_BACKWARD if op.name.endswith("_backward") else 1.0)
+            backward = op.name.endswith("_backward")
+            share = self.constants.attention * (_BACKWARD if backward else 1.0)
             exponentials = scores(work, rule) / device.special if device.special and rule is not None else 0.0
             kept = _attention_share(op, shapes, results, device, filled=self.filled)
-            return max(moved, (work / (peak * share) + exponentials) / kept)
+            times = attention_times(self.cluster, self.attention)[backward]
+            return max(moved, times * (work / (peak * share) + exponentials) / kept)
         sizes = _experts_sizes(shapes, results) if op.name == EXPERTS_GRADIENT else None
         if rule is not None:
             sizes = product_sizes(rule)

@@ -15,7 +15,8 @@ saved bytes are worth the time on the link: sequences of some megabytes are. `fu
 `selective` recomputes values that are large and cheap (ibid.): all gathered values that are worth it, norms,
 activations, dropouts, the scores of written-out attention; never a product with a weight, a lookup, fused attention or
 a sum over ranks. The saved values are a minimum cut. Operations given by name, such as `softmax,all_gather`, are
-recomputed wherever that saves bytes; of the others only views are. `full*2/none*6` has a way for each of eight stages.
+recomputed wherever that saves bytes; of the others only views are. The name of a module, such as `mlp`, stands for all
+operations in it. `full*2/none*6` has a way for each of eight stages.
 A budget, such as `18GB`, is met on every rank with the least time of recomputation: see recompute/budget.py.
 
 A recomputed operation runs right before its first reader, so that its results live briefly. Random operations are
@@ -27,16 +28,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 
 from partc.cost.roofline import H100, seconds
 from partc.cost.saved_tensors import Time, changed_buffers, held_inputs, memory_of, microbatches_in_flight, parse_bytes
+from partc.errors import PartcError
+from partc.ir.collectives import MOVING
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, is_tensor_axis
 from partc.ir.operations import VIEWS, shares_memory
 from partc.ir.program import Graph, Op, Program, Region
 from partc.passes.recompute.budget import assign_points, check_reach, slots, with_points
 from partc.passes.recompute.choice import Point, SavingProblem, frontier, least_saved
-from partc.rules import is_cheap
+from partc.rules import LOWERED, is_cheap, operations
 from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.per_stage import stage_kinds
 from partc.schedules.table import Table
@@ -44,6 +48,7 @@ from partc.schedules.table import Table
 # Saving one byte is worth this many bytes of memory traffic. Saving a norm's one number per row does not justify
 # another norm; saving a value as large as its operands does.
 WORTH = 16
+_KINDS = ("none", "selective", "full")
 
 
 def recompute(
@@ -67,6 +72,7 @@ def recompute(
     if budget is None:
         fixed = {region.name: names for region, names in _chosen(program)}
         kinds = stage_kinds(recompute)
+        _check_names(program, kinds)
         ways = tuple(dict.fromkeys(kinds))
 
         def way(region: Region, index: int) -> Region:
@@ -110,14 +116,33 @@ def _chosen(program: Program) -> Iterator[tuple[Region, frozenset[str]]]:
             yield region, _fixed(region, changed.get(region.name, frozenset()))
 
 
+def _check_names(program: Program, kinds: Sequence[str]) -> None:
+    """Check that every name in `kinds` is that of an operation or of a module. Raises PartcError P0404."""
+    known = {*_KINDS, *operations(), *LOWERED, *MOVING}
+    names = {name for kind in kinds for name in kind.split(",")} - known
+    modules = (
+        {name for region in program.regions for op in region.forward.ops for name in _modules(op)} if names else {}
+    )
+    for name in sorted(names.difference(modules)):
+        close = ", ".join(get_close_matches(name, (*known, *modules), 3))
+        raise PartcError(
+            "P0404", f"there is no operation or module {name!r} to recompute", help=close and f"the nearest: {close}"
+        )
+
+
+def _modules(op: Op) -> Sequence[str]:
+    """The names of the modules that an operation belongs to, the outermost first."""
+    return op.module.split(".")
+
+
 def _saved(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> frozenset[str]:
     """The values that the forward pass saves for the backward pass."""
     inputs = {value.name for value in region.forward.inputs}
     if kind == "full":
         return frozenset(inputs | fixed)
-    if kind not in ("none", "selective"):
-        named = {*kind.split(","), *VIEWS}
-        again = [op for op in _repeatable(region, fixed) if op.name in named]
+    if kind not in _KINDS:
+        named = set(kind.split(","))
+        again = [op for op in _repeatable(region, fixed) if op.name in VIEWS or named & {op.name, *_modules(op)}]
         wanted = restricted_problem(region, again, lambda op: int(op.name not in VIEWS), held, sizes)
         return least_saved(wanted, worth=len(again) + 1) | held  # one byte less is worth recomputing all of them
     types = region.types(region.forward)

@@ -10,7 +10,8 @@ the others by themselves.
     playbook    3,287 runs of nanotron on 1 to 64 nodes (huggingface/ultrascale-playbook, benchmarks_interactive.html).
                 An all-reduce of 256 MB over 4 to 64 nodes of its cluster ran at 219 to 177 GB/s of a node's 400 in the best
                 twentieth of its measurements, and at 160 to 33 in half of them (pp_comm_bandwidth.html)
-    foundry     scripts/train/benchmarking/README.md of mosaicml/llm-foundry
+    foundry     scripts/train/benchmarking/README.md of mosaicml/llm-foundry, whose attention is Triton's kernel of the
+                first FlashAttention (submit_benchmarks.py)
     megatron    Narayanan et al., SC 2021, table 1; the table of weak scaling in the README of NVIDIA/Megatron-LM
     bridge      docs/performance-summary.md and its archive of NVIDIA-NeMo/Megatron-Bridge, 25.09 to 26.08. Recipes
                 (scripts/performance/configs) hold gradients in bf16, and send tokens by DeepEP and HybridEP; those of
@@ -20,7 +21,7 @@ the others by themselves.
     torchtitan  benchmarks/*.md of pytorch/torchtitan; its H100 have 96 GB with 2.4 TB/s, and 500 of 700 W. In pipelines it
                 gathers parameters and scatters gradients once a step, which is ZeRO 1 here
     automodel   docs/performance-summary.mdx of NVIDIA-NeMo/Automodel; its pipelines are like torchtitan's, its weights and
-                states in bf16
+                states in bf16, and DeepEP sends its tokens
     others      README of foundation-model-stack/fms-fsdp; The Llama 3 Herd of Models (Llama Team 2024), table 4
 """
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
 import tempfile
 from collections import Counter
@@ -35,12 +37,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from partc.cluster.cluster import Cluster, preset
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Prediction, Simulator
-from partc.cost.calibration import Calibration, calibration
+from partc.cost.calibration import calibration
 from partc.errors import PartcError
 from tests.benchmarks.comparison import rank_correlation, summary
 
@@ -137,16 +140,14 @@ def _grand_teton(cluster: Cluster) -> Cluster:
 
 # What is known of all programs and clusters of a table.
 _WORDS: Mapping[str, Mapping[str, Any]] = {
-    "playbook": {"kernels": "aten", "dp_overlap": False},
-    "foundry": {"kernels": "aten"},
+    "playbook": {"kernels": "aten", "attention": "flash-2", "dp_overlap": False},
+    "foundry": {"kernels": "aten", "attention": "triton"},
+    "torchtitan": {"attention": "flash-2"},
+    "others": {"attention": "flash-2"},
     "bridge": {"gradients": "bf16", "ep_by_node": True},
-    "automodel": {"gradients": "bf16", "weights": "bf16"},
+    "automodel": {"gradients": "bf16", "weights": "bf16", "ep_by_node": True},
 }
 _CLUSTERS: Mapping[str, Callable[[Cluster], Cluster]] = {"playbook": _nanotrons, "torchtitan": _grand_teton}
-# Programs with FlashAttention-2 in place of cuDNN's attention, which on Hopper is 1.6 times as quick (Shah et al. 2024,
-# FlashAttention-3, figures 5 and 6).
-_QUICK = 1.6
-_SLOW_ATTENTION = ("foundry", "torchtitan", "playbook", "others")
 _AXES = ("pp", "dp", "ep", "cp", "tp")
 
 
@@ -180,11 +181,6 @@ class Run:
     def cluster(self) -> Cluster:
         node = 4 if self.device.startswith("GB") else 8
         return preset(f"{max(1, self.ranks // node)}x{min(self.ranks, node)}x{self.device}")
-
-    def constants(self, *, described: bool) -> Calibration:
-        found = calibration(self.cluster)
-        slow = described and self.table in _SLOW_ATTENTION and self.device.startswith(("H100", "H200"))
-        return replace(found, attention=found.attention / _QUICK) if slow else found
 
     @property
     def described(self) -> ParallelPlan:
@@ -251,7 +247,7 @@ def predictions(found: Iterable[Run], *, described: bool) -> Iterator[tuple[Run,
             known: dict[tuple[str, str], Prediction] = {}
             for run in group:
                 cluster = _CLUSTERS.get(run.table, lambda same: same)(run.cluster) if described else run.cluster
-                constants = run.constants(described=described)
+                constants = calibration(cluster)
                 first = first or Simulator(source, cluster, constants)
                 plan = run.described if described else run.plan
                 key = plan.text, cluster.name
@@ -263,23 +259,32 @@ def predictions(found: Iterable[Run], *, described: bool) -> Iterator[tuple[Run,
                     yield run, error
 
 
-def kept(pairs: Iterable[tuple[Run, Prediction]]) -> list[float]:
-    """For each model, device, number of ranks and batch with several runs: the measured throughput of the run that is
-    predicted to be the quickest of those that fit, as a share of the best; 0 if it failed.
-    """
+def choices(pairs: Iterable[tuple[Run, Prediction]]) -> list[list[tuple[Run, Prediction]]]:
+    """The runs of each model, device, number of ranks, batch and precision for which several plans are published."""
     groups: dict[tuple[Any, ...], list[tuple[Run, Prediction]]] = {}
     for run, prediction in pairs:
         key = run.model, run.device, run.ranks, run.batch, run.plan.options["seq"], run.plan.precision
         groups.setdefault(key, []).append((run, prediction))
-    shares = []
-    for members in groups.values():
-        plans = {run.plan.text for run, _ in members}
-        best = max(run.tokens for run, _ in members)
-        if len(plans) > 2 and best:
-            fitting = [pair for pair in members if pair[1].fits] or members[:1]
-            chosen, _ = min(fitting, key=lambda pair: pair[1].step_seconds)
-            shares.append(max(run.tokens for run, _ in members if run.plan == chosen.plan) / best)
-    return shares
+    several = (members for members in groups.values() if len({run.plan.text for run, _ in members}) > 2)
+    return [members for members in several if any(run.tokens for run, _ in members)]
+
+
+def kept(members: list[tuple[Run, Prediction]]) -> float:
+    """The measured throughput of the run that is predicted to be the quickest of those that fit, as a share of the
+    best; 0 if it failed.
+    """
+    fitting = [pair for pair in members if pair[1].fits] or members[:1]
+    chosen, _ = min(fitting, key=lambda pair: pair[1].step_seconds)
+    best = max(run.tokens for run, _ in members)
+    return max(run.tokens for run, _ in members if run.plan == chosen.plan) / best
+
+
+def ranked(members: list[tuple[Run, Prediction]]) -> float:
+    """The rank correlation of throughput among plans of one model on one cluster; NaN if fewer than five ran."""
+    ran = [(run, found) for run, found in members if run.tokens]
+    if len({run.plan.text for run, _ in ran}) < 5:
+        return float("nan")
+    return rank_correlation([run.tokens for run, _ in ran], [1 / found.step_seconds for _, found in ran])
 
 
 def report(name: str, pairs: list[tuple[Run, Prediction]]) -> None:
@@ -296,8 +301,10 @@ def report(name: str, pairs: list[tuple[Run, Prediction]]) -> None:
     counts = Counter((run.tokens > 0, found.fits) for run, found in pairs)
     for ended, ran_so in (("ran", True), ("failed", False)):
         print(f"; {ended} {counts[ran_so, True]} that fit, {counts[ran_so, False]} that do not", end="")
-    if shares := kept(pairs):
-        print(f"; choices keep {sum(shares) / len(shares):.1%} of the best, {len(shares)} groups", end="")
+    if groups := choices(pairs):
+        print(f"; choices keep {fmean(map(kept, groups)):.1%} of the best, {len(groups)} groups", end="")
+        if ranks_inside := [rank for rank in map(ranked, groups) if not math.isnan(rank)]:
+            print(f", rank correlation inside {len(ranks_inside)} of them {fmean(ranks_inside):.2f}", end="")
     print(flush=True)
 
 

@@ -13,10 +13,10 @@ from partc.codegen.functions import region_code
 from partc.codegen.names import region_names
 from partc.compilation.options import Options
 from partc.cost.saved_tensors import held_inputs, microbatches_in_flight, saved_bytes
-from partc.errors import PartcError
+from partc.errors import PartcError, Source
 from partc.ir.parser import parse
 from partc.ir.printer import print_program, print_region
-from partc.ir.program import Call, Program, Ref, Region
+from partc.ir.program import Call, Graph, Program, Ref, Region
 from partc.ir.verifier import verify_program
 from partc.passes.recompute import WORTH, recompute
 from partc.passes.recompute.choice import SavingProblem, least_saved
@@ -277,10 +277,26 @@ def test_what_is_cheap(name: str, args: tuple[object, ...], cheap: bool) -> None
     assert is_cheap(op(name, *args, makes=value("z", 4)), {"x", "y"}) == cheap
 
 
-def test_the_option_is_checked() -> None:
+def test_the_option_is_checked(program: Program) -> None:
     with pytest.raises(PartcError) as failure:
-        Options.checked(mesh="2", microbatches=1, schedule="1f1b", precision="fp32", seed=0, shard=(), recompute="some")
+        Options.checked(mesh="2", microbatches=1, schedule="1f1b", precision="fp32", seed=0, shard=(), recompute="-1")
     assert failure.value.code == "P0404" and "selective" in failure.value.help
+    with pytest.raises(PartcError, match="no operation or module 'gelo'") as failure:
+        recompute(program, recompute="gelo")
+    assert failure.value.code == "P0404" and "gelu" in failure.value.help
+
+
+def test_a_modules_name_stands_for_its_operations(program: Program) -> None:
+    def within(graph: Graph) -> Graph:
+        places = (Source(file="m.py", line=1, module=f"blocks.0.{name}") for name in ("up", "act", "act", "down"))
+        first = (replace(op, source=place) for op, place in zip(graph.ops, places, strict=False))
+        return replace(graph, ops=(*first, *graph.ops[4:]))
+
+    placed = replace(program, regions=tuple(replace(r, forward=within(r.forward)) for r in program.regions))
+    by_module, by_operation = (
+        recompute(placed, recompute=names).region("main").saved for names in ("act", "gelu,dropout")
+    )
+    assert by_module == by_operation and len(by_module) < len(placed.region("main").saved)
 
 
 # -- the choice, by an exhaustive search ------------------------------------------------------------

@@ -200,10 +200,21 @@ class ClusterRates:
             scan = scan_of(op)
             inner = {**types, **{name: value.type for name, value in scan.step.definitions().items()}}
             return scan.length * sum(self.operation(each, inner, sizes) for each in scan.step.ops)
-        shapes = {name: types[name].local(sizes) for name in op.refs()}
-        results = [value.type.local(sizes) for value in op.results]
         visits = num_blocks(op, sizes)
-        return visits * self.cluster.device.launch + self._computed(op, shapes, results, visits)
+        used = (*(types[name] for name in op.refs()), *(value.type for value in op.results))
+        local = tuple((type.dtype, type.layout.local_shape(sizes)) for type in used)
+        key = op.name, op.args, op.attrs, visits, local
+        if key not in self._seconds:
+            shapes = {name: types[name].local(sizes) for name in op.refs()}
+            results = [value.type.local(sizes) for value in op.results]
+            computed = self._computed(op, shapes, results, visits)
+            self._seconds[key] = visits * self.cluster.device.launch + computed
+        return self._seconds[key]
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[object, ...], float]:
+        """The seconds of operations, by the facts on which they depend."""
+        return {}
 
     def _computed(self, op: Op, shapes: Mapping[str, TensorType], results: list[TensorType], visits: int) -> float:
         device = self.cluster.device

@@ -127,6 +127,12 @@ class Bounds:
 
         If stages are finer than the calls, full recomputation adds nothing to this bound.
         """
+        again = plan.recompute == "full" and stages_of(plan) <= self._calls
+        seconds = self.computed(again=again, in_chunks=plan.loss_chunks > 1) / math.prod(sizes_of(plan).values())
+        return Bound(seconds=seconds, bytes=self._least_bytes(plan, plan.microbatches))
+
+    def _least_bytes(self, plan: ParallelPlan, microbatches: int) -> int:
+        """The bytes of a plan's parameters and of the largest product, with another number of microbatches."""
         sizes = sizes_of(plan)
         ranks = math.prod(sizes.values())
         if plan.level == 0:
@@ -135,10 +141,8 @@ class Bounds:
         else:  # tables may be cut by rows over dp: whole parameters under ZeRO do not count here
             copies = sizes[BATCH_AXIS] // plan.span if plan.span else 1
             held = (self._bytes + self._experts) * copies // ranks
-        product = self._product * sizes[PIPELINE_AXIS] // (ranks * plan.microbatches * plan.loss_chunks)
-        least = self.resident(plan, max((2 + self.states) * held, product))
-        again = plan.recompute == "full" and stages_of(plan) <= self._calls
-        return Bound(seconds=self.computed(again=again, in_chunks=plan.loss_chunks > 1) / ranks, bytes=least)
+        product = self._product * sizes[PIPELINE_AXIS] // (ranks * microbatches * plan.loss_chunks)
+        return self.resident(plan, max((2 + self.states) * held, product))
 
     def computed(self, *, again: bool = False, in_chunks: bool = False) -> float:
         """The least seconds in which one rank computes all products of a step.
@@ -301,8 +305,15 @@ class Bounds:
 
     def of_family(self, family: Family, known: Bound, limit: float = math.inf) -> Bound:
         """The bound of all plans of a family that hold at most `limit` bytes, at least `known`."""
-        ways = (way for way in family.ways() if self.simple(replace(way, zero=family.least.zero)).bytes <= limit)
-        return replace(known, seconds=max(known.seconds, min(map(self._wide, ways), default=0.0)))
+        return replace(known, seconds=max(known.seconds, min(map(self._wide, self._ways(family, limit)), default=0.0)))
+
+    def _ways(self, family: Family, limit: float) -> Iterator[ParallelPlan]:
+        """The plans without ZeRO, for the numbers of microbatches with which some plan may hold at most `limit`
+        bytes.
+        """
+        least = family.least
+        fits = (count for count in family.microbatches if self._least_bytes(least, count) <= limit)
+        return replace(family, microbatches=tuple(fits)).ways()
 
     def of_all_orders(self, family: Family, known: Bound, limit: float = math.inf) -> Bound:
         """The bound of the families that differ in the place of pp and dp among their axes alone, as if collectives
@@ -313,8 +324,7 @@ class Bounds:
             outside = {PIPELINE_AXIS: 0, BATCH_AXIS: 1}
             axes = sorted(Mesh.parse(base.mesh).axes, key=lambda axis: outside.get(axis[0], 2))
             base = replace(base, mesh=str(Mesh(axes=tuple(axes))))
-        alike = replace(family, base=base)
-        ways = (way for way in alike.ways() if self.simple(replace(way, zero=family.least.zero)).bytes <= limit)
+        ways = self._ways(replace(family, base=base), limit)
         least = min((self._wide(way, self.linkless) for way in ways), default=0.0)
         return replace(known, seconds=max(known.seconds, least))
 

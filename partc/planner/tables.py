@@ -25,7 +25,7 @@ from partc.compilation.simulation import with_batch_axis
 from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.local_costs import LocalCosts
-from partc.cost.rates import Rates
+from partc.cost.rates import ClusterRates
 from partc.ir.collectives import MOVING
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
 from partc.ir.program import Call, Graph, GraphKind, Parameter, Program, Transport
@@ -145,7 +145,7 @@ class Tables:
     """The tables by body, mesh and sizes, each computed when it is first read."""
 
     bodies: BodySource
-    rates: Rates
+    rates: ClusterRates
     cluster: Cluster
     states: int
     _costs_of: LocalCosts = field(default_factory=LocalCosts)
@@ -160,7 +160,7 @@ class Tables:
     _sends: dict[tuple[object, ...], float] = field(default_factory=dict)
     _groups: dict[tuple[object, ...], tuple[object, ...]] = field(default_factory=dict)  # groups of ranks, by _links
 
-    def on(self, rates: Rates) -> Tables:
+    def on(self, rates: ClusterRates) -> Tables:
         """The tables of the same programs with other rates."""
         return Tables(bodies=self.bodies, rates=rates, cluster=self.cluster, states=self.states)
 
@@ -313,10 +313,17 @@ class Tables:
                 for region in lowered.regions
             }
         sized = replace(lowered, mesh=program.mesh, microbatches=program.microbatches)
+
+        def place(axis: str) -> object:
+            """The facts about an axis on which costs depend."""
+            if self.rates.linkless:
+                return sized.sizes[axis], self.rates.links(sized.mesh, (axis,), ())
+            return span(sized.mesh, (axis,), self.cluster)
+
         costs: dict[str, _Cost] = {}
         for call in self._facts_of(body, program).first.values():
             axes = sorted(self._axes[body, halves][call.region])
-            kind = cost, *((axis, span(sized.mesh, (axis,), self.cluster)) for axis in axes)
+            kind = cost, *((axis, place(axis)) for axis in axes)
             region, make = lowered.region(call.region), partial(cost, call, sized, self)
             costs[call.region] = self._costs_of.of(kind, region, None, sized.sizes, make)
         return costs

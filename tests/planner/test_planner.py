@@ -680,6 +680,28 @@ def test_the_bound_of_a_mesh_needs_one_program_for_all_numbers_of_microbatches(
     assert len({count for count in asked if count > 1}) == 1
 
 
+def test_links_do_not_change_the_seconds_of_calls_whose_collectives_take_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neighbours along cp are two or four in a node."""
+    tables = Planner(Request.checked(GPT, "4x8xH100-80GB")).bounds.linkless
+    near, far = (ParallelPlan(mesh=mesh, microbatches=2) for mesh in ("pp=2,cp=8,tp=2", "cp=8,pp=2,tp=2"))
+    found = tables.calls_at_once(near)
+    monkeypatch.setattr("partc.planner.tables._graph", None)
+    assert found is not None and tables.calls_at_once(far) == found
+
+
+def test_seconds_of_an_operation_are_computed_once_for_equal_local_shapes(
+    small: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = small.simulator.annotated(small.space.base).regions[-1]
+    op = next(op for op in region.forward.ops if op.name == "linear")
+    rates, types = replace(small.simulator.rates), region.types(region.forward)
+    first = rates.operation(op, types, {})
+    monkeypatch.setattr("partc.cost.rates.ClusterRates._computed", None)
+    assert rates.operation(replace(op, source=None), types, {}) == first > 0
+
+
 def test_orders_of_axes_share_estimates() -> None:
     """The first plans to be tried are found in no time in spaces of many orders."""
     request = Request(model=GPT, cluster=preset("2x4xH100-80GB"), ranks=8, limit=80 << 30, options={"batch": 8})

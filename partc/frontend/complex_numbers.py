@@ -429,7 +429,8 @@ def _fourier(dims: int | None, *, inverse: bool, real: bool = False) -> Rewrite:
         whole = [value.parts.shape[each] for each in over] if sizes is None else list(sizes)
         last = over[-1]
         if real and inverse:
-            whole[-1] = like.shape[last]
+            if sizes is None or sizes[-1] == -1:
+                whole[-1] = like.shape[last]
             given = whole[-1] // 2 + 1
             value = _resized(value, over, [*whole[:-1], given])
             # The other half of the spectrum is the conjugate: a real result is twice the real part of this half.
@@ -466,16 +467,62 @@ def _short_time(
 ) -> Pair:
     """torch.stft: the spectra of windows of a signal, [..., frequency, window]."""
     frames = _as_pair(x, like).parts.unfold(-2, n_fft, hop_length or n_fft // 4).transpose(-1, -2)
-    length = win_length or n_fft
-    before = (n_fft - length) // 2
-    if window is None:
-        window = torch.ones(length, dtype=frames.dtype)
-    window = torch.nn.functional.pad(window, [before, n_fft - length - before])
+    window = _whole_window(window, win_length, n_fft, frames.dtype)
     real = not isinstance(x, Pair) and onesided is not False
     transform = _fourier(1, inverse=False, real=real)
     spectra = transform(like, Pair(frames * window[:, None]), norm="ortho" if normalized else None)
     assert isinstance(spectra, Pair)
     return Pair(spectra.parts.transpose(-2, -3))
+
+
+def _short_time_inverse(
+    like: Tensor,
+    x: Pair,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Rewritten:
+    """torch.istft: the sum of overlapping windows, divided by the sum of the squared windows there."""
+    hop, count = hop_length or n_fft // 4, x.parts.shape[-2]
+    real = x.parts.shape[-3] != n_fft if onesided is None else onesided
+    window = _whole_window(window, win_length, n_fft, x.parts.dtype)
+    transform = _fourier(1, inverse=True, real=real)
+    spectra = Pair(x.parts.transpose(-2, -3))
+    frames = transform(like, spectra, n_fft, norm="ortho" if normalized else None)
+    start = n_fft // 2 if center else 0
+    size = n_fft + hop * (count - 1)
+    end = size - start if length is None else min(start + length, size)
+
+    def overlapped(values: Tensor) -> Tensor:
+        """The sums of [..., window, n_fft], cut to the result's places."""
+        columns = values.reshape(-1, count, n_fft).transpose(1, 2)
+        sums = torch.nn.functional.fold(columns, (1, size), (1, n_fft), stride=(1, hop))
+        return _span(sums.reshape(*values.shape[:-2], size), -1, start, end)
+
+    weight = overlapped(window.square().expand(1, count, n_fft)).reshape(-1)
+    missing = [0, 0 if length is None else start + length - end]
+
+    def part(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(overlapped(values * window) / weight, missing)
+
+    if not isinstance(frames, Pair):
+        return part(frames)  # type: ignore[arg-type]
+    return pair(part(frames.real), part(frames.imag)) if return_complex else part(frames.real)
+
+
+def _whole_window(window: Tensor | None, length: int | None, n_fft: int, dtype: torch.dtype) -> Tensor:
+    """The window, with zeros on both sides up to the size of the transform."""
+    length = length or n_fft
+    before = (n_fft - length) // 2
+    if window is None:
+        window = torch.ones(length, dtype=dtype)
+    return torch.nn.functional.pad(window, [before, n_fft - length - before])
 
 
 def _resized(x: Pair, dims: Sequence[int], sizes: Sequence[int]) -> Pair:
@@ -618,4 +665,5 @@ REWRITES: Mapping[str, Rewrite] = {
     "fft_rfftn": _fourier(None, inverse=False, real=True),
     "fft_irfftn": _fourier(None, inverse=True, real=True),
     "stft": _short_time,
+    "istft": _short_time_inverse,
 }

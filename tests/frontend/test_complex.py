@@ -134,6 +134,10 @@ FUNCTIONS: Mapping[str, Function] = {
         torch.stft(z.real.flatten(1), 6, 2, 5, torch.hann_window(5), normalized=True, return_complex=True)
     ),
     "stft of two sides": lambda z, w, x: torch.stft(z.flatten(), 8, center=False, onesided=False, return_complex=True),
+    "istft": lambda z, w, x: torch.istft(z, 4, 2, 3, torch.hamming_window(3, dtype=x.dtype), normalized=True, length=9),
+    "istft of two sides": lambda z, w, x: torch.istft(
+        z, 3, 1, window=torch.hann_window(3, dtype=x.dtype) + 0.5, center=False, onesided=False, return_complex=True
+    ),
     "rfft of two": lambda z, w, x: torch.fft.rfft2(x, norm="ortho") * z[..., :4],
     "irfft of two": lambda z, w, x: torch.fft.irfft2(z, s=(3, 7)) + torch.fft.irfftn(z, s=(3, 4), dim=(1, 2)).sum(),
 }

@@ -601,7 +601,8 @@ def refusal(change: Change | None, state: State) -> PartcError:
             helped = "draw with torch.rand, torch.randn or dropout, which packages draw anew in every step"
         return PartcError(
             "P0225",
-            f"{what}{'' if change.always else ', and then computes something else'}: a package would repeat the first step",
+            f"{what}{'' if change.always else ', and then computes something else'}:"
+            " a package would repeat the first step",
             help=helped,
             source=change_source(change, state),
         )

@@ -513,7 +513,7 @@ def _short_time_inverse(
 
     if not isinstance(frames, Pair):
         return part(frames)  # type: ignore[arg-type]
-    return pair(part(frames.real), part(frames.imag)) if return_complex else part(frames.real)
+    return as_pair(part(frames.real), part(frames.imag)) if return_complex else part(frames.real)
 
 
 def _whole_window(window: Tensor | None, length: int | None, n_fft: int, dtype: torch.dtype) -> Tensor:

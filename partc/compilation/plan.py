@@ -35,8 +35,12 @@ REDUCED = ("bucket", "grad_reduce", "compress_grads")  # options for sums of gra
 GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options that are common to all plans of a search
 
 FP8 = "fp8"  # a precision that exists only in predictions
-# Fields that are not compile options: the model file's options, and fields that only affect predictions.
-_PREDICTED = ("attention", "tp_overlap", "dp_overlap", "ep_by_node", "gradients", "weights", "offload")
+# Fields that only affect predictions, with the values that describe packages, the default first.
+_PREDICTED: Mapping[str, tuple[object, ...]] = {
+    "attention": ("auto",), "tp_overlap": (None, False), "dp_overlap": (True,), "ep_by_node": (False,),
+    "gradients": (None, "fp32"), "weights": ("fp32",), "offload": (0.0,),
+}  # fmt: skip
+# Fields that are not compile options, the model file's options among them.
 _NOT_COMPILED = ("options", *_PREDICTED)
 
 Scalar = bool | int | float | str
@@ -106,7 +110,8 @@ class ParallelPlan:
     compress_grads: _Text = "none"
     optimizer: _Text | None = None
     attention: AttentionKernel = "auto"  # predictions only: the kernel of fused attention
-    tp_overlap: bool = False  # predictions only: collectives of tp run in pieces that overlap with pieces of products
+    # Predictions only: collectives of tp run in pieces that overlap with pieces of products. None: with fp8 products.
+    tp_overlap: bool | None = None
     dp_overlap: bool = True  # predictions only: sums of gradients and gathers of parameters overlap with computation
     ep_by_node: bool = False  # predictions only: a token's row is sent to a node once, and from there to its experts
     # Predictions only: the type in which gradients are held and summed. None: bf16 with fp8 products, else fp32.
@@ -156,8 +161,8 @@ class ParallelPlan:
 
     def check_emitted(self) -> None:
         """Check that the plan has no fields that only exist in predictions. Raises PartcError P0804."""
-        for name in _PREDICTED:
-            if getattr(self, name) != getattr(_USUAL, name):
+        for name, emitted in _PREDICTED.items():
+            if getattr(self, name) not in emitted:
                 help = f'partc simulate predicts such a program; leave "{name}" out to compile'
                 value = json.dumps(getattr(self, name))
                 raise PartcError("P0804", f"the plan has {name}: {value}, and no package does this", help=help)
@@ -169,14 +174,17 @@ class ParallelPlan:
         """
         precision = "bf16" if self.precision == FP8 else self.precision
         sums = "bf16" if self.sums_in_bf16 else self.grad_reduce
-        usual = {name: getattr(_USUAL, name) for name in _PREDICTED}
+        usual: dict[str, Any] = {name: values[0] for name, values in _PREDICTED.items()}
         return replace(self, precision=precision, grad_reduce=sums, **usual)
 
     @property
+    def overlaps_tp(self) -> bool:
+        """Whether collectives of tp run in pieces beside products, as in recipes of NeMo and Megatron-Bridge for fp8."""
+        return self.precision == FP8 if self.tp_overlap is None else self.tp_overlap
+
+    @property
     def sums_in_bf16(self) -> bool:
-        """Whether gradients are held and summed in bf16, as recipes of NeMo and Megatron-Bridge with fp8 products have
-        them.
-        """
+        """Whether gradients are held and summed in bf16, as in recipes of NeMo and Megatron-Bridge for fp8."""
         return self.gradients == "bf16" or (self.gradients is None and self.precision == FP8)
 
     @property
@@ -209,9 +217,6 @@ class ParallelPlan:
                 yield from (f"--{item.name.replace('_', '-')}", str(value))
         for name, value in self.options.items():
             yield from ("-D", f"{name}={value}")
-
-
-_USUAL = ParallelPlan(mesh="")
 
 
 def normalised_document(document: object) -> object:

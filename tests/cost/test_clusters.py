@@ -465,6 +465,8 @@ def test_plans_may_predict_gradients_in_bf16(simulator: Simulator) -> None:
     eight = replace(plan, precision="fp8")
     assert eight.sums_in_bf16 and eight.emitted.grad_reduce == "bf16"
     assert not replace(eight, gradients="fp32").sums_in_bf16 and not plan.sums_in_bf16
+    assert eight.overlaps_tp and not plan.overlaps_tp and not replace(eight, tp_overlap=False).overlaps_tp
+    replace(plan, gradients="fp32", tp_overlap=False).compile_options()  # packages are so
     with pytest.raises(PartcError, match="the plan has gradients"):
         replace(plan, gradients="bf16").compile_options()
     with pytest.raises(PartcError, match="fp8"):

@@ -179,7 +179,7 @@ class ParallelPlan:
 
     @property
     def overlaps_tp(self) -> bool:
-        """Whether collectives of tp run in pieces beside products, as in recipes of NeMo and Megatron-Bridge for fp8."""
+        """Whether collectives of tp run in pieces beside products, as NeMo's and Megatron-Bridge's recipes for fp8 do."""
         return self.precision == FP8 if self.tp_overlap is None else self.tp_overlap
 
     @property

@@ -179,7 +179,7 @@ class ParallelPlan:
 
     @property
     def overlaps_tp(self) -> bool:
-        """Whether collectives of tp run in pieces beside products, as NeMo's and Megatron-Bridge's recipes for fp8 do."""
+        """Whether collectives of tp run in pieces beside products, as in the recipes of NeMo and others for fp8."""
         return self.precision == FP8 if self.tp_overlap is None else self.tp_overlap
 
     @property

@@ -37,7 +37,7 @@ GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options tha
 FP8 = "fp8"  # a precision that exists only in predictions
 # Fields that only affect predictions, with the values that describe packages, the default first.
 _PREDICTED: Mapping[str, tuple[object, ...]] = {
-    "attention": ("auto",), "tp_overlap": (None, False), "dp_overlap": (True,), "ep_by_node": (False,),
+    "attention": ("auto",), "tp_overlap": (None, False), "dp_overlap": (True,), "ep_by_node": (None, False),
     "gradients": (None, "fp32"), "weights": ("fp32",), "offload": (0.0,),
 }  # fmt: skip
 # Fields that are not compile options, the model file's options among them.
@@ -110,12 +110,13 @@ class ParallelPlan:
     compress_grads: _Text = "none"
     optimizer: _Text | None = None
     attention: AttentionKernel = "auto"  # predictions only: the kernel of fused attention
-    # Predictions only: collectives of tp run in pieces that overlap with pieces of products. None: with fp8 products.
+    # Predictions only: collectives of tp run in pieces that overlap with pieces of products; a token's row is sent to a
+    # node once, and from there to its experts; the type in which gradients are held and summed. None: as in recipes of
+    # NeMo and Megatron-Bridge with fp8 products, as packages do with others.
     tp_overlap: bool | None = None
-    dp_overlap: bool = True  # predictions only: sums of gradients and gathers of parameters overlap with computation
-    ep_by_node: bool = False  # predictions only: a token's row is sent to a node once, and from there to its experts
-    # Predictions only: the type in which gradients are held and summed. None: bf16 with fp8 products, else fp32.
+    ep_by_node: bool | None = None
     gradients: Literal["fp32", "bf16"] | None = None
+    dp_overlap: bool = True  # predictions only: sums of gradients and gathers of parameters overlap with computation
     weights: Literal["fp32", "bf16"] = "fp32"  # predictions only: the type of weights and of the optimizer's states
     offload: _Share = 0.0  # predictions only: the share of saved values that waits in the host's memory
     options: Annotated[dict[str, Scalar], _is_option] = field(default_factory=dict, hash=False)
@@ -179,12 +180,17 @@ class ParallelPlan:
 
     @property
     def overlaps_tp(self) -> bool:
-        """Whether collectives of tp run in pieces beside products, as in the recipes of NeMo and others for fp8."""
+        """Whether collectives of tp run in pieces beside products."""
         return self.precision == FP8 if self.tp_overlap is None else self.tp_overlap
 
     @property
+    def sends_by_node(self) -> bool:
+        """Whether a token's row is sent to a node once."""
+        return self.precision == FP8 if self.ep_by_node is None else self.ep_by_node
+
+    @property
     def sums_in_bf16(self) -> bool:
-        """Whether gradients are held and summed in bf16, as in recipes of NeMo and Megatron-Bridge for fp8."""
+        """Whether gradients are held and summed in bf16."""
         return self.gradients == "bf16" or (self.gradients is None and self.precision == FP8)
 
     @property

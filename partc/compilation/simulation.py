@@ -123,12 +123,12 @@ class Simulator:
         """The prediction for a plan. Raises PartcError if it cannot be compiled.
 
         With `everywhere`, regions are shared by more plans (see `differentiated`). A plan in fp8 is predicted by its
-        program in bf16, with linear products at the device's rate for fp8, gradients in bf16, and `tp_overlap`. With
-        `tp_overlap`, collectives of tp run in pieces that overlap with adjacent products; without `dp_overlap`, gathers
-        of parameters and sums of gradients do not overlap. `attention` is computed by the named kernel. With
-        `ep_by_node`, a token's row goes once to a node with some of its experts. Gradients may be held and summed in
-        bf16, and weights and the optimizer's states held in bf16. With `offload`, a share of the saved values waits in
-        the host's memory; computation hides the copies.
+        program in bf16, with linear products at the device's rate for fp8, gradients in bf16, `tp_overlap` and
+        `ep_by_node`. With `tp_overlap`, collectives of tp run in pieces that overlap with adjacent products; without
+        `dp_overlap`, gathers of parameters and sums of gradients do not overlap. `attention` is computed by the named
+        kernel. With `ep_by_node`, a token's row goes once to a node with some of its experts. Gradients may be held and
+        summed in bf16, and weights and the optimizer's states held in bf16. With `offload`, a share of the saved values
+        waits in the host's memory; computation hides the copies.
         """
         rates = rates_of(plan, self.rates)
         program = self.program(plan.emitted, everywhere=everywhere)
@@ -371,7 +371,7 @@ def rates_of(plan: ParallelPlan, rates: ClusterRates) -> ClusterRates:
         attention=plan.attention,
         pieces=plan.overlaps_tp,
         waits=not plan.dp_overlap,
-        by_node=plan.ep_by_node,
+        by_node=plan.sends_by_node,
         gradient=gradient,
         weight=weight,
     )

@@ -466,7 +466,8 @@ def test_plans_may_predict_gradients_in_bf16(simulator: Simulator) -> None:
     assert eight.sums_in_bf16 and eight.emitted.grad_reduce == "bf16"
     assert not replace(eight, gradients="fp32").sums_in_bf16 and not plan.sums_in_bf16
     assert eight.overlaps_tp and not plan.overlaps_tp and not replace(eight, tp_overlap=False).overlaps_tp
-    replace(plan, gradients="fp32", tp_overlap=False).compile_options()  # packages are so
+    assert eight.sends_by_node and not plan.sends_by_node and not replace(eight, ep_by_node=False).sends_by_node
+    replace(plan, gradients="fp32", tp_overlap=False, ep_by_node=False).compile_options()  # packages are so
     with pytest.raises(PartcError, match="the plan has gradients"):
         replace(plan, gradients="bf16").compile_options()
     with pytest.raises(PartcError, match="fp8"):

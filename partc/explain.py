@@ -86,8 +86,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "experts that the axis ep cannot cut",
         "Experts are cut where rows with an expert each are multiplied by matrices [expert, in, out] of a parameter, "
         "and every operation between the first and the last of these products works row by row. Sorted and masked "
-        "forms are brought into this one. The number of experts is a multiple of ep. Without experts, ep is a part of "
-        "dp: write dp.",
+        "forms are brought into this one. In a model without such products, batched products with a dimension of a "
+        "weight, of another operand and of the result are cut. The number of experts is a multiple of ep. Without "
+        "experts, ep is a part of dp: write dp.",
     ),
     "P0108": CodeExplanation(
         "a router's bias that cannot be moved",

@@ -19,6 +19,10 @@ Outside, ep cuts the batch. From the first product by expert to the last, each r
 be on any rank. Between them a value's first dimension is `2@ep · 64@dp,mb`: the rows of each rank's experts. Their
 number depends on the data; the layout has its mean. Rows come back to their places before those of a token are added,
 so that the sums do not depend on ep. Scores that multiply rows between two products travel to them.
+
+In a model without such products, ep cuts batched ones, whose operands both have a dimension for experts, as behind
+one-hot dispatch or expert choice: `einsum("becd,edh->bech", (z, up))` has `b@ep` outside and `e@ep` here. `partition`
+inserts the all-to-alls.
 """
 
 from __future__ import annotations
@@ -81,7 +85,11 @@ def _check_pins(weight: Parameter, axes: Sequence[str], pins: Sequence[Pin]) -> 
 
 def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, float]) -> Program:
     """Cut all experts over an axis, after the axes `earlier` have cut them into parts."""
+    tables = axis not in weight_axes(program.sizes)  # tables may be cut instead of experts
+    held = tables and any(axis in item.type.layout.sharded_axes for item in program.parameters)
     regions = [_Experts(region, axis, earlier, program, how) for region in program.regions]
+    if not any(found.weights for found in regions) and not held:
+        regions = [_BatchedExperts(region, axis, earlier, program, how) for region in program.regions]
     params = {found.region.name: [found.weights.get(value.name) for value in found.region.params] for found in regions}
     slots: dict[str, set[Layout | None]] = {item.name: set() for item in program.parameters}
     for call in program.calls:
@@ -94,8 +102,6 @@ def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, 
                 f"{axis} cannot cut the experts of {name}, which other calls read in another way",
                 help=f"leave {axis} out of the mesh",
             )
-    tables = axis not in weight_axes(program.sizes)  # tables may be cut instead of experts
-    held = tables and any(axis in item.type.layout.sharded_axes for item in program.parameters)
     if not any(found.weights for found in regions) and not held:
         raise PartcError(
             "P0107",
@@ -186,11 +192,11 @@ class _Experts:
             if product := _read(op):
                 chosen.setdefault(product.chosen, []).append(index)
         self.chains = tuple(chain for name, products in chosen.items() for chain in self._chains(name, products))
-        self._check_readers()
+        self._check_readers({index for chain in self.chains for index in chain.products})
 
-    def _check_readers(self) -> None:
+    def _check_readers(self, known: set[int]) -> None:
         """Check that nothing else reads the experts' weights."""
-        known = {*self.views, *(index for chain in self.chains for index in chain.products)}
+        known |= {*self.views}
         made = {value.name for index in self.views for value in self.ops[index].results}
         for name in self.weights.keys() | made:
             for index in self.readers[name]:
@@ -340,15 +346,20 @@ class _Experts:
             source=op.source,
         )
 
-    def cut(self) -> Region:
-        """The region with rows that travel."""
-        if not self.chains:
-            return self.region
+    def _params(self) -> tuple[Value, ...]:
+        """The parameters with the experts' layouts, which are recorded."""
         params = tuple(
             replace(value, type=replace(value.type, layout=self.weights.get(value.name, value.type.layout)))
             for value in self.region.params
         )
         self.types |= {value.name: value.type for value in params}
+        return params
+
+    def cut(self) -> Region:
+        """The region with rows that travel."""
+        if not self.chains:
+            return self.region
+        params = self._params()
         inside = {index: chain for chain in self.chains for index in chain.ops}
         taken = {*self.types}
         plans: dict[str, tuple[str, ...]] = {}
@@ -482,3 +493,103 @@ class _Experts:
         args = (Ref(moved), Ref(order), Ref(grouped), Ref(counts))
         self.types[result.name] = result.type
         return Op(name=name, args=args, attrs=(("axis", self.axis),), results=(result,), source=op.source)
+
+
+class _BatchedExperts(_Experts):
+    """Products whose operands each have a dimension for experts, and the operations between two of them."""
+
+    def __init__(
+        self, region: Region, axis: str, earlier: frozenset[str], program: Program, how: tuple[bool, float]
+    ) -> None:
+        super().__init__(region, axis, earlier, program, how)
+        self.inside: dict[int, str] = {}  # operations, and the factors that the axis cuts
+        self.derived = {value.name for value in region.params}  # parameters, and values made of them alone
+        for op in self.ops:
+            if [*op.refs()] and self.derived.issuperset(op.refs()):
+                self.derived.update(value.name for value in op.results)
+        for index, op in enumerate(self.ops):
+            rule = resolve(op, self.types)
+            factor = self._experts_of(op, rule) if rule is not None else None
+            if rule is not None and factor is not None:
+                self.inside[index], self.rules[index] = factor, rule
+        products = [*self.inside]
+        for index in self._between():
+            self.inside[index] = self._carried[index]
+        for index, factor in self.inside.items():
+            for name, dims in zip(self.ops[index].refs(), self.rules[index].operands, strict=True):
+                dim = _dim(dims, factor)
+                mine = index in products or self.inside.keys() >= {*self.readers[name]}
+                if name in self.derived and dim is not None and mine:
+                    self._record_weight(name, index, Shard(dim))
+        self._check_readers({*self.inside})
+
+    def _experts_of(self, op: Op, rule: OpRule) -> str | None:
+        """The factor of a product's experts: of a weight, of another operand and of the result."""
+        if not rule.work or op.name in RANDOM:
+            return None
+        for factor in rule.factors:
+            held = [_dim(dims, factor.name) is not None for dims in rule.operands]
+            weights = [name in self.derived for name in op.refs()]
+            pairs = {*zip(held, weights, strict=True)}
+            whole = factor.kind == "parallel" and factor.size > 1 and factor.size % self.ways == 0
+            if whole and {(True, True), (True, False)} <= pairs and _dim(rule.results[0], factor.name) is not None:
+                return factor.name
+        return None
+
+    def _between(self) -> list[int]:
+        """The operations that carry experts from a product to another one."""
+        cut: dict[str, int] = {}  # values behind products -> their dimensions of experts
+        self._carried: dict[int, str] = {}
+        for index, op in enumerate(self.ops):
+            factor = self.inside.get(index) or self._carries(index, cut)
+            if factor is not None:
+                for value, dims in zip(op.results, self.rules[index].results, strict=True):
+                    cut[value.name] = _dim(dims, factor) or 0
+        wanted: set[str] = set()
+        found = []
+        for index in reversed(range(len(self.ops))):
+            between = index in self._carried and not wanted.isdisjoint(value.name for value in self.ops[index].results)
+            if between:
+                found.append(index)
+            if between or index in self.inside:
+                wanted.update(self.ops[index].refs())
+        return found
+
+    def _carries(self, index: int, cut: Mapping[str, int]) -> str | None:
+        """The factor by which an operation keeps the dimension of experts of its operands; None if it does not."""
+        op = self.ops[index]
+        rule = resolve(op, self.types) if not cut.keys().isdisjoint(op.refs()) and op.name not in RANDOM else None
+        if rule is None:
+            return None
+        dims = [operand[cut[name]] for name, operand in zip(op.refs(), rule.operands, strict=True) if name in cut]
+        factor = dims[0][0] if len({*dims}) == 1 and len(dims[0]) == 1 else ""
+        if (
+            not factor
+            or rule.factor(factor).kind != "parallel"
+            or any(_dim(made, factor) is None for made in rule.results)
+        ):
+            return None
+        self.rules[index], self._carried[index] = rule, factor
+        return factor
+
+    def cut(self) -> Region:
+        """The region with products and operations between them cut by experts."""
+        if not self.inside:
+            return self.region
+        params = self._params()
+        ops: list[Op] = []
+        for index, op in enumerate(self.ops):
+            if index in self.views:
+                ops.append(self._view(index))
+            elif index in self.inside:
+                kept = tuple(each for each in op.choices if each.axis != self.axis)
+                choice = Choice(axis=self.axis, factor=self.inside[index])
+                ops.append(self._typed(replace(op, choices=(*kept, choice)), self.rules[index]))
+            else:
+                ops.append(op)
+        return replace(self.region, params=params, forward=replace(self.region.forward, ops=tuple(ops)))
+
+
+def _dim(dims: Sequence[tuple[str, ...]], factor: str) -> int | None:
+    """The dimension that a factor has for itself."""
+    return dims.index((factor,)) if (factor,) in dims else None

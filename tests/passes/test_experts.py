@@ -27,6 +27,7 @@ from tests.durable import trained, whole
 from tests.models import experts as loops
 from tests.models import moe
 
+BATCHED = Path(__file__).parents[1] / "models" / "batched_experts.py"
 MOE = Path(__file__).parents[1] / "models" / "moe.py"
 EXPERTS = ("up", "down", "up_bias", "down_bias")
 
@@ -164,6 +165,27 @@ def test_modules_that_all_tokens_pass_are_experts(style: str, mesh: str, how: di
     assert {call.region for call in package.program.calls if call.params} == {"embed", "norm", "mixture", "head"}
     assert len(package.program.transfers) <= 2  # before and after a norm
     assert {item.name for item in package.program.parameters if item.stacked} >= {"mixtures.0.experts.*.up.weight"}
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("style", "mesh", "how", "cut"),
+    [
+        ("choice", "pp=2,ep=2", {"microbatches": 2, "zero": 1}, "4@ep,"),
+        ("capacity", "dp=2,tp=4", {"experts": "ep=2@tp", "zero": 3}, "4@tp,tp_ep,"),
+        ("soft", "dp=2,cp=2", {"experts": "ep=4@dp,cp", "recompute": "full"}, "4@ep,cp,"),
+        ("turned", "dp=2,tp=2", {"experts": "ep=4@dp,tp", "zero": 2}, "4@ep,tp,"),
+    ],
+)
+def test_batched_products_are_cut_by_experts(
+    style: str, mesh: str, how: dict[str, Any], cut: str, tmp_path: Path
+) -> None:
+    package = partc.compile(BATCHED, mesh=mesh, precision="fp64", options={"style": style}, **how)
+    weights = [f"layers.{layer}.{name}" for layer in range(2) for name in ("up", "down", "bias")]
+    types = {item.name: str(item.type) for item in package.program.parameters}
+    assert all(types[name].startswith(f"f64[{cut}") for name in weights)
     found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
 

@@ -509,7 +509,9 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
     for name in dict.fromkeys(name for store in stores for name in store.keys()):  # noqa: SIM118 (of scripted modules)
         if not encodable(name):
             raise PartcError(
-                "P0205", f"model() has a part of the name {name!a}, which is not a string", help="give it another name"
+                "P0205",
+                f"model() has a part of the name {name!a}, which UTF-8 cannot encode",
+                help="give it another name",
             )
     return model
 
@@ -596,7 +598,7 @@ def _check_entry(name: str, x: Any) -> None:
     """Check that an entry can be distributed over ranks. Raises PartcError P0205."""
     if not encodable(name):
         raise PartcError(
-            "P0205", f"batch() names an entry {name!a}, which is not a string", help="give it another name"
+            "P0205", f"batch() names an entry {name!a}, which UTF-8 cannot encode", help="give it another name"
         )
     if not isinstance(x, Tensor):
         return

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from partc.compilation.fitting import Compiled
     from partc.frontend.origin import Origin
     from partc.frontend.results import Purpose
+    from partc.frontend.trace import Batches
     from partc.package.comparison import VerifyResult
     from partc.rehearsal.rehearsal import KnownSteps
 
@@ -327,130 +328,133 @@ def compilation(
     until: str | None = None,
     observe: passes.Observer = lambda step: None,
     on_phase: PhaseObserver = lambda phase: None,
-    origins: dict[OriginKey, Origin] | None = None,
-    pass_runs: PassRuns | None = None,
-    ahead: bool = True,
 ) -> Compilation:
     """Trace the model and run the passes, up to `until`; `observe` receives every step with its program.
 
-    `functions` belong to a model that is given as an object. `origins` has earlier traces of the model and
-    `pass_runs` its earlier passes; new ones are added to both. Without `ahead`, ZeRO 3 gathers nothing ahead, which
-    suffices to determine memory.
+    `functions` belong to a model that is given as an object.
     """
-    known = {} if origins is None else origins
-    shared = PassRuns() if pass_runs is None else pass_runs
-    phases: dict[str, float] = {}
+    given = _Model(model=model, batch=batch, functions=functions or {}, options=model_options)
+    return _compiled(given, options, until=until, observe=observe, on_phase=on_phase)
 
-    def done(phase: Phase) -> None:
-        phases[phase.label] = phase.seconds
-        on_phase(phase)
 
-    start = time.perf_counter()
-    import torch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """A model with its traces and passes so far, which compiles with different options share."""
 
-    from partc.frontend.origin import Functions, trace
-    from partc.frontend.trace import Batches
+    model: Any
+    batch: Any
+    functions: Mapping[str, Callable[..., Any] | None]
+    options: Mapping[str, Any]  # of the model file
+    pass_runs: PassRuns = field(default_factory=PassRuns)
+    _origins: dict[OriginKey, Origin] = field(default_factory=dict)
 
-    done(Phase(label="Loaded", seconds=time.perf_counter() - start, note=f"torch {torch.__version__}"))
+    def origin(self, options: Options, batches: Batches, purpose: Purpose) -> Origin:
+        """The traced program for these options."""
+        from partc.frontend.origin import Functions, trace
 
-    def origin_of(batches: Batches, purpose: Purpose) -> Origin:
         key = options.precision, batches.parts, purpose
-        if key not in known:
-            known[key] = trace(
-                model,
-                batch,
-                Functions(**(functions or {})),
-                options=model_options,
+        if key not in self._origins:
+            self._origins[key] = trace(
+                self.model,
+                self.batch,
+                Functions(**self.functions),
+                options=self.options,
                 mesh=options.mesh,
                 batches=batches,
                 precision=options.precision,
                 purpose=purpose,
             )
-        program = replace(known[key].program, mesh=options.mesh, microbatches=options.microbatches)
-        return replace(known[key], program=program)
+        program = replace(self._origins[key].program, mesh=options.mesh, microbatches=options.microbatches)
+        return replace(self._origins[key], program=program)
 
-    def traced(separate: bool) -> Origin:
+
+def _compiled(
+    model: _Model,
+    options: Options,
+    *,
+    until: str | None,
+    observe: passes.Observer = lambda step: None,
+    on_phase: PhaseObserver = lambda phase: None,
+    ahead: bool = True,
+) -> Compilation:
+    """Compile, as `compilation` does. Without `ahead`, ZeRO 3 gathers nothing ahead: enough to determine memory."""
+    phases: dict[str, float] = {}
+
+    def ended(label: str, start: float, note: str) -> None:
+        phases[label] = time.perf_counter() - start
+        on_phase(Phase(label=label, seconds=phases[label], note=note))
+
+    start = time.perf_counter()
+    import torch
+
+    from partc.frontend.trace import Batches
+
+    ended("Loaded", start, f"torch {torch.__version__}")
+
+    def traced(purpose: Purpose, *, separate: bool = False) -> Origin:
         start = time.perf_counter()
-        found = origin_of(Batches(microbatches=options.microbatches, separate=separate), "loss")
-        done(Phase(label="Traced", seconds=time.perf_counter() - start, note=size(found.program)))
+        found = model.origin(options, Batches(microbatches=options.microbatches, separate=separate), purpose)
+        ended("Traced", start, size(found.program))
         observe(passes.PassResult(name=passes.FIRST, label="Traced", program=found.program, seconds=0.0))
         return found
 
     def stepped(step: passes.PassResult) -> None:
         observe(step)
-        done(Phase(label=step.label, seconds=step.seconds, note=phase_note(step)))
+        phases[step.label] = step.seconds
+        on_phase(Phase(label=step.label, seconds=step.seconds, note=phase_note(step)))
 
     def lower(program: Program) -> Lowered:
-        return shared.lower(program, options, until=until, observe=stepped, ahead=ahead)
+        return model.pass_runs.lower(program, options, until=until, observe=stepped, ahead=ahead)
 
-    if options.forward_only:
-        from partc.compilation.evaluation import forward_only
+    def again(other: Options, *, ahead: bool = True) -> Program:
+        return _compiled(model, other, until=UNPROVED, ahead=ahead).program
 
-        start = time.perf_counter()
-        origin = origin_of(Batches(microbatches=options.microbatches), "infer")
-        done(Phase(label="Traced", seconds=time.perf_counter() - start, note=size(origin.program)))
-        observe(passes.PassResult(name=passes.FIRST, label="Traced", program=origin.program, seconds=0.0))
+    def finished(origin: Origin, lowered: Lowered, *warnings: str, evaluation: Program | None = None) -> Compilation:
         return Compilation(
-            warnings=origin.assumed,
             traced=origin.program,
-            steps=forward_only(origin.program, options.for_passes, until=until, observe=stepped),
+            steps=lowered.steps,
             model_source=origin.source,
             model_options=origin.options,
             options=options,
             phases=phases,
+            evaluation=evaluation,
             constants=origin.constants,
             extra=origin.extra,
+            warnings=(*warnings, *origin.assumed),
+            again=again,
+            rehearsed=lowered.rehearsed,
         )
-    origin = traced(separate=False)
+
+    if options.forward_only:
+        from partc.compilation.evaluation import forward_only
+
+        origin = traced("infer")
+        steps = forward_only(origin.program, options.for_passes, until=until, observe=stepped)
+        return replace(finished(origin, Lowered(steps)), again=None)
+    origin = traced("loss")
     if origin.optimizer is not None and not options.chosen:
         own = origin.optimizer
         rate = own.lr if options.lr is None else options.lr
         options = replace(options, optimizer=own.optimizer, group=own.groups, lr=rate)
     warnings: tuple[str, ...] = ()
     try:
-        lowering = lower(origin.program)
+        lowered = lower(origin.program)
     except PartcError as error:
         if error.code != "P0402":
             raise
         warnings = (coupling_sentence(error, options.microbatches),)
-        origin = traced(separate=True)
-        lowering = lower(origin.program)
-    evaluated = None
-    if until is None and (origin.evaluates or options.eval_every):
-        from partc.compilation.evaluation import evaluation
+        origin = traced("loss", separate=True)
+        lowered = lower(origin.program)
+    if until is not None or not (origin.evaluates or options.eval_every):
+        return finished(origin, lowered, *warnings)
+    from partc.compilation.evaluation import evaluation
 
-        start = time.perf_counter()
-        evaluated, said = evaluation(
-            lambda batches: origin_of(batches, "evaluate").program, lowering.steps[-1].program, options
-        )
-        warnings = (*warnings, *said)
-        done(Phase(label="Evaluation", seconds=time.perf_counter() - start, note=size(evaluated)))
-    return Compilation(
-        evaluation=evaluated,
-        warnings=(*warnings, *origin.assumed),
-        traced=origin.program,
-        steps=lowering.steps,
-        model_source=origin.source,
-        model_options=origin.options,
-        options=options,
-        phases=phases,
-        constants=origin.constants,
-        extra=origin.extra,
-        rehearsed=lowering.rehearsed,
-        again=lambda other, *, ahead=True: (
-            compilation(
-                model,
-                batch,
-                other,
-                functions=functions,
-                model_options=model_options,
-                until=UNPROVED,
-                origins=known,
-                pass_runs=shared,
-                ahead=ahead,
-            ).program
-        ),
+    start = time.perf_counter()
+    evaluated, said = evaluation(
+        lambda batches: model.origin(options, batches, "evaluate").program, lowered.steps[-1].program, options
     )
+    ended("Evaluation", start, size(evaluated))
+    return finished(origin, lowered, *warnings, *said, evaluation=evaluated)
 
 
 def package(

@@ -115,7 +115,7 @@ class Remedy:
 class Compiled(Protocol):
     """Compiles a model with other options, up to the proof; without `ahead`, ZeRO 3 gathers nothing ahead."""
 
-    def __call__(self, options: Options, *, ahead: bool = True) -> Program: ...
+    def __call__(self, options: Options, /, *, ahead: bool = True) -> Program: ...
 
 
 def check_limit(account: Account, limit: int, options: Options, compiled: Compiled) -> None:

@@ -9,7 +9,7 @@ cut, and a result's dimension is made of its factors; a contracted factor that i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from partc.ir.collectives import BY_TABLE, COLLECTIVES, ROUTED
@@ -21,21 +21,6 @@ from partc.rules.rule import Dims, OpRule, integers, number
 
 Pieces = tuple[SubDim, ...]
 _SAME = KEEPING - spelling("reshape") - spelling("permute") - spelling("expand")
-# Reductions of logits whose classes are cut: each rank has its part of a maximum or sum over classes.
-_OF_CLASSES = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})
-_LOSSES = frozenset({"cross_entropy", "cross_entropy_shard"})
-_MASKS = frozenset({"mask_classes", "mask_classes_shard"})
-# Derivatives whose first result has the layout of this operand; operand 0 is the incoming gradient.
-_LIKE: Mapping[str, int] = {
-    "cross_entropy_backward": 1, "dropout_backward": 0, "convolution_backward": 1, "native_group_norm_backward": 1,
-    "max_pool2d_with_indices_backward": 1, "avg_pool2d_backward": 1, "native_batch_norm_backward": 1,
-}  # fmt: skip
-# Derivatives of elementwise operations: every result has the layout of the second operand.
-_BY_ELEMENT = frozenset({"_prelu_kernel_backward"})
-# Operations along one dimension that ranks hold whole: the position of the argument `dim`.
-_ALONG: Mapping[str, int] = {"select": 1, "unbind": 1, "stack": 1, "slice_backward": 2, "select_backward": 2}
-_PUTS = frozenset({"index_put", "_index_put_impl"})
-_NORMS = frozenset({"rms_norm_backward", "layer_norm_backward"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,73 +85,174 @@ def _type_within(type: TensorType, axes: Set[str], sizes: Sizes) -> TensorType:
     return replace(type, layout=_layout_within(type.layout, axes, sizes))
 
 
-def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> tuple[Inferred | None, ...]:
-    operands = [types[name] for name in op.refs()]
-    if op.name in ROUTED:
-        return _routed(op, operands)
-    if op.name in BY_TABLE:
-        return _by_table(op, operands)
-    if op.name in COLLECTIVES or op.name in _SAME:
-        return (_moved(op, operands[0].layout, sizes),)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """An operation with what is known of it: its operands, and the local shapes of its results."""
+
+    op: Op
+    operands: tuple[TensorType, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: Sizes
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        return tuple(type.layout for type in self.operands)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether it is the form of an operation that knows the axis which cuts its operands."""
+        return "axis" in dict(self.op.attrs)
+
+
+Results = tuple[Inferred | None, ...]  # None: unknown
+
+
+def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Results:
     if op.body:
         return _of_body(op, types, sizes)
-    shapes = [value.type.layout.local_shape(sizes) for value in op.results]
-    if op.name == "full" and not operands:
-        return (_filled(shapes[0], op.args[1], sizes),)
-    if op.name == "incoming_gradient":
-        # Its operand has no gradient, so a varying one need not be marked.
-        return (Inferred(operands[0].layout.dual(), loose=frozenset(sizes)),)
-    if op.name == "own_gradient":
-        return tuple(Inferred(type.layout) for type in operands[: len(op.results)])
-    if op.name == "permute":
-        return (Inferred(replace(operands[0].layout, dims=tuple(operands[0].layout.dims[i] for i in _order(op)))),)
-    if op.name == "reshape":
-        return (reshaped(operands[0].layout, shapes[0], sizes),)
-    if op.name == "div" and isinstance(op.args[1], int) and op.result.type.layout.partial:
-        return (_spread(operands[0].layout, op.result.type.layout, op.args[1], sizes),)
-    if op.name == "embedding_shard":
-        table, ids = operands[0].layout, operands[1].layout
-        partial = tuple(sorted({str(dict(op.attrs)["axis"]), *table.partial}))
-        return (Inferred(Layout((*ids.dims, *table.dims[1:]), partial)),)
-    if op.name == "embedding_shard_backward":
-        *rows, width = operands[0].layout.dims
-        axis = str(dict(op.attrs)["axis"])
-        partial = tuple(sorted({*operands[0].layout.partial, *(name for dim in rows for name in _axes(dim))}))
-        return (Inferred(Layout(((SubDim(shapes[0][0] * sizes[axis], (axis,)),), width), partial)),)
-    if op.name == "addmm":
-        return (_product(*(type.layout for type in operands)),)
-    if op.name in _ALONG:
-        return tuple(_dimension_layout(op, operands, shape) for shape in shapes)
-    if op.name == "slice" and (stepped := _stepped(op, operands[0].layout, shapes[0], sizes)) is not None:
-        return (stepped,)
-    if op.name in _LIKE:
-        return _like_operand(operands[_LIKE[op.name]].layout, operands[0].layout, len(op.results))
-    if op.name in _BY_ELEMENT:
-        return _like_operand(operands[1].layout, operands[0].layout, 1) * len(op.results)
-    if op.name in _MASKS:
-        return (Inferred(operands[0].layout),)
-    if op.name in _LOSSES and "axis" in dict(op.attrs):
-        *rows, classes = operands[0].layout.dims
-        parts = tuple(axis for axis in operands[0].layout.partial if axis not in _axes(classes))
-        return (Inferred(Layout(tuple(rows), parts)),) * len(op.results)
-    if "axis" in dict(op.attrs) and op.name not in _OF_CLASSES:  # the sharded form of an operation
+    shapes = tuple(value.type.layout.local_shape(sizes) for value in op.results)
+    known = _Operation(op=op, operands=tuple(types[name] for name in op.refs()), shapes=shapes, sizes=sizes)
+    special = _SPECIAL.get(op.name)
+    found = special(known) if special is not None else None
+    if found is not None:
+        return found
+    if known.sharded:
         return (None,) * len(op.results)
-    if op.name in _OF_CLASSES:
-        *dims, classes = operands[0].layout.dims
-        return (Inferred(Layout(tuple(dims), tuple(sorted({*operands[0].layout.partial, *_axes(classes)})))),)
-    if op.name in _PUTS:
-        return (_written([type.layout for type in operands], adds=True in op.args[3:]),)
-    if op.name in _NORMS:
-        return _of_norm(operands[1].layout, operands[0].layout.partial, shapes)
     if "ring" in dict(op.attrs):
-        return _ring_layouts(op, operands)
+        return _ring_layouts(op, known.operands)
     local = replace(op, results=tuple(replace(value, type=value.type.local(sizes)) for value in op.results))
     rule = resolve_lowered(local, {name: types[name].local(sizes) for name in op.refs()})
     if rule is None:
-        return tuple(_without_rule(operands, shape, sizes) for shape in shapes)
-    first = _by_rule(op, rule, operands, shapes, sizes)
+        return tuple(_without_rule(known.operands, shape, sizes) for shape in shapes)
+    first = _by_rule(op, rule, known.operands, shapes, sizes)
     derivative = op.name.endswith("_backward")
     return (*first, *(None if derivative else _statistic(first[0], shape, sizes) for shape in shapes[len(first) :]))
+
+
+def _constant(known: _Operation) -> Results | None:
+    return None if known.operands else (_filled(known.shapes[0], known.op.args[1], known.sizes),)
+
+
+def _incoming_gradient(known: _Operation) -> Results:
+    # The operand has no gradient, so a varying one need not be marked.
+    return (Inferred(known.layouts[0].dual(), loose=frozenset(known.sizes)),)
+
+
+def _own_gradient(known: _Operation) -> Results:
+    return tuple(map(Inferred, known.layouts[: len(known.op.results)]))
+
+
+def _permuted(known: _Operation) -> Results:
+    layout = known.layouts[0]
+    return (Inferred(replace(layout, dims=tuple(layout.dims[dim] for dim in integers(known.op.args[1])))),)
+
+
+def _divided(known: _Operation) -> Results | None:
+    op = known.op
+    if not isinstance(op.args[1], int) or not op.result.type.layout.partial:
+        return None
+    return (_spread(known.layouts[0], op.result.type.layout, op.args[1], known.sizes),)
+
+
+def _embedding_shard(known: _Operation) -> Results:
+    table, ids = known.layouts
+    partial = tuple(sorted({str(dict(known.op.attrs)["axis"]), *table.partial}))
+    return (Inferred(Layout((*ids.dims, *table.dims[1:]), partial)),)
+
+
+def _embedding_shard_backward(known: _Operation) -> Results:
+    *rows, width = known.layouts[0].dims
+    axis = str(dict(known.op.attrs)["axis"])
+    partial = tuple(sorted({*known.layouts[0].partial, *(name for dim in rows for name in _axes(dim))}))
+    return (Inferred(Layout(((SubDim(known.shapes[0][0] * known.sizes[axis], (axis,)),), width), partial)),)
+
+
+def _addmm(known: _Operation) -> Results:
+    return (_product(*known.layouts),)
+
+
+def _along(position: int) -> _Special:
+    """For operations along one dimension that ranks hold whole; its number is the argument at this position."""
+    return lambda known: tuple(_dimension_layout(known, position, shape) for shape in known.shapes)
+
+
+def _sliced(known: _Operation) -> Results | None:
+    found = _stepped(known.op, known.layouts[0], known.shapes[0], known.sizes)
+    return None if found is None else (found,)
+
+
+def _like(position: int) -> _Special:
+    """For derivatives whose first result has the layout of this operand; operand 0 is the incoming gradient."""
+    return lambda known: (
+        _like_operand(known.layouts[position], known.layouts[0]),
+        *(None,) * (len(known.op.results) - 1),
+    )
+
+
+def _all_like_second(known: _Operation) -> Results:
+    """For derivatives of elementwise operations."""
+    return (_like_operand(known.layouts[1], known.layouts[0]),) * len(known.op.results)
+
+
+def _masked_classes(known: _Operation) -> Results:
+    return (Inferred(known.layouts[0]),)
+
+
+def _sharded_loss(known: _Operation) -> Results | None:
+    if not known.sharded:
+        return None
+    *rows, classes = known.layouts[0].dims
+    parts = tuple(axis for axis in known.layouts[0].partial if axis not in _axes(classes))
+    return (Inferred(Layout(tuple(rows), parts)),) * len(known.op.results)
+
+
+def _over_classes(known: _Operation) -> Results:
+    """For reductions of logits whose classes are cut: each rank has its part of a maximum or sum over classes."""
+    *dims, classes = known.layouts[0].dims
+    return (Inferred(Layout(tuple(dims), tuple(sorted({*known.layouts[0].partial, *_axes(classes)})))),)
+
+
+def _put_by_index(known: _Operation) -> Results | None:
+    return None if known.sharded else (_written(known.layouts, adds=True in known.op.args[3:]),)
+
+
+def _norm_backward(known: _Operation) -> Results | None:
+    return None if known.sharded else _of_norm(known.layouts[1], known.layouts[0].partial, known.shapes)
+
+
+_Special = Callable[[_Operation], Results | None]
+# The results of operations that have no rule, or of which the layouts of the operands say more than a rule. None if the
+# operation, as it is called, is like others.
+_SPECIAL: Mapping[str, _Special] = {
+    **dict.fromkeys(COLLECTIVES.keys() | _SAME, lambda known: (_moved(known.op, known.layouts[0], known.sizes),)),
+    **dict.fromkeys(ROUTED, lambda known: _routed(known.op, known.operands)),
+    **dict.fromkeys(BY_TABLE, lambda known: _by_table(known.op, known.operands)),
+    "full": _constant,
+    "incoming_gradient": _incoming_gradient,
+    "own_gradient": _own_gradient,
+    "permute": _permuted,
+    "reshape": lambda known: (reshaped(known.layouts[0], known.shapes[0], known.sizes),),
+    "div": _divided,
+    "embedding_shard": _embedding_shard,
+    "embedding_shard_backward": _embedding_shard_backward,
+    "addmm": _addmm,
+    **dict.fromkeys(("select", "unbind", "stack"), _along(1)),
+    **dict.fromkeys(("slice_backward", "select_backward"), _along(2)),
+    "slice": _sliced,
+    "dropout_backward": _like(0),
+    "cross_entropy_backward": _like(1),
+    "convolution_backward": _like(1),
+    "native_group_norm_backward": _like(1),
+    "native_batch_norm_backward": _like(1),
+    "max_pool2d_with_indices_backward": _like(1),
+    "avg_pool2d_backward": _like(1),
+    "_prelu_kernel_backward": _all_like_second,
+    **dict.fromkeys(("mask_classes", "mask_classes_shard"), _masked_classes),
+    **dict.fromkeys(("cross_entropy", "cross_entropy_shard"), _sharded_loss),
+    **dict.fromkeys(("shard_max", "sum_exp", "pick", "smooth_sum"), _over_classes),
+    **dict.fromkeys(("index_put", "_index_put_impl"), _put_by_index),
+    **dict.fromkeys(("rms_norm_backward", "layer_norm_backward"), _norm_backward),
+}
 
 
 def _ring_layouts(op: Op, operands: Sequence[TensorType]) -> tuple[Inferred | None, ...]:
@@ -198,18 +284,18 @@ def _written(operands: Sequence[Layout], *, adds: bool) -> Inferred:
     )
 
 
-def _dimension_layout(op: Op, operands: Sequence[TensorType], shape: tuple[int, ...]) -> Inferred:
+def _dimension_layout(known: _Operation, position: int, shape: tuple[int, ...]) -> Inferred:
     """The layout of a result that differs from the operand by one dimension, which each rank has whole.
 
     Where the operand's dimension is cut, no layout describes the result: it is local.
     """
-    layout = operands[0].layout
-    dims, place = list(layout.dims), number(op.args[_ALONG[op.name]]) if len(op.args) > _ALONG[op.name] else 0
+    layout, args = known.layouts[0], known.op.args
+    dims, place = list(layout.dims), number(args[position]) if len(args) > position else 0
     here = place % max(len(dims), len(shape))
     whole = [(SubDim(shape[here]),)] if len(shape) >= len(dims) else []
     cut = _axes(dims[here]) if len(shape) == len(dims) else ()
     dims[here : here + (len(shape) <= len(dims))] = whole
-    partial = tuple(sorted({axis for type in operands for axis in type.layout.partial}))
+    partial = tuple(sorted({axis for each in known.layouts for axis in each.partial}))
     return Inferred(replace(layout, dims=tuple(dims), partial=partial, varying=(), local=tuple(sorted(cut))))
 
 
@@ -228,10 +314,9 @@ def _stepped(op: Op, layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> In
     return Inferred(replace(layout, dims=tuple(dims), varying=()))
 
 
-def _like_operand(x: Layout, grad: Layout, results: int) -> tuple[Inferred | None, ...]:
+def _like_operand(x: Layout, grad: Layout) -> Inferred:
     summed = {axis for axis in grad.sharded_axes if axis not in x.sharded_axes}
-    made = Inferred(replace(x, varying=(), partial=tuple(sorted({*grad.partial, *summed}))))
-    return (made, *(None,) * (results - 1))
+    return Inferred(replace(x, varying=(), partial=tuple(sorted({*grad.partial, *summed}))))
 
 
 def _filled(shape: tuple[int, ...], number: Arg, sizes: Sizes) -> Inferred:
@@ -494,7 +579,3 @@ def _size(cut: Sequence[SubDim]) -> int:
 
 def _axes(cut: Sequence[SubDim]) -> tuple[str, ...]:
     return tuple(axis for sub in cut for axis in sub.axes)
-
-
-def _order(op: Op) -> tuple[int, ...]:
-    return integers(op.args[1])

@@ -333,12 +333,12 @@ def compilation(
 
     `functions` belong to a model that is given as an object.
     """
-    given = _Model(model=model, batch=batch, functions=functions or {}, options=model_options)
+    given = _GivenModel(model=model, batch=batch, functions=functions or {}, options=model_options)
     return _compiled(given, options, until=until, observe=observe, on_phase=on_phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
+class _GivenModel:
     """A model with its traces and passes so far, which compiles with different options share."""
 
     model: Any
@@ -369,7 +369,7 @@ class _Model:
 
 
 def _compiled(
-    model: _Model,
+    model: _GivenModel,
     options: Options,
     *,
     until: str | None,

@@ -293,7 +293,10 @@ class Tables:
     def _facts_of(self, body: RegionBody, program: Program) -> _Facts:
         if body.number not in self._facts:
             calls, runs = staged_calls(program)
-            self._facts[body.number] = _Facts(calls=calls, runs=runs, work=tuple(call_work(program, calls)))
+            fresh, alike = _alike(program, calls)
+            self._facts[body.number] = _Facts(
+                calls=calls, runs=runs, work=tuple(call_work(program, calls)), fresh=fresh, alike=alike
+            )
         return self._facts[body.number]
 
     def _costs(
@@ -362,40 +365,29 @@ class Tables:
 
     def _call_exchanges(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Sequence[CallExchanges]:
         options = plan.compile_options().for_passes
-        program = passes.between("overlap", "zero", program, options)
+        facts = self._facts_of(body, program)
+        program = passes.between("overlap", "zero", facts.few(program), options)
         program = replace(program, transport=Transport(near=options["near"]))
         footprint, exchanges = Footprint(program, self.states), program.derived(Exchanges)
         # For other forms of sums, nothing is counted.
         usual = (plan.grad_reduce, plan.compress_grads) == ("fp32", "none")
-        left = {item.name for item in program.parameters}
         kinds: tuple[GraphKind, ...] = ("F", "B")
-        known: dict[tuple[object, ...], CallExchanges] = {}  # calls of a region differ only in parameters
-
-        def facts(name: str) -> tuple[object, ...]:
-            item = program.parameter(name)
-            return name in left, item.type.dtype, item.trainable, item.sparse, item.gather, item.reduce, item.zero
-
-        found = []
-        for call in self._facts_of(body, program).calls:
-            names = dict.fromkeys(call.params)
-            key = call.region, *map(call.params.index, call.params), *map(facts, names)
-            own = [program.parameter(name) for name in names if name in left]
-            left -= {item.name for item in own}
-            if key not in known:
-                trained = (item.type.local_bytes(program.sizes) for item in own if item.trainable and not item.sparse)
-                times = sum(exchanges.gathers(call, kind) for kind in kinds)
-                known[key] = CallExchanges(
-                    held=sum(map(footprint.lasting, own)),
-                    updated=sum(trained),
-                    gathers=exchanges.gather(call.params) if times else (),
-                    passes=times,
-                    scatters=exchanges.scatter(call, "B") if usual else (),
-                    refreshed=exchanges.gather(item.name for item in own) if program.zero in (1, 2) else (),
-                    sums=self._summed(exchanges, own) if usual else {},
-                    around=(footprint.gathered(call), footprint.scattered(call)),
-                )
-            found.append(known[key])
-        return found
+        known: dict[int, CallExchanges] = {}
+        for index in dict.fromkeys(facts.alike):
+            call, own = facts.calls[index], [*map(program.parameter, facts.fresh[index])]
+            trained = (item.type.local_bytes(program.sizes) for item in own if item.trainable and not item.sparse)
+            times = sum(exchanges.gathers(call, kind) for kind in kinds)
+            known[index] = CallExchanges(
+                held=sum(map(footprint.lasting, own)),
+                updated=sum(trained),
+                gathers=exchanges.gather(call.params) if times else (),
+                passes=times,
+                scatters=exchanges.scatter(call, "B") if usual else (),
+                refreshed=exchanges.gather(item.name for item in own) if program.zero in (1, 2) else (),
+                sums=self._summed(exchanges, own) if usual else {},
+                around=(footprint.gathered(call), footprint.scattered(call)),
+            )
+        return [known[index] for index in facts.alike]
 
     @staticmethod
     def _summed(exchanges: Exchanges, parameters: Iterable[Parameter]) -> Mapping[tuple[str, tuple[str, ...]], int]:
@@ -427,6 +419,8 @@ class _Facts:
     calls: Sequence[Call]
     runs: Sequence[tuple[int, int]]  # runs of calls that no stage may cut
     work: tuple[float, ...]
+    fresh: Sequence[tuple[str, ...]]  # the parameters of each call that no earlier call reads
+    alike: Sequence[int]  # the first call of the same region with equal parameters
     _cuts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @cached_property
@@ -434,11 +428,43 @@ class _Facts:
         """A call of each region."""
         return {call.region: call for call in self.calls}
 
+    def few(self, program: Program) -> Program:
+        """The program without the calls that are like earlier ones, and without their parameters."""
+        same = {call.name for index, call in enumerate(self.calls) if self.alike[index] != index}
+        calls = tuple(call for call in program.calls if call.name not in same)
+        names = {name for call in calls for name in call.params}
+        parameters = tuple(item for item in program.parameters if item.name in names)
+        return replace(program, calls=calls, parameters=parameters)
+
     def cuts(self, count: int) -> tuple[tuple[int, int], ...]:
         """The first call of each stage, and the end of its calls."""
         if count not in self._cuts:
             self._cuts[count] = cuts(self.work, self.runs, count)
         return self._cuts[count]
+
+
+def _alike(program: Program, calls: Sequence[Call]) -> tuple[Sequence[tuple[str, ...]], Sequence[int]]:
+    """The facts `fresh` and `alike` of calls."""
+    microbatch = {region.name for region in program.regions if region.phase == "microbatch"}
+    outside = {name for call in program.calls if call.region not in microbatch for name in call.params}
+    outside.update(buffer for buffer, _ in program.updates)
+    left = {item.name for item in program.parameters}
+
+    def facts(name: str) -> tuple[object, ...]:
+        item = program.parameter(name)
+        marks = item.trainable, item.sparse, item.stacked, bool(item.balance), item.zero
+        return name in left, name in outside, id(item.type), *marks, item.gather, item.reduce
+
+    fresh: list[tuple[str, ...]] = []
+    alike: list[int] = []
+    known: dict[tuple[object, ...], int] = {}
+    for index, call in enumerate(calls):
+        names = dict.fromkeys(call.params)
+        key = call.region, *map(call.params.index, call.params), *map(facts, names)
+        alike.append(known.setdefault(key, index))
+        fresh.append(tuple(name for name in names if name in left))
+        left -= names.keys()
+    return fresh, alike
 
 
 def _cost(call: Call, program: Program, tables: Tables) -> tuple[GraphCost, GraphCost]:

@@ -702,6 +702,26 @@ def test_seconds_of_an_operation_are_computed_once_for_equal_local_shapes(
     assert rates.operation(replace(op, source=None), types, {}) == first > 0
 
 
+def test_zero_cuts_the_parameters_of_each_kind_of_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    apply = passes._applied
+    monkeypatch.setattr(
+        passes,
+        "_applied",
+        lambda entry, program, *given: (
+            counts.append(len(program.parameters) if entry.name == "zero" else 0) or apply(entry, program, *given)
+        ),
+    )
+    most = []
+    for depth in (4, 8):
+        planner = Planner(Request.checked(GPT, "8xH100-80GB", options={"depth": depth}))
+        tables, counts[:] = planner.bounds.tables, []
+        shares = tables.shares(ParallelPlan(mesh="dp=8", zero=3, options={"depth": depth}))
+        assert shares is not None and len(shares.held) == depth + 3  # the embedding, the head, and the sum of nothing
+        most.append(max(counts))
+    assert most[0] == most[1] > 0
+
+
 def test_orders_of_axes_share_estimates() -> None:
     """The first plans to be tried are found in no time in spaces of many orders."""
     request = Request(model=GPT, cluster=preset("2x4xH100-80GB"), ranks=8, limit=80 << 30, options={"batch": 8})

@@ -119,7 +119,7 @@ class Weights:
         return tuple(Entry(key=bucket.name, value=self._bucket(bucket)) for bucket in self.sums.buckets)
 
     def _bucket(self, bucket: Bucket) -> str:
-        chosen = self.sums.inside(bucket)
+        chosen = self.sums.parameters_in(bucket)
         between = self.sums.trained[self._order[chosen[0].name] : self._order[chosen[-1].name] + 1]
         over = lambda item: item.gather if bucket.scattered else self.sums.axes(item)  # noqa: E731
         alike = [each for each in between if not self.sums.sharers(each) and over(each) == bucket.over]
@@ -135,7 +135,7 @@ class Weights:
 
     def _shard(self, parameter: Parameter) -> str:
         summed = self.sums.axes(parameter), self.sums.sharers(parameter)
-        read = self.exchanges.read.get(parameter.name, parameter.type.dtype)
+        read = self.exchanges.read_dtypes.get(parameter.name, parameter.type.dtype)
         held = parameter.gather, parameter.holds, parameter.sparse, parameter.stacked, parameter.members
         key = id(parameter.type), parameter.trainable, parameter.aliases, read, summed, held
         if key not in self._shards:
@@ -155,8 +155,8 @@ class Weights:
             parts.append(f"reduce={strings(self.sums.axes(parameter))}")
         if self.sums.sharers(parameter):
             parts.append(f"shared={self.sums.sharers(parameter)}")
-        if self.exchanges.read.get(parameter.name, parameter.type.dtype) != parameter.type.dtype:
-            parts.append(f"read={literal(self.exchanges.read[parameter.name])}")
+        if self.exchanges.read_dtypes.get(parameter.name, parameter.type.dtype) != parameter.type.dtype:
+            parts.append(f"read={literal(self.exchanges.read_dtypes[parameter.name])}")
         if parameter.gather:
             parts.append(f"gather={strings(parameter.gather)}")
         if parameter.holds:

@@ -56,8 +56,8 @@ def _exchange(subject: Subject, of: str, chains: Chains, when: When = "") -> Ite
 def _end(exchanges: Exchanges, place: int) -> Body:
     """The statements of a rank after its last action."""
     subjects: tuple[tuple[Subject, Mapping[str, Chains]], ...] = (
-        ("shared", exchanges.shared(place)),
-        ("result", exchanges.returned(place)),
+        ("shared", exchanges.shared_sums(place)),
+        ("result", exchanges.result_sums(place)),
     )
     sums = (_exchange(subject, name, chains) for subject, found in subjects for name, chains in found.items())
     statements = [each for exchange in sums for each in exchange]
@@ -179,7 +179,7 @@ class _BodyWriter:
             yield from _exchange("scatter", call.name, self.exchanges.scatter(call, kind))
 
     def _bucket(self, bucket: Bucket) -> list[ActionStatement]:
-        return list(_exchange("bucket", bucket.name, self.exchanges.summed(bucket), when="last"))
+        return list(_exchange("bucket", bucket.name, self.exchanges.bucket_collectives(bucket), when="last"))
 
     def _in_two(self, bucket: Bucket) -> bool:
         """Whether a sum runs inside nodes and between them."""

@@ -42,7 +42,7 @@ def check(program: Program) -> Program:
 def prove(plan: CommunicationPlan) -> None:
     """Play the plan. Raises InternalError if communication differs, stays unread or never ends."""
     if plan.overrides:
-        _Play(plan.mesh, {rank: plan.of(rank) for rank in range(plan.mesh.size)}).run()
+        _Play(plan.mesh, {rank: plan.events_of(rank) for rank in range(plan.mesh.size)}).run()
         return
     line = Mesh(((PIPELINE_AXIS, len(plan.places)),))
     _Play(line, dict(enumerate(plan.places))).run()

@@ -107,7 +107,7 @@ def fixed_modules(program: Program) -> Iterator[FixedKernels]:
     sizes = sorted({ITEMSIZE[parameter.type.dtype] for parameter in trained})
     if not sizes:
         return
-    read = program.derived(Exchanges).read
+    read = program.derived(Exchanges).read_dtypes
     for name, times in (("adamw", 7), ("sgd", 3)):
         moved = max(
             sum(_updated(item, times, read[item.name], program) for item in trained if item.name in names)

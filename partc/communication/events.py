@@ -109,7 +109,7 @@ class CommunicationPlan:
     places: tuple[tuple[Event, ...], ...]
     overrides: Mapping[int, tuple[Event, ...]] = field(default_factory=dict)
 
-    def of(self, rank: int) -> tuple[Event, ...]:
+    def events_of(self, rank: int) -> tuple[Event, ...]:
         found = self.overrides.get(rank)
         return self.places[self.mesh.coordinate(rank).get(PIPELINE_AXIS, 0)] if found is None else found
 
@@ -125,7 +125,7 @@ def events(program: Program, *, crossing: bool = False, proving: bool = False) -
     for place in range(program.mesh.axis(PIPELINE_AXIS)):
         execution = Execution(program, place, proving=proving)
         found: list[Event] = []
-        for action, steps in (*execution.once(), *execution.step()):
+        for action, steps in (*execution.before_first_step(), *execution.step()):
             found.extend(of.action(steps, action))
         places.append(tuple(found))
     return CommunicationPlan(mesh=program.mesh, places=tuple(places))

@@ -32,7 +32,7 @@ class Exchanges:
     program: Program
 
     @cached_property
-    def read(self) -> Mapping[str, DType]:
+    def read_dtypes(self) -> Mapping[str, DType]:
         """The element type in which calls read each parameter."""
         return {
             name: value.type.dtype
@@ -41,12 +41,12 @@ class Exchanges:
         }
 
     @cached_property
-    def parted(self) -> Mapping[str, Parameter]:
+    def converted(self) -> Mapping[str, Parameter]:
         """Parameters whose stored form differs from the one that calls read: in parts, or in another element type."""
         return {
             parameter.name: parameter
             for parameter in self.program.parameters
-            if parameter.gather or self.read.get(parameter.name, parameter.type.dtype) != parameter.type.dtype
+            if parameter.gather or self.read_dtypes.get(parameter.name, parameter.type.dtype) != parameter.type.dtype
         }
 
     def has_unit(self, call: Call) -> bool:
@@ -56,7 +56,7 @@ class Exchanges:
     @cached_property
     def _with_units(self) -> frozenset[str]:
         calls = self.program.calls
-        return frozenset(call.region for call in calls if any(name in self.parted for name in call.params))
+        return frozenset(call.region for call in calls if any(name in self.converted for name in call.params))
 
     def gathers(self, call: Call, kind: GraphKind) -> bool:
         """Whether a call gathers parameters for one run and frees them afterwards."""
@@ -94,54 +94,60 @@ class Exchanges:
 
     def gather(self, names: Iterable[str]) -> Chains:
         """The all-gathers of parameters."""
-        sizes = self._sizes((self.read[item.name], item) for item in self._sharded_parameters(names))
+        sizes = self._sizes((self.read_dtypes[item.name], item) for item in self._sharded_parameters(names))
         return tuple(self._gathered(*key, size) for key, size in sizes.items())
 
     def scatter(self, call: Call, kind: GraphKind) -> Chains:
         """The reduce-scatters of the gradients of a run."""
-        return self.scattered(self._sharded_parameters(self._scattered(call, kind)))
+        return self.reduce_scatters(self._sharded_parameters(self._scattered(call, kind)))
 
-    def scattered(self, parameters: Iterable[Parameter]) -> Chains:
+    def reduce_scatters(self, parameters: Iterable[Parameter]) -> Chains:
         """The reduce-scatters of gradients of whole parameters."""
         wire = self.program.transport.wire
         sizes = self._sizes((wire or item.type.dtype, item) for item in parameters if item.trainable)
         return tuple(self._cut(*key, size) for key, size in sizes.items())
 
     def _sharded_parameters(self, names: Iterable[str]) -> Iterator[Parameter]:
-        return (self.parted[name] for name in dict.fromkeys(names) if name in self.parted)
+        return (self.converted[name] for name in dict.fromkeys(names) if name in self.converted)
 
     def _sizes(self, moved: Iterable[tuple[DType, Parameter]]) -> dict[tuple[DType, tuple[str, ...]], int]:
         """The number of elements of whole parameters, spare ones included, by (element type, axes)."""
         sizes: dict[tuple[DType, tuple[str, ...]], int] = {}
         for dtype, item in moved:
             if item.gather:
-                whole = item.type.local_elements(self.program.sizes) * self.ways(item.gather)
+                whole = item.type.local_elements(self.program.sizes) * self.group_size(item.gather)
                 sizes[dtype, item.gather] = sizes.get((dtype, item.gather), 0) + whole
         return sizes
 
     def _gathered(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
         """One all-gather, or one between nodes and then one inside; `size` is the number of gathered elements."""
         near, far = self.program.transport.levels(over)
-        found = [Collective(op="all_gather", axes=far, shape=(size // self.ways(over),), dtype=dtype)] if far else []
-        found += [Collective(op="all_gather", axes=near, shape=(size // self.ways(near),), dtype=dtype)] if near else []
+        found = (
+            [Collective(op="all_gather", axes=far, shape=(size // self.group_size(over),), dtype=dtype)] if far else []
+        )
+        found += (
+            [Collective(op="all_gather", axes=near, shape=(size // self.group_size(near),), dtype=dtype)]
+            if near
+            else []
+        )
         return tuple(found)
 
     def _cut(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
         """One reduce-scatter, or one inside nodes and then one between them, which may be a compressed all-to-all."""
         near, far = self.program.transport.levels(over)
-        share, compress = size // self.ways(near), self.program.transport.compress
+        share, compress = size // self.group_size(near), self.program.transport.compress
         found = [Collective(op="reduce_scatter", axes=near, shape=(size,), dtype=dtype)] if near else []
         if far and compress:
-            found.append(_codes(far, self.ways(far), share // self.ways(far), compress))
+            found.append(_codes(far, self.group_size(far), share // self.group_size(far), compress))
         elif far:
             found.append(Collective(op="reduce_scatter", axes=far, shape=(share,), dtype=dtype))
         return tuple(found)
 
-    def summed(self, bucket: Bucket) -> Chains:
+    def bucket_collectives(self, bucket: Bucket) -> Chains:
         """The collectives of a bucket's sum: a chain for each piece of memory that holds its gradients."""
         sums = self.sums(bucket.stage)
         if bucket.scattered:
-            return self.scattered(sums.inside(bucket))
+            return self.reduce_scatters(sums.parameters_in(bucket))
         return tuple(self._sum(dtype, bucket.over, size) for dtype, size in sums.pieces(bucket))
 
     def _sum(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
@@ -151,22 +157,22 @@ class Exchanges:
         compress = transport.compress
         if not far or not (near or compress):
             return (Collective(op="all_reduce", axes=over, shape=(size,), dtype=dtype),)
-        share = -(-size // self.ways(near))
-        parts = Collective(op="reduce_scatter", axes=near, shape=(share * self.ways(near),), dtype=dtype)
+        share = -(-size // self.group_size(near))
+        parts = Collective(op="reduce_scatter", axes=near, shape=(share * self.group_size(near),), dtype=dtype)
         between = [Collective(op="all_reduce", axes=far, shape=(share,), dtype=dtype)]
         if compress:
-            ways = self.ways(far)
+            ways = self.group_size(far)
             codes = _codes(far, ways, -(-share // ways), compress)
             between = [codes, replace(codes, op="all_gather", shape=(codes.shape[0] // ways,))]
         if not near:
             return tuple(between)
         return parts, *between, Collective(op="all_gather", axes=near, shape=(share,), dtype=dtype)
 
-    def ways(self, axes: Iterable[str]) -> int:
+    def group_size(self, axes: Iterable[str]) -> int:
         """The number of ranks that differ only on the axes."""
         return math.prod(self.program.sizes[axis] for axis in axes)
 
-    def shared(self, place: int) -> Mapping[str, Chains]:
+    def shared_sums(self, place: int) -> Mapping[str, Chains]:
         """The sums of shared weights' gradients at a pipeline coordinate, in an order common to all coordinates."""
         found: dict[tuple[tuple[int, ...], str], Collective] = {}
         for item, places in self._shared:
@@ -183,7 +189,7 @@ class Exchanges:
         found = ((item, _sharers(self.program, item, owners)) for item in self.program.parameters)
         return [(item, places) for item, places in found if places]
 
-    def returned(self, place: int) -> Mapping[str, Chains]:
+    def result_sums(self, place: int) -> Mapping[str, Chains]:
         """The sums of the loss, or of the results of a pipeline coordinate, over the axes over which they are
         partial.
         """
@@ -240,7 +246,7 @@ class GradientSums:
     def buckets(self) -> tuple[Bucket, ...]:
         return tuple(bucket for bucket in self.program.buckets if bucket.stage == self.stage)
 
-    def inside(self, bucket: Bucket) -> tuple[Parameter, ...]:
+    def parameters_in(self, bucket: Bucket) -> tuple[Parameter, ...]:
         """The parameters whose gradients are in a bucket, in order of use."""
         return tuple(parameter for parameter in self.trained if bucket.name in parameter.buckets)
 

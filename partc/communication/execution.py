@@ -85,7 +85,7 @@ class Execution:
         self._bodies, self._late, self._brought = shared.bodies, shared.late, shared.brought
         self._steps = {} if proving else shared.steps  # a proof checks every step
 
-    def once(self) -> Iterator[tuple[str, tuple[StatementRun, ...]]]:
+    def before_first_step(self) -> Iterator[tuple[str, tuple[StatementRun, ...]]]:
         """The actions before the first step."""
         yield "start", tuple(self._of_stages("INIT", _UnderWay()))
         yield "setup", tuple(self._of_stages("SETUP", _UnderWay()))

@@ -41,11 +41,11 @@ class StatementProof:
             case "scatter":
                 return self._exchanges.scatter(self._exchanges.program.call(stage, name), *kind)
             case "bucket":
-                return self._exchanges.summed(self._exchanges.program.bucket(name))
+                return self._exchanges.bucket_collectives(self._exchanges.program.bucket(name))
             case "shared":
-                return self._exchanges.shared(self._place)[name]
+                return self._exchanges.shared_sums(self._place)[name]
             case _:
-                return self._exchanges.returned(self._place)[name]
+                return self._exchanges.result_sums(self._place)[name]
 
     def body(self, stage: int, ran: Mapping[str, str]) -> None:
         """Check that the gradients of these runs (call -> graph) have been scattered."""
@@ -66,8 +66,8 @@ class StatementProof:
         program = self._exchanges.program
         stages = program.stages_at(self._place)
         yield from (("bucket", bucket.stage, bucket.name) for bucket in program.buckets if bucket.stage in stages)
-        yield from (("shared", self._place, name) for name in self._exchanges.shared(self._place))
-        yield from (("result", self._place, path) for path in self._exchanges.returned(self._place))
+        yield from (("shared", self._place, name) for name in self._exchanges.shared_sums(self._place))
+        yield from (("result", self._place, path) for path in self._exchanges.result_sums(self._place))
         for stage in stages if not program.results else ():
             kept = self._exchanges.whole_copies(stage)
             yield from (("refresh", stage, name) for name, names in kept.items() if self._exchanges.gather(names))

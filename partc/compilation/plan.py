@@ -180,7 +180,7 @@ class ParallelPlan:
 
     @property
     def overlaps_tp(self) -> bool:
-        """Whether collectives of tp run in pieces beside products."""
+        """Whether collectives of tp run in pieces that overlap with products."""
         return self.precision == FP8 if self.tp_overlap is None else self.tp_overlap
 
     @property

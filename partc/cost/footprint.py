@@ -93,9 +93,9 @@ class Footprint:
                 total += whole * min(each, self.gradient)  # the gradient is accumulated whole
             if not parameter.sparse and not self._taken_over(parameter):
                 total += own * min(each, self.gradient)
-        parted = parameter.name in self._exchanges.parted
+        parted = parameter.name in self._exchanges.converted
         if parted and parameter.zero < 3:
-            total += whole * ITEMSIZE[self._exchanges.read.get(parameter.name, parameter.type.dtype)]
+            total += whole * ITEMSIZE[self._exchanges.read_dtypes.get(parameter.name, parameter.type.dtype)]
         return total
 
     def _taken_over(self, parameter: Parameter) -> bool:
@@ -150,9 +150,9 @@ class Footprint:
         if self.program.zero < 3:
             return 0
         return sum(
-            self._gathered_bytes(name, ITEMSIZE[self._exchanges.read[name]])
+            self._gathered_bytes(name, ITEMSIZE[self._exchanges.read_dtypes[name]])
             for name in call.params
-            if name in self._exchanges.parted
+            if name in self._exchanges.converted
         )
 
     def scattered(self, call: Call) -> int:
@@ -161,7 +161,7 @@ class Footprint:
         """
         if self.program.zero < 2:
             return 0
-        names = (name for name in call.params if name in self._exchanges.parted)
+        names = (name for name in call.params if name in self._exchanges.converted)
         return 2 * sum(
             self._gathered_bytes(name, min(ITEMSIZE[self.program.parameter(name).type.dtype], self.gradient))
             for name in names

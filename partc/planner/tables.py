@@ -398,12 +398,12 @@ class Tables:
             if not item.trainable or item.sparse or item.zero > 1:
                 continue
             if item.zero == 1:
-                for each in (each for one in exchanges.scattered((item,)) for each in one):
+                for each in (each for one in exchanges.reduce_scatters((item,)) for each in one):
                     found[each.op, each.axes] = found.get((each.op, each.axes), 0) + each.bytes
             over = tuple(axis for axis in item.reduce if sizes[axis] > 1)
             size, (near, far) = item.type.local_bytes(sizes), exchanges.program.transport.levels(over)
             if near and far:
-                part = size // exchanges.ways(near)
+                part = size // exchanges.group_size(near)
                 moved = {("reduce_scatter", near): size, ("all_reduce", far): part, ("all_gather", near): part}
             else:
                 moved = {("all_reduce", over): size} if over else {}

@@ -56,7 +56,7 @@ def done(package: Path, out: Path, *arguments: str) -> dict[str, list[list[Any]]
 def planned(plan: CommunicationPlan, rank: int) -> list[list[Any]]:
     return [
         [event.op, event.group, DTYPES[event.dtype], 0 if event.op == "exchange" else math.prod(event.shape)]
-        for event in plan.of(rank)
+        for event in plan.events_of(rank)
         if isinstance(event, Entered)
     ]
 

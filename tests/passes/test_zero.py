@@ -311,7 +311,7 @@ def test_when_parts_move(level: int, gathers: dict[str, int], scatters: dict[str
     """One collective per region, direction and microbatch at most: not one for each parameter."""
     program = partc.compile(one_block, {"x": torch.randn(8, 6)}, mesh="2", zero=level, microbatches=2).program
     found: dict[str, Counter[str]] = {"all_gather": Counter(), "reduce_scatter": Counter()}
-    for event in events(program).of(0):
+    for event in events(program).events_of(0):
         if isinstance(event, Entered) and event.op in found:
             found[event.op][event.action.removeprefix("0").rstrip("01")] += 1
     assert (found["all_gather"], found["reduce_scatter"]) == (gathers, scatters)

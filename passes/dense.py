@@ -47,6 +47,7 @@ from partc.ir.program import DTypeArg, Graph, Op, Program, Ref, Region, TensorTy
 from partc.passes.route.loops import LEAST, Lift, Lifted, NotEqualError
 from partc.passes.route.rows import RowWriter
 from partc.rules import is_elementwise
+from partc.rules.integer_bounds import BoundedCall, IntegerBounds, bounds_of
 from partc.rules.rule import argument, integers
 
 _PARTS = KEEPING | {"slice", "split"}
@@ -302,6 +303,7 @@ class _Dense:
     writer: RowWriter = field(init=False)
     makers: Mapping[str, Op] = field(init=False)
     weights: set[str] = field(init=False)  # values that depend on parameters alone
+    bounds: dict[str, IntegerBounds] = field(init=False)
     rows: dict[str, _ByRow] = field(default_factory=dict)
     numbers: dict[tuple[int, int, str], str] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)  # values in rows that also exist in their original form
@@ -311,6 +313,9 @@ class _Dense:
         self.writer = RowWriter(types=types, taken=set(types))
         self.makers = self.region.forward.makers()
         self.weights = _of_weights(self.region)
+        self.bounds = {}
+        for op in self.region.forward.ops:
+            self.bounds |= bounds_of(BoundedCall(op, types, self.bounds, self.makers))
 
     def take(self, op: Op) -> None:
         """Write an operation, on rows if it is a product by expert or works on rows."""
@@ -465,12 +470,17 @@ class _Dense:
         return op, order
 
     def _choice_of(self, op: Op | None) -> str:
-        """The indices by which an operation reads matrices, if they are chosen by scores; "" for others."""
+        """The indices by which an operation reads matrices, if they are chosen by scores, or certain to be numbers of
+        matrices, as `ids % experts`; "" for others.
+        """
         match op:
             case Op(name="index", args=(Ref(table), (Ref(chosen),))) if table in self.weights:
                 name = chosen if len(self.writer.shape(table)) == 3 else ""
             case _:
                 return ""
+        known = self.bounds.get(name)
+        if known is not None and known in IntegerBounds(0, self.writer.shape(table)[0] - 1):
+            return chosen
         while (made := self.makers.get(name)) is not None and made.name in _PARTS:
             name = next(made.refs())
         return chosen if made is not None and made.name in _PLACES and made.results[-1].name == name else ""

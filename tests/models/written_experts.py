@@ -34,6 +34,10 @@ class Layer(nn.Module):
         found = torch.bmm(self.down.mT[experts], hidden.relu().unsqueeze(-1)).squeeze(-1) + self.down_bias[experts]
         return (found * scores.reshape(-1, 1)).view(-1, CHOSEN, WIDTH).sum(1)
 
+    def hashed(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """By numbers that are computed, as those of words are."""
+        return self.batched(tokens, scores, (chosen * 7 + 1) % EXPERTS)
+
     def einsum(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """As in gpt-oss's own model file."""
         hidden = torch.einsum("bekc,bk->bec", self.up[chosen], tokens) + self.up_bias[chosen]

@@ -167,7 +167,9 @@ def test_rows_that_counts_divide_are_experts(style: str) -> None:
 WRITTEN = PARTS.with_name("written_experts.py")
 
 
-@pytest.mark.parametrize("style", ["batched", "hashed", "einsum", "broadcast", "first", "grouped", "added", "cast", "written"])
+@pytest.mark.parametrize(
+    "style", ["batched", "hashed", "einsum", "broadcast", "first", "grouped", "added", "cast", "written"]
+)
 def test_experts_as_libraries_write_them_travel(style: str) -> None:
     package = partc.compile(WRITTEN, mesh="dp=2,ep=2", microbatches=2, precision="fp64", options={"style": style})
     ops = [op.name for region in package.program.regions for op in region.forward.ops]

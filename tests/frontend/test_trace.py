@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import partc
 from partc import passes
 from partc.errors import PartcError
+from partc.frontend.model_files.huggingface import model_source
 from partc.frontend.model_files.model_file import load
 from partc.frontend.state.caches import caches
 from partc.frontend.state.shared_memory import shared_with
@@ -387,3 +388,56 @@ def test_a_tensor_keeps_its_gradient_where_an_operation_under_no_grad_returns_it
         net(x),
     ))  # fmt: skip
     torch.testing.assert_close(mine, eager)
+
+
+SOUNDS = {
+    "conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_feat_extract_layers": 2, "hidden_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "vocab_size": 20,
+}  # fmt: skip
+WORDS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 50}
+BOTH_SIDES = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+PICTURES = {
+    "hidden_sizes": [8, 16], "depths": [1, 1], "num_encoder_blocks": 2, "num_attention_heads": [1, 2],
+    "sr_ratios": [2, 1], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 8,
+    "image_size": 32,
+}  # fmt: skip
+CONFIGURED: Mapping[str, tuple[str, dict[str, object]]] = {
+    "BertForMultipleChoice": ("bert", WORDS),
+    "BertForNextSentencePrediction": ("bert", WORDS),
+    "BartForSequenceClassification": ("bart", BOTH_SIDES),
+    "WhisperForConditionalGeneration": ("whisper", {**BOTH_SIDES, "max_source_positions": 8, "num_mel_bins": 4}),
+    "Wav2Vec2ForSequenceClassification": ("wav2vec2", SOUNDS),
+    "HubertForCTC": ("hubert", SOUNDS),
+    "SegformerForSemanticSegmentation": ("segformer", PICTURES),
+}
+
+
+@pytest.mark.parametrize("architecture", CONFIGURED)
+def test_an_architecture_takes_the_batch_that_is_made_for_it(architecture: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    kind, config = CONFIGURED[architecture]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "model_type": kind, "architectures": [architecture]}))
+    made = load(written(tmp_path, model_source(f"hf:{path}", batch=2, seq=8)), {})
+    assert made.model()(**made.batch())["loss"].isfinite()
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [("qwen3", "Qwen3ForCausalLM"), ("bert", "BertForMaskedLM"), ("clip", "CLIPModel"),
+                        ("whisper", "WhisperForConditionalGeneration"), ("imagegpt", "")],
+)  # fmt: skip
+def test_a_configuration_without_architectures_gets_that_of_its_type(kind: str, found: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": kind, "num_mel_bins": 4, "max_source_positions": 8, "vocab_size": 9})
+    )
+    if found:
+        assert f"transformers.{found}(config)" in model_source(f"hf:{tmp_path}/config.json")
+    else:
+        with pytest.raises(PartcError, match="P0232"):
+            model_source(f"hf:{tmp_path}/config.json")

@@ -13,33 +13,42 @@ from partc.quoting import environment
 from partc.runtime.documents import Malformed, contents, decoded, parsed
 
 PREFIX = "hf:"
-# The default architecture of each model type, and its kind of batch.
-_DEFAULTS: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "gpt_neox": "GPTNeoXForCausalLM",
-    "bert": "BertForMaskedLM",
-    "roberta": "RobertaForMaskedLM",
-    "mixtral": "MixtralForCausalLM",
-    "t5": "T5ForConditionalGeneration",
-    "vit": "ViTForImageClassification",
-    "swin": "SwinForImageClassification",
-    "clip": "CLIPModel",
-}
+# The task of an architecture by the end of its name: which batch it takes.
 _TASKS = {
     "ForCausalLM": "causal",
     "LMHeadModel": "causal",
     "ForMaskedLM": "masked",
     "ForConditionalGeneration": "translation",
     "ForSequenceClassification": "sequence",
+    "ForNextSentencePrediction": "sequence",
+    "ForMultipleChoice": "choice",
     "ForTokenClassification": "token",
     "ForQuestionAnswering": "question",
     "ForImageClassification": "image",
+    "ForSemanticSegmentation": "segmentation",
+    "ForCTC": "transcript",
     "CLIPModel": "pairs",
 }
+# The tasks that some of these names have where the main input is a sound.
+_OF_SOUNDS = {
+    ("sequence", "input_values"): "sound",
+    ("translation", "input_features"): "speech",
+}
+_MAIN_INPUTS = {
+    **dict.fromkeys(("image", "segmentation"), "pixel_values"),
+    **dict.fromkeys(("sound", "transcript"), "input_values"),
+    "speech": "input_features",
+}
+# The tables of transformers that have the architecture of a model type whose configuration names none.
+_TABLES = (
+    "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "CAUSAL_LM",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "IMAGE_CLASSIFICATION",
+    "CTC",
+)
 
 
 # For any other implementation of attention, transformers would fetch and run code.
@@ -60,10 +69,13 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     """
     path = Path(model.removeprefix(PREFIX))
     config = _read(path)
-    named = config.get("architectures") or [_DEFAULTS.get(str(config.get("model_type")), "")]
+    named = config.get("architectures") or [_default_architecture(str(config["model_type"]))]
     _expect(path, isinstance(named, list) and isinstance(named[0], str), "architectures is not a list of names")
     architecture = named[0]
-    task = next((task for suffix, task in _TASKS.items() if architecture.endswith(suffix)), None)
+    task = _task(architecture)
+    if task is not None:
+        _require_transformers(architecture, config["model_type"], path)
+        task = _task_of_input(task, architecture, config)
     if task is None:
         raise PartcError(
             "P0232",
@@ -71,7 +83,6 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             help=f"name one of {', '.join(f'...{suffix}' for suffix in _TASKS)} in its `architectures`,"
             " or write a model file with your own batch()",
         )
-    _require_transformers(architecture, config["model_type"], path)
     image, text_config = config.get("vision_config", config), config.get("text_config", config)
     _expect(path, isinstance(image, dict), "vision_config is not an object")
     _expect(path, isinstance(text_config, dict), "text_config is not an object")
@@ -81,13 +92,15 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     _expect(path, isinstance(config.get("id2label") or {}, dict), "id2label is not an object")
     longest = text_config.get("max_position_embeddings") or text_config.get("n_positions") or _LONGEST.get(task, 2048)
     _expect(path, _is_size(longest), "max_position_embeddings is not a number of positions")
+    wordless = task in ("image", "segmentation", "sound")
     sizes = {
-        "vocab_size": 0 if task == "image" else text_config.get("vocab_size") or _default(text_config, "vocab_size"),
+        "vocab_size": 0 if wordless else text_config.get("vocab_size") or _default(text_config, "vocab_size"),
         "num_channels": image.get("num_channels", 3),
         "num_labels": len(config.get("id2label") or {}) or config.get("num_labels") or 2,
     }
     for name, found in sizes.items():
-        _expect(path, _is_size(found) or (task == "image" and found == 0), f"{name} is not a number")
+        _expect(path, _is_size(found) or (wordless and found == 0), f"{name} is not a number")
+    end = text_config.get("eos_token_id")
     for kernel in _implementations(config):
         _expect(path, kernel is None or kernel in _OWN, f"attn_implementation is none of {', '.join(_OWN)}")
     return (
@@ -104,8 +117,39 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             height=height,
             width=width,
             classes=sizes["num_labels"],
+            end=end if _is_size(end) and end < sizes["vocab_size"] else None,
+            mels=config.get("num_mel_bins"),
+            frames=2 * config.get("max_source_positions", 0),
         )
     )
+
+
+def _default_architecture(model_type: str) -> str:
+    """The first architecture of a model type in transformers' tables that has a task here."""
+    try:
+        from transformers.models.auto import modeling_auto
+    except ImportError:
+        raise _not_installed() from None
+    for table in _TABLES:
+        found = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").get(model_type, "")
+        if isinstance(found, str) and _task(found) is not None:
+            return found
+    return ""
+
+
+def _task(architecture: str) -> str | None:
+    return next((task for suffix, task in _TASKS.items() if architecture.endswith(suffix)), None)
+
+
+def _task_of_input(task: str, architecture: str, config: Mapping[str, Any]) -> str | None:
+    """The task of an architecture with its main input; None for one whose input partc does not make."""
+    import transformers
+
+    given = getattr(getattr(transformers, architecture), "main_input_name", None)
+    task = _OF_SOUNDS.get((task, given), task)
+    if task == "speech" and not all(_is_size(config.get(name)) for name in ("num_mel_bins", "max_source_positions")):
+        return None
+    return task if task == "pairs" or given == _MAIN_INPUTS.get(task, "input_ids") else None
 
 
 def _implementations(config: Mapping[str, Any]) -> Iterator[object]:
@@ -142,14 +186,16 @@ def _require_transformers(architecture: str, model_type: str, path: Path) -> Non
     try:
         import transformers
     except ImportError:
-        raise PartcError(
-            "P0233", "hf: models need transformers, which is not installed", help="pip install 'partc[hf]'"
-        ) from None
+        raise _not_installed() from None
     if model_type not in transformers.CONFIG_MAPPING:
         cause = f"{path} has the model_type {model_type[:80]!r}, which transformers doesn't have"
         raise PartcError("P0232", cause, help="correct it")
     if not architecture.isidentifier() or not hasattr(transformers, architecture):
         raise PartcError("P0232", f"{path} names {architecture!r}, which transformers doesn't have", help="correct it")
+
+
+def _not_installed() -> PartcError:
+    return PartcError("P0233", "hf: models need transformers, which is not installed", help="pip install 'partc[hf]'")
 
 
 def _default(config: Mapping[str, Any], key: str) -> object:

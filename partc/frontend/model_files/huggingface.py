@@ -145,7 +145,7 @@ def _task_of_input(task: str, architecture: str, config: Mapping[str, Any]) -> s
     """The task of an architecture with its main input; None for one whose input partc does not make."""
     import transformers
 
-    given = getattr(getattr(transformers, architecture), "main_input_name", None)
+    given = str(getattr(getattr(transformers, architecture), "main_input_name", ""))
     task = _OF_SOUNDS.get((task, given), task)
     if task == "speech" and not all(_is_size(config.get(name)) for name in ("num_mel_bins", "max_source_positions")):
         return None

@@ -58,8 +58,8 @@ def _tuple(items: Iterable[str]) -> str:
 
 def _links(program: Program, index: int) -> tuple[tuple[tuple[int, int], int], ...]:
     """The links of a pipeline coordinate: (from stage, to stage), and the coordinate of the other end."""
-    ends = {(t.source, t.target) for t in program.transfers if program.travels(t)}
-    ends |= {(t.target, t.source) for t in program.transfers if program.travels(t) and t.gradient}
+    ends = {(t.source, t.target) for t in program.sent}
+    ends |= {(t.target, t.source) for t in program.sent if t.gradient}
     places = {(a, b): (program.place(a), program.place(b)) for a, b in sorted(ends)}
     return tuple((link, b if a == index else a) for link, (a, b) in places.items() if index in (a, b))
 

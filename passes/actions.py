@@ -122,7 +122,7 @@ class _BodyWriter:
         leaving = (verb == "send") == forward  # the stage that computes a value sends it and receives its gradient
         found = [
             transfer
-            for transfer in filter(self.program.travels, self.program.transfers)
+            for transfer in self.program.sent
             if self.index == (transfer.source if leaving else transfer.target) and (forward or transfer.gradient)
         ]
         if leaving:  # a stage sends a value to all its readers, and receives all its gradients, before the next

@@ -50,11 +50,10 @@ def prove(plan: CommunicationPlan) -> None:
 
 def _check_order(program: Program, stage: int, actions: tuple[Action, ...]) -> None:
     """Check that a stage runs each microbatch once forward, then once backward, between its transfers."""
-    travelling = [transfer for transfer in program.transfers if program.travels(transfer)]
-    into = any(transfer.target == stage for transfer in travelling)
-    out = any(transfer.source == stage for transfer in travelling)
-    back_in = any(transfer.source == stage and transfer.gradient for transfer in travelling)
-    back_out = any(transfer.target == stage and transfer.gradient for transfer in travelling)
+    into = any(transfer.target == stage for transfer in program.sent)
+    out = any(transfer.source == stage for transfer in program.sent)
+    back_in = any(transfer.source == stage and transfer.gradient for transfer in program.sent)
+    back_out = any(transfer.target == stage and transfer.gradient for transfer in program.sent)
     arrive = [*(["RECV_F"] if into else []), "F", *(["SEND_F"] if out else []), *(["RECV_B"] if back_in else [])]
     leave = ["SEND_B"] if back_out else []
     allowed = [[*arrive, "B", *leave], [*arrive, "I", *leave, "W"]]

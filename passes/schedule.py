@@ -61,6 +61,7 @@ class _Links:
     """The transfers between stages on different ranks: values from earlier stages, gradients from later ones."""
 
     arrivals: Mapping[tuple[int, Way], Sequence[int]]  # microbatches in the order of sending
+    numbers: Mapping[tuple[int, Way], Mapping[int, int]]  # their places in this order
     senders: frozenset[tuple[int, Way]]
     split: frozenset[int]  # stages whose backward passes have two halves
 
@@ -70,7 +71,7 @@ class _Links:
         for compute in (compute for row in rows for compute in row if compute.kind in WAYS):
             turns.setdefault((compute.stage, WAYS[compute.kind]), []).append(compute.microbatch)
         sources: dict[tuple[int, Way], set[int]] = {}
-        for transfer in filter(program.travels, program.transfers):
+        for transfer in program.sent:
             sources.setdefault((transfer.target, "F"), set()).add(transfer.source)
             if transfer.gradient:
                 sources.setdefault((transfer.source, "B"), set()).add(transfer.target)
@@ -86,17 +87,17 @@ class _Links:
                         help=f"give {first} and {other} the same order of {way} in the table",
                     )
         senders = frozenset((source, way) for (_, way), found in sources.items() for source in found)
-        return cls(arrivals, senders, program.split_stages)
+        numbers = {key: {index: number for number, index in enumerate(order)} for key, order in arrivals.items()}
+        return cls(arrivals, numbers, senders, program.split_stages)
 
     def around(self, row: Sequence[Compute]) -> Iterator[Action]:
         """The row's computations, with receives before and sends after them."""
         received: dict[tuple[int, Way], int] = {}  # the number of receives so far
-        numbers = {key: {index: number for number, index in enumerate(order)} for key, order in self.arrivals.items()}
 
         def receives(compute: Compute) -> Iterator[Action]:
             stage, way = compute.stage, WAYS.get(compute.kind)
             if way is not None and (stage, way) in self.arrivals:
-                done, until = received.get((stage, way), 0), numbers[stage, way][compute.microbatch] + 1
+                done, until = received.get((stage, way), 0), self.numbers[stage, way][compute.microbatch] + 1
                 for index in self.arrivals[stage, way][done:until]:
                     yield Action(stage=stage, kind=RECV[way], microbatch=index)
                 received[stage, way] = max(done, until)

@@ -54,7 +54,7 @@ def split(
 
 
 def _sending_first(program: Program) -> Program:
-    returning = {item.target for item in program.transfers if item.gradient and program.travels(item)}
+    returning = {item.target for item in program.sent if item.gradient}
     taken = {region.name for region in program.regions}
     renamed: dict[str, str] = {}
     regions: list[Region] = []

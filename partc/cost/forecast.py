@@ -106,7 +106,7 @@ class Forecast:
         """
         found: dict[tuple[int, int], float] = {}
         program = self.program
-        for each in filter(program.travels, program.transfers):
+        for each in program.sent:
             size = self._types[each.value].local_bytes(program.sizes)
             for stages, kinds in (((each.source, each.target), "F"), ((each.target, each.source), "BI")):
                 places = program.place(stages[0]), program.place(stages[1])
@@ -488,8 +488,8 @@ class Forecast:
         """Yields (stage, producer, consumer) for every value that is sent between ranks."""
         program = self.program
         done = {(action.stage, action.kind, action.microbatch) for row in program.schedule for action in row}
-        travelling = (each for each in program.transfers if program.travels(each))
-        for source, target, gradient in dict.fromkeys((each.source, each.target, each.gradient) for each in travelling):
+        sent = dict.fromkeys((each.source, each.target, each.gradient) for each in program.sent)
+        for source, target, gradient in sent:
             for index in range(program.microbatches):
                 yield source, f"{source}F{index}", f"{target}F{index}"
                 back = "I" if (target, "I", index) in done else "B"

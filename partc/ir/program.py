@@ -685,6 +685,11 @@ class Program:
         """Whether a transfer crosses ranks (and not only stages of one rank)."""
         return self.place(transfer.source) != self.place(transfer.target)
 
+    @cached_property
+    def sent(self) -> tuple[Transfer, ...]:
+        """The transfers that cross ranks."""
+        return tuple(filter(self.travels, self.transfers))
+
     def region(self, name: str) -> Region:
         return self._regions[name]
 

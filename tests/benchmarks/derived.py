@@ -139,6 +139,8 @@ def small(plain: Any, level: int = 0) -> Any:
             known[name] = made
     if level < 2:
         known |= {name: value for name, value in identifiers(plain) if name in fields}
+    if "mask_time_prob" in fields:
+        known["mask_time_prob"] = 0.0  # masks are drawn with numpy, and no shorter than long sounds
     config = type(plain)(**known)
     if getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = 0
@@ -292,7 +294,7 @@ INPUTS: dict[str, tuple[Maker, ...]] = {
     "input_ids": (words,), "decoder_input_ids": (plain_words,), "qformer_input_ids": (plain_words,),
     "pixel_values": PICTURES, "pixel_values_videos": (lambda s: noise(s.one("num_frames", "frames_per_clip", default=2), s.channels, s.image, s.image), patches),
     "input_features": FEATURES, "audio_mel": FEATURES,
-    "input_values": (lambda s: noise(640), lambda s: noise(1, 640), lambda s: noise(1, 3840)),
+    "input_values": (lambda s: noise(640), lambda s: noise(1, 640), lambda s: noise(1, 3840), lambda s: noise(3840)),
     "hidden_states": (lambda s: noise(s.length, s.width), patches, picture, lambda s: torch.randn(BATCH * 16, s.width)),
     "inputs_embeds": (lambda s: noise(s.length, s.width),),
     "query_embeds": (lambda s: noise(s.length, s.width),),

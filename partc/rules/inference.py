@@ -194,6 +194,12 @@ def _all_like_second(known: _Operation) -> Results:
     return (_like_operand(known.layouts[1], known.layouts[0]),) * len(known.op.results)
 
 
+def _convolved(known: _Operation) -> Results:
+    # Channels are contracted: operands of the result's shape do not make the result one that is cut like them.
+    whole = not any(layout.normalized(known.sizes).axes for layout in known.layouts)
+    return (Inferred(Layout.replicated(known.shapes[0])) if whole else None,)
+
+
 def _masked_classes(known: _Operation) -> Results:
     return (Inferred(known.layouts[0]),)
 
@@ -241,6 +247,7 @@ _SPECIAL: Mapping[str, _Special] = {
     "slice": _sliced,
     "dropout_backward": _like(0),
     "cross_entropy_backward": _like(1),
+    "convolution": _convolved,
     "convolution_backward": _like(1),
     "native_group_norm_backward": _like(1),
     "native_batch_norm_backward": _like(1),

@@ -201,3 +201,22 @@ def test_comments_of_emitted_values_are_what_ranks_see(name: str, tmp_path: Path
             compared += 1
             assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{line} {value} is not equal on ranks {list(held)}"
     assert compared > 0
+
+
+def test_convolutions_whose_operands_all_have_one_local_shape(tmp_path: Path) -> None:
+    """A gate over channels, as SE networks have: 8 images of 8 of 32 channels, and 8 x 8 of its kernels' elements."""
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.conv, self.last = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 1)\n"
+        "        self.down, self.up = nn.Conv2d(32, 8, 1, bias=False), nn.Conv2d(8, 32, 1, bias=False)\n"
+        "    def forward(self, x):\n"
+        "        x = self.conv(x)\n"
+        "        gate = self.up(self.down(x.mean((2, 3), keepdim=True)).relu()).sigmoid()\n"
+        "        return self.last(x * gate).square().mean()\n\n"
+        "def model(): return Net()\n"
+        "def batch(): return {'x': torch.randn(8, 3, 6, 6)}\n"
+    )
+    assert partc.compile(tmp_path / "net.py", mesh="tp=4", precision="fp64").verify(steps=1).ok

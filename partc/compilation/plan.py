@@ -248,7 +248,7 @@ def normalised_document(document: object) -> object:
     if isinstance(again, bool):
         found["recompute"] = "full" if again else "none"
     elif isinstance(again, (str, list)):
-        words = again.split(",") if isinstance(again, str) else again
+        words = again.split(",") if isinstance(again, str) else again or ["none"]
         found["recompute"] = ",".join(_RECOMPUTED.get(word := str(name).strip().lower(), word) for name in words)
     numbers = found.get("stage_calls")
     if isinstance(numbers, list):

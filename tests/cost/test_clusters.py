@@ -431,7 +431,7 @@ def test_megatrons_names_of_recomputation_are_read() -> None:
 
     assert read(["core_attn", "layernorm"]) == "attention,rms_norm,layer_norm"
     assert read("moe, shared_experts") == "experts,shared_experts" and read("full*2/none") == "full*2/none"
-    assert read(True) == "full" and read("core_attn") == "attention"
+    assert read(True) == "full" and read("core_attn") == "attention" and read([]) == "none"
 
 
 def _matrix(*shape: int) -> TensorType:

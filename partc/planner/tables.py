@@ -444,7 +444,7 @@ class _Facts:
 
 
 def _alike(program: Program, calls: Sequence[Call]) -> tuple[Sequence[tuple[str, ...]], Sequence[int]]:
-    """The facts `fresh` and `alike` of calls."""
+    """For each call: the names of the parameters that no earlier call reads, and the first call like it."""
     microbatch = {region.name for region in program.regions if region.phase == "microbatch"}
     outside = {name for call in program.calls if call.region not in microbatch for name in call.params}
     outside.update(buffer for buffer, _ in program.updates)

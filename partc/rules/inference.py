@@ -195,7 +195,7 @@ def _all_like_second(known: _Operation) -> Results:
 
 
 def _convolved(known: _Operation) -> Results:
-    # Channels are contracted: operands of the result's shape do not make the result one that is cut like them.
+    # A convolution contracts channels: equal local shapes of operands and result do not mean equal layouts.
     whole = not any(layout.normalized(known.sizes).axes for layout in known.layouts)
     return (Inferred(Layout.replicated(known.shapes[0])) if whole else None,)
 

@@ -58,6 +58,22 @@ class Phase:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Phases:
+    """The seconds of finished phases by label; `observe` receives each phase when it ends."""
+
+    observe: PhaseObserver
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, label: str, seconds: float, note: str) -> None:
+        self.seconds[label] = seconds
+        self.observe(Phase(label=label, seconds=seconds, note=note))
+
+    def ended(self, label: str, start: float, note: str) -> None:
+        """Add a phase that ends now and began at `start`."""
+        self.add(label, time.perf_counter() - start, note)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
     """A compiled model: the finished program and all inputs of its folder."""
@@ -378,30 +394,24 @@ def _compiled(
     ahead: bool = True,
 ) -> Compilation:
     """Compile, as `compilation` does. Without `ahead`, ZeRO 3 gathers nothing ahead: enough to determine memory."""
-    phases: dict[str, float] = {}
-
-    def ended(label: str, start: float, note: str) -> None:
-        phases[label] = time.perf_counter() - start
-        on_phase(Phase(label=label, seconds=phases[label], note=note))
-
+    phases = _Phases(on_phase)
     start = time.perf_counter()
     import torch
 
     from partc.frontend.trace import Batches
 
-    ended("Loaded", start, f"torch {torch.__version__}")
+    phases.ended("Loaded", start, f"torch {torch.__version__}")
 
     def traced(purpose: Purpose, *, separate: bool = False) -> Origin:
         start = time.perf_counter()
         found = model.origin(options, Batches(microbatches=options.microbatches, separate=separate), purpose)
-        ended("Traced", start, size(found.program))
+        phases.ended("Traced", start, size(found.program))
         observe(passes.PassResult(name=passes.FIRST, label="Traced", program=found.program, seconds=0.0))
         return found
 
     def stepped(step: passes.PassResult) -> None:
         observe(step)
-        phases[step.label] = step.seconds
-        on_phase(Phase(label=step.label, seconds=step.seconds, note=phase_note(step)))
+        phases.add(step.label, step.seconds, phase_note(step))
 
     def lower(program: Program) -> Lowered:
         return model.pass_runs.lower(program, options, until=until, observe=stepped, ahead=ahead)
@@ -416,7 +426,7 @@ def _compiled(
             model_source=origin.source,
             model_options=origin.options,
             options=options,
-            phases=phases,
+            phases=phases.seconds,
             evaluation=evaluation,
             constants=origin.constants,
             extra=origin.extra,
@@ -453,7 +463,7 @@ def _compiled(
     evaluated, said = evaluation(
         lambda batches: model.origin(options, batches, "evaluate").program, lowered.steps[-1].program, options
     )
-    ended("Evaluation", start, size(evaluated))
+    phases.ended("Evaluation", start, size(evaluated))
     return finished(origin, lowered, *warnings, *said, evaluation=evaluated)
 
 
@@ -475,17 +485,12 @@ def package(
     from partc.rules.updates import model_dims
     from partc.runtime.optimizer.recipe import Recipe
 
-    phases = dict(done.phases)
-
-    def ended(label: str, start: float, note: str) -> None:
-        phases[label] = time.perf_counter() - start
-        on_phase(Phase(label=label, seconds=phases[label], note=note))
-
+    phases = _Phases(on_phase, dict(done.phases))
     if done.options.cuda_graphs and (found := obstacle(done.program)) is not None:
         raise found.error()
     start = time.perf_counter()
     modules = emit(done.program)
-    ended("Emitted", start, count_text(len(modules.stages), "stage module"))
+    phases.ended("Emitted", start, count_text(len(modules.stages), "stage module"))
     start = time.perf_counter()
     with as_compile_errors():
         dims = model_dims(done.program)
@@ -494,7 +499,7 @@ def package(
         rules = recipe.all_settings(dims)
     how: dict[str, Any] = {"optimizer": done.options.optimizer, "groups": done.options.group}
     memory, courses = rehearsed(done.program, **how, modules=modules, known=done.rehearsed)
-    ended("Rehearsed", start, f"a rank holds {readable(memory.worst.peak)} at most")
+    phases.ended("Rehearsed", start, f"a rank holds {readable(memory.worst.peak)} at most")
     if done.options.memory_limit is not None and done.again is not None:
         check_limit(memory, done.options.memory_limit, done.options, done.again)
     if done.evaluation is not None:
@@ -507,7 +512,7 @@ def package(
         model_source=done.model_source,
         model_options=done.model_options,
         options=done.options,
-        phases=phases,
+        phases=phases.seconds,
         replicated_ops=replicated_ops(done.after("annotate")),
         coverage=coverage(done.after("annotate")),
         flops=model_flops(done.after("annotate")),

@@ -10,6 +10,8 @@ import sysconfig
 from pathlib import Path
 from types import FrameType
 
+from partc.errors import Source
+
 
 @functools.cache
 def is_machinery(filename: str) -> bool:
@@ -45,6 +47,11 @@ def shortened(filename: str) -> str:
         if path.is_relative_to(folder):
             return path.relative_to(folder).as_posix()
     return filename
+
+
+def line_of(frame: FrameType) -> Source:
+    """The line that a frame runs."""
+    return Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
 
 
 def _is_below(path: Path, folders: tuple[Path, ...]) -> bool:

@@ -591,5 +591,5 @@ class _BatchedExperts(_Experts):
 
 
 def _dim(dims: Sequence[tuple[str, ...]], factor: str) -> int | None:
-    """The dimension that a factor has for itself."""
+    """The dimension that consists of this factor alone; None if there is none."""
     return dims.index((factor,)) if (factor,) in dims else None

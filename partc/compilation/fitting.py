@@ -23,6 +23,7 @@ from partc.passes import PassResult
 from partc.rehearsal.held_times import observed
 from partc.rehearsal.rehearsal import rehearse, rehearsed
 from partc.runtime.optimizer.recipe import DEFAULT
+from partc.schedules.per_stage import RECOMPUTE
 
 ATTEMPTS, FURTHER = 12, 4  # the most programs to try until one fits, and then to find a quicker one
 Chosen = Callable[
@@ -213,10 +214,9 @@ def _changes(options: Options, limit: int) -> Iterator[tuple[str, Mapping[str, A
     spread = tuple(name for name in mesh.names if holds_weights_whole(name) and mesh.axis(name) > 1)
     for level in range(options.zero + 1, 4) if spread else ():
         yield f"--zero {level}", {"zero": level, "zero_axes": options.zero_axes or spread}
-    kinds = ("none", "selective", "full")
-    for kind in kinds[1 + kinds.index(options.recompute) :] if options.recompute in kinds else ():
+    for kind in RECOMPUTE[1 + RECOMPUTE.index(options.recompute) :] if options.recompute in RECOMPUTE else ():
         yield f"--recompute {kind}", {"recompute": kind}
-    if options.recompute in kinds[:2]:
+    if options.recompute in RECOMPUTE[:2]:
         budget = bytes_option(limit, fewer=True)
         yield f"--recompute {budget}", {"recompute": budget}
     for times in (2, 4):

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from partc.ir.mesh import Mesh
 
 KERNELS = ("auto", "triton", "aten", "inductor")
-RECOMPUTE = ("none", "selective", "full")
 SUMS = ("fp32", "bf16")
 COMPRESSIONS = ("none", "bf16", "int8")
 BUCKET = "25MB"  # the size of a gradient bucket

@@ -23,8 +23,8 @@ _SAVING, _AHEAD = passes.before("recompute")[-1], passes.before("prefetch")[-1]
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The steps of the passes, and the steps of the programs that were rehearsed to decide what is gathered ahead; one
-    of these may be the finished program.
+    """The results of the passes. `rehearsed` has the programs that were compared to decide which gathers start ahead;
+    the finished program may be among them.
     """
 
     steps: tuple[passes.PassResult, ...]

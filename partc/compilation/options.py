@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from partc.compilation.given_options import COMPRESSIONS, KERNELS, RECOMPUTE, RECORDED, SUMS, GivenOptions
+from partc.compilation.given_options import COMPRESSIONS, KERNELS, RECORDED, SUMS, GivenOptions
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
 from partc.ir.capacity import Capacity
@@ -21,7 +21,7 @@ from partc.ir.mesh import PIPELINE_AXIS, Mesh, holds_weights_whole
 from partc.ir.program import PRECISIONS, DType
 from partc.rules import Precision, operations
 from partc.schedules import SCHEDULES, stage_ranks
-from partc.schedules.per_stage import expanded, stage_kinds
+from partc.schedules.per_stage import RECOMPUTE, expanded, stage_kinds
 from partc.schedules.table import Table, read
 from partc.sharding.pins import Pin
 from partc.sharding.uses import BatchUse
@@ -275,8 +275,8 @@ def _check(given: GivenOptions) -> None:
             "P0004", f"--memory-limit {given.memory_limit} is not a size", help="for example 80GB or 64GiB"
         )
     for kind in stage_kinds(given.recompute) if parse_bytes(given.recompute) is None else ():
-        # The pass checks that names are those of operations or modules.
-        if not all(name.isidentifier() and name not in RECOMPUTE for name in kind.split(",")) and kind not in RECOMPUTE:
+        names = kind.split(",")  # the pass checks that they are those of operations or modules
+        if kind not in RECOMPUTE and not all(name.isidentifier() and name not in RECOMPUTE for name in names):
             known = (*RECOMPUTE, "a budget such as 18GB", "names of operations or modules")
             raise _unknown("recomputation", kind, known)
     for text in given.shard:

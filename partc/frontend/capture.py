@@ -105,15 +105,15 @@ class _TracedStep(nn.Module):
         hooks: Mapping[str, Sequence[Hook]],
         outcomes: Outcomes,
         dtype: torch.dtype,
+        members: Members,
         read: Read | None = None,
         masks: Mapping[str, Recipe] | None = None,
         numbers: dict[str, Tensor] | None = None,
         parts: int = 1,
-        members: Members | None = None,
     ) -> None:
         super().__init__()
         self._parts = parts
-        self._members = members or Members.of(model)
+        self._members = members
         self._masks = masks or {}
         self.numbers = numbers or {}
         self._hooks = hooks
@@ -303,11 +303,11 @@ def capture(
                     hooks,
                     outcomes,
                     dtype,
+                    members,
                     read,
                     masks,
                     numbers,
                     parts,
-                    members,
                 )
 
                 def trace() -> torch.export.ExportedProgram:

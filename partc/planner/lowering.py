@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from partc import passes
-from partc.compilation.given_options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.errors import PartcError
 from partc.ir.program import Program, Region
 from partc.planner.space import inner_axes, sizes_of, stages_of
 from partc.planner.tables import RegionBody
+from partc.schedules.per_stage import RECOMPUTE
 
 _UNREADABLE = ("P0201", "P0202", "P0203")
 

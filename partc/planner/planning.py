@@ -10,7 +10,7 @@ from typing import Any
 
 from partc.cluster.cluster import Cluster, fitted
 from partc.cluster.files import cluster_of
-from partc.compilation.given_options import BUCKET, RECOMPUTE
+from partc.compilation.given_options import BUCKET
 from partc.compilation.options import DEFAULT
 from partc.compilation.plan import REDUCED, ParallelPlan, Scalar
 from partc.compilation.simulation import Prediction, Simulator, resident_bytes, states_of
@@ -41,7 +41,7 @@ from partc.planner.space import (
     stages_of,
 )
 from partc.planner.tables import Tables
-from partc.schedules.per_stage import stage_kinds
+from partc.schedules.per_stage import RECOMPUTE, stage_kinds
 
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 LONG = 16_384  # tokens of a sequence from which context parallelism is tried

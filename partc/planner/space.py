@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from partc.compilation.given_options import RECOMPUTE
 from partc.compilation.plan import ParallelPlan
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
@@ -28,7 +27,7 @@ from partc.ir.mesh import (
     is_tensor_axis,
 )
 from partc.schedules import SCHEDULES
-from partc.schedules.per_stage import expanded, stage_kinds
+from partc.schedules.per_stage import RECOMPUTE, expanded, stage_kinds
 
 AXES = (PIPELINE_AXIS, BATCH_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 DECISIONS = (

@@ -420,7 +420,7 @@ class _Facts:
     runs: Sequence[tuple[int, int]]  # runs of calls that no stage may cut
     work: tuple[float, ...]
     fresh: Sequence[tuple[str, ...]]  # the parameters of each call that no earlier call reads
-    alike: Sequence[int]  # the first call of the same region with equal parameters
+    alike: Sequence[int]  # for each call, the first one of the same region with equal parameters
     _cuts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @cached_property
@@ -444,7 +444,9 @@ class _Facts:
 
 
 def _alike(program: Program, calls: Sequence[Call]) -> tuple[Sequence[tuple[str, ...]], Sequence[int]]:
-    """For each call: the names of the parameters that no earlier call reads, and the first call like it."""
+    """For each call: the names of the parameters that no earlier call reads, and the index of the first call of the
+    same region with equal parameters.
+    """
     microbatch = {region.name for region in program.regions if region.phase == "microbatch"}
     outside = {name for call in program.calls if call.region not in microbatch for name in call.params}
     outside.update(buffer for buffer, _ in program.updates)

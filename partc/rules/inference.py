@@ -138,7 +138,8 @@ def _incoming_gradient(known: _Operation) -> Results:
     return (Inferred(known.layouts[0].dual(), loose=frozenset(known.sizes)),)
 
 
-def _own_gradient(known: _Operation) -> Results:
+def _like_operands(known: _Operation) -> Results:
+    """Each result has the layout of the operand in its place."""
     return tuple(map(Inferred, known.layouts[: len(known.op.results)]))
 
 
@@ -200,10 +201,6 @@ def _convolved(known: _Operation) -> Results:
     return (Inferred(Layout.replicated(known.shapes[0])) if whole else None,)
 
 
-def _masked_classes(known: _Operation) -> Results:
-    return (Inferred(known.layouts[0]),)
-
-
 def _sharded_loss(known: _Operation) -> Results | None:
     if not known.sharded:
         return None
@@ -235,7 +232,7 @@ _SPECIAL: Mapping[str, _Special] = {
     **dict.fromkeys(BY_TABLE, lambda known: _by_table(known.op, known.operands)),
     "full": _constant,
     "incoming_gradient": _incoming_gradient,
-    "own_gradient": _own_gradient,
+    "own_gradient": _like_operands,
     "permute": _permuted,
     "reshape": lambda known: (reshaped(known.layouts[0], known.shapes[0], known.sizes),),
     "div": _divided,
@@ -254,7 +251,7 @@ _SPECIAL: Mapping[str, _Special] = {
     "max_pool2d_with_indices_backward": _like(1),
     "avg_pool2d_backward": _like(1),
     "_prelu_kernel_backward": _all_like_second,
-    **dict.fromkeys(("mask_classes", "mask_classes_shard"), _masked_classes),
+    **dict.fromkeys(("mask_classes", "mask_classes_shard"), _like_operands),
     **dict.fromkeys(("cross_entropy", "cross_entropy_shard"), _sharded_loss),
     **dict.fromkeys(("shard_max", "sum_exp", "pick", "smooth_sum"), _over_classes),
     **dict.fromkeys(("index_put", "_index_put_impl"), _put_by_index),

@@ -42,13 +42,12 @@ from partc.passes.recompute.budget import assign_points, check_reach, slots, wit
 from partc.passes.recompute.choice import Point, SavingProblem, frontier, least_saved
 from partc.rules import LOWERED, is_cheap, operations
 from partc.schedules import SCHEDULES, compute_order
-from partc.schedules.per_stage import stage_kinds
+from partc.schedules.per_stage import RECOMPUTE, stage_kinds
 from partc.schedules.table import Table
 
 # Saving one byte is worth this many bytes of memory traffic. Saving a norm's one number per row does not justify
 # another norm; saving a value as large as its operands does.
 WORTH = 16
-_KINDS = ("none", "selective", "full")
 
 
 def recompute(
@@ -118,7 +117,7 @@ def _chosen(program: Program) -> Iterator[tuple[Region, frozenset[str]]]:
 
 def _check_names(program: Program, kinds: Sequence[str]) -> None:
     """Check that every name in `kinds` is that of an operation or of a module. Raises PartcError P0404."""
-    known = {*_KINDS, *operations(), *LOWERED, *MOVING}
+    known = {*RECOMPUTE, *operations(), *LOWERED, *MOVING}
     names = {name for kind in kinds for name in kind.split(",")} - known
     modules = (
         {name for region in program.regions for op in region.forward.ops for name in _modules(op)} if names else {}
@@ -140,7 +139,7 @@ def _saved(region: Region, kind: str, held: frozenset[str], fixed: frozenset[str
     inputs = {value.name for value in region.forward.inputs}
     if kind == "full":
         return frozenset(inputs | fixed)
-    if kind not in _KINDS:
+    if kind not in RECOMPUTE:
         named = set(kind.split(","))
         again = [op for op in _repeatable(region, fixed) if op.name in VIEWS or named & {op.name, *_modules(op)}]
         wanted = restricted_problem(region, again, lambda op: int(op.name not in VIEWS), held, sizes)

@@ -369,7 +369,7 @@ def derived_row(kind: str, head: str = "") -> Architecture:
 
 
 def head_rows() -> dict[str, Architecture]:
-    """A row for each class with a loss that transformers has for a task, of the model types in its tables."""
+    """A row for each task-specific class, such as `BertForMaskedLM`, in transformers' tables of model types."""
     import transformers.models.auto.modeling_auto as auto
 
     return {

@@ -243,7 +243,7 @@ def plain_words(sizes: Sizes) -> Tensor:
 
 
 def ended_words(sizes: Sizes) -> Tensor:
-    """Random tokens that end with the token for it, and padding, at unequal lengths."""
+    """Random tokens; each row ends in an end-of-sequence token and padding, at unequal lengths."""
     made, last = plain_words(sizes), torch.randint(sizes.length // 2, sizes.length, (BATCH, 1))
     places = torch.arange(sizes.length)
     made = made.masked_fill(places == last, sizes.one("eos_token_id", default=2))
@@ -391,7 +391,7 @@ LARGEST = 60_000_000  # parameters
 
 
 def recipe(config: Any, candidates: Sequence[type[nn.Module]]) -> Recipe:
-    """The first batch that a model of these classes takes, forward and backward."""
+    """The first batch with which forward and backward of a model of one of these classes run."""
     said: list[str] = []
     for kind in candidates:
         try:

@@ -37,7 +37,7 @@ from partc.frontend.selections.selections import Selections
 from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.packed_sequences import NOT_PACKED, PackedSequences
-from partc.installed import is_machinery, shortened, user_frame
+from partc.installed import is_machinery, line_of, shortened, user_frame
 from partc.torch_private import GuardOnValues, checks, lists, outside_functorch, without_modes
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed
@@ -456,7 +456,7 @@ class ValueWatch(TorchFunctionMode):
             frame = frame.f_back
         if frame is not None:
             call = _called(frame)
-            source = Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+            source = line_of(frame)
             self.assumed[source] = ast.unparse(
                 call.args[0] if call is not None and call.args else call or ast.Name("check")
             )
@@ -486,7 +486,7 @@ class ValueWatch(TorchFunctionMode):
             return None
         span, tree = span_of(frame), tree_of(frame.f_code.co_filename)
         path = path_to(tree, span) if span is not None and tree is not None else []
-        source = Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+        source = line_of(frame)
         self.assumed[source] = ast.unparse(path[-1]) if path else "numbers are finite"
         return outcome
 

@@ -1,7 +1,7 @@
 """Weights that forward stops training for a while, as an adversarial loss does.
 
 self.critic.requires_grad_(False)
-generated = self.critic(fake)                generated = critic(fake, detach(weight))
+generated = self.critic(fake)        ->   generated = critic(fake, detach(weight))
 self.critic.requires_grad_(True)
 """
 

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from partc.errors import PartcError, Source
 from partc.frontend.gradients.inner_gradients import inner_gradient
 from partc.frontend.repeats.module_rows import WholeTrace
-from partc.installed import shortened, user_frame
+from partc.installed import line_of, user_frame
 from partc.ir import operators  # noqa: F401 (defines the operators)
 from partc.runtime.torch_private import tree_map_only
 from partc.torch_private import (
@@ -209,7 +209,7 @@ def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole:
 
     def report(frame: FrameType | None) -> None:
         frame = user_frame(frame)
-        place = "" if frame is None else f" at {Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)}"
+        place = "" if frame is None else f" at {line_of(frame)}"
         say(f"torch.utils.checkpoint{place} changes nothing: --recompute decides what is computed again.")
 
     def own_checkpoint(*args: Any, **kwargs: Any) -> Any:

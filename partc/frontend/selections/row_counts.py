@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from partc.errors import PartcError, Source
-from partc.installed import shortened, user_frame
+from partc.installed import line_of, user_frame
 from partc.ir.program import Graph
 
 # Comparisons with an integer that only test whether a count is zero, and their results if it is not.
@@ -235,7 +235,7 @@ def unknown_number(source: Source | None = None) -> PartcError:
     """The error for code that needs a number of rows as an integer, at `source` or else the line that runs."""
     frame = user_frame(sys._getframe(1))
     if source is None and frame is not None:
-        source = Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+        source = line_of(frame)
     return PartcError(
         "P0206",
         "the model does not trace: forward computes a Python number from the number of rows that a mask selects, or "

@@ -17,7 +17,7 @@ from torch import Tensor
 from partc.errors import PartcError, Source
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.statements import enclosing_nodes
-from partc.installed import is_machinery, shortened, user_frame
+from partc.installed import is_machinery, line_of, user_frame
 
 # The mark of a test whether tensors are zero, in the elements `first` to `last - 1` or in all, and its outcome. A
 # loop's iterations carry the loop's depth; the mark at the end of a loop has no tensors.
@@ -122,7 +122,7 @@ class SelectionTests:
         """Yield the model's running line, if it is known."""
         frame = user_frame(self.frame)
         if frame is not None:
-            yield Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+            yield line_of(frame)
 
     def compares_inside_torch(self) -> bool:
         """Whether a function of torch compares two numbers."""

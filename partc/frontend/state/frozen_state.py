@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from partc.errors import PartcError, Source
-from partc.installed import is_installed, shortened, user_frame
+from partc.installed import is_installed, line_of, user_frame
 from partc.torch_private import without_modes
 
 DEPTH, ITEMS = 4, 4096
@@ -309,7 +309,7 @@ class _Seeds:
     def _note(self) -> None:
         frame = user_frame(sys._getframe(2))
         if frame is not None and not self.given:
-            self.source = Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
+            self.source = line_of(frame)
         self.given = True
 
     def manual_seed(self, seed: int) -> torch.Generator:

@@ -1,8 +1,8 @@
 """Tensors that modules keep in plain attributes, also within lists, tuples, dicts and the user's own objects.
 
-self.table = torch.ones(8)                          the buffer table
+self.table = torch.ones(8)                            the buffer table
 self.freqs = [torch.ones(4), {"a": torch.ones(6)}]    the buffers freqs[0] and freqs[1][a]
-self.weights = [self.first.weight, …]               no buffer: this list refers to a parameter
+self.weights = [self.first.weight, …]                 no buffer: this list refers to a parameter
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _tensors(value: Any, path: tuple[Any, ...], empty: set[int]) -> list[tuple[t
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """The keys and values of a list, a tuple, a dict, or an object of a class in Python."""
+    """The keys and values of a list, a tuple, a dict, or an object of a Python class."""
     if isinstance(value, dict):
         found = [*value.items()]
     elif isinstance(value, list | tuple):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import partc
-from partc.frontend.branches.value_branches import correlation, covariance, fake_quantized
 from partc.frontend.traceable_forms.alignments import ctc_loss
+from partc.frontend.traceable_forms.functions import correlation, covariance, fake_quantized
 
 MODEL = """
 import torch

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import partc
 from partc import passes
 from partc.errors import PartcError
-from partc.frontend.branches.value_branches import LARGEST, ValueWatch, multilabel_margin_loss
+from partc.frontend.branches.value_branches import LARGEST, ValueWatch
 from partc.frontend.capture import capture
 from partc.frontend.trace import Traced, trace_model
+from partc.frontend.traceable_forms.functions import multilabel_margin_loss
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 from tests.guards import asserting, by_number, elsewhere, raising

@@ -16,10 +16,8 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
-from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -28,20 +26,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source
+from partc.frontend.branches.guards import passing_guard, running_call
 from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
 from partc.frontend.selections.row_counts import Unsettled
-from partc.frontend.selections.selected_rows import NOT_SELECTED
 from partc.frontend.selections.selections import Selections
-from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
+from partc.frontend.statements import path_to, span_of, tree_of
 from partc.frontend.traceable_forms.alignments import ctc_loss
-from partc.frontend.traceable_forms.packed_sequences import NOT_PACKED, PackedSequences
-from partc.installed import is_machinery, line_of, shortened, user_frame
+from partc.frontend.traceable_forms.functions import for_each, is_for_each, traceable_form
+from partc.frontend.traceable_forms.packed_sequences import PackedSequences
+from partc.installed import line_of, user_frame
 from partc.torch_private import GuardOnValues, checks, lists, outside_functorch, without_modes
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed
-_TRACED_FROM = str(Path(__file__).parents[1] / "capture.py")  # the file that calls the model
 CALLS = 4  # the most frames between a value and the statement that tests it
 _TESTS = frozenset({*TESTS, "equal", "allclose"})
 _READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__", "__format__"})
@@ -65,12 +63,10 @@ _PLACED = frozenset({
     "view", "reshape", "unflatten", "expand", "repeat", "tile", "unfold", "pad", "roll", "interpolate",
 })  # fmt: skip
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_FOREACH = "_foreach_"  # operations on lists, such as the update of a teacher
 # The second operand's numbers determine the sizes of results.
 _COUNTED = frozenset({"repeat_interleave", "tensor_split"})
 # Tests for infinities and NaN, with their outcomes for finite numbers.
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
-_UNKNOWN = object()
 RANDOM_BRANCH = "random_branch"
 # The integers that stand for a number of selected rows in traces that are compared with the first one.
 _SHOWN: Mapping[Outcomes, Callable[[int], int]] = {
@@ -82,7 +78,6 @@ _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{RANDOM_BRANCH}(Tensor test, bool outcome) -> ()")
 _library.impl(RANDOM_BRANCH, lambda test, outcome: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.random_branch.default)
-_SPOKEN = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "error", "print"})
 
 
 class ValueWatch(TorchFunctionMode):
@@ -191,85 +186,95 @@ class ValueWatch(TorchFunctionMode):
         if getattr(func, "__self__", None) is Tensor.data:
             func, args = _without_data(func, *args)
         name = getattr(func, "__name__", "")
-        if name.startswith(_FOREACH):
+        if is_for_each(name):
             with self:
-                return for_each(name.removeprefix(_FOREACH), *args, **kwargs)
+                return for_each(name, *args, **kwargs)
         self._frozen.follow(func, name, args, kwargs)
         args, kwargs = self._frozen.detached(name, (args, kwargs))
         args, kwargs = self.selections.sized(name, args, kwargs)
-        if name in _FACTORIES:
-            args, kwargs = self._numbers(args), self._numbers(kwargs)
-        elif name in _PLACED:
-            args, kwargs = (*args[:1], *self._numbers(args[1:])), self._numbers(kwargs)
-        elif name in ("__getitem__", "__setitem__"):
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            bounded = tuple(self._numbers(item) if isinstance(item, slice) else item for item in index)
-            args = (args[0], bounded if isinstance(args[1], tuple) else bounded[0], *args[2:])
+        args, kwargs = self._with_known_sizes(name, args, kwargs)
         if (generator := kwargs.get("generator")) is not None:
             if generator is not torch.default_generator:
                 return self._drawn_by_own(func, name, args, kwargs)
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        if name in _COUNTED and len(args) > 1 and isinstance(args[1], Tensor):
-            numbers = self._known.get(args[1])
-            if numbers is not None and numbers.dim():
-                with self:
-                    return self._counted(name, args[0], numbers, *args[2:], **kwargs)
-        if name in _SIZED_BY_VALUES and (name != "where" or len(args) == 1):
-            made = self._constant(self._computed(func, name, args, kwargs))
-            if made is not _UNKNOWN:
-                return made
-        if name == "tensor" and isinstance(args[0], list) and any(isinstance(x, Tensor) for x in args[0]):
-            made = self._constant(self._computed(func, name, args, kwargs))
-            if made is not _UNKNOWN:
-                return made
-        found = self.selections.call(func, name, args, kwargs, sys._getframe(1))
-        if found is not NOT_SELECTED:
-            return found
-        found = self._packed.call(func, name, args, kwargs, sys._getframe(1))
-        if found is not NOT_PACKED:
-            return found
-        if (
-            name == "bincount"
-            and self._known.get(args[0]) is None
-            and (counts := fixed_bincount(*args, **kwargs)) is not None
+        frame = sys._getframe(1)
+        for replacement in (
+            self._sized_by_constants,
+            self.selections.call,
+            self._packed.call,
+            self._in_traceable_form,
+            self._random_test,
+            self._value_read,
         ):
-            return counts
-        if name == "ctc_loss":
-            words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
-            given = {**dict(zip(words, args, strict=False)), **kwargs}
-            return ctc_loss(**{**given, "targets": self.selections.labels(given["targets"], given["target_lengths"])})
-        if name == "multilabel_margin_loss":
-            return multilabel_margin_loss(*args, **kwargs)
-        if (
-            name == "fake_quantize_per_tensor_affine"
-            and not any(isinstance(x, Tensor) for x in args[1:])
-            and not kwargs
-        ):
-            return fake_quantized(*args)
-        if name in ("cov", "corrcoef") and not kwargs.keys() & {"fweights", "aweights"}:
-            return covariance(*args, **kwargs) if name == "cov" else correlation(*args)
-        if name == "item" and self._drawn.is_uniform(args[0]):
-            return self._drawn.number(args[0])
-        if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
-            return self._branch(args[0], test[1])
-        if name in _READS:
-            real = self._computed(func, name, args, kwargs)
-            if real is not _UNKNOWN:
-                return real
-            passed = self._passed(_calling_frame()) if name in _TESTS else None
-            if passed is None and name in (*_TESTS, "item"):
-                passed = self._assumed_finite(args[0], _calling_frame())
-            if passed is None:
-                found = self.selections.answer(name, args[0])
-                if found is not NOT_SELECTED:
-                    return format(found, *args[1:]) if name == "__format__" else found
-                return func(*args, **kwargs)
-            return passed
+            made = replacement(func, name, args, kwargs, frame)
+            if made is not NotImplemented:
+                return made
         with self._suspended() if isinstance(func, FunctionType) else nullcontext():
             made = func(*args, **kwargs)
         if self.selections.follow(name, args, kwargs, made):
             self._follow(func, name, args, kwargs, made)
         return made
+
+    def _with_known_sizes(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments of a call, in which known integer tensors that are sizes or bounds are numbers."""
+        if name in _FACTORIES:
+            return self._numbers(args), self._numbers(kwargs)
+        if name in _PLACED:
+            return (*args[:1], *self._numbers(args[1:])), self._numbers(kwargs)
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            bounded = tuple(self._numbers(item) if isinstance(item, slice) else item for item in index)
+            return (args[0], bounded if isinstance(args[1], tuple) else bounded[0], *args[2:]), kwargs
+        return args, kwargs
+
+    def _sized_by_constants(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
+        """The result of a call whose size depends on known values; NotImplemented of other calls."""
+        if name in _COUNTED and len(args) > 1 and isinstance(args[1], Tensor):
+            numbers = self._known.get(args[1])
+            if numbers is not None and numbers.dim():
+                with self:
+                    return self._counted(name, args[0], numbers, *args[2:], **kwargs)
+        listed = name == "tensor" and isinstance(args[0], list) and any(isinstance(x, Tensor) for x in args[0])
+        if listed or (name in _SIZED_BY_VALUES and (name != "where" or len(args) == 1)):
+            return self._constant(self._computed(func, name, args, kwargs))
+        return NotImplemented
+
+    def _in_traceable_form(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
+        """The result of a function that has a form which traces can follow; NotImplemented of others."""
+        if name == "ctc_loss":
+            words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+            named = {**dict(zip(words, args, strict=False)), **kwargs}
+            return ctc_loss(**{**named, "targets": self.selections.labels(named["targets"], named["target_lengths"])})
+        return traceable_form(name, args, kwargs)
+
+    def _random_test(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
+        """A random number that is read, or the outcome of its test; NotImplemented of other calls."""
+        if name == "item" and self._drawn.is_uniform(args[0]):
+            return self._drawn.number(args[0])
+        if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
+            return self._branch(args[0], test[1])
+        return NotImplemented
+
+    def _value_read(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
+        """The number that a call reads from a tensor, if it is known, assumed or a count; NotImplemented of calls that
+        read none.
+        """
+        if name not in _READS:
+            return NotImplemented
+        real = self._computed(func, name, args, kwargs)
+        if real is not NotImplemented:
+            return real
+        passed = self._passed(_calling_frame()) if name in _TESTS else None
+        if passed is None and name in (*_TESTS, "item"):
+            passed = self._assumed_finite(args[0], _calling_frame())
+        if passed is not None:
+            return passed
+        found = self.selections.answer(name, args[0])
+        if found is NotImplemented:
+            return func(*args, **kwargs)
+        return format(found, *args[1:]) if name == "__format__" else found
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:
@@ -317,12 +322,12 @@ class ValueWatch(TorchFunctionMode):
                 self.know(one, other)
 
     def _constant(self, real: Any) -> Any:
-        """Known integer values as a constant of the trace; _UNKNOWN for others."""
+        """Known integer values as a constant of the trace; NotImplemented for others."""
         if isinstance(real, tuple | list):
             found = [self._constant(each) for each in real]
-            return _UNKNOWN if any(each is _UNKNOWN for each in found) else tuple(found)
+            return NotImplemented if any(each is NotImplemented for each in found) else tuple(found)
         if not isinstance(real, Tensor) or real.is_floating_point() or real.is_complex() or real.numel() > LARGEST:
-            return _UNKNOWN
+            return NotImplemented
         with without_modes():
             values = real.tolist()
         made = torch.tensor(values, dtype=real.dtype).reshape(real.shape)
@@ -384,8 +389,8 @@ class ValueWatch(TorchFunctionMode):
             written = args[0] if args else None
         elif not isinstance(made, Tensor | tuple | list):
             return
-        real = self._computed(func, name, args, kwargs) if _elements(made) <= LARGEST else _UNKNOWN
-        if real is not _UNKNOWN:
+        real = self._computed(func, name, args, kwargs) if _elements(made) <= LARGEST else NotImplemented
+        if real is not NotImplemented:
             self.know(made, real)
         elif isinstance(written, Tensor):
             self._forget(written)
@@ -407,18 +412,18 @@ class ValueWatch(TorchFunctionMode):
         self._known.drop(lambda own: own.untyped_storage().data_ptr() == memory)
 
     def _computed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result on known values; _UNKNOWN if an operand is unknown or the result is random."""
+        """The result on known values; NotImplemented if an operand is unknown or the result is random."""
         if name in _DRAWS or kwargs.get("training"):
-            return _UNKNOWN
+            return NotImplemented
         try:
             given = self._real((args, dict(kwargs)), shaped=name in _SHAPED)
         except _UnknownError:
-            return _UNKNOWN
+            return NotImplemented
         with without_modes(), outside_functorch():  # no_grad would be recorded by the tracer
             try:
                 return func(*given[0], **given[1])
             except Exception:  # the traced call has succeeded, or will raise the same
-                return _UNKNOWN
+                return NotImplemented
 
     def _real(self, item: Any, *, shaped: bool) -> Any:
         if isinstance(item, Tensor):
@@ -446,7 +451,7 @@ class ValueWatch(TorchFunctionMode):
         """
         frame = user_frame(frame)
         for _ in range(CALLS):
-            call = _called(frame)
+            call = running_call(frame)
             handed = call is not None and call.args and isinstance(call.args[0], ast.Name)
             if frame is None or frame.f_back is None or not handed:
                 break
@@ -455,7 +460,7 @@ class ValueWatch(TorchFunctionMode):
                 break
             frame = frame.f_back
         if frame is not None:
-            call = _called(frame)
+            call = running_call(frame)
             source = line_of(frame)
             self.assumed[source] = ast.unparse(
                 call.args[0] if call is not None and call.args else call or ast.Name("check")
@@ -463,7 +468,7 @@ class ValueWatch(TorchFunctionMode):
 
     def _passed(self, frame: FrameType | None) -> bool | None:
         """The outcome under which a guard neither raises nor warns; None if the tested value belongs to no guard."""
-        guard = _guard(frame, CALLS)
+        guard = passing_guard(frame, CALLS)
         if guard is None:
             return None
         source, text, outcome = guard
@@ -489,82 +494,6 @@ class ValueWatch(TorchFunctionMode):
         source = line_of(frame)
         self.assumed[source] = ast.unparse(path[-1]) if path else "numbers are finite"
         return outcome
-
-
-def fixed_bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
-    """bincount with a `minlength`, which fixes the size of the result; None without it.
-
-    A number of `minlength` or more is an error in the step that reads it.
-    """
-    if not minlength:
-        return None
-    if weights is None:
-        return fixed_bincount(x, torch.ones_like(x, dtype=torch.float64), minlength).to(torch.int64)  # type: ignore[union-attr]
-    dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
-    return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
-
-
-def for_each(name: str, tensors: Sequence[Tensor], *operands: Any, **named: Any) -> list[Tensor] | None:
-    """A `_foreach_` operation as one operation for each tensor of a list; None if it is unknown."""
-    if name in ("norm", "addcmul", "addcmul_", "addcdiv", "addcdiv_"):  # their scalar arguments have names
-        lists, word = (0, "ord") if name == "norm" else (2, "value")
-        named = {word if key == "scalars" else key: x for key, x in named.items()}
-        named.update(zip([word], operands[lists:], strict=False))
-        operands = operands[:lists]
-    run = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, name)
-    part = lambda x, index: x[index] if isinstance(x, list | tuple) else x  # noqa: E731
-    found = [
-        run(x, *(part(each, i) for each in operands), **{key: part(each, i) for key, each in named.items()})
-        for i, x in enumerate(tensors)
-    ]
-    return None if name.endswith("_") else found
-
-
-def fake_quantized(x: Tensor, scale: float, zero: int, low: int, high: int) -> Tensor:
-    """torch.fake_quantize_per_tensor_affine in fp32; torch has no kernel for tensors without memory."""
-    single = torch.tensor(scale, dtype=torch.float32)
-    step, inverse = float(single), float(1 / single)
-    number = torch.round(x.detach() * inverse) + zero
-    inside = (number >= low) & (number <= high)
-    passed = torch.where(inside, x, x.detach())
-    value = (number.clamp(low, high) - zero).to(torch.float32) * step
-    return value.to(x.dtype) + (passed - passed.detach())
-
-
-def covariance(x: Tensor, *, correction: int = 1) -> Tensor:
-    """torch.cov without weights; torch's own function compares values."""
-    x = x if x.dim() == 2 else x.reshape(1, -1)
-    centered = x - x.mean(1, keepdim=True)
-    return (centered @ centered.T / max(x.shape[1] - correction, 0)).squeeze()
-
-
-def correlation(x: Tensor) -> Tensor:
-    """torch.corrcoef."""
-    found = covariance(x)
-    if not found.dim():
-        return found / found
-    deviations = found.diagonal().sqrt()
-    return (found / deviations[:, None] / deviations).clamp(-1, 1)
-
-
-def multilabel_margin_loss(
-    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
-) -> Tensor:
-    """F.multilabel_margin_loss in traceable operations; torch's decomposition wrongly counts labels behind the first
-    -1.
-    """
-    if size_average is not None or reduce is not None:
-        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
-    scores, labels = torch.atleast_2d(input), torch.atleast_2d(target)
-    given = (labels < 0).cumsum(1) == 0
-    labels = labels.masked_fill(~given, 0)
-    classes = torch.arange(scores.shape[1], device=scores.device)
-    chosen = ((labels[..., None] == classes) & given[..., None]).any(1)
-    gaps = (1 - scores.gather(1, labels)[..., None] + scores[:, None]).relu()
-    each: Tensor = gaps.masked_fill(~given[..., None] | chosen[:, None], 0).sum((1, 2)) / scores.shape[1]
-    if reduction == "none":
-        return each if input.dim() == 2 else each[0]
-    return each.mean() if reduction == "mean" else each.sum()
 
 
 def _without_data(func: Callable[..., Any], x: Tensor, *value: Tensor) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
@@ -594,88 +523,3 @@ def _elements(made: Any) -> int:
         count = made.numel()
         return count if isinstance(count, int) else LARGEST + 1
     return max(map(_elements, made), default=0) if isinstance(made, tuple | list) else 0
-
-
-def _guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | None:
-    """The guard that tests the value computed by this frame, as (line, text, passing outcome); None if there is
-    none.
-    """
-    if frame is None or not calls:
-        return None
-    span = span_of(frame)
-    tree = tree_of(frame.f_code.co_filename)
-    if span is None or tree is None:
-        return None
-    path = path_to(tree, span)
-    statement = next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
-    if statement is None:
-        return None
-    inside = [node for node in path[path.index(statement) + 1 :] if isinstance(node, ast.expr)]
-    if isinstance(statement, ast.If | ast.Assert) and inside[:1] == [statement.test]:
-        wanted = None if _is_caught(frame) else _quiet_outcome(statement)
-        source = Source(file=shortened(frame.f_code.co_filename), line=statement.lineno)
-        found = None if wanted is None else (source, ast.unparse(statement.test), wanted)
-        expression: ast.expr | None = statement.test
-    elif isinstance(statement, ast.Return):
-        found, expression = _guard(frame.f_back, calls - 1), statement.value
-    else:
-        return None
-    if found is None or expression is None:
-        return None
-    flips = next((flipped for leaf, flipped in _tested(expression) if leaf in inside), None)
-    return None if flips is None else (found[0], found[1], found[2] ^ flips)
-
-
-def _called(frame: FrameType | None) -> ast.Call | None:
-    """The innermost call expression that a frame is evaluating."""
-    span, tree = (None, None) if frame is None else (span_of(frame), tree_of(frame.f_code.co_filename))
-    if span is None or tree is None:
-        return None
-    return next((node for node in reversed(path_to(tree, span)) if isinstance(node, ast.Call)), None)
-
-
-def _tested(expression: ast.expr, flipped: bool = False) -> Iterator[tuple[ast.expr, bool]]:
-    """The operands of `not`, `and` and `or`, and whether each is negated."""
-    if isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not):
-        yield from _tested(expression.operand, not flipped)
-    elif isinstance(expression, ast.BoolOp):
-        for value in expression.values:
-            yield from _tested(value, flipped)
-    else:
-        yield expression, flipped
-
-
-def _quiet_outcome(statement: ast.If | ast.Assert) -> bool | None:
-    """The outcome of a test whose other outcome only raises or warns."""
-    if isinstance(statement, ast.Assert):
-        return True
-    if _speaks(statement.body):
-        return False
-    return True if statement.orelse and _speaks(statement.orelse) else None
-
-
-def _is_caught(frame: FrameType | None) -> bool:
-    """Whether the model catches exceptions around the running statement, in its function or in a caller."""
-    while frame is not None and frame.f_code.co_filename != _TRACED_FROM:
-        if not is_machinery(frame.f_code.co_filename):
-            for node, inner in pairwise(enclosing_nodes(frame)):
-                if isinstance(node, ast.Try) and node.handlers and inner in node.body:
-                    return True
-        frame = frame.f_back
-    return False
-
-
-def _speaks(body: list[ast.stmt]) -> bool:
-    """Whether statements only raise or warn."""
-    return all(map(_is_speech, body)) and not all(isinstance(one, ast.Assign | ast.Pass) for one in body)
-
-
-def _is_speech(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Raise | ast.Pass):
-        return True
-    if isinstance(statement, ast.Assign):  # builds a message
-        return isinstance(statement.value, ast.Constant | ast.JoinedStr)
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        called = statement.value.func
-        return getattr(called, "attr", getattr(called, "id", "")) in _SPOKEN
-    return False

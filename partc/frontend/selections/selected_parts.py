@@ -11,7 +11,7 @@ from torch import Tensor
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.selections.mask_counts import MaskCounts
 from partc.frontend.selections.row_counts import PartSize, unknown_number
-from partc.frontend.selections.selected_rows import NOT_SELECTED, SelectedRows
+from partc.frontend.selections.selected_rows import SelectedRows
 
 
 class SelectedParts:
@@ -51,7 +51,7 @@ class SelectedParts:
     def divided(self, x: Tensor, sizes: Any, dim: int) -> Any:
         """x.split(counts.tolist(), dim)."""
         if not isinstance(sizes, tuple | list) or not any(isinstance(size, PartSize) for size in sizes):
-            return NOT_SELECTED
+            return NotImplemented
         counts = next(size.counts for size in sizes if isinstance(size, PartSize))
         own = [isinstance(size, PartSize) and size.counts is counts and size.first for size in sizes]
         if own != [*range(len(counts))] or any(size.last != size.first + 1 for size in sizes):
@@ -130,9 +130,9 @@ class SelectedParts:
             if len(known) == len(masks) == len(held) and all(a is b for a, b in zip(masks, known, strict=True)):
                 break
         else:
-            return NOT_SELECTED
+            return NotImplemented
         if any(each is None or each.dim or dim % x.dim() for each, x in zip(held, parts, strict=True)):
-            return NOT_SELECTED
+            return NotImplemented
         made = torch.zeros_like(parts[0])
         for mask, x in zip(masks, parts, strict=True):
             made = torch.index_put(made, self._rows.places(mask), x)

@@ -14,7 +14,6 @@ from partc.frontend.by_tensor import ByTensor
 from partc.ir.program import SELECTED
 from partc.torch_private import without_modes
 
-NOT_SELECTED = object()
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{SELECTED}(Tensor mask, int dim) -> Tensor")
@@ -80,7 +79,7 @@ class SelectedRows:
     def found(self, mask: Tensor, as_tuple: bool) -> Any:
         """The places of all elements of a mask."""
         if self.value(mask) is not None or not mask.dim() or mask.is_nested:
-            return NOT_SELECTED
+            return NotImplemented
         indices = self.places(mask)
         if as_tuple:
             return indices
@@ -154,7 +153,7 @@ class SelectedRows:
     # -- indexing ------------------------------------------------------------------------------------
 
     def read(self, func: Callable[..., Any], x: Tensor, index: Any) -> Any:
-        """x[index]; NOT_SELECTED where no rows are selected."""
+        """x[index]; NotImplemented where no rows are selected."""
         items = index if isinstance(index, tuple) else (index,)
         if (whole := self._of_all_rows(x, items)) is not None:
             return whole
@@ -173,7 +172,7 @@ class SelectedRows:
         if len(given) == len(items) and all(a is b for a, b in zip(numbers, items, strict=True)):
             held = [*filter(None, map(self.of, (x, *items)))]
             if not held:
-                return NOT_SELECTED
+                return NotImplemented
         made = func(x, numbers if isinstance(index, tuple) or len(numbers) > 1 else numbers[0])
         self.hold_like([x, *(item for item in numbers if isinstance(item, Tensor))], made)
         if not any(isinstance(item, Tensor) for item in items):
@@ -242,10 +241,10 @@ class SelectedRows:
             func(x, self.as_indices(x, index), self.selected(row.expand(x.shape), index))
             return None
         if not any(map(self._unknown, items)):
-            return NOT_SELECTED
+            return NotImplemented
         rest = tuple(slice(None) if self._unknown(item) else item for item in items)
         if any(isinstance(item, Tensor | list | bool) for item in rest):
-            return NOT_SELECTED
+            return NotImplemented
         view, dims, places, dim = x[rest], [], [], 0
         width = x.dim() - sum(isinstance(item, int | slice) for item in rest)
         for item, plain in zip(items, rest, strict=True):

@@ -38,7 +38,7 @@ from partc.frontend.repeats.marks import MARK
 from partc.frontend.selections.mask_counts import SHAPES, MaskCounts
 from partc.frontend.selections.row_counts import TESTS_OF_ZERO, PartSize, RowCount, without_counts
 from partc.frontend.selections.selected_parts import SelectedParts
-from partc.frontend.selections.selected_rows import INTEGERS, NOT_SELECTED, MaskedRows, SelectedRows, leaves
+from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows, leaves
 from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
 from partc.frontend.statements import enclosing_nodes
 from partc.torch_private import without_modes
@@ -131,7 +131,7 @@ class Selections:
     def call(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType
     ) -> Any:
-        """The result of a call that selected rows change; NOT_SELECTED for other calls."""
+        """The result of a call that selected rows change; NotImplemented for other calls."""
         while frame.f_back is not None and frame.f_code.co_filename in _METHODS:
             frame = frame.f_back
         self.tests.frame = frame
@@ -140,7 +140,7 @@ class Selections:
             return rewrite(self, call)
         of_rows = _CALLS_OF_ROWS.get(name)
         held = None if of_rows is None else self._rows.of(call.given)
-        return NOT_SELECTED if of_rows is None or held is None else of_rows(self, call, held)
+        return NotImplemented if of_rows is None or held is None else of_rows(self, call, held)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> bool:
         """Follow any other call; return whether its result may be computed from the values of constants."""
@@ -160,7 +160,7 @@ class Selections:
 
     def _tensor(self, call: _TorchCall) -> Any:
         if not isinstance(call.given, RowCount):
-            return NOT_SELECTED
+            return NotImplemented
         return call.given.tensor().to(call.kwargs.get("dtype") or torch.int64)
 
     def _select_rows(self, call: _TorchCall) -> Any:
@@ -174,7 +174,7 @@ class Selections:
         sizes, rest = (args[first], args[first + 1 :]) if listed else (args[first:], ())
         mask = sizes[0]._mask if sizes and isinstance(sizes[0], RowCount) else None
         if mask is None:
-            return NOT_SELECTED
+            return NotImplemented
         held = self._rows.of(args[0]) if first else None
         if held is not None and held.mask is mask and not held.dim:
             same: Tensor = call.func(args[0], (mask.numel(), *sizes[1:]), *rest, **kwargs)
@@ -186,7 +186,7 @@ class Selections:
         """x.expand_as(rows): a row that repeats for each selected row."""
         held = self._rows.of(call.argument(1, "other"))
         if held is None or held.dim or self._rows.of(call.given) is not None:
-            return NOT_SELECTED
+            return NotImplemented
         shape = call.argument(1, "other").shape[1:]
         return self._rows.selected(call.given.expand(*held.mask.shape, *shape), held.mask)
 
@@ -197,14 +197,14 @@ class Selections:
         mask = times[0]._mask if times and isinstance(times[0], RowCount) else None
         one = None if mask is None else call.func(x, (1, *times[1:]))
         if one is None or mask is None or len(one) != 1:
-            return NOT_SELECTED
+            return NotImplemented
         return self._rows.selected(one.expand(*mask.shape, *one.shape[1:]), mask)
 
     def _arange(self, call: _TorchCall) -> Any:
         """The numbers 0, 1, … of the selected rows."""
         mask = call.given._mask if len(call.args) == 1 and isinstance(call.given, RowCount) else None
         if mask is None:
-            return NOT_SELECTED
+            return NotImplemented
         counted = mask.ne(0).flatten().cumsum(0) - 1
         like = call.func(1, **call.kwargs)
         made = self._rows.selected(counted.reshape(mask.shape).to(like.dtype), mask)
@@ -215,7 +215,7 @@ class Selections:
 
     def _find_places(self, call: _TorchCall) -> Any:
         if len(call.args) + len(call.kwargs.keys() - {"as_tuple"}) != 1 or not isinstance(call.given, Tensor):
-            return NOT_SELECTED
+            return NotImplemented
         return self._rows.found(call.given, call.name == "where" or bool(call.kwargs.get("as_tuple")))
 
     def _read(self, call: _TorchCall) -> Any:
@@ -223,7 +223,7 @@ class Selections:
         index, masked = self._rows.with_constants(self._parts.with_places(x, index))
         made = self._rows.read(call.func, x, index)
         # Unlike rows that a slice selects, those of a mask are not views.
-        return (call.func(x, index) if made is NOT_SELECTED else made).clone() if masked else made
+        return (call.func(x, index) if made is NotImplemented else made).clone() if masked else made
 
     def _written(self, call: _TorchCall) -> Any:
         x, index, value = call.args
@@ -236,7 +236,7 @@ class Selections:
     def _masked(self, call: _TorchCall) -> Any:
         """x.masked_select(mask)."""
         if len(call.args) != 2 or self._value(call.args[1]) is not None:
-            return NOT_SELECTED
+            return NotImplemented
         given, mask = call.args
         x, mask = (given, mask) if given.shape == mask.shape else torch.broadcast_tensors(given, mask)
         made = self._rows.selected(x, mask)
@@ -247,7 +247,7 @@ class Selections:
         """x.masked_scatter(mask, source) on all examples as one, because each may select another number of rows."""
         source = self._rows.packed(call.argument(2, "source"))
         if source is None:
-            return NOT_SELECTED
+            return NotImplemented
         x, mask = call.given, call.argument(1, "mask")
         mask = mask.expand_as(x)
         while mask.dim() > 1 and not mask.stride(-1):
@@ -259,12 +259,12 @@ class Selections:
 
     def _divided(self, call: _TorchCall) -> Any:
         if len(call.args) < 2:
-            return NOT_SELECTED
+            return NotImplemented
         return self._parts.divided(call.given, call.args[1], call.argument(2, "dim", 0))
 
     def _joined(self, call: _TorchCall) -> Any:
         if not isinstance(call.given, tuple | list):
-            return NOT_SELECTED
+            return NotImplemented
         return self._parts.joined(call.given, call.argument(1, "dim", 0))
 
     def _spread(self, call: _TorchCall) -> Any:
@@ -273,11 +273,11 @@ class Selections:
         """
         selected = next((x for x in call.args if (held := self._rows.of(x)) is not None and not held.dim), None)
         if selected is None or not all(isinstance(x, Tensor) and x.dim() == selected.dim() for x in call.args):
-            return NOT_SELECTED
+            return NotImplemented
         held, count = self._rows.of(selected), len(selected)
         plain = next((x for x in call.args if x.shape[0] not in (1, count) and self._rows.of(x) is None), None)
         if plain is None or held is None:
-            return NOT_SELECTED
+            return NotImplemented
         mask = held.mask.ne(0).reshape(*held.mask.shape, *(1 for _ in plain.shape[1:]))
         wide = plain.new_zeros(*held.mask.shape, *plain.shape[1:])
         rows = self._rows.selected(wide.masked_scatter(mask.expand_as(wide), plain), held.mask)
@@ -293,15 +293,15 @@ class Selections:
         shape = tuple(args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:])
         merged = None if held.dim else self._rows.merged(call.given, shape)
         if merged is None:
-            return NOT_SELECTED
+            return NotImplemented
         self._parts.reshaped(call.given, merged)
         return merged
 
     def _iterate(self, call: _TorchCall, held: MaskedRows) -> Any:
-        """Iterating over the places that nonzero() found: constants, one by one; NOT_SELECTED for other rows."""
+        """Iterating over the places that nonzero() found: constants, one by one; NotImplemented for other rows."""
         real = None if held.dim or call.argument(1, "dim", 0) else self._value(call.given)
         if real is None:
-            return NOT_SELECTED
+            return NotImplemented
         return Iterations(self.tests, held.mask, self._rows.as_constants(real), [*self.tests.source()])
 
     def listed(self, x: Tensor) -> Iterations | None:
@@ -320,7 +320,7 @@ class Selections:
         listed = range(x.dim()) if dims is None or dims == () else [dims] if isinstance(dims, int) else dims
         over = {dim % x.dim() for dim in listed}
         if held.dim not in over:
-            return NOT_SELECTED
+            return NotImplemented
         total = torch.sum(held.only(x), *rest, **call.kwargs)
         if call.name == "sum":
             return total
@@ -331,10 +331,10 @@ class Selections:
         args, kwargs = call.args, call.kwargs
         given = kwargs.get("reduction", "mean")
         if given == "none" or held.dim or kwargs.get("weight") is not None or len(args) > 2:
-            return NOT_SELECTED
+            return NotImplemented
         losses = call.func(*args, **{**kwargs, "reduction": "none"})
         if losses.shape[:1] != (held.mask.numel(),):
-            return NOT_SELECTED
+            return NotImplemented
         total = held.only(losses).sum()
         if given == "sum":
             return total
@@ -355,13 +355,13 @@ class Selections:
 
     def _length(self, call: _TorchCall, held: MaskedRows) -> Any:
         if held.dim or self.tests.inside_torch():
-            return NOT_SELECTED
+            return NotImplemented
         number = self._number_of(held.mask)
         return int(number) if not self._tests_length() else number.whole if number else 0
 
     def _size(self, call: _TorchCall, held: MaskedRows) -> Any:
         if call.name == "__get__" and getattr(call.func, "__self__", None) not in _PROPERTIES:
-            return NOT_SELECTED
+            return NotImplemented
         made = call.run()
         if call.name == "stride" and isinstance(made, tuple):
             each = (_TorchCall(call.func, "stride", (call.given, dim), {}) for dim in range(len(made)))
@@ -399,9 +399,9 @@ class Selections:
         return x.new_zeros(rows, width + 1).scatter(1, places, x)[:, :width]
 
     def answer(self, name: str, x: Any) -> Any:
-        """The value of a test whether a mask selects anything, or of a count; NOT_SELECTED for other tensors."""
+        """The value of a test whether a mask selects anything, or of a count; NotImplemented for other tensors."""
         if self._value(x) is not None:
-            return NOT_SELECTED
+            return NotImplemented
         listed = self._parts.listed(x)
         if listed is not None and name in ("item", "__int__", "__index__"):
             counts, part = listed
@@ -415,7 +415,7 @@ class Selections:
             return number if name == "item" else float(int(number)) if name == "__float__" else int(number)
         found = self._counts.answer(x)
         if found is None:
-            return NOT_SELECTED
+            return NotImplemented
         return found[0] is self.tests.nonempty(found[1])
 
 
@@ -423,7 +423,7 @@ def _named(names: str, rewrite: Callable[..., Any]) -> dict[str, Callable[..., A
     return dict.fromkeys(names.split(), rewrite)
 
 
-# For each function, the method that returns its result for selected rows, or NOT_SELECTED.
+# For each function, the method that returns its result for selected rows, or NotImplemented.
 _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **_named("tensor as_tensor scalar_tensor", Selections._tensor),
     **_named("zeros ones full new_zeros new_ones new_full expand broadcast_to", Selections._select_rows),

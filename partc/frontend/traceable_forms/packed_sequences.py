@@ -21,7 +21,6 @@ from partc.errors import PartcError
 from partc.frontend.by_tensor import ByTensor
 from partc.torch_private import without_modes
 
-NOT_PACKED = object()
 _NETWORKS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _FACTS = frozenset({"dtype", "device", "dim", "is_cuda"})  # what modules ask of their operand
 # What torch does with an order of sequences: its first operand is the result if they stay in order.
@@ -41,14 +40,14 @@ class PackedSequences:
     _data: ByTensor[None] = field(default_factory=ByTensor)
 
     def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], frame: FrameType) -> Any:
-        """The result of a call that makes or reads packed data; NOT_PACKED of all others. Raises PartcError P0206."""
+        """The result of a call that makes or reads packed data; NotImplemented of others. Raises PartcError P0206."""
         if frame.f_code is rnn.pack_padded_sequence.__code__ and name == "sort" and not self.knows(args[0]):
             self._orders.append(torch.arange(len(args[0])))
             return args[0], self._orders[-1]
         if self._orders and any(x is order for x in args for order in self._orders):
             if frame.f_code.co_filename not in _FILES:
                 raise _refused("the order of packed sequences is unknown", "leave sequences in the batch's order")
-            return args[0] if name in _ORDERING else NOT_PACKED
+            return args[0] if name in _ORDERING else NotImplemented
         if name == "_pack_padded_sequence" and not self.knows(args[1]):
             return self._packed(*args)
         if name in _NETWORKS and len(args) > 1 and self._lengths_of(args[1]) is not None:
@@ -67,7 +66,7 @@ class PackedSequences:
                 f"{fact} reads the data of packed sequences, whose number is unknown",
                 "compute with padded sequences, before packing or after pad_packed_sequence, and mask them",
             )
-        return NOT_PACKED
+        return NotImplemented
 
     def _packed(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         x = x if batch_first else x.transpose(0, 1)

@@ -1,0 +1,106 @@
+"""Guards: tests in the user's code with an outcome that only raises an uncaught exception, or warns.
+
+if labels.max() >= words: raise ValueError(...)      passes if the test is false
+assert (mask.sum(1) > 0).all()                       passes if the test is true
+if not valid.all(): warnings.warn("...")             passes if `valid.all()` is true
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+
+from partc.errors import Source
+from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
+from partc.installed import is_machinery, shortened
+
+_TRACED_FROM = str(Path(__file__).parents[1] / "capture.py")  # the file that calls the model
+_SPOKEN = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "error", "print"})
+
+
+def passing_guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | None:
+    """The guard that tests the value computed by this frame, as (line, text, passing outcome); None if there is
+    none.
+    """
+    if frame is None or not calls:
+        return None
+    span = span_of(frame)
+    tree = tree_of(frame.f_code.co_filename)
+    if span is None or tree is None:
+        return None
+    path = path_to(tree, span)
+    statement = next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
+    if statement is None:
+        return None
+    inside = [node for node in path[path.index(statement) + 1 :] if isinstance(node, ast.expr)]
+    if isinstance(statement, ast.If | ast.Assert) and inside[:1] == [statement.test]:
+        wanted = None if _is_caught(frame) else _quiet_outcome(statement)
+        source = Source(file=shortened(frame.f_code.co_filename), line=statement.lineno)
+        found = None if wanted is None else (source, ast.unparse(statement.test), wanted)
+        expression: ast.expr | None = statement.test
+    elif isinstance(statement, ast.Return):
+        found, expression = passing_guard(frame.f_back, calls - 1), statement.value
+    else:
+        return None
+    if found is None or expression is None:
+        return None
+    flips = next((flipped for leaf, flipped in _tested(expression) if leaf in inside), None)
+    return None if flips is None else (found[0], found[1], found[2] ^ flips)
+
+
+def running_call(frame: FrameType | None) -> ast.Call | None:
+    """The innermost call expression that a frame is evaluating."""
+    span, tree = (None, None) if frame is None else (span_of(frame), tree_of(frame.f_code.co_filename))
+    if span is None or tree is None:
+        return None
+    return next((node for node in reversed(path_to(tree, span)) if isinstance(node, ast.Call)), None)
+
+
+def _tested(expression: ast.expr, flipped: bool = False) -> Iterator[tuple[ast.expr, bool]]:
+    """The operands of `not`, `and` and `or`, and whether each is negated."""
+    if isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.Not):
+        yield from _tested(expression.operand, not flipped)
+    elif isinstance(expression, ast.BoolOp):
+        for value in expression.values:
+            yield from _tested(value, flipped)
+    else:
+        yield expression, flipped
+
+
+def _quiet_outcome(statement: ast.If | ast.Assert) -> bool | None:
+    """The outcome of a test whose other outcome only raises or warns."""
+    if isinstance(statement, ast.Assert):
+        return True
+    if _speaks(statement.body):
+        return False
+    return True if statement.orelse and _speaks(statement.orelse) else None
+
+
+def _is_caught(frame: FrameType | None) -> bool:
+    """Whether the model catches exceptions around the running statement, in its function or in a caller."""
+    while frame is not None and frame.f_code.co_filename != _TRACED_FROM:
+        if not is_machinery(frame.f_code.co_filename):
+            for node, inner in pairwise(enclosing_nodes(frame)):
+                if isinstance(node, ast.Try) and node.handlers and inner in node.body:
+                    return True
+        frame = frame.f_back
+    return False
+
+
+def _speaks(body: list[ast.stmt]) -> bool:
+    """Whether statements only raise or warn."""
+    return all(map(_is_speech, body)) and not all(isinstance(one, ast.Assign | ast.Pass) for one in body)
+
+
+def _is_speech(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Raise | ast.Pass):
+        return True
+    if isinstance(statement, ast.Assign):  # builds a message
+        return isinstance(statement.value, ast.Constant | ast.JoinedStr)
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        called = statement.value.func
+        return getattr(called, "attr", getattr(called, "id", "")) in _SPOKEN
+    return False

@@ -1,0 +1,120 @@
+"""Functions of torch that a trace cannot follow, in operations that it can.
+
+cov(x)                       compares values               ->  centered @ centered.T / (n - 1)
+bincount(x, minlength=8)     has a size that values set    ->  zeros(8).scatter_add(0, x, 1)
+_foreach_mul_(xs, 0.9)       is one call for many tensors  ->  x.mul_(0.9) for x in xs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FOREACH = "_foreach_"
+
+
+def traceable_form(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a torch function by name, in traceable operations; NotImplemented if there is no such form."""
+    form = _FORMS.get(name)
+    return NotImplemented if form is None else form(*args, **kwargs)
+
+
+def is_for_each(name: str) -> bool:
+    """Whether an operation applies to lists of tensors, such as the update of a teacher."""
+    return name.startswith(_FOREACH)
+
+
+def fixed_bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+    """bincount with a `minlength`, which fixes the size of the result; NotImplemented without it.
+
+    A number of `minlength` or more is an error in the step that reads it.
+    """
+    if not minlength:
+        return NotImplemented
+    if weights is None:
+        return fixed_bincount(x, torch.ones_like(x, dtype=torch.float64), minlength).to(torch.int64)
+    dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
+    return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
+
+
+def for_each(name: str, tensors: Sequence[Tensor], *operands: Any, **named: Any) -> list[Tensor] | None:
+    """A `_foreach_` operation as one operation for each tensor of a list. Operations in place return None."""
+    name = name.removeprefix(_FOREACH)
+    if name in ("norm", "addcmul", "addcmul_", "addcdiv", "addcdiv_"):  # their scalar arguments have names
+        lists, word = (0, "ord") if name == "norm" else (2, "value")
+        named = {word if key == "scalars" else key: x for key, x in named.items()}
+        named.update(zip([word], operands[lists:], strict=False))
+        operands = operands[:lists]
+    run = torch.linalg.vector_norm if name == "norm" else getattr(Tensor, name)
+    part = lambda x, index: x[index] if isinstance(x, list | tuple) else x  # noqa: E731
+    found = [
+        run(x, *(part(each, i) for each in operands), **{key: part(each, i) for key, each in named.items()})
+        for i, x in enumerate(tensors)
+    ]
+    return None if name.endswith("_") else found
+
+
+def fake_quantized(x: Tensor, scale: Any, zero: Any, low: int, high: int) -> Any:
+    """torch.fake_quantize_per_tensor_affine in fp32; torch has no kernel for tensors without memory.
+
+    NotImplemented if the scale or the zero point is a tensor.
+    """
+    if isinstance(scale, Tensor) or isinstance(zero, Tensor):
+        return NotImplemented
+    single = torch.tensor(scale, dtype=torch.float32)
+    step, inverse = float(single), float(1 / single)
+    number = torch.round(x.detach() * inverse) + zero
+    inside = (number >= low) & (number <= high)
+    passed = torch.where(inside, x, x.detach())
+    value = (number.clamp(low, high) - zero).to(torch.float32) * step
+    return value.to(x.dtype) + (passed - passed.detach())
+
+
+def covariance(x: Tensor, *, correction: int = 1, **weights: Any) -> Any:
+    """torch.cov; torch's own function compares values. NotImplemented with weights."""
+    if weights:
+        return NotImplemented
+    x = x if x.dim() == 2 else x.reshape(1, -1)
+    centered = x - x.mean(1, keepdim=True)
+    return (centered @ centered.T / max(x.shape[1] - correction, 0)).squeeze()
+
+
+def correlation(x: Tensor) -> Tensor:
+    """torch.corrcoef."""
+    found: Tensor = covariance(x)
+    if not found.dim():
+        return found / found
+    deviations = found.diagonal().sqrt()
+    return (found / deviations[:, None] / deviations).clamp(-1, 1)
+
+
+def multilabel_margin_loss(
+    input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Tensor:
+    """F.multilabel_margin_loss in traceable operations; torch's decomposition wrongly counts labels behind the first
+    -1.
+    """
+    if size_average is not None or reduce is not None:
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    scores, labels = torch.atleast_2d(input), torch.atleast_2d(target)
+    given = (labels < 0).cumsum(1) == 0
+    labels = labels.masked_fill(~given, 0)
+    classes = torch.arange(scores.shape[1], device=scores.device)
+    chosen = ((labels[..., None] == classes) & given[..., None]).any(1)
+    gaps = (1 - scores.gather(1, labels)[..., None] + scores[:, None]).relu()
+    each: Tensor = gaps.masked_fill(~given[..., None] | chosen[:, None], 0).sum((1, 2)) / scores.shape[1]
+    if reduction == "none":
+        return each if input.dim() == 2 else each[0]
+    return each.mean() if reduction == "mean" else each.sum()
+
+
+_FORMS: Mapping[str, Callable[..., Any]] = {
+    "bincount": fixed_bincount,
+    "corrcoef": correlation,
+    "cov": covariance,
+    "fake_quantize_per_tensor_affine": fake_quantized,
+    "multilabel_margin_loss": multilabel_margin_loss,
+}

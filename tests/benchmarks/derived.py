@@ -294,7 +294,8 @@ INPUTS: dict[str, tuple[Maker, ...]] = {
     "input_ids": (words,), "decoder_input_ids": (plain_words,), "qformer_input_ids": (plain_words,),
     "pixel_values": PICTURES, "pixel_values_videos": (lambda s: noise(s.one("num_frames", "frames_per_clip", default=2), s.channels, s.image, s.image), patches),
     "input_features": FEATURES, "audio_mel": FEATURES,
-    "input_values": (lambda s: noise(640), lambda s: noise(1, 640), lambda s: noise(1, 3840), lambda s: noise(3840)),
+    "input_values": (lambda s: noise(640), lambda s: noise(1, 640), lambda s: noise(1, 3840), lambda s: noise(3840), lambda s: noise(8000),
+                     lambda s: noise(s.one("max_length", default=64), s.one("num_mel_bins", default=64))),
     "hidden_states": (lambda s: noise(s.length, s.width), patches, picture, lambda s: torch.randn(BATCH * 16, s.width)),
     "inputs_embeds": (lambda s: noise(s.length, s.width),),
     "query_embeds": (lambda s: noise(s.length, s.width),),
@@ -318,6 +319,11 @@ INPUTS: dict[str, tuple[Maker, ...]] = {
     "aspect_ratio_mask": (lambda s: torch.ones(BATCH, 1, 1, dtype=torch.long),),
     "spatial_shapes": (lambda s: [[4, 4]] * BATCH,), "pixel_attention_mask": (lambda s: torch.ones(BATCH, 16, dtype=torch.long),),
     "input_points": (lambda s: torch.rand(BATCH, 1, 2, 2) * s.image,),
+    "past_values": (lambda s: noise(s.one("context_length", default=64), s.one("num_input_channels", "input_size", default=1)),
+                    lambda s: noise(s.one("context_length", default=64)), lambda s: [torch.randn(64) for _ in range(BATCH)]),
+    "past_observed_mask": (lambda s: torch.ones(BATCH, s.one("context_length", default=64), s.one("num_input_channels", default=1)),),
+    "future_values": (lambda s: noise(s.one("prediction_length", default=24), s.one("num_input_channels", default=1)),),
+    "target_values": (lambda s: below(s.one("num_targets", default=2)), lambda s: noise(s.one("num_targets", default=2))),
     "latents": (lambda s: noise(s.width, 8), lambda s: noise(8, s.width)),
 }  # fmt: skip
 UNSURE = {"input_features_mask", "image_sizes", "encoder_hidden_states"}  # tried without and with
@@ -335,7 +341,7 @@ SENSES = ("pixel_values", "pixel_values_videos", "flattened_patches", "input_fea
 # Inputs that may be left out, and are given where the class has them.
 WANTED = {
     "input_ids", "grid_thw", "image_grid_thw", "image_sizes", "decoder_input_ids", "input_features_mask", "mm_token_type_ids",
-    "hidden_states", "encoder_hidden_states", "high_res_pixel_values", "input_points", "target_sizes", *SENSES,
+    "hidden_states", "encoder_hidden_states", "high_res_pixel_values", "target_values", "future_values", "input_points", "target_sizes", *SENSES,
 }  # fmt: skip
 
 

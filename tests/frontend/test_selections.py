@@ -226,6 +226,77 @@ def test_plain_rows_are_added_to_selected_ones() -> None:
     equals_eager(Added, batches)
 
 
+class Ends(nn.Module):
+    """Classifies texts by the rows at their marks, of which each text has as many."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style = style
+        self.words, self.head = nn.Embedding(9, 8), nn.Linear(8, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x, marks = self.words(words).cumsum(1), words == 8
+        counts = marks.sum(1)
+        match self.style:
+            case "unguarded":
+                pass
+            case "checked":
+                torch._check(torch.unique_consecutive(counts).numel() == 1)
+                ensure(x[marks, :].shape[0] // x.shape[0] >= 1, "no mark")
+            case _:
+                if len(torch.unique_consecutive(counts)) > 1:
+                    raise ValueError("unequal numbers of marks")
+        rows = x[marks, :].view(x.size(0), -1, x.size(-1))
+        match self.style:
+            case "first":
+                read = rows[:, 0]
+            case "part":
+                read = rows[:, 1, 2:6].sum(1, keepdim=True)
+            case "all":
+                read = rows.sum(1)
+            case _:
+                read = rows[:, -1, :]
+        return self.head(read.expand(-1, 8)).square().mean()
+
+
+def texts_with_marks(*columns: list[list[int]]) -> list[dict[str, Tensor]]:
+    """Batches of texts with marks in these columns."""
+    return [{"words": torch.randint(8, (4, 5)).scatter(1, torch.tensor(each), 8)} for each in columns]
+
+
+@pytest.mark.parametrize("style", ["last", "checked", "first", "part"])
+def test_rows_at_as_many_marks_are_read_by_number(style: str) -> None:
+    pairs = [[0, 3], [1, 2], [2, 4], [3, 4]]
+    threes = [[0, 1, 3], [1, 2, 4], [0, 2, 4], [2, 3, 4]]
+    equals_eager(lambda: Ends(style), texts_with_marks(pairs, pairs[::-1], threes))
+
+
+@pytest.mark.parametrize("style", ["unguarded", "all"])
+def test_rows_of_texts_need_a_guard_and_a_number(style: str) -> None:
+    with pytest.raises(PartcError) as error:
+        equals_eager(lambda: Ends(style), texts_with_marks([[0, 3]] * 4))
+    assert error.value.code == "P0206"
+
+
+class Delayed(nn.Module):
+    """Turns rows by the delays with the highest scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        scores = y.sin().mean((0, 2))
+        best, delays = scores.topk(2)
+        turned = [y.roll(-delays[i].item(), dims=1) * best[i] for i in range(2)]
+        return (turned[0] + torch.roll(turned[1], (delays[0].item(),), (-1,))).square().mean()
+
+
+def test_rows_turn_by_numbers_that_depend_on_values() -> None:
+    equals_eager(Delayed, [{"x": torch.randn(4, 6, 8, dtype=torch.float64)} for _ in range(3)])
+
+
 def test_constant_masks_are_places() -> None:
     equals_eager(ConstantMasks, [{"x": torch.randn(8, 6, 8, dtype=torch.float64)}])
 

@@ -30,7 +30,7 @@ torch.fx.node.has_side_effect(torch.ops.partc.selection_tested.default)
 # Files whose frames lie between a model's code and a test.
 _OWN = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("selections", "selected_rows", "selected_parts", "selection_tests", "row_counts")
+    for name in ("selections", "selected_rows", "selected_parts", "equal_groups", "selection_tests", "row_counts")
 )
 _Elements = tuple[int, int, int]  # (version of a mask, first element, last element)
 

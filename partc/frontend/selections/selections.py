@@ -35,6 +35,7 @@ from torch import Tensor
 from partc.errors import Source
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.repeats.marks import MARK
+from partc.frontend.selections.equal_groups import EqualGroups
 from partc.frontend.selections.mask_counts import SHAPES, MaskCounts
 from partc.frontend.selections.row_counts import TESTS_OF_ZERO, PartSize, RowCount, without_counts
 from partc.frontend.selections.selected_parts import SelectedParts
@@ -112,6 +113,7 @@ class Selections:
         self._rows = SelectedRows(value, know)
         self._counts = MaskCounts()
         self._parts = SelectedParts(self._rows, self._counts, self.tests.parts)
+        self._groups = EqualGroups(self._rows, self._counts)
         self._packed: ByTensor[tuple[Tensor, Tensor]] = ByTensor()  # result of masked_select -> x, mask
 
     @property
@@ -144,6 +146,7 @@ class Selections:
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> bool:
         """Follow any other call; return whether its result may be computed from the values of constants."""
+        self._groups.check((args, kwargs))
         self._counts.follow(name, args, kwargs, made)
         if name in ("unbind", "__getitem__") and args[0].dim() == 1 and args[0].dtype in INTEGERS:
             self._parts.follow(args[0], made, args[1:])
@@ -220,6 +223,8 @@ class Selections:
 
     def _read(self, call: _TorchCall) -> Any:
         x, index = call.args
+        if (row := self._groups.read(x, index)) is not NOT_SELECTED:
+            return row
         index, masked = self._rows.with_constants(self._parts.with_places(x, index))
         made = self._rows.read(call.func, x, index)
         # Unlike rows that a slice selects, those of a mask are not views.
@@ -257,6 +262,27 @@ class Selections:
         made = x.reshape(1, -1, *rest).masked_scatter(wide, source).reshape(x.shape)
         return x.copy_(made) if call.name == "masked_scatter_" else made
 
+    def _distinct(self, call: _TorchCall) -> Any:
+        """torch.unique_consecutive of an unknown vector, without counts and inverse indices."""
+        if (
+            len(call.args) > 1
+            or any(call.kwargs.values())
+            or call.given.dim() != 1
+            or self._value(call.given) is not None
+        ):
+            return NOT_SELECTED
+        return self._groups.distinct(call.given)
+
+    def _rolled(self, call: _TorchCall) -> Any:
+        """x.roll(number, dim), as a lookup of rows."""
+        shift, dim = call.argument(1, "shifts"), call.argument(2, "dims")
+        [shift] = shift if isinstance(shift, tuple | list) and len(shift) == 1 else [shift]
+        [dim] = dim if isinstance(dim, tuple | list) and len(dim) == 1 else [dim]
+        if not isinstance(shift, RowCount) or not isinstance(dim, int):
+            return NOT_SELECTED
+        count = call.given.shape[dim]
+        return call.given.index_select(dim, (torch.arange(count) - shift.tensor()) % count)
+
     def _divided(self, call: _TorchCall) -> Any:
         if len(call.args) < 2:
             return NotImplemented
@@ -291,6 +317,8 @@ class Selections:
     def _merged(self, call: _TorchCall, held: MaskedRows) -> Any:
         args = call.args
         shape = tuple(args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:])
+        if (groups := self._groups.grouped(call.given, shape)) is not NOT_SELECTED:
+            return groups
         merged = None if held.dim else self._rows.merged(call.given, shape)
         if merged is None:
             return NotImplemented
@@ -433,9 +461,11 @@ _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **_named("where nonzero argwhere", Selections._find_places),
     "__getitem__": Selections._read,
     "__setitem__": Selections._written,
+    "roll": Selections._rolled,
     **_named("split split_with_sizes", Selections._divided),
     **_named("cat concat concatenate", Selections._joined),
     "masked_select": Selections._masked,
+    "unique_consecutive": Selections._distinct,
     **_named("masked_scatter masked_scatter_", Selections._scattered),
     **dict.fromkeys(_ARITHMETIC, Selections._spread),
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.selections.mask_counts import MaskCounts
 from partc.frontend.selections.row_counts import unknown_number
-from partc.frontend.selections.selected_rows import NOT_SELECTED, SelectedRows, leaves
+from partc.frontend.selections.selected_rows import SelectedRows, leaves
 
 
 class EqualGroups:
@@ -36,21 +36,21 @@ class EqualGroups:
         return self._rows.selected(x, torch.cat([torch.ones_like(x[:1], dtype=torch.bool), x[1:] != x[:-1]]))
 
     def grouped(self, x: Tensor, shape: tuple[Any, ...]) -> Any:
-        """Selected rows as x.view(examples, -1, …); NOT_SELECTED for other shapes."""
+        """Selected rows as x.view(examples, -1, …); NotImplemented for other shapes."""
         held = self._rows.of(x)
         if held is None or held.dim or held.mask.dim() != 2 or held.mask not in self._equal:
-            return NOT_SELECTED
+            return NotImplemented
         if len(shape) != x.dim() + 1 or shape[0] != len(held.mask) or tuple(shape[2:]) != tuple(x.shape[1:]):
-            return NOT_SELECTED
+            return NotImplemented
         made = held.only(x).reshape(*held.mask.shape, *x.shape[1:])
         self._groups[made] = held.mask
         return made
 
     def read(self, x: Tensor, index: Any) -> Any:
-        """x[:, number, …] of grouped rows, which counts from the end if it is negative; NOT_SELECTED for others."""
+        """x[:, number, …] of grouped rows, which counts from the end if it is negative; NotImplemented for others."""
         mask = self._groups.get(x)
         if mask is None:
-            return NOT_SELECTED
+            return NotImplemented
         items = index if isinstance(index, tuple) else (index,)
         number = items[1] if len(items) > 1 and items[0] == slice(None) else None
         if not isinstance(number, int) or isinstance(number, bool):

@@ -223,7 +223,7 @@ class Selections:
 
     def _read(self, call: _TorchCall) -> Any:
         x, index = call.args
-        if (row := self._groups.read(x, index)) is not NOT_SELECTED:
+        if (row := self._groups.read(x, index)) is not NotImplemented:
             return row
         index, masked = self._rows.with_constants(self._parts.with_places(x, index))
         made = self._rows.read(call.func, x, index)
@@ -270,7 +270,7 @@ class Selections:
             or call.given.dim() != 1
             or self._value(call.given) is not None
         ):
-            return NOT_SELECTED
+            return NotImplemented
         return self._groups.distinct(call.given)
 
     def _rolled(self, call: _TorchCall) -> Any:
@@ -279,7 +279,7 @@ class Selections:
         [shift] = shift if isinstance(shift, tuple | list) and len(shift) == 1 else [shift]
         [dim] = dim if isinstance(dim, tuple | list) and len(dim) == 1 else [dim]
         if not isinstance(shift, RowCount) or not isinstance(dim, int):
-            return NOT_SELECTED
+            return NotImplemented
         count = call.given.shape[dim]
         return call.given.index_select(dim, (torch.arange(count) - shift.tensor()) % count)
 
@@ -317,7 +317,7 @@ class Selections:
     def _merged(self, call: _TorchCall, held: MaskedRows) -> Any:
         args = call.args
         shape = tuple(args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:])
-        if (groups := self._groups.grouped(call.given, shape)) is not NOT_SELECTED:
+        if (groups := self._groups.grouped(call.given, shape)) is not NotImplemented:
             return groups
         merged = None if held.dim else self._rows.merged(call.given, shape)
         if merged is None:

@@ -473,7 +473,7 @@ def _run(
             )
         facts.update(entry.ensures)
         given = {name: options[name] for name in entry.options if name in options}
-        apply = partial(_applied, entry, program, given, frozenset(facts), verify)
+        apply = partial(apply_pass, entry, program, given, frozenset(facts), verify)
         if shared is None:
             step = apply()
         else:
@@ -484,9 +484,10 @@ def _run(
     return tuple(steps)
 
 
-def _applied(
+def apply_pass(
     entry: Pass, program: Program, given: Mapping[str, Any], facts: frozenset[str], verify: Verify | None
 ) -> PassResult:
+    """Run a pass, and verify the program that it returns."""
     start = time.perf_counter()
     after = entry.run(program, **given)
     seconds = time.perf_counter() - start

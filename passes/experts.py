@@ -116,7 +116,7 @@ def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, 
     return replace(program, parameters=parameters, regions=tuple(found.cut() for found in regions))
 
 
-def _expert_layout(type: TensorType, axis: str, place: Shard, sizes: Sizes) -> Layout | None:
+def expert_layout(type: TensorType, axis: str, place: Shard, sizes: Sizes) -> Layout | None:
     """The layout of a weight in which each rank holds its own experts; None if the axis does not divide their
     number.
     """
@@ -300,7 +300,7 @@ class _Experts:
         """Record a weight with the position of its experts, and the operations that derive it from parameters."""
         maker = self.makers.get(name)
         if maker is None and any(value.name == name for value in self.region.params):
-            layout = _expert_layout(self.types[name], self.axis, place, self.sizes)
+            layout = expert_layout(self.types[name], self.axis, place, self.sizes)
             if layout is None or self.weights.setdefault(name, layout) != layout:
                 raise self._refused(self.ops[reader], f"its experts lie in {name} in two ways")
             return

@@ -99,7 +99,7 @@ def trace(
                 evaluates=traced.evaluates,
             )
         given, held = _batch(batch)
-        packed = _stored if isinstance(model, nn.Module) else _imported
+        packed = saved_model_source if isinstance(model, nn.Module) else _imported
         if isinstance(model, nn.Module):
             build: Callable[[], nn.Module] = lambda: _without_memory(model)  # noqa: E731
             name = type(model).__name__
@@ -180,7 +180,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _stored(model: nn.Module, batch: Any, functions: Functions) -> tuple[str, dict[str, bytes]]:
+def saved_model_source(model: nn.Module, batch: Any, functions: Functions) -> tuple[str, dict[str, bytes]]:
     """A model file that loads the pickled model, and the code of its classes unless they are installed."""
     extra = {WEIGHTS: _saved(model)}
     for kind in {type(module) for module in model.modules()}:

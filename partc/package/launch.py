@@ -177,10 +177,10 @@ def run(
     tell(shlex.join(command))
     with tempfile.TemporaryDirectory(prefix="partc-run-") as name:
         folder = Path(name)
-        code, stopped = _watched([*command, "--report", name], launches=not job.virtual)
+        code, stopped = run_watched([*command, "--report", name], launches=not job.virtual)
         reports = read_reports(folder)
         if job.report is not None:
-            _copy_reports(folder, job.report)
+            copy_reports(folder, job.report)
         # A stopped torchrun reports failure, even if its ranks have saved and exited successfully.
         if code and not (stopped and len(reports) == job.world_size):
             raise refusal(folder) or RunFailed("the package", code, "")
@@ -198,7 +198,7 @@ def run(
     )
 
 
-def _copy_reports(folder: Path, target: Path) -> None:
+def copy_reports(folder: Path, target: Path) -> None:
     try:
         target.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
@@ -208,7 +208,7 @@ def _copy_reports(folder: Path, target: Path) -> None:
         raise PartcError("P0538", cause, help="name a place with room") from error
 
 
-def _watched(command: Sequence[str], *, launches: bool) -> tuple[int, bool]:
+def run_watched(command: Sequence[str], *, launches: bool) -> tuple[int, bool]:
     """Run a command to its end and forward signals. Returns its exit code, and whether it was asked to stop.
 
     Raises PartcError P0536 if the command `launches` ranks, and is stopped before it has started any.

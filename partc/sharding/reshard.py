@@ -89,11 +89,11 @@ def plan(src: Layout, dst: Layout, *, sizes: Sizes, itemsize: int, needs_grad: b
     size of an axis does not divide the dimension that it cuts.
     """
     used = tuple(sorted({axis: sizes[axis] for axis in (*src.axes, *dst.axes)}.items()))
-    return _plan(src.normalized(sizes), dst.normalized(sizes), used, itemsize, needs_grad)
+    return normalized_plan(src.normalized(sizes), dst.normalized(sizes), used, itemsize, needs_grad)
 
 
 @lru_cache(maxsize=4096)
-def _plan(
+def normalized_plan(
     src: Layout, dst: Layout, items: tuple[tuple[str, int], ...], itemsize: int, needs_grad: bool
 ) -> tuple[ReshardStep, ...]:
     """A* search over layouts. The bound on further steps adds up each axis' own least cost."""

@@ -191,7 +191,7 @@ def test_the_list_of_a_packages_files(tmp_path: Path, name: str, capsys: pytest.
 
 def test_a_changed_pickle_is_not_loaded(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 2))
-    source, extra = origin._stored(model, {"input": torch.ones(2, 4)}, origin.Functions())
+    source, extra = origin.saved_model_source(model, {"input": torch.ones(2, 4)}, origin.Functions())
     for name, data in {"model.py": source.encode(), **extra}.items():
         (tmp_path / name).write_bytes(data)
     found: dict[str, Any] = {"__file__": str(tmp_path / "model.py")}

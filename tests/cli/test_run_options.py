@@ -78,7 +78,7 @@ def test_bad_values(
     def started(command: object, **_: object) -> None:
         pytest.fail(f"{command} was started")
 
-    monkeypatch.setattr(launch, "_watched", started)
+    monkeypatch.setattr(launch, "run_watched", started)
     (tmp_path / "file").write_text("not a tensor")
     (tmp_path / "nowhere").symlink_to("gone")
     os.mkfifo(tmp_path / "pipe.bin")
@@ -127,7 +127,7 @@ def test_options_that_contradict(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(launch, "_watched", lambda command, **_: pytest.fail("was started"))
+    monkeypatch.setattr(launch, "run_watched", lambda command, **_: pytest.fail("was started"))
     (tmp_path / "tokens.bin").write_bytes(bytes(1000))
     (tmp_path / "tuned.json").write_text("{}")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -156,12 +156,12 @@ def test_a_launcher_that_is_stopped_before_its_ranks_start_is_named(monkeypatch:
     monkeypatch.setattr(launch, "_LOOK", 0.2)
     command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
     with pytest.raises(PartcError, match=r"P0536.*was stopped before it started a rank"):
-        launch._watched(command, launches=True)
+        launch.run_watched(command, launches=True)
 
 
 def test_good_values(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ends of the ranges."""
-    monkeypatch.setattr(launch, "_watched", lambda command, **_: pytest.fail("started as it should"))
+    monkeypatch.setattr(launch, "run_watched", lambda command, **_: pytest.fail("started as it should"))
     good = ["--steps", "1", "--lr", "0", "--min-lr", "0", "--seed", str(2**32 - 1), "--timeout", "1", "--keep", "1"]
     good += ["--save-slack", "0", "--exit-code", "255", "--warmup", "0", "--weight-decay", "0", "--no-decay", "*bias"]
     good += ["--metrics", str(tmp_path / "log"), "--save", str(tmp_path / "new" / "save"), "--resume"]
@@ -173,4 +173,4 @@ def test_good_values(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_reports_that_cannot_be_copied(tmp_path: Path) -> None:
     (tmp_path / "rank_000.json").write_text("{}")
     with pytest.raises(PartcError, match="P0538: /dev/null, which --report names"):
-        launch._copy_reports(tmp_path, Path("/dev/null"))
+        launch.copy_reports(tmp_path, Path("/dev/null"))

@@ -53,8 +53,8 @@ def test_programs_with_other_options_are_those_of_their_own_compiles() -> None:
 def test_only_passes_behind_a_change_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     first = compiled("gpt.py", options())
     ran: list[str] = []
-    apply = passes._applied
-    monkeypatch.setattr(passes, "_applied", lambda entry, *given: ran.append(entry.name) or apply(entry, *given))
+    apply = passes.apply_pass
+    monkeypatch.setattr(passes, "apply_pass", lambda entry, *given: ran.append(entry.name) or apply(entry, *given))
     assert first.again is not None
     changes = ({"recompute": "full"}, {"zero": 1}, {"microbatches": 8}, {"mesh": "2x4x1"})
     for change, earliest in zip(changes, ("recompute", "tables", "batch", "pad"), strict=True):

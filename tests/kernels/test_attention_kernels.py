@@ -96,13 +96,13 @@ class Switches:
         monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", self.activated.append)
         found = object() if flash3 else None
         monkeypatch.setattr(attention_kernels.importlib.util, "find_spec", lambda name: found)
-        attention_kernels._chosen.cache_clear()
+        attention_kernels.preferred_kernel.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
     yield
-    attention_kernels._chosen.cache_clear()
+    attention_kernels.preferred_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_every_path_equals_autograd(kernel: str, mask: str, monkeypatch: pytest.
         chosen = lambda case, device: attention_kernels.KernelChoice(None if wide[0].obstacle(case) else wide[0])  # noqa: E731
         monkeypatch.setattr(attention, "chosen_kernel", chosen)
     elif kernel == BLOCKS:
-        monkeypatch.setattr(attention, "_kernel", lambda *_: None)
+        monkeypatch.setattr(attention, "fused_kernel", lambda *_: None)
     for index, shape in enumerate(SHAPES):
         monkeypatch.setattr(attention, "MOST", (1, 50, 1 << 22, 7)[index])
         (q, k, v), given = _case(shape, mask)

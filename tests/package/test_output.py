@@ -17,7 +17,7 @@ from partc.errors import PartcError
 from partc.package.output import MANIFEST, PAGE, check_target, write, write_page
 from partc.runtime.checkpoint.safetensors import save
 from partc.runtime.train.log import StepLog
-from partc.runtime.train.tuning import _write as write_choices
+from partc.runtime.train.tuning import write_choices
 from partc.runtime.whole_files import write_whole
 
 PLAN = ("plan.json", json.dumps({"partc": 1}))

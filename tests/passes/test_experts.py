@@ -22,7 +22,7 @@ from partc.ir.mesh import Mesh
 from partc.package.launch import RunFailed
 from partc.package.verify import verify
 from partc.passes import experts as experts_pass
-from partc.runtime.ops.experts import _grouped
+from partc.runtime.ops.experts import fits_grouped_product
 from tests.durable import trained, whole
 from tests.models import experts as loops
 from tests.models import moe
@@ -653,10 +653,10 @@ def test_mistakes_of_peers_are_found(mistake: str, skewed: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_a_reduction_over_ep_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Experts whose gradients are summed over ep like dense ones."""
-    held = experts_pass._expert_layout
+    held = experts_pass.expert_layout
     monkeypatch.setattr(
         experts_pass,
-        "_expert_layout",
+        "expert_layout",
         lambda type, *where: replace(held(type, *where), varying=type.layout.varying),  # type: ignore[type-var]
     )
     with pytest.raises(InternalError):
@@ -709,7 +709,7 @@ def test_torch_takes_the_matrices_that_go_to_its_kernel(rows: int, columns: int,
     w = torch.randn(4 * rows * columns + shift).bfloat16()[shift:].view(4, rows, columns)
     w = w.mT if turned else w
     x, ends = torch.randn(10, w.shape[1]).bfloat16(), torch.tensor([2, 5, 5, 10], dtype=torch.int32)
-    fits = _grouped(x, w)
+    fits = fits_grouped_product(x, w)
     assert fits == (columns == 24 and shift == 0 and (rows == 16 or turned))
     if fits:
         torch.nn.functional.grouped_mm(x, w, offs=ends)

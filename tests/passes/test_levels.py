@@ -15,7 +15,7 @@ from partc.runtime.comm.comm import Pending
 from partc.runtime.comm.virtual import VirtualAxis, VirtualComm, World
 from partc.runtime.execution.parts import Parts
 from partc.runtime.layout import Shard
-from tests.passes.test_zero import _ids, tied
+from tests.passes.test_zero import ids_batch, tied
 
 NODES = {"dp_out": 2, "dp_mid": 2, "dp_in": 3}
 GATHER = ("dp_out", "dp_mid", "dp_in")
@@ -185,6 +185,6 @@ CASES = [
 @pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "options"), CASES)
 def test_parts_over_nodes_train_like_the_whole(mesh: str, options: dict[str, Any]) -> None:
-    package = partc.compile(tied, _ids(), mesh=mesh, microbatches=2, precision="fp64", **options)
+    package = partc.compile(tied, ids_batch(), mesh=mesh, microbatches=2, precision="fp64", **options)
     result = package.verify(steps=2)
     assert result.ok and result.worst.rel_err < 1e-13, result.worst

@@ -159,7 +159,7 @@ def tied() -> nn.Module:
     return Tied()
 
 
-def _ids() -> dict[str, Tensor]:
+def ids_batch() -> dict[str, Tensor]:
     return {"ids": torch.randint(16, (16, 4))}
 
 
@@ -213,7 +213,7 @@ def test_parts_train_like_the_whole(level: str, mesh: str, microbatches: int, sc
 @pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_hybrid_sharding(axes: str, level: int) -> None:
     package = partc.compile(
-        tied, _ids(), mesh="pp=1,dp_out=2,dp_in=4,tp=1", precision="fp64", zero=f"{level}@{axes}", microbatches=2
+        tied, ids_batch(), mesh="pp=1,dp_out=2,dp_in=4,tp=1", precision="fp64", zero=f"{level}@{axes}", microbatches=2
     )
     cut = package.program.parameter("embed.weight")
     assert cut.gather == tuple(axes.split(","))
@@ -275,7 +275,7 @@ def test_families_in_parts(name: str, mesh: str, schedule: str, level: int, tmp_
 
 @pytest.mark.slow
 def test_real_processes(tmp_path: Path) -> None:
-    package = partc.compile(tied, _ids(), mesh="pp=1,dp=2,tp=2", precision="fp64", zero=3, microbatches=2)
+    package = partc.compile(tied, ids_batch(), mesh="pp=1,dp=2,tp=2", precision="fp64", zero=3, microbatches=2)
     result = verify(package.write(tmp_path / "build"), steps=2)
     assert result.ok, result.worst
 
@@ -283,7 +283,7 @@ def test_real_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_what_ranks_hold(level: int) -> None:
     """The optimizer's parts are a dp-th of all, rounded up; nothing is lost and nothing held twice."""
-    program = partc.compile(tied, _ids(), mesh="4", zero=level).program
+    program = partc.compile(tied, ids_batch(), mesh="4", zero=level).program
     held = Counter[str]()
     for rank in range(4):
         for parameter in program.parameters:

@@ -495,8 +495,8 @@ def test_regions_are_lowered_once_for_all_parts_of_the_batch(model: str, bodies:
 def test_layouts_are_chosen_once_for_all_numbers_of_pipeline_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table has more than a hundredth of the weights of every stage, so that it is cut on each mesh."""
     ran: list[str] = []
-    apply = passes._applied
-    monkeypatch.setattr(passes, "_applied", lambda entry, *given: ran.append(entry.name) or apply(entry, *given))
+    apply = passes.apply_pass
+    monkeypatch.setattr(passes, "apply_pass", lambda entry, *given: ran.append(entry.name) or apply(entry, *given))
     cluster = preset("2x8xH100-80GB")
     simulator = Simulator(GPT, cluster, calibration(cluster))
     for mesh, programs in (("dp=2,tp=2", 1), ("pp=2,dp=2,tp=2", 1), ("pp=4,dp=2,tp=2", 1), ("dp=2,tp=4", 2)):
@@ -704,10 +704,10 @@ def test_seconds_of_an_operation_are_computed_once_for_equal_local_shapes(
 
 def test_zero_cuts_the_parameters_of_each_kind_of_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
-    apply = passes._applied
+    apply = passes.apply_pass
     monkeypatch.setattr(
         passes,
-        "_applied",
+        "apply_pass",
         lambda entry, program, *given: (
             counts.append(len(program.parameters) if entry.name == "zero" else 0) or apply(entry, program, *given)
         ),

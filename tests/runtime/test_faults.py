@@ -247,7 +247,7 @@ def watching(rank: int, size: int, monkeypatch: pytest.MonkeyPatch, **conditions
     made = Watchdog(lone_store(), LauncherVariables(rank, size), Caught(checkpoints=False), Clock(), 600.0, None)
     for other in range(size):
         beat(made, other, 0)
-    made._lost_ranks(made.store, 1.0)
+    made.lost_ranks(made.store, 1.0)
     return made
 
 
@@ -259,7 +259,7 @@ def seconds_until_lost(made: Watchdog, alive: tuple[int, ...] = (), most: int = 
     for second in range(1, most):
         for rank in alive:
             beat(made, rank, second)
-        lost = made._lost_ranks(made.store, 1.0)
+        lost = made.lost_ranks(made.store, 1.0)
         if lost:
             return second, lost
     return most, ""
@@ -293,22 +293,22 @@ def test_a_silent_rank_that_runs_is_vouched_for(monkeypatch: pytest.MonkeyPatch)
     afar.store = near.store
     for second in range(100):
         beat(near, 2, second)
-        assert near._lost_ranks(near.store, 1.0) == "" and afar._look_at(near.store, 1, 1.0).silent < watchdog.AFAR
+        assert near.lost_ranks(near.store, 1.0) == "" and afar.look_at(near.store, 1, 1.0).silent < watchdog.AFAR
 
 
 def test_a_whole_job_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds count in which this rank runs: it has been away for an hour, and looks twice."""
     made = watching(0, 2, monkeypatch, p1="stopped")
-    assert made._lost_ranks(made.store, min(3600.0, 2 * made._interval)) == ""
+    assert made.lost_ranks(made.store, min(3600.0, 2 * made._interval)) == ""
     beat(made, 1, 1)
-    assert made._lost_ranks(made.store, 1.0) == "" and made._seen[1].silent == 0
+    assert made.lost_ranks(made.store, 1.0) == "" and made._seen[1].silent == 0
 
 
 def test_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = watching(0, 3, monkeypatch)
     made.store.set("alive/1", "5 p1 0F0 of step 3, recv over link 0 1")
     made.store.set("alive/2", "5 p2 data of step 3")
-    assert made._busy() == "; rank 2 is in data of step 3"
+    assert made.busy_ranks() == "; rank 2 is in data of step 3"
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_attention(
 ) -> None:
     is_causal = mask == "causal"
     if explicit:
-        monkeypatch.setattr(attention, "_kernel", lambda *args: None)
+        monkeypatch.setattr(attention, "fused_kernel", lambda *args: None)
     s, t, width, value_width = sizes
     q = torch.randn(2, 4, s, width, dtype=F64, requires_grad=True)
     k = torch.randn(2, groups, t, width, dtype=F64, requires_grad=True)
@@ -186,7 +186,7 @@ def test_attention_of_rows_that_are_no_neighbours(is_causal: bool) -> None:
 def test_attention_rows_that_read_nothing(explicit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They give zeros, not NaN, and no gradient."""
     if explicit:
-        monkeypatch.setattr(attention, "_kernel", lambda *args: None)
+        monkeypatch.setattr(attention, "fused_kernel", lambda *args: None)
     q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
     allowed = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     allowed[..., 2, :] = False
@@ -249,10 +249,10 @@ def test_attention_on_gpus(dtype: torch.dtype, is_causal: bool, groups: int, mon
         pytest.skip("no CUDA device")
     q, grad = (torch.randn(2, 4, 40, 16, device="cuda").to(dtype) for _ in range(2))
     k, v = (torch.randn(2, groups, 40, 16, device="cuda").to(dtype) for _ in range(2))
-    assert attention._kernel(q, k, v, None, is_causal, 0) is not None
+    assert attention.fused_kernel(q, k, v, None, is_causal, 0) is not None
     out, lse = functional.attention(q, k, v, None, is_causal)
     grads = functional.attention_backward(grad, q, k, v, out, lse, None, is_causal)
-    monkeypatch.setattr(attention, "_kernel", lambda *args: None)
+    monkeypatch.setattr(attention, "fused_kernel", lambda *args: None)
     wide = [x.double() for x in (grad, q, k, v)]
     exact, exact_lse = functional.attention(*wide[1:], None, is_causal)
     exact_grads = functional.attention_backward(*wide, exact, exact_lse, None, is_causal)

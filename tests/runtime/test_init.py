@@ -228,19 +228,19 @@ def test_skipped_draws_leave_the_generator_as_made_ones_do(dtype: torch.dtype) -
     made, skipped = torch.Generator(), torch.Generator()
     for name in ("uniform_", "normal_"):
         for count in (1, 15, 16, 17, 31, 32, 100, 4096, 70_001, 131_072):
-            words = replay._words(name, dtype, count, True)
+            words = replay.random_words(name, dtype, count, True)
             if words is None:
                 assert name == "normal_" and count < 16
                 continue
             made.manual_seed(count)
             skipped.manual_seed(count)
             getattr(torch.empty(count, dtype=dtype), name)(generator=made)
-            replay._skip(skipped, words)
+            replay.skip_words(skipped, words)
             assert torch.equal(made.get_state(), skipped.get_state()), (name, count)
 
 
 def test_many_threads_and_few_bytes_give_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partc.runtime.train.init._threads", lambda: 4)
+    monkeypatch.setattr("partc.runtime.train.init.replay_threads", lambda: 4)
     monkeypatch.setattr(replay, "_WAITING", 100)
     for build in (Layers, Custom):
         check(build)
@@ -249,14 +249,14 @@ def test_many_threads_and_few_bytes_give_the_same_tensors(monkeypatch: pytest.Mo
 
 def test_a_draw_of_unknown_length_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
-    words = replay._words
+    words = replay.random_words
 
     def wrong(name: str, dtype: torch.dtype, count: int, dense: bool) -> int | None:
         drawn.append(name)
         return None if (known := words(name, dtype, count, dense)) is None else known + 1
 
-    replay._agrees.cache_clear()
-    monkeypatch.setattr(replay, "_words", wrong)
+    replay.draws_as_predicted.cache_clear()
+    monkeypatch.setattr(replay, "random_words", wrong)
     check(Layers, wanted=lambda name: name == "attention.in_proj_weight")
-    replay._agrees.cache_clear()
+    replay.draws_as_predicted.cache_clear()
     assert drawn

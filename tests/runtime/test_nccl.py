@@ -361,9 +361,9 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
         monkeypatch.setattr(Together, "first_problem", lambda self, problem: problem)
         if fails:
             with pytest.raises(UsageError):
-                train._run_this_rank(job, train.Task(train.prepared, train.train))
+                train.run_this_rank(job, train.Task(train.prepared, train.train))
         else:
-            train._run_this_rank(job, train.Task(train.prepared, train.train))
+            train.run_this_rank(job, train.Task(train.prepared, train.train))
     ends = ["trained", "unwatched", "abort"] if fails else ["trained", "barrier", "disconnect", "unwatched", "close"]
     assert said == ends
 
@@ -379,7 +379,7 @@ class Machine:
         properties = lambda index: type("P", (), {"uuid": here.seen[index]})  # noqa: E731
         monkeypatch.setattr(cuda, "get_device_properties", properties)
         monkeypatch.setattr(cuda, "set_device", lambda device: None)
-        monkeypatch.setattr("partc.runtime.processes.devices._host", lambda: here.name)
+        monkeypatch.setattr("partc.runtime.processes.devices.hostname", lambda: here.name)
 
     def devices(self, local: list[int], wanted: str = "auto") -> list[torch.device | UsageError]:
         """By rank."""

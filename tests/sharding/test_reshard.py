@@ -101,7 +101,7 @@ def test_the_bound_of_the_search_changes_no_cost(monkeypatch: pytest.MonkeyPatch
     pairs = [[random_layout((12, 12), sizes, rng) for _ in range(2)] for _ in range(40)]
 
     def costs() -> list[tuple[int, ...]]:
-        reshard._plan.cache_clear()
+        reshard.normalized_plan.cache_clear()
         plans = [plan(*pair, sizes=sizes, itemsize=4, needs_grad=needs_grad) for pair in pairs]
         times = [[step for step in steps if step.axis == "mb" and step.op not in ("vary", "settle")] for steps in plans]
         moved = [sum(step.forward + needs_grad * step.backward for step in steps) for steps in plans]

@@ -41,7 +41,7 @@ def attention(
     keys are the positions' numbers.
     """
     mask, limits = spelled_out(mask, limits, keys, q, k)
-    kernel = _kernel(q, k, v, mask, is_causal, window, limits)
+    kernel = fused_kernel(q, k, v, mask, is_causal, window, limits)
     if kernel is None:
         out, lse = attention_in_blocks(q, k, v, mask, is_causal, _scale(q, scale), window, limits=limits, keys=keys)
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
@@ -143,7 +143,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from that of `out`, with the results of `attention`."""
     mask, limits = spelled_out(mask, limits, keys, q, k)
-    kernel = _kernel(q, k, v, mask, is_causal, window, limits)
+    kernel = fused_kernel(q, k, v, mask, is_causal, window, limits)
     if kernel is None:
         return attention_in_blocks_backward(
             *(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window), limits=limits, keys=keys
@@ -191,7 +191,7 @@ def attention_bias_backward(
     keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same with the gradient of `mask`, which is added to the scores."""
-    kernel = _kernel(q, k, v, mask, is_causal, window, limits)
+    kernel = fused_kernel(q, k, v, mask, is_causal, window, limits)
     if kernel is None or kernel.name == "cpu":  # the CPU kernel does not compute a gradient of its mask
         found = attention_in_blocks_backward(
             *(grad, q, k, v, out, lse, mask, is_causal, _scale(q, scale), window),
@@ -286,7 +286,7 @@ def attention_dropout_bias_backward(
     return (*found[:3], found[3])
 
 
-def _kernel(
+def fused_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -307,7 +307,7 @@ def _kernel(
 
 def kernel_name(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> str:
     """The fused kernel that attention runs in; empty if it runs in blocks."""
-    kernel = _kernel(q, k, v, mask, is_causal, 0)
+    kernel = fused_kernel(q, k, v, mask, is_causal, 0)
     return "" if kernel is None else kernel.name
 
 

@@ -142,11 +142,12 @@ def on_gpu(
 
 def chosen_kernel(case: Case, device: int) -> KernelChoice:
     """The choice for a GPU of this process, under torch's current switches."""
-    return _chosen(case, device, tuple(name for name, is_on in _SWITCHES.items() if not is_on()))
+    return preferred_kernel(case, device, tuple(name for name, is_on in _SWITCHES.items() if not is_on()))
 
 
 @cache
-def _chosen(case: Case, device: int, off: tuple[str, ...]) -> KernelChoice:
+def preferred_kernel(case: Case, device: int, off: tuple[str, ...]) -> KernelChoice:
+    """The choice for a GPU of this process when these kernels are switched off."""
     return on_gpu(case, gpu_at(device), off, lambda name, case: refusal(name, case, device))
 
 

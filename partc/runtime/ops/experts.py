@@ -101,7 +101,7 @@ def divide_rows(x: Tensor, counts: Tensor, shares: tuple[int, ...]) -> tuple[Ten
 
 def expert_matmul(x: Tensor, experts: Tensor, w: Tensor) -> Tensor:
     """Each row times the matrix of its expert: [s, o]; zero for rows with a number beyond the experts."""
-    if x.is_cuda and _grouped(x, w):
+    if x.is_cuda and fits_grouped_product(x, w):
         order, ends = _sorted(experts, w.shape[0])
         out = x.new_empty(x.shape[0], w.shape[2])
         product = torch.nn.functional.grouped_mm(x[order], w, offs=ends)
@@ -168,7 +168,7 @@ def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return order, ends.to(torch.int32)
 
 
-def _grouped(x: Tensor, w: Tensor) -> bool:
+def fits_grouped_product(x: Tensor, w: Tensor) -> bool:
     """Whether torch's grouped product can compute all experts in one kernel. It needs operands whose rows (or columns)
     start at multiples of 16 bytes.
     """

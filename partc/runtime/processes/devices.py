@@ -35,9 +35,11 @@ def own_device(wanted: Wanted, together: Together, environment: MutableMapping[s
     problem = ""
     if here != first or (wanted == "cuda" and count == 0):
         sees = f"{count} GPUs" if count else "no GPU"
-        problem = f"rank {together.rank} ({_host()}) sees {sees}" + (f", and rank 0 {_sight(first)}" * (here != first))
+        problem = f"rank {together.rank} ({hostname()}) sees {sees}" + (
+            f", and rank 0 {_sight(first)}" * (here != first)
+        )
     elif count and index is None:
-        problem = f"rank {together.rank} is process {place} of {_host()}, where it sees {count} GPUs"
+        problem = f"rank {together.rank} is process {place} of {hostname()}, where it sees {count} GPUs"
     elif count and index is not None:
         problem = _other_user(index, together)
     problem = together.first_problem(problem)
@@ -70,12 +72,15 @@ def _other_user(index: int, together: Together) -> str:
         return ""
     gpu = str(torch.cuda.get_device_properties(index).uuid)
     other = together.claimed(gpu)
-    return f"ranks {other} and {together.rank} ({_host()}) both see one alone, {gpu}" if other != together.rank else ""
+    return (
+        f"ranks {other} and {together.rank} ({hostname()}) both see one alone, {gpu}" if other != together.rank else ""
+    )
 
 
 def _sight(backend: str) -> str:
     return "some" if backend == "cuda" else "none"
 
 
-def _host() -> str:
+def hostname() -> str:
+    """The name of this machine."""
     return os.uname().nodename

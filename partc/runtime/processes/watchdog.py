@@ -99,7 +99,7 @@ class Watchdog:
             self._publish(_SUSPECT, "")
             time.sleep(HURRY + 5 * self._interval)
             self._note(
-                f"rank {self._rank} lost its connection in {self.clock.doing}: {_first_line(error)}{self._busy()}"
+                f"rank {self._rank} lost its connection in {self.clock.doing}: {_first_line(error)}{self.busy_ranks()}"
             )
             time.sleep(2 * self._interval)
         elif error is not None and not alike:
@@ -117,7 +117,7 @@ class Watchdog:
         elif error is not None and not alike:
             self._outlast_others()
 
-    def _busy(self) -> str:
+    def busy_ranks(self) -> str:
         """The activities of ranks that do not wait for others, one of which may be the cause of the waiting."""
         if self._size > _ASKED:
             return ""
@@ -172,7 +172,7 @@ class Watchdog:
             if store.check([_FAILED]):
                 self._stop(store.get(_FAILED).decode(), 1)
             now = time.monotonic()
-            lost = self._lost_ranks(store, min(now - before, 2 * self._interval))
+            lost = self.lost_ranks(store, min(now - before, 2 * self._interval))
             before = now
             if not lost and self.clock.waited > self._timeout:  # on CPUs the transfer itself times out
                 lost = f"rank {self._rank} has not moved for {self._timeout:g} s in {self.clock.doing}"
@@ -198,7 +198,7 @@ class Watchdog:
                 self._stop("stopped by SIGTERM; no other rank is known to have failed", 143)
         store.set(f"alive/{self._rank}", "")
 
-    def _lost_ranks(self, store: Store, passed: float) -> str:
+    def lost_ranks(self, store: Store, passed: float) -> str:
         """The lost ranks among those after this one; '' if there are none. `passed` are the seconds since the last
         check.
 
@@ -210,7 +210,7 @@ class Watchdog:
         lost: dict[int, str] = {}
         ranks = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         for rank in ranks:
-            seen = self._look_at(store, rank, passed)
+            seen = self.look_at(store, rank, passed)
             how = self._verdict(store, rank, seen, hurry, bool(lost))
             if how:
                 lost[rank] = f"rank {rank} {how} (last seen in {seen.sign.split(' ', 2)[2]})"
@@ -218,13 +218,14 @@ class Watchdog:
                 break
         mate = self._rank - int(os.environ.get("LOCAL_WORLD_SIZE", "0")) + 1
         if os.environ.get("LOCAL_RANK") == str(self._rank - mate) and mate < self._rank and mate not in ranks[:1]:
-            self._renew(store, mate, self._look_at(store, mate, passed))
+            self._renew(store, mate, self.look_at(store, mate, passed))
         for rank in lost:
             end_stopped(_place(self._seen[rank].sign))
         more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
         return ", ".join(list(lost.values())[:_NAMED]) + more
 
-    def _look_at(self, store: Store, rank: int, passed: float) -> _Seen:
+    def look_at(self, store: Store, rank: int, passed: float) -> _Seen:
+        """The last sign of a rank, and the seconds since it changed; `passed` are those since the last check."""
         seen, sign = self._seen.setdefault(rank, _Seen()), self._sign(store, rank)
         if sign and sign in (seen.sign, seen.renewed):
             seen.silent += passed

@@ -42,7 +42,7 @@ def initialise(
 
     recording = None if size is not None and size <= SMALL else _recorded(build, seed, say)
     if recording is not None:
-        recording.replay(wanted, take, threads=_threads())
+        recording.replay(wanted, take, threads=replay_threads())
         return
     torch.manual_seed(seed)
     for name, x in named_tensors(with_registered_tensors(build())):
@@ -50,7 +50,7 @@ def initialise(
             take(name, x)
 
 
-def _threads() -> int:
+def replay_threads() -> int:
     """This process's share of the machine's processors."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -233,9 +233,9 @@ class Recording:
         """Advance the default generator past a draw whose numbers are not needed."""
         if step.fills is not None:
             target, name = step.args[0], step.operation.overloadpacket.__name__
-            words = _words(name, target.dtype, math.prod(target.shape), _is_dense(target))
-            if words is not None and _agrees(name, target.dtype):
-                _skip(torch.default_generator, words)
+            words = random_words(name, target.dtype, math.prod(target.shape), _is_dense(target))
+            if words is not None and draws_as_predicted(name, target.dtype):
+                skip_words(torch.default_generator, words)
                 return
         scratch = lambda view: torch.empty_strided(view.shape, view.stride, dtype=view.dtype)  # noqa: E731
         args, kwargs = tree_map_only(View, scratch, (step.args, step.kwargs))
@@ -277,7 +277,7 @@ def _is_dense(view: View) -> bool:
     return True
 
 
-def _words(name: str, dtype: torch.dtype, count: int, dense: bool) -> int | None:
+def random_words(name: str, dtype: torch.dtype, count: int, dense: bool) -> int | None:
     """The number of random words of a draw of `count` elements; None if unknown."""
     if name == "uniform_" and dtype in _WORDS:
         return count * _WORDS[dtype]
@@ -290,20 +290,20 @@ def _words(name: str, dtype: torch.dtype, count: int, dense: bool) -> int | None
 
 
 @functools.cache
-def _agrees(name: str, dtype: torch.dtype) -> bool:
-    """Whether this version of torch uses as many random words for a draw as `_words` predicts."""
+def draws_as_predicted(name: str, dtype: torch.dtype) -> bool:
+    """Whether this version of torch uses as many random words for a draw as `random_words` predicts."""
     drawn, skipped = torch.Generator(), torch.Generator()
     for count in (16, 35, 64):
         drawn.manual_seed(count)
         skipped.manual_seed(count)
         getattr(torch.empty(count, dtype=dtype), name)(generator=drawn)
-        _skip(skipped, _words(name, dtype, count, True) or 0)
+        skip_words(skipped, random_words(name, dtype, count, True) or 0)
         if not torch.equal(drawn.get_state(), skipped.get_state()):
             return False
     return True
 
 
-def _skip(generator: torch.Generator, words: int) -> None:
+def skip_words(generator: torch.Generator, words: int) -> None:
     """Advance a generator by this number of words: drawing one byte takes one word."""
     scratch = torch.empty(min(words, _SKIPPED), dtype=torch.uint8)
     for start in range(0, words, _SKIPPED):

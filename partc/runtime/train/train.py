@@ -64,7 +64,7 @@ def run(job_of: Callable[[], Job], task: Task) -> int:
             check_places(job)
         keep_freed_memory()
         with enough_memory("this process", Clock()), deterministic(job.deterministic), ExitStack() as stack:
-            stopped = _run_virtual(job, stack, task) if job.virtual else _run_this_rank(job, task)
+            stopped = _run_virtual(job, stack, task) if job.virtual else run_this_rank(job, task)
     except UsageError as error:
         if not error.alike or os.environ.get("RANK", "0") == "0":
             tell(str(error))
@@ -129,7 +129,7 @@ def _launch(job: Job) -> str:
     return commands[0] if len(commands) == 1 else f"on {len(commands):,} nodes, {commands[0]} and so on"
 
 
-def _run_this_rank(job: Job, task: Task) -> bool:
+def run_this_rank(job: Job, task: Task) -> bool:
     from ..comm.distributed import DistributedComm
 
     started = world_size()

@@ -145,7 +145,7 @@ def tuned_choices(
         say(f"timing configurations of {len(new)} kernels for {place}, this once: {file} will have the fastest")
     for kernel in new:
         choices[kernel.name] = fastest(kernel.candidates, lambda each, kernel=kernel: seconds(kernel, each))  # type: ignore[misc]
-    _write(file, place, {kernel.key: choices[kernel.name] for kernel in new}, say)
+    write_choices(file, place, {kernel.key: choices[kernel.name] for kernel in new}, say)
     return choices
 
 
@@ -254,7 +254,7 @@ def _read(file: Path, say: Say) -> dict[str, Any]:
         return {}
 
 
-def _write(file: Path, place: str, new: Mapping[str, Configuration], say: Say) -> None:
+def write_choices(file: Path, place: str, new: Mapping[str, Configuration], say: Say) -> None:
     """Merge new choices into the file, since another run may have added others meanwhile."""
     table = _read(file, lambda line: None)
     there = table.get(place)

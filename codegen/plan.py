@@ -41,6 +41,8 @@ def plan(
     types = program.value_types()
     holders = program.holders()
     uncaptured = obstacle(program)
+    counters = (each for each in program.parameters if each.counts)
+    counted = {name: [each.name, at] for each in counters for at, names in enumerate(each.counts) for name in names}
     return {
         "partc": FORMAT,
         "name": program.name,
@@ -72,12 +74,14 @@ def plan(
                 **_parameter_entry(parameter, row, program),
                 "trainable": parameter.trainable,
                 **({"balance": parameter.balance} if parameter.balance else {}),
+                **({"counted": counted[name]} if name in counted else {}),
                 "reduce": [axis for axis in parameter.reduce if program.sizes[axis] > 1],
                 "gather": list(parameter.gather),
                 "stages": list(holders.get(parameter.name, ())),
                 "aliases": list(parameter.aliases),
             }
             for parameter in program.parameters
+            if not parameter.counts
             for row, name in enumerate(parameter.names)
         },
         **(

@@ -137,7 +137,7 @@ class Weights:
         summed = self.sums.axes(parameter), self.sums.sharers(parameter)
         read = self.exchanges.read_dtypes.get(parameter.name, parameter.type.dtype)
         held = parameter.gather, parameter.holds, parameter.sparse, parameter.stacked, parameter.members
-        key = id(parameter.type), parameter.trainable, parameter.aliases, read, summed, held
+        key = id(parameter.type), parameter.trainable, parameter.aliases, read, summed, held, bool(parameter.counts)
         if key not in self._shards:
             self._shards[key] = self._shard_of(parameter)
         return self._shards[key]
@@ -168,6 +168,8 @@ class Weights:
         if parameter.members:
             tables = (f"({literal(name)}, {first}, {rows})" for name, first, rows in parameter.members)
             parts.append(f"members=({', '.join(tables)},)")
+        if parameter.counts:
+            parts.append("counter=True")
         if parameter.aliases:
             parts.append(f"aliases={strings(parameter.aliases)}")
         return f"Shard({', '.join(parts)})"

@@ -72,8 +72,8 @@ def _gathered_for_microbatches(program: Program) -> set[str]:
     inside, outside = set[str](), set[str]()
     for call in program.calls:
         (inside if program.region(call.region).phase == "microbatch" else outside).update(call.params)
-    # Biases of routers: few numbers, which are compared with each other.
-    whole = {item.name for item in program.parameters if item.balance}
+    # Few numbers: biases of routers, which are compared with each other, and counts, which every rank reads.
+    whole = {item.name for item in program.parameters if item.balance or item.counts}
     return inside - outside - whole - {buffer for buffer, _ in program.updates}
 
 

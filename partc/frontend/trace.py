@@ -31,6 +31,7 @@ from partc.frontend.repeats.marks import Excluded
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace, container_of
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
 from partc.frontend.selections.empty_selections import check_empty, without_tests
+from partc.frontend.selections.reached_parameters import Reached, sometimes_reached, with_counts
 from partc.frontend.selections.row_counts import check_numbers
 from partc.frontend.state.shared_memory import check_changes
 from partc.ir.mesh import Mesh
@@ -249,8 +250,11 @@ def _of_all_outcomes(
 
     found = trace(Outcomes.ABOVE)
     tests = made[Outcomes.ABOVE][0].tests
+    reached = Reached({}, frozenset())
     if tests:
-        check_empty(found.graph, without_some(Outcomes.EMPTY), tests[0])
+        empty = without_some(Outcomes.EMPTY)
+        tested = check_empty(found.graph, empty, tests[0])
+        reached = sometimes_reached(found.graph, empty, _trained(made[Outcomes.ABOVE][1]), tested)
     numbers = made[Outcomes.ABOVE][0].numbers
     if numbers:
         for outcomes in (Outcomes.ONE_ROW, Outcomes.HALF_THE_ROWS):
@@ -273,16 +277,28 @@ def _of_all_outcomes(
     graph, longer = join_outcomes(found, trace) if found.branches else (found.graph, Outcomes.ABOVE)
     capture, program = made[longer]
     source = next(iter(tests), found.branches[0].source if found.branches else None)
-    capture = replace(
-        capture, assumed=(*capture.assumed, *_skipped(program, [one for _, one in made.values()], source))
-    )
-    return capture, replace(program, regions=(replace(program.regions[0], forward=without_tests(graph)),))
+    program = replace(program, regions=(replace(program.regions[0], forward=graph),))
+    if not found.branches:
+        program = with_counts(program, reached)
+    skipped = _skipped(program, [one for _, one in made.values()], source)
+    capture = replace(capture, assumed=(*capture.assumed, *skipped))
+    (region,) = program.regions
+    return capture, replace(program, regions=(replace(region, forward=without_tests(region.forward)),))
+
+
+def _trained(program: Program) -> list[str]:
+    """The trained parameters of the traced region, by its own names."""
+    (call,), (region,) = program.calls, program.regions
+    stored = zip(region.params, call.params, strict=True)
+    return [value.name for value, name in stored if program.parameter(name).trainable]
 
 
 def _skipped(program: Program, others: Sequence[Program], source: Source | None) -> Iterator[str]:
-    """A warning about trained parameters that some outcomes of branches do not read."""
+    """A warning about trained parameters that some outcomes of branches do not read, and whose reads are not
+    counted.
+    """
     always: set[str] = set.intersection(*map(_read_parameters, others))
-    sometimes = _read_parameters(program) - always
+    sometimes = _read_parameters(program) - always - {name for name, _ in program.reached}
     skipped = [item.name for item in program.parameters if item.trainable and item.name in sometimes]
     if skipped:
         more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""

@@ -194,7 +194,7 @@ class _TextReader:
             key: []
             for key in (
                 "inputs", "whole_inputs", "values", "results", "parameters", "buckets", "calls", "transfers", "updates",
-                "places", "schedule", "repetitions",
+                "reached", "places", "schedule", "repetitions",
             )
         }  # fmt: skip
         self._bodies: list[_Body] = []
@@ -224,11 +224,11 @@ class _TextReader:
         word = text.split(None, 1)[0].rstrip(":")
         readers: dict[str, Callable[[str], None]] = {
             "program": self._program, "input": self._input, "value": self._value, "parameter": self._parameter,
-            "constant": self._parameter, "update": self._update, "result": self._result, "call": self._call,
-            "transfer": self._transfer, "places": self._places, "schedule": self._schedule, "region": self._region,
-            "param": self._param, "forward": self._graph, "backward": self._graph, "weight": self._graph,
-            "saved": self._saved, "kept": self._parse_kept, "return": self._return, "action": self._action,
-            "for": self._loop, "repeat": self._repeat, "transport": self._transport,
+            "constant": self._parameter, "update": self._update, "reach": self._reach, "result": self._result,
+            "call": self._call, "transfer": self._transfer, "places": self._places, "schedule": self._schedule,
+            "region": self._region, "param": self._param, "forward": self._graph, "backward": self._graph,
+            "weight": self._graph, "saved": self._saved, "kept": self._parse_kept, "return": self._return,
+            "action": self._action, "for": self._loop, "repeat": self._repeat, "transport": self._transport,
             "bucket": self._bucket,
             **dict.fromkeys((*get_args(Verb), *get_args(When)), self._statement),
         }  # fmt: skip
@@ -270,7 +270,7 @@ class _TextReader:
             rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\({_NAMES}\))?(?: reduce\(([\w,]+)\))?"
             rf"(?: gather\(([\w,]+)\) zero (\d))?"
             rf"(?: bucket\({_NAMES}\))?(?: holds\(([\d,]+)\))?( sparse)?(?: balance\(([^)]+)\))?( stacked)?"
-            r"(?: tables\((.*)\))?"
+            rf"(?: tables\((.*?)\))?((?: counts\({_NAMES}\))*)"
         )
         match = _matched(pattern, text)
         self._parts["parameters"].append(
@@ -288,6 +288,7 @@ class _TextReader:
                 balance=float(match[11] or 0),
                 stacked=bool(match[12]),
                 members=_members(match[13] or ""),
+                counts=tuple(_names(each[1]) for each in re.finditer(rf" counts\({_NAMES}\)", match[14])),
             )
         )
 
@@ -333,6 +334,10 @@ class _TextReader:
     def _update(self, text: str) -> None:
         match = _matched(rf"update {_NAME} = {_NAME}", text)
         self._parts["updates"].append((_name(match[1]), _name(match[2])))
+
+    def _reach(self, text: str) -> None:
+        match = _matched(rf"reach {_NAME} if {_NAME}", text)
+        self._parts["reached"].append((_name(match[1]), _name(match[2])))
 
     def _result(self, text: str) -> None:
         match = _matched(rf"result {_NAME} = {_NAME}", text)

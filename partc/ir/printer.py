@@ -62,6 +62,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     lines += [f"value {_declared(value)}" for value in program.values]
     lines += [f"result {written_name(path)} = {written_name(value)}" for path, value in program.results]
     lines += [f"update {written_name(buffer)} = {written_name(value)}" for buffer, value in program.updates]
+    lines += [f"reach {written_name(name)} if {written_name(value)}" for name, value in program.reached]
     lines += [_repetition(repetition) for repetition in program.repetitions]
     lines += [_parameter(parameter) for parameter in program.parameters]
     lines += [_transport(program.transport)] if program.transport != Transport() else []
@@ -263,7 +264,8 @@ def _parameter(parameter: Parameter) -> str:
     tables = ", ".join(f"{written_name(name)} {first} {rows}" for name, first, rows in parameter.members)
     members = f" tables({tables})" if tables else ""
     kind = "parameter" if parameter.trainable else "constant"
-    facts = f"{aliases}{reduce}{gather}{buckets}{holds}{sparse}{balance}{stacked}{members}"
+    counts = "".join(f" counts({', '.join(map(written_name, names))})" for names in parameter.counts)
+    facts = f"{aliases}{reduce}{gather}{buckets}{holds}{sparse}{balance}{stacked}{members}{counts}"
     return f"{kind} {written_name(parameter.name)}: {parameter.type}{facts}"
 
 

@@ -364,6 +364,7 @@ class Parameter:
     balance: float = 0.0  # the size of the update of a router's bias, whose gradient is the load of experts
     stacked: bool = False  # its rows are parameters of the model: their numbers replace `*` in its name
     members: tuple[tuple[str, int, int], ...] = ()  # the model's tables in it: name, first row, number of rows
+    counts: tuple[tuple[str, ...], ...] = ()  # for each element, the model's parameters that gradients reach as often
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -577,7 +578,8 @@ class Program:
     `values` types everything that passes between calls, the batch's entries (`inputs`) included;
     `loss` names the program value to minimise, a sum over every axis its layout calls partial. A program that only runs
     forward has `results` in its place: values by their paths in the returned object ("" for a lone tensor).
-    `updates` names the buffers that a microbatch changes, and the values that they take.
+    `updates` names the buffers that a microbatch changes, and the values that they take. `reached` names parameters
+    that no gradient reaches in a step in which a value is zero, and this value; the pass `reach` reads it.
     With `separate_batches` each microbatch is a batch of its own, whose loss counts by its share of the step: shapes
     are those of one microbatch, statistics and losses those of accumulated gradients; all of them read the entries
     `whole_inputs`, whatever their sizes.
@@ -602,6 +604,7 @@ class Program:
     results: tuple[tuple[str, str], ...] = ()
     draws: int = 0
     updates: tuple[tuple[str, str], ...] = ()
+    reached: tuple[tuple[str, str], ...] = ()
     transfers: tuple[Transfer, ...] = ()
     places: tuple[int, ...] = ()
     schedule: tuple[tuple[Action, ...], ...] = ()

@@ -172,6 +172,9 @@ class Unfolding:
         read = [name for op in like.ops.values() for name in op.refs() if name in self._stored]
         templates: dict[str, str] = {}  # parameters of the copies -> those of the third unit
         copies: list[Op] = []
+        given = dict(zip(self._call.results, self._main.forward.outputs, strict=True))
+        reached = [(name, given[value]) for name, value in self._program.reached if like.relative(name) is not None]
+        counted: list[tuple[str, str]] = []  # parameters of the copies, and the values that count them
         previous = {name: name for name in like.made}
         for number, paths in enumerate(units, start=1):
             names = {name: previous[later] for name, later in self.ahead.items()}
@@ -182,11 +185,13 @@ class Unfolding:
                     templates[stored] = self._stored[name]
                 names[name] = values[stored]
             previous = {name: unique(f"{name}_{number}", taken) for name in like.made}
+            counted += [(like.moved(name, paths), previous[value]) for name, value in reached]
             for op in like.ops.values():
                 copy = _drawn(op.renamed(names | previous), number * draws)
                 source = copy.source and replace(copy.source, module=like.moved(copy.source.module, paths))
                 copies.append(replace(copy, source=source))
-        return self._with_copies(copies, values, templates, previous, draws * len(units))
+        program = self._with_copies(copies, values, templates, previous, draws * len(units))
+        return _with_counts(program, counted)
 
     def _with_copies(
         self,
@@ -223,10 +228,24 @@ class Unfolding:
 def like_templates(program: Program, templates: Mapping[str, str]) -> tuple[Parameter, ...]:
     """The parameters of the program, those of copies with the facts of their templates."""
     return tuple(
-        replace(program.parameter(templates[item.name]), name=item.name, aliases=item.aliases)
+        replace(program.parameter(templates[item.name]), name=item.name, aliases=item.aliases, counts=item.counts)
         if item.name in templates
         else item
         for item in program.parameters
+    )
+
+
+def _with_counts(program: Program, counted: Sequence[tuple[str, str]]) -> Program:
+    """The program with these parameters and the values that count them."""
+    (main,), (call,) = program.regions, program.calls
+    made = main.forward.definitions()
+    results = {value: f"{value}_result" for _, value in counted}
+    return replace(
+        program,
+        reached=(*program.reached, *((name, results[value]) for name, value in counted)),
+        values=(*program.values, *(replace(made[value], name=name) for value, name in results.items())),
+        calls=(replace(call, results=(*call.results, *results.values())),),
+        regions=(replace(main, forward=replace(main.forward, outputs=(*main.forward.outputs, *results))),),
     )
 
 

@@ -238,6 +238,8 @@ class _Updates:
         """The reference's gradients and buffers of a step, and the parameters that follow from the package's
         gradients.
         """
+        for x in self._values.values():
+            x.grad = None
         trained = [name for name in self._values if f"gradient/{name}" in reference]
         for name in trained:
             whole = self._gradient(name, records)
@@ -251,8 +253,8 @@ class _Updates:
         changing = set(self._plan["updates"])
         fixed = {
             f"parameter/{name}"
-            for name in self._plan["parameters"]
-            if name in changing or f"gradient/{name}" not in reference
+            for name, entry in self._plan["parameters"].items()
+            if name in changing or (f"gradient/{name}" not in reference and "counted" not in entry)
         }
         found = {f"parameter/{name}": x.detach().clone() for name, x in self._values.items()}
         return {**reference, **{key: x for key, x in found.items() if key not in fixed}}

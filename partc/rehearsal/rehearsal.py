@@ -193,6 +193,8 @@ class _Rehearsal:
                 stages = make_stages(classes, comm, parameters, memory)
             own = ModelView(shards, program.mesh.sizes, comm.coordinate)
             updated, trained = own.tensors(parameters), own.tensors(gradients)
+            for name in own.counters:
+                del trained[name]
             attach_gradients(updated, trained)
             states: list[Owned] = []
             for name in trained:

@@ -226,7 +226,7 @@ def own_gradient_rule(op: Op, types: Types) -> OpRule:
 
     If an operand lacks a cut factor, its gradient is a sum over the ranks; if all results lack it, they are partial.
     The attribute `alone` numbers the operands whose gradients need no incoming gradient: a partial sum of such an
-    operand has the gradient of the whole sum.
+    operand has the gradient of the whole sum. Factors in the attribute `whole` are never cut.
     """
     results, operands, gradients = (len(each) for each in op.args if isinstance(each, tuple))
     given = dict(op.attrs)["dims"]
@@ -239,7 +239,12 @@ def own_gradient_rule(op: Op, types: Types) -> OpRule:
         for number, size in zip(each, type.shape, strict=True)
     }
     rule = make(
-        list(zip(dims, types, strict=True)), dims[:results], sizes, added=range(results), linear=[range(results)]
+        list(zip(dims, types, strict=True)),
+        dims[:results],
+        sizes,
+        blocked={f"d{number}" for number in integers(dict(op.attrs).get("whole", ()))},
+        added=range(results),
+        linear=[range(results)],
     )
     alone = integers(dict(op.attrs).get("alone", ()))
     return replace(

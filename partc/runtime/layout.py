@@ -58,6 +58,7 @@ class Shard:
     sparse: bool = False  # its gradient only has the rows that lookups read
     stacked: bool = False  # its rows are parameters of the model: their numbers replace `*` in its name
     members: tuple[tuple[str, int, int], ...] = ()  # whole tables of the model in it: name, first row, number of rows
+    counter: bool = False  # counts whether gradients reach some of the model's parameters, and is none of them
     apart: tuple[str, ...] = ()  # for a row of a stack, or a member: the axes along which ranks have different ones
 
     @property
@@ -129,13 +130,19 @@ class Shard:
 
 
 class ModelView:
-    """A rank's parameters under the model's own names: rows of stacks, and whole tables inside others."""
+    """A rank's parameters under the model's own names: rows of stacks, and whole tables inside others.
+
+    `shards` are the model's parameters. `counters` are further ones, which count whether gradients reach these.
+    """
 
     def __init__(self, shards: Mapping[str, Shard], sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:
         self.shards: dict[str, Shard] = {}
+        self.counters = {name: shard for name, shard in shards.items() if shard.counter}
         self._names: dict[str, tuple[str, ...]] = {}
         self._tables: dict[str, dict[str, tuple[int, int]]] = {}
         for name, shard in shards.items():
+            if shard.counter:
+                continue
             if shard.members:
                 self._tables[name] = tables = shard.members_at(sizes, coordinate)
                 self.shards.update((each, shard.member(rows)) for each, (_, rows) in tables.items())

@@ -77,7 +77,8 @@ class PlanStack:
 class PlanParameter:
     """A parameter. `shape` is the model's own, without the layout's padding.
 
-    `balance` is the size of the update of a router's bias, whose gradient is the load of its experts.
+    `balance` is the size of the update of a router's bias, whose gradient is the load of its experts. `counted` is the
+    counter, and the place in it, that says whether a gradient reaches the parameter in a step.
     """
 
     dtype: DType
@@ -89,6 +90,7 @@ class PlanParameter:
     stages: tuple[Natural, ...]
     aliases: Names
     balance: float = 0.0
+    counted: tuple[str, Natural] | None = None
     stack: PlanStack | None = None
 
 

@@ -74,7 +74,8 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
     carrying = [name for name in region.forward.outputs if name in live]
     if len(tangents) != len(carrying):
         raise InternalError(f"{region.name}: {len(tangents)} incoming gradients for {len(carrying)} outputs")
-    starts = (*tangents, *_own_gradients(nodes, region))
+    given = dict(zip(placeholders, arguments, strict=False))
+    starts = (*tangents, *_own_gradients(nodes, region, given))
     wanted = _wanted(region, dict(zip(arguments, gradients, strict=False)), roots, _dependents(nodes, starts))
 
     reader = _Reader(region, sizes)
@@ -147,10 +148,11 @@ def _wanted(
     return wanted
 
 
-def _own_gradients(nodes: Iterable[fx.Node], region: Region) -> Iterator[fx.Node]:
-    """The gradients that a model defines itself, which need not depend on incoming ones."""
+def _own_gradients(nodes: Iterable[fx.Node], region: Region, given: Mapping[fx.Node, str]) -> Iterator[fx.Node]:
+    """The gradients that a model defines itself, which need not depend on incoming ones; some are `given`."""
     names = {ref.name for op in region.forward.ops if op.name == "own_gradient" for ref in op.args[2]}  # type: ignore[union-attr]
     yield from (node for node in nodes if _packet(node) == "mark" and node.args[1] in names)
+    yield from (node for node, name in given.items() if name in names)
 
 
 def _is_zero(node: fx.Node) -> bool:

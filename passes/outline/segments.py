@@ -277,10 +277,12 @@ def by_weight(main: Region, weights: Mapping[str, str]) -> dict[int, str]:
 def functions_whole(main: Region, keys: Mapping[int, str]) -> dict[int, str]:
     """Keys that put all operations of a function with its own backward pass where the function ends."""
     found, ops = dict(keys), main.forward.ops
+    counters = {op.args[1][1].name for op in ops if op.name == "own_gradient" and "whole" in dict(op.attrs)}  # type: ignore[index,union-attr]
     made = main.forward.makers()
     for end, op in enumerate(ops):
         if op.name == "own_gradient":
             results, operands = ({arg.name for arg in cast("tuple[Ref, ...]", op.args[place])} for place in (0, 1))
+            operands -= counters
             inside = {
                 id(each)
                 for each in _slice(list(op.refs()), made, operands)

@@ -18,6 +18,8 @@ from partc.errors import PartcError
 from partc.frontend.trace import trace_file, trace_model
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
+from partc.ir.parser import parse
+from partc.ir.printer import print_program
 from partc.ir.program import Program
 from partc.package.verify import verify
 from partc.runtime.ops.functional import selected_places
@@ -687,13 +689,36 @@ def test_loops_over_places_that_change_rows_of_other_masks_are_refused(style: st
     assert "test_selections.py" in error.value.source.file
 
 
-def test_weights_that_no_example_reaches_are_named() -> None:
-    said = [
-        trace_model(lambda: Hits(style), lambda: choices(0, 1), name="m", mesh=Mesh.parse("1")).assumed  # noqa: B023
-        for style in ("marked", "none")
-    ]
-    assert [len(each) for each in said] == [1, 0]
-    assert "experts.0.weight and 7 more" in said[0][0] and "test_selections.py" in said[0][0]
+class InnerTest(nn.Module):
+    """Two weights, one of them behind two tests that do not depend on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
+        mask, every = chosen[:, 0] == 1, chosen[:, 1] == 0
+        x = x.clone()
+        if mask.any():
+            x[mask] = self.outer(x[mask])
+            if every.any():
+                both = mask & every
+                x[both] = x[both] + self.inner(x[both])
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("made", "counted"),
+    [
+        (lambda: Hits("marked"), 8), (lambda: Hits("none"), 0), (InnerTest, 2),
+    ],
+)  # fmt: skip
+def test_weights_that_no_example_reaches_are_counted_or_named(made: Callable[[], nn.Module], counted: int) -> None:
+    found = trace_model(made, lambda: choices(0, 1), name="m", mesh=Mesh.parse("1"))
+    assert len(found.program.reached) == counted
+    assert parse(print_program(found.program)).reached == found.program.reached
+    named = [line for line in found.assumed if "inner.weight and 1 more" in line and "test_selections.py" in line]
+    assert len(found.assumed) == len(named) == (made is InnerTest)
 
 
 class AdaptiveLoss(nn.Module):

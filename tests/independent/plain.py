@@ -109,8 +109,10 @@ def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         spared[any(fnmatch.fnmatchcase(name, glob) for glob in recipe.no_decay)].append(x)
     decay = {} if recipe.weight_decay is None else {"weight_decay": recipe.weight_decay}
     groups: list[dict[str, Any]] = [{"params": spared[False], **decay}, {"params": spared[True], "weight_decay": 0.0}]
-    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[recipe.optimizer]
-    return kind([group for group in groups if group["params"]], lr=recipe.lr)
+    name, _, options = recipe.optimizer.partition(":")
+    kind = next(kind for kind in vars(torch.optim).values() if getattr(kind, "__name__", "").lower() == name)
+    given = {key: float(value) for key, value in (option.split("=") for option in options.split(",") if option)}
+    return kind([group for group in groups if group["params"]], lr=recipe.lr, **given)
 
 
 def over_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "zigzag": (Case(model="sequences", how={"mesh": "cp=2"}),),
     "dense": (Case(model="mixture", how={"mesh": "ep=2"}), Case(model="written_experts", options={"style": "einsum"})),
     "balance": (Case(model="balanced", how={"router_bias_rate": 0.001}, options={"kinds": "bias"}),),
+    "reach": (Case(model="left_out"),),
     "outline": (Case(),),
     "stack": (Case(model="experts"),),
     "precision": (Case(how={"precision": "bf16"}),),

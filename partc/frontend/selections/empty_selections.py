@@ -49,10 +49,26 @@ _PUTS = frozenset({"index_put", "index_put_"})
 _WRITES = _PUTS | {"index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"}
 
 
-def check_empty(full: Graph, empty: Graph, test: Source) -> None:
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """The elements of a value that a test reads: those from index `first` to before `last` of a dimension, or all.
+
+    With `equal`, they are those that equal `first`.
+    """
+
+    test: Op
+    value: str
+    dim: int | None
+    first: int
+    last: int
+    equal: bool = False
+
+
+def check_empty(full: Graph, empty: Graph, test: Source) -> Mapping[str, Elements | None]:
     """Check that the operations which `empty` lacks change nothing where the masks tested before them are zero.
 
-    `test` is the first test. Raises PartcError P0206.
+    `test` is the first test. Returns, for each value that `empty` lacks, the elements of which one must be set for the
+    value to be computed; None if that depends on several tests. Raises PartcError P0206.
     """
     check = _Alignment(full, test)
     check.same.update((mine.name, its.name) for mine, its in zip(full.inputs, empty.inputs, strict=True))
@@ -67,6 +83,7 @@ def check_empty(full: Graph, empty: Graph, test: Source) -> None:
         check.leave_out(op)
     if [check.there(name) for name in full.outputs] != list(empty.outputs):
         raise check.refusal(full.ops[-1])
+    return check.tested()
 
 
 def without_tests(graph: Graph) -> Graph:
@@ -108,6 +125,24 @@ class _Zeros:
                 dim = None if seed.dim is None else self._dim_before(op, seed.dim)
                 if given not in self.changed and (seed.dim is None or dim is not None):
                     self.seeds.append(replace(seed, name=given, dim=dim))
+
+    @property
+    def elements(self) -> Elements:
+        """The elements that the test reads, as early in the graph as they are known."""
+        seed = self.seeds[-1]
+        op = self._maker(seed.name)
+        last_dim = seed.dim is not None and seed.dim == len(self._shape(seed.name)) - 1
+        numbers = self._counted(op) if op is not None and last_dim and seed.last == seed.first + 1 else None
+        if numbers is not None and numbers not in self.changed:
+            return Elements(self.test, numbers, None, seed.first, seed.last, equal=True)
+        return Elements(self.test, seed.name, seed.dim, seed.first, seed.last)
+
+    def empties(self, other: _Zeros) -> bool:
+        """Whether another test finds nothing if this one finds nothing."""
+        seed = other.seeds[0]
+        if self.has(seed.name) or seed.dim is None:
+            return self.has(seed.name)
+        return all(self._has_slice(seed.name, seed.dim, index) for index in range(seed.first, seed.last))
 
     def _rounds(self, op: Op) -> bool:
         """Whether an operation may round a fraction away; masks and counts have none."""
@@ -290,6 +325,18 @@ class _Alignment:
                 maker = self._makers.get(name)
                 viewed = maker is not None and (maker.name in SHOWING or is_change(maker))
                 name = next(maker.refs()) if maker is not None and viewed else ""
+        return found
+
+    def tested(self) -> Mapping[str, Elements | None]:
+        """The elements that decide whether each value that is left out is computed; None for several tests."""
+        found: dict[str, Elements | None] = {}
+        known: dict[int, Elements | None] = {}
+        for name, tests in self._decided.items():
+            if id(tests) not in known:
+                inner = tests[-1] if tests else None
+                alone = inner is not None and all(outer.empties(inner) for outer in tests[:-1])
+                known[id(tests)] = inner.elements if inner is not None and alone else None
+            found[name] = known[id(tests)]
         return found
 
     def there(self, name: str) -> str:

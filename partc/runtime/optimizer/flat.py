@@ -157,8 +157,9 @@ class FlatSGD:
         """The kernel's arguments for each segment."""
         return [(decay, rate * scale) for decay, scale in zip(segments.decays, segments.scales, strict=True)]
 
-    def step(self) -> None:
-        """Update every parameter."""
+    def step(self, without: Collection[str] = ()) -> None:
+        """Update every parameter; the kernel leaves out none."""
+        assert not without
         assert self._segments is not None, "a step that has not begun"
         for each, segments in zip(self._flats, self._segments, strict=True):
             if not each.parameter.numel():

@@ -26,7 +26,8 @@ class Kind:
     """A class of optimizers.
 
     The update of an element reads only that element, unless the class is `whole` (it reads the whole parameter) or
-    `by_rows` (it reads the element's row). `fused`: the class has a kernel that reads and writes each tensor once.
+    `by_rows` (it reads the element's row). `fused`: the class has a kernel that reads and writes each tensor once;
+    `together`: it needs the states of all parameters, or of none.
     `own` is the class that packages use in place of torch's.
 
     Sparse gradients only have the rows that lookups read. `sparse` optimizers only take sparse gradients. `rows`
@@ -38,6 +39,7 @@ class Kind:
     cls: Any  # a subclass of torch.optim.Optimizer; constructors differ
     whole: bool = False
     fused: bool = False
+    together: bool = False
     own: Any = None
     sparse: bool = False
     rows: bool = False
@@ -68,9 +70,12 @@ class Kind:
         methods = {name: inspect.unwrap(getattr(cls, name)) for name in ("step", "add_param_group")}
         return type(cls.__name__, (cls,), methods)
 
-    def implementation(self, *, sparse: bool = False) -> dict[str, bool]:
-        """The arguments that choose an implementation: one with the fewest temporary tensors."""
-        if self.fused and not sparse:
+    def implementation(self, *, sparse: bool = False, partly: bool = False) -> dict[str, bool]:
+        """The arguments that choose an implementation: one with the fewest temporary tensors.
+
+        Gradients may be `sparse`; if steps update parameters `partly`, some have no states yet.
+        """
+        if self.fused and not sparse and not (partly and self.together):
             return {"fused": True}
         return {"foreach": False} if "foreach" in inspect.signature(self.cls).parameters else {}
 
@@ -84,7 +89,8 @@ _ELEMENTWISE = (
     Kind(name="adamw", cls=optim.AdamW, fused=True), Kind(name="asgd", cls=optim.ASGD), Kind(name="lion", cls=Lion),
     Kind(name="nadam", cls=optim.NAdam), Kind(name="radam", cls=optim.RAdam), Kind(name="rmsprop", cls=optim.RMSprop),
     Kind(name="rprop", cls=optim.Rprop),
-    Kind(name="sgd", cls=optim.SGD, fused=True, rows=True, dense=("momentum", "weight_decay", "dampening")),
+    Kind(name="sgd", cls=optim.SGD, fused=True, together=True, rows=True,
+         dense=("momentum", "weight_decay", "dampening")),
     Kind(name="rowwise_adagrad", cls=RowwiseAdagrad, rows=True, by_rows=True),
     Kind(name="sparseadam", cls=optim.SparseAdam, own=SparseAdam, rows=True, sparse=True),
 )  # fmt: skip

@@ -20,8 +20,8 @@ class Optimizer(Protocol):
     def begin(self, rate: float) -> None:
         """Before a step: send the host's numbers to the device. `step` itself does not depend on the host."""
 
-    def step(self) -> None:
-        """Update the parameters from their gradients."""
+    def step(self, without: Collection[str] = ()) -> None:
+        """Update the parameters from their gradients, except those `without` a gradient."""
 
     def state_of(self, name: str) -> Mapping[str, Tensor]:
         """The state of a parameter, under torch's names."""
@@ -69,7 +69,7 @@ class TorchOptimizer:
             else:
                 self._rates[scale] = rate * scale
 
-    def step(self) -> None:
+    def step(self, without: Collection[str] = ()) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = rate = self._rates[group.get("lr_scale", 1.0)]
             # Torch requires it in a capture, and warns otherwise.
@@ -77,7 +77,13 @@ class TorchOptimizer:
                 group["capturable"] = rate.is_cuda and torch.cuda.is_current_stream_capturing()
         for name, rows in self._sparse.items():
             self._parameters[name].grad = rows.sparse()
+        left = {name: self._parameters[name] for name in without if name in self._parameters}
+        gradients = {name: x.grad for name, x in left.items()}
+        for x in left.values():
+            x.grad = None
         self._optimizer.step()
+        for name, x in left.items():
+            x.grad = gradients[name]
         for name in self._sparse:
             self._parameters[name].grad = None
 
@@ -114,9 +120,9 @@ class Several:
         for part in self._parts:
             part.begin(rate)
 
-    def step(self) -> None:
+    def step(self, without: Collection[str] = ()) -> None:
         for part in self._parts:
-            part.step()
+            part.step(without)
 
     def state_of(self, name: str) -> Mapping[str, Tensor]:
         return self._of[name].state_of(name)
@@ -135,12 +141,17 @@ class Several:
 
 
 def make_optimizers(
-    settings: Mapping[str, UpdateRule], parameters: Mapping[str, Tensor], lr: float, sparse: Collection[str] = ()
+    settings: Mapping[str, UpdateRule],
+    parameters: Mapping[str, Tensor],
+    lr: float,
+    sparse: Collection[str] = (),
+    *,
+    partly: bool = False,
 ) -> Iterator[tuple[Kind, torch.optim.Optimizer, dict[str, Tensor]]]:
     """A torch optimizer for each choice of options, with its parameters; parameters with equal learning rates form a
     group.
 
-    The parameters in `sparse` have sparse gradients.
+    The parameters in `sparse` have sparse gradients. Steps may update parameters `partly`.
     """
     found: dict[tuple[UpdateRule, bool], dict[float, dict[str, Tensor]]] = {}
     for name, x in parameters.items():
@@ -149,7 +160,7 @@ def make_optimizers(
         scales.setdefault(mine.lr_scale, {})[name] = x
     for (options, by_rows), scales in found.items():
         groups = [{"params": list(some.values()), "lr_scale": scale} for scale, some in scales.items()]
-        given = {**options.kind.implementation(sparse=by_rows), **dict(options.options)}
+        given = {**options.kind.implementation(sparse=by_rows, partly=partly), **dict(options.options)}
         yield (
             options.kind,
             options.kind.for_gradients(sparse=by_rows)(groups, lr=lr, **given),

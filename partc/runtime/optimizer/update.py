@@ -21,6 +21,7 @@ from .flat import FLAT, Buffers, flat
 from .gradients import Gradients, Scaled
 from .kinds import refusal
 from .optimizer import Optimizer, Several, TorchOptimizer, attach_gradients, make_optimizers
+from .reach import Reach
 from .recipe import UpdateRule, recipe_text
 from .rows import RowwiseAdagrad
 from .whole import WholeOptimizer
@@ -107,8 +108,11 @@ class Update:
         clip: float | None = None,
         scale: LossScale | None = None,
         norms: bool = False,
+        reach: Reach | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._reach = reach
+        self._unreached: frozenset[str] = frozenset()
         self._gradients = gradients
         self._groups = tuple(_by_copies(shards, sizes))
         self._axes = tuple(axis for axis, size in sizes.items() if size > 1)
@@ -117,6 +121,11 @@ class Update:
         self._clip = clip
         self._scale = scale
         self._reports_norm = norms or scale is not None  # whether the host reads the norm
+
+    @property
+    def partly(self) -> bool:
+        """Whether steps may leave out parameters, so that steps differ."""
+        return bool(self._reach)
 
     def measure(self, batches: int = 1) -> Tensor | None:
         """Scale gradients, which are summed over batches of a scaled loss, to gradients of the mean loss.
@@ -133,6 +142,8 @@ class Update:
             self._scale.after(finite)
             if not finite:
                 return False
+        if self._reach:
+            self._unreached = self._reach.unreached()
         if self._optimizer is not None:
             self._optimizer.begin(self._rate.at(step))
         return True
@@ -142,7 +153,7 @@ class Update:
         if self._clip is not None and norm is not None:
             self._gradients.clip(norm, self._clip)
         if self._optimizer is not None:
-            self._optimizer.step()
+            self._optimizer.step(self._unreached)
 
     def ended(self, step: int, norm: Tensor | None, *, skipped: bool) -> Updated:
         """The outcome of an update; waits for the device if the host reads the norm."""
@@ -171,12 +182,13 @@ def make_update(
     sizes: Mapping[str, int],
     lr: float,
     graphs: bool = False,
+    partly: bool = False,
 ) -> tuple[Optimizer | None, Gradients]:
     """The optimizer of a rank's parameters, if it trains any, and the scaling of their gradients.
 
     If the package has a kernel for the updates, `parameters` move into flat memory. With `graphs`, no number on the
     host may change between steps. In fused updates on GPUs none ever does, so that steps are equal with and without
-    graphs.
+    graphs. If steps update the parameters `partly`, torch's optimizers do it.
     """
     if not gradients:
         return None, Gradients((), {})
@@ -186,14 +198,14 @@ def make_update(
     _check_rows(mine, rows)
     parts: list[tuple[Optimizer, Collection[str]]] = []
     dense = {name: rule for name, rule in mine.items() if name not in rows}
-    name = flat(dense.values()) if dense else None
+    name = flat(dense.values()) if dense and not partly else None
     scaled = Gradients(list(buffers.values()), gradients)
     if kernels is not None and name is not None and hasattr(kernels, name):
         scaled = Scaled(list(buffers.values()), gradients, kernels.squares)
         parts.append((FLAT[name](getattr(kernels, name), parameters, buffers, scaled, dense), dense))
         mine = {name: rule for name, rule in mine.items() if name in rows}
     trained = {name: x for name, x in attach_gradients(parameters, gradients).items() if name in mine}
-    for kind, made, some in make_optimizers(mine, trained, lr, rows):
+    for kind, made, some in make_optimizers(mine, trained, lr, rows, partly=partly):
         if kind.whole:
             uncut = {name: mine[name].uncut(shards[name].shape) for name in some}
             parts.append((WholeOptimizer(made, some, shards, uncut, comm, sizes), some))

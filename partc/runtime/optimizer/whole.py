@@ -46,9 +46,11 @@ class WholeOptimizer:
     def begin(self, rate: float) -> None:
         self._rate = rate
 
-    def step(self) -> None:
+    def step(self, without: Collection[str] = ()) -> None:
         for group, names in self._groups:
             for name in names:
+                if name in without:
+                    continue
                 self._update(name, {**group, "lr": self._rate * group["lr_scale"]})
 
     def _update(self, name: str, group: Mapping[str, Any]) -> None:

@@ -133,6 +133,8 @@ class _ModelTensors:
         self._rows = own.tensors(stacks)
         self._parameters = rank.parameters
         rank.parameters.update(stacks)
+        for name, shard in own.counters.items():
+            rank.parameters[name] = torch.zeros(shard.local_shape(sizes), dtype=shard.dtype, device=device)
 
     def put(self, name: str, part: Tensor) -> None:
         if name in self._rows:

@@ -69,7 +69,7 @@ class Steps:
         self._norm: Tensor | None = None
         self._batches: dict[tuple[bool, bool], Callable[[], Tensor | None]] = {}
         self._measured = self._recorded(self._measure)
-        self._updated = self._recorded(self._update)
+        self._updated = self._update if self.update.partly else self._recorded(self._update)
 
     def _recorded(self, work: Callable[[], Any]) -> Callable[[], Any]:
         return work if self.graph is None else RecordedWork(work, self.graph())

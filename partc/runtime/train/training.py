@@ -29,6 +29,7 @@ from ..execution.stage import PipelineStage
 from ..layout import ModelView, Shard, tokens_per_step
 from ..optimizer.gradients import Gradients
 from ..optimizer.optimizer import Optimizer
+from ..optimizer.reach import Reach
 from ..optimizer.update import LossScale, Rate, Update, make_update, write_casts
 from ..plan import PlanRouter
 from ..processes.interruption import Interruption, VirtualInterruption
@@ -118,6 +119,7 @@ class _Trained:
     scaled: Gradients
     stages: Mapping[int, PipelineStage]
     scale: LossScale | None
+    reach: Reach
 
     @classmethod
     def of(cls, job: Job, rank: Rank, comm: Comm) -> _Trained:
@@ -126,6 +128,8 @@ class _Trained:
         )
         view = ModelView(rank.shards, job.sizes, rank.place.coordinate)
         parameters, gradients = view.tensors(rank.parameters), view.tensors(memory.gradients)
+        counts = {name: gradients.pop(name) for name in view.counters}
+        reach = Reach(gradients, job.plan["parameters"], counts)
         optimizer, scaled = make_update(
             job.recipe.all_settings(job.dims),
             parameters,
@@ -137,8 +141,11 @@ class _Trained:
             sizes=job.sizes,
             lr=job.lr,
             graphs=job.cuda_graphs,
+            partly=bool(reach),
         )
         rank.parameters.update(view.joined(parameters, rank.parameters))
+        for name in view.counters:
+            del parameters[name]
         stages = make_stages(rank.stage_classes, comm, rank.parameters, memory)
         if optimizer is not None:
             write_casts(optimizer, stages.values())
@@ -153,6 +160,7 @@ class _Trained:
             scaled=scaled,
             stages=stages,
             scale=LossScale() if job.plan["precision"] == "fp16" else None,
+            reach=reach,
         )
 
     @property
@@ -194,6 +202,7 @@ class _Trained:
             clip=job.clip,
             scale=self.scale,
             norms=job.measures,
+            reach=self.reach,
         )
 
 

@@ -454,7 +454,7 @@ def _alike(program: Program, calls: Sequence[Call]) -> tuple[Sequence[tuple[str,
 
     def facts(name: str) -> tuple[object, ...]:
         item = program.parameter(name)
-        marks = item.trainable, item.sparse, item.stacked, bool(item.balance), item.zero
+        marks = item.trainable, item.sparse, item.stacked, bool(item.balance or item.counts), item.zero
         return name in left, name in outside, id(item.type), *marks, item.gather, item.reduce
 
     fresh: list[tuple[str, ...]] = []

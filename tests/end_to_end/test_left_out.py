@@ -11,6 +11,7 @@ import torch
 
 import partc
 from partc.package.verify import verify
+from partc.runtime.checkpoint.manifest import folder_name
 from tests.durable import trained, whole
 from tests.independent.plain import Recipe, train
 from tests.independent.trainings import ALLOWED, Setting, compared
@@ -96,12 +97,12 @@ def test_resumed_trainings_continue_bit_by_bit(meshes: tuple[str, str], tmp_path
     )
     optimizer = ("--optimizer", "sgd:momentum=0.9,dampening=0.5", "--lr", "0.05", "--weight-decay", "0.1")
     trained(one, *optimizer, "--steps", 6, "--save", tmp_path / "through", "--save-every", 1, "--keep", 9)
-    first = whole(tmp_path / "through" / "step_000001")
+    first = whole(tmp_path / "through" / folder_name(1))
     assert "momentum_buffer/blocks.0.experts.0.up.weight" in first
     assert not any("experts.2" in name or "experts.3" in name for name in first if "/" in name)
-    trained(one, "--resume", tmp_path / "through" / "step_000001", "--steps", 6, "--save", tmp_path / "again")
-    trained(other, "--resume", tmp_path / "through" / "step_000001", "--steps", 6, "--save", tmp_path / "moved")
-    through, again, moved = (whole(tmp_path / name / "step_000006") for name in ("through", "again", "moved"))
+    trained(one, "--resume", tmp_path / "through" / folder_name(1), "--steps", 6, "--save", tmp_path / "again")
+    trained(other, "--resume", tmp_path / "through" / folder_name(1), "--steps", 6, "--save", tmp_path / "moved")
+    through, again, moved = (whole(tmp_path / name / folder_name(6)) for name in ("through", "again", "moved"))
     assert through.keys() == again.keys() == moved.keys()
     assert all(torch.equal(through[name], again[name]) for name in through)
     assert all(torch.allclose(through[name], moved[name], rtol=1e-12, atol=1e-12) for name in through)

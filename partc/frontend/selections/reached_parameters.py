@@ -41,7 +41,7 @@ def sometimes_reached(
     """The parameters that `full` reads, and `empty` does not; `tested` is from `check_empty`."""
     computed = _computed(empty)
     always = {name for op in computed for name in op.refs()}
-    made = {value.name for op in full.ops for value in op.results}
+    made = full.definitions()
     readers = full.readers()
     found: dict[str, tuple[Elements, ...]] = {}
     unknown = set()

@@ -14,6 +14,7 @@ from partc.codegen.kernels.kernel import (
     Configuration,
     Draft,
     Kernel,
+    Result,
     bounds,
     expressions,
     statement_lines,
@@ -22,7 +23,8 @@ from partc.codegen.kernels.kernel import (
 from partc.codegen.kernels.spaces import Variable, collapsed, folded, variables, with_symbols_replaced
 from partc.codegen.kernels.statements import Reduce, Statement, contiguous
 from partc.ir.layout import Sizes
-from partc.ir.program import Op, TensorType
+from partc.ir.mesh import TIME_AXIS
+from partc.ir.program import RAGGED, Op, TensorType
 
 BLOCK = 1024  # elements per program: 16 bytes for each of 4 x 32 threads
 OTHERS = ((512, 4), (2048, 4), (2048, 8), (4096, 8))  # further candidates: (elements, warps)
@@ -30,10 +32,11 @@ OTHERS = ((512, 4), (2048, 4), (2048, 8), (4096, 8))  # further candidates: (ele
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointwise(Kernel):
-    """A kernel over `count` elements, `block` elements to a program."""
+    """A kernel over `count` elements, or over all elements of the argument `rows` if its number depends on the data."""
 
     count: int
     wide: bool
+    rows: str
 
     template = "pointwise"
 
@@ -51,11 +54,28 @@ class Pointwise(Kernel):
 
     @property
     def masked(self) -> bool:
-        return self.count % BLOCK != 0
+        return bool(self.rows) or self.count % BLOCK != 0
+
+    @property
+    def end(self) -> str:
+        """The number of elements, in the kernel."""
+        return "count" if self.rows else str(self.count)
+
+    @property
+    def launched(self) -> str:
+        """The number of elements, in the launcher."""
+        return f"{self.results[0].name}.numel()" if self.rows else str(self.count)
 
     @property
     def parameters(self) -> list[str]:
-        return [*self.read, *(f"{result.name}_ptr" for result in self.results), "BLOCK: tl.constexpr"]
+        counted = ["count"] if self.rows else []
+        return [*self.read, *(f"{result.name}_ptr" for result in self.results), *counted, "BLOCK: tl.constexpr"]
+
+    def memory(self, result: Result) -> str:
+        if not self.rows or result.over:
+            return super(Pointwise, self).memory(result)
+        shape = ", ".join((f"{self.rows}.shape[0]", *map(str, result.shape[1:])))
+        return f"{self.rows}.new_empty(({shape},), dtype=torch.{result.dtype})"
 
 
 def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding: bool = False) -> Pointwise:
@@ -66,7 +86,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     count = math.prod(shape)
     loops = variables(shape, "i")
     index = tuple(ZERO if loop.size == 1 else loop.symbol for loop in loops)
-    own = ["index", "mask", "BLOCK", *(f"x{number}" for number in range(len(shape)))]
+    own = ["index", "mask", "count", "BLOCK", *(f"x{number}" for number in range(len(shape)))]
     lowering = draft.lowering(own, {loop.symbol: loop.size for loop in loops}, rounding=rounding)
     made = [lowering.value(name, index) for name in names]
     statements, few = _collapsed(lowering.statements, [loop for loop in loops if loop.size > 1])
@@ -74,7 +94,8 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     statements = [folded(statement, few, whole) for statement in statements]
     ranges = {loop.symbol: loop.size for loop in few} | {whole: count} | lowering.beyond
     places = bounds(statements, ranges)
-    mask = "mask" if count % BLOCK else ""
+    rows, most = _counted(op, draft, count)
+    mask = "mask" if rows or count % BLOCK else ""
     written = [*_loops(few, statements)]
     for statement in statements:
         assert not isinstance(statement, Reduce)
@@ -82,14 +103,27 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     for found, value, result in zip(made, op.results, draft.results, strict=True):
         text = stored(found, value.type.dtype)
         written.append(f"tl.store({result.name}_ptr + index, {text}{', mask=mask' if mask else ''})")
-    reach = count + max(BLOCK, *(block for block, _ in OTHERS))  # the last block is partly masked
+    reach = most + max(BLOCK, *(block for block, _ in OTHERS))  # the last block is partly masked
     wide = max([reach, *(bound for bound in places if bound is not None)]) >= WIDE
     return Pointwise(
         **draft.common_fields(),  # type: ignore[arg-type]
         count=count,
         wide=wide,
+        rows=rows,
         lines=tuple(written),
     )
+
+
+def _counted(op: Op, draft: Draft, count: int) -> tuple[str, int]:
+    """The argument whose number of rows depends on the data, if any, and the most elements of a result: one rank may
+    receive the rows of all ranks.
+    """
+    place = dict(op.attrs).get(RAGGED)
+    if not isinstance(place, int):
+        return "", count
+    name, argument = list(draft.arguments.items())[place]
+    axes = (axis for sub in draft.types[name].layout.dims[0] for axis in sub.axes if axis != TIME_AXIS)
+    return argument.name, count * math.prod(draft.sizes[axis] for axis in axes)
 
 
 def _shaped(name: str, op: Op) -> str:

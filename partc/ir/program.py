@@ -26,6 +26,7 @@ ITEMSIZE: Mapping[str, int] = {
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # the types of computation
 NO_GRAD = "no_grad"  # marks a traced change in place whose new values have no gradient
 SPARSE = "sparse"  # marks a table's gradient that is kept as rows
+RAGGED = "ragged"  # a kernel's argument whose number of rows depends on the data
 SCAN = "scan"  # a loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`
 # The places that a mask selects, along one of its dimensions: `selected(mask, dim)`; its length is the mask's size.
 SELECTED = "selected"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from partc.codegen.kernels.fused import held_beside
 from partc.codegen.kernels.rows import unsummed_shapes
 from partc.codegen.lifetimes import overwritten
-from partc.ir.program import DType, Op, Program, TensorType
+from partc.ir.program import RAGGED, DType, Op, Program, TensorType
 from partc.runtime.comm.compression import room
 from partc.runtime.layout import DTYPES
 
@@ -27,6 +27,11 @@ def stand_ins(program: Program) -> SimpleNamespace:
         shapes = [(value.type.layout.local_shape(program.sizes), DTYPES[value.type.dtype]) for value in op.results]
         passing: list[tuple[tuple[int, ...], DType]] = [*held_beside(op, types, program.sizes)]
         over = overwritten(op)
+        ragged = dict(op.attrs).get(RAGGED)
+
+        def made(shape: tuple[int, ...], dtype: torch.dtype, given: Sequence[Tensor]) -> Tensor:
+            sized = (given[ragged].shape[0], *shape[1:]) if isinstance(ragged, int) else shape
+            return torch.empty(sized, dtype=dtype, device=META)
 
         def make(*given: Tensor, into: Tensor | None = None, summed: bool = True) -> Tensor | tuple[Tensor, ...]:
             held = [torch.empty(shape, dtype=DTYPES[dtype], device=META) for shape, dtype in passing if summed]
@@ -36,7 +41,7 @@ def stand_ins(program: Program) -> SimpleNamespace:
             sums = {name for _, names in apart.values() for name in names}
             found = (
                 *(
-                    given[over[number]] if number in over else torch.empty(shape, dtype=dtype, device=META)
+                    given[over[number]] if number in over else made(shape, dtype, given)
                     for number, (shape, dtype) in enumerate(shapes)
                     if op.results[number].name not in sums
                 ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from partc import fuel
 from partc.cost.roofline import H100
 from partc.ir.layout import Sizes
-from partc.ir.program import SPARSE, Graph, Op, Ref, Region, Value, needed
+from partc.ir.program import RAGGED, SPARSE, Graph, Op, Ref, Region, Value, needed
 from partc.ir.ragged import ragged_rows
 from partc.passes.fuse.composites import in_fp32, spelled_out
 from partc.passes.fuse.iteration_spaces import Form, columns, fits, form
@@ -58,7 +58,8 @@ class _KernelGroup:
 class _Work:
     """The growing groups of one graph.
 
-    Kernels have fixed sizes: operations on `ragged` values, whose number of rows depends on the data, are not fused.
+    The number of rows of `ragged` values depends on the data: elementwise operations on the same rows are fused, and
+    their kernel receives the number.
     """
 
     def __init__(
@@ -102,9 +103,28 @@ class _Work:
 
     def _kind(self, op: Op, form: Form | None) -> kernels.Kind | None:
         empty = any(0 in self.shapes[name] for name in (*op.refs(), *(value.name for value in op.results)))
-        open = not self.ragged.isdisjoint((*op.refs(), *(value.name for value in op.results)))
-        kind = None if empty or open else kernels.kind(op)
+        kind = None if empty or not self._keeps_rows(op) else kernels.kind(op)
         return None if kind in ("reduction", "composite") and form is None else kind
+
+    def _keeps_rows(self, op: Op) -> bool:
+        """Whether each row of ragged results depends on the same row of ragged operands, and on operands without rows;
+        or the operation has no ragged values.
+        """
+        made = {value.name for value in op.results}
+        ragged = self.ragged & {*op.refs(), *made}
+        if not ragged:
+            return True
+        rows, *columns = self.shapes[op.results[0].name] or (1,)
+        # A kernel does not index dimensions of size 1, and this number of rows is only a mean.
+        if rows == 1 or not made <= ragged or any(self.shapes[name][:1] != (rows,) for name in ragged):
+            return False
+        if kernels.kind(op) == "view":
+            return op.name != "permute" and ragged >= {*op.refs()}
+        shapes = {name: self.shapes[name] for name in op.refs()}
+        return kernels.kind(op) == "pointwise" and all(
+            len(shape) == 1 + len(columns) if name in ragged else len(shape) <= len(columns) or shape[0] == 1
+            for name, shape in shapes.items()
+        )
 
     def _behind_views(self, names: Iterable[str]) -> frozenset[str]:
         """The values behind views; constants are left out."""
@@ -172,6 +192,8 @@ class _Work:
     def _saved(self, a: int, b: int) -> float | None:
         """The seconds that one kernel saves over two; None if one kernel is impossible or slower."""
         one, two = self.groups[a], self.groups[b]
+        if not self._on_same_rows(one, two):
+            return None
         both = self._group(one.members | two.members)
         most = MOST_ROWS if both.form else MOST_TENSORS
         if len(both.members) > MOST_OPS or len(both.reads) + len(both.makes) > most or not both.reads:
@@ -180,6 +202,11 @@ class _Work:
             return None
         saved = H100.start + (one.bytes + two.bytes - both.bytes) / H100.memory
         return saved if saved > 0 else None
+
+    def _on_same_rows(self, one: _KernelGroup, two: _KernelGroup) -> bool:
+        """Whether two groups have no ragged values, or a common one."""
+        first, second = (self.ragged & (group.reads | group.makes) for group in (one, two))
+        return not (first or second) or not first.isdisjoint(second)
 
     def _elements(self, group: _KernelGroup) -> bool:
         """Whether one iteration over elements covers all results of a group."""
@@ -314,7 +341,8 @@ class _Work:
         name, found = next(iter(group.makes), ""), list[int]()
         for kind in ("permute", "reshape"):
             readers = [index for index, op in enumerate(self.ops) if name in op.refs()]
-            only = len(group.makes) == 1 and name not in self.kept and len(readers) == 1 and group.form is None
+            free = group.form is None and name not in self.ragged
+            only = len(group.makes) == 1 and name not in self.kept and len(readers) == 1 and free
             if not only or self.ops[readers[0]].name != kind:
                 return ()
             found.append(readers[0])
@@ -343,8 +371,15 @@ class _Work:
         source = self.ops[max(group.members)].source
         words = (("kernel", stem([self.ops[index] for index in sorted(group.members)], self.rotations)),)
         along = (("along", group.form.along),) if group.form else ()
+        # The argument whose rows the kernel counts.
+        rows = tuple((RAGGED, place) for place, name in enumerate(reads) if name in self.ragged)[:1]
         return Op(
-            name="fused", args=tuple(map(Ref, reads)), attrs=words + along, results=results, source=source, body=body
+            name="fused",
+            args=tuple(map(Ref, reads)),
+            attrs=(*words, *along, *rows),
+            results=results,
+            source=source,
+            body=body,
         )
 
     def _spelled(self, chosen: Collection[int]) -> tuple[Op, ...]:

@@ -19,6 +19,7 @@ from partc.cli import main
 from partc.communication.descriptions import moved_bytes
 from partc.errors import InternalError, PartcError
 from partc.ir.mesh import Mesh
+from partc.ir.program import RAGGED
 from partc.package.launch import RunFailed
 from partc.package.verify import verify
 from partc.passes import experts as experts_pass
@@ -109,6 +110,24 @@ def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_pa
 
 
 LOOPS = MOE.with_name("experts.py")  # experts are modules
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (MOE, {"skew": 0.0}),
+        (MOE, {"skew": 100.0}),  # one rank receives all rows, the other none
+        (LOOPS, {"style": "biased"}),
+        pytest.param(LOOPS, {"style": "places"}, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_count_the_rows_that_experts_receive(model: Path, options: dict[str, Any], tmp_path: Path) -> None:
+    package = partc.compile(model, mesh="ep=2", precision="fp64", kernels="triton", options=options)
+    layers = [region for region in package.program.regions if region.phase == "microbatch" and region.backward]
+    counted = [any(RAGGED in dict(op.attrs) for op in graph.ops) for region in layers for graph in region.graphs]
+    assert any(counted)
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
 
 
 @pytest.mark.slow

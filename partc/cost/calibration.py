@@ -3,7 +3,7 @@
 Each constant is a share of a rate in the data sheet, or a ratio of times; its comment says which. The constants of
 A100, H100 and Blackwell are fitted, between plausible bounds, to published training runs
 (tests/benchmarks/published.py); other devices take those of the most similar device. Shares in training are about 0.8
-of the shares that a kernel reaches alone (H100: 0.8 in products), since clocks fall under load. Blackwell, which has
+of the shares that a kernel reaches alone (H100: 0.80 in products), since clocks fall under load. Blackwell, which has
 more operations for each watt, keeps 0.7 of its 0.78. GB300 may use more power than GB200 (1.4 kW, 1.2 kW).
 
 Attention is computed by the kernel that packages prefer on the device: FlashAttention-2 on A100, cuDNN's on H100 and
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from partc.cluster.cluster import Cluster
+from partc.cluster.device import Device
 from partc.cluster.files import toml
 from partc.errors import PartcError
 from partc.runtime.documents import Malformed, at_least, at_most, decoded, more_than
@@ -44,7 +45,7 @@ class Calibration:
 
 
 _A100 = Calibration(products=0.68, attention=0.46, streaming=0.8, inside=0.7, between=0.85, slowdown=0.15)
-_H100 = Calibration(products=0.62, attention=0.58, streaming=0.8, inside=0.75, between=0.85, slowdown=0.2)
+_H100 = Calibration(products=0.67, attention=0.58, streaming=0.8, inside=0.75, between=0.85, slowdown=0.2)
 _BLACKWELL = replace(_H100, products=0.56, attention=0.76)
 # By the device's model. A process on a CPU reaches the rates that are measured there.
 KNOWN: Mapping[str, Calibration] = {
@@ -78,6 +79,18 @@ _ATTENTION: Mapping[str, Mapping[AttentionKernel, tuple[float, float]]] = {
 def attention_times(cluster: Cluster, kernel: AttentionKernel) -> tuple[float, float]:
     """The time of an attention kernel, forward and backward, as multiples of the time of the preferred one."""
     return _ATTENTION.get(cluster.device.name.partition("-")[0], {}).get(kernel, (1.0, 1.0))
+
+
+# The share of the peak that products of 8-bit operands reach alone, as a multiple of the share that those of 16-bit
+# operands reach: 0.709 and 0.803 on H100, 0.734 and 0.803 on H200, whose power limits the clock. On B200 (0.763 and
+# 0.776) and GB200 (0.723 and 0.729) they differ little (Bekman, Machine Learning Engineering, maximum achievable matmul
+# FLOPS).
+_EIGHT_BITS: Mapping[str, float] = {"H100": 0.88, "H200": 0.91}
+
+
+def eight_bit_share(device: Device) -> float:
+    """The share of the peak that products in fp8 reach, as a multiple of the share that those in bf16 reach."""
+    return _EIGHT_BITS.get(device.name.partition("-")[0], 1.0)
 
 
 def calibration(cluster: Cluster) -> Calibration:

@@ -11,7 +11,7 @@ from typing import Protocol
 from partc.cluster.cluster import Cluster, GroupSpan, span
 from partc.cluster.device import Device
 from partc.cluster.variation import expected_maximum
-from partc.cost.calibration import AttentionKernel, Calibration, attention_times
+from partc.cost.calibration import AttentionKernel, Calibration, attention_times, eight_bit_share
 from partc.cost.collectives import Network
 from partc.cost.flops import ProductWork, product_sizes, scores
 from partc.cost.roofline import EXPERTS_GRADIENT, H100, Machine, product_flops, seconds, traffic
@@ -232,7 +232,8 @@ class ClusterRates:
         peak, casts = device.peak_of(dtype) / self.slowest, 0.0
         if self.fp8 and op.name in _EIGHT_BITS and ITEMSIZE[results[0].dtype] == 2:
             cast = sum(math.prod(type.shape) for type in list(shapes.values())[: _EIGHT_BITS[op.name]])
-            peak, casts = device.fp8 / self.slowest, 4 * cast / (device.bandwidth * self.constants.streaming)
+            peak = eight_bit_share(device) * device.fp8 / self.slowest
+            casts = 4 * cast / (device.bandwidth * self.constants.streaming)
         if op.name.startswith(_ATTENTION):
             if device.attention:
                 return max(moved, work / device.attention)

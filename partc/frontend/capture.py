@@ -29,7 +29,7 @@ from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, WholeTr
 from partc.frontend.results import Read
 from partc.frontend.selections.selections import Selections
 from partc.frontend.state.caches import caches
-from partc.frontend.state.constant_buffers import Recipe, Recipes, recomputed
+from partc.frontend.state.constant_buffers import Recipe, Recipes, is_flag, recomputed
 from partc.frontend.state.constructor_values import with_values
 from partc.frontend.state.frozen_state import StateWatch, check
 from partc.frontend.state.replaced_buffers import Buffers, ReplacedError
@@ -80,7 +80,7 @@ class Captured:
 
 
 class _ChangedError(Exception):
-    """Forward changes the buffer of this name, whose values were taken for constants."""
+    """Forward changes the buffers of these names, whose values were taken for constants."""
 
 
 class _TracedStep(nn.Module):
@@ -116,6 +116,7 @@ class _TracedStep(nn.Module):
         self._members = members
         self._masks = masks or {}
         self.numbers = numbers or {}
+        self.flags: list[str] = []  # boolean buffers that forward changes
         self._hooks = hooks
         self._outcomes = outcomes
         self._dtype = dtype
@@ -140,7 +141,11 @@ class _TracedStep(nn.Module):
         values = ValueWatch(self._outcomes, repeats.refuse_branch, repeats.call, whole=repeats.whole)
         constants = {name: self.model.get_buffer(name) for name in self.numbers}
         for name, constant in constants.items():
-            values.know(constant, self.numbers[name])
+            with without_modes():
+                own = self.numbers[name].clone()  # changes in place compute with the values
+            values.know(constant, own)
+        for name in self.flags:
+            values.flag(self.model.get_buffer(name))
         before = {name: constant._version for name, constant in constants.items()}
         try:
             with (
@@ -154,9 +159,10 @@ class _TracedStep(nn.Module):
             raise
         except Exception as error:  # torch.export would also print the graph so far, or a long message
             raise explained_error(error, self.model, self._path, self._parts, values.selections.any) from error
-        for name, constant in constants.items():
-            if self.model.get_buffer(name) is not constant or constant._version != before[name]:
-                raise _ChangedError(name)
+        changed = [name for name, constant in constants.items()
+                   if self.model.get_buffer(name) is not constant or constant._version != before[name]]  # fmt: skip
+        if changed:
+            raise _ChangedError(*changed)
         for name, entry, version in zip(self._names, tensors, versions, strict=True):
             if entry._version != version:
                 text = f"The batch's entry {name} is changed in a copy: the next step reads it unchanged."
@@ -315,7 +321,8 @@ def capture(
                         try:
                             return torch.export.export(step, tuple(batch.values()), strict=False)
                         except _ChangedError as error:
-                            step.numbers = {name: x for name, x in step.numbers.items() if name != str(error)}
+                            step.flags.extend(name for name in error.args if is_flag(step.numbers[name]))
+                            step.numbers = {name: x for name, x in step.numbers.items() if name not in error.args}
 
                 with rows.absent(), _without_advice():
                     exported = trace()

@@ -25,6 +25,7 @@ from partc.frontend.model_files.huggingface import is_configuration
 from partc.frontend.model_files.own_optimizer import OwnOptimizer
 from partc.frontend.model_files.user_modules import RESERVED, imported_by, with_imports
 from partc.frontend.results import Purpose, in_evaluation, read_for
+from partc.frontend.state.constant_buffers import is_flag
 from partc.frontend.trace import Batches, trace_model
 from partc.frontend.trace_cache import trace_file
 from partc.ir.gradients import trains
@@ -172,10 +173,13 @@ def _batch(batch: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy of the model on the meta device."""
+    """A copy of the model on the meta device. Flags are literals, whose values a trace may know."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        bare = torch.empty_like(tensor, device="meta")
+        if is_flag(tensor) and not tensor.is_meta:
+            bare = torch.tensor(tensor.tolist(), device="meta")
+        else:
+            bare = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
     return copy.deepcopy(model, memo)
 

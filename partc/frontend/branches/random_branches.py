@@ -274,11 +274,15 @@ class _Join:
             for name in dict.fromkeys(self._changed(part[:count])):
                 type = types[name].type if name in types else self.kept.states[name]
                 kept[name] = Value(name=unique(f"{name}_before", taken), type=type)
-                ops.append(self._op("clone", branch, (Ref(current.get(name, name)),), kept[name]))
+                ops.extend(self._without_gradient(name, branch, type, taken))
+                before = ops[-1].result.name if name in self.kept.states else current.get(name, name)
+                ops.append(self._op("clone", branch, (Ref(before),), kept[name]))
             for index, op in enumerate((*part, None)):
                 if index == count and place:
                     for name, value in kept.items():
-                        target, made = Ref(current.get(name, name)), f"{name}_after"
+                        made = f"{name}_after"
+                        ops.extend(self._without_gradient(name, branch, value.type, taken))
+                        target = Ref(ops[-1].result.name if name in self.kept.states else current.get(name, name))
                         after = [replace(value, name=unique(stem, taken)) for stem in (made, f"{made}_kept")]
                         ops.append(self._choice(branch, target, Ref(value.name), after[0]))
                         ops.append(self._op("copy_", branch, (target, Ref(after[0].name)), after[1]))
@@ -287,6 +291,11 @@ class _Join:
                     ops.append(replace(op.renamed(current), results=op.results))
         outputs = tuple(current.get(name, name) for name in self.kept.graph.outputs)
         return replace(self.kept.graph, ops=tuple(ops), outputs=outputs)
+
+    def _without_gradient(self, name: str, branch: int, type: TensorType, taken: set[str]) -> Iterator[Op]:
+        """A parameter or buffer without its gradient, as which a branch changes it; none for other values."""
+        if name in self.kept.states:
+            yield self._op("detach", branch, (Ref(name),), Value(name=unique(f"{name}_data", taken), type=type))
 
     def _choices(self, branch: int, current: dict[str, str], values: dict[str, Value], taken: set[str]) -> Iterator[Op]:
         for made, instead in self.replaced.get(branch, {}).items():
@@ -312,7 +321,7 @@ class _Join:
     def _refusal(self, branch: int, cause: str) -> PartcError:
         return PartcError(
             "P0206",
-            f"the model does not trace: a branch depends on a random number, and {cause}",
+            f"the model does not trace: a branch depends on a random number or flag, and {cause}",
             help="choose between two results with torch.where, or let the branch leave a part of the model out",
             source=self.kept.branches[branch].source if self.kept.branches else None,
         )

@@ -3,6 +3,7 @@
     if torch.ones(4).any():                          constants: computed during the trace
     if torch.rand(()) < 0.0:                         draws from [0, 1) against numbers outside: always or never
     if torch.rand(()) < 0.1:                         other draws: one outcome here, and both in traces (random_branches)
+    if not self.initialized: ...                     flags that forward changes: like draws
     if labels.max() >= words: raise ValueError(...)  guards: assumed not to raise or warn, and listed in `assumed`
     if not torch.isfinite(x).all(): x = x.clamp(…)   numbers are assumed to be finite, which `assumed` lists too
     if x.mean() > 0:                                 everything else: refused by the trace
@@ -100,6 +101,7 @@ class ValueWatch(TorchFunctionMode):
         self._branches = 0
         self._frozen = FrozenWeights(whole=whole)
         self._drawn = RandomTests()
+        self._flags: ByTensor[bool] = ByTensor()  # booleans that forward changes in some steps
         self.assumed: dict[Source, str] = {}  # the text of each guard
         self._known: ByTensor[Tensor] = ByTensor()
         self._packed = PackedSequences(self.knows, self.know)
@@ -250,9 +252,13 @@ class ValueWatch(TorchFunctionMode):
         return traceable_form(name, args, kwargs)
 
     def _random_test(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
-        """A random number that is read, or the outcome of its test; NotImplemented of other calls."""
+        """A random number or flag that is read, or the outcome of its test; NotImplemented of other calls."""
         if name == "item" and self._drawn.is_uniform(args[0]):
             return self._drawn.number(args[0])
+        if name in (*TESTS, "item") and args[0] in self._flags:
+            before = args[0].reshape(()).clone()  # the branch may change the flag
+            self._flags[before] = True
+            return before if name == "item" else self._branch(before, True)
         if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
             return self._branch(args[0], test[1])
         return NotImplemented
@@ -396,12 +402,16 @@ class ValueWatch(TorchFunctionMode):
             self._forget(written)
 
     def _branch(self, test: Tensor, below: bool) -> bool:
-        """Choose the outcome of a branch on a random number, and record the branch in the graph."""
+        """Choose the outcome of a branch on a random number or flag, and record the branch in the graph."""
         self._branching()
         outcome = self._outcomes.below(self._branches) == below
         self._branches += 1
         torch.ops.partc.random_branch.default(test.reshape(()), outcome)
         return outcome
+
+    def flag(self, buffer: Tensor) -> None:
+        """Note a buffer whose tests are branches."""
+        self._flags[buffer] = True
 
     def _forget(self, written: Tensor) -> None:
         """Forget the values of a tensor that is changed to unknown values, and of all views of its memory."""

@@ -8,7 +8,8 @@ size. Equal recipes give one tensor.
 
     register_buffer("stride", torch.tensor(4), persistent=False)
 
-Buffers of a few integers that are not in state dicts have known values while the model is traced. They stay buffers.
+Buffers of a few integers that are not in state dicts have known values while the model is traced, as have single
+booleans in state dicts, such as `initialized`, unless forward changes them. They stay buffers.
 """
 
 from __future__ import annotations
@@ -95,13 +96,15 @@ class Recipes(TorchFunctionMode):
         return {name: recipe for name, recipe in found.items() if recipe is not None and _has_mask(recipe)}
 
     def numbers(self, model: nn.Module) -> dict[str, Tensor]:
-        """The values of small, non-persistent integer buffers, by name."""
+        """The values of small buffers, by name: non-persistent integers, and flags."""
         found = {}
         for path, module in model.named_modules():
-            for name in module._non_persistent_buffers_set:
-                buffer = module._buffers.get(name)
+            for name, buffer in module._buffers.items():
+                if buffer is None or buffer.numel() > LARGEST or not _is_integer(buffer):
+                    continue
                 recipe = self._recipe_of(buffer)
-                if recipe is not None and buffer is not None and buffer.numel() <= LARGEST and _is_integer(buffer):
+                kept = name in module._non_persistent_buffers_set or is_flag(buffer)
+                if kept and recipe is not None:
                     found[f"{path}.{name}".removeprefix(".")] = recipe
         with without_modes():
             return {name: value for name, value in recomputed(found)}
@@ -118,6 +121,11 @@ class _Inner:
 
     def __hash__(self) -> int:
         return hash(self.recipe)
+
+
+def is_flag(x: Tensor) -> bool:
+    """Whether a buffer is a single boolean, on which a model may branch."""
+    return x.dtype is torch.bool and x.numel() == 1
 
 
 def _is_integer(x: Tensor) -> bool:

@@ -1,0 +1,114 @@
+"""Branches on boolean buffers, such as `initialized`, against the eager model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import partc
+from partc.errors import PartcError
+
+WIDTH = 12
+
+
+class ActNorm(nn.Module):
+    """A scale and a shift that the first batch initializes."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style = style
+        self.register_buffer("initialized", torch.tensor(False))
+        self.log_scale, self.shift = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        done = self.initialized.item() if self.style == "item" else self.initialized
+        if self.training and not done:
+            with torch.no_grad():
+                scale = x.std(0)
+                if self.style == "data":
+                    self.log_scale.data = -scale.log()
+                    self.shift.data = -(x / scale).mean(0)
+                    self.initialized.data = torch.tensor(True)
+                else:
+                    self.log_scale.copy_(-scale.log())
+                    self.shift.copy_(-(x / scale).mean(0))
+                    self.initialized.fill_(True)
+        return x * self.log_scale.exp() + self.shift
+
+
+class Flow(nn.Module):
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norms = nn.ModuleList(ActNorm(style) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + norm(layer(x).tanh())
+        return x.square().mean()
+
+
+class Codes(nn.Module):
+    """Vectors of a codebook, whose constructor decides whether the first batch initializes them."""
+
+    def __init__(self, ready: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.register_buffer("ready", torch.tensor(ready))
+        self.register_buffer("codes", torch.linspace(-1, 1, 48).view(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if not self.ready:
+            self.codes.copy_(y.detach()[:6])
+            self.ready.fill_(True)
+        chosen = F.one_hot(torch.cdist(y, self.codes).argmin(1), 6).to(y)
+        with torch.no_grad():
+            self.codes.mul_(0.9).add_(chosen.T @ y, alpha=0.1)
+        return F.mse_loss(self.down(y + (chosen @ self.codes - y).detach()), x)
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(12, WIDTH)}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("kind", "style", "mesh"),
+    [
+        (Flow, "data", "dp=3"),
+        (Flow, "in place", "pp=2,tp=2"),
+        (Flow, "item", "dp=2,tp=2"),
+        (Codes, False, "dp=2"),
+        (Codes, True, "dp=2,tp=2"),
+    ],
+)
+def test_branches_on_flags_train_like_one_device(kind: type[nn.Module], style: Any, mesh: str) -> None:
+    """The first step initializes weights or buffers; later steps leave them to the optimizer."""
+    found = partc.compile(kind(style), batch(), mesh=mesh, precision="fp64").verify(steps=3)
+    assert found.ok, str(found.worst)
+    assert len(set(found.losses)) == 3
+
+
+class Alternating(nn.Module):
+    """Each outcome has operations of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("odd", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x) if self.odd else self.other(x).tanh()
+        self.odd.logical_not_()
+        return y.square().mean()
+
+
+def test_flags_that_choose_between_two_computations_are_refused() -> None:
+    with pytest.raises(PartcError) as error:
+        partc.compile(Alternating, batch, mesh="dp=2")
+    assert error.value.code == "P0206" and "flag" in error.value.cause

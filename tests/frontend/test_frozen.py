@@ -114,6 +114,8 @@ RIGHT = {
     "lru_cache": "return self.up(x) * slopes(4)[2]",
     "seeded generator": "g = torch.Generator().manual_seed(1)\nreturn self.up(x) * torch.rand(6, generator=g)",
     "cache": "if self.cache is None:\n    self.cache = torch.arange(9.0)\nreturn self.up(x) * self.cache[:6].sin()",
+    "cache of several": "if self.cache is None:\n    self.cache = [g.flatten() for g in torch.meshgrid(torch.arange(2.0), torch.ones(3), indexing='ij')]\n"
+    "return self.up(x) * self.cache[0] * self.cache[1]",
     "cache of a buffer": "if self.cache is None:\n    self.cache = torch.arange(6.0) * self.mean\nreturn self.up(x) * self.cache.cos()",
     "cache in a buffer": "if self.hidden is None:\n    self.hidden = torch.ones(6)\nreturn self.up(x) * self.hidden",
     "cache by size": "if len(x) not in self.known:\n    self.known[len(x)] = torch.ones(6)\nreturn self.up(x) * self.known[len(x)]",

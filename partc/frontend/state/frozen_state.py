@@ -480,6 +480,8 @@ def _content_of(constant: Any) -> Any:
 
 
 def _has_effects(node: fx.Node) -> bool:
+    if node.target is operator.getitem:  # one of several results
+        return False
     schema = getattr(node.target, "_schema", None)
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if schema is None or random or "::empty" in schema.name:  # a value that is left out

@@ -285,6 +285,10 @@ def _einsum(like: Tensor, equation: str, tensors: Sequence[Operand], path: Any =
     return _bilinear(lambda a, b: torch.einsum(equation, a, b))(like, *tensors)
 
 
+def _tensordot(like: Tensor, x: Operand, y: Operand, dims: Sequence[int], others: Sequence[int]) -> Rewritten:
+    return _bilinear(lambda a, b: torch.tensordot(a, b, (dims, others)))(like, x, y)
+
+
 def _addmm(like: Tensor, bias: Pair, x: Pair, y: Pair) -> Rewritten:
     return _sum_of(1)(like, bias, _bilinear(torch.matmul)(like, x, y))
 
@@ -607,6 +611,7 @@ REWRITES: Mapping[str, Rewrite] = {
     "linear": _linear,
     "addmm": _addmm,
     "einsum": _einsum,
+    "tensordot": _tensordot,
     "sum": _reduced(torch.sum),
     "mean": _reduced(torch.mean),
     "cumsum": _on_dimension(torch.cumsum),

@@ -37,6 +37,7 @@ from partc.passes.route.loops import without_loops
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
 
 _WRITES = frozenset({"index_add", "index_put"})
+_SPREAD = frozenset({"reshape", "expand", "permute"})
 
 
 def route(program: Program) -> Program:
@@ -94,9 +95,10 @@ class _Selections:
             first = next(op.refs(), None)
             if first is not None and (op.name == "reshape" or (op.name == "ne" and op.args[1] == 0)):
                 self.same_mask[op.result.name] = self.same_mask.get(first, first)
-            if op.name == "full":
+            same = first if op.name in _SPREAD else None  # the operand has the same number everywhere
+            if op.name == "full" or same in self.constants:
                 self.constants.add(op.result.name)
-                if op.args[1] == 0:
+                if same in self.zeros or (same is None and op.args[1] == 0):
                     self.zeros.add(op.result.name)
 
     def _place(self, op: Op) -> None:

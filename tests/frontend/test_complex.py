@@ -97,6 +97,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "real matmul": lambda z, w, x: x.to(z.dtype) @ w,
     "linear": lambda z, w, x: nn.functional.linear(z, w.t(), w[0]) * x[..., :1],
     "einsum": lambda z, w, x: torch.einsum("bsi,io->bos", z, w) * x[:, :1, :3],
+    "tensordot": lambda z, w, x: torch.tensordot(z, w, ([2], [0])) * x[..., :1],
     "outer": lambda z, w, x: torch.outer(z[0, 0], w[0]) * x[0, 0, 0],
     "sum and mean": lambda z, w, x: z.sum((0, 2)) * z.mean(1, keepdim=True).mean() * x.sum() + z.sum(),
     "cumsum": lambda z, w, x: z.cumsum(1) * x,

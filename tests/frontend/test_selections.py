@@ -299,6 +299,31 @@ def test_rows_turn_by_numbers_that_depend_on_values() -> None:
     equals_eager(Delayed, [{"x": torch.randn(4, 6, 8, dtype=torch.float64)} for _ in range(3)])
 
 
+class Spline(nn.Module):
+    """Numbers within limits go through a curve with knots, whose first and last one are the limits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widths = nn.Linear(3, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        widths = self.widths(x).view(-1, 3, 8)
+        inside = (x >= -1) & (x <= 1)
+        y = torch.zeros_like(x)
+        y[~inside] = x[~inside]
+        if inside.any():
+            knots = 2 * F.pad(widths[inside].softmax(-1).cumsum(-1), (1, 0)) - 1
+            knots[..., 0] = -1.0
+            knots[..., -1] = 1.0
+            place = (x[inside][..., None] >= knots).sum(-1, keepdim=True).clamp(1, 8)
+            y[inside] = (x[inside] * knots.diff().gather(-1, place - 1)[..., 0]).sin()
+        return y.square().mean()
+
+
+def test_numbers_are_written_into_columns_of_selected_rows() -> None:
+    equals_eager(Spline, [{"x": scale * torch.randn(8, 3, dtype=torch.float64)} for scale in (1, 0.1, 100)])
+
+
 def test_constant_masks_are_places() -> None:
     equals_eager(ConstantMasks, [{"x": torch.randn(8, 6, 8, dtype=torch.float64)}])
 

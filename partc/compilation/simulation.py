@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,13 @@ from partc.errors import PartcError, first_line
 from partc.frontend.origin import Functions, Origin, trace
 from partc.frontend.trace import Batches
 from partc.ir.gradients import input_only
-from partc.ir.mesh import BATCH_AXIS, EXPERT_AXIS, PIPELINE_AXIS, Mesh, is_batch_axis
+from partc.ir.mesh import BATCH_AXIS, EXPERT_AXIS, PIPELINE_AXIS, Mesh, is_batch_axis, is_tensor_axis
 from partc.ir.program import ITEMSIZE, Program
 from partc.passes.batch import check_divisible
 from partc.passes.differentiate import Derivatives
 from partc.passes.fuse import Fusions
 from partc.passes.tables import table_cut
-from partc.passes.tables.lookups import Cut
+from partc.passes.tables.lookups import Cut, calls_of_tables
 from partc.runtime.documents import Malformed, decoded, parsed
 from partc.runtime.optimizer.recipe import Recipe
 from partc.sharding.choices import axis_order
@@ -158,8 +159,8 @@ class Simulator:
     def differentiated(self, plan: ParallelPlan, *, everywhere: bool = True) -> tuple[_Key, Program]:
         """The plan's program before stages, with a key of everything on which its regions depend. Raises PartcError.
 
-        With `everywhere`, plans share regions if they agree on whether ranks, and whether microbatches, cut the batch;
-        the mesh then has dp.
+        With `everywhere`, plans share regions if they agree on whether ranks, and whether microbatches, cut the batch,
+        and if their layouts on tp and ep are equal; the mesh then has dp.
         """
         options = plan.on(self.cluster).compile_options()
         return self._unsplit_program(plan, options, separate=False, everywhere=everywhere)[:2]
@@ -168,7 +169,7 @@ class Simulator:
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
     ) -> tuple[_Key, Program, Program]:
         """A key, the program with layouts, and the program on the mesh on which it is lowered; with `everywhere`, for
-        all sizes of the batch's axes.
+        all sizes of the batch's axes, and all sizes of tp and ep with equal layouts.
         """
         parts = options.microbatches if separate else 1
         trace_key = (*plan.definitions.items(), options.precision, parts)
@@ -206,14 +207,20 @@ class Simulator:
             calls = self._memoized(("outline", *widths, len(stages)), lambda: outlined(stages))
             widths = (*widths, len(stages))
         sized = replace(calls, mesh=placed.mesh, microbatches=placed.microbatches)
-        sizes: _Key = (_local(sized), large_parts(sized))
+        large = self._memoized(("large", *widths, sized.mesh, sized.microbatches), lambda: large_parts(sized))
+        sizes: _Key = (_local(sized), large)
 
         def annotated() -> tuple[Program, int]:
             laid = passes.between("outline", "annotate", sized, given)
             return laid, self._number((laid.regions, laid.calls, laid.values, laid.parameters))
 
         laid, layouts = self._memoized(("annotate", *widths, *sizes), annotated)
-        return (*trace_key, options.kernels, layouts, _local(cut)), laid, cut
+        shape: _Key = (*trace_key, options.kernels, layouts)
+        if everywhere:  # the first sizes of tp and ep with these layouts serve all others
+            others = tuple((axis, 0 if _scales(axis) else size) for axis, size in _local(cut))
+            first = dict(self._memoized(("widths", *shape, others), lambda: _local(cut)))
+            cut = replace(cut, mesh=Mesh(axes=tuple((name, first.get(name, size)) for name, size in cut.mesh.axes)))
+        return (*shape, _local(cut)), laid, cut
 
     def _cut(self, key: _Key, program: Program, given: Mapping[str, Any], over: Collection[str]) -> Program:
         """The program on the common mesh of all plans that share its regions: a whole batch counts as cut over ranks or
@@ -250,27 +257,36 @@ class Simulator:
         def on_cut_mesh(program: Program) -> Program:
             return replace(program, mesh=cut.mesh, microbatches=cut.microbatches)
 
+        def tabled(program: Program) -> Program:
+            sized = replace(program, mesh=mesh, microbatches=options.microbatches)
+            return passes.between("annotate", "tables", sized, given)
+
+        def few() -> Program:
+            return calls_of_tables(replace(laid, mesh=mesh))
+
         level = max(1, options.zero)  # tables do not distinguish 0 and 1
-        tabled = self._memoized(
-            ("tables", *shape, mesh, options.microbatches, level, plan.optimizer),
-            lambda: passes.between(
-                "annotate", "tables", replace(laid, mesh=mesh, microbatches=options.microbatches), given
-            ),
-        )
+        key = *shape, mesh, options.microbatches, level, plan.optimizer
+        whole = partial(self._memoized, ("tables", *key), lambda: tabled(laid))
+        if everywhere:
+            used = tuple(name for name, size in mesh.axes if size > 1)
+            reading = self._memoized(("calls of tables", *shape, used), few)
+            found = self._memoized(("cuts", *key), lambda: tabled(reading))
+        else:
+            found = whole()
         cuts: dict[str, Cut] = {}
-        if tabled.regions != laid.regions:  # tables cut by rows change their regions
-            if everywhere and not any(item.members for item in tabled.parameters):
+        if found.regions != laid.regions:  # tables cut by rows change their regions
+            if everywhere and not any(item.members for item in found.parameters):
                 known = {id(item) for item in laid.parameters}
-                cuts = {item.name: table_cut(item, tabled.sizes) for item in tabled.parameters if id(item) not in known}
-                names = tuple(op.name for region in tabled.regions for op in region.forward.ops)
+                cuts = {item.name: table_cut(item, found.sizes) for item in found.parameters if id(item) not in known}
+                names = tuple(op.name for region in found.regions for op in region.forward.ops)
                 shape = (*shape, names, *((name, cut) for name, cut in cuts.items() if cut))
             else:
-                shape = (*shape, self._number((tabled.regions, tabled.parameters)))
+                shape = (*shape, self._number((whole().regions, whole().parameters)))
 
         def differentiated() -> Program:
             known = given | {"derivatives": self._derivatives}
             again = known | {"cut_tables": cuts}
-            spread = passes.between("annotate", "tables", on_cut_mesh(laid), again) if cuts else on_cut_mesh(tabled)
+            spread = passes.between("annotate", "tables", on_cut_mesh(laid), again) if cuts else on_cut_mesh(whole())
             return passes.between("tables", "expand", spread, known)
 
         return shape, self._memoized(("expand", *shape), differentiated), cut
@@ -321,7 +337,7 @@ class Simulator:
         )
 
 
-def _local(program: Program) -> _Key:
+def _local(program: Program) -> tuple[tuple[str, int], ...]:
     """The sizes of axes that determine local shapes."""
     return tuple((axis, program.sizes[axis]) for axis in axis_order(program.sizes))
 
@@ -329,6 +345,13 @@ def _local(program: Program) -> _Key:
 def _holds_alike(axis: str) -> bool:
     """Whether ranks along an axis differ only in their part of the batch, so that its size does not affect layouts."""
     return is_batch_axis(axis) and axis != EXPERT_AXIS
+
+
+def _scales(axis: str) -> bool:
+    """Whether programs with equal layouts on an axis of several ranks differ in local sizes alone: tp, ep and pieces of
+    them. Where cp cuts sequences, rings have as many rounds as ranks.
+    """
+    return is_tensor_axis(axis) or axis.endswith(EXPERT_AXIS)
 
 
 def _halved_batch(program: Program, over: Collection[str], *, uncut: bool = False, experts: bool = False) -> Program:

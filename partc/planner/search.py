@@ -9,8 +9,9 @@ gives the gap.
 from __future__ import annotations
 
 import heapq
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -48,6 +49,7 @@ class Failure:
 
 
 Simulated = Callable[[ParallelPlan], "Predicted | Failure"]
+Around = Callable[[ParallelPlan], Iterable[ParallelPlan]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +125,13 @@ def _rank(played: Played) -> tuple[float, int, int]:
 
 @dataclass(order=True, slots=True)
 class _Waiting:
+    """A family or a plan in the queue, with its bound and the tighter bounds that it has not got yet, in order."""
+
     seconds: float
     order: tuple[bool, float, int]  # the order of plans with equal seconds
     plan: ParallelPlan | Family = field(compare=False)
     bound: Bound = field(compare=False)
-    tighter: tuple[Callable[..., Bound], ...] = field(compare=False)  # further bounds, in order
+    tighter: tuple[Callable[..., Bound], ...] = field(compare=False)
 
 
 def search(
@@ -140,8 +144,8 @@ def search(
     suited: Callable[[ParallelPlan], ParallelPlan | None] = lambda plan: plan,
     starts: Iterable[ParallelPlan] = (),
     ordered: bool = False,
-    near: Callable[[ParallelPlan], Iterable[ParallelPlan]] = lambda plan: (),
-    variants: Callable[[ParallelPlan], Iterable[ParallelPlan]] = lambda plan: (),
+    near: Around = lambda plan: (),
+    variants: Around = lambda plan: (),
     hope: Callable[[ParallelPlan], tuple[bool, float]] = lambda plan: (False, 0.0),
     promise: Callable[[Family], tuple[bool, float]] = lambda family: (False, 0.0),
     max_seconds: float | None = None,
@@ -154,172 +158,254 @@ def search(
 
     `simulated` predicts with a program that plans of other sizes share; bounds hold for this shared program. `refined`
     gives the final prediction of the best plan, once no other one may be quicker, or the time is nearly up: another
-    plan may then be the best. `suited` fits the stages of a plan whose bound is at
-    the head, if they are not fitted yet; it returns None if the plan should not be compared with others.
+    plan may then be the best. `suited` fits the stages of a plan whose bound is at the head, if they are not fitted
+    yet; it returns None if the plan should not be compared with others.
 
     `starts` are tried first, then plans `near` the best one, as long as they are quicker. With `max_seconds`, this
     takes at most half of the time, or all of it while no plan fits. A `patient` search tries `starts` until one fits,
     even if this takes longer. Among equal bounds, plans with the least `hope` and families with the least `promise`
     come first. At the end the `variants` of the best plan, which no family has, are tried as long as one is quicker.
     """
-    start = time.perf_counter()
-    queue: list[_Waiting] = []
-    # Plans whose stages have durations, so that only the schedule may still have to be played.
-    promising: list[_Waiting] = []
-    count = too_large = 0
+    state = _PlanSearch(
+        simulated=simulated,
+        refined=refined,
+        bounds=bounds,
+        suited=suited,
+        hope=hope,
+        limit=limit,
+        max_seconds=max_seconds,
+    )
+    state.add_families(families, promise, ordered=ordered)
+    left = iter(starts)
+    if patient:
+        state.try_until_one_fits(left)
+    with suppress(TimeUpError), time_limit(state.seconds_left):
+        state.try_starts(left)
+        better = True
+        while better:
+            state.climb(_CLIMBING, near)
+            state.prove()
+            better = state.complete and state.climb(1.0, variants)
+    state.settle()
+    return state.outcome()
+
+
+@dataclass(kw_only=True)
+class _PlanSearch:
+    """The state of a search: the queue of families and plans, and the simulated plans. Its methods are the steps."""
+
+    simulated: Simulated
+    refined: Simulated | None
+    bounds: Bounds
+    suited: Callable[[ParallelPlan], ParallelPlan | None]
+    hope: Callable[[ParallelPlan], tuple[bool, float]]
+    limit: int
+    max_seconds: float | None
+
+    started: float = field(default_factory=lambda: time.perf_counter())
+    queue: list[_Waiting] = field(default_factory=list)  # a heap, the least bound first
+    # Plans of the queue whose stages have durations, so that only the schedule may still have to be played.
+    promising: list[_Waiting] = field(default_factory=list)
+    fitting: list[Played] = field(default_factory=list)
+    others: list[Played] = field(default_factory=list)
+    known: set[ParallelPlan] = field(default_factory=set)  # the simulated plans
+    final: set[ParallelPlan] = field(default_factory=set)  # the plans with final predictions
+    best: float = math.inf  # the seconds of the best plan that fits
+    reached: float = math.inf  # no plan in the queue is quicker
+    share: float = _CLIMBING  # of the time, after which the next promising plan is tried out of turn
+    complete: bool = False  # whether no plan in the queue is quicker than the best one
+    space: int = 0
+    too_large: int = 0
     closest: tuple[ParallelPlan, Bound] | None = None
-    fitting: list[Played] = []
-    others: list[Played] = []
-    best = float("inf")
 
-    def wait(
-        plan: ParallelPlan,
-        bound: Bound,
-        order: tuple[bool, float, int],
-        tighter: tuple[Callable[[ParallelPlan, Bound], Bound], ...],
+    # -- time -----------------------------------------------------------------------------------
+
+    def late(self, share: float) -> bool:
+        """Whether that share of the time has passed."""
+        return self.max_seconds is not None and time.perf_counter() - self.started > share * self.max_seconds
+
+    @property
+    def seconds_left(self) -> float | None:
+        return None if self.max_seconds is None else self.started + self.max_seconds - time.perf_counter()
+
+    # -- steps of the search --------------------------------------------------------------------
+
+    def add_families(
+        self, families: Iterable[Family], promise: Callable[[Family], tuple[bool, float]], *, ordered: bool
     ) -> None:
-        nonlocal too_large, closest
-        if bound.bytes <= limit:
-            waiting = _Waiting(bound.seconds, order, plan, bound, tighter)
-            heapq.heappush(queue, waiting)
-            if len(tighter) <= _SCHEDULED:
-                heapq.heappush(promising, waiting)
-            return
-        too_large += 1
-        if closest is None or bound.bytes < closest[1].bytes:
-            closest = plan, bound
+        """Put all families into the queue with their first bounds, except those whose plans are all too large."""
+        tighter = (self.bounds.of_all_orders, self.bounds.of_family) if ordered else (self.bounds.of_family,)
+        for number, family in enumerate(families):
+            self.space += len(family)
+            bound = self.bounds.simple(family.least)
+            if bound.bytes <= self.limit:
+                self._wait(family, bound, (*promise(family), number), tighter)
+            else:
+                self._leave_out(family.least, bound, len(family))
+        self.reached = self.queue[0].seconds if self.queue else self.best
 
-    def fits(played: Played) -> bool:
-        return played.error is None and played.bytes <= limit
+    def try_until_one_fits(self, starts: Iterator[ParallelPlan]) -> None:
+        """Try plans, however long this takes, until one fits."""
+        while not self.fitting and (plan := next(starts, None)) is not None:
+            self._improves(plan)
 
-    def play(plan: ParallelPlan, bound: Bound) -> None:
-        nonlocal best
-        played = Played(plan=plan, bound=bound, prediction=simulated(plan))
-        known.add(plan)
-        if fits(played):
-            fitting.append(played)
-            best = min(best, played.seconds)
-            if late(_SETTLING):
-                settle()
-        else:
-            others.append(played)
+    def try_starts(self, starts: Iterator[ParallelPlan]) -> None:
+        """Try plans for a share of the time, or for all of it while none fits."""
+        for plan in starts:
+            if not self.late(_STARTING if self.fitting else 1.0):
+                self._improves(plan)
 
-    def settle() -> None:
-        """Give the best plan its final prediction, until it stays the best."""
-        nonlocal best
-        while refined is not None and fitting and (first := min(fitting, key=_rank)).plan not in final:
-            played = with_prediction(first, refined(first.plan))
-            final.add(first.plan)
-            fitting.remove(first)
-            (fitting if fits(played) else others).append(played)
-        best = min((played.seconds for played in fitting), default=float("inf"))
-
-    def is_open() -> bool:
-        """Whether a plan in the queue may be quicker than the best one."""
-        if not (queue and best > queue[0].seconds):
-            settle()
-        return bool(queue) and best > queue[0].seconds
-
-    known: set[ParallelPlan] = set()
-    final: set[ParallelPlan] = set()  # plans with final predictions
-    tighten = bounds.filled, bounds.summed, bounds.scheduled
-
-    def late(share: float) -> bool:
-        return max_seconds is not None and time.perf_counter() - start > share * max_seconds
-
-    def first(plan: ParallelPlan) -> bool:
-        """Simulate a plan, unless its bounds show that it is not the best. Returns whether it is the best so far."""
-        found = suited(plan)
-        if found is None or found in known:
-            return False
-        plan = found
-        before, bound = best, bounds.simple(plan)
-        for tighter in (bounds.wide, *tighten, None):
-            if bound.bytes > limit or bound.seconds >= best:
-                return False
-            bound = bound if tighter is None else tighter(plan, bound)
-        play(plan, bound)
-        return best < before
-
-    def climb(share: float, around: Callable[[ParallelPlan], Iterable[ParallelPlan]]) -> bool:
+    def climb(self, share: float, around: Around) -> bool:
         """Try the plans around the best one, as long as one of them is quicker, or until that share of the time.
 
         Returns whether one was quicker.
         """
-        before, better = best, bool(fitting)
-        while better and not late(share):
-            middle = min(fitting, key=lambda played: played.seconds).plan
-            better = any(not late(share) and first(plan) for plan in around(middle))
-        return best < before
+        before, better = self.best, bool(self.fitting)
+        while better and not self.late(share):
+            middle = min(self.fitting, key=lambda played: played.seconds).plan
+            better = any(not self.late(share) and self._improves(plan) for plan in around(middle))
+        return self.best < before
 
-    for number, family in enumerate(families):
-        bound = bounds.simple(family.least)
-        count += len(family)
-        if bound.bytes <= limit:
-            order = *promise(family), number
-            tighter = (bounds.of_all_orders, bounds.of_family) if ordered else (bounds.of_family,)
-            heapq.heappush(queue, _Waiting(bound.seconds, order, family, bound, tighter))
-            continue
-        too_large += len(family)
-        if closest is None or bound.bytes < closest[1].bytes:
-            closest = family.least, bound
-    reached = queue[0].seconds if queue else best  # no remaining plan is quicker
+    def prove(self) -> None:
+        """Take families and plans from the queue until none can be quicker than the best plan, or time is up."""
+        self.complete = False
+        while self._is_open():
+            self.reached = self.queue[0].seconds
+            if self.late(1.0):
+                return
+            self._try_promising()
+            self._advance(heapq.heappop(self.queue))
+        self.reached = self.queue[0].seconds if self.queue else self.best
+        self.complete = True
 
-    def run() -> bool:
-        """Search until the best plan is proved. Returns whether it is, rather than that time ran out."""
-        nonlocal reached
-        for plan in left:
-            if not late(_STARTING if fitting else 1.0):
-                first(plan)
-        climb(_CLIMBING, near)
-        share = _CLIMBING
-        while is_open():
-            reached = queue[0].seconds
-            if late(1.0):
+    def settle(self) -> None:
+        """Give the best plan its final prediction, until it stays the best."""
+        while self.refined is not None and self.fitting:
+            first = min(self.fitting, key=_rank)
+            if first.plan in self.final:
+                break
+            played = with_prediction(first, self.refined(first.plan))
+            self.final.add(first.plan)
+            self.fitting.remove(first)
+            (self.fitting if self._fits(played) else self.others).append(played)
+        self.best = min((played.seconds for played in self.fitting), default=math.inf)
+
+    def outcome(self) -> Outcome:
+        return Outcome(
+            fitting=tuple(sorted(self.fitting, key=_rank)),
+            others=tuple(self.others),
+            bound=min(self.best, self.reached),
+            space=self.space,
+            too_large=self.too_large,
+            closest=self.closest,
+            complete=self.complete,
+            seconds=time.perf_counter() - self.started,
+        )
+
+    # -- the queue ------------------------------------------------------------------------------
+
+    def _wait(
+        self,
+        plan: ParallelPlan | Family,
+        bound: Bound,
+        order: tuple[bool, float, int],
+        tighter: tuple[Callable[..., Bound], ...],
+    ) -> None:
+        waiting = _Waiting(bound.seconds, order, plan, bound, tighter)
+        heapq.heappush(self.queue, waiting)
+        if len(tighter) <= _SCHEDULED and not isinstance(plan, Family):
+            heapq.heappush(self.promising, waiting)
+
+    def _leave_out(self, plan: ParallelPlan, bound: Bound, count: int = 1) -> None:
+        """Count plans that hold too much; `plan` holds the least of them."""
+        self.too_large += count
+        if self.closest is None or bound.bytes < self.closest[1].bytes:
+            self.closest = plan, bound
+
+    def _wait_if_it_fits(
+        self,
+        plan: ParallelPlan,
+        bound: Bound,
+        order: tuple[bool, float, int],
+        tighter: tuple[Callable[..., Bound], ...],
+    ) -> None:
+        if bound.bytes <= self.limit:
+            self._wait(plan, bound, order, tighter)
+        else:
+            self._leave_out(plan, bound)
+
+    def _is_open(self) -> bool:
+        """Whether a plan in the queue may be quicker than the best one."""
+        if not (self.queue and self.best > self.queue[0].seconds):
+            self.settle()
+        return bool(self.queue) and self.best > self.queue[0].seconds
+
+    def _advance(self, head: _Waiting) -> None:
+        """Give the head of the queue its next bound; without a further one, replace a family by its plans, and
+        simulate a plan.
+        """
+        plan, bound, order = head.plan, head.bound, head.order
+        following, rest = head.tighter[0] if head.tighter else None, head.tighter[1:]
+        if isinstance(plan, Family):
+            if following is not None:
+                self._wait(plan, following(plan, bound, self.limit), order, rest)
+            else:
+                self._add_plans(plan)
+        elif (found := self.suited(plan)) is not plan:
+            if found is not None:
+                self._wait_if_it_fits(found, bound, order, head.tighter)
+        elif following is not None:
+            self._wait_if_it_fits(plan, following(plan, bound), order, rest)
+        elif plan not in self.known:
+            self._simulate(plan, bound)
+
+    def _add_plans(self, family: Family) -> None:
+        """Put the plans of a family into the queue."""
+        for plan in family.plans():
+            bound = self.bounds.simple(plan)
+            if bound.bytes <= self.limit:
+                bound = self.bounds.wide(plan, bound)
+            self._wait_if_it_fits(plan, bound, (*self.hope(plan), 0), self._tighter)
+
+    @property
+    def _tighter(self) -> tuple[Callable[[ParallelPlan, Bound], Bound], ...]:
+        """The bounds of a plan after the first two."""
+        return self.bounds.filled, self.bounds.summed, self.bounds.scheduled
+
+    # -- single plans ---------------------------------------------------------------------------
+
+    def _try_promising(self) -> None:
+        """Simulate the most promising plan out of turn, after each further share of the time."""
+        while self.promising and self.late(self.share) and not self.late(1.0):
+            tried = len(self.known)
+            plan = heapq.heappop(self.promising).plan
+            assert isinstance(plan, ParallelPlan)
+            self._improves(plan)
+            self.share += _AGAIN * (len(self.known) - tried)
+
+    def _improves(self, plan: ParallelPlan) -> bool:
+        """Simulate a plan, unless its bounds show that it is not the best. Returns whether it is the best so far."""
+        found = self.suited(plan)
+        if found is None or found in self.known:
+            return False
+        before, bound = self.best, self.bounds.simple(found)
+        for tighter in (self.bounds.wide, *self._tighter, None):
+            if bound.bytes > self.limit or bound.seconds >= self.best:
                 return False
-            while promising and late(share) and not late(1.0):
-                tried = len(known)
-                tried_next = heapq.heappop(promising).plan
-                assert isinstance(tried_next, ParallelPlan)
-                first(tried_next)
-                share += _AGAIN * (len(known) - tried)
-            head = heapq.heappop(queue)
-            if isinstance(head.plan, Family) and head.tighter:
-                following, *rest = head.tighter
-                bound = following(head.plan, head.bound, limit)
-                heapq.heappush(queue, _Waiting(bound.seconds, head.order, head.plan, bound, tuple(rest)))
-            elif isinstance(head.plan, Family):
-                for plan in head.plan.plans():
-                    bound = bounds.simple(plan)
-                    bound = bounds.wide(plan, bound) if bound.bytes <= limit else bound
-                    wait(plan, bound, (*hope(plan), 0), tighten)
-            elif (found := suited(head.plan)) is not head.plan:
-                if found is not None:
-                    wait(found, head.bound, head.order, head.tighter)
-            elif head.tighter:
-                following, *rest = head.tighter
-                wait(head.plan, following(head.plan, head.bound), head.order, tuple(rest))
-            elif head.plan not in known:
-                play(head.plan, head.bound)
-        reached = queue[0].seconds if queue else best
-        return True
+            bound = bound if tighter is None else tighter(found, bound)
+        self._simulate(found, bound)
+        return self.best < before
 
-    complete, left = False, iter(starts)
-    while patient and not fitting and (plan := next(left, None)) is not None:
-        first(plan)
-    with suppress(TimeUpError), time_limit(None if max_seconds is None else start + max_seconds - time.perf_counter()):
-        complete = run()
-        while complete and climb(1.0, variants):
-            complete = run()
-    settle()
-    fitting.sort(key=_rank)
-    return Outcome(
-        fitting=tuple(fitting),
-        others=tuple(others),
-        bound=min(best, reached),
-        space=count,
-        too_large=too_large,
-        closest=closest,
-        complete=complete,
-        seconds=time.perf_counter() - start,
-    )
+    def _simulate(self, plan: ParallelPlan, bound: Bound) -> None:
+        played = Played(plan=plan, bound=bound, prediction=self.simulated(plan))
+        self.known.add(plan)
+        if self._fits(played):
+            self.fitting.append(played)
+            self.best = min(self.best, played.seconds)
+            if self.late(_SETTLING):
+                self.settle()
+        else:
+            self.others.append(played)
+
+    def _fits(self, played: Played) -> bool:
+        return played.error is None and played.bytes <= self.limit

@@ -31,7 +31,7 @@ from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
 from partc.ir.program import Call, Graph, GraphKind, Parameter, Program, Transport
 from partc.passes.split import worthwhile
 from partc.passes.stages import call_work, cuts, staged_calls
-from partc.planner.space import mesh_of, sizes_of
+from partc.planner.space import inner_axes, mesh_of, sizes_of
 
 _ROUNDING = 1e-9  # of seconds added up in different orders
 LOOKUP = "embedding"  # prefix of the names of operations that look up rows of tables
@@ -174,7 +174,7 @@ class Tables:
         return self._table(self._calls, plan, key, self._call_table, microbatches=1)
 
     def room(self, plan: ParallelPlan) -> RoomTable | None:
-        return self._table(self._rooms, plan, (plan.recompute, *_split(plan)), self._room_table)
+        return self._table(self._rooms, plan, (plan.recompute, *_split(plan), inner_axes(plan)), self._room_table)
 
     def shares(self, plan: ParallelPlan) -> ShareTable | None:
         if _links(plan) not in self._groups:
@@ -335,7 +335,7 @@ class Tables:
 
     def _share_table(self, plan: ParallelPlan, body: RegionBody, program: Program) -> ShareTable:
         sizes = sizes_of(plan)
-        key = body.number, plan.zero, plan.nodes, sizes[BATCH_AXIS], sizes[CONTEXT_AXIS]
+        key = body.number, plan.zero, plan.nodes, sizes[BATCH_AXIS], sizes[CONTEXT_AXIS], inner_axes(plan)
         if key not in self._exchanged:
             self._exchanged[key] = self._call_exchanges(plan, body, program)
         found = self._exchanged[key]

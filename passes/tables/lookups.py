@@ -200,6 +200,21 @@ def find(program: Program) -> Lookups:
     return Lookups(program, program.derived(slots_of), parameters, lookups, types, axes)
 
 
+def calls_of_tables(program: Program) -> Program:
+    """The program with only the calls that read tables, and with only their parameters. The cuts of tables depend on no
+    others, unless the axis ep is used for tables alone.
+    """
+    experts = any(op.name == "expert_matmul" for region in program.regions for op in region.forward.ops)
+    if program.mesh.expert_axes and not experts:
+        return program
+    lookups = find(program)
+    tables = {name for name, slots in lookups.slots.items() if any(slot in lookups.of for slot in slots)}
+    calls = tuple(call for call in program.calls if not tables.isdisjoint(call.params))
+    names = {name for call in calls for name in call.params}
+    parameters = tuple(item for item in program.parameters if item.name in names)
+    return replace(program, calls=calls, parameters=parameters)
+
+
 def _looks_up(op: Op, table: Value, axes: Sequence[str]) -> bool:
     """Whether an operation looks up rows of a table for ids that all of these axes cut, or none of them."""
     if op.name != "embedding" or op.args[0] != Ref(table.name) or [*op.refs()].count(table.name) > 1:

@@ -492,6 +492,34 @@ def test_regions_are_lowered_once_for_all_parts_of_the_batch(model: str, bodies:
     assert len(found) == bodies
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "plans"),
+    [
+        (GPT, {"size": "1b", "depth": 2}, (("dp=4,tp=2", None), ("dp=2,tp=4", None))),
+        (
+            str(ROUTED),
+            {"experts": 8, "batch": 32},
+            (("dp=8", "ep=2@dp"), ("dp=8", "ep=4@dp"), ("pp=2,dp=4", "ep=4@dp")),
+        ),
+    ],
+)
+def test_regions_are_lowered_once_for_all_widths_with_equal_layouts(
+    model: str, options: dict[str, str | int], plans: tuple[tuple[str, str | None], ...]
+) -> None:
+    cluster = preset("8xH100-80GB")
+    constants = calibration(cluster)
+    shared = Simulator(model, cluster, constants)
+    found = set()
+    for mesh, experts in plans:
+        plan = ParallelPlan(mesh=mesh, experts=experts, microbatches=2, kernels="triton", options=options)
+        found.add(shared.differentiated(plan)[0])
+        near, alone = (each.predict(plan, everywhere=True) for each in (shared, Simulator(model, cluster, constants)))
+        # Collectives that start early pass other operations where sizes differ.
+        assert near.step_seconds == pytest.approx(alone.step_seconds, rel=5e-3)
+        assert near.memory_bytes == pytest.approx(alone.memory_bytes, rel=1e-3)
+    assert len(found) == 1
+
+
 def test_layouts_are_chosen_once_for_all_numbers_of_pipeline_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table has more than a hundredth of the weights of every stage, so that it is cut on each mesh."""
     ran: list[str] = []

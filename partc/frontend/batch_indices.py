@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from partc.errors import PartcError
-from partc.frontend.graph_reader import source_of
+from partc.frontend.node_sources import source_of
 from partc.torch_private import without_modes
 
 _BY_DIM = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,11 +17,11 @@ from partc.frontend.branches.random_branches import RandomBranch
 from partc.frontend.branches.value_branches import RANDOM_BRANCH
 from partc.frontend.capture import Captured
 from partc.frontend.complex_numbers import is_complex, real_operations
+from partc.frontend.node_sources import module_of, source_of
 from partc.frontend.repeats.copies import RepeatedOps
 from partc.frontend.repeats.marks import MARK
 from partc.frontend.selections.selection_tests import TESTED
 from partc.frontend.strided_views import windows
-from partc.installed import is_machinery, shortened
 from partc.ir.gradients import reached
 from partc.ir.naming import identifier, unique, unreserved
 from partc.ir.operations import memory_owner
@@ -242,7 +241,7 @@ class GraphReader:
         number: int = node.args[1]  # type: ignore[assignment]
         assert self._repeated is not None
         names = tuple(self._names[tensor] for tensor in tensors)
-        found = self._repeated.mark(number, _module(node), names, self._weights)
+        found = self._repeated.mark(number, module_of(node), names, self._weights)
         for tensor in tensors:
             self._names[tensor] = found.get(self._names[tensor], self._names[tensor])
 
@@ -505,20 +504,3 @@ def _operand(node: fx.Node) -> fx.Node | None:
 def _form(node: Any) -> tuple[Any, ...]:
     x: Tensor = node.meta["val"]
     return x.dtype, x.device, x.shape, x.stride()
-
-
-def _module(node: fx.Node) -> str:
-    """The path of the module that ran a node."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed([path for path, _ in stack.values()]), "").removeprefix("model").removeprefix(".")
-    return re.sub(r"@\d+$", "", path)
-
-
-def source_of(node: fx.Node) -> Source | None:
-    """The innermost line of model code that created a node, and the module that ran it."""
-    module = _module(node)
-    frames = re.findall(r'(?m)^\s*File "(.+)", line (\d+), in ', node.meta.get("stack_trace") or "")
-    chosen = next(((f, n) for f, n in reversed(frames) if not is_machinery(f)), None)
-    if chosen is None:
-        return Source(file="", line=0, module=module) if module else None
-    return Source(file=shortened(chosen[0]), line=int(chosen[1]), module=module)

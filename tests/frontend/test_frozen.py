@@ -14,7 +14,7 @@ from partc.frontend.capture import capture
 from partc.frontend.model_files.model_file import load
 
 HEAD = """
-import datetime, functools, random, time, uuid
+import collections, contextvars, datetime, functools, itertools, random, time, uuid
 from time import perf_counter
 import numpy
 import torch
@@ -25,6 +25,46 @@ COUNT = 0
 LOG = []
 TABLE = {}
 SCALE = [1.0]
+
+
+class Other:
+    __slots__ = ("number",)
+    calls = 0
+
+    def __init__(self):
+        self.number = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        return self.number
+
+
+def calls():
+    calls.n += 1
+    return calls.n
+
+
+def counting():
+    n = 0
+
+    def count():
+        nonlocal n
+        n += 1
+        return n
+
+    return count
+
+
+def seen(x, before=[]):
+    before.append(len(x))
+    return len(before)
+
+
+calls.n = 0
+VAR = contextvars.ContextVar("n", default=0)
 
 
 @functools.lru_cache
@@ -41,6 +81,10 @@ class Inner(nn.Module):
         self.drop = nn.Dropout(0.1)
         self.n, self.items, self.known, self.last, self.cache, self.first = 0, [], {}, None, None, True
         self.other = nn.Linear(6, 6)
+        self.generator_of_numpy, self.drawing = numpy.random.default_rng(0), random.Random(0)
+        self.table, self.long, self.deep = numpy.zeros(3), [0.0] * 9000, {1: {2: {3: {4: {5: {6: 1}}}}}}
+        self.numbers, self.cycle, self.iterator = itertools.count(1), itertools.cycle([1, 2]), iter([1.0, 2.0] * 99)
+        self.slots, self.count, self.bytes = Other(), counting(), bytearray(b"ab")
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("age", torch.zeros((), dtype=torch.long))
         self.register_buffer("late", None)
@@ -67,6 +111,7 @@ def loss(model, batch):
 """
 WRONG = {
     "counter": "self.n += 1\nreturn self.up(x) * self.n",
+    "counter of hooks": "self.hooked = getattr(self, 'hooked', 0) + 1\nreturn self.up(x) * self.hooked",
     "first call": "if self.first:\n    self.first = False\n    x = x * 2\nreturn self.up(x)",
     "list": "self.items.append(1)\nreturn self.up(x) * len(self.items)",
     "dict": "self.known['n'] = self.known.get('n', 0) + 1\nreturn self.up(x) * self.known['n']",
@@ -105,6 +150,22 @@ WRONG = {
     "generator": "return self.up(x) * torch.rand(6, generator=self.generator)",
     "generator and values": "g = torch.Generator()\nreturn self.up(x) * torch.bernoulli(x.sigmoid(), generator=g)",
     "module": "self.extra = nn.Tanh()\nreturn self.extra(self.up(x))",
+    "random.Random": "return self.up(x) * self.drawing.uniform(1, 2)",
+    "numpy's generator": "return self.up(x) * float(self.generator_of_numpy.normal())",
+    "array": "self.table[0] += 1\nreturn self.up(x) * float(self.table[0])",
+    "bytes": "self.bytes[0] += 1\nreturn self.up(x) * self.bytes[0]",
+    "long list": "self.long[0] += 1\nreturn self.up(x) * self.long[0]",
+    "nested dict": "self.deep[1][2][3][4][5][6] += 1\nreturn self.up(x) * self.deep[1][2][3][4][5][6]",
+    "itertools.count": "return self.up(x) * next(self.numbers)",
+    "itertools.cycle": "return self.up(x) * next(self.cycle)",
+    "iterator": "return self.up(x) * next(self.iterator)",
+    "slots": "self.slots.number += 1\nreturn self.up(x) * self.slots.number",
+    "own iterator": "return self.up(x) * next(self.slots)",
+    "class that is no module": "Other.calls += 1\nreturn self.up(x) * Other.calls",
+    "attribute of a function": "return self.up(x) * calls()",
+    "closure": "return self.up(x) * self.count()",
+    "default argument": "return self.up(x) * seen(x)",
+    "context variable": "VAR.set(VAR.get() + 1)\nreturn self.up(x) * VAR.get()",
 }
 RIGHT = {
     "counter for a log": "self.n += 1\nreturn self.up(x)",

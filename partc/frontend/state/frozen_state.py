@@ -20,7 +20,7 @@ import textwrap
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,18 +30,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from partc.errors import PartcError, Source
+from partc.frontend.state.stateful_code import CLOCKS, FICKLE, stateful_lines, user_modules
+from partc.frontend.state.trace_comparison import effects_signature, first_difference
 from partc.installed import is_installed, line_of, user_frame
 from partc.torch_private import without_modes
 
-DEPTH, ITEMS = 4, 4096
+DEPTH, ITEMS = 8, 1 << 16
 TRIES = 5  # traces with other random numbers
-CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
 SHIFT = 200_451.37  # seconds by which a second trace sets clocks ahead: another hour and another weekday
-# Names in the user's code whose values may differ from step to step.
-FICKLE = frozenset({*CLOCKS, "random", "datetime", "now", "today", "urandom", "uuid1", "uuid4", "secrets", "ctime"})
 _CONSTANTS = frozenset({bool, int, float, str, bytes, complex, torch.dtype, torch.device, type(None)})
 _PLAIN = tuple(_CONSTANTS)
-_INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"})
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}  # members and hooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +76,7 @@ class _Held:
         others = {
             name: copy(value)
             for name, value in attributes.items()
-            if value.__class__ not in _CONSTANTS and name not in _INTERNAL and "hook" not in name
+            if value.__class__ not in _CONSTANTS and name not in _INTERNAL
         }
         constants = {name: value for name, value in attributes.items() if value.__class__ in _CONSTANTS}
         parameters, modules, buffers = map(_copied, (module._parameters, module._modules, module._buffers))
@@ -109,7 +108,7 @@ class _Held:
         plain = lambda value: comparable_copy(value, [], DEPTH, {})  # noqa: E731
         where = f"self of {self.path}" if self.path else "self"
         for name, value in self.constants.items():
-            if name not in _INTERNAL and "hook" not in name:
+            if name not in _INTERNAL:
                 yield (where, name), plain(value)
         yield from (((where, name), value) for name, value in self.others.items())
         yield from (((where, name), plain(filled)) for name, filled in self._buffers() if name in self.hidden)
@@ -143,7 +142,8 @@ class State:
         kinds = {kind for found in {type(module) for module in named.values()} for kind in found.__mro__}
         classes = [kind for kind in kinds if _is_users(kind)]
         homes = {sys.modules.get(item.__module__) for item in (*classes, loss) if getattr(item, "__module__", None)}
-        modules = tuple(home for home in homes if isinstance(home, types.ModuleType) and _is_users(home))
+        own = (home for home in homes if isinstance(home, types.ModuleType) and _is_users(home))
+        modules = user_modules(own, _is_users)
         state = cls(model=model, modules=modules)
         copy = lambda value: comparable_copy(value, state.kept, DEPTH, state.known)  # noqa: E731
         state.held = {path: _Held.of(path, module, copy) for path, module in named.items()}
@@ -397,7 +397,7 @@ def check(
         seeds = change.key == ("torch", "generator")
         if change.always or (seeds and draws_random_numbers(exported)):
             raise refusal(change, state)
-    if not first and not names_clock_or_random(state):
+    if not first and not may_keep_state(state):
         return
     plain, known = effects_signature(exported), {*exported.graph_signature.inputs_to_buffers.values()}
     drawn = {key[0] for key in first} & {"random", "numpy.random"}
@@ -415,9 +415,10 @@ def check(
                 store.clear()
                 store.update(held)
         settled = not any(key in watch.changes for key in first)
-        if not same_graphs(plain, other, filled=settled):
+        if (node := first_difference(plain, other, filled=settled)) is not None:
             still = [change for key, change in first.items() if key in watch.changes] or list(first.values())
-            raise refusal(next(iter(still), None), state)
+            source = node.source if other else None
+            raise refusal(next(iter(still), None), state, source)
 
 
 def draws_random_numbers(exported: torch.export.ExportedProgram) -> bool:
@@ -426,113 +427,12 @@ def draws_random_numbers(exported: torch.export.ExportedProgram) -> bool:
     return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in nodes)
 
 
-# -- comparing traces --------------------------------------------------------------------------
+def may_keep_state(state: State) -> bool:
+    """Whether the user's code may keep state that snapshots do not show, or names clocks or random numbers."""
+    return names_fickle(state) or next(stateful_lines(state.modules), None) is not None
 
 
-_FILLED = "filled"  # replaces the values of a tensor that the first trace kept
-
-
-def effects_signature(exported: torch.export.ExportedProgram, known: Set[str] | None = None) -> tuple[Any, ...]:
-    """The nodes that compute the loss and the changes in place, with the constants that they read, in comparable form.
-
-    Buffers that forward does not change count as constants. Constants that are not `known` are tensors that the first
-    trace kept.
-    """
-    module = exported.graph_module
-    lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
-    constants: dict[fx.Node, Any] = {}
-    changing = {*_changed(module.graph)}
-    buffers = exported.graph_signature.inputs_to_buffers
-    for node in module.graph.nodes:
-        operands = node.all_input_nodes
-        if node in changing:
-            continue
-        if node.op == "placeholder" and node.name in lifted:
-            constants[node] = _content_of(exported.constants[lifted[node.name]])
-        elif node.op == "placeholder" and node.name in buffers:
-            name = buffers[node.name]
-            constants[node] = f"buffer {name}" if known is None or name in known else _FILLED
-        elif node.op == "call_function" and not _has_effects(node) and all(x in constants for x in operands):
-            args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: str(constants[x]))
-            kept = any(constants[x] == _FILLED for x in operands)
-            constants[node] = _FILLED if kept else hash((str(node.target), repr(args), _type(node)))
-    output = next(node for node in module.graph.nodes if node.op == "output").args[0][0]
-    return tuple(_nodes(module, constants, output))
-
-
-def same_graphs(plain: tuple[Any, ...], other: tuple[Any, ...], *, filled: bool) -> bool:
-    """Whether two traces compute the same; with `filled`, the second may read constants that the first computed."""
-    if len(plain) != len(other):
-        return False
-    return all(
-        one[:-1] == two[:-1] and all(x == y or (filled and y == _FILLED) for x, y in zip(one[-1], two[-1], strict=True))
-        for one, two in zip(plain, other, strict=True)
-    )
-
-
-def _content_of(constant: Any) -> Any:
-    if not isinstance(constant, Tensor) or hasattr(constant, "fake_mode"):
-        return _FILLED
-    if constant.is_meta:  # the graph's reader refuses it
-        return str(constant.dtype), tuple(constant.shape)
-    with without_modes():
-        return hash((str(constant.dtype), tuple(constant.shape), repr(constant.flatten().tolist())))
-
-
-def _has_effects(node: fx.Node) -> bool:
-    if node.target is operator.getitem:  # one of several results
-        return False
-    schema = getattr(node.target, "_schema", None)
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if schema is None or random or "::empty" in schema.name:  # a value that is left out
-        return True
-    return bool(schema.is_mutable and schema.name != "aten::detach_")
-
-
-def _changed(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The tensors that operations change in place, and the tensors of which these may be views."""
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable and schema.name != "aten::detach_":
-            written: Any = node.args[0]
-            while isinstance(written, fx.Node):
-                yield written
-                written = next(iter(written.all_input_nodes), None)
-
-
-def _type(node: fx.Node) -> tuple[Any, ...]:
-    value = node.meta.get("val")
-    return (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else ()
-
-
-def _nodes(module: fx.GraphModule, constants: Mapping[fx.Node, Any], *outputs: Any) -> Iterator[Any]:
-    needed: set[fx.Node] = set()
-    waiting = [node for node in outputs if isinstance(node, fx.Node)]
-    waiting += [
-        node for node in module.graph.nodes if getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-    ]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting.extend(node.all_input_nodes)
-    numbers: dict[fx.Node, str] = {}
-    for node in module.graph.nodes:
-        mutates = node.op == "output" and not outputs
-        if node in constants or (outputs and node not in needed and not mutates):
-            continue
-        numbers[node] = f"%{len(numbers)}"
-        if node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
-            yield (*_nodes(getattr(module, str(node.target)), {}), ())
-            continue
-        read = [constants[x] for x in node.all_input_nodes if x in constants]
-        args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: numbers.get(x, str(_type(x))))
-        kind = "" if node.op in ("placeholder", "get_attr", "output") else str(node.target)
-        yield node.op, kind, repr(args), _type(node), read
-    yield "constants", "", "", (), [constants[x] for x in outputs if x in constants]
-
-
-def names_clock_or_random(state: State) -> bool:
+def names_fickle(state: State) -> bool:
     """Whether the user's code names clocks or random numbers."""
     return any(_names(value) & FICKLE for home in state.modules for value in _functions(home))
 
@@ -589,8 +489,8 @@ def _shifted_clock(clock: Any, shift: float, name: str) -> Any:
 # -- where and what ----------------------------------------------------------------------------
 
 
-def refusal(change: Change | None, state: State) -> PartcError:
-    """P0225 for a change that affects the traced program; None stands for clocks and random numbers."""
+def refusal(change: Change | None, state: State, source: Source | None = None) -> PartcError:
+    """P0225 for a change that affects the traced program, or at a line that computes something else in each trace."""
     if change is not None:
         what = f"forward changes {change.what}"
         helped = (
@@ -611,10 +511,9 @@ def refusal(change: Change | None, state: State) -> PartcError:
     return PartcError(
         "P0225",
         "forward computes something else each time it is traced, though no state of the model has changed",
-        help="clocks and Python's random numbers would be frozen: draw with torch.rand, or pass them in the batch",
-        source=next(
-            _lines(state, lambda node: isinstance(node, ast.Attribute | ast.Name) and _word(node) in FICKLE), None
-        ),
+        help="clocks, Python's random numbers, iterators and counters would be frozen: draw with torch.rand, keep state"
+        " in a registered buffer, or pass the values in the batch",
+        source=source if source is not None and source.line else next(stateful_lines(state.modules), None),
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..torch_private import storage_key
 
 _DEPTH, _LONGEST = 4, 4096
-_MEMBERS = ("_parameters", "_buffers", "_modules")
+_MEMBERS = frozenset(vars(nn.Module()))  # parameters, buffers, modules and hooks
 
 
 def with_registered_tensors(model: Any, wanted: Callable[[str], bool] = lambda name: True) -> Any:
@@ -122,7 +122,7 @@ def places_of(model: nn.Module) -> Iterator[PlainTensor]:
     empty: set[int] = set()
     for part in model.modules():
         for attribute, value in () if isinstance(part, torch.jit.ScriptModule) else [*vars(part).items()]:
-            if attribute not in _MEMBERS and "hook" not in attribute:
+            if attribute not in _MEMBERS:
                 for path, x in _tensors(value, (), empty):
                     yield PlainTensor(part=part, attribute=attribute, path=path, held=x)
 

@@ -11,7 +11,7 @@ class Part(nn.Module):
         angles = torch.arange(600.0)[:, None] * torch.tensor([1.0, 0.5, 0.25, 0.125])
         self.turns = torch.polar(torch.ones_like(angles), angles)
         self.noise = torch.rand(8)
-        self.rate = torch.tensor(0.25 * number)
+        self.hook_rate = torch.tensor(0.25 * number)
         self.calls = torch.zeros(())
         self.mean = torch.zeros(8, dtype=torch.float64)
         self.extra = torch.zeros(1)
@@ -27,7 +27,7 @@ class Part(nn.Module):
         self.extra = h.square().mean((1, 2))
         self.total = 0.0
         self.total = self.total + h.abs().mean()
-        return x + h * self.rate
+        return x + h * self.hook_rate
 
 
 class Net(nn.Module):

@@ -79,48 +79,9 @@ def solve(
 
     `forbid` names (node, label) pairs that must not be chosen. Returns None if no choice remains.
     """
-    from scipy.optimize import Bounds, LinearConstraint
-
     model = _Model(problem, forbid)
     costs = [cost / np.max(cost) for cost in map(model.cost, objectives) if cost.any()]
-
-    def minimised(cost: np.ndarray, upper: np.ndarray, kept: Kept) -> np.ndarray | None:
-        # Slack for the solver's tolerance, relative to the largest price; the first value nearly always suffices.
-        for slack in (1e-6, 1e-5, 1e-4):
-            bounds = [
-                LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
-            ]
-            result = solve_integer_program(
-                cost,
-                constraints=[model.constraints, *bounds],
-                integrality=model.integrality,
-                bounds=Bounds(0, upper),
-                options={"mip_rel_gap": 1e-9},
-            )
-            if result.status == 2 and kept:
-                continue
-            if result.status != 2 and result.x is None:
-                raise InternalError(f"the placement solver stopped: {result.message}")
-            found: np.ndarray | None = result.x
-            return found
-        return None
-
-    def least(costs: Sequence[np.ndarray], upper: np.ndarray, kept: Kept) -> np.ndarray | None:
-        """The columns with the least costs, in order; None if no choice remains. `kept` are earlier costs."""
-        if not model.leaves_choices(upper):
-            return None
-        cost, *rest = costs
-        # No price is negative, so that a choice without priced columns has the least cost.
-        free = least(rest, np.where(cost > 0.0, 0.0, upper), kept) if rest else None
-        if free is not None:
-            return free
-        found = minimised(cost, upper, kept)
-        if found is None or not rest:
-            return found
-        better = least(rest, upper, (*kept, (cost, float(cost @ np.round(found, 9)))))
-        return found if better is None else better
-
-    found = least(costs or [np.zeros(len(model.upper))], model.upper, ())
+    found = model.least(costs or [np.zeros(len(model.upper))], model.upper, ())
     return None if found is None else model.solution(found)
 
 
@@ -203,7 +164,46 @@ class _Model:
                     changed[key] = self._column(prices[key])
                 self._row((changed[key],), (column,), 0.0, np.inf)
 
-    def leaves_choices(self, upper: np.ndarray) -> bool:
+    def least(self, costs: Sequence[np.ndarray], upper: np.ndarray, kept: Kept) -> np.ndarray | None:
+        """The columns with the least costs, in order; None if no choice remains. `kept` are earlier costs."""
+        if not self._leaves_choices(upper):
+            return None
+        cost, *rest = costs
+        # No price is negative, so that a choice without priced columns has the least cost.
+        free = self.least(rest, np.where(cost > 0.0, 0.0, upper), kept) if rest else None
+        if free is not None:
+            return free
+        found = self._minimized(cost, upper, kept)
+        if found is None or not rest:
+            return found
+        better = self.least(rest, upper, (*kept, (cost, float(cost @ np.round(found, 9)))))
+        return found if better is None else better
+
+    def _minimized(self, cost: np.ndarray, upper: np.ndarray, kept: Kept) -> np.ndarray | None:
+        """The columns with the least cost; None if none keep the earlier costs."""
+        from scipy.optimize import Bounds, LinearConstraint
+
+        # Slack for the solver's tolerance, relative to the largest price; the first value nearly always suffices.
+        for slack in (1e-6, 1e-5, 1e-4):
+            bounds = [
+                LinearConstraint(old[np.newaxis, :], -np.inf, best + slack * max(1.0, abs(best))) for old, best in kept
+            ]
+            result = solve_integer_program(
+                cost,
+                constraints=[self.constraints, *bounds],
+                integrality=self.integrality,
+                bounds=Bounds(0, upper),
+                options={"mip_rel_gap": 1e-9},
+            )
+            if result.status == 2 and kept:
+                continue
+            if result.status != 2 and result.x is None:
+                raise InternalError(f"the placement solver stopped: {result.message}")
+            found: np.ndarray | None = result.x
+            return found
+        return None
+
+    def _leaves_choices(self, upper: np.ndarray) -> bool:
         """Whether each node has an alternative whose column has a positive upper bound."""
         return all(upper[columns].any() for columns in self._columns.values())
 

@@ -13,7 +13,7 @@ names.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,81 +119,116 @@ def _units(tables: Sequence[WholeTable], ranks: int, starts: Starts) -> tuple[fl
 
 
 def _solved(tables: Sequence[WholeTable], ranks: int, starts: Starts) -> dict[str, int]:
-    """The integer program's placement; empty if the solver finds none in time.
-
-    Variables: for each set of equal tables, their number on each rank; for each kind, the most slots on a rank; the
-    most bytes; whether tables are whole, and whether tables are spread.
-    """
+    """The integer program's placement; empty if the solver finds none in time."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint
 
-    sets: dict[Hashable, list[WholeTable]] = {}
-    for each in tables:
-        sets.setdefault((each.kind, each.bytes, each.spread, each.rank, each.whole), []).append(each)
-    alike = list(sets.values())
-    kinds = {kind: index for index, kind in enumerate(dict.fromkeys(each.kind for each in tables))}
-    of = {each.kind: each for each in tables}
-    first = len(alike) * ranks
-    any_whole = first + 2 * len(kinds)
-    count = any_whole + 2
-    traffic, size = _units(tables, ranks, starts)
-    cost, upper = np.zeros(count), np.full(count, np.inf)
-    for index, some in enumerate(alike):
-        each = some[0]
-        cost[index * ranks : (index + 1) * ranks] = -each.spread / traffic - each.bytes / ranks / size
-        upper[index * ranks : (index + 1) * ranks] = len(some) if each.rank is None else 0
-        if each.rank is not None:
-            upper[index * ranks + each.rank] = len(some)
-    for kind, index in kinds.items():
-        cost[first + 2 * index : first + 2 * index + 2] = of[kind].traffic / traffic, 1
-    cost[any_whole:], upper[any_whole:] = (starts.whole / traffic, starts.spread / traffic), 1
-    rows: list[Any] = []
-    lower, most = list[float](), list[float]()
-
-    def at_most(row: Any, bound: float, least: float = -np.inf) -> None:
-        rows.append(row)
-        lower.append(least)
-        most.append(bound)
-
-    for index, some in enumerate(alike):
-        row = np.zeros(count)
-        row[index * ranks : (index + 1) * ranks] = 1
-        at_most(row, len(some), len(some) if _pinned(some[0]) else -np.inf)
-    for rank in range(ranks):
-        for kind, index in kinds.items():
-            for place in (0, 1):
-                row = np.zeros(count)
-                for number, some in enumerate(alike):
-                    if some[0].kind == kind:
-                        row[number * ranks + rank] = some[0].bytes / size if place else 1
-                row[first + 2 * index + place] = -1
-                at_most(row, 0)
-    whole = np.zeros(count)
-    whole[:first], whole[any_whole] = 1, -len(tables)
-    at_most(whole, 0)
-    spread = np.zeros(count)
-    spread[:first], spread[any_whole + 1] = -1, -len(tables)
-    at_most(spread, -len(tables))
-    if all(each.rank is None for each in tables):
-        for rank in range(ranks - 1):
-            row = np.zeros(count)
-            for number, some in enumerate(alike):
-                here = some[0].bytes / size
-                row[number * ranks + rank + 1], row[number * ranks + rank] = here, -here
-            at_most(row, 0)
+    program = _Program(tables, ranks, starts)
+    rows, lower, most = zip(*program.rows(), strict=True)
     found = solve_integer_program(
-        cost,
+        program.costs(),
         constraints=[LinearConstraint(np.array(rows), np.array(lower), np.array(most))],
-        integrality=(np.arange(count) < first) | (np.arange(count) >= any_whole),
-        bounds=Bounds(0, upper),
+        integrality=program.integral(),
+        bounds=Bounds(0, program.upper_bounds()),
         options={"mip_rel_gap": _GAP, "node_limit": _NODES},
     )
     if found.x is None:
         return {each.name: each.rank or 0 for each in tables if _pinned(each)}
-    ranked: dict[str, int] = {}
-    for index, some in enumerate(alike):
-        left = iter(some)
-        for rank in range(ranks):
-            for _ in range(round(found.x[index * ranks + rank])):
-                ranked[next(left).name] = rank
-    return ranked
+    return program.placement(found.x)
+
+
+class _Program:
+    """The integer program. Its columns are, for each set of equal tables, their number on each rank; for each kind, the
+    most slots and the most bytes on a rank; whether tables are whole, and whether tables are spread.
+    """
+
+    def __init__(self, tables: Sequence[WholeTable], ranks: int, starts: Starts) -> None:
+        self._tables, self._ranks, self._starts = tables, ranks, starts
+        sets: dict[Hashable, list[WholeTable]] = {}
+        for each in tables:
+            sets.setdefault((each.kind, each.bytes, each.spread, each.rank, each.whole), []).append(each)
+        self._sets = list(sets.values())
+        self._kinds = {each.kind: each for each in tables}
+        self._traffic, self._size = _units(tables, ranks, starts)
+        self._most = len(self._sets) * ranks  # the first column of the most slots and bytes
+        self._any_whole = self._most + 2 * len(self._kinds)
+        self._any_spread = self._any_whole + 1
+        self._count = self._any_spread + 1
+
+    def _of_set(self, index: int) -> slice:
+        """The columns of a set's numbers of tables, by rank."""
+        return slice(index * self._ranks, (index + 1) * self._ranks)
+
+    def costs(self) -> Any:
+        """The price of a unit of each column: a whole table saves what it costs when it is spread."""
+        import numpy as np
+
+        cost = np.zeros(self._count)
+        for index, (first, *_) in enumerate(self._sets):
+            cost[self._of_set(index)] = -first.spread / self._traffic - first.bytes / self._ranks / self._size
+        for index, each in enumerate(self._kinds.values()):
+            cost[self._most + 2 * index : self._most + 2 * index + 2] = each.traffic / self._traffic, 1
+        cost[self._any_whole :] = self._starts.whole / self._traffic, self._starts.spread / self._traffic
+        return cost
+
+    def upper_bounds(self) -> Any:
+        """The largest value of each column; a pin leaves a table one rank."""
+        import numpy as np
+
+        upper = np.full(self._count, np.inf)
+        for index, equal in enumerate(self._sets):
+            rank = equal[0].rank
+            upper[self._of_set(index)] = len(equal) if rank is None else 0
+            if rank is not None:
+                upper[index * self._ranks + rank] = len(equal)
+        upper[self._any_whole :] = 1
+        return upper
+
+    def integral(self) -> Any:
+        """Whether each column is an integer."""
+        import numpy as np
+
+        columns = np.arange(self._count)
+        return (columns < self._most) | (columns >= self._any_whole)
+
+    def rows(self) -> Iterator[tuple[Any, float, float]]:
+        """The constraints: the coefficients of the columns, and the bounds of their sum."""
+        import numpy as np
+
+        free = -np.inf
+        for index, equal in enumerate(self._sets):
+            row = np.zeros(self._count)
+            row[self._of_set(index)] = 1
+            yield row, len(equal) if _pinned(equal[0]) else free, len(equal)
+        for rank in range(self._ranks):
+            for number, kind in enumerate(self._kinds):
+                slots, size = np.zeros(self._count), np.zeros(self._count)
+                for index, (first, *_) in enumerate(self._sets):
+                    if first.kind == kind:
+                        slots[index * self._ranks + rank] = 1
+                        size[index * self._ranks + rank] = first.bytes / self._size
+                slots[self._most + 2 * number] = size[self._most + 2 * number + 1] = -1
+                yield slots, free, 0
+                yield size, free, 0
+        whole, spread = np.zeros(self._count), np.zeros(self._count)
+        whole[: self._most], whole[self._any_whole] = 1, -len(self._tables)
+        yield whole, free, 0
+        spread[: self._most], spread[self._any_spread] = -1, -len(self._tables)
+        yield spread, free, -len(self._tables)
+        if all(each.rank is None for each in self._tables):  # ranks are ordered by their bytes
+            for rank in range(self._ranks - 1):
+                row = np.zeros(self._count)
+                for index, (first, *_) in enumerate(self._sets):
+                    here = index * self._ranks + rank
+                    row[here + 1], row[here] = first.bytes / self._size, -first.bytes / self._size
+                yield row, free, 0
+
+    def placement(self, solution: Any) -> dict[str, int]:
+        """The ranks of whole tables."""
+        found: dict[str, int] = {}
+        for index, equal in enumerate(self._sets):
+            left = iter(equal)
+            for rank in range(self._ranks):
+                for _ in range(round(solution[index * self._ranks + rank])):
+                    found[next(left).name] = rank
+        return found

@@ -24,40 +24,59 @@ def move_updates_ahead(body: Sequence[ModuleSegment], main: Region, written: Map
     can then be cut between readers of buffers. `written` maps each next value to its buffer.
     """
     ops = [op for segment in body for op in segment.ops]
-    needed = set(main.forward.outputs).difference(written)
+    needed = _needed(ops, set(main.forward.outputs).difference(written))
+    home = {value.name: index for index, segment in enumerate(body) for op in segment.ops for value in op.results}
+    moving = [op for op in ops if needed.isdisjoint(value.name for value in op.results)]
+    reads = _first_reads(body, needed)
+    place = _places(moving, home, {value: reads[buffer] for value, buffer in written.items() if buffer in reads})
+    found = []
+    for index, segment in enumerate(body):
+        stay = tuple(op for op in segment.ops if place.get(id(op), index) == index)
+        more = tuple(op for op in moving if place.get(id(op)) == index and home[op.results[0].name] != index)
+        found.append(replace(segment, ops=(*stay, *more)))
+    return [segment for segment in found if segment.ops]
+
+
+def _needed(ops: Sequence[Op], outputs: set[str]) -> set[str]:
+    """The outputs, and all values from which they are computed."""
+    needed = set(outputs)
     for op in reversed(ops):
         if needed.intersection(value.name for value in op.results):
             needed.update(op.refs())
-    home = {value.name: index for index, segment in enumerate(body) for op in segment.ops for value in op.results}
+    return needed
+
+
+def _first_reads(body: Sequence[ModuleSegment], needed: set[str]) -> dict[str, int]:
+    """The first segment that reads each operand of needed values."""
     first: dict[str, int] = {}
     for index, segment in enumerate(body):
         for op in segment.ops:
             if needed.intersection(value.name for value in op.results):
                 for name in op.refs():
                     first.setdefault(name, index)
-    moving = [op for op in ops if needed.isdisjoint(value.name for value in op.results)]
-    possible = dict(home)
+    return first
+
+
+def _places(moving: Sequence[Op], home: Mapping[str, int], wanted: Mapping[str, int]) -> dict[int, int]:
+    """The segment of each moving operation, by id: the wanted one of the next value that it computes, or the first
+    later one in which it can be computed, but none behind its home.
+    """
+    earliest = dict(home)
     for op in moving:
-        least = max((possible[name] for name in op.refs() if name in possible), default=-1)
-        possible.update((value.name, least) for value in op.results)
+        least = max((earliest[name] for name in op.refs() if name in earliest), default=-1)
+        earliest.update((value.name, least) for value in op.results)
     place: dict[str, int] = {}
     for op in reversed(moving):
         for value in op.results:
             own = home[value.name]
-            if value.name in written:
-                own = min(own, max(possible[value.name], first.get(written[value.name], own)))
+            if value.name in wanted:
+                own = min(own, max(earliest[value.name], wanted[value.name]))
             place[value.name] = min(own, place.get(value.name, own))
         index = min(place[value.name] for value in op.results)
         for name in op.refs():
             if name in home:
                 place[name] = min(index, place.get(name, index))
-    at = {id(op): min(place[value.name] for value in op.results) for op in moving if op.results}
-    found = []
-    for index, segment in enumerate(body):
-        stay = tuple(op for op in segment.ops if at.get(id(op), index) == index)
-        more = tuple(op for op in moving if at.get(id(op)) == index and home[op.results[0].name] != index)
-        found.append(replace(segment, ops=(*stay, *more)))
-    return [segment for segment in found if segment.ops]
+    return {id(op): min(place[value.name] for value in op.results) for op in moving if op.results}
 
 
 def with_old_values(body: Sequence[ModuleSegment], main: Region, written: Mapping[str, str]) -> list[ModuleSegment]:

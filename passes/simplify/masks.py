@@ -362,59 +362,34 @@ class Constants:
     def _matrix(self, op: Op, s: int, t: int) -> Matrix | None:
         """The result as a structured matrix; None if it only exists as a tensor."""
         dtype = operators.DTYPES[op.result.type.dtype]
-        first = op.args[0] if op.args else None
         if op.name in _METADATA:
             number = _METADATA[op.name](op)
             return None if number is None else as_matrix(torch.full((1, 1), number, dtype=dtype), s, t)
         if op.name in ("expand", "reshape", "slice", "permute", *_SAME):
+            first = op.args[0]
             assert isinstance(first, Ref)
             return self._view(op, first, s, t)
-        operands = [self._lifted(arg, s, t) for arg in op.args if not isinstance(arg, DTypeArg | tuple | None)]
-        x = operands[0] if operands else None
-        if x is None or any(operand is None for operand in operands):
+        lifted = [self._lifted(arg, s, t) for arg in op.args if not isinstance(arg, DTypeArg | tuple | None)]
+        operands = [operand for operand in lifted if operand is not None]
+        if not operands or len(operands) < len(lifted):
             return None
-        if op.name in _COMPARISONS and len(operands) == 2:
-            y = operands[1]
-            assert y is not None
-            if isinstance(x, Two) and isinstance(y, Two):
-                return x.with_(y, getattr(torch, op.name))
-            a, b = outer(x, s), outer(y, s)
-            runs = None if a is None or b is None else a.compared(op.name, b)
-            return None if runs is None else Two(runs, torch.tensor(True), torch.tensor(False))
-        attrs = {key: operators.DTYPES[arg.name] if isinstance(arg, DTypeArg) else arg for key, arg in op.attrs}
-        call = operators.resolve(op.name) if op.name in (*_UNARY, *_POINTWISE, "where") else None
-
-        def cast(value: Tensor) -> Tensor:
-            return value.to(dtype)
-
-        if op.name in _UNARY and len(operands) == 1:
-            if isinstance(x, Outer):
+        match op.name, operands:
+            case _, [x, y] if op.name in _COMPARISONS:
+                return _compared(op.name, x, y, s)
+            case _, [x] if op.name in _UNARY:
                 return _unary(op.name, x, dtype)
-            return x.map(cast if op.name == "to" else lambda value: cast(call(value)))  # type: ignore[misc]
-        if op.name in ("tril", "triu"):
-            k = next(iter(integers(op.args[1] if len(op.args) > 1 else dict(op.attrs).get("diagonal", 0))), 0)
-            kept = band(s, t, None, k) if op.name == "tril" else band(s, t, -k, None)
-            inside = Two(kept, torch.tensor(True), torch.tensor(False))
-            return x.with_(inside, lambda v, c: v.masked_fill(~c, 0)) if isinstance(x, Two) else None
-        if op.name == "masked_fill" and len(operands) == 3:
-            mask, filled = _as_two(operands[1]), _constant(operands[2])
-            if mask is None or filled is None or not isinstance(x, Two):
-                return None
-            return x.with_(mask, lambda v, m: v.masked_fill(m, filled.to(v.dtype)))
-        if op.name == "where" and len(operands) == 3:
-            return _chosen(x, operands[1], operands[2], cast)
-        if op.name not in _POINTWISE or len(operands) != 2 or call is None:
-            return None
-        y = operands[1]
-        assert y is not None
-        if isinstance(x, Two) and isinstance(y, Two):
-            return x.with_(y, lambda a, b: cast(call(a, b, **attrs)))
-        if attrs or op.name not in ("add", "sub", "rsub"):
-            return None
-        a, b = outer(x, s), outer(y, s)
-        if a is None or b is None:
-            return None
-        return b.plus(a, -1) if op.name == "rsub" else a.plus(b, 1 if op.name == "add" else -1)
+            case (("tril" | "triu"), [Two() as x, *_]):
+                k = next(iter(integers(op.args[1] if len(op.args) > 1 else dict(op.attrs).get("diagonal", 0))), 0)
+                kept = band(s, t, None, k) if op.name == "tril" else band(s, t, -k, None)
+                inside = Two(kept, torch.tensor(True), torch.tensor(False))
+                return x.with_(inside, lambda v, c: v.masked_fill(~c, 0))
+            case "masked_fill", [Two() as x, Two() as mask, fill] if (filled := _constant(fill)) is not None:
+                return x.with_(mask, lambda v, m: v.masked_fill(m, filled.to(v.dtype)))
+            case "where", [Two() as mask, Two() as x, Two() as y]:
+                return _chosen(mask, x, y, dtype)
+            case _, [x, y] if op.name in _POINTWISE:
+                return _pointwise(op, x, y, s)
+        return None
 
     def _lifted(self, arg: Arg, s: int, t: int) -> Matrix | None:
         if isinstance(arg, Ref):
@@ -450,7 +425,34 @@ def _is_read(x: Tensor) -> bool | None:
     return True if x == 0 else False if x <= torch.finfo(x.dtype).min else None
 
 
-def _unary(name: str, x: Outer, dtype: torch.dtype) -> Outer | None:
+def _compared(name: str, x: Matrix, y: Matrix, s: int) -> Two | None:
+    """A comparison of two matrices; None if its result has no known structure."""
+    if isinstance(x, Two) and isinstance(y, Two):
+        return x.with_(y, getattr(torch, name))
+    a, b = outer(x, s), outer(y, s)
+    runs = None if a is None or b is None else a.compared(name, b)
+    return None if runs is None else Two(runs, torch.tensor(True), torch.tensor(False))
+
+
+def _pointwise(op: Op, x: Matrix, y: Matrix, s: int) -> Matrix | None:
+    """An elementwise operation on two matrices; None if its result has no known structure."""
+    if isinstance(x, Two) and isinstance(y, Two):
+        attrs = {key: operators.DTYPES[arg.name] if isinstance(arg, DTypeArg) else arg for key, arg in op.attrs}
+        call, dtype = operators.resolve(op.name), operators.DTYPES[op.result.type.dtype]
+        return x.with_(y, lambda a, b: call(a, b, **attrs).to(dtype))
+    if op.attrs or op.name not in ("add", "sub", "rsub"):
+        return None
+    a, b = outer(x, s), outer(y, s)
+    if a is None or b is None:
+        return None
+    return b.plus(a, -1) if op.name == "rsub" else a.plus(b, 1 if op.name == "add" else -1)
+
+
+def _unary(name: str, x: Matrix, dtype: torch.dtype) -> Matrix | None:
+    """An elementwise operation on a matrix; None if its result has no known structure."""
+    if isinstance(x, Two):
+        call = operators.resolve(name)
+        return x.map(lambda value: (value if name == "to" else call(value)).to(dtype))
     if name == "abs":
         return Outer(x.rows, x.columns, absolute=True)
     if name == "neg" and not x.absolute:
@@ -460,28 +462,18 @@ def _unary(name: str, x: Outer, dtype: torch.dtype) -> Outer | None:
     return x if name == "to" and dtype != torch.bool and exact else None
 
 
-def _as_two(x: Matrix | None) -> Two | None:
-    return x if isinstance(x, Two) else None
-
-
-def _constant(x: Matrix | None) -> Tensor | None:
+def _constant(x: Matrix) -> Tensor | None:
     """The value of a matrix whose elements are all equal; None for other matrices."""
-    two = _as_two(x)
-    return two.yes if two is not None and torch.equal(two.yes, two.no) else None
+    return x.yes if isinstance(x, Two) and torch.equal(x.yes, x.no) else None
 
 
-def _chosen(
-    condition: Matrix | None, yes: Matrix | None, no: Matrix | None, cast: Callable[[Tensor], Tensor]
-) -> Two | None:
+def _chosen(where: Two, yes: Two, no: Two, dtype: torch.dtype) -> Two | None:
     """torch.where of two matrices, at least one of which has equal elements; None for others."""
-    where, a, b = _as_two(condition), _as_two(yes), _as_two(no)
-    if where is None or a is None or b is None:
-        return None
     one, other = _constant(yes), _constant(no)
     if other is not None:
-        return where.with_(a, lambda c, value: cast(value if c else other))
+        return where.with_(yes, lambda c, value: (value if c else other).to(dtype))
     if one is not None:
-        return where.with_(b, lambda c, value: cast(one if c else value))
+        return where.with_(no, lambda c, value: (one if c else value).to(dtype))
     return None
 
 

@@ -49,6 +49,25 @@ def written_attention(region: Region) -> Region:
 
 
 @dataclass(frozen=True, slots=True)
+class _Weights:
+    """The weights of attention."""
+
+    softmax: Op
+    kept: Op | None  # the slice that removes the sinks' column
+    dropout: Op | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """The scores of attention: a product of queries and keys, times a factor, with masks."""
+
+    product: Op
+    scale: float
+    seen: Runs | None  # the elements that masks of known structure show; None if there are no such masks
+    bias: tuple[Op, Ref, Ref] | None  # the operation that applies another mask, the scores and the mask
+
+
+@dataclass(frozen=True, slots=True)
 class _Reading:
     made: Mapping[str, Op]
     types: Mapping[str, TensorType]
@@ -62,59 +81,71 @@ class _Reading:
         attention.
         """
         heads = self._heads(op)
-        if heads is None or not isinstance(op.args[1], Ref):
+        weights = None if heads is None else self._weights(op.args[0], heads)
+        if heads is None or weights is None:
             return []
-        weights, dropped = self._viewed(op.args[0], heads), None
-        if weights is not None and weights.name == "dropout":
-            if weights.args[2] != 4:
-                return []
-            dropped, weights = weights, self._maker(weights.args[0])
-        kept = weights if weights is not None and weights.name == "slice" else None
-        weights = weights if kept is None else self._maker(kept.args[0])
-        if weights is None or weights.name != "softmax" or weights.attrs:
+        scores, sinks = self._shifted(weights.softmax.args[0]), list[Op]()
+        if weights.kept is not None:
+            scores, sinks = self._joined(scores, weights.kept, taken)
+        read = self._scores(scores, heads)
+        if read is None:
             return []
-        if weights.args[1:] != (len(weights.result.type.shape) - 1,):
+        writing = LimitWriter(taken, weights.softmax.source)
+        shape, limits = structured(read.seen, writing)
+        q, transposed, v = *read.product.args[:2], op.args[1]
+        if shape is None or shape.chunk or (limits and read.bias):
             return []
-        scores, seen, scale = self._shifted(weights.args[0]), None, 1.0
-        sinks: list[Op] = []
-        bias: tuple[Op, Ref, Ref] | None = None
-        if kept is not None:
-            scores, sinks = self._joined(scores, kept, taken)
-        while scores is not None and scores.name != "matmul":
-            if scores.name == "reshape" and (below := self._viewed(Ref(scores.result.name), heads)) is not scores:
-                scores = below
-                continue
-            if scores.name in ("mul", "div") and isinstance(scores.args[1], int | float):
-                number = scores.args[1]
-                scale *= float(number) if scores.name == "mul" else 1 / number if number else math.nan
-                scores = self._maker(scores.args[0])
-                continue
-            masked = self._masked(scores)
-            if masked is None and bias is None and scale == 1.0 and (found := self._mask(scores)) is not None:
-                bias, scores = (scores, *found), self._maker(found[0])
-                continue
-            if masked is None or not scale > _LEAST:
-                return []
-            scores, runs = masked
-            seen = runs if seen is None else seen & runs
-        writing = LimitWriter(taken, weights.source)
-        shape, limits = structured(seen, writing)
-        if scores is None or shape is None or shape.chunk or not math.isfinite(scale) or (limits and bias):
+        if not isinstance(q, Ref) or not isinstance(transposed, Ref) or not isinstance(v, Ref):
             return []
-        q, transposed = scores.args[:2]
-        if not isinstance(q, Ref) or not isinstance(transposed, Ref) or not self._fits(q, transposed, op.args[1]):
+        if not self._fits(q, transposed, v):
             return []
         more = _Writing(op, self.made, self.types, taken, heads)
         k = more.keys(transposed)
-        mask = None if bias is None else more.mask(*bias)
+        mask = None if read.bias is None else more.mask(*read.bias)
         drops: tuple[Arg, ...] = () if shape.window == 0 else (shape.window,)
-        if dropped is not None:
-            drops = (shape.window, dropped.args[1], dropped.args[3])
-        name = "attention" if dropped is None else "attention_dropout"
+        if weights.dropout is not None:
+            drops = (shape.window, weights.dropout.args[1], weights.dropout.args[3])
+        name = "attention" if weights.dropout is None else "attention_dropout"
         attrs = (("sinks", Ref(sinks[-1].result.name)),) if sinks else ()
-        args = (more.by_head(q), k, more.by_head(op.args[1]), mask, shape.causal, scale, *drops)
+        args = (more.by_head(q), k, more.by_head(v), mask, shape.causal, read.scale, *drops)
         made = replace(op, name=name, args=args, attrs=(*attrs, *limits))
         return [*more.ops, *sinks, *writing.ops, *more.result(made)]
+
+    def _weights(self, arg: Arg, heads: tuple[int, int]) -> _Weights | None:
+        """The softmax over the last dimension behind a dropout and a slice; None if there is no such softmax."""
+        op, dropout = self._viewed(arg, heads), None
+        if op is not None and op.name == "dropout":
+            if op.args[2] != 4:
+                return None
+            dropout, op = op, self._maker(op.args[0])
+        kept = op if op is not None and op.name == "slice" else None
+        softmax = op if kept is None else self._maker(kept.args[0])
+        if softmax is None or softmax.name != "softmax" or softmax.attrs:
+            return None
+        last = len(softmax.result.type.shape) - 1
+        return _Weights(softmax, kept, dropout) if softmax.args[1:] == (last,) else None
+
+    def _scores(self, op: Op | None, heads: tuple[int, int]) -> _Scores | None:
+        """The product behind factors and masks; None if other operations lie between."""
+        seen, scale = None, 1.0
+        bias: tuple[Op, Ref, Ref] | None = None
+        while op is not None and op.name != "matmul":
+            if op.name == "reshape" and (below := self._viewed(Ref(op.result.name), heads)) is not op:
+                op = below
+            elif op.name in ("mul", "div") and isinstance(op.args[1], int | float):
+                number = op.args[1]
+                scale *= float(number) if op.name == "mul" else 1 / number if number else math.nan
+                op = self._maker(op.args[0])
+            elif (masked := self._masked(op)) is not None:
+                if not scale > _LEAST:
+                    return None
+                op, runs = masked
+                seen = runs if seen is None else seen & runs
+            elif bias is None and scale == 1.0 and (found := self._mask(op)) is not None:
+                bias, op = (op, *found), self._maker(found[0])
+            else:
+                return None
+        return None if op is None or not math.isfinite(scale) else _Scores(op, scale, seen, bias)
 
     def _heads(self, op: Op) -> tuple[int, int] | None:
         """The numbers (b, h) of a product [b, h, s, d], or [b * h, s, d] of values that were [b, h, t, d]; else

@@ -43,17 +43,17 @@ class Other:
 
 
 def calls():
-    calls.n += 1
-    return calls.n
+    calls.number += 1
+    return calls.number
 
 
 def counting():
-    n = 0
+    number = 0
 
     def count():
-        nonlocal n
-        n += 1
-        return n
+        nonlocal number
+        number += 1
+        return number
 
     return count
 
@@ -63,7 +63,7 @@ def seen(x, before=[]):
     return len(before)
 
 
-calls.n = 0
+calls.number = 0
 VAR = contextvars.ContextVar("n", default=0)
 
 

@@ -6,7 +6,7 @@ import functools
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,7 @@ from partc.frontend.state.constant_buffers import Recipe, Recipes, is_flag, reco
 from partc.frontend.state.constructor_values import with_values
 from partc.frontend.state.frozen_state import StateWatch, check
 from partc.frontend.state.replaced_buffers import Buffers, ReplacedError
-from partc.frontend.state.shared_memory import shared_with, untrained_pairs
+from partc.frontend.state.shared_memory import Pair, pairs_in_memory, shared_with, untrained_pairs
 from partc.frontend.trace_errors import explained_error, innermost_user_line
 from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
 from partc.installed import is_machinery
@@ -41,7 +41,7 @@ from partc.ir.program import Repetition
 from partc.quoting import encodable
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import constants_as_text, entries, of_model, rebuilt_batch
-from partc.runtime.train.plain_tensors import Members, with_registered_tensors
+from partc.runtime.train.plain_tensors import Members, modules_by_path, with_registered_tensors
 from partc.runtime.train.precision import computing_in, dtype_held, held_in
 from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase, fake_stored, without_modes
 
@@ -269,10 +269,13 @@ def capture(
     dtype = held_in(precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recipes = Recipes()
-    with recipes:
-        model = _built(build, path)
-    masks, numbers, pairs = recipes.masks(model), recipes.numbers(model), untrained_pairs(model)
-    members, modules = Members.of(model), ModuleTree(model)
+    model = _built(build, path, recipes)
+    named = modules_by_path(model)
+    _check_members(named)
+    pairs = pairs_in_memory(named)
+    _check_pairs(pairs)
+    masks, numbers = recipes.masks(named), recipes.numbers(named)
+    members, modules = Members.of(model), ModuleTree(named)
     rows = ModuleRows(modules.named, modules.groups, modules.weights, excluded)
     if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
         raise WholeTrace  # otherwise equal modules may have different numbers
@@ -289,7 +292,7 @@ def capture(
             say = lambda sentence: assumed.update({sentence: None})  # noqa: E731
             with (
                 following_own_backward(say, parts, whole=excluded is None),
-                module_hooks(model, parts),
+                module_hooks(named, parts),
                 stacks_of_losses(),
                 following_transforms(whole=excluded is None),
             ):
@@ -352,7 +355,7 @@ def capture(
         passed=marked.passed,
         integers=_integers(make_batch, parts) if parts > 1 else (),
         numbers=tuple(selections.numbers),
-        pairs=pairs,
+        pairs=untrained_pairs(pairs),
     )
 
 
@@ -446,8 +449,8 @@ def _inference() -> Iterator[None]:
 def _walkable(model: Any) -> Any:
     """The model. Raises PartcError P0205 if its modules are nested too deeply."""
     try:
-        for _ in model.named_modules() if isinstance(model, nn.Module) else ():
-            pass
+        if isinstance(model, nn.Module):
+            modules_by_path(model)
     except RecursionError as error:
         raise PartcError(
             "P0205",
@@ -457,9 +460,10 @@ def _walkable(model: Any) -> Any:
     return model
 
 
-def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
+def _built(build: Callable[[], Any], path: Path | None, recipes: Recipes) -> nn.Module:
+    """The model, built without values; `recipes` record its constants. Raises PartcError P0205."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), recipes:
             try:
                 model = build()
             except (NotImplementedError, RuntimeError) as error:
@@ -485,9 +489,14 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
         raise PartcError(
             "P0205", f"model() returns {type(model).__name__}, not a torch.nn.Module", help="return the model"
         )
+    return model
+
+
+def _check_members(modules: Mapping[str, nn.Module]) -> None:
+    """Raises PartcError P0205 for weights of kinds that packages do not have, and for names without an encoding."""
     held = (
         (f"{path}.{name}" if path else name, tensor)
-        for path, module in model.named_modules()
+        for path, module in modules.items()
         for store in (module._parameters, module._buffers)
         for name, tensor in store.items()
         if tensor is not None
@@ -506,21 +515,27 @@ def _built(build: Callable[[], Any], path: Path | None) -> nn.Module:
                 f"{name} of model() is {kind}; parameters and buffers are dense",
                 help="store it dense, or its parts in buffers of their own: a sparse matrix has places and values",
             )
-    if (shared := shared_with(model)) is not None:
-        raise PartcError(
-            "P0205",
-            f"{shared[0]} and {shared[1]} of model() are different tensors in one memory, which training changes twice",
-            help=f"tie them by one tensor under both names ({shared[1]} = {shared[0]}), or copy: .clone()",
-        )
-    stores = (store for part in model.modules() for store in (part._modules, part._parameters, part._buffers))
-    for name in dict.fromkeys(name for store in stores for name in store.keys()):  # noqa: SIM118 (of scripted modules)
+    names: dict[str, None] = {}
+    for part in modules.values():
+        for store in (part._modules, part._parameters, part._buffers):
+            names |= dict.fromkeys(store.keys())
+    for name in names:
         if not encodable(name):
             raise PartcError(
                 "P0205",
                 f"model() has a part of the name {name!a}, which UTF-8 cannot encode",
                 help="give it another name",
             )
-    return model
+
+
+def _check_pairs(pairs: Iterable[Pair]) -> None:
+    """Raises PartcError P0205 for a trained weight in the memory of another tensor."""
+    if (shared := shared_with(pairs)) is not None:
+        raise PartcError(
+            "P0205",
+            f"{shared[0]} and {shared[1]} of model() are different tensors in one memory, which training changes twice",
+            help=f"tie them by one tensor under both names ({shared[1]} = {shared[0]}), or copy: .clone()",
+        )
 
 
 def _make_fake(modules: Mapping[str, nn.Module], dtype: torch.dtype, mode: FakeTensorMode, left_out: Set[str]) -> None:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from partc.ir.program import (
 )
 from partc.ir.repetitions import UnlikeError, check
 from partc.quoting import shown
+from partc.runtime.train.plain_tensors import modules_by_path, named_tensors
 from partc.settings import PASSES, tell
 from partc.torch_private import not_compiling, optimized_execution
 
@@ -415,10 +417,13 @@ def _parameters(model: nn.Module, trained: Container[str]) -> tuple[Parameter, .
     """All parameters and buffers, each under its first name; further names of tied ones are aliases."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
-    for source in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in source:
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
+    modules = modules_by_path(model, repeated=True)
+    held = (named_tensors(modules, store, repeated=True) for store in ("_parameters", "_buffers"))
+    for name, tensor in chain.from_iterable(each.items() for each in held):
+        if (number := id(tensor)) in names:
+            names[number].append(name)
+        else:
+            names[number], tensors[number] = [name], tensor
     types: dict[object, TensorType] = {}  # layers that are equal share types
 
     def type_of(tensor: Tensor, name: str) -> TensorType:

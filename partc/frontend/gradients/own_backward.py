@@ -71,18 +71,18 @@ class _GradientOfResult:
 
 
 @contextmanager
-def module_hooks(model: nn.Module, parts: int = 1) -> Iterator[None]:
+def module_hooks(modules: Mapping[str, nn.Module], parts: int = 1) -> Iterator[None]:
     """A context in which hooks on modules' backward passes are traced as hooks on their operands and results."""
     before, after = GRADIENT_HOOKS[1], GRADIENT_HOOKS[0]
     stores: list[tuple[nn.Module, dict[str, Any]]] = []
     handles: list[RemovableHandle] = []
     try:
-        for name, module in model.named_modules():
-            held = {kind: getattr(module, kind) for kind in GRADIENT_HOOKS if getattr(module, kind, None)}
+        for name, module in modules.items():
+            held = {kind: store for kind in GRADIENT_HOOKS if (store := getattr(module, kind, None))}
             if not held:
                 continue
             if after in held and not getattr(module, FULL_HOOKS):
-                raise _refused(f"{name or type(model).__name__} has a hook of register_backward_hook")
+                raise _refused(f"{name or type(module).__name__} has a hook of register_backward_hook")
             stores.append((module, held))
             for kind in held:
                 setattr(module, kind, OrderedDict())

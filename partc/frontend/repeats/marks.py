@@ -113,12 +113,12 @@ class _Record:
 class ModuleTree:
     """The modules of a model by the identity of their `__dict__`, which torch.export's proxies of modules share."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.named = dict(model.named_modules())
+    def __init__(self, named: Mapping[str, nn.Module]) -> None:
+        self.named = named
         self.modules = {id(vars(module)): module for module in self.named.values()}
         self.paths = {id(vars(module)): path for path, module in self.named.items()}
         self.groups = dict(_grouped(self.named.values()))
-        self.weights = _weights(model)
+        self.weights = _weights(named[""])
 
 
 @dataclass(frozen=True, slots=True)

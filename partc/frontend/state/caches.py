@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+_PLAIN = frozenset({bool, int, float, str, type(None), dict, list, tuple, set})  # values that hold no functions' caches
+
 
 def caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
     """Every cache that a module of the model, its class, or the Python module of its class holds."""
@@ -16,7 +18,8 @@ def caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
     homes = {id(home): home for kind in kinds if (home := sys.modules.get(kind.__module__)) is not None}
     for owner in (*model.modules(), *kinds, *homes.values()):
         for value in tuple(vars(owner).values()):
-            yield from _caches_in(value)
+            if type(value) not in _PLAIN:
+                yield from _caches_in(value)
 
 
 def _caches_in(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from partc.frontend.by_tensor import ByTensor
+from partc.runtime.train.plain_tensors import named_tensors
 from partc.torch_private import without_modes
 
 _MADE = frozenset({"ones", "zeros", "full", "arange", "tensor"})
@@ -90,15 +91,16 @@ class Recipes(TorchFunctionMode):
         found = self._known.get(x)
         return found[1] if found is not None and found[0] == x._version else None
 
-    def masks(self, model: nn.Module) -> dict[str, Recipe]:
+    def masks(self, modules: Mapping[str, nn.Module]) -> dict[str, Recipe]:
         """The buffers that hold masks, by name, with their recipes."""
-        found = {name: self._recipe_of(buffer) for name, buffer in model.named_buffers()} if self._known else {}
+        buffers = named_tensors(modules, "_buffers").items() if self._known else ()
+        found = {name: self._recipe_of(buffer) for name, buffer in buffers}
         return {name: recipe for name, recipe in found.items() if recipe is not None and _has_mask(recipe)}
 
-    def numbers(self, model: nn.Module) -> dict[str, Tensor]:
+    def numbers(self, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         """The values of small buffers, by name: non-persistent integers, and flags."""
         found = {}
-        for path, module in model.named_modules():
+        for path, module in modules.items():
             for name, buffer in module._buffers.items():
                 if buffer is None or buffer.numel() > LARGEST or not _is_integer(buffer):
                     continue

@@ -56,7 +56,7 @@ class Change:
     source: Source | None = None  # the line that makes the change, where it is known
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Held:
     """The attributes and members of a module. Most values are constants; `others` has copies of those that are not."""
 
@@ -72,31 +72,29 @@ class _Held:
 
     @classmethod
     def of(cls, path: str, module: nn.Module, copy: Callable[[Any], Any]) -> _Held:
-        attributes = vars(module)
-        others = {
-            name: copy(value)
-            for name, value in attributes.items()
-            if value.__class__ not in _CONSTANTS and name not in _INTERNAL
-        }
-        constants = {name: value for name, value in attributes.items() if value.__class__ in _CONSTANTS}
-        parameters, modules, buffers = map(_copied, (module._parameters, module._modules, module._buffers))
-        trained = {name: x.requires_grad for name, x in parameters.items() if x is not None}
+        constants: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        for name, value in vars(module).items():
+            if type(value) in _CONSTANTS:
+                constants[name] = value
+            elif name not in _INTERNAL:
+                others[name] = copy(value)
+        stores: list[Any] = [module._parameters, module._modules, module._buffers]
+        parameters, modules, buffers = [{**store} if type(store) is dict else _copied(store) for store in stores]
+        trained = {name: x.requires_grad for name, x in parameters.items() if x is not None} if parameters else {}
         hidden = frozenset(module._non_persistent_buffers_set)
         return cls(path, type(module), constants, others, parameters, modules, buffers, hidden, trained)
 
     def same(self, other: _Held) -> bool:
         """Whether all values are the same objects."""
-        pairs = (
-            (self.constants, other.constants),
-            (self.parameters, other.parameters),
-            (self.modules, other.modules),
-        )
         return (
-            all(a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values())) for a, b in pairs)
+            _identical(self.constants, other.constants)
+            and _identical(self.parameters, other.parameters)
+            and _identical(self.modules, other.modules)
             and self.others == other.others
             and self.trained == other.trained
             and self.hidden == other.hidden
-            and {*self._buffers()} == {*other._buffers()}
+            and (not (self.buffers or other.buffers) or {*self._buffers()} == {*other._buffers()})
         )
 
     def _buffers(self) -> Iterator[tuple[str, bool]]:
@@ -117,6 +115,13 @@ class _Held:
         yield (where, "modules"), plain({name: id(x) for name, x in self.modules.items()})
         yield (where, "buffers"), plain({name: filled or name in self.hidden for name, filled in self._buffers()})
         yield (where, "requires_grad"), plain(self.trained)
+
+
+def _identical(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two dictionaries have the same objects under the same names."""
+    return len(one) == len(other) and (
+        not one or (one.keys() == other.keys() and all(map(operator.is_, one.values(), other.values())))
+    )
 
 
 def _copied(store: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ self.cos = self.table[0]                            two buffers, neither of whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 
 import torch
@@ -18,22 +18,25 @@ from partc.errors import PartcError
 from partc.ir.operations import memory_owner
 from partc.ir.program import Graph, TensorType, is_change, makers
 from partc.runtime.torch_private import storage_key
+from partc.runtime.train.plain_tensors import named_tensors
 
 LARGEST = 1 << 24  # the most elements whose addresses are compared one by one
 
+Pair = tuple[tuple[str, Tensor], tuple[str, Tensor]]
 
-def shared_with(model: nn.Module) -> tuple[str, str] | None:
-    """The names of a trained weight and another tensor of the model that have elements in common."""
-    for (one, x), (other, y) in _pairs(model):
+
+def shared_with(pairs: Iterable[Pair]) -> tuple[str, str] | None:
+    """The names of a trained weight and another tensor that have elements in common."""
+    for (one, x), (other, y) in pairs:
         if (x.requires_grad or y.requires_grad) and _overlap(x, y):
             return (one, other) if x.requires_grad else (other, one)
     return None
 
 
-def untrained_pairs(model: nn.Module) -> dict[str, str]:
+def untrained_pairs(pairs: Iterable[Pair]) -> dict[str, str]:
     """The names of tensors that are not trained, each with another one that has elements in common with it."""
     found: dict[str, str] = {}
-    for (one, x), (other, y) in _pairs(model):
+    for (one, x), (other, y) in pairs:
         if not (x.requires_grad or y.requires_grad) and _overlap(x, y):
             found |= {one: other, other: one}
     return found
@@ -56,13 +59,18 @@ def check_changes(
             )
 
 
-def _pairs(model: nn.Module) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
+def pairs_in_memory(modules: Mapping[str, nn.Module]) -> list[Pair]:
+    """The pairs of parameters and buffers of modules that are in one memory, with their names."""
+    first: dict[int, tuple[str, Tensor]] = {}
     groups: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if x.numel():
-            groups.setdefault(storage_key(x), []).append((name, x))
-    for group in groups.values():
-        yield from combinations(group, 2)
+    for named in (named_tensors(modules, "_parameters"), named_tensors(modules, "_buffers")):
+        for name, x in named.items():
+            key = storage_key(x)
+            if key not in first:
+                first[key] = name, x
+            elif x.numel():
+                groups.setdefault(key, [first[key]] if first[key][1].numel() else []).append((name, x))
+    return [pair for group in groups.values() for pair in combinations(group, 2)]
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:

@@ -7,10 +7,10 @@ self.weights = [self.first.weight, …]                 no buffer: this list ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,45 @@ from ..torch_private import storage_key
 
 _DEPTH, _LONGEST = 4, 4096
 _MEMBERS = frozenset(vars(nn.Module()))  # parameters, buffers, modules and hooks
+# Classes of values whose tensors, if any, are not looked for.
+_PLAIN = frozenset({
+    bool, int, float, str, bytes, complex, torch.dtype, torch.device, type(None), set, frozenset,
+})  # fmt: skip
+
+
+def modules_by_path(model: nn.Module, *, repeated: bool = False) -> dict[str, nn.Module]:
+    """The modules of a model like `named_modules`, in one walk; under all of their paths if `repeated`."""
+    found: dict[str, nn.Module] = {}
+    known: set[nn.Module] = set()
+
+    def walk(path: str, module: nn.Module) -> None:
+        if module in known and not repeated:
+            return
+        known.add(module)
+        found[path] = module
+        below = f"{path}." if path else ""
+        for name, part in module._modules.items():
+            if part is not None:
+                walk(below + name, part)
+
+    walk("", model)
+    return found
+
+
+def named_tensors(
+    modules: Mapping[str, nn.Module], store: Literal["_parameters", "_buffers"], *, repeated: bool = False
+) -> dict[str, Tensor]:
+    """The parameters or buffers of modules by their paths, each under its first name, or under all if `repeated`."""
+    named = {
+        f"{path}.{name}" if path else name: x
+        for path, module in modules.items()
+        for name, x in getattr(module, store).items()
+        if x is not None
+    }
+    if repeated:
+        return named
+    first = {id(x): name for name, x in reversed(named.items())}
+    return {name: x for name, x in named.items() if first[id(x)] == name}
 
 
 def with_registered_tensors(model: Any, wanted: Callable[[str], bool] = lambda name: True) -> Any:
@@ -84,7 +123,7 @@ class Members:
         places = [place for place in places_of(model) if place.path]
         owners = {
             id(x): (part, name)
-            for part in (model.modules() if places else ())
+            for part in (modules_by_path(model).values() if places else ())
             for store in (part._parameters, part._buffers)
             for name, x in store.items()
         }
@@ -120,9 +159,9 @@ class Members:
 def places_of(model: nn.Module) -> Iterator[PlainTensor]:
     """The tensors in attributes of the model's modules."""
     empty: set[int] = set()
-    for part in model.modules():
+    for part in modules_by_path(model).values():
         for attribute, value in () if isinstance(part, torch.jit.ScriptModule) else [*vars(part).items()]:
-            if attribute not in _MEMBERS:
+            if type(value) not in _PLAIN and attribute not in _MEMBERS:
                 for path, x in _tensors(value, (), empty):
                     yield PlainTensor(part=part, attribute=attribute, path=path, held=x)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from partc.codegen.cuda_graphs import obstacle
@@ -164,7 +165,22 @@ def _typed(type: TensorType, program: Program) -> dict[str, str]:
 
 
 def _layout(layout: Layout, program: Program) -> str:
-    return str(layout.without(*(axis for axis, size in program.sizes.items() if size == 1)))
+    texts = program.derived(_LayoutTexts)
+    if id(layout) not in texts.known:  # of the program: equal layers share layouts
+        texts.known[id(layout)] = layout, str(layout.without(*texts.single))
+    return texts.known[id(layout)][1]
+
+
+@dataclass(frozen=True)
+class _LayoutTexts:
+    """The layouts of a program as texts, without axes of size 1."""
+
+    program: Program
+    known: dict[int, tuple[Layout, str]] = field(default_factory=dict)
+
+    @cached_property
+    def single(self) -> tuple[str, ...]:
+        return tuple(axis for axis, size in self.program.sizes.items() if size == 1)
 
 
 def _region(region: Region, program: Program) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class _BodyWriter:
                 yield from self._call(call, run)
                 if run == self._completing:
                     yield from (self._bucket(each)[1] for each in started if self._in_two(each))
-                    started = [each for each in self.sums.buckets if each.after == call.name]
+                    started = self._after.get(call.name, [])
                     yield from (self._bucket(each)[0] for each in started)
 
     def _runs(self, kind: GraphKind) -> tuple[tuple[GraphKind, list[Call]], ...]:
@@ -179,7 +179,20 @@ class _BodyWriter:
             yield from _exchange("scatter", call.name, self.exchanges.scatter(call, kind))
 
     def _bucket(self, bucket: Bucket) -> list[ActionStatement]:
-        return list(_exchange("bucket", bucket.name, self.exchanges.bucket_collectives(bucket), when="last"))
+        return self._of_buckets[bucket.name]
+
+    @cached_property
+    def _of_buckets(self) -> Mapping[str, list[ActionStatement]]:
+        chains = ((each.name, self.exchanges.bucket_collectives(each)) for each in self.sums.buckets)
+        return {name: list(_exchange("bucket", name, each, when="last")) for name, each in chains}
+
+    @cached_property
+    def _after(self) -> Mapping[str, list[Bucket]]:
+        """The buckets that each call completes."""
+        found: dict[str, list[Bucket]] = {}
+        for bucket in self.sums.buckets:
+            found.setdefault(bucket.after, []).append(bucket)
+        return found
 
     def _in_two(self, bucket: Bucket) -> bool:
         """Whether a sum runs inside nodes and between them."""

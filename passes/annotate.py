@@ -116,7 +116,7 @@ def _written(program: Program, axis: str, places: Places, solution: Solution) ->
             for value in program.values
         ),
         parameters=tuple(
-            replace(p, type=typed(p.type, places.placement(("parameter", p.name), solution)))
+            p.replaced(type=typed(p.type, places.placement(("parameter", p.name), solution)))
             for p in program.parameters
         ),
     )

@@ -61,7 +61,8 @@ def bucket(
             name = f"{'_'.join(each.over)}.{name}" if name in taken else name
             buckets.append(replace(each, name=unique(name, taken)))
             of.update((name, (*of.get(name, ()), buckets[-1].name)) for name in names)
-    parameters = tuple(replace(item, buckets=of.get(item.name, ())) for item in items)
+    chosen = [(item, of.get(item.name, ())) for item in items]
+    parameters = tuple([item if item.buckets == names else item.replaced(buckets=names) for item, names in chosen])
     return replace(program, parameters=parameters, transport=transport, buckets=tuple(buckets))
 
 
@@ -128,8 +129,11 @@ def _completed(program: Program, stage: int, split: bool) -> Iterator[tuple[str,
         graph = program.region(call.region).weight
         order.extend([call.name] if graph is not None else [])
         makers.update(dict.fromkeys(_gradients(call, graph, program.region(call.region).params), call.name))
-    for index, name in enumerate(order):
-        yield name, [made for made, maker in makers.items() if maker == name or (index == 0 and not maker)]
+    made_by: dict[str, list[str]] = {}
+    for made, maker in makers.items():
+        made_by.setdefault(maker or order[0] if order else maker, []).append(made)
+    for name in order:
+        yield name, made_by.get(name, [])
 
 
 def _gradients(call: Call, graph: Graph | None, params: tuple[Value, ...]) -> list[str]:

@@ -59,7 +59,7 @@ def partition(program: Program) -> Program:
     )
     reduce = _reductions(program)
     summed = ((item, reduce.get(item.name, ()) if item.trainable else ()) for item in program.parameters)
-    parameters = tuple(item if item.reduce == axes else replace(item, reduce=axes) for item, axes in summed)
+    parameters = tuple(item if item.reduce == axes else item.replaced(reduce=axes) for item, axes in summed)
     return replace(program, regions=regions, parameters=parameters)
 
 

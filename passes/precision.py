@@ -65,6 +65,7 @@ class _Mixed:
         self.casts = casts
         self.variants: dict[tuple[str, tuple[DType, ...], tuple[bool, ...]], Region] = {}
         self.tables = {parameter.name for parameter in program.parameters if parameter.sparse}
+        self._read_low = {region.name: tuple(dict.fromkeys(self._reads_low(region))) for region in program.regions}
         self.low_parameters = {name for call in program.calls for name in self._wanted_low(call)}
         self.types = {name: type.dtype for name, type in program.value_types().items()}
         self.updates = {value for _, value in program.updates}
@@ -138,17 +139,22 @@ class _Mixed:
 
     def _wanted_low(self, call: Call) -> Iterator[str]:
         """The call's parameters that some operation reads in 16 bits, directly or through views."""
-        region = self.program.region(call.region)
+        for index, table in self._read_low[call.region]:
+            if not table or call.params[index] not in self.tables:
+                yield call.params[index]
+
+    def _reads_low(self, region: Region) -> Iterator[tuple[int, bool]]:
+        """The parameters of a region that an operation reads in 16 bits, by index, and whether as a table."""
         if region.phase != "microbatch":
             return
-        names = dict(zip((value.name for value in region.params), call.params, strict=True))
+        indices = {value.name: index for index, value in enumerate(region.params)}
         views = {value.name: value.name for value in region.params if value.type.dtype == _WIDE}
         for op, wanted in self._wanted(region):
             read = [views[name] for name in op.refs() if name in views]
             if op.name in _VIEWS and read:
                 views.update((result.name, read[0]) for result in op.results)
             elif wanted == "low":
-                yield from (names[name] for name in read if op.name != "embedding" or names[name] not in self.tables)
+                yield from ((indices[name], op.name == "embedding") for name in read)
 
 
 class _CastWriter:

@@ -93,7 +93,7 @@ def _cut(
         return parameter
     type, over = found
     reduce = tuple(axis for axis in parameter.reduce if axis not in over)
-    return replace(parameter, type=type, reduce=reduce, gather=over, zero=zero)
+    return parameter.replaced(type=type, reduce=reduce, gather=over, zero=zero)
 
 
 def _cut_type(parameter: Parameter, axes: tuple[str, ...], sizes: Sizes) -> tuple[TensorType, tuple[str, ...]] | None:

@@ -9,7 +9,7 @@ byte crosses from node to node only once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -94,7 +94,7 @@ class Exchanges:
 
     def gather(self, names: Iterable[str]) -> Chains:
         """The all-gathers of parameters."""
-        sizes = self._sizes((self.read_dtypes[item.name], item) for item in self._sharded_parameters(names))
+        sizes = self._sizes([(self.read_dtypes[item.name], item) for item in self._sharded_parameters(names)])
         return tuple(self._gathered(*key, size) for key, size in sizes.items())
 
     def scatter(self, call: Call, kind: GraphKind) -> Chains:
@@ -104,20 +104,30 @@ class Exchanges:
     def reduce_scatters(self, parameters: Iterable[Parameter]) -> Chains:
         """The reduce-scatters of gradients of whole parameters."""
         wire = self.program.transport.wire
-        sizes = self._sizes((wire or item.type.dtype, item) for item in parameters if item.trainable)
+        sizes = self._sizes([(wire or item.type.dtype, item) for item in parameters if item.trainable])
         return tuple(self._cut(*key, size) for key, size in sizes.items())
 
-    def _sharded_parameters(self, names: Iterable[str]) -> Iterator[Parameter]:
-        return (self.converted[name] for name in dict.fromkeys(names) if name in self.converted)
+    def _sharded_parameters(self, names: Iterable[str]) -> list[Parameter]:
+        converted = self.converted
+        return [converted[name] for name in dict.fromkeys(names) if name in converted]
 
     def _sizes(self, moved: Iterable[tuple[DType, Parameter]]) -> dict[tuple[DType, tuple[str, ...]], int]:
         """The number of elements of whole parameters, spare ones included, by (element type, axes)."""
         sizes: dict[tuple[DType, tuple[str, ...]], int] = {}
+        known = self._whole_elements
         for dtype, item in moved:
             if item.gather:
-                whole = item.type.local_elements(self.program.sizes) * self.group_size(item.gather)
-                sizes[dtype, item.gather] = sizes.get((dtype, item.gather), 0) + whole
+                held = id(item.type), item.gather
+                if held not in known:
+                    known[held] = item.type.local_elements(self.program.sizes) * self.group_size(item.gather)
+                key = dtype, item.gather
+                sizes[key] = sizes[key] + known[held] if key in sizes else known[held]
         return sizes
+
+    @cached_property
+    def _whole_elements(self) -> dict[tuple[int, tuple[str, ...]], int]:
+        """The elements of whole parameters by the identities of their types, which equal layers share."""
+        return {}
 
     def _gathered(self, dtype: DType, over: tuple[str, ...], size: int) -> Chain:
         """One all-gather, or one between nodes and then one inside; `size` is the number of gathered elements."""
@@ -170,7 +180,7 @@ class Exchanges:
 
     def group_size(self, axes: Iterable[str]) -> int:
         """The number of ranks that differ only on the axes."""
-        return math.prod(self.program.sizes[axis] for axis in axes)
+        return math.prod([self.program.sizes[axis] for axis in axes])
 
     def shared_sums(self, place: int) -> Mapping[str, Chains]:
         """The sums of shared weights' gradients at a pipeline coordinate, in an order common to all coordinates."""
@@ -238,9 +248,9 @@ class GradientSums:
 
     def axes(self, parameter: Parameter) -> tuple[str, ...]:
         """The axes over which this stage sums a gradient."""
-        if not parameter.trainable or self.stage not in self.owners[parameter.name]:
+        if not parameter.reduce or not parameter.trainable or self.stage not in self.owners[parameter.name]:
             return ()
-        return tuple(axis for axis in parameter.reduce if self.program.sizes[axis] > 1)
+        return tuple([axis for axis in parameter.reduce if self.program.sizes[axis] > 1])
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -248,7 +258,15 @@ class GradientSums:
 
     def parameters_in(self, bucket: Bucket) -> tuple[Parameter, ...]:
         """The parameters whose gradients are in a bucket, in order of use."""
-        return tuple(parameter for parameter in self.trained if bucket.name in parameter.buckets)
+        return tuple(self._in_buckets.get(bucket.name, ()))
+
+    @cached_property
+    def _in_buckets(self) -> Mapping[str, list[Parameter]]:
+        found: dict[str, list[Parameter]] = {}
+        for parameter in self.trained:
+            for name in parameter.buckets:
+                found.setdefault(name, []).append(parameter)
+        return found
 
     def pieces(self, bucket: Bucket) -> list[tuple[DType, int]]:
         """The element type and length of each contiguous piece of memory that holds a bucket's gradients.
@@ -256,29 +274,36 @@ class GradientSums:
         Gradients that are summed over the same axes are adjacent, in order of use. Each gradient of a weight that
         several pipeline ranks share is separate.
         """
+        return self._pieces.get(bucket.name, [])
+
+    @cached_property
+    def _pieces(self) -> Mapping[str, list[tuple[DType, int]]]:
         holders = self.program.holders()
         place = self.program.place(self.stage)
-        found: list[tuple[DType, int]] = []
-        # Whether the preceding gradient with this key is in the bucket.
-        beside: dict[tuple[tuple[str, ...], str], bool] = {}
+        found: dict[str, list[tuple[DType, int]]] = {}
+        # The buckets of the preceding gradient with this key.
+        beside: dict[tuple[tuple[str, ...], str], set[str]] = {}
         for parameter in self.trained:
-            here = [stage for stage in holders[parameter.name] if self.program.place(stage) == place]
-            chosen = bucket.name in parameter.buckets
-            key = (parameter.reduce, parameter.type.dtype)
-            alone = (
-                bool(self.sharers(parameter)) or here[0] != self.stage
-            )  # the first stage that uses a weight has the memory of its gradient
-            if chosen and beside.get(key) and not alone:
-                found[-1] = (found[-1][0], found[-1][1] + parameter.type.local_elements(self.program.sizes))
-            elif chosen:
-                found.append((parameter.type.dtype, parameter.type.local_elements(self.program.sizes)))
-            if chosen or not alone:
-                beside[key] = chosen and not alone
+            here = next(stage for stage in holders[parameter.name] if self.program.place(stage) == place)
+            # The first stage that uses a weight has the memory of its gradient.
+            alone = here != self.stage or bool(self.sharers(parameter))
+            before = beside.setdefault((parameter.reduce, parameter.type.dtype), set())
+            for name in parameter.buckets:
+                size = parameter.type.local_elements(self.program.sizes)
+                mine = found.setdefault(name, [])
+                if name in before and not alone:
+                    size += mine.pop()[1]
+                mine.append((parameter.type.dtype, size))
+            if alone:
+                before.difference_update(parameter.buckets)
+            else:
+                beside[parameter.reduce, parameter.type.dtype] = {*parameter.buckets}
         return found
 
     def sharers(self, parameter: Parameter) -> tuple[int, ...]:
         """The pipeline coordinates that sum the gradient of a shared weight; none for other weights."""
-        if self.stage not in self.owners[parameter.name]:
+        owners = self.owners[parameter.name]
+        if len(owners) < 2 or self.stage not in owners:
             return ()
         return _sharers(self.program, parameter, self.owners)
 
@@ -316,7 +341,7 @@ def graph_of(region: Region, kind: GraphKind) -> Graph | None:
 def _sharers(program: Program, parameter: Parameter, owners: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The pipeline coordinates of the stages that own a trained weight, if there are several; else none."""
     stages = owners.get(parameter.name, ())
-    return tuple(sorted(map(program.place, stages))) if parameter.trainable and len(stages) > 1 else ()
+    return tuple(sorted(map(program.place, stages))) if len(stages) > 1 and parameter.trainable else ()
 
 
 def _reads(region: Region, graph: Graph | None) -> bool:

@@ -58,6 +58,7 @@ class _Shared:
     steps: dict[Key, tuple[tuple[StatementRun, ...], _UnderWay]] = field(default_factory=dict)
     late: dict[Key, ActionStatement] = field(default_factory=dict)  # scatter -> its `advance` in a later action
     brought: dict[tuple[int, str], frozenset[str]] = field(default_factory=dict)
+    first_readers: dict[int, Mapping[str, str]] = field(default_factory=dict)
 
     @cached_property
     def bodies(self) -> Mapping[str, Body]:
@@ -83,6 +84,7 @@ class Execution:
         self.stages = program.stages_at(place)
         shared = program.derived(_Shared)
         self._bodies, self._late, self._brought = shared.bodies, shared.late, shared.brought
+        self._first_readers = shared.first_readers
         self._steps = {} if proving else shared.steps  # a proof checks every step
 
     def before_first_step(self) -> Iterator[tuple[str, tuple[StatementRun, ...]]]:
@@ -269,7 +271,14 @@ class Execution:
     def _refreshed(self, stage: int, name: str) -> frozenset[str]:
         """The calls whose refreshes must be complete before a call reads its parameters."""
         if (stage, name) not in self._brought:
-            kept = self.exchanges.whole_copies(stage)
-            read = set(self.program.call(stage, name).params)
-            self._brought[stage, name] = frozenset(first for first, names in kept.items() if read.intersection(names))
+            first = self._first_reader(stage)
+            read = self.program.call(stage, name).params
+            self._brought[stage, name] = frozenset([first[each] for each in read if each in first])
         return self._brought[stage, name]
+
+    def _first_reader(self, stage: int) -> Mapping[str, str]:
+        """The first call that reads each parameter which the stage keeps whole."""
+        if stage not in self._first_readers:
+            kept = self.exchanges.whole_copies(stage)
+            self._first_readers[stage] = {each: call for call, names in kept.items() for each in names}
+        return self._first_readers[stage]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from partc.ir.attention import FORWARD
 from partc.ir.program import Call, Graph, Op, Program, Region, TensorType
@@ -28,7 +28,13 @@ class ProductWork:
     scores: int = 0
 
     def plus(self, other: ProductWork, times: int = 1) -> ProductWork:
-        return ProductWork(*(here + times * there for here, there in zip(astuple(self), astuple(other), strict=True)))
+        return ProductWork(
+            products=self.products + times * other.products,
+            attention=self.attention + times * other.attention,
+            backward=self.backward + times * other.backward,
+            results=self.results + times * other.results,
+            scores=self.scores + times * other.scores,
+        )
 
 
 @dataclass(frozen=True, slots=True)

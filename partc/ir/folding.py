@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TypeVar
 
 from partc.ir.program import Action, ActionStatement
@@ -25,6 +26,7 @@ T = TypeVar("T")
 _FEWEST = 3  # repetitions that make a loop
 _LONGEST = 64  # statements or actions in a loop
 _SHORT = 24  # rows of at most so many actions are written out
+_SHAPE = attrgetter(*(name for name in ActionStatement.__slots__ if name not in ("of", "ahead")))
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)", re.DOTALL)
 
 Item = str | int  # the name of a call or bucket, or the first or second gather of later actions
@@ -74,7 +76,7 @@ def _item(statement: ActionStatement) -> Item:
 
 
 def _differ_by_item(a: ActionStatement, b: ActionStatement) -> bool:
-    return replace(a, of="", ahead=0) == replace(b, of="", ahead=0) and bool(_item(a)) == bool(_item(b))
+    return _SHAPE(a) == _SHAPE(b) and bool(_item(a)) == bool(_item(b))
 
 
 def _repetition(items: Sequence[T], at: int, alike: Callable[[T, T], bool]) -> tuple[int, int]:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, TypeVar, Union
+from operator import attrgetter
+from typing import Any, Literal, TypeVar, Union
 
 from partc.errors import InternalError, Source
 from partc.ir.layout import Layout, Sizes, SubDim
@@ -368,11 +369,25 @@ class Parameter:
     counts: tuple[tuple[str, ...], ...] = ()  # for each element, the model's parameters that gradients reach as often
 
     @property
+    def facts(self) -> tuple[object, ...]:
+        """Everything except its names and its buckets."""
+        return _FACTS(self)
+
+    def replaced(self, **changes: object) -> Parameter:
+        """The parameter with other values of some fields, like `dataclasses.replace`: models have thousands of them."""
+        held: dict[str, Any] = dict(zip(Parameter.__slots__, _FIELDS(self), strict=True))
+        return Parameter(**{**held, **changes})
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The model's names of the parameters that it holds."""
         if self.members:
             return tuple(name for name, _, _ in self.members)
         return stacked_names(self.name, self.type.shape[0]) if self.stacked else (self.name,)
+
+
+_FIELDS = attrgetter(*Parameter.__slots__)
+_FACTS = attrgetter(*(name for name in Parameter.__slots__ if name not in ("name", "aliases", "buckets")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -228,7 +228,7 @@ class Unfolding:
 def like_templates(program: Program, templates: Mapping[str, str]) -> tuple[Parameter, ...]:
     """The parameters of the program, those of copies with the facts of their templates."""
     return tuple(
-        replace(program.parameter(templates[item.name]), name=item.name, aliases=item.aliases, counts=item.counts)
+        program.parameter(templates[item.name]).replaced(name=item.name, aliases=item.aliases, counts=item.counts)
         if item.name in templates
         else item
         for item in program.parameters

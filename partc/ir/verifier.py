@@ -68,22 +68,19 @@ def _defined_outputs(region: Region) -> list[Value]:
 
 
 def _program(program: Program) -> Iterator[str]:
-    yield from _duplicates("region", (region.name for region in program.regions))
-    yield from _duplicates("parameter", (parameter.name for parameter in program.parameters))
-    yield from _duplicates("program value", (value.name for value in program.values))
-    yield from _duplicates("call", (f"{call.name} to stage {call.stage}" for call in program.calls))
+    yield from _duplicates("region", [region.name for region in program.regions])
+    yield from _duplicates("parameter", [parameter.name for parameter in program.parameters])
+    yield from _duplicates("program value", [value.name for value in program.values])
+    yield from _duplicates("call", [f"{call.name} to stage {call.stage}" for call in program.calls])
     types = program.value_types()
     for name in program.inputs:
         if name not in types:
             yield f"the batch's entry {name} has no type"
-    typed = {**types, **{parameter.name: parameter.type for parameter in program.parameters}}
-    gathered = {parameter.name: parameter.gather for parameter in program.parameters}
-    seen: set[object] = set()  # equal layers share types
-    for name, type in typed.items():
-        axes = gathered.get(name, ())
-        if (id(type), axes) not in seen:
-            seen.add((id(type), axes))
-            yield from _layout(name, type.layout, program.sizes, axes)
+    values = [(id(type), (), name, type) for name, type in types.items()]
+    weights = [(id(item.type), item.gather, item.name, item.type) for item in program.parameters]
+    distinct = {(key, axes): (name, type) for key, axes, name, type in reversed(values + weights)}  # layers share types
+    for (_, axes), (name, type) in reversed(distinct.items()):
+        yield from _layout(name, type.layout, program.sizes, axes)
     yield from _calls(program)
     if program.buckets or program.bodies:
         yield from _buckets(program)
@@ -145,20 +142,24 @@ def _calls(program: Program) -> Iterator[str]:
 
 def _buckets(program: Program) -> Iterator[str]:
     """Each gradient that is summed over ranks is in one bucket of every stage that sums it."""
-    buckets = {bucket.name: bucket for bucket in program.buckets}
-    yield from _duplicates("bucket", (bucket.name for bucket in program.buckets))
+    buckets = {bucket.name: (bucket.stage, bucket.over, bucket.scattered) for bucket in program.buckets}
+    yield from _duplicates("bucket", [bucket.name for bucket in program.buckets])
     holders, owners = program.holders(), program.owners()
+    single = {axis for axis, size in program.sizes.items() if size == 1}
     for item in program.parameters:
         wrong = [name for name in item.buckets if name not in buckets]
         if wrong:
             yield f"{item.name} is in bucket {wrong[0]}, which doesn't exist"
             continue
-        over = tuple(axis for axis in item.reduce if program.sizes[axis] > 1)
+        over = tuple([axis for axis in item.reduce if axis not in single])
         once = item.gather if item.zero == 1 else ()
-        wanted = [(stage, once, True) for stage in holders.get(item.name, ()) if once and item.trainable]
-        wanted += [(stage, over, False) for stage in owners.get(item.name, ()) if over and item.trainable]
+        wanted: list[tuple[int, tuple[str, ...], bool]] = []
+        if once and item.trainable:
+            wanted += [(stage, once, True) for stage in holders.get(item.name, ())]
+        if over and item.trainable:
+            wanted += [(stage, over, False) for stage in owners.get(item.name, ())]
         found = [buckets[name] for name in item.buckets]
-        if sorted((each.stage, each.over, each.scattered) for each in found) != sorted(wanted):
+        if found != wanted and sorted(found) != sorted(wanted):
             yield f"the gradient of {item.name} is in buckets {list(item.buckets)}, which are not those of its sums"
 
 
@@ -317,6 +318,9 @@ def _replicated_layout(type: TensorType) -> Layout:
 
 
 def _duplicates(what: str, names: Iterable[str]) -> Iterator[str]:
+    names = [*names]
+    if len({*names}) == len(names):
+        return
     seen: set[str] = set()
     for name in names:
         if name in seen:

@@ -165,7 +165,8 @@ class RecordedCall:
         effects, ledger, held = self._recordings.calls[self._key], self._ledger, self._held
         passed = {number: held[number] for number in effects.passed}
         for surge, dropped in effects.steps:
-            ledger.surges(surge)
+            if surge.bytes:
+                ledger.surges(surge)
             for number in dropped:
                 held[number] = None
         owners = [ledger.owned(Block(size, category, name)) for category, name, size in effects.blocks]
@@ -266,18 +267,21 @@ class RecordedCall:
             self._outlives(leaf, category)
         if isinstance(leaf, Tensor):
             return leaf
+        owner = leaf.owner
+        if isinstance(owner, Tensor):
+            with self._ledger.muted():
+                return owner if sight(owner) == leaf.sight else _view(owner, leaf.sight)
+        dtype, shape, stride, offset = leaf.sight
+        base = self._ledger.uncounted(shape, stride, dtype)
+        whole = not offset and base.untyped_storage().nbytes() == owner.block.bytes
+        if not whole:
+            base = self._ledger.uncounted((owner.block.bytes,), (1,), torch.uint8)
+        kept = [owner]
+        self._ledger.watch(base, owner.block, kept.clear)
+        if whole:
+            return base
         with self._ledger.muted():
-            if isinstance(leaf.owner, Tensor):
-                return leaf.owner if sight(leaf.owner) == leaf.sight else _view(leaf.owner, leaf.sight)
-            owner = leaf.owner
-            dtype, shape, stride, offset = leaf.sight
-            base = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-            whole = not offset and base.untyped_storage().nbytes() == owner.block.bytes
-            if not whole:
-                base = torch.empty(owner.block.bytes, dtype=torch.uint8, device="meta")
-            kept = [owner]
-            self._ledger.watch(base, owner.block, kept.clear)
-            return base if whole else _view(base, leaf.sight)
+            return _view(base, leaf.sight)
 
 
 def seen_as(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:

@@ -29,7 +29,7 @@ from partc.rehearsal.ledger import RELEASED, Entry, Label, Ledger
 Key = tuple[object, ...]
 _ATTEMPTS = 4  # to find the microbatches that show all circumstances
 _UNLIKE = 2  # first actions of a kind that allocate differently from later ones: the second frees results of the first
-_NEIGHBOURS = 2  # actions before and after one, whose microbatches are played with it
+_NEIGHBOURS = 2  # the most actions before and after one, whose microbatches are played with it
 _DRAINED = "the last transfers of the step"
 
 
@@ -301,7 +301,7 @@ class _Names:
         bare = name.removeprefix("grad_")
         gradient = bare != name and bare in self._types
         plain = bare if gradient else name
-        return self.values.setdefault(plain, len(self.values)), gradient, str(self._types.get(plain))
+        return self.values.setdefault(plain, len(self.values)), gradient, self._types.get(plain)
 
     @cached_property
     def _types(self) -> Mapping[str, object]:
@@ -315,34 +315,34 @@ class _Names:
         """The name of a module or parameter, with its numbers relative to the first similar name's."""
         alike, numbers = numbered(name)
         first = self._first_ranks.setdefault(alike, numbers)
-        return alike, *(a - b for a, b in zip(numbers, first, strict=True))
+        return alike, *[a - b for a, b in zip(numbers, first, strict=True)]
 
     def peer(self, stage: int | None) -> object:
         return stage if stage is None else self.stages.get(stage, "elsewhere")
 
     def signature(self) -> Key:
         """Everything that determines the rank's memory, except for its schedule."""
-        program = self.program
+        program, holders = self.program, self.program.holders()
+        here = [call for call in program.calls if call.stage in self.stages]
         calls = [
             (
                 self.stages[call.stage],
                 call.region,
                 self.path(call.name),
-                tuple(self.path(name) for name in call.params),
-                tuple(self.value(name) for name in call.args),
-                tuple(self.value(name) for name in call.results),
+                tuple([self.path(name) for name in call.params]),
+                tuple([self.value(name) for name in call.args]),
+                tuple([self.value(name) for name in call.results]),
                 call.random is not None,
             )
-            for call in program.calls
-            if call.stage in self.stages
+            for call in here
         ]
-        read = dict.fromkeys(name for call in program.calls if call.stage in self.stages for name in call.params)
+        read = dict.fromkeys([name for call in here for name in call.params])
         held = [
             (
                 self.path(name),
-                replace(program.parameter(name), name="", aliases=(), buckets=()),
-                tuple(self._bucket(program.bucket(each)) for each in program.parameter(name).buckets),
-                len({program.place(stage) for stage in program.holders()[name]}),
+                program.parameter(name).facts,
+                tuple([self._bucket(program.bucket(each)) for each in program.parameter(name).buckets]),
+                len({*map(program.place, holders[name])}) if len(holders[name]) > 1 else 1,
             )
             for name in read
         ]
@@ -366,7 +366,14 @@ class _Names:
         return tuple(calls), tuple(held), tuple(transfers), tuple(bodies), tuple(updates), returned
 
     def _bucket(self, bucket: Bucket) -> Key:
-        return self.peer(bucket.stage), self.path(bucket.name), bucket.over, self.path(bucket.after), bucket.scattered
+        if bucket.name not in self._buckets:
+            names = self.path(bucket.name), self.path(bucket.after)
+            self._buckets[bucket.name] = (self.peer(bucket.stage), *names, bucket.over, bucket.scattered)
+        return self._buckets[bucket.name]
+
+    @cached_property
+    def _buckets(self) -> dict[str, Key]:
+        return {}
 
     def steps(self, steps: Iterable[StatementRun]) -> Key:
         return tuple((self._statement(step.stage, step.statement), step.key[3:]) for step in steps)
@@ -378,8 +385,16 @@ class _Names:
             of = self._bucket(self.program.bucket(each.of))
         elif each.subject in ("shared", "result"):
             of = self.path(each.of)
-        moved = tuple(one and (one.op, one.axes, one.shape, one.dtype, len(one.places)) for one in each.collectives)
+        moved = tuple([one and (one.op, one.axes, one.shape, one.dtype, len(one.places)) for one in each.collectives])
         return each.verb, each.subject, of, moved, each.ahead, each.behind, self.peer(each.peer), each.when
+
+
+@dataclass(frozen=True)
+class _Signatures:
+    """The signatures of a program's ranks."""
+
+    program: Program
+    by_place: dict[int, Key] = field(default_factory=dict)
 
 
 Acks = Mapping[tuple[int, int], Sequence[int]]  # see `runtime.execution.executor.acknowledged_by`
@@ -392,7 +407,6 @@ class Composer:
     def __init__(self, program: Program, acks: Acks, played: Played) -> None:
         self._program, self._acks, self._played = program, acks, played
         self._equal: dict[Key, _Equal] = {}
-        self._signatures: dict[int, Key] = {}
 
     def course(self, place: int) -> Course | Ledger:
         """The step of the ranks at a place, played as a whole if it cannot be composed."""
@@ -400,14 +414,14 @@ class Composer:
         names = _Names(self._program, place)
         equal = self._equal.setdefault(self.signature(place), _Equal())
         chosen: set[int] = set()
-        start, keys, releases = self._circumstances(place, row, names, equal)
+        start, keys, releases, before = self._circumstances(place, row, names, equal)
         opening = _opening(row)
         for _ in range(_ATTEMPTS):
             unknown = [index for index, key in enumerate(keys) if key not in equal.effects]
-            missing = {keys[index]: index + opening for index in reversed(unknown)}
+            missing = {(keys[index], before[index]): index + opening for index in reversed(unknown)}
             if equal.doubtful or (start in equal.frames and not missing):
                 break
-            more = chosen.union(*(self._showing(row, index) for index in (opening, *missing.values())))
+            more = self._fewest(place, row, names, equal, missing, chosen)
             if more == chosen:
                 break
             chosen, some = more, self._restricted(row, more)
@@ -415,7 +429,7 @@ class Composer:
                 if self._is_unique(place):
                     break
                 chosen, some = {each.microbatch for each in row if each.microbatch is not None}, row
-            acks = {slot: tuple(chosen.intersection(found)) for slot, found in self._acks.items() if slot[1] in chosen}
+            acks = self._acks_of(chosen)
             self._learn(self._played(place, some, acks), place, some, acks, names, equal)
         if equal.doubtful or start not in equal.frames or any(key not in equal.effects for key in keys):
             return self._played(place, row, self._acks)
@@ -425,20 +439,52 @@ class Composer:
 
     def signature(self, place: int) -> Key:
         """A key that is equal for ranks which differ only in names and schedules."""
-        if place not in self._signatures:
-            self._signatures[place] = _Names(self._program, place).signature()
-        return self._signatures[place]
+        found = self._program.derived(_Signatures).by_place
+        if place not in found:
+            found[place] = _Names(self._program, place).signature()
+        return found[place]
 
     def _is_unique(self, place: int) -> bool:
         """Whether no other rank could share this rank's effects."""
         mine = self.signature(place)
         return all(self.signature(other) != mine for other in range(len(self._program.schedule)) if other != place)
 
-    def _showing(self, row: Sequence[Action], index: int) -> Iterator[int]:
+    def _fewest(
+        self,
+        place: int,
+        row: Sequence[Action],
+        names: _Names,
+        equal: _Equal,
+        missing: Mapping[tuple[Key, Key], int],
+        chosen: set[int],
+    ) -> set[int]:
+        """Few microbatches, with those `chosen` before, that show the `missing` circumstances, each behind the same
+        computations: of the actions in which these occur, and of more and more of their neighbours.
+        """
+        near = dict.fromkeys(missing, 0)
+        while True:
+            showing = (self._showing(row, missing[key], count) for key, count in near.items())
+            found = chosen.union(self._showing(row, _opening(row), 0), *showing)
+            some = self._restricted(row, found)
+            if 2 * len(some) > len(row):
+                return found
+            _, keys, _, before = self._circumstances(place, some, names, equal, self._acks_of(found))
+            shown = {*zip(keys, before, strict=True)}
+            lacking = [key for key in missing if key not in shown and near[key] < _NEIGHBOURS]
+            if not lacking:
+                return found
+            near.update((key, near[key] + 1) for key in lacking)
+
+    def _acks_of(self, microbatches: set[int]) -> Acks:
+        """The acknowledgements among some microbatches."""
+        acks = ((slot, found) for slot, found in self._acks.items() if slot[1] in microbatches)
+        return {slot: tuple(microbatches.intersection(found)) for slot, found in acks}
+
+    def _showing(self, row: Sequence[Action], index: int, neighbours: int) -> Iterator[int]:
         """The microbatches with which an action is played: those of its neighbours, and those whose gradients it
         releases.
         """
-        for action in row[max(0, index - _NEIGHBOURS) : index + _NEIGHBOURS + 1]:
+        for action in row[max(0, index - neighbours) : index + neighbours + 1]:
             if action.microbatch is not None:
                 yield action.microbatch
         if row[index].kind == "F":
@@ -460,15 +506,15 @@ class Composer:
 
     def _circumstances(
         self, place: int, row: Sequence[Action], names: _Names, equal: _Equal, acks: Acks | None = None
-    ) -> tuple[Key, list[Key], list[int]]:
-        """The circumstances in which the row begins, the circumstances of each action, and the releases of each
-        action.
+    ) -> tuple[Key, list[Key], list[int], list[Key]]:
+        """The circumstances in which the row begins; for each action its circumstances, its releases, and the kind of
+        the computation before it, whose results may be freed when those of the action replace them.
         """
         execution = Execution(self._program, place, tuple(row))
-        (start, _), *found = self._keys(execution, names, equal, self._acks if acks is None else acks)
-        return start, [key for key, _ in found], [count for _, count in found]
+        (start, _, _), *found = self._keys(execution, names, equal, self._acks if acks is None else acks)
+        return start, [key for key, _, _ in found], [count for _, count, _ in found], [before for _, _, before in found]
 
-    def _keys(self, execution: Execution, names: _Names, equal: _Equal, acks: Acks) -> Iterator[tuple[Key, int]]:
+    def _keys(self, execution: Execution, names: _Names, equal: _Equal, acks: Acks) -> Iterator[tuple[Key, int, Key]]:
         row = execution.row
         opening = _opening(row)
         start: list[Key] = []
@@ -478,12 +524,13 @@ class Composer:
         seen: Counter[tuple[int, str]] = Counter()
         sources = {stage: self._sources(stage) for stage in names.stages}
         final = {action.stage: index for index, action in enumerate(row) if action.kind in ("B", "W")}
+        previous: Key = ()
         for action, steps in execution.step():
             if not isinstance(action, Action) or done < opening:
                 start.append(names.steps(steps))
                 done += isinstance(action, Action)
                 if action == "refresh":
-                    yield ("start", *start), 1
+                    yield ("start", *start), 1, ()
                 continue
             if id(steps) not in steps_of:
                 steps_of[id(steps)] = steps, names.steps(steps)
@@ -502,13 +549,15 @@ class Composer:
             earlier = min(seen[stage, kind], _UNLIKE)
             seen[stage, kind] += 1
             last = final.get(action.stage) == done
-            yield (stage, kind, history, released, earlier, last, steps_of[id(steps)][1]), count
+            yield (stage, kind, history, released, earlier, last, steps_of[id(steps)][1]), count, previous
+            if kind in ("F", "B", "I", "W"):
+                previous = stage, kind
             done += 1
 
     def _learn(
         self, ledger: Ledger, place: int, row: Sequence[Action], acks: Acks, names: _Names, equal: _Equal
     ) -> None:
-        start, keys, releases = self._circumstances(place, row, names, equal, acks)
+        start, keys, releases, _ = self._circumstances(place, row, names, equal, acks)
         actions = row[_opening(row) :]
         parts = _parts(ledger)
         calls: list[Mapping[str, int]] = [{}] * len(ledger.actions)

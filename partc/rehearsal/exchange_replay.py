@@ -27,7 +27,7 @@ Entries = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _ExchangeEffects:
+class ExchangeEffects:
     """The effects of an exchange's start, of its advance to a second level, and of its wait.
 
     Entries are ("+", number, block, operation), ("-", number) and ("drop", numbers of given tensors). In the result of
@@ -41,25 +41,16 @@ class _ExchangeEffects:
 
 
 class ReplayedExchange(Pending[Any]):
-    """An exchange of tensors that changes memory as `start` would.
-
-    For equal keys `start` runs only once, separately and on stand-ins. `kept` tensors outlive the exchange.
-    """
+    """An exchange of tensors that changes memory by known effects."""
 
     __slots__ = ("_blocks", "_effects", "_given", "_ledger")
 
-    def __init__(
-        self, recordings: Recordings, key: Key, start: Start, tensors: Sequence[Tensor], *, kept: bool = False
-    ) -> None:
-        self._ledger = recordings.ledger
-        seen, same = self._ledger.seen(tensors)
-        key = (*key, seen, same)
-        if key not in recordings.exchanges:
-            recordings.exchanges[key] = _recorded_effects(self._ledger, start, tensors, same, kept)
-        self._effects: _ExchangeEffects | None = recordings.exchanges[key]
+    def __init__(self, ledger: Ledger, effects: ExchangeEffects, tensors: Sequence[Tensor]) -> None:
+        self._ledger = ledger
+        self._effects: ExchangeEffects | None = effects
         self._given: list[Tensor | None] = [*tensors]
         self._blocks: dict[int, Owned] = {}
-        self._replay(recordings.exchanges[key].start)
+        self._replay(effects.start)
 
     def advance(self) -> None:
         if self._effects is not None:
@@ -90,9 +81,24 @@ class ReplayedExchange(Pending[Any]):
         return seen_as(self._given[item.number], item.sight)
 
 
+def exchange_effects(
+    recordings: Recordings, key: Key, start: Start, tensors: Sequence[Tensor], *, kept: bool = False
+) -> ExchangeEffects:
+    """The effects of an exchange of tensors. For equal keys `start` runs only once, separately and on stand-ins.
+
+    `kept` tensors outlive the exchange.
+    """
+    seen, same = recordings.ledger.seen(tensors)
+    key = (*key, seen, same)
+    if key not in recordings.exchanges:
+        recordings.exchanges[key] = _recorded_effects(recordings.ledger, start, tensors, same, kept)
+    found: ExchangeEffects = recordings.exchanges[key]
+    return found
+
+
 def _recorded_effects(
     ledger: Ledger, start: Start, tensors: Sequence[Tensor], same: Sequence[int], kept: bool
-) -> _ExchangeEffects:
+) -> ExchangeEffects:
     """The effects of an exchange, from a separate run. An exchange without a second level has no advance."""
     with ledger.aside() as tape:
         given, numbers = tuple(tensors), {storage_key(x): number for number, x in enumerate(tensors)}
@@ -119,7 +125,7 @@ def _recorded_effects(
         result = map_leaves(result, known)
         entries = tuple(_numbered(entry, blocks) for entry in tape)
         del going
-    return _ExchangeEffects(entries[:begun], entries[begun:advanced], entries[advanced:], result)
+    return ExchangeEffects(entries[:begun], entries[begun:advanced], entries[advanced:], result)
 
 
 def _numbered(entry: Any, blocks: dict[Any, int]) -> tuple[Any, ...]:

@@ -227,6 +227,14 @@ class Ledger(TorchDispatchMode):
         found = self._found.get(storage_key(x))
         return None if found is None else found[1]
 
+    def uncounted(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A new tensor that does not count."""
+        before, self._muted = self._muted, True
+        try:
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        finally:
+            self._muted = before
+
     @contextmanager
     def muted(self) -> Iterator[None]:
         """A context whose operations do not count."""

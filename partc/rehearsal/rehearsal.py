@@ -29,7 +29,7 @@ from partc.ir.program import Program
 from partc.ir.routers import routers
 from partc.rehearsal.call_replay import Recordings, region_module, stage_class
 from partc.rehearsal.composition import Acks, Composer, Course
-from partc.rehearsal.exchange_replay import ReplayedExchange, Start
+from partc.rehearsal.exchange_replay import ExchangeEffects, ReplayedExchange, Start, exchange_effects
 from partc.rehearsal.ledger import Block, Ledger, Owned, counting_meta_operations
 from partc.rehearsal.meta_kernels import META, stand_ins
 from partc.runtime.checkpoint.boxes import numbered_copy, pieces, written_copy
@@ -116,10 +116,11 @@ def rehearsed(
     They also do so if `groups` is given, since equal stages may then have parameters with different states. The program
     may be one of the `known` ones, whose steps are not played again.
     """
-    rehearsal = _Rehearsal(program, Recipe.of(optimizer, groups=groups), modules)
     whole |= bool(groups)
-    alike = (steps for other, steps in known if not whole and optimizer == DEFAULT and other == program)
-    courses = next(alike, None) or rehearsal.courses(whole=whole)
+    alike = (each for each in known if not whole and optimizer == DEFAULT and each[0] == program)
+    program, played = next(alike, (program, None))
+    rehearsal = _Rehearsal(program, Recipe.of(optimizer, groups=groups), modules)
+    courses = played or rehearsal.courses(whole=whole)
     ranks = tuple(
         course.rank(place, program.stages_at(place), rehearsal.copied(place)) for place, course in enumerate(courses)
     )
@@ -333,15 +334,17 @@ class _Rehearsal:
         """
         ranks = self._examined(place)
         found = [0] * len(ranks)
-        written: dict[str, list[int]] = {}
+        written: dict[object, list[int]] = {}
         alike = not any(shard.stacked or shard.members for shard in shards.values())
         own = ModelView(shards, self._program.mesh.sizes, ranks[0]).shards
         for index, coordinate in enumerate(ranks):
             mine = own if alike else ModelView(shards, self._program.mesh.sizes, coordinate).shards
             for name, shard in mine.items():
-                if name not in written:
-                    written[name] = self._written(name, shard, place, ranks)
-                found[index] += written[name][index]
+                # In small groups, the name of a tensor decides which ranks write it.
+                key = name if self._is_small_group else (shard, shard.trainable and self._rule(name, shard))
+                if key not in written:
+                    written[key] = self._written(name, shard, place, ranks)
+                found[index] += written[key][index]
         return max(found)
 
     def _examined(self, place: int) -> list[Coordinate]:
@@ -523,7 +526,7 @@ class _NamedParts(Parts):
     def gather(self, names: Sequence[str], *, kept: bool = False) -> Pending[list[Tensor]]:
         start = lambda _: super(_NamedParts, self).gather(names, kept=kept)  # noqa: E731
         whole = [self._kept[name] for name in names] if kept else []
-        return self._replayed("gather", names, start, [*(self._held[name] for name in names), *whole], kept=True)
+        return self._replayed("gather", tuple(names), start, [*[self._held[name] for name in names], *whole], kept=True)
 
     def scatter_sums(self, *names: str) -> Pending[None]:
         if self.compressed:
@@ -554,10 +557,20 @@ class _NamedParts(Parts):
         return self._replayed("scatter", names, start, tuple(gradients.values()))
 
     def _replayed(
-        self, kind: str, names: Iterable[str], start: Start, given: Sequence[Any], *, kept: bool = False
+        self, kind: str, names: tuple[str, ...], start: Start, given: Sequence[Any], *, kept: bool = False
     ) -> ReplayedExchange:
-        key = kind, self._near, self._wire, tuple((self._shards[name], name in self._taken_over) for name in names)
-        return ReplayedExchange(self._comm.recordings, key, start, given, kept=kept)
+        """An exchange of the tensors `given`. Those that are `kept` are the same ones for equal names."""
+        known = kind, names, len(given)
+        effects = self._effects.get(known) if kept else None
+        if effects is None:
+            shards = tuple((self._shards[name], name in self._taken_over) for name in names)
+            key = kind, self._near, self._wire, shards
+            effects = self._effects[known] = exchange_effects(self._comm.recordings, key, start, given, kept=kept)
+        return ReplayedExchange(self._comm.ledger, effects, given)
+
+    @cached_property
+    def _effects(self) -> dict[tuple[str, tuple[str, ...], int], ExchangeEffects]:
+        return {}
 
     def _scattered(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
         with self._named("communication", "scattered gradients"):

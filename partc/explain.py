@@ -243,7 +243,7 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "file of your own.",
     ),
     "P0233": CodeExplanation(
-        "transformers is not installed",
+        "transformers is not installed, or cannot import the architecture",
         "Hugging Face models need it, to compile and to run: `pip install 'partc[hf]'`.",
     ),
     "P0301": CodeExplanation(

@@ -406,6 +406,7 @@ PICTURES = {
     "sr_ratios": [2, 1], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 8,
     "image_size": 32,
 }  # fmt: skip
+SQUARES = {**WORDS, "image_size": 32, "patch_size": 8, "encoder_stride": 8}
 CONFIGURED: Mapping[str, tuple[str, dict[str, object]]] = {
     "BertForMultipleChoice": ("bert", WORDS),
     "BertForNextSentencePrediction": ("bert", WORDS),
@@ -414,6 +415,12 @@ CONFIGURED: Mapping[str, tuple[str, dict[str, object]]] = {
     "Wav2Vec2ForSequenceClassification": ("wav2vec2", SOUNDS),
     "HubertForCTC": ("hubert", SOUNDS),
     "SegformerForSemanticSegmentation": ("segformer", PICTURES),
+    "GLPNForDepthEstimation": ("glpn", PICTURES),
+    "ViTForMaskedImageModeling": ("vit", SQUARES),
+    "VideoMAEForVideoClassification": ("videomae", {**SQUARES, "num_frames": 4, "tubelet_size": 2}),
+    "Wav2Vec2ForXVector": ("wav2vec2", {**SOUNDS, "tdnn_dim": [8, 8, 8, 8, 8], "xvector_output_dim": 8}),
+    "WavLMForAudioFrameClassification": ("wavlm", {**SOUNDS, "num_labels": 3}),
+    "ASTForAudioClassification": ("audio-spectrogram-transformer", {**WORDS, "max_length": 32, "num_mel_bins": 16}),
 }
 
 
@@ -424,7 +431,22 @@ def test_an_architecture_takes_the_batch_that_is_made_for_it(architecture: str, 
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**config, "model_type": kind, "architectures": [architecture]}))
     made = load(written(tmp_path, model_source(f"hf:{path}", batch=2, seq=8)), {})
-    assert made.model()(**made.batch())["loss"].isfinite()
+    batch, model = made.batch(), made.model()
+    assert (model(**batch)["loss"] if made.loss is None else made.loss(model, batch)).isfinite()
+
+
+def test_an_architecture_that_transformers_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def missing(_: object, name: str) -> object:
+        raise ModuleNotFoundError(f"Could not import module {name!r}")
+
+    monkeypatch.delattr(transformers, "ViTForImageClassification", raising=False)
+    monkeypatch.setattr(type(transformers), "__getattr__", missing)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"]}))
+    with pytest.raises(PartcError, match=r"P0233.*cannot import ViTForImageClassification"):
+        model_source(f"hf:{path}")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from partc.errors import PartcError
+from partc.errors import PartcError, first_line
 from partc.frontend.model_files.model_file import is_file
 from partc.quoting import environment
 from partc.runtime.documents import Malformed, contents, decoded, parsed
@@ -26,7 +26,13 @@ _TASKS = {
     "ForQuestionAnswering": "question",
     "ForImageClassification": "image",
     "ForSemanticSegmentation": "segmentation",
+    "ForVideoClassification": "film",
+    "ForMaskedImageModeling": "hidden",
+    "ForDepthEstimation": "depth",
     "ForCTC": "transcript",
+    "ForXVector": "sound",
+    "ForAudioFrameClassification": "frames",
+    "ForAudioClassification": "spectrum",
     "CLIPModel": "pairs",
 }
 # The tasks that some of these names have where the main input is a sound.
@@ -35,10 +41,11 @@ _OF_SOUNDS = {
     ("translation", "input_features"): "speech",
 }
 _MAIN_INPUTS = {
-    **dict.fromkeys(("image", "segmentation"), "pixel_values"),
-    **dict.fromkeys(("sound", "transcript"), "input_values"),
+    **dict.fromkeys(("image", "segmentation", "film", "hidden", "depth"), "pixel_values"),
+    **dict.fromkeys(("sound", "transcript", "frames", "spectrum"), "input_values"),
     "speech": "input_features",
 }
+_COUNTED = {"hidden": "patch_size", "film": "num_frames"}  # a number on which the shapes of a task's inputs depend
 # The tables of transformers that have the architecture of a model type whose configuration names none.
 _TABLES = (
     "MASKED_LM",
@@ -92,12 +99,14 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     _expect(path, isinstance(config.get("id2label") or {}, dict), "id2label is not an object")
     longest = text_config.get("max_position_embeddings") or text_config.get("n_positions") or _LONGEST.get(task, 2048)
     _expect(path, _is_size(longest), "max_position_embeddings is not a number of positions")
-    wordless = task in ("image", "segmentation", "sound")
+    wordless = task != "transcript" and task in _MAIN_INPUTS and task != "speech"
     sizes = {
         "vocab_size": 0 if wordless else text_config.get("vocab_size") or _default(text_config, "vocab_size"),
         "num_channels": image.get("num_channels", 3),
         "num_labels": len(config.get("id2label") or {}) or config.get("num_labels") or 2,
     }
+    if (count := _COUNTED.get(task)) is not None:
+        sizes[count] = image.get(count) or config.get(count) or _default(config, count)
     for name, found in sizes.items():
         _expect(path, _is_size(found) or (wordless and found == 0), f"{name} is not a number")
     end = text_config.get("eos_token_id")
@@ -114,6 +123,7 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             seq=seq or min(longest, 128),
             vocabulary=sizes["vocab_size"],
             channels=sizes["num_channels"],
+            count=sizes.get(_COUNTED.get(task, "")),
             height=height,
             width=width,
             classes=sizes["num_labels"],
@@ -190,7 +200,14 @@ def _require_transformers(architecture: str, model_type: str, path: Path) -> Non
     if model_type not in transformers.CONFIG_MAPPING:
         cause = f"{path} has the model_type {model_type[:80]!r}, which transformers doesn't have"
         raise PartcError("P0232", cause, help="correct it")
-    if not architecture.isidentifier() or not hasattr(transformers, architecture):
+    try:
+        known = architecture.isidentifier() and hasattr(transformers, architecture)
+    except ImportError as error:
+        cause = f"transformers cannot import {architecture}: {first_line(error)}"
+        raise PartcError(
+            "P0233", cause, help=f"correct what `from transformers import {architecture}` reports"
+        ) from None
+    if not known:
         raise PartcError("P0232", f"{path} names {architecture!r}, which transformers doesn't have", help="correct it")
 
 

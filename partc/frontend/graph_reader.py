@@ -21,6 +21,7 @@ from partc.frontend.node_sources import module_of, source_of
 from partc.frontend.repeats.copies import RepeatedOps
 from partc.frontend.repeats.marks import MARK
 from partc.frontend.selections.selection_tests import TESTED
+from partc.frontend.state.generator_states import KEPT, RETURNED
 from partc.frontend.strided_views import windows
 from partc.ir.gradients import reached
 from partc.ir.naming import identifier, unique, unreserved
@@ -169,7 +170,7 @@ class GraphReader:
                 outcome=bool(outcome), position=len(self._ops), source=source_of(node),
             ))  # fmt: skip
             return
-        if name == TESTED:
+        if name in (TESTED, KEPT, RETURNED):
             self._add(name, tuple(map(self._arg, node.args)), (), (), source_of(node))
             return
         if name in _INLINED:

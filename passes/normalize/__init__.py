@@ -376,6 +376,14 @@ def _gelu(w: Writer, op: Op) -> None:
         w.add(op, "gelu", op.args[:1], approximate=approximate)
 
 
+def _keep_state(w: Writer, op: Op) -> None:
+    w.kept[number(op.args[1])] = w.next_draw
+
+
+def _return_to_state(w: Writer, op: Op) -> None:
+    w.next_draw = w.kept[number(op.args[1])]
+
+
 def _shared_rewrite(names: str, rewrite: Rewrite) -> dict[str, Rewrite]:
     return dict.fromkeys(names.split(), rewrite)
 
@@ -457,6 +465,9 @@ _TABLE: Mapping[str, Rewrite] = {
         " margin_ranking_loss multi_margin_loss",
         losses.without_reduction,
     ),
+    # states of the generator
+    "generator_kept": _keep_state,
+    "generator_returned": _return_to_state,
     # tensors from numbers
     **_shared_rewrite(
         "empty new_empty zeros ones new_zeros new_ones new_full zeros_like ones_like full_like zero fill", _constant

@@ -25,7 +25,9 @@ class Writer:
     ops: list[Op] = field(default_factory=list)
     made: dict[str, Op] = field(default_factory=dict)  # the operation of each value written so far
     same: dict[str, str] = field(default_factory=dict)
-    drawn: int = 0  # random operations so far
+    next_draw: int = 0  # the number of the next random operation
+    drawn: int = 0  # different numbers so far
+    kept: dict[int, int] = field(default_factory=dict)  # states of the generator, as the next number in each
 
     def keep(self, op: Op) -> None:
         self.ops.append(op)
@@ -43,8 +45,9 @@ class Writer:
 
     def draw(self) -> int:
         """The number of the next random operation, in the order in which one device runs them."""
-        self.drawn += 1
-        return self.drawn - 1
+        self.next_draw += 1
+        self.drawn = max(self.drawn, self.next_draw)
+        return self.next_draw - 1
 
     def drop(self, op: Op) -> None:
         """Drop the operation: its result equals its first operand."""

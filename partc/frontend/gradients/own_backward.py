@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from partc.errors import PartcError, Source
 from partc.frontend.gradients.inner_gradients import inner_gradient
 from partc.frontend.repeats.module_rows import WholeTrace
+from partc.frontend.state.generator_states import returning
 from partc.installed import line_of, user_frame
 from partc.ir import operators  # noqa: F401 (defines the operators)
 from partc.runtime.torch_private import tree_map_only
@@ -306,7 +307,9 @@ def _backward(
     def run(given: Sequence[Tensor | None], places: list[int]) -> tuple[list[int], _Returned, _Pairs]:
         inside.append([])
         try:
-            found = (cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp)(context, *given)
+            with returning():  # backward runs behind all of forward's draws, and only repeats earlier ones
+                backward = cls.backward if cls.backward is not torch.autograd.Function.backward else cls.vjp
+                found = backward(context, *given)
         finally:
             weights = inside.pop()
         return places, found if isinstance(found, tuple) else (found,), weights

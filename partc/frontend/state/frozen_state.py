@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from partc.errors import PartcError, Source
+from partc.frontend.state.generator_states import KeptStates
 from partc.frontend.state.stateful_code import CLOCKS, FICKLE, stateful_lines, user_modules
 from partc.frontend.state.trace_comparison import effects_signature, first_difference
 from partc.installed import is_installed, line_of, user_frame
@@ -303,12 +304,13 @@ _GENERATOR = "default_generator"  # which torch.manual_seed seeds
 
 
 class _Seeds:
-    """Torch's generator, which records every seeding, even one that sets the same seed or is undone later, and every
-    return to an earlier state.
+    """Torch's generator, which records every seeding, even one that sets the same seed or is undone later, and the
+    states to which forward returns.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator, self.given = generator, False
+        self._kept = KeptStates()
         self.source: Source | None = None
 
     def _note(self) -> None:
@@ -321,7 +323,12 @@ class _Seeds:
         self._note()
         return self._generator.manual_seed(seed)
 
+    def get_state(self) -> Tensor:
+        return self._kept.keep(self._generator.get_state())
+
     def set_state(self, state: Tensor) -> torch.Generator:
+        if self._kept.come_back(state):
+            return self._generator
         self._note()
         return self._generator.set_state(state)
 

@@ -45,6 +45,9 @@ CHEAP = {
     "tensors_in_lists": (0, 6),
     "own_recomputation": (1, 4),
     "adversarial": (0, 4),
+    "left_out_experts": (3,),
+    "turing": (4,),
+    "stored_keys": (5,),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

@@ -150,6 +150,9 @@ WRONG = {
     "generator": "return self.up(x) * torch.rand(6, generator=self.generator)",
     "generator and values": "g = torch.Generator()\nreturn self.up(x) * torch.bernoulli(x.sigmoid(), generator=g)",
     "module": "self.extra = nn.Tanh()\nreturn self.extra(self.up(x))",
+    "warm-up": "self.n += 1\nx = self.up(x)\nreturn x if self.n < 100 else x * 2",
+    "every tenth call": "self.n += 1\nx = self.up(x)\nif self.n % 10 == 0:\n    x = x * 2\nreturn x",
+    "decayed number": "self.n = self.n * 0.5 + 1\nx = self.up(x)\nreturn x * 2 if self.n > 1.99 else x",
     "random.Random": "return self.up(x) * self.drawing.uniform(1, 2)",
     "numpy's generator": "return self.up(x) * float(self.generator_of_numpy.normal())",
     "array": "self.table[0] += 1\nreturn self.up(x) * float(self.table[0])",
@@ -169,6 +172,8 @@ WRONG = {
 }
 RIGHT = {
     "counter for a log": "self.n += 1\nreturn self.up(x)",
+    "log of every tenth call": "self.n += 1\nx = self.up(x)\nif self.n % 10 == 0:\n    print(x.mean().item())\nreturn x",
+    "loop on a counter": "self.n += 1\nx = self.up(x)\nwhile self.n < 0:\n    self.n -= 1\nreturn x",
     "list for a log": "self.items.append(x.shape)\nreturn self.up(x)",
     "global log": "LOG.append(1)\nreturn self.up(x)",
     "clock for a log": "start = time.time()\ny = self.up(x)\nself.n = time.time() - start\nreturn y",

@@ -20,7 +20,7 @@ import textwrap
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,8 +31,9 @@ from torch import Tensor, fx, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.state.generator_states import KeptStates
+from partc.frontend.state.opposite_numbers import opposite
 from partc.frontend.state.stateful_code import CLOCKS, FICKLE, stateful_lines, user_modules
-from partc.frontend.state.trace_comparison import effects_signature, first_difference
+from partc.frontend.state.trace_comparison import TracedNode, effects_signature, first_difference
 from partc.installed import is_installed, line_of, user_frame
 from partc.torch_private import without_modes
 
@@ -414,23 +415,60 @@ def check(
     plain, known = effects_signature(exported), {*exported.graph_signature.inputs_to_buffers.values()}
     drawn = {key[0] for key in first} & {"random", "numpy.random"}
     for attempt in range(1, 1 + (TRIES if drawn else 1)):
-        stores = (store for module in watch.model.modules() for store in (vars(module), module._buffers))
-        before = [(store, dict(store)) for store in stores if isinstance(store, dict)]
-        watch.go_on()
-        try:
-            with other_times(state, attempt):
-                other = effects_signature(again(), known)
-        except (PartcError, AssertionError):  # the export meets a tensor that the first trace kept
-            other = ()
-        finally:
-            for store, held in before:
-                store.clear()
-                store.update(held)
+        with _attributes_restored(watch.model):
+            watch.go_on()
+            try:
+                with other_times(state, attempt):
+                    other = effects_signature(again(), known)
+            except (PartcError, AssertionError):  # the export meets a tensor that the first trace kept
+                other = ()
         settled = not any(key in watch.changes for key in first)
         if (node := first_difference(plain, other, filled=settled)) is not None:
             still = [change for key, change in first.items() if key in watch.changes] or list(first.values())
             source = node.source if other else None
             raise refusal(next(iter(still), None), state, source)
+    _check_counters(plain, known, watch, again)
+
+
+def _check_counters(
+    plain: tuple[TracedNode, ...],
+    known: Set[str],
+    watch: StateWatch,
+    again: Callable[[], torch.export.ExportedProgram],
+) -> None:
+    """Refuse branches on numbers that forward changes in each step. Raises PartcError P0225."""
+    counters = [end for end in watch.ends if isinstance(end[2], int | float) and not isinstance(end[2], bool)]
+    if not counters or watch.state is None:
+        return
+    changes = [change for change in watch.changes.values() if change.name in {name for _, name, _ in counters}]
+    with _attributes_restored(watch.model):
+        watch.go_on()
+        for store, name, value in counters:
+            store[name] = opposite(value)
+        try:
+            other = effects_signature(again(), known)
+        except Exception:  # such as a report of values: what the user's code does in the branch cannot be traced
+            return
+    if first_difference(plain, other, filled=True) is not None:
+        raise PartcError(
+            "P0225",
+            f"forward changes {changes[0].what}, and compares it: a package would have the first step's outcome",
+            help="keep the number in a registered buffer, and choose between results with torch.where",
+            source=change_source(changes[0], watch.state),
+        )
+
+
+@contextmanager
+def _attributes_restored(model: nn.Module) -> Iterator[None]:
+    """A context after which the attributes and buffers of the model's modules are the objects that they were."""
+    stores = (store for module in model.modules() for store in (vars(module), module._buffers))
+    before = [(store, dict(store)) for store in stores if isinstance(store, dict)]
+    try:
+        yield
+    finally:
+        for store, held in before:
+            store.clear()
+            store.update(held)
 
 
 def draws_random_numbers(exported: torch.export.ExportedProgram) -> bool:

@@ -435,6 +435,13 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "gradient would be a sum, so lookups of ids that these axes cut must be all that reads it, on one pipeline "
         "rank. Choose another optimizer for this table with --group, or read it by lookups alone.",
     ),
+    "P0423": CodeExplanation(
+        "counts of rows that compressed gradients would round",
+        "If no row reaches an expert behind a mask test in a step, torch's optimizers leave its parameters as they "
+        "are. Packages sum the number of rows with the gradients. --compress-grads rounds these numbers, and adds the "
+        "error to those of the next step: the optimizer would leave out an expert that has rows, or update one that "
+        "has none.",
+    ),
     "P0501": CodeExplanation(
         "started on another number of ranks than compiled for",
         "A package is for one mesh. `torchrun --nproc-per-node N train.py` must start as many processes as the mesh "

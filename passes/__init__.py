@@ -162,7 +162,7 @@ PIPELINE: tuple[Pass, ...] = (
         requires=("canonical",),
         ensures=("reach",),
         after=("route", "simplify", "zigzag", "dense", "balance"),
-        options=("forward_only",),
+        options=("forward_only", "compress"),
         reads=(),
     ),
     Pass(

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from partc.errors import PartcError
 from partc.ir.expert_products import ExpertMatmul
 from partc.ir.naming import COUNTED, unique
 from partc.ir.operations import RANDOM
@@ -38,10 +39,19 @@ from partc.ir.repetitions import Unfolding
 from partc.passes.route.rows import RowWriter
 
 
-def reach(program: Program, *, forward_only: bool = False) -> Program:
-    """Count whether gradients reach the parameters in `program.reached`."""
+def reach(program: Program, *, forward_only: bool = False, compress: str = "") -> Program:
+    """Count whether gradients reach the parameters in `program.reached`.
+
+    Raises PartcError P0423 if gradients are compressed, which would round counts.
+    """
     if not program.reached:
         return program
+    if compress and not forward_only:
+        raise PartcError(
+            "P0423",
+            f"a step may leave out {program.reached[0][0]}, and --compress-grads would round the number of its rows",
+            help="leave out --compress-grads, or use --grad-reduce bf16: its sums of counts are 0 only without rows",
+        )
     (region,), (call,) = program.regions, program.calls
     made = dict(zip(call.results, region.forward.outputs, strict=True))
     counted = {name: made[value] for name, value in program.reached}

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import partc
+from partc.errors import PartcError
 from partc.package.verify import verify
 from partc.runtime.checkpoint.manifest import folder_name
 from tests.durable import trained, whole
@@ -106,3 +107,10 @@ def test_resumed_trainings_continue_bit_by_bit(meshes: tuple[str, str], tmp_path
     assert through.keys() == again.keys() == moved.keys()
     assert all(torch.equal(through[name], again[name]) for name in through)
     assert all(torch.allclose(through[name], moved[name], rtol=1e-12, atol=1e-12) for name in through)
+
+
+def test_counts_are_not_compressed() -> None:
+    with pytest.raises(PartcError) as caught:
+        partc.compile(MODEL, mesh="dp=2", compress_grads="int8")
+    assert caught.value.code == "P0423" and "a step may leave out " in caught.value.cause
+    partc.compile(MODEL, mesh="dp=2", grad_reduce="bf16")

@@ -225,11 +225,13 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0225": CodeExplanation(
         "forward depends on state that a package would not have",
         "A package repeats in every step the operations that were traced once. Attributes and globals that forward "
-        "changes, clocks, and numbers of Python's or NumPy's random modules would keep their first values; "
-        "parameters, buffers or requires_grad that forward changes would not change. Changes that do not affect the "
-        "computation are allowed, such as a counter for a log, or a table of constants that is filled once. A buffer "
-        "may get another tensor of its shape, but not the memory of a weight or of another buffer. Keep state in a "
-        "registered buffer, update it by tensor operations, and draw with torch.rand or dropout.",
+        "changes, iterators, clocks, and numbers of Python's or NumPy's random modules would keep their first values; "
+        "parameters, buffers or requires_grad that forward changes would not change. Code that may keep state is "
+        "traced twice, and the traces are compared; then numbers that forward changes are given the opposite outcome "
+        "in each comparison, which shows a branch of a later step. Changes that do not affect the computation are "
+        "allowed, such as a counter for a log, or a table of constants that is filled once. A buffer may get another "
+        "tensor of its shape, but not the memory of a weight or of another buffer. Keep state in a registered buffer, "
+        "update it by tensor operations, and draw with torch.rand or dropout.",
     ),
     "P0231": CodeExplanation(
         "the Hugging Face configuration cannot be read",

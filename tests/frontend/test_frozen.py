@@ -151,6 +151,8 @@ WRONG = {
     "generator and values": "g = torch.Generator()\nreturn self.up(x) * torch.bernoulli(x.sigmoid(), generator=g)",
     "module": "self.extra = nn.Tanh()\nreturn self.extra(self.up(x))",
     "warm-up": "self.n += 1\nx = self.up(x)\nreturn x if self.n < 100 else x * 2",
+    "global warm-up": "global COUNT\nCOUNT += 1\nx = self.up(x)\nreturn x if COUNT < 100 else x * 2",
+    "class warm-up": "Inner.calls += 1\nx = self.up(x)\nreturn x if Inner.calls < 100 else x * 2",
     "every tenth call": "self.n += 1\nx = self.up(x)\nif self.n % 10 == 0:\n    x = x * 2\nreturn x",
     "decayed number": "self.n = self.n * 0.5 + 1\nx = self.up(x)\nreturn x * 2 if self.n > 1.99 else x",
     "random.Random": "return self.up(x) * self.drawing.uniform(1, 2)",

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -437,25 +438,44 @@ def _check_counters(
     again: Callable[[], torch.export.ExportedProgram],
 ) -> None:
     """Refuse branches on numbers that forward changes in each step. Raises PartcError P0225."""
-    counters = [end for end in watch.ends if isinstance(end[2], int | float) and not isinstance(end[2], bool)]
+    counters = [*_counters(watch)]
     if not counters or watch.state is None:
         return
-    changes = [change for change in watch.changes.values() if change.name in {name for _, name, _ in counters}]
     with _attributes_restored(watch.model):
         watch.go_on()
-        for store, name, value in counters:
-            store[name] = opposite(value)
+        for _, put, value in counters:
+            put(opposite(value))
         try:
             other = effects_signature(again(), known)
         except Exception:  # such as a report of values: what the user's code does in the branch cannot be traced
             return
+        finally:
+            for _, put, value in counters:
+                put(value)
     if first_difference(plain, other, filled=True) is not None:
+        change = counters[0][0]
         raise PartcError(
             "P0225",
-            f"forward changes {changes[0].what}, and compares it: a package would have the first step's outcome",
+            f"forward changes {change.what}, and compares it: a package would have the first step's outcome",
             help="keep the number in a registered buffer, and choose between results with torch.where",
-            source=change_source(changes[0], watch.state),
+            source=change_source(change, watch.state),
         )
+
+
+def _counters(watch: StateWatch) -> Iterator[tuple[Change, Callable[[Any], None], float]]:
+    """The changed numbers in attributes of modules, in globals and in classes, each with a function that sets it."""
+    left = {(id(store), name): value for store, name, value in watch.ends}
+    for change in watch.changes.values():
+        kind, _, path = change.key[0].partition(" ")
+        if kind == "self":
+            store = vars(watch.named[path.removeprefix("of ")])
+            put, value = partial(store.__setitem__, change.name), left.get((id(store), change.name))
+        elif kind in ("class", "module"):
+            put, value = partial(setattr, change.owner, change.name), vars(change.owner).get(change.name)
+        else:
+            continue
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield change, put, value
 
 
 @contextmanager

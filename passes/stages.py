@@ -55,16 +55,18 @@ def stages(
             help="check the batch's sizes: the mean over no elements, for example, is not a number",
         )
     if count > len(runs):
-        shared = _users_of_changing_buffers(program)
+        shared = _inseparable(program)
         buffer = max(shared, key=lambda name: len(shared[name]), default="")
         users = [call.name for call in main if call.name in shared.get(buffer, ())]
-        because = f"; {users[0]} to {users[-1]} share {buffer}, which forward changes" if users else ""
+        updates = dict(program.updates)
+        why = "which forward changes" if buffer in updates else "the numbers of rows that reach their parameters"
+        because = f"; {users[0]} to {users[-1]} share {buffer}, {why}" if users else ""
         raise PartcError(
             "P0403",
             f"{count} pipeline stages need as many calls, and there {'are' if len(runs) > 1 else 'is'} {len(runs)}",
             help=f"use {'fewer stages' if own else f'pp={len(runs)} or less'};"
             f" the calls are {', '.join(call.name for call in main[:8])}{because}",
-            source=program.source_of(dict(program.updates)[buffer]) if buffer else None,
+            source=program.source_of(updates[buffer]) if buffer in updates else None,
         )
     if held_by is None:
         cut = (
@@ -84,7 +86,7 @@ def staged_calls(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
 
     Calls that depend on inputs alone are repeated in every stage that reads them.
     """
-    users = tuple(_users_of_changing_buffers(program).values())
+    users = tuple(_inseparable(program).values())
     pure = input_only(program) - frozenset().union(*users)
     main = [call for call in program.calls if call.name not in pure]
     return main, _runs(main, users)
@@ -116,23 +118,36 @@ def _given_cuts(
         raise PartcError(
             "P0421",
             f"--stage-calls {text} puts {first} and {last} on different stages, and they share a buffer that forward "
-            "changes",
+            "changes, or counts of rows",
             help="put them on one stage",
         )
     return tuple(zip((0, *ends), ends, strict=False))
 
 
-def _users_of_changing_buffers(program: Program) -> dict[str, frozenset[str]]:
-    """For each buffer that forward changes and several calls use, these calls."""
-    found = {
+def _inseparable(program: Program) -> dict[str, frozenset[str]]:
+    """The calls that must be in one stage, by the reason: for each buffer that forward changes, the calls that use it;
+    for each counter of rows, the calls that use it or a parameter that it counts, if some use such a parameter alone.
+    """
+    buffers = {
         buffer: frozenset(call.name for call in program.calls if buffer in call.params or value in call.results)
         for buffer, value in program.updates
     }
-    return {buffer: names for buffer, names in found.items() if len(names) > 1}
+    found = {buffer: names for buffer, names in buffers.items() if len(names) > 1}
+    counters = {name: item.name for item in program.parameters for counted in item.counts for name in counted}
+    stacked = {item.name for item in program.parameters if item.stacked}
+    alone: dict[str, set[str]] = {}
+    for call in program.calls if counters else ():
+        for name in call.params:
+            counter = counters.get(name.replace("*", "0") if name in stacked else name)
+            if counter is not None and counter not in call.params:
+                alone.setdefault(counter, set()).add(call.name)
+    for counter, names in alone.items():
+        found[counter] = frozenset(names).union(call.name for call in program.calls if counter in call.params)
+    return found
 
 
 def _runs(calls: Sequence[Call], users: Sequence[frozenset[str]]) -> list[tuple[int, int]]:
-    """The smallest runs of calls that must not be cut: all users of a changing buffer are in the same run."""
+    """The smallest runs of calls that must not be cut: all users of a buffer or counter are in the same run."""
     runs = [(index, index + 1) for index in range(len(calls))]
     for names in users:
         places = [index for index, call in enumerate(calls) if call.name in names]

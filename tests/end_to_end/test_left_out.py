@@ -114,3 +114,12 @@ def test_counts_are_not_compressed() -> None:
         partc.compile(MODEL, mesh="dp=2", compress_grads="int8")
     assert caught.value.code == "P0423" and "a step may leave out " in caught.value.cause
     partc.compile(MODEL, mesh="dp=2", grad_reduce="bf16")
+
+
+def test_parameters_and_their_counts_are_in_one_stage(tmp_path: Path, server: Server) -> None:
+    setting = Setting(mesh="pp=2", options={"microbatches": 3, "zero": 1}, recipe=_recipe())
+    found = compared(MODEL.with_name("single_experts.py"), setting, tmp_path, server)
+    assert not found.refused and found.error <= ALLOWED, (found.error, found.where)
+    with pytest.raises(PartcError) as caught:
+        partc.compile(MODEL.with_name("single_experts.py"), mesh="pp=12", microbatches=12)
+    assert caught.value.code == "P0403" and "numbers of rows" in str(caught.value.help)

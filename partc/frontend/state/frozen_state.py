@@ -33,7 +33,7 @@ from torch import Tensor, fx, nn
 from partc.errors import PartcError, Source
 from partc.frontend.state.generator_states import KeptStates
 from partc.frontend.state.opposite_numbers import opposite
-from partc.frontend.state.stateful_code import CLOCKS, FICKLE, stateful_lines, user_modules
+from partc.frontend.state.stateful_code import CLOCKS, may_keep_state, stateful_lines, user_modules
 from partc.frontend.state.trace_comparison import TracedNode, effects_signature, first_difference
 from partc.installed import is_installed, line_of, user_frame
 from partc.torch_private import without_modes
@@ -411,7 +411,7 @@ def check(
         seeds = change.key == ("torch", "generator")
         if change.always or (seeds and draws_random_numbers(exported)):
             raise refusal(change, state)
-    if not first and not may_keep_state(state):
+    if not first and not may_keep_state(state.modules):
         return
     plain, known = effects_signature(exported), {*exported.graph_signature.inputs_to_buffers.values()}
     drawn = {key[0] for key in first} & {"random", "numpy.random"}
@@ -495,32 +495,6 @@ def draws_random_numbers(exported: torch.export.ExportedProgram) -> bool:
     """Whether the graph draws random numbers."""
     nodes = (node for module in exported.graph_module.modules() for node in getattr(module, "graph", fx.Graph()).nodes)
     return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in nodes)
-
-
-def may_keep_state(state: State) -> bool:
-    """Whether the user's code may keep state that snapshots do not show, or names clocks or random numbers."""
-    return names_fickle(state) or next(stateful_lines(state.modules), None) is not None
-
-
-def names_fickle(state: State) -> bool:
-    """Whether the user's code names clocks or random numbers."""
-    return any(_names(value) & FICKLE for home in state.modules for value in _functions(home))
-
-
-def _functions(home: Any) -> Iterator[Any]:
-    for value in vars(home).values():
-        if isinstance(value, types.FunctionType) and value.__module__ == home.__name__:
-            yield value.__code__
-        elif isinstance(value, type) and value.__module__ == home.__name__:
-            yield from (item.__code__ for item in vars(value).values() if isinstance(item, types.FunctionType))
-
-
-def _names(code: types.CodeType) -> set[str]:
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _names(constant)
-    return found
 
 
 @contextmanager

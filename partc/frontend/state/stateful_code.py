@@ -60,6 +60,18 @@ def _module_name(value: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
+def may_keep_state(modules: Iterable[types.ModuleType]) -> bool:
+    """Whether code may keep state, or names clocks or random numbers in any function, also in constructors."""
+    modules = tuple(modules)
+    return next(stateful_lines(modules), None) is not None or any(
+        _is_fickle(node)
+        for home in modules
+        for function in ast.walk(tree_of(str(home.__file__)) or ast.Module([], []))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+    )
+
+
 def stateful_lines(modules: Iterable[types.ModuleType]) -> Iterator[Source]:
     """The lines that may keep state, module by module; those that name clocks or random numbers come first."""
     for home in modules:
@@ -78,12 +90,10 @@ def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
     """The functions that forward may run. Functions within others belong to them."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
-            if node.name in _PREPARES:  # may still define functions that forward runs
-                yield from (
-                    inner for inner in ast.walk(node) if isinstance(inner, ast.FunctionDef) and inner is not node
-                )
-            else:
+            if node.name not in _PREPARES:
                 yield node
+            else:  # it may define functions that forward runs
+                yield from _functions(node)
         else:
             yield from _functions(node)
 
@@ -146,9 +156,13 @@ class _Function:
 
 
 def _is_fickle(node: ast.AST) -> bool:
-    """Whether a node names a clock or random numbers."""
-    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-    return name in FICKLE
+    """Whether a node names or imports a clock or random numbers."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
+            return not FICKLE.isdisjoint(name.split("."))
+        case ast.ImportFrom(module=str(name)):
+            return not FICKLE.isdisjoint(name.split("."))
+    return False
 
 
 def _names(target: ast.AST) -> Iterator[str]:

@@ -23,7 +23,8 @@ from partc.frontend.branches.random_branches import (
     join_outcomes,
     told_apart,
 )
-from partc.frontend.capture import Captured, Loss, capture
+from partc.frontend.capture import Captured, capture
+from partc.frontend.capture.traced_step import Loss
 from partc.frontend.graph_reader import GraphReader, tensor_type
 from partc.frontend.model_files.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_files.model_file import ModelFile, load

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import partc
-import partc.frontend.capture
+import partc.frontend.capture.traced_step
 from partc.errors import PartcError
 from partc.package.comparison import difference, largest_magnitude, relative_error, root_mean_square
 from partc.package.launch import RunFailed, run
@@ -200,7 +200,7 @@ def test_decay_of_what_no_gradient_reaches_is_seen(
     right = partc.compile(deep, batch, mesh="dp=2", precision=precision)
     assert right.verify().ok
     every = frozenset(name for name, _ in Deep().named_parameters())
-    monkeypatch.setattr(partc.frontend.capture, "_with_gradient", lambda model, loss, repeats: every)
+    monkeypatch.setattr(partc.frontend.capture.traced_step, "_with_gradient", lambda model, loss, repeats: every)
     result = partc.compile(deep, batch, mesh="dp=2", precision=precision).verify()
     assert not result.ok
 

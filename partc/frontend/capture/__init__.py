@@ -1,0 +1,235 @@
+"""Export of a model's forward pass without allocating weights."""
+
+from __future__ import annotations
+
+import functools
+import re
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import PartcError, Source
+from partc.frontend.branches.random_branches import Outcomes
+from partc.frontend.capture.batch import fake_batch, first_part, integer_parts, made_batch
+from partc.frontend.capture.built_model import built_model, check_members, check_pairs, make_fake, walkable
+from partc.frontend.capture.traced_step import Loss, TracedModel, TracedStep, TraceFindings
+from partc.frontend.gradients.own_backward import following_own_backward, module_hooks, own_hooks
+from partc.frontend.gradients.transforms import following_transforms
+from partc.frontend.repeats.marks import CallMark, Excluded, ModuleTree, Repeats
+from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, WholeTrace
+from partc.frontend.results import Read
+from partc.frontend.state.constant_buffers import Recipes
+from partc.frontend.state.frozen_state import StateWatch, check
+from partc.frontend.state.replaced_buffers import ReplacedError
+from partc.frontend.state.shared_memory import pairs_in_memory, untrained_pairs
+from partc.frontend.trace_errors import explained_error, innermost_user_line
+from partc.installed import is_machinery
+from partc.ir.program import Repetition
+from partc.runtime.train.entries import constants_as_text
+from partc.runtime.train.plain_tensors import Members, modules_by_path, with_registered_tensors
+from partc.runtime.train.precision import held_in
+from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
+
+_Given = ParamSpec("_Given")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """An exported program, and its module with names and ties.
+
+    `batch` has the tensors of the batch by path, or their first parts and the `whole` entries that are not divided;
+    `constants` has the text of its other entries.
+    `trained` names the parameters to which autograd gives a gradient, zeros included. The `grad` of the others stays
+    None in eager training, and an optimizer skips them: no decay, no moments, no share of the norm. Where only results
+    are traced, it names those that require gradients.
+    """
+
+    exported: torch.export.ExportedProgram
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+    whole: tuple[str, ...]
+    constants: Mapping[str, str]
+    precision: str
+    trained: frozenset[str]
+    calls: Mapping[int, CallMark]  # the marks in the exported graph
+    rows: tuple[Repetition, ...]  # chains of equal modules, of which the exported graph has only some
+    results: tuple[str, ...] = ()  # paths of the graph's outputs, where it returns more than a loss
+    assumed: tuple[str, ...] = ()  # guards on values, which packages do not run
+    tests: tuple[Source, ...] = ()  # lines that test whether a mask selects anything
+    most_tests: int = 0  # the largest number of different tests in one call
+    passed: Mapping[str, Set[Hashable]] = field(default_factory=dict)  # Python values at calls of equal modules
+    integers: tuple[Mapping[str, Tensor], ...] = ()  # for each part of the batch: its integer entries, with values
+    numbers: tuple[Source, ...] = ()  # lines that use the number of selected rows as an integer
+    pairs: Mapping[str, str] = field(default_factory=dict)  # buffers, each with another in its memory
+
+
+def _with_plain_tensors(
+    captured: Callable[Concatenate[Callable[[], Any], _Given], Captured],
+) -> Callable[Concatenate[Callable[[], Any], _Given], Captured]:
+    """A capture in which plain tensors are buffers, except those in whose places forward puts tensors of other kinds.
+
+    Forward may well assign these before it reads them. `frozen_state` refuses the others.
+    """
+
+    @functools.wraps(captured)
+    def capture(build: Callable[[], Any], /, *given: _Given.args, **named: _Given.kwargs) -> Captured:
+        without: set[str] = set()
+        while True:
+            try:
+                return captured(
+                    lambda: with_registered_tensors(walkable(build()), lambda each: each not in without),
+                    *given,
+                    **named,
+                )
+            except PartcError as error:
+                assigned = re.search(r"cannot assign '.*' (?:as|object to) buffer '(.+?)'", error.cause)
+                name = error.name if isinstance(error, ReplacedError) else assigned and assigned[1]
+                if name is None or name in without:  # another error, or a buffer of the model's own
+                    raise
+                without.add(name)
+
+    return capture
+
+
+@_with_plain_tensors
+def capture(
+    build: Callable[[], nn.Module],
+    make_batch: Callable[[], Any],
+    loss: Loss | None,
+    *,
+    precision: str,
+    path: Path | None = None,
+    parts: int = 1,
+    excluded: Excluded | None = None,
+    outcomes: Outcomes = Outcomes.ABOVE,
+    read: Read | None = None,
+) -> Captured:
+    """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
+
+    With `read`, the outputs are the tensors that it finds in the result of `loss`, or of the model. Equal modules are
+    traced once, except the groups and rows `excluded`; None traces all calls. `outcomes` are
+    the outcomes of branches on random numbers.
+
+    Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is not
+    a scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
+    """
+    dtype = held_in(precision)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recipes = Recipes()
+    model = built_model(build, path, recipes)
+    named = modules_by_path(model)
+    check_members(named)
+    pairs = pairs_in_memory(named)
+    check_pairs(pairs)
+    numbers = recipes.numbers(named)
+    members, modules = Members.of(model), ModuleTree(named)
+    rows = ModuleRows(modules.named, modules.groups, modules.weights, excluded)
+    if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
+        raise WholeTrace  # otherwise equal modules may have different numbers
+    make_fake(modules.named, dtype, mode, rows.left_out)
+    with mode:
+        form, found = made_batch(make_batch, path)
+        tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
+        every = fake_batch(tensors, mode, dtype)
+        batch = first_part(every, parts)
+        traced = TracedModel(
+            model=model,
+            loss=loss,
+            read=read,
+            path=path,
+            form=form,
+            names=tuple(batch),
+            parts=parts,
+            dtype=dtype,
+            outcomes=outcomes,
+            hooks=own_hooks(modules.named),
+            members=members,
+            masks=recipes.masks(named),
+        )
+        exported, findings, assumed = _exported(traced, batch, modules, rows, numbers, excluded)
+    marked, selections = findings.repeats, findings.selections
+    return Captured(
+        exported=exported,
+        model=model,
+        batch=batch,
+        whole=tuple(name for name, x in batch.items() if parts > 1 and x is every[name]),
+        constants=constants_as_text(found),
+        precision=precision,
+        trained=rows.with_left_out(findings.trained) if read is None else frozenset(_requiring(model)),
+        calls=marked.calls,
+        rows=rows.all,
+        results=() if read is None else findings.paths,
+        assumed=assumed,
+        tests=tuple(selections.tests.sources),
+        most_tests=selections.tests.most,
+        passed=marked.passed,
+        integers=integer_parts(make_batch, parts) if parts > 1 else (),
+        numbers=tuple(selections.numbers),
+        pairs=untrained_pairs(pairs),
+    )
+
+
+def _exported(
+    traced: TracedModel,
+    batch: Mapping[str, Tensor],
+    modules: ModuleTree,
+    rows: ModuleRows,
+    numbers: Mapping[str, Tensor],
+    excluded: Excluded | None,
+) -> tuple[torch.export.ExportedProgram, TraceFindings, tuple[str, ...]]:
+    """The exported step, the findings of its trace, and the assumptions made; state that it freezes is refused."""
+    findings: list[TraceFindings] = []
+    assumed: dict[str, None] = {}
+    assume = lambda sentence: assumed.update({sentence: None})  # noqa: E731
+    whole = excluded is None
+    try:
+        with (
+            following_own_backward(assume, traced.parts, whole=whole),
+            module_hooks(modules.named, traced.parts),
+            stacks_of_losses(),
+            following_transforms(whole=whole),
+        ):
+            watch = StateWatch(traced.model, modules.named, traced.loss)
+            repeats = lambda: Repeats(modules, excluded, rows)  # noqa: E731
+            step = TracedStep(traced, watch, repeats, numbers, findings.append, assume)
+            with rows.absent():
+                exported = step.exported(batch)
+                found = findings[-1]
+                check(exported, watch, lambda: step.exported(batch))
+    except PartcError as error:
+        error.source = error.source or innermost_user_line(error)
+        raise
+    except (UnequalError, WholeTrace):
+        raise
+    except (Exception, SystemExit) as error:
+        raise explained_error(error, traced.model, traced.path, traced.parts) from error
+    return exported, found, tuple(assumed)
+
+
+def _requiring(model: nn.Module) -> Iterator[str]:
+    return (name for name, x in model.named_parameters(remove_duplicate=False) if x.requires_grad)
+
+
+@contextmanager
+def stacks_of_losses() -> Iterator[None]:
+    """A context in which traced operations of the loss record their stacks too, not only those of modules."""
+
+    def user_frames(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        first = next((index for index, frame in enumerate(frames) if frame.name == "forward"), len(frames))
+        users = [frame for frame in frames[first:] if not is_machinery(frame.filename)]
+        return traceback.StackSummary.from_list([frame for frame in users if frame.name == "forward"] or users)
+
+    original = vars(TracerBase).get(STACK_FILTER)
+    if original is not None:
+        setattr(TracerBase, STACK_FILTER, user_frames)
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(TracerBase, STACK_FILTER, original)

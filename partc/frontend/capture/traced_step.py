@@ -1,0 +1,266 @@
+"""The module that is traced: it maps the tensors of a batch to the loss, or to the results that a package returns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partc.errors import PartcError
+from partc.frontend.branches.builtin_numbers import using_traceable_builtins
+from partc.frontend.branches.random_branches import Outcomes
+from partc.frontend.branches.value_branches import ValueWatch
+from partc.frontend.gradients.own_backward import Hook
+from partc.frontend.repeats.marks import Repeats
+from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
+from partc.frontend.results import Read
+from partc.frontend.selections.selections import Selections
+from partc.frontend.state.caches import caches
+from partc.frontend.state.constant_buffers import Recipe, is_flag, recomputed
+from partc.frontend.state.frozen_state import StateWatch
+from partc.frontend.state.replaced_buffers import Buffers
+from partc.frontend.trace_errors import explained_error
+from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
+from partc.runtime.train.entries import of_model, rebuilt_batch
+from partc.runtime.train.plain_tensors import Members
+from partc.runtime.train.precision import computing_in
+from partc.torch_private import without_modes
+
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModel:
+    """A model and a part of its batch, with the facts about them that a trace reads.
+
+    `form` is the batch with its constants, into which the tensors of `names` are put. `read` finds the results in the
+    output of `loss`, or of the model; without it, the result is the loss.
+    """
+
+    model: nn.Module
+    loss: Loss | None
+    read: Read | None
+    path: Path | None  # of the model file
+    form: Any
+    names: tuple[str, ...]
+    parts: int  # into which the batch is divided
+    dtype: torch.dtype
+    outcomes: Outcomes  # of branches on random numbers
+    hooks: Mapping[str, Sequence[Hook]]  # of parameters
+    members: Members
+    masks: Mapping[str, Recipe]  # buffers of masks that the constructor makes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFindings:
+    """The facts that a trace finds besides its graph."""
+
+    trained: frozenset[str]  # parameters with a gradient
+    paths: tuple[str, ...]  # of the results
+    repeats: Repeats  # the marked calls
+    selections: Selections  # of rows
+
+
+class _ChangedError(Exception):
+    """Forward changes the buffers of these names, whose values were taken for constants."""
+
+
+class TracedStep(nn.Module):
+    """The traced module. `numbers` are buffers with known values; `report` receives the findings of each trace, and
+    `assume` a sentence for each assumption.
+    """
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        watch: StateWatch,
+        repeats: Callable[[], Repeats],
+        numbers: Mapping[str, Tensor],
+        report: Callable[[TraceFindings], None],
+        assume: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self.model = traced.model
+        self._traced = traced
+        self._watch = watch
+        self._repeats = repeats
+        self._numbers = dict(numbers)
+        self._flags: list[str] = []  # boolean buffers that forward changes
+        self._report, self._assume = report, assume  # callbacks, because an export restores attributes
+
+    def exported(self, batch: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
+        """Trace the step. Buffers that turn out to change are no constants when it is traced again."""
+        while True:
+            try:
+                with _without_advice():
+                    return torch.export.export(self, tuple(batch.values()), strict=False)
+            except _ChangedError as error:
+                self._flags.extend(name for name in error.args if is_flag(self._numbers[name]))
+                self._numbers = {name: x for name, x in self._numbers.items() if name not in error.args}
+
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        traced = self._traced
+        versions = [x._version for x in tensors]
+        for cached in caches(self.model):
+            cached.cache_clear()  # tensors of an earlier trace have no values here
+        buffers = Buffers.of(self.model)
+        repeats = self._repeats()
+        values = ValueWatch(traced.outcomes, repeats.refuse_branch, repeats.call, whole=repeats.whole)
+        with self._constants_unchanged(values):
+            found = self._watched_forward(tensors, repeats, values)
+        for name, entry, version in zip(traced.names, tensors, versions, strict=True):
+            if entry._version != version:
+                self._assume(f"The batch's entry {name} is changed in a copy: the next step reads it unchanged.")
+        first = next(iter(found.values()))
+        self._report(
+            TraceFindings(
+                trained=_with_gradient(self.model, first, repeats),
+                paths=tuple(found),
+                repeats=repeats,
+                selections=values.selections,
+            )
+        )
+        buffers.keep(self._watch.line_of, values.knows)
+        return first if traced.read is None else tuple(found.values())
+
+    def _watched_forward(self, tensors: Sequence[Tensor], repeats: Repeats, values: ValueWatch) -> Mapping[str, Tensor]:
+        """The results of forward, by path, with everything in place that makes its code traceable."""
+        traced = self._traced
+        batch = rebuilt_batch(traced.form, dict(zip(traced.names, tensors, strict=True)))
+        try:
+            with (
+                computing_in(traced.dtype), repeats.rows.with_parts(), self._watch.watching(),
+                using_traceable_builtins(self._watch.modules), values.watching(), repeats.marking(), _conversions(),
+                _inference(), untraceable_modules(), self._with_masks(), traced.members.current(),
+            ):  # fmt: skip
+                found = self._forward(batch)
+        except (PartcError, UnequalError, WholeTrace):
+            raise
+        except Exception as error:  # torch.export would also print the graph so far, or a long message
+            raise explained_error(error, self.model, traced.path, traced.parts, values.selections.any) from error
+        for sentence in values.sentences:
+            self._assume(sentence)
+        return found
+
+    @contextmanager
+    def _constants_unchanged(self, values: ValueWatch) -> Iterator[None]:
+        """A context in which buffers with known values are constants. Raises _ChangedError if forward changes them."""
+        constants = {name: self.model.get_buffer(name) for name in self._numbers}
+        for name, constant in constants.items():
+            with without_modes():
+                own = self._numbers[name].clone()  # changes in place compute with the values
+            values.know(constant, own)
+        for name in self._flags:
+            values.flag(self.model.get_buffer(name))
+        before = {name: constant._version for name, constant in constants.items()}
+        yield
+        changed = [
+            name
+            for name, constant in constants.items()
+            if self.model.get_buffer(name) is not constant or constant._version != before[name]
+        ]
+        if changed:
+            raise _ChangedError(*changed)
+
+    @contextmanager
+    def _with_masks(self) -> Iterator[None]:
+        """A context in which buffers of masks are constants. Raises PartcError P0225 if one is changed."""
+        stores: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor, int]] = []
+        for path, mask in recomputed(self._traced.masks):
+            owner, _, name = path.rpartition(".")
+            store = self.model.get_submodule(owner)._buffers
+            buffer = store[name]
+            if buffer is not None and mask.shape == buffer.shape and mask.dtype == buffer.dtype:
+                stores.append((store, name, buffer, mask, mask._version))
+                store[name] = mask
+        try:
+            yield
+            for store, name, _, mask, version in stores:
+                if store[name] is not mask or mask._version != version:
+                    raise PartcError(
+                        "P0225",
+                        f"forward changes the buffer {name}, a mask that the constructor makes",
+                        help="keep a mask that changes as an attribute of its own, made in forward",
+                    )
+        finally:
+            for store, name, buffer, _, _ in stores:
+                store[name] = buffer
+
+    def _forward(self, batch: Any) -> Mapping[str, Tensor]:
+        for name, hooks in self._traced.hooks.items():
+            for hook in hooks:
+                self.model.get_parameter(name).register_hook(hook)
+        traced = self._traced
+        out = of_model(self.model, batch) if traced.loss is None else traced.loss(self.model, batch)
+        if traced.read is not None:
+            return traced.read(out)
+        found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+        if not isinstance(found, Tensor):
+            given = "the model" if traced.loss is None else "loss()"
+            raise PartcError(
+                "P0206",
+                f"{given} returns {type(found).__name__} where the loss is expected",
+                help="return a tensor or an object with .loss from the model, or define loss(model, batch)",
+            )
+        if found.is_complex():
+            raise PartcError("P0208", "the loss is complex: it must be a real number", help="return its real part")
+        return {"": found}
+
+
+def _with_gradient(model: nn.Module, loss: Tensor, repeats: Repeats) -> frozenset[str]:
+    """The names of the parameters at the leaves of the loss's autograd graph, aliases included.
+
+    This is torch's own definition of differentiability: `round(w)` has a gradient of zeros; `argmax(w)` and values that
+    are detached or computed under no_grad have none.
+    """
+    leaves = repeats.leaves(loss)
+    return frozenset(name for name, x in model.named_parameters(remove_duplicate=False) if id(x) in leaves)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """A context without torch.export's advice on attributes, which partc checks and reports by itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export", UserWarning)
+        yield
+
+
+@contextmanager
+def _conversions() -> Iterator[None]:
+    """A context in which conversions that would change no tensor are skipped; others fail on traced weights."""
+    convert = nn.Module._apply
+
+    def unchanged(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        held = (*module.parameters(recurse), *module.buffers(recurse))
+        return module if all(function(x) is x for x in held) else convert(module, function, recurse)
+
+    nn.Module._apply = unchanged  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+@contextmanager
+def _inference() -> Iterator[None]:
+    """A context in which inference mode acts like no_grad; a trace would not record inference mode."""
+    mode = torch.inference_mode
+    enter, leave = mode.__enter__, mode.__exit__
+    inside: list[torch.set_grad_enabled] = []
+
+    def entered(each: Any) -> None:
+        inside.append(torch.set_grad_enabled(not each.mode))
+        inside[-1].__enter__()
+
+    mode.__enter__ = entered  # type: ignore[method-assign]
+    mode.__exit__ = lambda each, *error: inside.pop().__exit__(*error)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]

@@ -241,8 +241,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0232": CodeExplanation(
         "an architecture that partc has no batch for",
         "The configuration's `architectures` decide what is trained: ...ForCausalLM and ...ForMaskedLM get random "
-        "tokens, ...ForImageClassification random images, ...ForCTC random sounds. Any other model works from a model "
-        "file of your own.",
+        "tokens, ...ForImageClassification random images, ...ForCTC random sounds, ...ForPrediction random series, and "
+        "a bare ...Model random targets for its features. Any other model works from a model file of your own.",
     ),
     "P0233": CodeExplanation(
         "transformers is not installed, or cannot import the architecture",

@@ -407,6 +407,22 @@ PICTURES = {
     "image_size": 32,
 }  # fmt: skip
 SQUARES = {**WORDS, "image_size": 32, "patch_size": 8, "encoder_stride": 8}
+MASKED_PICTURES = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2}
+SERIES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "context_length": 8, "lags_sequence": [1, 2],
+          "num_time_features": 2}  # fmt: skip
+SIGHT = {**SQUARES, "model_type": "clip_vision_model", "num_hidden_layers": 2}
+GRIDS = {
+    "text_config": {**WORDS, "num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 14},
+    "image_token_id": 49, "vision_start_token_id": 48, "video_token_id": 47,
+}  # fmt: skip
+SEGMENTS = {
+    "backbone_config": {"model_type": "swin", "embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "window_size": 2,
+                        "image_size": 32, "out_features": ["stage1", "stage2", "stage3", "stage4"]},
+    "decoder_config": {"model_type": "detr", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "num_queries": 5,
+                       "encoder_attention_heads": 2, "decoder_attention_heads": 2},
+    "fpn_feature_size": 32, "mask_feature_size": 32, "image_size": 64,
+}  # fmt: skip
 CONFIGURED: Mapping[str, tuple[str, dict[str, object]]] = {
     "BertForMultipleChoice": ("bert", WORDS),
     "BertForNextSentencePrediction": ("bert", WORDS),
@@ -420,6 +436,25 @@ CONFIGURED: Mapping[str, tuple[str, dict[str, object]]] = {
     "VideoMAEForVideoClassification": ("videomae", {**SQUARES, "num_frames": 4, "tubelet_size": 2}),
     "Wav2Vec2ForXVector": ("wav2vec2", {**SOUNDS, "tdnn_dim": [8, 8, 8, 8, 8], "xvector_output_dim": 8}),
     "WavLMForAudioFrameClassification": ("wavlm", {**SOUNDS, "num_labels": 3}),
+    "BertForPreTraining": ("bert", WORDS),
+    "AlbertForPreTraining": ("albert", WORDS),
+    "ElectraForPreTraining": ("electra", WORDS),
+    "ViTMAEForPreTraining": ("vit_mae", {**SQUARES, **MASKED_PICTURES}),
+    "Wav2Vec2ForPreTraining": ("wav2vec2", {**SOUNDS, "codevector_dim": 8, "proj_codevector_dim": 8}),
+    "YolosForObjectDetection": ("yolos", {**SQUARES, "image_size": [32, 32], "num_detection_tokens": 5}),
+    "MaskFormerForInstanceSegmentation": ("maskformer", SEGMENTS),
+    "TimeSeriesTransformerForPrediction": ("time_series_transformer", {**SERIES, "prediction_length": 4}),
+    "PatchTSTForPrediction": ("patchtst", {**BOTH_SIDES, "context_length": 64, "num_input_channels": 2}),
+    "PatchTSTForClassification": ("patchtst", {"d_model": 16, "context_length": 64, "num_targets": 3}),
+    "PatchTSMixerForPretraining": ("patchtsmixer", {"d_model": 8, "context_length": 64, "num_input_channels": 2}),
+    "BartModel": ("bart", BOTH_SIDES),
+    "ConvNextModel": ("convnext", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "image_size": 32}),
+    "HubertModel": ("hubert", SOUNDS),
+    "LlavaForConditionalGeneration": (
+        "llava",
+        {"text_config": {**WORDS, "model_type": "llama"}, "vision_config": SIGHT, "image_token_id": 49},
+    ),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl", GRIDS),
     "ASTForAudioClassification": ("audio-spectrogram-transformer", {**WORDS, "max_length": 32, "num_mel_bins": 16}),
 }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from partc.errors import PartcError, first_line
+from partc.frontend.model_files.image_places import image_places
 from partc.frontend.model_files.model_file import is_file
 from partc.quoting import environment
 from partc.runtime.documents import Malformed, contents, decoded, parsed
@@ -33,16 +35,51 @@ _TASKS = {
     "ForXVector": "sound",
     "ForAudioFrameClassification": "frames",
     "ForAudioClassification": "spectrum",
-    "CLIPModel": "pairs",
+    "ForObjectDetection": "boxes",
+    "ForUniversalSegmentation": "masks",
+    "ForInstanceSegmentation": "masks",
+    "ElectraForPreTraining": "replaced",
+    "FunnelForPreTraining": "replaced",
+    "ForPreTraining": "pretraining",
+    "ForPretraining": "series",
+    "ForPrediction": "series",
+    "ForRegression": "series",
+    "ForTimeSeriesClassification": "series",
+    "PatchTSTForClassification": "series",
+    "Model": "features",
 }
-# The tasks that some of these names have where the main input is a sound.
-_OF_SOUNDS = {
-    ("sequence", "input_values"): "sound",
-    ("translation", "input_features"): "speech",
+# The tasks of names that stand for several: the first whose arguments forward has.
+_BY_ARGUMENTS: dict[str, tuple[tuple[str, set[str]], ...]] = {
+    "sequence": (("sound", {"input_values"}),),
+    "translation": (("speech", {"input_features", "decoder_input_ids"}), ("picture", {"input_ids", "pixel_values"})),
+    "masks": (("masks", {"mask_labels", "pixel_values"}),),
+    "boxes": (("boxes", {"labels"}),),
+    "pretraining": (
+        ("next", {"input_ids", "next_sentence_label"}),
+        ("order", {"input_ids", "sentence_order_label"}),
+        ("contrast", {"input_values", "sampled_negative_indices"}),
+        ("pixels", {"pixel_values", "noise"}),
+    ),
+    "series": (
+        ("dated", {"past_time_features", "future_values"}),
+        ("forecast", {"past_values", "future_values"}),
+        ("targets", {"past_values", "target_values"}),
+        ("series", {"past_values"}),
+    ),
+    "features": (
+        ("pairs", {"input_ids", "pixel_values", "return_loss"}),
+        ("text features", {"input_ids"}),
+        ("image features", {"pixel_values"}),
+        ("sound features", {"input_values"}),
+    ),
 }
 _MAIN_INPUTS = {
-    **dict.fromkeys(("image", "segmentation", "film", "hidden", "depth"), "pixel_values"),
-    **dict.fromkeys(("sound", "transcript", "frames", "spectrum"), "input_values"),
+    **dict.fromkeys(
+        ("image", "segmentation", "film", "hidden", "depth", "boxes", "masks", "pixels", "image features"),
+        "pixel_values",
+    ),
+    **dict.fromkeys(("sound", "transcript", "frames", "spectrum", "contrast", "sound features"), "input_values"),
+    **dict.fromkeys(("dated", "forecast", "targets", "series"), "past_values"),
     "speech": "input_features",
 }
 _COUNTED = {"hidden": "patch_size", "film": "num_frames"}  # a number on which the shapes of a task's inputs depend
@@ -80,9 +117,19 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     _expect(path, isinstance(named, list) and isinstance(named[0], str), "architectures is not a list of names")
     architecture = named[0]
     task = _task(architecture)
+    image, text_config = config.get("vision_config", config), config.get("text_config", config)
+    _expect(path, isinstance(image, dict), "vision_config is not an object")
+    _expect(path, isinstance(text_config, dict), "text_config is not an object")
+    size = image.get("image_size", 224)
+    height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
+    _expect(path, _is_size(height) and _is_size(width), "image_size is neither a number nor two")
+    places = None
     if task is not None:
         _require_transformers(architecture, config["model_type"], path)
         task = _task_of_input(task, architecture, config)
+    if task == "picture":
+        places = image_places(architecture, config, height, width)
+        task = "translation" if places is None else task
     if task is None:
         raise PartcError(
             "P0232",
@@ -90,12 +137,6 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             help=f"name one of {', '.join(f'...{suffix}' for suffix in _TASKS)} in its `architectures`,"
             " or write a model file with your own batch()",
         )
-    image, text_config = config.get("vision_config", config), config.get("text_config", config)
-    _expect(path, isinstance(image, dict), "vision_config is not an object")
-    _expect(path, isinstance(text_config, dict), "text_config is not an object")
-    size = image.get("image_size", 224)
-    height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
-    _expect(path, _is_size(height) and _is_size(width), "image_size is neither a number nor two")
     _expect(path, isinstance(config.get("id2label") or {}, dict), "id2label is not an object")
     longest = text_config.get("max_position_embeddings") or text_config.get("n_positions") or _LONGEST.get(task, 2048)
     _expect(path, _is_size(longest), "max_position_embeddings is not a number of positions")
@@ -130,6 +171,8 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             end=end if _is_size(end) and end < sizes["vocab_size"] else None,
             mels=config.get("num_mel_bins"),
             frames=2 * config.get("max_source_positions", 0),
+            places=places,
+            decoder="decoder_input_ids" in _arguments(architecture),
         )
     )
 
@@ -152,14 +195,25 @@ def _task(architecture: str) -> str | None:
 
 
 def _task_of_input(task: str, architecture: str, config: Mapping[str, Any]) -> str | None:
-    """The task of an architecture with its main input; None for one whose input partc does not make."""
+    """The task of an architecture with its arguments; None for one whose input partc does not make."""
     import transformers
 
-    given = str(getattr(getattr(transformers, architecture), "main_input_name", ""))
-    task = _OF_SOUNDS.get((task, given), task)
-    if task == "speech" and not all(_is_size(config.get(name)) for name in ("num_mel_bins", "max_source_positions")):
+    arguments, main = _arguments(architecture), getattr(transformers, architecture).main_input_name
+    several = _BY_ARGUMENTS.get(task, ())
+    default = None if several and task not in ("sequence", "translation") else task
+    found = next((name for name, needed in several if needed <= arguments), default)
+    if found is None or found == "pairs":
+        return found
+    if found == "speech" and not all(_is_size(config.get(name)) for name in ("num_mel_bins", "max_source_positions")):
         return None
-    return task if task == "pairs" or given == _MAIN_INPUTS.get(task, "input_ids") else None
+    return found if main == _MAIN_INPUTS.get(found, "input_ids") else None
+
+
+def _arguments(architecture: str) -> Set[str]:
+    """The names of forward's arguments."""
+    import transformers
+
+    return inspect.signature(getattr(transformers, architecture).forward).parameters.keys()
 
 
 def _implementations(config: Mapping[str, Any]) -> Iterator[object]:

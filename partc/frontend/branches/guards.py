@@ -10,20 +10,21 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from types import FrameType
 
 from partc.errors import Source
 from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
 from partc.installed import is_machinery, shortened
 
-_TRACED_FROM = str(Path(__file__).parents[1] / "capture.py")  # the file that calls the model
 _SPOKEN = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "error", "print"})
 
 
-def passing_guard(frame: FrameType | None, calls: int) -> tuple[Source, str, bool] | None:
+def passing_guard(frame: FrameType | None, calls: int, runner: str) -> tuple[Source, str, bool] | None:
     """The guard that tests the value computed by this frame, as (line, text, passing outcome); None if there is
     none.
+
+    The guard is at most `calls` - 1 calls above the frame. `runner` is the file whose code calls the model: handlers of
+    exceptions from there on are not the model's.
     """
     if frame is None or not calls:
         return None
@@ -37,12 +38,12 @@ def passing_guard(frame: FrameType | None, calls: int) -> tuple[Source, str, boo
         return None
     inside = [node for node in path[path.index(statement) + 1 :] if isinstance(node, ast.expr)]
     if isinstance(statement, ast.If | ast.Assert) and inside[:1] == [statement.test]:
-        wanted = None if _is_caught(frame) else _quiet_outcome(statement)
+        wanted = None if _is_caught(frame, runner) else _quiet_outcome(statement)
         source = Source(file=shortened(frame.f_code.co_filename), line=statement.lineno)
         found = None if wanted is None else (source, ast.unparse(statement.test), wanted)
         expression: ast.expr | None = statement.test
     elif isinstance(statement, ast.Return):
-        found, expression = passing_guard(frame.f_back, calls - 1), statement.value
+        found, expression = passing_guard(frame.f_back, calls - 1, runner), statement.value
     else:
         return None
     if found is None or expression is None:
@@ -79,9 +80,9 @@ def _quiet_outcome(statement: ast.If | ast.Assert) -> bool | None:
     return True if statement.orelse and _speaks(statement.orelse) else None
 
 
-def _is_caught(frame: FrameType | None) -> bool:
+def _is_caught(frame: FrameType | None, runner: str) -> bool:
     """Whether the model catches exceptions around the running statement, in its function or in a caller."""
-    while frame is not None and frame.f_code.co_filename != _TRACED_FROM:
+    while frame is not None and frame.f_code.co_filename != runner:
         if not is_machinery(frame.f_code.co_filename):
             for node, inner in pairwise(enclosing_nodes(frame)):
                 if isinstance(node, ast.Try) and node.handlers and inner in node.body:

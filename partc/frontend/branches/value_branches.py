@@ -90,12 +90,14 @@ class ValueWatch(TorchFunctionMode):
         branching: Callable[[], None] = lambda: None,
         call: Callable[[], int] = lambda: -1,
         *,
+        runner: str,
         whole: bool = True,
     ) -> None:
         """`branching` is called at each branch on a random number. `call` returns the number of the running module
-        call.
+        call. `runner` is the file whose code calls the model.
         """
         super().__init__()
+        self._runner = runner
         self._outcomes = outcomes
         self._branching = branching
         self._branches = 0
@@ -478,7 +480,7 @@ class ValueWatch(TorchFunctionMode):
 
     def _passed(self, frame: FrameType | None) -> bool | None:
         """The outcome under which a guard neither raises nor warns; None if the tested value belongs to no guard."""
-        guard = passing_guard(frame, CALLS)
+        guard = passing_guard(frame, CALLS, self._runner)
         if guard is None:
             return None
         source, text, outcome = guard

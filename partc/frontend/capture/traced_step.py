@@ -111,7 +111,7 @@ class TracedStep(nn.Module):
             cached.cache_clear()  # tensors of an earlier trace have no values here
         buffers = Buffers.of(self.model)
         repeats = self._repeats()
-        values = ValueWatch(traced.outcomes, repeats.refuse_branch, repeats.call, whole=repeats.whole)
+        values = ValueWatch(traced.outcomes, repeats.refuse_branch, repeats.call, runner=__file__, whole=repeats.whole)
         with self._constants_unchanged(values):
             found = self._watched_forward(tensors, repeats, values)
         for name, entry, version in zip(traced.names, tensors, versions, strict=True):

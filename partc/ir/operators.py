@@ -38,6 +38,7 @@ def _operator(name: str, schema: str, shapes: Shapes, gradients: Gradients | Non
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
+            ctx.set_materialize_grads(False)  # zeros of autograd's own have no layout
             ctx.args = args
             with below_autograd():
                 ctx.results = call(*args)
@@ -45,7 +46,11 @@ def _operator(name: str, schema: str, shapes: Shapes, gradients: Gradients | Non
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            found = tuple(derivative(grads, ctx.args, ctx.results))
+            if all(g is None for g in grads):
+                return (None,) * len(ctx.args)
+            results = (ctx.results,) if isinstance(ctx.results, Tensor) else ctx.results
+            given = tuple(torch.zeros_like(r) if g is None else g for g, r in zip(grads, results, strict=True))
+            found = tuple(derivative(given, ctx.args, ctx.results))
             return found + (None,) * (len(ctx.args) - len(found))
 
     _LIBRARY.impl(name, lambda *args: Differentiable.apply(*args), "Autograd")

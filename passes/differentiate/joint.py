@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -76,9 +76,10 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
         raise InternalError(f"{region.name}: {len(tangents)} incoming gradients for {len(carrying)} outputs")
     given = dict(zip(placeholders, arguments, strict=False))
     starts = (*tangents, *_own_gradients(nodes, region, given))
-    wanted = _wanted(region, dict(zip(arguments, gradients, strict=False)), roots, _dependents(nodes, starts))
+    behind = _dependents(nodes, starts)
+    wanted = _wanted(region, dict(zip(arguments, gradients, strict=False)), roots, behind)
 
-    reader = _Reader(region, sizes)
+    reader = _Reader(region, sizes, behind)
     reader.claim_all(zip(placeholders, arguments, strict=False))
     reader.claim_all(zip(tangents, (f"grad_{name}" for name in carrying), strict=True))
     reader.claim_all((node, f"grad_{name}") for name, node in wanted.items())
@@ -219,10 +220,12 @@ def _gradient(type: TensorType) -> TensorType:
 class _Reader:
     """Translates fx nodes to IR operations, named by the marks."""
 
-    def __init__(self, region: Region, sizes: Sizes) -> None:
+    def __init__(self, region: Region, sizes: Sizes, behind: Set[fx.Node]) -> None:
+        """`behind` are the nodes that depend on gradients."""
         values = {value.name: value for value in region.params} | region.forward.definitions()
         self.types = {name: value.type for name, value in values.items()}
         self._sizes = sizes
+        self._behind = behind
         self._sources = {value.name: op.source for op in region.forward.ops for value in op.results}
         self._names: dict[fx.Node, str] = {}
         self._holders: dict[str, fx.Node] = {}
@@ -303,7 +306,7 @@ class _Reader:
 
     def _operation(self, node: fx.Node) -> Op:
         name, args, attrs = _canonical(node, self._arg)
-        results = self._laid_out(Op(name=name, args=args, attrs=attrs, results=self._results(node)), self._labels[node])
+        results = self._laid_out(Op(name=name, args=args, attrs=attrs, results=self._results(node)), self._heir(node))
         if effects(name).extra or len(results) > 1:
             source = next((self._sources[value.name] for value in results if value.name in self._sources), None)
         else:
@@ -311,6 +314,11 @@ class _Reader:
         given = (self._source(self._names[_origin(other)], _origin(other)) for other in node.all_input_nodes)
         source = source or next(filter(None, given), None)
         return Op(name=name, args=args, attrs=attrs, results=results, source=source)
+
+    def _heir(self, node: fx.Node) -> str:
+        """A value whose layout the results may share: a gradient only for constants and dependents of gradients."""
+        label = self._labels[node]
+        return label if label in self.types or node in self._behind or not node.all_input_nodes else ""
 
     def _laid_out(self, op: Op, heir: str) -> tuple[Value, ...]:
         """The results with their layouts: known from the forward pass, or inferred from the operation."""

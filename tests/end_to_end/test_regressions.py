@@ -435,3 +435,44 @@ class SplitExamples(nn.Module):
 
 def test_examples_that_are_split_within_microbatches() -> None:
     _equal(SplitExamples, _batch(), "pp=2,tp=2", microbatches=2)
+
+
+class CodesDrawnByGumbel(nn.Module):
+    """Random numbers in the shape of a value: they read no element of it, and it has no gradient from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(6, 8)
+        self.codes = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.mse_loss(F.gumbel_softmax(self.scores(x), hard=True) @ self.codes, x)
+
+
+def codes_drawn_by_gumbel() -> nn.Module:
+    return CodesDrawnByGumbel()
+
+
+def test_random_numbers_like_a_cut_value_send_no_gradient() -> None:
+    _equal(codes_drawn_by_gumbel, _batch(), "cp=2")
+
+
+class EmptyFirstStep(nn.Module):
+    """A first step of zeros, as large as the weight that multiplies them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.LSTM(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, states = self.rows(torch.zeros(1, len(x), 6))
+        second, _ = self.rows(x.unsqueeze(0), states)
+        return (first + second - x[:, :2]).square().mean()
+
+
+def empty_first_step() -> nn.Module:
+    return EmptyFirstStep()
+
+
+def test_zeros_have_the_layout_of_no_gradient() -> None:
+    _equal(empty_first_step, _batch(), "dp=2")

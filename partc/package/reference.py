@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from partc.errors import PartcError
+from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.package.loads import LoadCounts
 from partc.package.sampling import BranchSampling, Sampling, shorter_outcomes
 from partc.runtime.checkpoint.safetensors import save
@@ -346,7 +347,8 @@ def _microbatches(batch: Any, plan: dict[str, Any]) -> list[Any]:
 def loss_of(module: Any, model: nn.Module, batch: Any) -> Tensor:
     """The model file's loss: its own function, or the model's result, or that object's `.loss`."""
     members = Members.of(model)
-    result = module.loss(model, batch) if hasattr(module, "loss") else of_model(model, batch)
+    with traceable_spans(model):  # the same draws as in the package
+        result = module.loss(model, batch) if hasattr(module, "loss") else of_model(model, batch)
     members.take()
     if not isinstance(result, Tensor):
         result = result["loss"] if isinstance(result, Mapping) else result.loss

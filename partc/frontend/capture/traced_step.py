@@ -26,6 +26,7 @@ from partc.frontend.state.constant_buffers import Recipe, is_flag, recomputed
 from partc.frontend.state.frozen_state import StateWatch
 from partc.frontend.state.replaced_buffers import Buffers
 from partc.frontend.trace_errors import explained_error
+from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
 from partc.runtime.train.entries import of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members
@@ -137,7 +138,8 @@ class TracedStep(nn.Module):
             with (
                 computing_in(traced.dtype), repeats.rows.with_parts(), self._watch.watching(),
                 using_traceable_builtins(self._watch.modules), values.watching(), repeats.marking(), _conversions(),
-                _inference(), untraceable_modules(), self._with_masks(), traced.members.current(),
+                _inference(), untraceable_modules(), traceable_spans(self.model), self._with_masks(),
+                traced.members.current(),
             ):  # fmt: skip
                 found = self._forward(batch)
         except (PartcError, UnequalError, WholeTrace):

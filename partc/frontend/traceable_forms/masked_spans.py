@@ -1,0 +1,61 @@
+"""SpecAugment's masks of spans as random numbers of the trace (Park et al. 2019).
+
+The speech models of transformers draw them by a function `_compute_mask_indices` with NumPy, whose numbers a package
+would repeat in every step.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FunctionType
+
+import torch
+from torch import Tensor, nn
+
+_NAME = "_compute_mask_indices"
+
+
+@contextmanager
+def traceable_spans(model: nn.Module) -> Iterator[None]:
+    """A context in which the modules of a model draw masks of spans with `masked_spans`."""
+    files = {type(part).__module__: vars(sys.modules[type(part).__module__]) for part in model.modules()}
+    replaced = [(names, plain) for names in files.values() if isinstance(plain := names.get(_NAME), FunctionType)]
+    for names, _ in replaced:
+        names[_NAME] = masked_spans
+    try:
+        with warnings.catch_warnings():  # models copy the mask into a tensor
+            warnings.filterwarnings("ignore", "To copy construct from a tensor", UserWarning)
+            yield
+    finally:
+        for names, plain in replaced:
+            names[_NAME] = plain
+
+
+def masked_spans(
+    shape: tuple[int, int],
+    mask_prob: float,
+    mask_length: int,
+    attention_mask: Tensor | None = None,
+    min_masks: int = 0,
+) -> Tensor:
+    """Random spans of `mask_length` places, about `mask_prob` of each row; True inside of spans.
+
+    Rows have `mask_prob * length / mask_length` spans with different starts, rounded up or down at random. They end
+    where the row's mask ends.
+    """
+    rows, length = shape
+    if not 1 <= mask_length <= length:
+        raise ValueError(f"spans of {mask_length} places are not within {length}")
+    most = min(max(int(mask_prob * length / mask_length + 1), min_masks), length // mask_length)
+    lengths = torch.full((rows,), length) if attention_mask is None else attention_mask.detach().sum(-1)
+    starts = lengths - (mask_length - 1)  # the number of places where a span may start
+    spans = (mask_prob * lengths / mask_length + torch.rand(())).long().clamp(min_masks, most)
+    spans = torch.minimum(spans, starts.clamp(min=0))
+    places = torch.arange(length - mask_length + 1)
+    order = torch.rand(rows, len(places)).masked_fill(places >= starts[:, None], -1.0)
+    first = order.topk(most, 1).indices[:, :, None]
+    inside = (torch.arange(length) >= first) & (torch.arange(length) < first + mask_length)
+    return (inside & (torch.arange(most) < spans[:, None])[:, :, None]).any(1)

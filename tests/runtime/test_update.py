@@ -13,6 +13,7 @@ from torch import nn
 import partc
 from partc.package.verify import verify
 from partc.runtime.checkpoint.safetensors import load
+from partc.runtime.optimizer.gradients import Gradients
 from partc.runtime.optimizer.optimizer import make_optimizers
 from partc.runtime.optimizer.recipe import Recipe
 from partc.runtime.optimizer.update import BACKOFF, FIRST_SCALE, GROWTH, PATIENCE, Decline, LossScale, Rate
@@ -41,6 +42,20 @@ def test_clipping_is_that_of_one_device(mesh: str, zero: int, schedule: str, tmp
     package = _package(tmp_path, mesh, zero=zero, schedule=schedule)
     result = verify(package, steps=3, virtual=True, arguments=_sgd(clip=0.05))
     assert result.ok, result.worst
+
+
+@pytest.mark.parametrize("most", [0.5, 5.0, 5.0 + 5e-7, 7.0])
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_clipping_is_torchs(most: float, bad: float) -> None:
+    """Also at the limit, and where a gradient is not a number."""
+    named = {"a": torch.tensor([3.0, bad], dtype=torch.float64), "b": torch.tensor([4.0], dtype=torch.float64)}
+    parameters = [nn.Parameter(torch.zeros_like(x)) for x in named.values()]
+    for parameter, x in zip(parameters, named.values(), strict=True):
+        parameter.grad = x.clone()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, most)
+    Gradients((*named.values(),), named).clip(norm, most)
+    for parameter, x in zip(parameters, named.values(), strict=True):
+        torch.testing.assert_close(x, parameter.grad, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow

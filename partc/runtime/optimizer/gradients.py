@@ -97,5 +97,5 @@ def _norm(gradient: Tensor | RowGradient) -> Tensor:
 
 
 def _clipping(norm: Tensor, most: float) -> Tensor:
-    """The factor for gradients of this norm; 1 if the norm is not a number."""
-    return torch.where(norm > most, most / (norm + _SMALL), torch.ones_like(norm))
+    """torch.nn.utils.clip_grad_norm_'s factor for gradients of this norm: NaN if the norm is NaN."""
+    return torch.clamp(most / (norm + _SMALL), max=1.0)

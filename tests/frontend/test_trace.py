@@ -455,6 +455,16 @@ CONFIGURED: Mapping[str, tuple[str, dict[str, object]]] = {
         {"text_config": {**WORDS, "model_type": "llama"}, "vision_config": SIGHT, "image_token_id": 49},
     ),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl", GRIDS),
+    "LightOnOcrForConditionalGeneration": (
+        "lighton_ocr",
+        {
+            "text_config": {**WORDS, "model_type": "qwen3", "num_key_value_heads": 2},
+            "vision_config": {**SIGHT, "model_type": "pixtral"},
+            "image_token_id": 49,
+        },
+    ),
+    "VivitModel": ("vivit", {**SQUARES, "num_frames": 4, "tubelet_size": [2, 8, 8]}),
+    "LlavaModel": ("llava", {"text_config": {**WORDS, "model_type": "llama"}, "vision_config": SIGHT}),
     "ASTForAudioClassification": ("audio-spectrogram-transformer", {**WORDS, "max_length": 32, "num_mel_bins": 16}),
 }
 

@@ -117,7 +117,7 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     _expect(path, isinstance(named, list) and isinstance(named[0], str), "architectures is not a list of names")
     architecture = named[0]
     task = _task(architecture)
-    image, text_config = config.get("vision_config", config), config.get("text_config", config)
+    image, text_config = config.get("vision_config") or config, config.get("text_config") or config
     _expect(path, isinstance(image, dict), "vision_config is not an object")
     _expect(path, isinstance(text_config, dict), "text_config is not an object")
     size = image.get("image_size", 224)
@@ -130,7 +130,8 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     if task == "picture":
         places = image_places(architecture, config, height, width)
         task = "translation" if places is None else task
-    if task is None:
+    features = _feature_width(config) if task is not None and task.endswith(" features") else 0
+    if task is None or features is None:
         raise PartcError(
             "P0232",
             f"{path} has {architecture or config.get('model_type')!r}, which partc has no batch for",
@@ -146,7 +147,8 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
         "num_channels": image.get("num_channels", 3),
         "num_labels": len(config.get("id2label") or {}) or config.get("num_labels") or 2,
     }
-    if (count := _COUNTED.get(task)) is not None:
+    count = _COUNTED.get(task) or ("num_frames" if task == "image features" and "num_frames" in config else None)
+    if count is not None:
         sizes[count] = image.get(count) or config.get(count) or _default(config, count)
     for name, found in sizes.items():
         _expect(path, _is_size(found) or (wordless and found == 0), f"{name} is not a number")
@@ -164,7 +166,7 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             seq=seq or min(longest, 128),
             vocabulary=sizes["vocab_size"],
             channels=sizes["num_channels"],
-            count=sizes.get(_COUNTED.get(task, "")),
+            count=None if count is None else sizes[count],
             height=height,
             width=width,
             classes=sizes["num_labels"],
@@ -173,6 +175,7 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             frames=2 * config.get("max_source_positions", 0),
             places=places,
             decoder="decoder_input_ids" in _arguments(architecture),
+            features=features,
         )
     )
 
@@ -214,6 +217,20 @@ def _arguments(architecture: str) -> Set[str]:
     import transformers
 
     return inspect.signature(getattr(transformers, architecture).forward).parameters.keys()
+
+
+def _feature_width(config: Mapping[str, Any]) -> int | None:
+    """The width of the features that a model without a head computes."""
+    import transformers
+
+    made = transformers.AutoConfig.for_model(**config)
+    for part in (made, made.get_text_config()):
+        for name in ("hidden_size", "hidden_sizes", "d_model", "embed_dim", "hidden_dim"):
+            found = getattr(part, name, None)
+            width = found[-1] if isinstance(found, list | tuple) and found else found
+            if isinstance(width, int):
+                return width
+    return None
 
 
 def _implementations(config: Mapping[str, Any]) -> Iterator[object]:

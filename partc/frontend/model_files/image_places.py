@@ -17,6 +17,7 @@ class ImagePlaces:
     kinds: str  # the argument that says which places are images'; empty if there is none
     side: int = 0  # patches in each direction, where images are given as rows of patches
     row: int = 0  # numbers in each of these rows
+    sized: bool = False  # the model is told the sizes of images
 
 
 def image_places(architecture: str, config: Mapping[str, Any], height: int, width: int) -> ImagePlaces | None:
@@ -41,21 +42,36 @@ def image_places(architecture: str, config: Mapping[str, Any], height: int, widt
         channels = getattr(vision, "in_channels", getattr(vision, "in_chans", None)) or 3
         row = channels * getattr(vision, "temporal_patch_size", 1) * patch**2
         return ImagePlaces(token=token, count=(side // merged) ** 2, kinds=kinds, side=side, row=row)
-    channels = getattr(made.vision_config, "num_channels", 3) if hasattr(made, "vision_config") else 3
-    count = _feature_rows(kind, made, channels, height, width)
-    return None if count is None else ImagePlaces(token=token, count=count, kinds=kinds)
+    channels = getattr(getattr(made, "vision_config", None), "num_channels", 3)
+    model = _without_memory(kind, made)
+    for sizes in ({}, {"image_sizes": [[height, width]]}) if model is not None else ():
+        count = _feature_rows(model, (1, channels, height, width), sizes) if sizes.keys() <= arguments.keys() else None
+        if count is not None:
+            return ImagePlaces(token=token, count=count, kinds=kinds, sized=bool(sizes))
+    return None
 
 
-def _feature_rows(kind: Any, config: Any, channels: int, height: int, width: int) -> int | None:
-    """The rows of features that a model makes of one image, found on tensors without memory."""
+def _without_memory(kind: Any, config: Any) -> Any:
+    """A model whose tensors have no memory; None if the library cannot build it."""
     import torch
 
     try:
         with torch.device("meta"):
-            model = kind(config)
-            owner = model if hasattr(model, "get_image_features") else model.model
-            made = owner.get_image_features(pixel_values=torch.empty(1, channels, height, width))
-    except Exception:  # a model that needs more arguments, or values
+            return kind(config)
+    except Exception:  # whatever a library says of a configuration; the trace repeats it
+        return None
+
+
+def _feature_rows(model: Any, shape: tuple[int, ...], sizes: Mapping[str, Any]) -> int | None:
+    """The rows of features that a model makes of images; None if it needs other arguments, or values."""
+    import torch
+
+    try:
+        owner = model if hasattr(model, "get_image_features") else model.model
+        given = {name: torch.tensor(size, device="cpu") for name, size in sizes.items()}
+        with torch.device("meta"):
+            made = owner.get_image_features(pixel_values=torch.empty(shape), **given)
+    except Exception:  # whatever the model's own code says
         return None
     features = getattr(made, "pooler_output", made)
     parts: Iterable[Any] = (features,) if isinstance(features, torch.Tensor) else features

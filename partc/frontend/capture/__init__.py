@@ -127,11 +127,12 @@ def capture(
     check_members(named)
     pairs = pairs_in_memory(named)
     check_pairs(pairs)
-    numbers = recipes.numbers(named)
+    masks, numbers = recipes.masks(named), recipes.numbers(named)
     members, modules = Members.of(model), ModuleTree(named)
     rows = ModuleRows(modules.named, modules.groups, modules.weights, excluded)
     if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
         raise WholeTrace  # otherwise equal modules may have different numbers
+    hooks = own_hooks(modules.named)  # before fake tensors, which have none, replace the parameters
     make_fake(modules.named, dtype, mode, rows.left_out)
     with mode:
         form, found = made_batch(make_batch, path)
@@ -148,9 +149,9 @@ def capture(
             parts=parts,
             dtype=dtype,
             outcomes=outcomes,
-            hooks=own_hooks(modules.named),
+            hooks=hooks,
             members=members,
-            masks=recipes.masks(named),
+            masks=masks,
         )
         exported, findings, assumed = _exported(traced, batch, modules, rows, numbers, excluded)
     marked, selections = findings.repeats, findings.selections

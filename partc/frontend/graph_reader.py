@@ -30,6 +30,7 @@ from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import NO_GRAD, Arg, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
 from partc.torch_private import OpOverload
 
+LITERAL = 4096  # elements of a constant that is written down
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _NUMBERS = (bool, int, float)  # types of the values of operations on constants
 _INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
@@ -69,6 +70,23 @@ def tensor_type(tensor: Tensor, name: str) -> TensorType:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
         raise PartcError("P0209", f"{name} is of {tensor.dtype}", help=f"the dtypes of tensors are {dtypes}")
     return TensorType.replicated(DTYPE_NAMES[dtype], shape)
+
+
+def repeated_part(x: Tensor) -> tuple[Tensor, int] | None:
+    """The smallest part of a constant of which it is a repetition along a dimension, and the dimension.
+
+    A constant of at most LITERAL elements is its own part; None if no part is that small.
+    """
+    if x.numel() <= LITERAL:
+        return x, 0
+    for dim, size in enumerate(x.shape):
+        for times in range(size, x.numel() // LITERAL, -1):
+            if size % times == 0 and x.numel() // times <= LITERAL:
+                copies = x.unflatten(dim, (times, size // times))
+                part = copies.select(dim, 0)
+                if copies.equal(part.unsqueeze(dim).expand_as(copies)):
+                    return part, dim
+    return None
 
 
 class GraphReader:
@@ -128,23 +146,44 @@ class GraphReader:
                 raise InternalError(f"input {node.name} of kind {spec.kind}")
 
     def _constant(self, node: fx.Node, target: str) -> None:
-        """A tensor that forward created from Python numbers; small ones become literals."""
+        """A tensor that forward created from Python numbers. Small ones become literals, as do the parts of which large
+        ones are repetitions, such as positions in equal images.
+        """
         type = tensor_type(node.meta["val"], "a constant of forward")
         values = self._constants.get(target)
-        if values is None or values.is_meta or values.numel() > 4096 or hasattr(values, "fake_mode"):
-            if 0 in type.shape:
-                args: tuple[Arg, ...] = (type.shape, 0)
-                self._add("full", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)
-                return
+        known = values is not None and not values.is_meta and not hasattr(values, "fake_mode")
+        part = repeated_part(values) if values is not None and known else None
+        result = Value(name=node.name, type=type)
+        if part is not None:
+            self._literal(*part, result)
+        elif 0 in type.shape:
+            self._add("full", (type.shape, 0), (("dtype", DTypeArg(type.dtype)),), (result,), None)
+        else:
             raise PartcError(
                 "P0211",
                 f"forward uses a constant tensor of shape {type.shape} that is not a buffer",
                 help="register it as a buffer of its module",
                 source=source_of(next(iter(node.users), node)),
             )
-        numbers = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-        args = (tuple(numbers.flatten().tolist()), type.shape)
-        self._add("constant", args, (("dtype", DTypeArg(type.dtype)),), (Value(name=node.name, type=type),), None)
+
+    def _literal(self, part: Tensor, dim: int, result: Value) -> None:
+        """Numbers written down, and repeated along a dimension where the result has more of them."""
+        numbers = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+        shape, whole = tuple(numbers.shape), result.type.shape
+        kind = (("dtype", DTypeArg(result.type.dtype)),)
+        if shape == whole:
+            self._add("constant", (tuple(numbers.flatten().tolist()), whole), kind, (result,), None)
+            return
+        once, copied = ((*shape[:dim], n, *shape[dim:]) for n in (1, whole[dim] // shape[dim]))
+        literal, copies = (
+            Value(
+                name=unique(f"{result.name}_{word}", self._taken), type=TensorType.replicated(result.type.dtype, size)
+            )
+            for word, size in (("part", once), ("copies", copied))
+        )
+        self._add("constant", (tuple(numbers.flatten().tolist()), once), kind, (literal,), None)
+        self._add("expand", (Ref(literal.name), copied), (), (copies,), None)
+        self._add("reshape", (Ref(copies.name), whole), (), (result,), None)
 
     def _body(self, module: fx.GraphModule) -> tuple[str, ...]:
         for node in module.graph.nodes:

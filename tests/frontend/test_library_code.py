@@ -16,12 +16,14 @@ from torch.func import grad, vmap
 
 import partc
 from partc.errors import PartcError
+from partc.frontend.graph_reader import repeated_part
 from partc.frontend.strided_views import SLICED, windows
 from partc.frontend.trace import Traced, trace_model
 from partc.ir.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
 Body = Callable[["Net", Tensor], Tensor]
+TILES = torch.linspace(-1, 1, 768).view(24, 32).repeat(8, 1)
 
 
 def table() -> Tensor:
@@ -122,9 +124,14 @@ def derived(net: Net, x: Tensor) -> Tensor:
     )
 
 
+def tiled(net: Net, x: Tensor) -> Tensor:
+    """A large constant whose rows repeat for each example."""
+    return layer(net, x) + TILES.to(x.dtype).view(8, 24, 32).flatten(1)[:, :48].view(8, 6, 8)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "body", [converting, asking, placed, counted, shared, sliced, windowed, told_otherwise, mapped, derived]
+    "body", [converting, asking, placed, counted, shared, sliced, windowed, told_otherwise, mapped, derived, tiled]
 )
 def test_code_of_libraries_equals_the_eager_model(body: Body) -> None:
     torch.manual_seed(0)
@@ -159,6 +166,15 @@ def test_views_are_slices(view: Callable[[Tensor], Tensor]) -> None:
     read, written = SLICED.values()
     assert torch.equal(read(x, *place), seen)
     assert torch.equal(written(x, -seen, *place), x.as_strided_scatter(-seen, *place))
+
+
+def test_large_constants_are_repetitions_of_a_literal() -> None:
+    x = torch.arange(12.0).view(3, 4)
+    for constant, part in ((x.repeat(1000, 1), x), (x.repeat(1, 1000), x), (x, x), (x.repeat(1000, 1).cumsum(0), None)):
+        found = repeated_part(constant)
+        assert found is None if part is None else found is not None and found[0].equal(part)
+    program = traced(tiled).program
+    assert sum(op.name == "constant" for region in program.regions for op in region.forward.ops) == 1
 
 
 def test_reads_across_rows_are_no_windows() -> None:

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from partc.codegen.expressions import (
-    accumulates,
-    accumulation,
-    emitted_type,
-    expression,
-    is_atom,
-    is_chained,
-    returns_more,
-    unsummed,
-    with_accumulation,
-)
-from partc.codegen.lifetimes import deletions, overwritten
+from partc.codegen.function_bodies import BodyWriter
 from partc.codegen.names import Names, RegionNames, identifier
-from partc.codegen.operands import Operands, argument_text, modules
-from partc.codegen.partial_gradients import partial_sums, sum_statements
-from partc.codegen.recompute_comments import recompute_comments
+from partc.codegen.operands import Operands
 from partc.codegen.source import Argument, Function, Line, Record, RegionCode
 from partc.codegen.views import without_idle_views
-from partc.communication import descriptions as collectives
 from partc.ir.layout import Sizes
-from partc.ir.operations import shares_memory
-from partc.ir.program import SCAN, Graph, Op, Ref, Region, Value
-from partc.ir.ragged import ragged_rows
+from partc.ir.program import Graph, Op, Region, Value
 from partc.ir.routers import choices
 from partc.ir.scans import scan_of
-from partc.rules import demands_dense
-
-# Operations whose second argument is a shape; True if -1 is allowed for the number of rows.
-_SHAPED = {"reshape": True, "expand": True, "slice_backward": False, "select_backward": False}
 
 
 def region_code(
@@ -59,7 +38,7 @@ def region_code(
     fields = Names()
     for value in region.params:
         fields[value.name]
-    writer = _Writer(
+    writer = _RegionWriter(
         region=region,
         sizes=sizes,
         called=called,
@@ -108,7 +87,7 @@ def region_code(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Writer:
+class _RegionWriter:
     region: Region
     sizes: Sizes
     called: RegionNames
@@ -284,12 +263,6 @@ class _Writer:
         )
         return Line(code=f"g = {self.called.params}({', '.join(values)})", uses=self._uses(given.values()))
 
-    def _memory(self, op: Op, write: Callable[[str], str], position: int) -> Callable[[str], str]:
-        """The writer of values as arguments: a dense copy if the kernel requires one."""
-        if not demands_dense(op, position):
-            return write
-        return lambda name: write(name) if name in self.dense else f"{write(name)}.contiguous()"
-
     @property
     def _params(self) -> frozenset[str]:
         return frozenset(value.name for value in self.region.params)
@@ -320,160 +293,18 @@ class _Writer:
         borrowed: Iterable[Value],
         counted: Mapping[str, str] | None = None,
     ) -> list[Line]:
-        """One line for each operation.
-
-        `buffers` names the gradient buffers to which values are added; the caller frees `borrowed` values. `counted`
-        maps a result to the choices of experts that are counted before its operation.
-        """
-        types = self.region.types(graph)
-        uses = _use_counts(graph)
-        order = _views_first(graph)
-        remade = recompute_comments(replace(graph, ops=order), self.region, self.sizes)
-        fresh = {
-            value.name
-            for op in order
-            for value in op.results
-            if not shares_memory(op, types) and uses.get(value.name) == 1 and value.name not in graph.outputs
-        }
-        freed = deletions(
-            replace(graph, ops=order), keep={*graph.outputs, *(v.name for v in borrowed)}, sizes=self.sizes
+        """The lines of a graph (see `BodyWriter`)."""
+        writer = BodyWriter(
+            self.region,
+            graph,
+            self.sizes,
+            names,
+            buffers=buffers,
+            dense=self.dense,
+            prefix=self.prefix,
+            scan=self._scan,
         )
-        started = {name for op in order if op.name == "wait" for name in op.refs()}
-        inlined: dict[str, Line] = {}
-        ragged = ragged_rows(self.region)
-        bound = {value.name for value in graph.inputs}
-        gone: list[str] = []
-        lines = [
-            Line(code=f"{buffer}.add_({names[value.name]})", uses=frozenset({"g"}))
-            for value in graph.inputs
-            for buffer in buffers.get(value.name, ())
-        ]
-        for index, op in enumerate(order):
-            write = lambda name: inlined[name].code if name in inlined else names[name]  # noqa: E731
-            operands = Operands.of(
-                op,
-                partial(self._memory, op, write),
-                types,
-                self.sizes,
-                shapes=_with_rows(op, ragged, names),
-                started=any(value.name in started for value in op.results),
-                exclusive=bool(op.args) and isinstance(op.args[0], Ref) and op.args[0].name in fresh,
-            )
-            operands.used.update(modules((*op.args, *(value for _, value in op.attrs))), self._uses(op.refs()))
-            operands.used.update(*(inlined[name].uses for name in op.refs() if name in inlined))
-            comment = collectives.comment(op, graph, types, self.sizes, self._label, apart=operands.started)
-            over = [f"written over {argument_text(op.args[place], write)}" for place in overwritten(op).values()]
-            notes = tuple(filter(None, (remade.get(op.results[0].name), comment, *over)))
-            if counted and op.results[0].name in counted:
-                chosen = counted[op.results[0].name]
-                lines.append(Line(code=f"comm.loads.count({write(chosen)})", uses=frozenset({"comm"})))
-            statement = self._statement(op, operands, order, index, uses, graph, names, buffers, inlined, notes)
-            lines.extend(statement)
-            if any(line.binds for line in statement):
-                bound.update(value.name for value in op.results)
-            gone.extend(freed.get(index, ()))
-            if statement and gone:
-                dead = [names[name] for name in gone if name in bound and uses.get(name)]
-                lines.extend([Line(code=f"del {', '.join(dead)}")] if dead else [])
-                gone.clear()
-        return lines
-
-    def _statement(
-        self,
-        op: Op,
-        operands: Operands,
-        order: tuple[Op, ...],
-        index: int,
-        uses: Mapping[str, int],
-        graph: Graph,
-        names: Names,
-        buffers: Mapping[str, list[str]],
-        inlined: dict[str, Line],
-        notes: tuple[str, ...],
-    ) -> list[Line]:
-        single = len(op.results) == 1
-        if single and op.result.name in buffers and not uses.get(op.result.name, 0):
-            first, *others = buffers[op.result.name]
-            if not others and op.result.name not in graph.outputs:
-                code = accumulation(first, operands)
-                return [Line(code=code, layout=str(op.result.type), notes=notes, uses=frozenset(operands.used))]
-        code = self._scan(op, operands) if op.name == SCAN else expression(operands)
-        into = self._addable_buffers(op, uses, graph, buffers)
-        if into:
-            code = with_accumulation(into, operands)
-        apart = partial_sums(op, uses, graph, buffers)
-        if apart:
-            code = unsummed(operands)
-        following = order[index + 1] if index + 1 < len(order) else None
-        if (
-            single
-            and not notes
-            and not returns_more(op.name)
-            and following is not None
-            and self._joins(op, following)
-            and uses[op.result.name] == 1
-            and op.result.name not in graph.outputs
-            and op.result.name not in buffers
-            and is_atom(code)
-        ):
-            inlined[op.result.name] = Line(code=code, uses=frozenset(operands.used))
-            return []
-        made = [value for value in op.results[: len(op.results) - len(into)] if value.name not in apart]
-        targets = [names[value.name] if self._is_read(value, uses, graph, buffers) else "_" for value in made]
-        if single and returns_more(op.name):
-            targets.append("*_")
-        parts, sums = sum_statements(op, apart, buffers, names)
-        known = {name: str(emitted_type(op, value)) for name, value in zip(targets, made, strict=False) if name != "_"}
-        kinds = list(dict.fromkeys(known.values()))
-        if len(kinds) > 1:
-            notes = (*notes, ", ".join(f"{name}: {type}" for name, type in known.items()))
-        layout = "" if len(kinds) != 1 else kinds[0] if len(known) == 1 else f"each {kinds[0]}"
-        read = frozenset(operands.used)
-        assignment = f"{', '.join((*targets, *parts))} = {code}"
-        lines = [Line(code=assignment, layout=layout, notes=notes, uses=read, binds=True)]
-        for value in made:
-            lines += [
-                Line(code=f"{buffer}.add_({names[value.name]})", uses=frozenset({"g"}))
-                for buffer in buffers.get(value.name, ())
-            ]
-        return [*lines, *sums]
-
-    def _joins(self, op: Op, following: Op) -> bool:
-        """Whether an operation is written inline in the next one, as its first operand or as a weight's transpose."""
-        transposed = op.name == "permute" and isinstance(op.args[0], Ref) and op.args[0].name in self._params
-        if transposed and op.result.name in following.refs():
-            return True
-        return is_chained(following.name) and following.args[0] == Ref(op.result.name)
-
-    @staticmethod
-    def _addable_buffers(op: Op, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> list[str]:
-        """The buffers to which the operation itself can add all results but the first; empty if it cannot."""
-        more = [value.name for value in op.results[1:]] if accumulates(op.name) else []
-        alone = all(len(buffers.get(name, ())) == 1 and not uses.get(name, 0) for name in more)
-        return [buffers[name][0] for name in more] if alone and not {*more} & {*graph.outputs} else []
-
-    @staticmethod
-    def _is_read(value: Value, uses: Mapping[str, int], graph: Graph, buffers: Mapping[str, list[str]]) -> bool:
-        return bool(uses.get(value.name)) or value.name in graph.outputs or value.name in buffers
-
-    def _label(self, op: Op) -> str:
-        """A label for an operation: its module, relative to the region, else its line in the model file."""
-        inner = next((each for each in (op, *op.body) if each.source), op)
-        module = inner.module.removeprefix(self.prefix).strip(".")
-        if module or not inner.source:
-            return module or inner.results[0].name
-        return self.prefix if inner.module else f"{inner.source.file.rpartition('/')[2]}:{inner.source.line}"
-
-
-def _with_rows(op: Op, ragged: frozenset[str], names: Names) -> dict[int, tuple[str, ...]]:
-    """For an operation on a data-dependent number of rows: its shape arguments as source, by position."""
-    if ragged.isdisjoint(value.name for value in op.results):
-        return {}
-    shape = op.args[1] if len(op.args) > 1 and op.name in _SHAPED else ()
-    if not isinstance(shape, tuple) or not shape:
-        return {}
-    rows = "-1" if _SHAPED[op.name] else f"{names[next(name for name in op.refs() if name in ragged)]}.shape[0]"
-    return {1: (rows, *map(str, shape[1:]))}
+        return writer.lines(borrowed, counted or {})
 
 
 def _record(name: str, fields: Names, graph: Graph, values: Sequence[str], results: Sequence[str]) -> str:
@@ -493,33 +324,3 @@ def _as_made(graph: Graph, values: Iterable[str]) -> list[str]:
 def _returns(types: Sequence[str]) -> str:
     """The annotation of a function that returns values of these types."""
     return types[0] if len(types) == 1 else f"tuple[{', '.join(types)}]" if types else "None"
-
-
-def _use_counts(graph: Graph) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for op in graph.ops:
-        for name in op.refs():
-            counts[name] = counts.get(name, 0) + 1
-    return counts
-
-
-def _views_first(graph: Graph) -> tuple[Op, ...]:
-    """The graph in which a view that is its operand's only reader directly follows the operand's operation."""
-    uses = _use_counts(graph)
-    made = {value.name: op for op in graph.ops for value in op.results if len(op.results) == 1}
-    follower: dict[int, Op] = {}
-    moved: set[int] = set()
-    for op in graph.ops:
-        if not is_chained(op.name) or not isinstance(op.args[0], Ref) or sum(1 for _ in op.refs()) != 1:
-            continue
-        maker = made.get(op.args[0].name)
-        if maker is not None and uses[op.args[0].name] == 1 and op.args[0].name not in graph.outputs:
-            follower[id(maker)] = op
-            moved.add(id(op))
-    order: list[Op] = []
-    for op in graph.ops:
-        following: Op | None = op if id(op) not in moved else None
-        while following is not None:
-            order.append(following)
-            following = follower.get(id(following))
-    return tuple(order)

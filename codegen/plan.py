@@ -39,18 +39,16 @@ def plan(
     """
     from partc.codegen.attentions import documents  # loads torch
 
-    types = program.value_types()
-    holders = program.holders()
     uncaptured = obstacle(program)
-    counters = (each for each in program.parameters if each.counts)
-    counted = {name: [each.name, at] for each in counters for at, names in enumerate(each.counts) for name in names}
+    found = [*routers(program)]
+    rounds = _rounding(program, precision)
     return {
         "partc": FORMAT,
         "name": program.name,
         "mesh": str(program.mesh),
         "microbatches": program.microbatches,
         "precision": precision,
-        **({"rounds": rounds} if (rounds := _rounding(program, precision)) else {}),
+        **({"rounds": rounds} if rounds else {}),
         "seed": seed,
         "draws": program.draws,
         "repeated": program.separate_batches,
@@ -62,66 +60,85 @@ def plan(
         **({"planned": dict(planned)} if planned else {}),
         "stages": program.stages,
         "places": [program.place(stage) for stage in range(program.stages)],
-        "inputs": {
-            name: {
-                **_typed(program.step_input(name), program),
-                **({"below": limits[name]} if limits and name in limits else {}),
-            }
-            for name in program.inputs
-        },
+        "inputs": _inputs(program, limits or {}),
         **({"constants": dict(constants)} if constants else {}),
-        "parameters": {
-            name: {
-                **_parameter_entry(parameter, row, program),
-                "trainable": parameter.trainable,
-                **({"balance": parameter.balance} if parameter.balance else {}),
-                **({"counted": counted[name]} if name in counted else {}),
-                "reduce": [axis for axis in parameter.reduce if program.sizes[axis] > 1],
-                "gather": list(parameter.gather),
-                "stages": list(holders.get(parameter.name, ())),
-                "aliases": list(parameter.aliases),
-            }
-            for parameter in program.parameters
-            if not parameter.counts
-            for row, name in enumerate(parameter.names)
-        },
-        **(
-            {
-                "results": {
-                    path: {**_typed(types[name], program), "place": _pipeline_rank(name, program)}
-                    for path, name in program.results
-                }
-            }
-            if program.results
-            else {}
-        ),
+        "parameters": _parameters(program),
+        **({"results": _results(program)} if program.results else {}),
         "regions": {region.name: _region(region, program) for region in program.regions},
-        "calls": [
-            {
-                "name": call.name,
-                "region": call.region,
-                "stage": call.stage,
-                "reads": list(call.args),
-                "makes": list(call.results),
-            }
-            for call in program.calls
-        ],
-        "transfers": [
-            {
-                "value": transfer.value,
-                "source": transfer.source,
-                "target": transfer.target,
-                "gradient": transfer.gradient,
-                "bytes": types[transfer.value].local_bytes(program.sizes) if program.travels(transfer) else 0,
-            }
-            for transfer in program.transfers
-        ],
+        "calls": _calls(program),
+        "transfers": _transfers(program),
         "attention": documents(program),
-        **({"routers": [asdict(router) for router in found]} if (found := [*routers(program)]) else {}),
+        **({"routers": [asdict(router) for router in found]} if found else {}),
         "schedule": {str(index): " ".join(map(str, actions)) for index, actions in enumerate(program.schedule)},
         **({} if uncaptured is None else {"uncaptured": uncaptured.cause}),
         **({} if memory is None else {"memory": memory.document()}),
     }
+
+
+def _inputs(program: Program, limits: Mapping[str, int]) -> dict[str, Any]:
+    """The entries of a batch; `limits` are upper bounds of integers."""
+    return {
+        name: {**_typed(program.step_input(name), program), **({"below": limits[name]} if name in limits else {})}
+        for name in program.inputs
+    }
+
+
+def _parameters(program: Program) -> dict[str, Any]:
+    """The model's parameters, each row of a stack by its own name; counters of rows are no parameters of the model."""
+    holders = program.holders()
+    counters = (each for each in program.parameters if each.counts)
+    counted = {name: [each.name, at] for each in counters for at, names in enumerate(each.counts) for name in names}
+    return {
+        name: {
+            **_parameter_entry(parameter, row, program),
+            "trainable": parameter.trainable,
+            **({"balance": parameter.balance} if parameter.balance else {}),
+            **({"counted": counted[name]} if name in counted else {}),
+            "reduce": [axis for axis in parameter.reduce if program.sizes[axis] > 1],
+            "gather": list(parameter.gather),
+            "stages": list(holders.get(parameter.name, ())),
+            "aliases": list(parameter.aliases),
+        }
+        for parameter in program.parameters
+        if not parameter.counts
+        for row, name in enumerate(parameter.names)
+    }
+
+
+def _results(program: Program) -> dict[str, Any]:
+    """The results of a forward pass, each with the pipeline rank that computes it."""
+    types = program.value_types()
+    return {
+        path: {**_typed(types[name], program), "place": _pipeline_rank(name, program)} for path, name in program.results
+    }
+
+
+def _calls(program: Program) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": call.name,
+            "region": call.region,
+            "stage": call.stage,
+            "reads": list(call.args),
+            "makes": list(call.results),
+        }
+        for call in program.calls
+    ]
+
+
+def _transfers(program: Program) -> list[dict[str, Any]]:
+    """The values that one stage hands to another; `bytes` is 0 if both are on one rank."""
+    types = program.value_types()
+    return [
+        {
+            "value": transfer.value,
+            "source": transfer.source,
+            "target": transfer.target,
+            "gradient": transfer.gradient,
+            "bytes": types[transfer.value].local_bytes(program.sizes) if program.travels(transfer) else 0,
+        }
+        for transfer in program.transfers
+    ]
 
 
 def _rounding(program: Program, precision: str) -> str:

@@ -208,7 +208,7 @@ def _keep(connection: socket.socket) -> NoReturn:
         pid = os.fork()
         if pid == 0:
             connection.close()
-            os._exit(_run(job))
+            os._exit(run_command(job))
         talk.write(f"{pid}\n")
         talk.flush()
         _, status, used = os.wait4(pid, 0)
@@ -218,7 +218,7 @@ def _keep(connection: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _run(job: Mapping[str, Any]) -> int:
+def run_command(job: Mapping[str, Any]) -> int:
     """The command; returns its exit code."""
     with open(job["output"], "wb", buffering=0) as output:
         os.dup2(output.fileno(), 1)

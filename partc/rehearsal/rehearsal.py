@@ -39,6 +39,7 @@ from partc.runtime.comm.comm import Axis, Link, Pending, completed
 from partc.runtime.comm.distributed import DistributedComm, GlooAxis
 from partc.runtime.dims import Dims, global_shape
 from partc.runtime.execution.executor import (
+    GradientMemory,
     acknowledged_by,
     gradient_memory,
     make_stages,
@@ -47,6 +48,7 @@ from partc.runtime.execution.executor import (
     run_step,
 )
 from partc.runtime.execution.parts import Parts
+from partc.runtime.execution.stage import PipelineStage
 from partc.runtime.execution.sums import Bucket, Sums
 from partc.runtime.layout import ModelView, Shard, cutting
 from partc.runtime.ops.accumulation import clear
@@ -80,7 +82,7 @@ def with_evaluation(account: Account, courses: Sequence[Course | Ledger], evalua
 
     An evaluation reads the training's parameters. Everything else that the training holds between two steps stays.
     """
-    alone = _Rehearsal(evaluation, Recipe.of(DEFAULT), emit(evaluation, folder=EVALUATION)).courses()
+    alone = Rehearsal(evaluation, Recipe.of(DEFAULT), emit(evaluation, folder=EVALUATION)).courses()
     ranks = []
     for rank, step, course in zip(account.ranks, courses, alone, strict=True):
         mine = course.rank(rank.place, rank.stages, 0)
@@ -99,7 +101,7 @@ def with_evaluation(account: Account, courses: Sequence[Course | Ledger], evalua
 
 def steps(program: Program) -> Steps:
     """The step of each pipeline rank with the default optimizer, without the rest of the account."""
-    return _Rehearsal(program, Recipe.of(DEFAULT), None).courses()
+    return Rehearsal(program, Recipe.of(DEFAULT), None).courses()
 
 
 def rehearsed(
@@ -119,7 +121,7 @@ def rehearsed(
     whole |= bool(groups)
     alike = (each for each in known if not whole and optimizer == DEFAULT and each[0] == program)
     program, played = next(alike, (program, None))
-    rehearsal = _Rehearsal(program, Recipe.of(optimizer, groups=groups), modules)
+    rehearsal = Rehearsal(program, Recipe.of(optimizer, groups=groups), modules)
     courses = played or rehearsal.courses(whole=whole)
     ranks = tuple(
         course.rank(place, program.stages_at(place), rehearsal.copied(place)) for place, course in enumerate(courses)
@@ -130,7 +132,7 @@ def rehearsed(
 _ROW_TEMPORARIES = 4  # tensors of a sparse gradient's size that an update holds at once
 
 
-class _Rehearsal:
+class Rehearsal:
     """The rehearsal of one program."""
 
     def __init__(self, program: Program, recipe: Recipe, modules: Modules | None) -> None:
@@ -142,7 +144,7 @@ class _Rehearsal:
         for module in self._modules.regions:
             self._given |= region_module(module, self._recordings, kernels)
         self._recipe = recipe
-        self._composer = Composer(program, self._acks, self._played)
+        self._composer = Composer(program, self._acks, self.play)
         self._classes: dict[int, Any] = {}
         self._hosts: dict[object, int] = {}
         self._counted: dict[tuple[Dims, tuple[int, ...]], list[int]] = {}
@@ -151,7 +153,7 @@ class _Rehearsal:
     def courses(self, *, whole: bool = False) -> Steps:
         rows = self._program.schedule
         return tuple(
-            self._played(place, row, self._acks) if whole else self._composer.course(place)
+            self.play(place, row, self._acks) if whole else self._composer.course(place)
             for place, row in enumerate(rows)
         )
 
@@ -165,33 +167,18 @@ class _Rehearsal:
             self._classes[stage] = stage_class(self._modules.stages[stage], self._given)
         return self._classes[stage]
 
-    def _played(self, place: int, row: Sequence[ScheduledAction], acks: Acks) -> Ledger:
+    def play(self, place: int, row: Sequence[ScheduledAction], acks: Acks) -> Ledger:
         """The ledger of a rank at a pipeline coordinate, after a step of these actions."""
         program, recordings = self._program, self._recordings
         with counting_meta_operations() as ledger:
             recordings.ledger = ledger
             comm = _QuietComm(recordings, program.mesh.sizes, place)
-            classes = {stage: self._class(stage) for stage in program.stages_at(place)}
             shards = self._shards(place)
-            inputs: dict[str, Shard] = {
-                name: shard for stage in classes.values() for name, shard in stage.inputs.items()
-            }
-            parameters: dict[str, Tensor] = {}
-            for name, shard in shards.items():
-                with ledger.making("parameters", name):
-                    parameters[name] = torch.empty(
-                        shard.local_shape(program.mesh.sizes), dtype=shard.dtype, device=META
-                    )
-            with ledger.making("gradients", "gradients"):
-                memory = gradient_memory(shards, parameters, classes.values(), program.mesh.sizes)
-            rows = touched_rows(self._program, self._program.stages_at(place))
+            parameters = self._parameters(ledger, shards)
+            memory = self._gradient_memory(ledger, place, shards, parameters)
             gradients = memory.gradients
-            for name, gradient in gradients.items():
-                if isinstance(gradient, RowGradient):
-                    with ledger.making("gradients", name):
-                        gradients[name] = _CountedRows(parameters[name], rows[name])
             with ledger.making("copies", "copies"):
-                stages = make_stages(classes, comm, parameters, memory)
+                stages = make_stages(self._classes_at(place), comm, parameters, memory)
             own = ModelView(shards, program.mesh.sizes, comm.coordinate)
             updated, trained = own.tensors(parameters), own.tensors(gradients)
             for name in own.counters:
@@ -202,32 +189,15 @@ class _Rehearsal:
                 with ledger.making("optimizer", name):
                     kept = self._states(name, own.shards[name])
                     states.extend(ledger.holds(state.bytes(updated[name])) for state in kept)
-            with ledger.making("communication", "left out of compressed sums"):
-                for _, compressed in compressed_sums(stages):
-                    compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
-            with ledger.making("constants", "constants"):
-                comm.loads.expect(routers(program), stages, META, counted=True)
-                comm.expect(program.draws, program.microbatches if program.separate_batches else 1)
-                if any(value.type.dtype == "f16" for region in program.regions for value in region.params):
-                    comm.scales(1.0)
-                for stage in stages.values():
-                    stage.setup()
+            self._set_up(ledger, comm, stages)
             actions = parse_schedule(" ".join(map(str, row)))
             comm.clock.on_enter = _CallTracker(program, self._modules, ledger, recordings).entering
-
-            def cut() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-                with ledger.making("batch", "batch"):
-                    whole = {
-                        name: torch.empty(shard.shape, dtype=shard.dtype, device=META) for name, shard in inputs.items()
-                    }
-                    return local_batch(whole, inputs, program.mesh.sizes, comm.coordinate, program.microbatches, META)
-
-            batch, microbatches = cut()
+            batch, microbatches = self._batch(ledger, comm, place)
             for stage in stages.values():
                 stage.prepare(batch)
             ledger.starts()
             comm.clock.entering("data")
-            batch, microbatches = cut()
+            batch, microbatches = self._batch(ledger, comm, place)
             clear(gradients.values())
             if program.results:
                 forward: Any = stages
@@ -242,8 +212,58 @@ class _Rehearsal:
             del states
             return ledger
 
+    def _parameters(self, ledger: Ledger, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+        """The rank's parts of the parameters."""
+        found: dict[str, Tensor] = {}
+        for name, shard in shards.items():
+            with ledger.making("parameters", name):
+                shape = shard.local_shape(self._program.mesh.sizes)
+                found[name] = torch.empty(shape, dtype=shard.dtype, device=META)
+        return found
+
+    def _gradient_memory(
+        self, ledger: Ledger, place: int, shards: Mapping[str, Shard], parameters: Mapping[str, Tensor]
+    ) -> GradientMemory:
+        """The gradients of the rank's parameters; sparse ones count the rows that a step touches."""
+        with ledger.making("gradients", "gradients"):
+            classes = self._classes_at(place).values()
+            memory = gradient_memory(shards, parameters, classes, self._program.mesh.sizes)
+        rows = touched_rows(self._program, self._program.stages_at(place))
+        for name, gradient in memory.gradients.items():
+            if isinstance(gradient, RowGradient):
+                with ledger.making("gradients", name):
+                    memory.gradients[name] = _CountedRows(parameters[name], rows[name])
+        return memory
+
+    def _set_up(self, ledger: Ledger, comm: _QuietComm, stages: Mapping[int, PipelineStage]) -> None:
+        """Allocate the memory that a run holds from its start: residuals of compressed sums, and constants."""
+        program = self._program
+        with ledger.making("communication", "left out of compressed sums"):
+            for _, compressed in compressed_sums(stages):
+                compressed.restore({kind: torch.empty(n, device=META) for kind, n in compressed.numbers.items()})
+        with ledger.making("constants", "constants"):
+            comm.loads.expect(routers(program), stages, META, counted=True)
+            comm.expect(program.draws, program.microbatches if program.separate_batches else 1)
+            if any(value.type.dtype == "f16" for region in program.regions for value in region.params):
+                comm.scales(1.0)
+            for stage in stages.values():
+                stage.setup()
+
+    def _batch(self, ledger: Ledger, comm: _QuietComm, place: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        """The rank's part of a batch, and the same part in microbatches."""
+        program = self._program
+        classes = self._classes_at(place).values()
+        inputs: dict[str, Shard] = {name: shard for stage in classes for name, shard in stage.inputs.items()}
+        with ledger.making("batch", "batch"):
+            whole = {name: torch.empty(shard.shape, dtype=shard.dtype, device=META) for name, shard in inputs.items()}
+            return local_batch(whole, inputs, program.mesh.sizes, comm.coordinate, program.microbatches, META)
+
+    def _classes_at(self, place: int) -> dict[int, Any]:
+        """The classes of a rank's stages, by number."""
+        return {stage: self._class(stage) for stage in self._program.stages_at(place)}
+
     def _shards(self, place: int) -> dict[str, Shard]:
-        classes = map(self._class, self._program.stages_at(place))
+        classes = self._classes_at(place).values()
         return {name: shard for stage in classes for name, shard in stage.parameters.items()}
 
     def _rule(self, name: str, shard: Shard) -> UpdateRule:

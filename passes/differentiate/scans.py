@@ -6,7 +6,7 @@ gradients of constants are states too: sums over the steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,6 +64,12 @@ def derivative(op: Op, live: set[str], split: Split) -> Derivative:
     return _DerivativeBuilder(scan, roots, inside, outputs, region).derivative()
 
 
+def _with_states(scan: Scan, before: Sequence[int]) -> Scan:
+    """The scan, which also returns the sequences of some states before each step."""
+    outputs = (*scan.step.outputs, *(scan.states[i].name for i in before))
+    return replace(scan, dims=(*scan.dims, *(0 for _ in before)), step=replace(scan.step, outputs=outputs))
+
+
 class _DerivativeBuilder:
     def __init__(self, scan: Scan, roots: set[str], inside: set[str], outputs: Sequence[str], region: Region) -> None:
         self.scan, self.roots, self.inside, self.outputs, self.region = scan, roots, inside, outputs, region
@@ -75,79 +81,75 @@ class _DerivativeBuilder:
         self.ops: list[Op] = []
 
     def derivative(self) -> Derivative:
-        scan, backward = self.scan, self.region.backward
-        states = tuple(i for i, value in enumerate(scan.states) if value.name in self.roots)
-        constants = tuple(i for i, value in enumerate(scan.fixed) if value.name in self.roots)
-        elements = tuple(i for i, value in enumerate(scan.elements) if value.name in self.roots)
+        scan = self.scan
+        states, constants, elements = map(self._with_gradient, (scan.states, scan.fixed, scan.elements))
         made = tuple(i for i, name in enumerate(scan.made) if name in self.inside)
         of_states = [self._value(f"grad_{scan.states[i].name}_next", scan.states[i]) for i in states]
         sums = [self._value(f"sum_{scan.fixed[i].name}", scan.fixed[i]) for i in constants]
         of_made = [self._value(f"grad_{scan.made[i]}_t", self._known(scan.made[i])) for i in made]
-        incoming: dict[str, list[str]] = {}
+        incoming: dict[str, list[str]] = {}  # value of the forward step -> its gradients from outside of the step
         for i, value in zip(states, of_states, strict=True):
             incoming.setdefault(scan.following[i], []).append(value.name)
         for i, value in zip(made, of_made, strict=True):
             incoming.setdefault(scan.made[i], []).append(value.name)
 
+        self._differentiate(incoming)
+        next_states = [self._gradient(scan.states[i], incoming) for i in states]
+        next_sums = [
+            self._total([total.name, self._gradient(scan.fixed[i], incoming)], self._value(f"{total.name}_next", total))
+            for i, total in zip(constants, sums, strict=True)
+        ]
+        found = (*next_states, *next_sums, *(self._gradient(scan.elements[i], incoming) for i in elements))
+        ops, outputs = self._without_aliases(found)
+        read = {*(name for op in ops for name in op.refs()), *outputs}
+        kinds = scan.states, scan.elements, scan.fixed
+        saved = [tuple(i for i, value in enumerate(values) if value.name in read) for values in kinds]
+        again = (values[i] for values, places in zip(kinds, saved, strict=True) for i in places)
+        before = tuple(i for i in saved[0] if scan.following[i] not in scan.made)
+        return Derivative(
+            forward=_with_states(scan, before),
+            before=before,
+            step=Graph(inputs=(*of_states, *sums, *of_made, *again), ops=ops, outputs=outputs),
+            states=states,
+            made=made,
+            saved_states=saved[0],
+            saved_elements=saved[1],
+            saved_constants=saved[2],
+            constants=constants,
+            elements=elements,
+        )
+
+    def _with_gradient(self, values: Sequence[Value]) -> tuple[int, ...]:
+        """The positions of the step's inputs that need a gradient."""
+        return tuple(i for i, value in enumerate(values) if value.name in self.roots)
+
+    def _differentiate(self, incoming: Mapping[str, list[str]]) -> None:
+        """Append the step's operations: those of forward whose results backward reads, and backward itself."""
+        backward = self.region.backward
         saved = self.region.saved if backward is not None else ()
-        again = needed(self.region.forward.ops, saved, given={value.name for value in scan.step.inputs})
-        self.ops.extend(again)
+        self.ops.extend(needed(self.region.forward.ops, saved, given={value.name for value in self.scan.step.inputs}))
         if backward is not None:
             for name, value in zip(self.outputs, backward.inputs, strict=False):
                 self._total(incoming[name], value)
             self.ops.extend(backward.ops)
+
+    def _gradient(self, value: Value, incoming: Mapping[str, list[str]]) -> str:
+        """The gradient of an input of the step: from outside of the step, and from the step's backward."""
+        backward = self.region.backward
         given = backward.outputs if backward is not None else ()
+        found = [*incoming.get(value.name, ())] if value.name not in self.outputs else []
+        found += [f"grad_{value.name}"] if f"grad_{value.name}" in given else []
+        return self._total(found, self._value(f"grad_{value.name}_total", value))
 
-        def gradient(value: Value) -> str:
-            found = [*incoming.get(value.name, ())] if value.name not in self.outputs else []
-            found += [f"grad_{value.name}"] if f"grad_{value.name}" in given else []
-            return self._total(found, self._value(f"grad_{value.name}_total", value))
-
-        next_states = [gradient(scan.states[i]) for i in states]
-        next_sums = [
-            self._total([total.name, gradient(scan.fixed[i])], self._value(f"{total.name}_next", total))
-            for i, total in zip(constants, sums, strict=True)
-        ]
-        found = (*next_states, *next_sums, *(gradient(scan.elements[i]) for i in elements))
+    def _without_aliases(self, found: Sequence[str]) -> tuple[tuple[Op, ...], tuple[str, ...]]:
+        """The operations that the outputs `found` need, and the outputs, with aliases replaced by their operands."""
         same: dict[str, str] = {}
         for op in self.ops:
             if op.name == "alias":
                 first = next(op.refs())
                 same[op.result.name] = same.get(first, first)
         outputs = tuple(same.get(name, name) for name in found)
-        ops = needed([op.renamed(same) for op in self.ops if op.name != "alias"], outputs)
-        read = {*(name for op in ops for name in op.refs()), *outputs}
-        saved_of = [
-            tuple(i for i, v in enumerate(each) if v.name in read) for each in (scan.states, scan.elements, scan.fixed)
-        ]
-        inputs = (
-            *of_states,
-            *sums,
-            *of_made,
-            *(
-                values[i]
-                for values, places in zip((scan.states, scan.elements, scan.fixed), saved_of, strict=True)
-                for i in places
-            ),
-        )
-        before = tuple(i for i in saved_of[0] if scan.following[i] not in scan.made)
-        forward = replace(
-            scan,
-            dims=(*scan.dims, *(0 for _ in before)),
-            step=replace(scan.step, outputs=(*scan.step.outputs, *(scan.states[i].name for i in before))),
-        )
-        return Derivative(
-            forward=forward,
-            before=before,
-            step=Graph(inputs=inputs, ops=ops, outputs=outputs),
-            states=states,
-            made=made,
-            saved_states=saved_of[0],
-            saved_elements=saved_of[1],
-            saved_constants=saved_of[2],
-            constants=constants,
-            elements=elements,
-        )
+        return needed([op.renamed(same) for op in self.ops if op.name != "alias"], outputs), outputs
 
     def _known(self, name: str) -> Value:
         return Value(name=name, type=self.scan.step.definitions()[name].type)

@@ -50,7 +50,7 @@ from partc.ir.program import Program  # noqa: E402
 from partc.package.launch import local_environment  # noqa: E402
 from partc.package.verify import verify  # noqa: E402
 from partc.rules import PARTIAL, flops, resolve  # noqa: E402
-from tests.prefork import _run as run_command  # noqa: E402
+from tests.prefork import run_command  # noqa: E402
 
 MESHES = ("dp=2,tp=2", "pp=2,tp=2")
 ROTATED = (*MESHES, "pp=2,dp=2 zero=1", "cp=2,tp=2", "tp=3", "dp=2 zero=3")

@@ -98,13 +98,13 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from partc.rehearsal import rehearsal
 
     rows: list[int] = []
-    before = rehearsal._Rehearsal._played
+    before = rehearsal.Rehearsal.play
 
     def counted(self: Any, place: int, row: Any, acks: Any) -> Any:
         rows.append(len(row))
         return before(self, place, row, acks)
 
-    monkeypatch.setattr(rehearsal._Rehearsal, "_played", counted)
+    monkeypatch.setattr(rehearsal.Rehearsal, "play", counted)
     return rows
 
 

@@ -200,7 +200,9 @@ def test_decay_of_what_no_gradient_reaches_is_seen(
     right = partc.compile(deep, batch, mesh="dp=2", precision=precision)
     assert right.verify().ok
     every = frozenset(name for name, _ in Deep().named_parameters())
-    monkeypatch.setattr(partc.frontend.capture.traced_step, "_with_gradient", lambda model, loss, repeats: every)
+    monkeypatch.setattr(
+        partc.frontend.capture.traced_step, "parameters_with_gradient", lambda model, loss, repeats: every
+    )
     result = partc.compile(deep, batch, mesh="dp=2", precision=precision).verify()
     assert not result.ok
 

@@ -121,7 +121,7 @@ class TracedStep(nn.Module):
         first = next(iter(found.values()))
         self._report(
             TraceFindings(
-                trained=_with_gradient(self.model, first, repeats),
+                trained=parameters_with_gradient(self.model, first, repeats),
                 paths=tuple(found),
                 repeats=repeats,
                 selections=values.selections,
@@ -215,7 +215,7 @@ class TracedStep(nn.Module):
         return {"": found}
 
 
-def _with_gradient(model: nn.Module, loss: Tensor, repeats: Repeats) -> frozenset[str]:
+def parameters_with_gradient(model: nn.Module, loss: Tensor, repeats: Repeats) -> frozenset[str]:
     """The names of the parameters at the leaves of the loss's autograd graph, aliases included.
 
     This is torch's own definition of differentiability: `round(w)` has a gradient of zeros; `argmax(w)` and values that

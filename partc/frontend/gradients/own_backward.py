@@ -240,7 +240,7 @@ def register_hook(x: Tensor, hook: Hook, parts: int = 1) -> RemovableHandle:
     changed = hook(_incoming(value, parts))
     if changed is None:
         raise _refused("a hook reads a gradient without changing it", hook)
-    torch.ops.partc.hook_gradient(value, x, _fitted(changed, x, parts))
+    torch.ops.partc.hook_gradient(value, x, fitted_gradient(changed, x, parts))
     return RemovableHandle(OrderedDict())
 
 
@@ -279,7 +279,7 @@ def _followed(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inside: l
         for places, found, leaves in _backward(cls, context, incoming, carrying, inside):
             returned = zip(args, found, needs, strict=False)
             pairs = [(arg, g) for arg, g, needed in returned if needed and g is not None]
-            pairs = [(arg, _fitted(g, arg, parts)) for arg, g in (*pairs, *leaves)]
+            pairs = [(arg, fitted_gradient(g, arg, parts)) for arg, g in (*pairs, *leaves)]
             if pairs:
                 operands, gradients = map(list, zip(*pairs, strict=True))
                 values = [results[place] for place in places]
@@ -339,7 +339,7 @@ def _incoming(x: Tensor, parts: int) -> Tensor:
     return incoming if parts == 1 else incoming * parts
 
 
-def _fitted(gradient: Tensor, x: Tensor, parts: int) -> Tensor:
+def fitted_gradient(gradient: Tensor, x: Tensor, parts: int) -> Tensor:
     """A gradient in the tensor's shape and dtype, as autograd requires, divided by `parts` like the loss."""
     gradient = gradient if parts == 1 else gradient / parts
     if gradient.shape != x.shape:

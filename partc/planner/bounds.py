@@ -719,11 +719,36 @@ class TimedStages:
                 (start, end), forward = self.stages.cuts[stage], self.calls[stage].forward
                 done += sums[end] - sums[start]
                 last = next((index for index in reversed(range(start, end)) if sums[index + 1] > sums[index]), None)
-                meets = next((index for index in range(start, end) if axes in self.calls[stage].meeting[index]), None)
+                meets = next(
+                    (index for index in range(start, end) if axes in self.calls[stage].meeting["F"][index]), None
+                )
                 if last is not None:
                     found[stage] = max(found[stage], done + forward[end] - forward[last])
                 if meets is not None:
                     found[stage] = max(found[stage], every + forward[end] - forward[meets + 1])
+        return found
+
+    def _scattered(self, kind: str) -> Sequence[Sequence[tuple[Axes, float]]]:
+        """For each stage, the seconds of the scatters after a backward pass (B) or a half of it (I, W), by axes."""
+
+        def seconds(axes: Axes, start: int, end: int) -> float:
+            every, late = self.shares.scatters[axes], self.shares.late.get(axes)
+            after = late[end] - late[start] if late else 0.0
+            return after if kind == "W" else every[end] - every[start] - (after if kind == "I" else 0.0)
+
+        return [[(axes, seconds(axes, *cut)) for axes in self.shares.scatters] for cut in self.stages.cuts]
+
+    @cached_property
+    def _met(self) -> Mapping[str, Sequence[Sequence[tuple[Axes, float]]]]:
+        """For each kind of action and each stage, the axes over which the action communicates, and the seconds after
+        the first call that does.
+        """
+        found: defaultdict[str, list[list[tuple[Axes, float]]]] = defaultdict(list)
+        for calls, (start, end) in zip(self.calls, self.stages.cuts, strict=True):
+            for kind, meeting in calls.meeting.items():
+                first = {axes: index for index in reversed(range(start, end)) for axes in meeting[index]}
+                rest = {axes: calls.forward[end] - calls.forward[index + 1] for axes, index in first.items()}
+                found[kind].append([(axes, rest[axes] if kind == "F" else 0.0) for axes in first])
         return found
 
     def ended(self, place: int) -> float:
@@ -762,18 +787,28 @@ class TimedStages:
             for row in compute_order(kind, self.stages.ranks, self.stages.plan.microbatches, len(self.stages.places))
         ]
         passed = [self.passed(place) for place in range(self.stages.ranks)]
-
         each = [{kind: known.of(kind) for kind in "FBIW"} for known in self.durations]
+        scattered = {kind: self._scattered(kind) for kind in "IBW"} if self.shares.scatters else {}
+        busy: list[dict[Axes, float]] = [{} for _ in rows]  # by rank: the least seconds at which scatters end
 
         def play(rank: int, action: Action | Compute, start: float) -> float:
-            takes = each[action.stage][action.kind]
-            return max(takes, passed[rank][action.stage] - start) if action.kind == "F" else takes
+            stage, kind = action.stage, action.kind
+            takes = each[stage][kind]
+            if kind == "F":
+                takes = max(takes, passed[rank][stage] - start)
+            if scattered:
+                ends = busy[rank]
+                for axes, rest in self._met[kind][stage] if ends else ():
+                    takes = max(takes, ends.get(axes, 0.0) - start + rest)
+                for axes, seconds in scattered[kind][stage] if kind != "F" else ():
+                    ends[axes] = max(ends.get(axes, 0.0), start) + seconds
+            return takes
 
         done = simulate(rows, self.stages.places, durations=self.durations, play=play)
         least = 0.0
         for place, spans in enumerate(done.ranks):
             last = {span.compute.stage: span.start for span in spans}
-            end, left = spans[-1].end, list(self.stages.at[place])
+            end, left = max(spans[-1].end, *busy[place].values(), 0.0), list(self.stages.at[place])
             for stage in sorted(last, key=lambda stage: last[stage]):
                 end = max(end, last[stage] + self.sums(left))
                 left.remove(stage)

@@ -83,7 +83,8 @@ class CallTable:
     sent: Sums  # of the part of a backward pass before gradients are sent, and of the rest
     rest: Sums
     moving: Sums  # the seconds of a microbatch that further collectives do not slow down
-    meeting: tuple[frozenset[Axes], ...]  # the axes over which each call's forward pass communicates
+    # The axes over which each call communicates in its forward pass (F), backward pass (B), and halves of that (I, W).
+    meeting: Mapping[str, tuple[frozenset[Axes], ...]]
     crossing: tuple[int, ...]  # bytes of the value that the call before a cut passes to the call after it
 
 
@@ -105,6 +106,7 @@ class ShareTable:
     gathers: Mapping[Axes, Sums]  # seconds of gathers for a forward pass and a backward pass
     edges: Mapping[Axes, Sums]  # seconds of a gather of each call, which at the ends of a stage may serve two passes
     scatters: Mapping[Axes, Sums]  # seconds of scatters after a backward pass
+    late: Mapping[Axes, Sums]  # seconds of those after the half for weights, if there is a pipeline
     refreshed: Mapping[Axes, Sums]  # seconds of gathers of updated parameters, once per step
     sums: Moves  # of gradients, once per step
     around: tuple[tuple[int, int], ...]  # bytes of whole parameters around a call, and of whole gradients
@@ -121,6 +123,7 @@ class CallExchanges:
     gathers: Chains  # for a forward or a backward pass, empty if no pass needs them
     passes: int  # the number of passes that need them: 0 to 2
     scatters: Chains
+    late: Chains
     refreshed: Chains
     sums: Mapping[tuple[str, tuple[str, ...]], int]
     around: tuple[int, int]
@@ -258,8 +261,18 @@ class Tables:
         rows = [costs[call.region] for call in calls]
         halves = [parted.get(call.region) or _joint_halves(costs[call.region]) for call in calls]
         types = program.value_types()
-        lowered = self.bodies.lowered(plan, body, halves=False)
-        axes = {name: frozenset(_communication_axes(lowered.region(name).forward)) for name in costs}
+        whole = self.bodies.lowered(plan, body, halves=False)
+        cut = self.bodies.lowered(plan, body, halves=True) if pipelined else whole
+        axes = {
+            name: (
+                _communication_axes(whole.region(name).forward),
+                _communication_axes(whole.region(name).backward),
+                _communication_axes(cut.region(name).backward),
+                _communication_axes(cut.region(name).weight),
+            )
+            for name in costs
+        }
+        meeting = zip(*(axes[call.region] for call in calls), strict=True)
         crossing = [0] * (len(calls) + 1)
         for index in range(1, len(calls)):
             names = {*calls[index - 1].results}.intersection(calls[index].args)
@@ -275,7 +288,7 @@ class Tables:
             ),
             rest=_sums(half.weights.seconds if half.apart else 0.0 for half in halves),
             moving=_sums(forward.moving + backward.moving for forward, backward in rows),
-            meeting=tuple(axes[call.region] for call in calls),
+            meeting=dict(zip("FBIW", meeting, strict=True)),
             crossing=tuple(crossing),
         )
 
@@ -335,9 +348,11 @@ class Tables:
 
     def _share_table(self, plan: ParallelPlan, body: RegionBody, program: Program) -> ShareTable:
         sizes = sizes_of(plan)
-        key = body.number, plan.zero, plan.nodes, sizes[BATCH_AXIS], sizes[CONTEXT_AXIS], inner_axes(plan)
+        halves = plan.level > 1 and sizes[PIPELINE_AXIS] > 1
+        key = body.number, plan.zero, plan.nodes, sizes[BATCH_AXIS], sizes[CONTEXT_AXIS], inner_axes(plan), halves
         if key not in self._exchanged:
-            self._exchanged[key] = self._call_exchanges(plan, body, program)
+            lowered = self.bodies.lowered(plan, body, halves=True) if halves else None
+            self._exchanged[key] = self._call_exchanges(plan, body, program, lowered)
         found = self._exchanged[key]
 
         def queues(chains: Chains) -> Mapping[Axes, float]:
@@ -358,17 +373,21 @@ class Tables:
             gathers=_by_axes(gathers),
             edges={axes: tuple(each.get(axes, 0.0) for each in edges) for axes in set().union(*edges)},
             scatters=_by_axes([queues(each.scatters) for each in found]),
+            late=_by_axes([queues(each.late) for each in found]),
             refreshed=_by_axes([queues(each.refreshed) for each in found]),
             sums={key: _sums(each.sums.get(key, 0) for each in found) for key in names},
             around=tuple(each.around for each in found),
         )
 
-    def _call_exchanges(self, plan: ParallelPlan, body: RegionBody, program: Program) -> Sequence[CallExchanges]:
+    def _call_exchanges(
+        self, plan: ParallelPlan, body: RegionBody, program: Program, halves: Program | None
+    ) -> Sequence[CallExchanges]:
         options = plan.compile_options().for_passes
         facts = self._facts_of(body, program)
         program = passes.between("overlap", "zero", facts.few(program), options)
         program = replace(program, transport=Transport(near=options["near"]))
         footprint, exchanges = Footprint(program, self.states), program.derived(Exchanges)
+        parted = replace(program, regions=halves.regions).derived(Exchanges) if halves else None
         # For other forms of sums, nothing is counted.
         usual = (plan.grad_reduce, plan.compress_grads) == ("fp32", "none")
         kinds: tuple[GraphKind, ...] = ("F", "B")
@@ -383,6 +402,7 @@ class Tables:
                 gathers=exchanges.gather(call.params) if times else (),
                 passes=times,
                 scatters=exchanges.scatter(call, "B") if usual else (),
+                late=parted.scatter(call, "W") if usual and parted else (),
                 refreshed=exchanges.gather(item.name for item in own) if program.zero in (1, 2) else (),
                 sums=self._summed(exchanges, own) if usual else {},
                 around=(footprint.gathered(call), footprint.scattered(call)),
@@ -526,12 +546,10 @@ def _axes(graph: Graph, names: Collection[str]) -> Iterator[str]:
         yield from (value for _, value in op.attrs if isinstance(value, str) and value in names)
 
 
-def _communication_axes(graph: Graph) -> Iterator[Axes]:
+def _communication_axes(graph: Graph | None) -> frozenset[Axes]:
     """The axes over which a graph communicates."""
-    for op in graph.ops:
-        axis = dict(op.attrs).get("axis")
-        if op.name in MOVING and isinstance(axis, str):
-            yield (axis,)
+    moving = (dict(op.attrs).get("axis") for op in graph.ops if op.name in MOVING) if graph else ()
+    return frozenset((axis,) for axis in moving if isinstance(axis, str))
 
 
 def _by_axes(each: Sequence[Mapping[Axes, float]]) -> Mapping[Axes, Sums]:

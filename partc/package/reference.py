@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from partc.errors import PartcError
+from partc.frontend.state.constant_buffers import is_flag
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.package.loads import LoadCounts
 from partc.package.sampling import BranchSampling, Sampling, shorter_outcomes
@@ -70,7 +71,7 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
             parts = _microbatches(data.batch(number), plan)
             if branches is None:
                 branches = _branches(module, model, plan, parts[0])
-            total += _backward(module, model, plan, parts, branches.shorter, seed, number, counts) / update.accumulate
+            total += _backward(module, model, plan, parts, branches, seed, number, counts) / update.accumulate
         for name, x in names:
             if x.grad is None and branches is not None and name in branches.trained:
                 x.grad = torch.zeros_like(x)
@@ -273,17 +274,23 @@ def _schedule(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Branches:
-    """The branches on random numbers in a model, and the parameters that get a gradient in some outcome."""
+    """The branches on random numbers and flags in a model, and the parameters that get a gradient in some outcome."""
 
     shorter: Mapping[int, Mapping[bool, int]]
+    flags: Sequence[tuple[nn.Module, str]]  # the buffers of single booleans that forward changes
     trained: frozenset[str]
 
 
 def _branches(module: Any, model: nn.Module, plan: dict[str, Any], batch: Any) -> _Branches:
-    """Run both outcomes of all branches on random numbers, and restore the model's buffers."""
+    """Run both outcomes of all branches on random numbers and flags, and restore the model's buffers."""
     if not plan["draws"]:
-        return _Branches(shorter={}, trained=frozenset())
-    before = [(x, x.clone()) for x in model.buffers()]
+        return _Branches(shorter={}, flags=(), trained=frozenset())
+    before = [
+        (part, name, x, x.clone(), x._version)
+        for part in model.modules()
+        for name, x in part._buffers.items()
+        if x is not None
+    ]
     trained: set[str] = set()
 
     def run() -> None:
@@ -291,12 +298,19 @@ def _branches(module: Any, model: nn.Module, plan: dict[str, Any], batch: Any) -
             loss_of(module, model, batch).backward()
         trained.update(name for name, x in model.named_parameters(remove_duplicate=False) if x.grad is not None)
 
-    shorter = shorter_outcomes(run)
+    shorter = shorter_outcomes(run, ())
+    flags = [
+        (part, name)
+        for part, name, x, old, version in before
+        if is_flag(x) and (part._buffers[name] is not x or x._version != version or not x.equal(old))
+    ]
+    if flags:
+        shorter = shorter_outcomes(run, flags)
     model.zero_grad(set_to_none=True)
     with torch.no_grad():
-        for x, old in before:
-            x.copy_(old)
-    return _Branches(shorter=shorter, trained=frozenset(trained))
+        for part, name, x, old, _ in before:
+            part._buffers[name] = x.copy_(old)
+    return _Branches(shorter=shorter, flags=flags, trained=frozenset(trained))
 
 
 def _backward(
@@ -304,7 +318,7 @@ def _backward(
     model: nn.Module,
     plan: dict[str, Any],
     parts: Sequence[Any],
-    shorter: Mapping[int, Mapping[bool, int]],
+    branches: _Branches,
     seed: int,
     number: int,
     counts: LoadCounts,
@@ -313,9 +327,9 @@ def _backward(
     total = 0.0
     with Sampling(seed, number) as sampling:
         for index, part in enumerate(parts):
-            moved = {index * plan["draws"] + key: value for key, value in shorter.items()}
-            branches = BranchSampling(sampling, moved)
-            with computing_in(held_in(plan["precision"])), torch_mixed_precision(plan["precision"]), branches, counts:
+            moved = {index * plan["draws"] + key: value for key, value in branches.shorter.items()}
+            drawing = BranchSampling(sampling, moved, branches.flags)
+            with computing_in(held_in(plan["precision"])), torch_mixed_precision(plan["precision"]), drawing, counts:
                 loss = loss_of(module, model, part)
             loss.backward()
             total += loss.item() / len(parts)

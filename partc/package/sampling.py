@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError
@@ -72,16 +72,21 @@ class Sampling(TorchDispatchMode):
 
 
 class BranchSampling(TorchFunctionMode):
-    """Gives random operations after a branch on a random number the same numbers for both outcomes, as in packages.
+    """Gives random operations after a branch on a random number or a flag the same numbers for both outcomes, as in
+    packages.
 
     A package runs both outcomes of such a branch. `shorter` has the number of random operations that an outcome lacks,
-    by the number of random operations before the branch.
+    by the number of random operations before the branch. `flags` are the buffers of flags that forward changes, by
+    module and name.
     """
 
-    def __init__(self, sampling: Sampling, shorter: Mapping[int, Mapping[bool, int]]) -> None:
+    def __init__(
+        self, sampling: Sampling, shorter: Mapping[int, Mapping[bool, int]], flags: Sequence[tuple[nn.Module, str]] = ()
+    ) -> None:
         super().__init__()
         self._sampling = sampling
         self._shorter = shorter
+        self._flags = flags
         self._drawn = RandomTests()
 
     def __torch_function__(
@@ -92,6 +97,8 @@ class BranchSampling(TorchFunctionMode):
             return self._drawn.number(args[0])
         if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
             return self.branch(args[0], test[1])
+        if name in (*TESTS, "item") and any(args[0] is part._buffers[flag] for part, flag in self._flags):
+            return self.branch(args[0], True)
         made = func(*args, **(kwargs or {}))
         self._drawn.follow(name, args, made)
         return made
@@ -103,10 +110,10 @@ class BranchSampling(TorchFunctionMode):
 
 
 class BranchCount(BranchSampling):
-    """Takes one outcome of every branch on a random number, and counts the random operations after each branch."""
+    """Takes one outcome of every branch on a random number or a flag, and counts the random operations after it."""
 
-    def __init__(self, sampling: Sampling, outcomes: Outcomes) -> None:
-        super().__init__(sampling, {})
+    def __init__(self, sampling: Sampling, outcomes: Outcomes, flags: Sequence[tuple[nn.Module, str]]) -> None:
+        super().__init__(sampling, {}, flags)
         self._outcomes = outcomes
         self.before: list[int] = []  # the number of random operations before each branch
 
@@ -115,7 +122,7 @@ class BranchCount(BranchSampling):
         return self._outcomes.below(len(self.before) - 1) == below
 
 
-def shorter_outcomes(run: Callable[[], Any]) -> dict[int, dict[bool, int]]:
+def shorter_outcomes(run: Callable[[], Any], flags: Sequence[tuple[nn.Module, str]]) -> dict[int, dict[bool, int]]:
     """For each branch of `run`, how many fewer random operations each outcome draws than the outcome that draws more.
 
     A branch's key is its position: the number of random operations before it, with the longer outcome of every earlier
@@ -124,7 +131,7 @@ def shorter_outcomes(run: Callable[[], Any]) -> dict[int, dict[bool, int]]:
     behind: list[list[int]] = []
     first = 0
     for outcomes in (Outcomes.ABOVE, Outcomes.BELOW):
-        with Sampling(0, 0) as sampling, BranchCount(sampling, outcomes) as count:
+        with Sampling(0, 0) as sampling, BranchCount(sampling, outcomes, flags) as count:
             run()
         if not count.before:
             return {}

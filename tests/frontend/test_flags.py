@@ -53,7 +53,7 @@ class Flow(nn.Module):
 
 
 class Codes(nn.Module):
-    """Vectors of a codebook, whose constructor decides whether the first batch initializes them."""
+    """Vectors of a codebook. Its constructor decides whether the first batch initializes them, with random numbers."""
 
     def __init__(self, ready: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Codes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.up(x)
         if not self.ready:
-            self.codes.copy_(y.detach()[:6])
+            self.codes.copy_(y.detach()[:6] + torch.randn(6, 8, dtype=y.dtype))
             self.ready.fill_(True)
         chosen = F.one_hot(torch.cdist(y, self.codes).argmin(1), 6).to(y)
         with torch.no_grad():

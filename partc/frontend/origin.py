@@ -25,7 +25,7 @@ from partc.frontend.model_files.huggingface import is_configuration
 from partc.frontend.model_files.own_optimizer import OwnOptimizer
 from partc.frontend.model_files.user_modules import RESERVED, imported_by, with_imports
 from partc.frontend.results import Purpose, in_evaluation, read_for
-from partc.frontend.state.constant_buffers import is_flag
+from partc.frontend.state.flags import is_flag
 from partc.frontend.trace import Batches, trace_model
 from partc.frontend.trace_cache import trace_file
 from partc.ir.gradients import trains

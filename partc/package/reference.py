@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from partc.errors import PartcError
-from partc.frontend.state.constant_buffers import is_flag
+from partc.frontend.state.flags import is_flag
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.package.loads import LoadCounts
 from partc.package.sampling import BranchSampling, Sampling, shorter_outcomes

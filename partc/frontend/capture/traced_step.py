@@ -22,7 +22,8 @@ from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
 from partc.frontend.results import Read
 from partc.frontend.selections.selections import Selections
 from partc.frontend.state.caches import caches
-from partc.frontend.state.constant_buffers import Recipe, is_flag, recomputed
+from partc.frontend.state.constant_buffers import Recipe, recomputed
+from partc.frontend.state.flags import is_flag
 from partc.frontend.state.frozen_state import StateWatch
 from partc.frontend.state.replaced_buffers import Buffers
 from partc.frontend.trace_errors import explained_error

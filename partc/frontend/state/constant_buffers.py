@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from partc.frontend.by_tensor import ByTensor
+from partc.frontend.state.flags import is_flag
 from partc.runtime.train.plain_tensors import named_tensors
 from partc.torch_private import without_modes
 
@@ -123,11 +124,6 @@ class _Inner:
 
     def __hash__(self) -> int:
         return hash(self.recipe)
-
-
-def is_flag(x: Tensor) -> bool:
-    """Whether a buffer is a single boolean, on which a model may branch."""
-    return x.dtype is torch.bool and x.numel() == 1
 
 
 def _is_integer(x: Tensor) -> bool:

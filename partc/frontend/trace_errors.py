@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import traceback
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from partc.frontend.model_files.model_file import user_line
 from partc.installed import is_machinery, shortened
 from partc.runtime.train.plain_tensors import places_of
 
+_QUOTED = 120  # the most characters of a line in a message
 _CHECK = "call the model on one batch in plain PyTorch, without partc, to see the whole error"
 _ROWS = (
     "in a trace x[mask] has every row of x, as their number is not known; where each example has equally many, gather "
@@ -132,11 +134,19 @@ def explained_error(
         help = _PART.format(parts)
     inner = innermost_user_line(error)
     if known is not None and known.inside:
-        return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=inner)
+        return PartcError(
+            "P0206", f"the model does not trace: {cause}{_quoted(user_line(error))}", help=help, source=inner
+        )
     source = user_line(error, path)
     if source is not None and inner is not None and shortened(source.file) != inner.file:
         cause += f" (in {inner})"
     return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=source)
+
+
+def _quoted(source: Source | None) -> str:
+    """The text of a line, as the end of a cause."""
+    text = "" if source is None else linecache.getline(source.file, source.line).strip()
+    return f": `{text[:_QUOTED]}`" if text else ""
 
 
 def innermost_user_line(error: BaseException) -> Source | None:

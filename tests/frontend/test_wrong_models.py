@@ -165,7 +165,7 @@ LINEAR = "self.up = nn.Linear(8, 12)"
 
 # What stops a trace -> the change, and what the cause and the help say about it.
 CAUSES: dict[str, tuple[Changes, str, str]] = {
-    "a branch": (((OUT, "x.sum() if h.sum() > 0 else h.sum()"),), NO_VALUES, "torch.where"),
+    "a branch": (((OUT, "x.sum() if h.sum() > 0 else h.sum()"),), f"{NO_VALUES}: `return x.sum() if h.sum() > 0 else h.sum()`", "torch.where"),
     "item()": (((OUT, "h.sum() * h.max().item()"),), NO_VALUES, "torch.where"),
     "a selection": (((OUT, "h[h > 0].cumsum(0).sum()"),), NO_VALUES, "mask"),
     "numpy()": (((OUT, "h.sum() * float(h.detach().numpy().sum())"),), "reads the values of a tensor", "NumPy"),

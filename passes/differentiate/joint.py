@@ -164,8 +164,13 @@ def _is_zero(node: fx.Node) -> bool:
         return isinstance(number, int | float) and number == 0
     if name in _BILINEAR:
         return any(map(_is_zero, node.all_input_nodes))
-    linear = name in _NOTHING or name in _RESHAPES or name in _LINEAR
-    return linear and bool(node.all_input_nodes) and all(map(_is_zero, node.all_input_nodes))
+    return _is_linear(node) and all(map(_is_zero, node.all_input_nodes))
+
+
+def _is_linear(node: fx.Node) -> bool:
+    """Whether a node computes zeros from zeros."""
+    name = _packet(node)
+    return bool(node.all_input_nodes) and (name in _NOTHING or name in _RESHAPES or name in _LINEAR)
 
 
 def _carriers(region: Region, roots: frozenset[str]) -> set[str]:
@@ -305,7 +310,7 @@ class _Reader:
         )
 
     def _operation(self, node: fx.Node) -> Op:
-        name, args, attrs = _canonical(node, self._arg)
+        name, args, attrs = _zeros(node) or _canonical(node, self._arg)
         results = self._laid_out(Op(name=name, args=args, attrs=attrs, results=self._results(node)), self._heir(node))
         if effects(name).extra or len(results) > 1:
             source = next((self._sources[value.name] for value in results if value.name in self._sources), None)
@@ -414,6 +419,14 @@ def _origin(node: fx.Node) -> fx.Node:
     while _packet(node) in _NOTHING:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _zeros(node: fx.Node) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]] | None:
+    """A constant in place of an operation that computes zeros from zeros; it may have the layout of any gradient."""
+    if _is_tuple(node) or not _is_linear(node) or not _is_zero(node):
+        return None
+    tensor: torch.Tensor = node.meta["val"]
+    return "full", (tuple(tensor.shape), 0), (("dtype", DTypeArg(DTYPE_NAMES[tensor.dtype])),)
 
 
 def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:

@@ -462,7 +462,7 @@ _TABLE: Mapping[str, Rewrite] = {
     "kl_div": losses.divergence,
     **_shared_rewrite(
         "poisson_nll_loss cosine_embedding_loss soft_margin_loss hinge_embedding_loss triplet_margin_loss"
-        " margin_ranking_loss multi_margin_loss",
+        " margin_ranking_loss",
         losses.without_reduction,
     ),
     # states of the generator

@@ -476,3 +476,26 @@ def empty_first_step() -> nn.Module:
 
 def test_zeros_have_the_layout_of_no_gradient() -> None:
     _equal(empty_first_step, _batch(), "dp=2")
+
+
+class LossesAtTheirEdges(nn.Module):
+    """Probabilities of 0 and 1, distances equal to a margin, variances below the least one, quotients without a slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(6)) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d, e = (x.round() * weight for weight in self.weights)
+        right, half = (x > 0).to(x.dtype), x.new_full(x.shape, 0.5)
+        losses = F.binary_cross_entropy((a * 400).sigmoid(), right) + F.binary_cross_entropy(e.clamp(0, 1), half)
+        losses = losses + F.multi_margin_loss(b, x.argmax(1)) + F.gaussian_nll_loss(x, x.flip(1), c.abs() * 1e-7)
+        return losses + torch.div(d, self.weights[3] * 0.3, rounding_mode="trunc").mean()
+
+
+def losses_at_their_edges() -> nn.Module:
+    return LossesAtTheirEdges()
+
+
+def test_losses_at_their_edges_have_torchs_slopes() -> None:
+    _equal(losses_at_their_edges, _batch(), "dp=2")

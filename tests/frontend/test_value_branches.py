@@ -18,7 +18,7 @@ from partc.errors import PartcError
 from partc.frontend.branches.value_branches import LARGEST, ValueWatch
 from partc.frontend.capture import capture
 from partc.frontend.trace import Traced, trace_model
-from partc.frontend.traceable_forms.functions import multilabel_margin_loss
+from partc.frontend.traceable_forms.functions import gaussian_nll_loss, multi_margin_loss, multilabel_margin_loss
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 from tests.guards import asserting, by_number, elsewhere, raising
@@ -324,8 +324,34 @@ def test_labels_behind_the_first_negative_one_do_not_count(reduction: str) -> No
         [[3, 0, -1, 2, 2, 2], [-1] * 6, [0, 1, 2, 3, 4, 5], [5, 5, -1, -1, -1, -1], [1, -1, 1, -1, 4, 0]]
     )
     losses = [each(scores, labels, reduction=reduction) for each in (multilabel_margin_loss, F.multilabel_margin_loss)]
+    _equal_with_gradients(losses, [scores])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("p", [1, 2])
+def test_scores_at_the_margin_have_no_gradient(p: int, reduction: str) -> None:
+    scores = torch.randint(-1, 3, (9, 4)).double().requires_grad_()
+    labels, weight = torch.randint(4, (9,)), torch.rand(4).double()
+    losses = [
+        each(scores, labels, p, 1.0, weight, reduction=reduction) for each in (multi_margin_loss, F.multi_margin_loss)
+    ]
+    _equal_with_gradients(losses, [scores])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(5, 4), (5, 1), (5,)])
+def test_clamped_variances_have_gradients(shape: tuple[int, ...], reduction: str) -> None:
+    x, variance = (torch.rand(each).double().requires_grad_() for each in ((5, 4), shape))
+    losses = [
+        each(x, x.detach().flip(0), variance, full=True, eps=0.5, reduction=reduction)
+        for each in (gaussian_nll_loss, F.gaussian_nll_loss)
+    ]
+    _equal_with_gradients(losses, [x, variance])
+
+
+def _equal_with_gradients(losses: list[Tensor], of: list[Tensor]) -> None:
     torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
-    made, right = (torch.autograd.grad(loss.square().sum(), scores)[0] for loss in losses)
+    made, right = (torch.autograd.grad(loss.square().sum(), of) for loss in losses)
     torch.testing.assert_close(made, right, rtol=1e-12, atol=1e-12)
 
 

@@ -251,7 +251,6 @@ LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "hinge_embedding_loss": lambda x, y, **how: F.hinge_embedding_loss(x, x.flip(0).detach().sign(), **how),
     "triplet_margin_loss": lambda x, y, **how: F.triplet_margin_loss(x, x.flip(0), x.flip(1), swap=True, **how),
     "margin_ranking_loss": lambda x, y, **how: F.margin_ranking_loss(x[:, 0], x[:, 1], (y % 2) * 2.0 - 1, **how),
-    "multi_margin_loss": lambda x, y, **how: F.multi_margin_loss(x, y, p=2, **how),
 }
 
 

@@ -7,6 +7,7 @@ _foreach_mul_(xs, 0.9)       is one call for many tensors  ->  x.mul_(0.9) for x
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -91,21 +92,60 @@ def correlation(x: Tensor) -> Tensor:
     return (found / deviations[:, None] / deviations).clamp(-1, 1)
 
 
+def multi_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    p: int = 1,
+    margin: float = 1.0,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """F.multi_margin_loss in traceable operations; torch's decomposition has another gradient at the margin."""
+    scores, labels = torch.atleast_2d(input), torch.atleast_1d(target)[:, None]
+    gaps = (margin - scores.gather(1, labels) + scores).relu() ** p
+    if weight is not None:
+        gaps = gaps * weight[labels]
+    classes = torch.arange(scores.shape[1], device=scores.device)
+    each = gaps.masked_fill(labels == classes, 0).mean(1)
+    return _reduced(each, input, size_average, reduce, reduction)
+
+
 def multilabel_margin_loss(
     input: Tensor, target: Tensor, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
 ) -> Tensor:
     """F.multilabel_margin_loss in traceable operations; torch's decomposition wrongly counts labels behind the first
     -1.
     """
-    if size_average is not None or reduce is not None:
-        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     scores, labels = torch.atleast_2d(input), torch.atleast_2d(target)
     given = (labels < 0).cumsum(1) == 0
     labels = labels.masked_fill(~given, 0)
     classes = torch.arange(scores.shape[1], device=scores.device)
     chosen = ((labels[..., None] == classes) & given[..., None]).any(1)
     gaps = (1 - scores.gather(1, labels)[..., None] + scores[:, None]).relu()
-    each: Tensor = gaps.masked_fill(~given[..., None] | chosen[:, None], 0).sum((1, 2)) / scores.shape[1]
+    each = gaps.masked_fill(~given[..., None] | chosen[:, None], 0).sum((1, 2)) / scores.shape[1]
+    return _reduced(each, input, size_average, reduce, reduction)
+
+
+def gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """F.gaussian_nll_loss; it clamps variances under no_grad, which no trace sees within a function of torch."""
+    variance = var if isinstance(var, Tensor) else torch.full_like(input, var)
+    if variance.shape != input.shape and variance.shape == input.shape[:-1]:
+        variance = variance.unsqueeze(-1)
+    clamped = torch.where(variance < eps, variance - variance.detach() + eps, variance)
+    each: Tensor = 0.5 * (clamped.log() + (input - target) ** 2 / clamped)
+    if full:
+        each = each + 0.5 * math.log(2 * math.pi)
+    return each if reduction == "none" else each.mean() if reduction == "mean" else each.sum()
+
+
+def _reduced(each: Tensor, input: Tensor, size_average: Any, reduce: Any, reduction: str) -> Tensor:
+    """The losses of examples, or their mean or sum; `input` may be one example."""
+    if size_average is not None or reduce is not None:
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     if reduction == "none":
         return each if input.dim() == 2 else each[0]
     return each.mean() if reduction == "mean" else each.sum()
@@ -116,5 +156,7 @@ _FORMS: Mapping[str, Callable[..., Any]] = {
     "corrcoef": correlation,
     "cov": covariance,
     "fake_quantize_per_tensor_affine": fake_quantized,
+    "gaussian_nll_loss": gaussian_nll_loss,
+    "multi_margin_loss": multi_margin_loss,
     "multilabel_margin_loss": multilabel_margin_loss,
 }

@@ -32,6 +32,7 @@ from partc.frontend.model_files.own_optimizer import OwnOptimizer, own_optimizer
 from partc.frontend.repeats.marks import Excluded
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace, container_of
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
+from partc.frontend.selections.conditional_gradients import conditions
 from partc.frontend.selections.empty_selections import check_empty, without_tests
 from partc.frontend.selections.reached_parameters import Reached, sometimes_reached, with_counts
 from partc.frontend.selections.row_counts import check_numbers
@@ -253,7 +254,7 @@ def _of_all_outcomes(
 
     found = trace(Outcomes.ABOVE)
     tests = made[Outcomes.ABOVE][0].tests
-    reached = Reached({}, frozenset())
+    reached = Reached()
     if tests:
         empty = without_some(Outcomes.EMPTY)
         tested = check_empty(found.graph, empty, tests[0])
@@ -277,12 +278,14 @@ def _of_all_outcomes(
                     raise
                 continue  # if these outcomes occur at all, they also raise eagerly
             check_empty(found.graph, partly, tests[0])
-    graph, longer = join_outcomes(found, trace) if found.branches else (found.graph, Outcomes.ABOVE)
-    capture, program = made[longer]
+    graph = found.graph
+    capture, program = made[Outcomes.ABOVE]
+    if found.branches:
+        joined = join_outcomes(found, trace)
+        graph, (capture, program) = joined.graph, made[joined.outcomes]
+        reached = Reached(conditions=conditions(graph, joined.choices, _trained(program)))
     source = next(iter(tests), found.branches[0].source if found.branches else None)
-    program = replace(program, regions=(replace(program.regions[0], forward=graph),))
-    if not found.branches:
-        program = with_counts(program, reached)
+    program = with_counts(replace(program, regions=(replace(program.regions[0], forward=graph),)), reached)
     skipped = _skipped(program, [one for _, one in made.values()], source)
     capture = replace(capture, assumed=(*capture.assumed, *skipped))
     (region,) = program.regions

@@ -73,7 +73,8 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
                 branches = _branches(module, model, plan, parts[0])
             total += _backward(module, model, plan, parts, branches, seed, number, counts) / update.accumulate
         for name, x in names:
-            if x.grad is None and branches is not None and name in branches.trained:
+            counted = "counted" in plan["parameters"].get(name, {})
+            if x.grad is None and branches is not None and name in branches.trained and not counted:
                 x.grad = torch.zeros_like(x)
         shares = update.accumulate * len(parts)
         for x in model.parameters():  # a weight with two names is divided once

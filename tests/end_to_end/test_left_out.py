@@ -15,7 +15,7 @@ from partc.package.verify import verify
 from partc.runtime.checkpoint.manifest import folder_name
 from tests.durable import trained, whole
 from tests.independent.plain import Recipe, train
-from tests.independent.trainings import ALLOWED, Setting, compared
+from tests.independent.trainings import ALLOWED, MODELS, Setting, compared
 from tests.models.left_out import model
 from tests.prefork import Server
 
@@ -114,6 +114,16 @@ def test_counts_are_not_compressed() -> None:
         partc.compile(MODEL, mesh="dp=2", compress_grads="int8")
     assert caught.value.code == "P0423" and "a step may leave out " in caught.value.cause
     partc.compile(MODEL, mesh="dp=2", grad_reduce="bf16")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [("dp=2", {"zero": 1}), pytest.param("pp=2,tp=2", {"microbatches": 2}, marks=pytest.mark.slow)],
+)
+def test_dropped_layers_have_no_gradient(mesh: str, options: Mapping[str, Any], tmp_path: Path, server: Server) -> None:
+    setting = Setting(mesh=mesh, options=options, recipe=_recipe(accumulate=2))
+    found = compared(MODELS / "dropped_layers.py", setting, tmp_path, server)
+    assert not found.refused and found.error <= ALLOWED, (found.error, found.where)
 
 
 def test_parameters_and_their_counts_are_in_one_stage(tmp_path: Path, server: Server) -> None:

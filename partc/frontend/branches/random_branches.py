@@ -151,8 +151,17 @@ class Branching:
             yield tuple(op for op in self.graph.ops[start:end] if op.name != "constant")
 
 
-def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> tuple[Graph, Outcomes]:
-    """The graph that chooses between the outcomes of every branch, and the outcomes of its operations.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The graph that chooses between the outcomes of every branch, and the outcomes of its operations."""
+
+    graph: Graph
+    outcomes: Outcomes
+    choices: frozenset[str] = frozenset()  # the values that are chosen
+
+
+def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> Joined:
+    """Join the traces of all outcomes.
 
     `found` is the trace of ABOVE. Raises PartcError P0206 if the outcomes differ in more than left-out operations.
     """
@@ -170,7 +179,7 @@ def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> t
     merged = _Join(kept)
     for outcomes, other in others:
         merged.compare(other, [outcomes.below(i) != longer.below(i) for i in range(len(kept.branches))])
-    return merged.graph(), longer
+    return Joined(graph=merged.graph(), outcomes=longer, choices=frozenset(merged.choices))
 
 
 @dataclass(slots=True)
@@ -180,6 +189,7 @@ class _Join:
     kept: Branching
     replaced: dict[int, dict[str, str]] = field(default_factory=dict)  # by branch
     left_out: dict[int, int] = field(default_factory=dict)  # the number of operations behind each branch
+    choices: set[str] = field(default_factory=set)
     makers: Mapping[str, Op] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -313,6 +323,7 @@ class _Join:
         """The operation that chooses between the value of this branch and the value of the other one."""
         test = self.kept.branches[branch]
         chosen = (here, instead) if test.outcome else (instead, here)
+        self.choices.add(result.name)
         return self._op("where", branch, (Ref(test.test), *chosen), result)
 
     def _op(self, name: str, branch: int, args: tuple[Arg, ...], result: Value) -> Op:

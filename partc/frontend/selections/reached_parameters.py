@@ -1,4 +1,4 @@
-"""Parameters that no gradient reaches in a step in which masks select nothing.
+"""Parameters that no gradient reaches in a step in which masks select nothing, or random numbers drop their layers.
 
     for e in range(experts):
         rows = torch.where(chosen == e)[0]
@@ -16,9 +16,10 @@ the number of elements that each test finds; the pass `reach` has it summed over
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from partc.frontend.selections.conditional_gradients import Condition, Outcome
 from partc.frontend.selections.empty_selections import Elements
 from partc.frontend.selections.selection_tests import TESTED
 from partc.ir.naming import unique
@@ -27,12 +28,14 @@ from partc.ir.program import Arg, DType, Graph, Op, Program, Ref, TensorType, Va
 COUNT: DType = "f32"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """The parameters of a region that a gradient reaches only if one of these elements is set."""
+    """The parameters of a region that a gradient reaches only if one of these elements is set, or only if random
+    branches have these outcomes.
+    """
 
-    elements: Mapping[str, tuple[Elements, ...]]
-    unknown: frozenset[str]  # parameters for which that depends on several tests
+    elements: Mapping[str, tuple[Elements, ...]] = field(default_factory=dict)
+    conditions: Mapping[str, Condition] = field(default_factory=dict)
 
 
 def sometimes_reached(
@@ -44,17 +47,14 @@ def sometimes_reached(
     made = full.definitions()
     readers = full.readers()
     found: dict[str, tuple[Elements, ...]] = {}
-    unknown = set()
     for name in parameters:
         if name in always or name not in readers:
             continue
         tests = [*_decided(name, readers, tested)]
         each = dict.fromkeys(test for test in tests if test is not None)
-        if None in tests or not each or any(test.value not in made for test in each):
-            unknown.add(name)
-        else:
+        if None not in tests and each and all(test.value in made for test in each):
             found[name] = tuple(each)
-    return Reached(found, frozenset(unknown))
+    return Reached(elements=found)
 
 
 def _computed(graph: Graph) -> tuple[Op, ...]:
@@ -78,29 +78,42 @@ def _decided(
 
 
 def with_counts(program: Program, reached: Reached) -> Program:
-    """The program with the numbers of elements that the tests find as further results."""
+    """The program with further results: the numbers of elements that tests find, or of outcomes of random branches."""
     (region,), (call,) = program.regions, program.calls
     stored = dict(zip((value.name for value in region.params), call.params, strict=True))
     tests = dict.fromkeys(test for tests in reached.elements.values() for test in tests)
     types = region.types(region.forward)
     taken = {*types, *(value.name for value in program.values)}
     names = {test: unique("reached", taken) for test in tests}
+    outcomes = {each: unique("reached", taken) for each in sorted(_outcomes(reached.conditions.values()))}
     ops: list[Op] = []
-    for op in region.forward.ops:
-        ops.append(op)
-        if op.name == TESTED:
+    for op in (None, *region.forward.ops):
+        made = {value.name for value in op.results} if op else {*types} - {*region.forward.makers()}
+        ops += [op] if op else []
+        for outcome, name in outcomes.items():
+            if outcome[0] in made:
+                ops.extend(_occurred(outcome, name, types, taken))
+        if op and op.name == TESTED:
             for test in tests:
                 if test.test is op:
                     ops.extend(_count(test, names[test], types, taken))
-    totals: dict[tuple[Elements, ...], str] = {}
-    for each in dict.fromkeys(reached.elements.values()):
-        total = names[each[0]]
-        for test in each[1:]:
+
+    def combined(kind: str, parts: Sequence[str]) -> str:
+        total, *others = parts
+        for other in others:
             value = Value(name=unique("reached", taken), type=TensorType.replicated(COUNT, ()))
-            ops.append(Op(name="add", args=(Ref(total), Ref(names[test])), results=(value,), source=test.test.source))
+            ops.append(Op(name=kind, args=(Ref(total), Ref(other)), results=(value,), source=ops[-1].source))
             total = value.name
-        totals[each] = total
-    outputs = tuple(dict.fromkeys(totals.values()))
+        return total
+
+    by_tests = {
+        tests: combined("add", [names[test] for test in tests]) for tests in dict.fromkeys(reached.elements.values())
+    }
+    by_outcomes = {
+        condition: combined("add", [combined("mul", [outcomes[one] for one in each]) for each in _in_order(condition)])
+        for condition in dict.fromkeys(reached.conditions.values())
+    }
+    outputs = tuple(dict.fromkeys((*by_tests.values(), *by_outcomes.values())))
     values = tuple(Value(name=name, type=TensorType.replicated(COUNT, ())) for name in outputs)
     forward = replace(region.forward, ops=tuple(ops), outputs=(*region.forward.outputs, *outputs))
     return replace(
@@ -108,8 +121,29 @@ def with_counts(program: Program, reached: Reached) -> Program:
         regions=(replace(region, forward=forward),),
         calls=(replace(call, results=(*call.results, *outputs)),),
         values=(*program.values, *values),
-        reached=tuple((stored[name], totals[each]) for name, each in reached.elements.items()),
+        reached=(
+            *((stored[name], by_tests[tests]) for name, tests in reached.elements.items()),
+            *((stored[name], by_outcomes[condition]) for name, condition in reached.conditions.items()),
+        ),
     )
+
+
+def _in_order(condition: Condition) -> list[list[Outcome]]:
+    return sorted(map(sorted, condition))
+
+
+def _outcomes(conditions: Iterable[Condition]) -> set[Outcome]:
+    return {outcome for condition in conditions for conjunction in condition for outcome in conjunction}
+
+
+def _occurred(outcome: Outcome, name: str, types: Mapping[str, TensorType], taken: set[str]) -> Iterator[Op]:
+    """The operations that give 1 if a test of one element has an outcome, else 0."""
+    test, value = outcome
+    if not value:
+        opposite = Value(name=unique(f"{name}_mask", taken), type=TensorType.replicated("bool", types[test].shape))
+        yield Op(name="logical_not", args=(Ref(test),), results=(opposite,))
+        test = opposite.name
+    yield Op(name="sum", args=(Ref(test),), results=(Value(name=name, type=TensorType.replicated(COUNT, ())),))
 
 
 def _count(test: Elements, name: str, types: Mapping[str, TensorType], taken: set[str]) -> Iterator[Op]:

@@ -1,0 +1,72 @@
+"""The outcomes of random branches under which a gradient reaches a parameter.
+
+    u       = rand(())
+    t       = lt(u, 0.1)
+    y       = linear(x, layer.weight)       ->       reached = sum(logical_not(t))
+    y_1     = where(t, x, y)                         reach layer.weight if reached
+
+Eagerly a dropped layer has no gradient, and the optimizer leaves its parameters alone. `where` would give it zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from partc.ir.gradients import reached
+from partc.ir.operations import effects
+from partc.ir.program import Graph, Op, Ref, is_change
+
+Outcome = tuple[str, bool]  # the value of a test, and the outcome
+Condition = frozenset[frozenset[Outcome]]  # any of these conjunctions
+ALWAYS: Condition = frozenset({frozenset()})
+_MOST = 16  # conjunctions; a condition of more counts as always
+
+
+def conditions(graph: Graph, choices: Collection[str], parameters: Sequence[str]) -> dict[str, Condition]:
+    """The parameters that a gradient of the first output reaches under a condition only.
+
+    `choices` are the results of the `where` between the outcomes of branches. A change in place counts as always
+    reached, as later reads may be under another name.
+    """
+    live = reached(graph, parameters)
+    found: dict[str, Condition] = {graph.outputs[0]: ALWAYS}
+    for op in reversed(graph.ops):
+        if not effects(op.name).differentiable or live.isdisjoint(op.refs()):
+            continue
+        over = ALWAYS if is_change(op) else _union(found.get(value.name, frozenset()) for value in op.results)
+        chosen = any(value.name in choices for value in op.results)
+        for place, name in _operands(op):
+            if name in live:
+                here = _with(over, (next(op.refs()), place == 1)) if chosen else over
+                found[name] = _union((found.get(name, frozenset()), here))
+    return {name: found[name] for name in parameters if found.get(name, ALWAYS) not in (ALWAYS, frozenset())}
+
+
+def _operands(op: Op) -> Iterable[tuple[int, str]]:
+    return (
+        ((place, ref.name) for place, ref in enumerate(op.args) if isinstance(ref, Ref))
+        if op.name == "where"
+        else ((0, name) for name in op.refs())
+    )
+
+
+def _with(condition: Condition, outcome: Outcome) -> Condition:
+    test, value = outcome
+    return frozenset(each | {outcome} for each in condition if (test, not value) not in each)
+
+
+def _union(given: Iterable[Condition]) -> Condition:
+    """Any of the conditions, in the fewest conjunctions that steps of absorbing and joining find."""
+    each: Condition = frozenset().union(*given)
+    while True:
+        joined = {one - {outcome} for one in each for outcome in one if _flipped(one, outcome) in each}
+        every = each | joined
+        fewest = frozenset(one for one in every if not any(other < one for other in every))
+        if fewest == each:
+            return each if len(each) <= _MOST else ALWAYS
+        each = fewest
+
+
+def _flipped(conjunction: frozenset[Outcome], outcome: Outcome) -> frozenset[Outcome]:
+    test, value = outcome
+    return conjunction - {outcome} | {(test, not value)}

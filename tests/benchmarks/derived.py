@@ -11,8 +11,10 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+
+from partc.errors import PartcError
+from partc.frontend.model_files.huggingface import model_source
+from partc.frontend.model_files.model_file import load
 
 BATCH, LENGTH, WORDS, CLASSES, WIDTH = 8, 16, 256, 4, 64
 
@@ -410,7 +416,7 @@ def recipe(config: Any, candidates: Sequence[type[nn.Module]]) -> Recipe:
         except Exception as error:  # whatever a library says of a configuration
             said.append(f"{kind.__name__}: {type(error).__name__} {error}"[:300])
             continue
-        found = of_model(model, kind, config, said)
+        found = of_model(model, kind, config, said) or of_configuration(model, kind, config, said)
         if found is not None:
             return found
     raise Unbuildable(" || ".join(said) or "no class")
@@ -460,6 +466,32 @@ def of_model(model: nn.Module, kind: type[nn.Module], config: Any, said: list[st
             if places in (0, sizes.places):
                 break
             sizes = dataclasses.replace(sizes, places=places)
+    return None
+
+
+def of_configuration(model: nn.Module, kind: type[nn.Module], config: Any, said: list[str]) -> Recipe | None:
+    """The recipe with the batch that partc makes for a configuration of a vision-language model."""
+    written = {**json.loads(config.to_json_string(use_diff=False)), "architectures": [kind.__name__]}
+    vision = written.get("vision_config")
+    if not isinstance(vision, dict) or "pixel_values" not in inspect.signature(model.forward).parameters:
+        return None
+    if not vision.get("image_size"):
+        vision["image_size"] = 4 * vision.get("patch_size", 8)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(written))
+            net = Path(folder) / "net.py"
+            net.write_text(model_source(f"hf:{path}", batch=BATCH, seq=LENGTH))
+            made = load(net, {}).batch()
+    except PartcError as error:
+        said.append(f"{kind.__name__}: {error}"[:300])
+        return None
+    inputs: dict[str, Maker] = {name: lambda _, entry=entry: entry for name, entry in made.items()}
+    found = trained(model, Recipe(model=kind, config=config, sizes=Sizes(config=config), inputs=inputs))
+    if isinstance(found, Recipe):
+        return found
+    said.append(f"{kind.__name__} with the batch of hf: {found}"[:300])
     return None
 
 

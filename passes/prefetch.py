@@ -35,6 +35,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from partc import fuel
 from partc.communication.exchanges import Exchanges
@@ -81,9 +82,9 @@ class _Exchanges:
     def of(cls, statements: Iterable[ActionStatement], subject: Subject) -> _Exchanges:
         return cls({(each.verb, each.of): each for each in statements if each.subject == subject and each.of})
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
-        return tuple(name for verb, name in self.statements if verb == "start")
+        return tuple([name for verb, name in self.statements if verb == "start"])
 
     def some(self, verb: Verb, indices: Iterable[int]) -> Iterator[ActionStatement]:
         """The statements with this verb of the exchanges with these indices; none for indices out of range."""
@@ -94,7 +95,7 @@ class _Exchanges:
 
 def gathers(statements: _Statements) -> int:
     """The number of calls for which an action gathers."""
-    return sum((each.verb, each.subject) == ("wait", "gather") for each in statements)
+    return [(each.verb, each.subject) for each in statements].count(("wait", "gather"))
 
 
 def _spread_statements(body: Body, depth: int, most: int) -> Iterator[ActionStatement]:

@@ -27,7 +27,7 @@ class StatementRun:
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives that start here."""
-        return tuple(each for each in self.statement.collectives if each is not None)
+        return tuple([each for each in self.statement.collectives if each is not None])
 
 
 @dataclass(slots=True)
@@ -85,7 +85,8 @@ class Execution:
         shared = program.derived(_Shared)
         self._bodies, self._late, self._brought = shared.bodies, shared.late, shared.brought
         self._first_readers = shared.first_readers
-        self._steps = {} if proving else shared.steps  # a proof checks every step
+        # A proof checks every step of its coordinate itself; what it finds serves all other executions.
+        self._steps, self._known = ({} if proving else shared.steps), shared.steps
 
     def before_first_step(self) -> Iterator[tuple[str, tuple[StatementRun, ...]]]:
         """The actions before the first step."""
@@ -116,7 +117,7 @@ class Execution:
             key = (action.stage, action.kind, action.ahead, first, last, state.key())
             if key not in known:
                 found = tuple(self._action(action, state := state.copy(), first=first, last=last))
-                known[key] = found, state
+                known[key] = self._known[key] = found, state
             steps, state = known[key]
             yield action, steps
         self._check_ended(state)

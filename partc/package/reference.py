@@ -362,7 +362,7 @@ def _microbatches(batch: Any, plan: dict[str, Any]) -> list[Any]:
 def loss_of(module: Any, model: nn.Module, batch: Any) -> Tensor:
     """The model file's loss: its own function, or the model's result, or that object's `.loss`."""
     members = Members.of(model)
-    with traceable_spans(model):  # the same draws as in the package
+    with traceable_spans(model.modules()):  # the same draws as in the package
         result = module.loss(model, batch) if hasattr(module, "loss") else of_model(model, batch)
     members.take()
     if not isinstance(result, Tensor):

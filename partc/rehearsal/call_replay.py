@@ -236,15 +236,24 @@ class RecordedCall:
         return handed
 
     def _for_caller(self, result: Any, returned: Callable[[Any], Leaf | Tensor]) -> Any:
-        """The result with tensors for the caller to compute with. Tensors in records are saved values."""
+        """The result with tensors for the caller to compute with. Tensors in records are saved values, and those in
+        named tuples are gradients of parameters: the caller only passes them on, as leaves.
+        """
         self._ledger.call = self._ledger.line = ""
 
         def handed(item: Any) -> Any:
             if hasattr(item, "_fields"):
-                return map_leaves(item, lambda x: self._tensor(x, returned, "gradients"))
-            return map_leaves(item, waiting) if _is_record(item) else self._tensor(item, returned)
+                return map_leaves(item, gradient)
+            if _is_record(item):
+                return map_leaves(item, saved)
+            leaf = returned(item)
+            return leaf if isinstance(leaf, Tensor) else leaf.tensor()
 
-        def waiting(item: Any) -> Leaf | Tensor:
+        def gradient(item: Any) -> Leaf | Tensor:
+            self._outlives(leaf := returned(item), "gradients")
+            return leaf
+
+        def saved(item: Any) -> Leaf | Tensor:
             leaf = returned(item)
             if item.__class__ is not New:  # its block has the category that the recording gave it
                 self._outlives(leaf, "activations")
@@ -261,28 +270,6 @@ class RecordedCall:
         if block is not None and block.label[0] in ("temporaries", "communication"):
             block.label = category, *block.label[1:]
 
-    def _tensor(self, item: Any, returned: Callable[[Any], Leaf | Tensor], category: str = "") -> Tensor:
-        leaf = returned(item)
-        if category:
-            self._outlives(leaf, category)
-        if isinstance(leaf, Tensor):
-            return leaf
-        owner = leaf.owner
-        if isinstance(owner, Tensor):
-            with self._ledger.muted():
-                return owner if sight(owner) == leaf.sight else _view(owner, leaf.sight)
-        dtype, shape, stride, offset = leaf.sight
-        base = self._ledger.uncounted(shape, stride, dtype)
-        whole = not offset and base.untyped_storage().nbytes() == owner.block.bytes
-        if not whole:
-            base = self._ledger.uncounted((owner.block.bytes,), (1,), torch.uint8)
-        kept = [owner]
-        self._ledger.watch(base, owner.block, kept.clear)
-        if whole:
-            return base
-        with self._ledger.muted():
-            return _view(base, leaf.sight)
-
 
 def seen_as(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
     """An argument as a result; as another view if `sight` is given."""
@@ -290,13 +277,6 @@ def seen_as(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:
     if sight is None:
         return leaf
     return Leaf(leaf.owner if isinstance(leaf, Leaf) else leaf, sight)
-
-
-def _view(x: Tensor, sight: Sight) -> Tensor:
-    """Another view of the same memory."""
-    dtype, shape, stride, offset = sight
-    flat = x if x.dtype == dtype else x.view(-1).view(dtype)
-    return flat.as_strided(shape, stride, offset)
 
 
 def _steps(recorded: Iterable[Event]) -> list[tuple[Surge, tuple[int, ...]]]:

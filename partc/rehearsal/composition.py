@@ -12,7 +12,7 @@ the gradients of several microbatches has the effect of an action that releases 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,8 +48,9 @@ class Effect:
 
     @classmethod
     def of(cls, entries: Iterable[Entry], calls: Mapping[str, int]) -> Effect:
+        number = defaultdict(lambda: -1, calls)
         return cls.made(
-            [(sign, what.label, calls.get(call, -1), line, op) for sign, what, (call, line, op) in entries if what]
+            [(sign, what.label, number[call], line, op) for sign, what, (call, line, op) in entries if what]
         )
 
     @classmethod
@@ -375,8 +376,18 @@ class _Names:
     def _buckets(self) -> dict[str, Key]:
         return {}
 
-    def steps(self, steps: Iterable[StatementRun]) -> Key:
-        return tuple((self._statement(step.stage, step.statement), step.key[3:]) for step in steps)
+    def steps(self, steps: tuple[StatementRun, ...]) -> Key:
+        if id(steps) not in self._steps:
+            self._steps[id(steps)] = (
+                steps,
+                tuple([(self._statement(step.stage, step.statement), step.key[3:]) for step in steps]),
+            )
+        return self._steps[id(steps)][1]
+
+    @cached_property
+    def _steps(self) -> dict[int, tuple[tuple[StatementRun, ...], Key]]:
+        """The steps of actions so far, by identity, each with its names as numbers."""
+        return {}
 
     def _statement(self, stage: int, each: ActionStatement) -> Key:
         name = (self.stages[stage], self.calls[stage][each.of]) if each.of in self.calls.get(stage, ()) else each.of
@@ -391,10 +402,17 @@ class _Names:
 
 @dataclass(frozen=True)
 class _Signatures:
-    """The signatures of a program's ranks."""
+    """The names of a program's ranks, and their signatures."""
 
     program: Program
-    by_place: dict[int, Key] = field(default_factory=dict)
+    by_place: dict[int, tuple[_Names, Key]] = field(default_factory=dict)
+
+    def at(self, place: int) -> tuple[_Names, Key]:
+        """The signature numbers the names, so it comes before all other uses of them."""
+        if place not in self.by_place:
+            names = _Names(self.program, place)
+            self.by_place[place] = names, names.signature()
+        return self.by_place[place]
 
 
 Acks = Mapping[tuple[int, int], Sequence[int]]  # see `runtime.execution.executor.acknowledged_by`
@@ -411,8 +429,8 @@ class Composer:
     def course(self, place: int) -> Course | Ledger:
         """The step of the ranks at a place, played as a whole if it cannot be composed."""
         row = self._program.schedule[place]
-        names = _Names(self._program, place)
-        equal = self._equal.setdefault(self.signature(place), _Equal())
+        names, signature = self._program.derived(_Signatures).at(place)
+        equal = self._equal.setdefault(signature, _Equal())
         chosen: set[int] = set()
         start, keys, releases, before = self._circumstances(place, row, names, equal)
         opening = _opening(row)
@@ -439,10 +457,7 @@ class Composer:
 
     def signature(self, place: int) -> Key:
         """A key that is equal for ranks which differ only in names and schedules."""
-        found = self._program.derived(_Signatures).by_place
-        if place not in found:
-            found[place] = _Names(self._program, place).signature()
-        return found[place]
+        return self._program.derived(_Signatures).at(place)[1]
 
     def _is_unique(self, place: int) -> bool:
         """Whether no other rank could share this rank's effects."""
@@ -519,7 +534,6 @@ class Composer:
         opening = _opening(row)
         start: list[Key] = []
         done = 0
-        steps_of: dict[int, tuple[object, Key]] = {}
         histories: dict[int, int] = {}
         seen: Counter[tuple[int, str]] = Counter()
         sources = {stage: self._sources(stage) for stage in names.stages}
@@ -532,8 +546,6 @@ class Composer:
                 if action == "refresh":
                     yield ("start", *start), 1, ()
                 continue
-            if id(steps) not in steps_of:
-                steps_of[id(steps)] = steps, names.steps(steps)
             stage, kind = names.stages[action.stage], action.kind
             history, count = -1, 1
             released: tuple[int, ...] = ()
@@ -549,7 +561,7 @@ class Composer:
             earlier = min(seen[stage, kind], _UNLIKE)
             seen[stage, kind] += 1
             last = final.get(action.stage) == done
-            yield (stage, kind, history, released, earlier, last, steps_of[id(steps)][1]), count, previous
+            yield (stage, kind, history, released, earlier, last, names.steps(steps)), count, previous
             if kind in ("F", "B", "I", "W"):
                 previous = stage, kind
             done += 1

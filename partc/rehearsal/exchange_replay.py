@@ -101,10 +101,11 @@ def _recorded_effects(
 ) -> ExchangeEffects:
     """The effects of an exchange, from a separate run. An exchange without a second level has no advance."""
     with ledger.aside() as tape:
-        given, numbers = tuple(tensors), {storage_key(x): number for number, x in enumerate(tensors)}
-        if not kept:
+        if kept:
+            given, numbers = tuple(tensors), {storage_key(x): number for number, x in enumerate(tensors)}
+        else:
             end = lambda together: tape.append(("drop", together, NOWHERE))  # noqa: E731
-            given, numbers = stand_ins(ledger, given, same, end)
+            given, numbers = stand_ins(ledger, tuple(tensors), same, end)
         waiting = [given]
         del given
         going = start(waiting.pop())

@@ -72,6 +72,34 @@ class Leaf:
         self.owner = owner
         self.sight = sight
 
+    def tensor(self) -> Tensor:
+        """A tensor to compute with, which keeps the memory."""
+        owner = self.owner
+        if isinstance(owner, Tensor):
+            return owner if sight(owner) == self.sight else _view(owner, self.sight)
+        ledger, block = owner.ledger, owner.block
+        dtype, shape, stride, offset = self.sight
+        base = ledger.uncounted(shape, stride, dtype)
+        whole = not offset and base.untyped_storage().nbytes() == block.bytes
+        if not whole:
+            base = ledger.uncounted((block.bytes,), (1,), torch.uint8)
+        kept = [owner]
+        ledger.watch(base, block, kept.clear)
+        return base if whole else _view(base, self.sight)
+
+    def __add__(self, other: Leaf) -> Tensor:
+        return self.tensor() + other.tensor()
+
+    def __radd__(self, other: Tensor) -> Tensor:
+        return other + self.tensor()
+
+
+def _view(x: Tensor, sight: Sight) -> Tensor:
+    """Another view of the same memory."""
+    dtype, shape, stride, offset = sight
+    flat = x if x.dtype == dtype else x.view(-1).view(dtype)
+    return flat.as_strided(shape, stride, offset)
+
 
 def sight(x: Tensor) -> Sight:
     return x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset())

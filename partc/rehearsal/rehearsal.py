@@ -27,10 +27,10 @@ from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Action as ScheduledAction
 from partc.ir.program import Program
 from partc.ir.routers import routers
-from partc.rehearsal.call_replay import Recordings, region_module, stage_class
+from partc.rehearsal.call_replay import Recordings, map_leaves, region_module, stage_class
 from partc.rehearsal.composition import Acks, Composer, Course
 from partc.rehearsal.exchange_replay import ExchangeEffects, ReplayedExchange, Start, exchange_effects
-from partc.rehearsal.ledger import Block, Ledger, Owned, counting_meta_operations
+from partc.rehearsal.ledger import Block, Leaf, Ledger, Owned, counting_meta_operations
 from partc.rehearsal.meta_kernels import META, stand_ins
 from partc.runtime.checkpoint.boxes import numbered_copy, pieces, written_copy
 from partc.runtime.checkpoint.state import by_rows, compressed_sums
@@ -570,8 +570,8 @@ class _NamedParts(Parts):
         return Pending(finish, advance)
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
-        if self.compressed or not all(isinstance(x, Tensor) for x in gradients.values()):
-            return self._scattered(gradients)
+        if self.compressed or not all(isinstance(x, Tensor | Leaf) for x in gradients.values()):
+            return self._scattered({name: map_leaves(x, _as_tensor) for name, x in gradients.items()})
         names = tuple(gradients)
         start = lambda given: self._scattered(dict(zip(names, given, strict=True)))  # noqa: E731
         return self._replayed("scatter", names, start, tuple(gradients.values()))
@@ -598,6 +598,10 @@ class _NamedParts(Parts):
 
     def _named(self, category: str, name: str) -> AbstractContextManager[None]:
         return self._comm.ledger.making(category, name)
+
+
+def _as_tensor(x: Leaf | Tensor) -> Tensor:
+    return x if isinstance(x, Tensor) else x.tensor()
 
 
 class _Groups(dict[str, Axis]):

@@ -139,7 +139,7 @@ class TracedStep(nn.Module):
             with (
                 computing_in(traced.dtype), repeats.rows.with_parts(), self._watch.watching(),
                 using_traceable_builtins(self._watch.modules), values.watching(), repeats.marking(), _conversions(),
-                _inference(), untraceable_modules(), traceable_spans(self.model), self._with_masks(),
+                _inference(), untraceable_modules(), traceable_spans(self._watch.named.values()), self._with_masks(),
                 traced.members.current(),
             ):  # fmt: skip
                 found = self._forward(batch)

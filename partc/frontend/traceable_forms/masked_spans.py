@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 
@@ -19,9 +19,10 @@ _NAME = "_compute_mask_indices"
 
 
 @contextmanager
-def traceable_spans(model: nn.Module) -> Iterator[None]:
-    """A context in which the modules of a model draw masks of spans with `masked_spans`."""
-    files = {type(part).__module__: vars(sys.modules[type(part).__module__]) for part in model.modules()}
+def traceable_spans(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context in which modules draw masks of spans with `masked_spans`."""
+    kinds = {part.__class__ for part in modules}
+    files = {kind.__module__: vars(sys.modules[kind.__module__]) for kind in kinds}
     replaced = [(names, plain) for names in files.values() if isinstance(plain := names.get(_NAME), FunctionType)]
     for names, _ in replaced:
         names[_NAME] = masked_spans

@@ -79,8 +79,10 @@ def single(net: Net, x: Tensor) -> Tensor:
 
 
 def normed(net: Net, x: Tensor) -> Tensor:
-    """A dropped layer with statistics of batches, and a count of its calls in a view of a buffer."""
-    for _ in range(2):
+    """A layer with statistics of batches that is dropped again and again, and a count of its calls in a view of a
+    buffer.
+    """
+    for _ in range(4):
         if torch.rand(()) < 0.5:
             x = net.statistics(x)
             net.calls[0].add_(1)

@@ -249,13 +249,13 @@ class _Join:
                     raise self._refusal(missing[wanted], "one value replaces several")
         same.update((b.name, a.name) for a, b in zip(one.results, two.results, strict=True))
 
-    def _changes(self, result: str, operand: str) -> bool:
-        """Whether a value is the result of in-place changes of another one, and so the same tensor."""
-        op = self.makers.get(result)
+    def _changed_tensor(self, name: str) -> str:
+        """The value whose memory a chain of in-place changes has changed; the value itself without any."""
+        op = self.makers.get(name)
         while op is not None and is_change(op):
-            result = next(op.refs())
-            op = self.makers.get(result)
-        return result == operand
+            name = next(op.refs())
+            op = self.makers.get(name)
+        return name
 
     def _changed(self, ops: Sequence[Op]) -> Iterator[str]:
         """The values from outside a branch that its operations change in place. Views stand for their tensor."""
@@ -309,7 +309,7 @@ class _Join:
 
     def _choices(self, branch: int, current: dict[str, str], values: dict[str, Value], taken: set[str]) -> Iterator[Op]:
         for made, instead in self.replaced.get(branch, {}).items():
-            if self._changes(made, instead):
+            if self._changed_tensor(made) == self._changed_tensor(instead):
                 current[made] = current.get(instead, instead)
                 continue
             if instead in values and values[made].type != values[instead].type:

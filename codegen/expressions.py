@@ -469,7 +469,7 @@ _ACCUMULATE_MORE: Mapping[str, Callable[[Sequence[str], Operands], str]] = {
 _ACCUMULATE: Mapping[str, Callable[[str, Operands], str]] = {
     "linear_grad_weight": lambda g, o: f"{o.named('functional.linear_add_grad_weight')}({g}, {o.args[0]}, {o.args[1]})",
     "expert_matmul_grad_weight": lambda g, o: (
-        f"{o.named('functional.expert_matmul_add_grad_weight')}({', '.join((g, *o.args[:3]))})"
+        f"{o.named('functional.expert_matmul_add_grad_weight')}({arguments((g, *o.args[:3]), (), o.attrs)})"
     ),
     "matmul_grad_right": lambda g, o: f"{o.named('functional.add_product')}({g}, {o.flat(1)}.mT, {o.flat(0)})",
     "fused": lambda g, o: (

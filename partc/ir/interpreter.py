@@ -203,7 +203,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "join_rows": lambda parts, counts, shares: torch.cat(parts),
     **{name: getattr(bags, name) for name in ("bag_max", "bag_max_grad", "bag_sum", "bag_sum_grad")},
     "expert_rows": lambda experts, w, groups=1: w[experts],
-    "expert_matmul": lambda x, experts, w, groups=1: torch.einsum("si,sio->so", x, w[experts]),
+    "expert_matmul": lambda x, experts, w, groups=1, ordered=False: torch.einsum("si,sio->so", x, w[experts]),
     "sum": lambda x, dims, keepdim: x.sum(dims, keepdim) if dims else x,
     "full": lambda sizes, fill, dtype: torch.full(sizes, fill, dtype=dtype),
     "tensor": lambda values, sizes, dtype: torch.tensor(values, dtype=dtype).reshape(sizes),

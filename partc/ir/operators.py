@@ -165,22 +165,22 @@ def _define_experts() -> None:
     _operator("times_loss_scale", "(Tensor x) -> Tensor", torch.empty_like)
     _operator(
         "expert_matmul_grad_rows",
-        "(Tensor g, Tensor experts, Tensor w) -> Tensor",
-        lambda g, experts, w: g.new_empty([g.shape[0], w.shape[1]]),
+        "(Tensor g, Tensor experts, Tensor w, bool ordered=False) -> Tensor",
+        lambda g, experts, w, ordered=False: g.new_empty([g.shape[0], w.shape[1]]),
     )
     _operator(
         "expert_matmul_grad_weight",
-        "(Tensor g, Tensor experts, Tensor x, int count) -> Tensor",
-        lambda g, experts, x, count: g.new_empty([count, x.shape[1], g.shape[1]]),
+        "(Tensor g, Tensor experts, Tensor x, int count, bool ordered=False) -> Tensor",
+        lambda g, experts, x, count, ordered=False: g.new_empty([count, x.shape[1], g.shape[1]]),
     )
     _operator(
         "expert_matmul",
-        "(Tensor x, Tensor experts, Tensor w) -> Tensor",
-        lambda x, experts, w: x.new_empty([x.shape[0], w.shape[2]]),
+        "(Tensor x, Tensor experts, Tensor w, bool ordered=False) -> Tensor",
+        lambda x, experts, w, ordered=False: x.new_empty([x.shape[0], w.shape[2]]),
         lambda g, a, r: [
-            _ops.expert_matmul_grad_rows(g[0], a[1], a[2]),
+            _ops.expert_matmul_grad_rows(g[0], *a[1:]),
             None,
-            _ops.expert_matmul_grad_weight(g[0], a[1], a[0], a[2].shape[0]),
+            _ops.expert_matmul_grad_weight(g[0], a[1], a[0], a[2].shape[0], *a[3:]),
         ],
     )
 

@@ -71,8 +71,9 @@ def _convolution(op: Op, sizes: Sizes) -> Op:
 
 
 def _of_own_experts(op: Op, sizes: Sizes) -> Op:
-    """Each rank has the rows and the matrices of one group."""
-    return replace(op, attrs=())
+    """Each rank has the rows and the matrices of one group. `dispatch` leaves rows in the order of their experts."""
+    grouped = argument(op, len(op.args), "groups", 1) != 1
+    return replace(op, attrs=(("ordered", True),) if grouped and op.name == "expert_matmul" else ())
 
 
 def _lookup(op: Op, sizes: Sizes) -> Op:

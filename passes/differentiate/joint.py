@@ -54,7 +54,16 @@ _LINEAR = frozenset(
     }
 )
 _IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
-NAMED = ("rows", "ring", "order", "sinks", "limits", "keys", "reads")  # arguments that are attributes in the IR
+NAMED = (
+    "rows",
+    "ring",
+    "order",
+    "sinks",
+    "limits",
+    "keys",
+    "reads",
+    "ordered",
+)  # arguments that are attributes in the IR
 _TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_classes"})
 
 
@@ -464,7 +473,7 @@ def _canonical(node: fx.Node, read: Any) -> tuple[str, tuple[Arg, ...], tuple[tu
         return name, args[:3] if args[3] == -1 else args[:4], (("axis", args[-1]),)
     if name in _TRAILING_AXIS:
         return name, args[:-1], (("axis", args[-1]),) if args[-1] else ()
-    if name in RANDOM or name.startswith("attention"):
+    if name in RANDOM or name.startswith(("attention", "expert_matmul")):
         assert isinstance(node.target, OpOverload)
         given = dict(zip((argument.name for argument in node.target._schema.arguments), args, strict=False))
         named = tuple((word, given.pop(word)) for word in NAMED if word in given)

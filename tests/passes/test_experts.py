@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -616,8 +617,8 @@ MUTANTS = {
     ),
     "experts' gradients are summed with those of other experts": (
         "runtime/ops/experts.py",
-        "for expert, rows in _rows(experts, into.shape[0]):",
-        "for expert, rows in _rows(0 * experts, into.shape[0]):",
+        "ends = _ends(experts, into.shape[0])",
+        "ends = _ends(0 * experts, into.shape[0])",
     ),
     "a rank without rows skips the exchange": (
         "runtime/comm/comm.py",
@@ -719,6 +720,8 @@ def test_rows_move_the_bytes_of_the_formula() -> None:
             if op.name in ("dispatch", "combine")
         }
         assert moved == {"dispatch": expected, "combine": expected}
+        products = [op for op in graph.ops if op.name.startswith("expert_matmul")]  # the rows are not sorted again
+        assert products and all(dict(op.attrs).get("ordered") is True for op in products)
 
 
 @pytest.mark.parametrize(("rows", "columns", "shift"), [(16, 24, 0), (12, 24, 0), (16, 12, 0), (16, 24, 4), (16, 1, 0)])
@@ -732,3 +735,14 @@ def test_torch_takes_the_matrices_that_go_to_its_kernel(rows: int, columns: int,
     assert fits == (columns == 24 and shift == 0 and (rows == 16 or turned))
     if fits:
         torch.nn.functional.grouped_mm(x, w, offs=ends)
+
+
+@pytest.mark.parametrize(("rows", "columns", "turned"), [(16, 24, False), (12, 24, False), (16, 24, True)])
+def test_torch_takes_the_rows_whose_products_are_gradients_of_weights(rows: int, columns: int, turned: bool) -> None:
+    x, grad, ends = torch.randn(10, rows).bfloat16(), torch.randn(10, columns).bfloat16(), torch.tensor([2, 5, 5, 10])
+    grad = grad.T.contiguous().T if turned else grad
+    assert fits_grouped_product(x, grad) == (rows == 16 and not turned)
+    if fits_grouped_product(x, grad):
+        found = torch.nn.functional.grouped_mm(x.mT, grad, offs=ends.int())
+        each = [x[start:end].mT @ grad[start:end] for start, end in pairwise((0, *ends.tolist()))]
+        torch.testing.assert_close(found, torch.stack(each), rtol=0.02, atol=0.02)

@@ -26,16 +26,19 @@ def _case(rows: int = 11) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("rows", [1, 11])
-def test_products_by_expert_and_their_gradients(rows: int) -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+def test_products_by_expert_and_their_gradients(rows: int, ordered: bool) -> None:
     x, chosen, w = _case(rows)
+    chosen = chosen.sort().values if ordered else chosen
     x.requires_grad_(), w.requires_grad_()
     expected = torch.stack([row @ w[expert] for row, expert in zip(x, chosen, strict=True)])
     grad = torch.randn_like(expected)
     expected.backward(grad)
     with torch.no_grad():
-        torch.testing.assert_close(experts.expert_matmul(x, chosen, w), expected)
-        torch.testing.assert_close(experts.expert_matmul_grad_rows(grad, chosen, w), x.grad)
-        torch.testing.assert_close(experts.expert_matmul_grad_weight(grad, chosen, x, 4), w.grad)
+        how = {"ordered": ordered}
+        torch.testing.assert_close(experts.expert_matmul(x, chosen, w, **how), expected)
+        torch.testing.assert_close(experts.expert_matmul_grad_rows(grad, chosen, w, **how), x.grad)
+        torch.testing.assert_close(experts.expert_matmul_grad_weight(grad, chosen, x, 4, **how), w.grad)
 
 
 def test_rows_without_an_expert_stay_and_are_zero() -> None:

@@ -99,36 +99,55 @@ def divide_rows(x: Tensor, counts: Tensor, shares: tuple[int, ...]) -> tuple[Ten
     return parts
 
 
-def expert_matmul(x: Tensor, experts: Tensor, w: Tensor) -> Tensor:
-    """Each row times the matrix of its expert: [s, o]; zero for rows with a number beyond the experts."""
+def expert_matmul(x: Tensor, experts: Tensor, w: Tensor, *, ordered: bool = False) -> Tensor:
+    """Each row times the matrix of its expert: [s, o]; zero for rows with a number beyond the experts.
+
+    With `ordered`, rows are in the order of their experts, as `dispatch` leaves them, and each has an expert.
+    """
+    if ordered:
+        return _products(x, _ends(experts, w.shape[0]), w)
+    order = experts.argsort(stable=True)
+    ends = _ends(experts[order], w.shape[0])
+    made = _products(x[order], ends, w)
+    made.masked_fill_((torch.arange(len(order), device=x.device) >= ends[-1])[:, None], 0)
+    return made.index_select(0, _inverse(order))
+
+
+def _products(x: Tensor, ends: Tensor, w: Tensor) -> Tensor:
+    """The products of rows in the order of their experts; rows beyond the last end are not computed."""
     if x.is_cuda and fits_grouped_product(x, w):
-        order, ends = _sorted(experts, w.shape[0])
-        out = x.new_empty(x.shape[0], w.shape[2])
-        product = torch.nn.functional.grouped_mm(x[order], w, offs=ends)
-        out[order] = product.masked_fill_((torch.arange(len(order), device=x.device) >= ends[-1])[:, None], 0)
-        return out
-    out = x.new_zeros(x.shape[0], w.shape[2])
-    for expert, rows in _rows(experts, w.shape[0]):
-        out[rows] = x[rows] @ w[expert]
+        return torch.nn.functional.grouped_mm(x, w, offs=ends)
+    out = x.new_empty(x.shape[0], w.shape[2])
+    for expert, rows in _rows(ends):
+        torch.mm(x[rows], w[expert], out=out[rows])
     return out
 
 
-def expert_matmul_grad_rows(grad: Tensor, experts: Tensor, w: Tensor) -> Tensor:
+def expert_matmul_grad_rows(grad: Tensor, experts: Tensor, w: Tensor, *, ordered: bool = False) -> Tensor:
     """The gradient of x, from the gradient of the product [s, o]."""
-    return expert_matmul(grad, experts, w.mT)
+    return expert_matmul(grad, experts, w.mT, ordered=ordered)
 
 
-def expert_matmul_grad_weight(grad: Tensor, experts: Tensor, x: Tensor, count: int) -> Tensor:
+def expert_matmul_grad_weight(grad: Tensor, experts: Tensor, x: Tensor, count: int, *, ordered: bool = False) -> Tensor:
     """The gradient of w for `count` experts; zero for experts without rows."""
     into = x.new_zeros(count, x.shape[1], grad.shape[1])
-    expert_matmul_add_grad_weight(into, grad, experts, x)
+    expert_matmul_add_grad_weight(into, grad, experts, x, ordered=ordered)
     return into
 
 
-def expert_matmul_add_grad_weight(into: Tensor, grad: Tensor, experts: Tensor, x: Tensor) -> None:
+def expert_matmul_add_grad_weight(
+    into: Tensor, grad: Tensor, experts: Tensor, x: Tensor, *, ordered: bool = False
+) -> None:
     """The same, added to `into`."""
+    if not ordered:
+        order = experts.argsort(stable=True)
+        grad, experts, x = grad[order], experts[order], x[order]
+    ends = _ends(experts, into.shape[0])
     materialized(into)  # experts without rows add nothing
-    for expert, rows in _rows(experts, into.shape[0]):
+    if x.is_cuda and fits_grouped_product(x, grad):
+        into.add_(torch.nn.functional.grouped_mm(x.mT, grad, offs=ends))
+        return
+    for expert, rows in _rows(ends):
         if into.dtype == x.dtype:
             into[expert].addmm_(x[rows].mT, grad[rows])
         else:
@@ -149,30 +168,30 @@ def expert_places(experts: Tensor) -> Tensor:
     return torch.empty_like(experts).scatter_(1, order, places)
 
 
-def _rows(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Each expert with rows, and the indices of these rows."""
-    order, ends = _sorted(experts, count)
+def _ends(experts: Tensor, count: int) -> Tensor:
+    """The end of each expert's rows, which are in the order of their experts."""
+    every = torch.arange(count, device=experts.device, dtype=experts.dtype)
+    return torch.searchsorted(experts, every, right=True, out_int32=True)
+
+
+def _rows(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each expert with rows, and these rows."""
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
-            yield expert, order[start:end]
+            yield expert, slice(start, end)
         start = end
 
 
-def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The indices of rows in the order of their experts, and the end of each expert's rows."""
-    order = experts.argsort(stable=True)
-    ends = torch.searchsorted(
-        experts[order], torch.arange(count, device=experts.device, dtype=experts.dtype), right=True
-    )
-    return order, ends.to(torch.int32)
-
-
-def fits_grouped_product(x: Tensor, w: Tensor) -> bool:
-    """Whether torch's grouped product can compute all experts in one kernel. It needs operands whose rows (or columns)
-    start at multiples of 16 bytes.
+def fits_grouped_product(x: Tensor, y: Tensor) -> bool:
+    """Whether torch's grouped product can compute all experts in one kernel, of rows x[s, i] and matrices y[e, i, o] or
+    rows y[s, o]. It needs rows (or columns of matrices) that start at multiples of 16 bytes.
     """
+
+    def even(each: Tensor) -> bool:
+        inner, *outer = sorted(each.stride())
+        along = each.dim() == 3 or each.stride(-1) == 1  # experts start at any row, but not at any column
+        return along and inner == 1 and all(step % 8 == 0 for step in outer) and each.data_ptr() % 16 == 0
+
     there = x.dtype == torch.bfloat16 and x.shape[0] > 0 and hasattr(torch.nn.functional, "grouped_mm")
-    step, inner = max(w.stride()[1:]), min(w.stride()[1:])
-    even = x.shape[1] % 8 == 0 and step % 8 == 0 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
-    return there and even and inner == 1 and min(w.shape[1:]) > 1
+    return there and even(x) and even(y) and min(y.shape[1:]) > 1

@@ -108,18 +108,21 @@ def expert_matmul(x: Tensor, experts: Tensor, w: Tensor, *, ordered: bool = Fals
         return _products(x, _ends(experts, w.shape[0]), w)
     order = experts.argsort(stable=True)
     ends = _ends(experts[order], w.shape[0])
-    made = _products(x[order], ends, w)
-    made.masked_fill_((torch.arange(len(order), device=x.device) >= ends[-1])[:, None], 0)
+    made = _products(x.index_select(0, order), ends, w)
+    if x.is_cuda:
+        made.masked_fill_((torch.arange(len(order), device=x.device) >= ends[-1])[:, None], 0)
     return made.index_select(0, _inverse(order))
 
 
 def _products(x: Tensor, ends: Tensor, w: Tensor) -> Tensor:
-    """The products of rows in the order of their experts; rows beyond the last end are not computed."""
+    """The products of rows in the order of their experts. Rows beyond the last end are zero, or on GPUs any numbers."""
     if x.is_cuda and fits_grouped_product(x, w):
         return torch.nn.functional.grouped_mm(x, w, offs=ends)
-    out = x.new_empty(x.shape[0], w.shape[2])
+    out, end = x.new_empty(x.shape[0], w.shape[2]), 0
     for expert, rows in _rows(ends):
         torch.mm(x[rows], w[expert], out=out[rows])
+        end = rows.stop
+    out[end:].zero_()
     return out
 
 
@@ -141,7 +144,7 @@ def expert_matmul_add_grad_weight(
     """The same, added to `into`."""
     if not ordered:
         order = experts.argsort(stable=True)
-        grad, experts, x = grad[order], experts[order], x[order]
+        grad, experts, x = (each.index_select(0, order) for each in (grad, experts, x))
     ends = _ends(experts, into.shape[0])
     materialized(into)  # experts without rows add nothing
     if x.is_cuda and fits_grouped_product(x, grad):

@@ -283,7 +283,9 @@ def _of_all_outcomes(
     if found.branches:
         joined = join_outcomes(found, trace)
         graph, (capture, program) = joined.graph, made[joined.outcomes]
-        reached = Reached(conditions=conditions(graph, joined.choices, _trained(program)))
+        requiring = {name for name, x in capture.model.named_parameters(remove_duplicate=False) if x.requires_grad}
+        reached = Reached(conditions=conditions(graph, joined.choices, _own_names(program, requiring)))
+        program = _with_trained(program, reached.conditions)
     source = next(iter(tests), found.branches[0].source if found.branches else None)
     program = with_counts(replace(program, regions=(replace(program.regions[0], forward=graph),)), reached)
     skipped = _skipped(program, [one for _, one in made.values()], source)
@@ -294,9 +296,21 @@ def _of_all_outcomes(
 
 def _trained(program: Program) -> list[str]:
     """The trained parameters of the traced region, by its own names."""
+    return _own_names(program, {item.name for item in program.parameters if item.trainable})
+
+
+def _own_names(program: Program, names: Container[str]) -> list[str]:
+    """The names of parameters within the traced region."""
     (call,), (region,) = program.calls, program.regions
-    stored = zip(region.params, call.params, strict=True)
-    return [value.name for value, name in stored if program.parameter(name).trainable]
+    return [value.name for value, name in zip(region.params, call.params, strict=True) if name in names]
+
+
+def _with_trained(program: Program, own_names: Container[str]) -> Program:
+    """The program that also trains these parameters: in this trace, a later layer that reads none of them runs."""
+    (call,), (region,) = program.calls, program.regions
+    more = {name for value, name in zip(region.params, call.params, strict=True) if value.name in own_names}
+    parameters = (replace(item, trainable=item.trainable or item.name in more) for item in program.parameters)
+    return replace(program, parameters=tuple(parameters))
 
 
 def _skipped(program: Program, others: Sequence[Program], source: Source | None) -> Iterator[str]:

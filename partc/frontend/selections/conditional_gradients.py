@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from partc.ir.gradients import reached
 from partc.ir.operations import effects
-from partc.ir.program import Graph, Op, Ref, is_change
+from partc.ir.program import NO_GRAD, Graph, Op, Ref, is_change
 
 Outcome = tuple[str, bool]  # the value of a test, and the outcome
 Condition = frozenset[frozenset[Outcome]]  # any of these conjunctions
@@ -31,7 +31,8 @@ def conditions(graph: Graph, choices: Collection[str], parameters: Sequence[str]
     live = reached(graph, parameters)
     found: dict[str, Condition] = {graph.outputs[0]: ALWAYS}
     for op in reversed(graph.ops):
-        if not effects(op.name).differentiable or live.isdisjoint(op.refs()):
+        silent = (NO_GRAD, True) in op.attrs or not effects(op.name).differentiable
+        if silent or live.isdisjoint(op.refs()):
             continue
         over = ALWAYS if is_change(op) else _union(found.get(value.name, frozenset()) for value in op.results)
         chosen = any(value.name in choices for value in op.results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from partc.ir.operations import effects
 from partc.ir.program import SPARSE, Graph, Program, Region
@@ -40,20 +40,30 @@ def touched_rows(program: Program, stages: Collection[int]) -> dict[str, list[in
     Ids are assumed to be spread evenly over ranks.
     """
     found: dict[str, list[int]] = {}
+    by_region: dict[str, list[tuple[str, int]]] = {}
     for call in program.calls:
         if call.stage not in stages:
             continue
         region = program.region(call.region)
-        names = {f"grad_{value.name}": name for value, name in zip(region.params, call.params, strict=True)}
-        for graph in {id(graph): graph for graph in region.graphs}.values():
-            for op in graph.ops:
-                if any(key == SPARSE for key, _ in op.attrs):
-                    _, ids, *_ = op.refs()
-                    axis = dict(op.attrs).get("axis")
-                    count = region.types(graph)[ids].local_elements(program.sizes)
-                    each = count if axis is None else -(-count // program.sizes[str(axis)])
-                    found.setdefault(names[op.result.name], []).extend([each] * program.microbatches)
+        if region.name not in by_region:
+            by_region[region.name] = [*_lookups(program, region)]
+        names = {value.name: name for value, name in zip(region.params, call.params, strict=True)}
+        for param, count in by_region[region.name]:
+            found.setdefault(names[param], []).extend([count] * program.microbatches)
     return found
+
+
+def _lookups(program: Program, region: Region) -> Iterator[tuple[str, int]]:
+    """The parameters of a region with sparse gradients, each with the rows that one run adds."""
+    params = {f"grad_{value.name}": value.name for value in region.params}
+    for graph in {id(graph): graph for graph in region.graphs}.values():
+        for op in graph.ops:
+            attrs = dict(op.attrs)
+            if SPARSE in attrs:
+                _, ids, *_ = op.refs()
+                axis = attrs.get("axis")
+                count = region.types(graph)[ids].local_elements(program.sizes)
+                yield params[op.result.name], count if axis is None else -(-count // program.sizes[str(axis)])
 
 
 def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:

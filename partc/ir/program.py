@@ -204,7 +204,8 @@ class Graph:
         """Every value by name, inputs included."""
         values = {value.name: value for value in self.inputs}
         for op in self.ops:
-            values.update((value.name, value) for value in op.results)
+            for value in op.results:
+                values[value.name] = value
         return values
 
     def makers(self) -> dict[str, Op]:
@@ -305,9 +306,8 @@ class Region:
 
     def types(self, graph: Graph) -> dict[str, TensorType]:
         """The types of all names in a graph: parameters, inputs and results."""
-        found = {value.name: value.type for value in self.params}
-        found.update((name, value.type) for name, value in graph.definitions().items())
-        return found
+        params = {value.name: value.type for value in self.params}
+        return params | {name: value.type for name, value in graph.definitions().items()}
 
 
 @lru_cache(maxsize=1024)

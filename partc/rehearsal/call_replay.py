@@ -237,17 +237,20 @@ class RecordedCall:
 
     def _for_caller(self, result: Any, returned: Callable[[Any], Leaf | Tensor]) -> Any:
         """The result with tensors for the caller to compute with. Tensors in records are saved values, and those in
-        named tuples are gradients of parameters: the caller only passes them on, as leaves.
+        named tuples are gradients of parameters: dense ones are only passed on, as leaves.
         """
         self._ledger.call = self._ledger.line = ""
 
         def handed(item: Any) -> Any:
             if hasattr(item, "_fields"):
-                return map_leaves(item, gradient)
-            if _is_record(item):
-                return map_leaves(item, saved)
-            leaf = returned(item)
-            return leaf if isinstance(leaf, Tensor) else leaf.tensor()
+                return type(item)(*map(gradients, item))
+            return map_leaves(item, saved) if _is_record(item) else as_tensor(returned(item))
+
+        def gradients(item: Any) -> Any:
+            """A dense gradient, or a record of rows with tensors."""
+            if isinstance(item, _LEAVES):
+                return gradient(item)
+            return map_leaves(item, lambda x: as_tensor(gradient(x)))
 
         def gradient(item: Any) -> Leaf | Tensor:
             self._outlives(leaf := returned(item), "gradients")
@@ -269,6 +272,10 @@ class RecordedCall:
         block = owner.block if isinstance(owner, Owned) else self._ledger.block(owner)
         if block is not None and block.label[0] in ("temporaries", "communication"):
             block.label = category, *block.label[1:]
+
+
+def as_tensor(leaf: Leaf | Tensor) -> Tensor:
+    return leaf if isinstance(leaf, Tensor) else leaf.tensor()
 
 
 def seen_as(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:

@@ -27,7 +27,7 @@ from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Action as ScheduledAction
 from partc.ir.program import Program
 from partc.ir.routers import routers
-from partc.rehearsal.call_replay import Recordings, map_leaves, region_module, stage_class
+from partc.rehearsal.call_replay import Recordings, region_module, stage_class
 from partc.rehearsal.composition import Acks, Composer, Course
 from partc.rehearsal.exchange_replay import ExchangeEffects, ReplayedExchange, Start, exchange_effects
 from partc.rehearsal.ledger import Block, Leaf, Ledger, Owned, counting_meta_operations
@@ -376,17 +376,17 @@ class Rehearsal:
 
     def _written(self, name: str, shard: Shard, place: int, ranks: Sequence[Coordinate]) -> list[int]:
         """The bytes that each rank at a place writes of a parameter and its optimizer states."""
-        whole = [(name, shard.dims, shard.dtype.itemsize)]
+        dims, size = shard.dims, shard.dtype.itemsize
+        shape = shard.holds or global_shape(dims)
+        whole = [(name, dims, size)]
         for state in self._states(name, shard) if shard.trainable else ():
-            cut = () if state.shape is not None else by_rows(shard).dims if state.rows else shard.dims
-            whole.append((f"{state.name}/{name}", cut, shard.dtype.itemsize if cut else state.size))
+            cut = () if state.shape is not None else by_rows(shard).dims if state.rows else dims
+            whole.append((f"{state.name}/{name}", cut, size if cut else state.size))
         found = [0] * len(ranks)
-        for tensor, dims, each in whole:
-            counts = self._elements(
-                dims, (shard.holds or shard.shape) if dims == shard.dims else global_shape(dims), ranks
-            )
+        for tensor, cut, each in whole:
+            counts = self._elements(cut, shape if cut == dims else global_shape(cut), ranks)
             if self._is_small_group:
-                copies, number = self._copies(cutting(dims) | {*shard.apart}, self._holders[name], place, ranks)
+                copies, number = self._copies(cutting(cut) | {*shard.apart}, self._holders[name], place, ranks)
                 chosen = written_copy(tensor, number)
                 counts = [count if copy == chosen else 0 for count, copy in zip(counts, copies, strict=True)]
             found = [before + each * count for before, count in zip(found, counts, strict=True)]
@@ -571,7 +571,7 @@ class _NamedParts(Parts):
 
     def scatter(self, gradients: Mapping[str, Tensor]) -> Pending[None]:
         if self.compressed or not all(isinstance(x, Tensor | Leaf) for x in gradients.values()):
-            return self._scattered({name: map_leaves(x, _as_tensor) for name, x in gradients.items()})
+            return self._scattered({name: x.tensor() if isinstance(x, Leaf) else x for name, x in gradients.items()})
         names = tuple(gradients)
         start = lambda given: self._scattered(dict(zip(names, given, strict=True)))  # noqa: E731
         return self._replayed("scatter", names, start, tuple(gradients.values()))
@@ -598,10 +598,6 @@ class _NamedParts(Parts):
 
     def _named(self, category: str, name: str) -> AbstractContextManager[None]:
         return self._comm.ledger.making(category, name)
-
-
-def _as_tensor(x: Leaf | Tensor) -> Tensor:
-    return x if isinstance(x, Tensor) else x.tensor()
 
 
 class _Groups(dict[str, Axis]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,21 @@ IMAGES = {
     "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 8, "num_channels": 3,
 }  # fmt: skip
+BARE = {**CONFIG, "architectures": ["LlamaModel"]}
+PICTURES = {
+    "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "image_token_index": 6,
+    "vision_feature_layer": -1, "text_config": CONFIG, "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "image_size": 16, "patch_size": 8, "projection_dim": 16,
+    },
+}  # fmt: skip
+GRIDS = {
+    **CONFIG, "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "image_token_id": 6,
+    "vision_config": {
+        "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "in_channels": 3, "image_size": 16,
+    },
+}  # fmt: skip
 RUN = "__import__('pathlib').Path('executed').touch()"
 
 
@@ -201,6 +217,25 @@ def test_configurations_with_text_in_place_of_numbers(config: dict[str, object],
             assert "Path" not in {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
 
 
+@pytest.mark.parametrize("config", [BARE, PICTURES, GRIDS], ids=["bare", "pictures", "grids"])
+def test_configurations_that_transformers_reads_for_a_batch(config: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    assert model_source(_written(config))
+    for value in (RUN, 10**30, 0, []):
+        wrong = [{**config, key: value} for key in config]
+        inner = config.get("vision_config", {})
+        for each in (*wrong, *({**config, "vision_config": {**inner, key: value}} for key in inner)):
+            try:
+                model_source(_written(each))
+            except partc.PartcError as error:
+                assert error.code in ("P0231", "P0232")
+
+
+def _written(config: dict[str, Any]) -> str:
+    Path("config.json").write_text(json.dumps(config))
+    return "hf:config.json"
+
+
 def test_a_configuration_with_a_kernel_from_elsewhere_is_refused() -> None:
     """transformers would fetch and run it."""
     pytest.importorskip("transformers")
@@ -210,6 +245,7 @@ def test_a_configuration_with_a_kernel_from_elsewhere_is_refused() -> None:
             {key: {"": "someone/kernels"}},
             {"text_config": {key: "someone/kernels"}},
             {"encoder": {"audio": {key: ["someone/kernels"]}}},
+            {**PICTURES, "vision_config": {key: "someone/kernels"}},
         ):
             Path("config.json").write_text(json.dumps({**CONFIG, **more}))
             with pytest.raises(partc.PartcError, match="P0231"):

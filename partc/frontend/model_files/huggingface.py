@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,8 @@ _MAIN_INPUTS = {
     **dict.fromkeys(("dated", "forecast", "targets", "series"), "past_values"),
     "speech": "input_features",
 }
+MOST_MODULES = 1 << 14  # transformers makes lists of as many entries, and modules
+_COUNTS_MODULES = re.compile("(layers?|depth|blocks?|experts)$")
 _COUNTED = {"hidden": "patch_size", "film": "num_frames"}  # a number on which the shapes of a task's inputs depend
 # The tables of transformers that have the architecture of a model type whose configuration names none.
 _TABLES = (
@@ -113,6 +116,10 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     """
     path = Path(model.removeprefix(PREFIX))
     config = _read(path)
+    for name, modules in _module_counts(config):
+        _expect(path, modules <= MOST_MODULES, f"{name} is more than {MOST_MODULES:,}")
+    for kernel in _implementations(config):  # transformers fetches and runs others
+        _expect(path, kernel is None or kernel in _OWN, f"attn_implementation is none of {', '.join(_OWN)}")
     named = config.get("architectures") or [_default_architecture(str(config["model_type"]))]
     _expect(path, isinstance(named, list) and isinstance(named[0], str), "architectures is not a list of names")
     architecture = named[0]
@@ -127,10 +134,12 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     if task is not None:
         _require_transformers(architecture, config["model_type"], path)
         task = _task_of_input(task, architecture, config)
+    features: int | None = 0
     if task == "picture":
-        places = image_places(architecture, config, height, width)
+        places = image_places(architecture, _configuration(config, path), height, width)
         task = "translation" if places is None else task
-    features = _feature_width(config) if task is not None and task.endswith(" features") else 0
+    elif task is not None and task.endswith(" features"):
+        features = _feature_width(_configuration(config, path))
     if task is None or features is None:
         raise PartcError(
             "P0232",
@@ -153,8 +162,6 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     for name, found in sizes.items():
         _expect(path, _is_size(found) or (wordless and found == 0), f"{name} is not a number")
     end = text_config.get("eos_token_id")
-    for kernel in _implementations(config):
-        _expect(path, kernel is None or kernel in _OWN, f"attn_implementation is none of {', '.join(_OWN)}")
     return (
         environment()
         .get_template("hf_model.py.jinja")
@@ -219,18 +226,38 @@ def _arguments(architecture: str) -> Set[str]:
     return inspect.signature(getattr(transformers, architecture).forward).parameters.keys()
 
 
-def _feature_width(config: Mapping[str, Any]) -> int | None:
-    """The width of the features that a model without a head computes."""
+def _configuration(config: Mapping[str, Any], path: Path) -> Any:
+    """The configuration as transformers reads it. Raises PartcError P0231."""
     import transformers
 
-    made = transformers.AutoConfig.for_model(**config)
-    for part in (made, made.get_text_config()):
+    try:
+        return transformers.AutoConfig.for_model(**config)
+    except Exception as error:  # transformers raises anything for unexpected values
+        raise PartcError(
+            "P0231",
+            f"{path} is not a configuration: {type(error).__name__}: {first_line(error)}",
+            help="give a model's config.json",
+        ) from error
+
+
+def _feature_width(configuration: Any) -> int | None:
+    """The width of the features that a model without a head computes."""
+    for part in (configuration, configuration.get_text_config()):
         for name in ("hidden_size", "hidden_sizes", "d_model", "embed_dim", "hidden_dim"):
             found = getattr(part, name, None)
             width = found[-1] if isinstance(found, list | tuple) and found else found
-            if isinstance(width, int):
+            if isinstance(width, int) and _is_size(width):
                 return width
     return None
+
+
+def _module_counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """The numbers of layers, blocks and experts in a configuration and its parts, by name."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _module_counts(value)
+        elif isinstance(value, int) and _COUNTS_MODULES.search(name):
+            yield name, value
 
 
 def _implementations(config: Mapping[str, Any]) -> Iterator[object]:

@@ -20,43 +20,49 @@ class ImagePlaces:
     sized: bool = False  # the model is told the sizes of images
 
 
-def image_places(architecture: str, config: Mapping[str, Any], height: int, width: int) -> ImagePlaces | None:
+def image_places(architecture: str, configuration: Any, height: int, width: int) -> ImagePlaces | None:
     """The places of one image of this size; None if the model's own code does not tell."""
     import transformers
 
     kind = getattr(transformers, architecture)
-    made = transformers.AutoConfig.for_model(**config)
     arguments = inspect.signature(kind.forward).parameters
-    token = next(
-        (t for n in ("image_token_id", "image_token_index") if isinstance(t := getattr(made, n, None), int)), None
-    )
+    tokens = (getattr(configuration, name, None) for name in ("image_token_id", "image_token_index"))
+    token = next((each for each in tokens if isinstance(each, int)), None)
     if token is None:
         return None
     kinds = next((name for name in ("mm_token_type_ids", "token_type_ids") if name in arguments), "")
     if "image_grid_thw" in arguments:
-        vision = made.vision_config
-        merged, patch = getattr(vision, "spatial_merge_size", None), getattr(vision, "patch_size", None)
-        if not isinstance(merged, int) or not isinstance(patch, int):
+        vision = getattr(configuration, "vision_config", None)
+        merged, patch = _size(vision, "spatial_merge_size"), _size(vision, "patch_size")
+        channels, frames = _size(vision, "in_channels", "in_chans") or 3, _size(vision, "temporal_patch_size") or 1
+        if merged is None or patch is None:
             return None
         side = max(height // patch // merged, 1) * merged
-        channels = getattr(vision, "in_channels", getattr(vision, "in_chans", None)) or 3
-        row = channels * getattr(vision, "temporal_patch_size", 1) * patch**2
-        return ImagePlaces(token=token, count=(side // merged) ** 2, kinds=kinds, side=side, row=row)
-    channels = getattr(getattr(made, "vision_config", None), "num_channels", 3)
-    model = _without_memory(kind, made)
+        count, row = (side // merged) ** 2, channels * frames * patch**2
+        return ImagePlaces(token=token, count=count, kinds=kinds, side=side, row=row)
+    channels = _size(getattr(configuration, "vision_config", None), "num_channels") or 3
+    model = _without_memory(kind, configuration)
     for sizes in ({}, {"image_sizes": [[height, width]]}) if model is not None else ():
-        count = _feature_rows(model, (1, channels, height, width), sizes) if sizes.keys() <= arguments.keys() else None
-        if count is not None:
-            return ImagePlaces(token=token, count=count, kinds=kinds, sized=bool(sizes))
+        rows = _feature_rows(model, (1, channels, height, width), sizes) if sizes.keys() <= arguments.keys() else None
+        if rows is not None:
+            return ImagePlaces(token=token, count=rows, kinds=kinds, sized=bool(sizes))
     return None
+
+
+def _size(owner: Any, *names: str) -> int | None:
+    """The first of these attributes that is a positive number."""
+    found = (getattr(owner, name, None) for name in names)
+    return next((each for each in found if isinstance(each, int) and each > 0), None)
 
 
 def _without_memory(kind: Any, config: Any) -> Any:
     """A model whose tensors have no memory; None if the library cannot build it."""
     import torch
 
+    from partc.frontend.state.constant_buffers import Recipes
+
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Recipes():  # which leave out random initialization
             return kind(config)
     except Exception:  # whatever a library says of a configuration; the trace repeats it
         return None
@@ -71,8 +77,8 @@ def _feature_rows(model: Any, shape: tuple[int, ...], sizes: Mapping[str, Any]) 
         given = {name: torch.tensor(size, device="cpu") for name, size in sizes.items()}
         with torch.device("meta"):
             made = owner.get_image_features(pixel_values=torch.empty(shape), **given)
+        features = getattr(made, "pooler_output", made)
+        parts: Iterable[Any] = (features,) if isinstance(features, torch.Tensor) else features
+        return int(sum(part.shape[:-1].numel() for part in parts))
     except Exception:  # whatever the model's own code says
         return None
-    features = getattr(made, "pooler_output", made)
-    parts: Iterable[Any] = (features,) if isinstance(features, torch.Tensor) else features
-    return int(sum(part.numel() // part.shape[-1] for part in parts))

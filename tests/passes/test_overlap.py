@@ -30,7 +30,7 @@ from partc.passes.overlap.joined import with_joined_sums
 from partc.passes.prefetch import prefetch
 from partc.passes.zero import zero
 from partc.rehearsal.late import late_actions
-from partc.rehearsal.rehearsal import _Rehearsal, rehearse
+from partc.rehearsal.rehearsal import Rehearsal, rehearse
 from partc.runtime.comm.virtual import VirtualComm, World
 from partc.runtime.execution.parts import Parts
 from partc.runtime.execution.sums import Bucket, Sums
@@ -560,8 +560,8 @@ def test_gathers_cross_nodes_two_calls_ahead_and_go_around_inside_one() -> None:
 
 def test_a_program_that_was_compared_with_others_is_not_rehearsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     played: list[object] = []
-    courses = _Rehearsal.courses
-    monkeypatch.setattr(_Rehearsal, "courses", lambda self, **how: played.append(self) or courses(self, **how))
+    courses = Rehearsal.courses
+    monkeypatch.setattr(Rehearsal, "courses", lambda self, **how: played.append(self) or courses(self, **how))
     package = partc.compile(EXAMPLES / "gpt.py", mesh="2", zero=3, microbatches=2)
     assert len(played) == 1  # no peak is where something is gathered ahead
     assert package.memory == rehearse(package.program) and len(played) == 2

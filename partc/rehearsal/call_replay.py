@@ -32,7 +32,19 @@ from torch import Tensor
 
 from partc.errors import InternalError
 from partc.ir.naming import starred
-from partc.rehearsal.ledger import Block, EvenRouting, Event, Label, Leaf, Ledger, Owned, Sight, Surge, sight
+from partc.rehearsal.ledger import (
+    Block,
+    EvenRouting,
+    Event,
+    Label,
+    Leaf,
+    Ledger,
+    Owned,
+    Sight,
+    Surge,
+    as_tensor,
+    sight,
+)
 from partc.runtime.torch_private import storage_key
 
 if TYPE_CHECKING:
@@ -272,10 +284,6 @@ class RecordedCall:
         block = owner.block if isinstance(owner, Owned) else self._ledger.block(owner)
         if block is not None and block.label[0] in ("temporaries", "communication"):
             block.label = category, *block.label[1:]
-
-
-def as_tensor(leaf: Leaf | Tensor) -> Tensor:
-    return leaf if isinstance(leaf, Tensor) else leaf.tensor()
 
 
 def seen_as(leaf: Leaf | Tensor | None, sight: Sight | None) -> Leaf | Tensor:

@@ -73,7 +73,7 @@ class Leaf:
         self.sight = sight
 
     def tensor(self) -> Tensor:
-        """A tensor to compute with, which keeps the memory."""
+        """A tensor in this memory to compute with; the memory lives at least as long as the tensor."""
         owner = self.owner
         if isinstance(owner, Tensor):
             return owner if sight(owner) == self.sight else _view(owner, self.sight)
@@ -87,11 +87,15 @@ class Leaf:
         ledger.watch(base, block, kept.clear)
         return base if whole else _view(base, self.sight)
 
-    def __add__(self, other: Leaf) -> Tensor:
-        return self.tensor() + other.tensor()
+    def __add__(self, other: Leaf | Tensor) -> Tensor:
+        return self.tensor() + as_tensor(other)
 
     def __radd__(self, other: Tensor) -> Tensor:
         return other + self.tensor()
+
+
+def as_tensor(leaf: Leaf | Tensor) -> Tensor:
+    return leaf if isinstance(leaf, Tensor) else leaf.tensor()
 
 
 def _view(x: Tensor, sight: Sight) -> Tensor:

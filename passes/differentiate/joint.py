@@ -54,16 +54,8 @@ _LINEAR = frozenset(
     }
 )
 _IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
-NAMED = (
-    "rows",
-    "ring",
-    "order",
-    "sinks",
-    "limits",
-    "keys",
-    "reads",
-    "ordered",
-)  # arguments that are attributes in the IR
+# Arguments that are attributes in the IR.
+NAMED = ("rows", "ring", "order", "sinks", "limits", "keys", "reads", "ordered")
 _TRAILING_AXIS = frozenset({"cross_entropy", "cross_entropy_backward", "mask_classes"})
 
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from partc.api import compilation
 from partc.compilation.options import Options
 from partc.ir.program import Action, Program
 from partc.rehearsal.composition import Course
+from partc.rehearsal.ledger import Leaf, counting_meta_operations
 from partc.rehearsal.rehearsal import rehearsed
 from partc.schedules import SCHEDULES
 from tests.test_architecture import ROOT
@@ -141,3 +143,10 @@ def test_equal_exchanges_run_once(monkeypatch: pytest.MonkeyPatch, zero: int) ->
         rehearsed(compiled(mesh="1x2x1", zero=zero, depth=depth, microbatches=microbatches))
         counts.append((run.count("_gather"), run.count("_scatter")))
     assert counts[0] == counts[1] and min(counts[0]) > 0
+
+
+def test_gradients_of_one_weight_are_summed_as_leaves_or_tensors() -> None:
+    with counting_meta_operations() as ledger:
+        leaf = Leaf(ledger.holds(16), (torch.float32, (4,), (1,), 0))
+        x = torch.empty(4, device="meta")
+        assert all(total.shape == (4,) for total in (leaf + leaf, leaf + x, x + leaf))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from partc.errors import PartcError, first_line
-from partc.frontend.model_files.image_places import image_places
+from partc.frontend.model_files.image_places import image_places, is_size
 from partc.frontend.model_files.model_file import is_file
 from partc.quoting import environment
 from partc.runtime.documents import Malformed, contents, decoded, parsed
@@ -129,14 +129,15 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     _expect(path, isinstance(text_config, dict), "text_config is not an object")
     size = image.get("image_size", 224)
     height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
-    _expect(path, _is_size(height) and _is_size(width), "image_size is neither a number nor two")
+    _expect(path, is_size(height) and is_size(width), "image_size is neither a number nor two")
     places = None
     if task is not None:
         _require_transformers(architecture, config["model_type"], path)
         task = _task_of_input(task, architecture, config)
     features: int | None = 0
     if task == "picture":
-        places = image_places(architecture, _configuration(config, path), height, width)
+        made = _configuration(config, path)
+        places = image_places(_class(architecture), _arguments(architecture), made, height, width)
         task = "translation" if places is None else task
     elif task is not None and task.endswith(" features"):
         features = _feature_width(_configuration(config, path))
@@ -149,7 +150,7 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
         )
     _expect(path, isinstance(config.get("id2label") or {}, dict), "id2label is not an object")
     longest = text_config.get("max_position_embeddings") or text_config.get("n_positions") or _LONGEST.get(task, 2048)
-    _expect(path, _is_size(longest), "max_position_embeddings is not a number of positions")
+    _expect(path, is_size(longest), "max_position_embeddings is not a number of positions")
     wordless = task != "transcript" and task in _MAIN_INPUTS and task != "speech"
     sizes = {
         "vocab_size": 0 if wordless else text_config.get("vocab_size") or _default(text_config, "vocab_size"),
@@ -160,7 +161,7 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
     if count is not None:
         sizes[count] = image.get(count) or config.get(count) or _default(config, count)
     for name, found in sizes.items():
-        _expect(path, _is_size(found) or (wordless and found == 0), f"{name} is not a number")
+        _expect(path, is_size(found) or (wordless and found == 0), f"{name} is not a number")
     end = text_config.get("eos_token_id")
     return (
         environment()
@@ -177,7 +178,7 @@ def model_source(model: str, *, batch: int = 8, seq: int | None = None) -> str:
             height=height,
             width=width,
             classes=sizes["num_labels"],
-            end=end if _is_size(end) and end < sizes["vocab_size"] else None,
+            end=end if is_size(end) and end < sizes["vocab_size"] else None,
             mels=config.get("num_mel_bins"),
             frames=2 * config.get("max_source_positions", 0),
             places=places,
@@ -206,24 +207,26 @@ def _task(architecture: str) -> str | None:
 
 def _task_of_input(task: str, architecture: str, config: Mapping[str, Any]) -> str | None:
     """The task of an architecture with its arguments; None for one whose input partc does not make."""
-    import transformers
-
-    arguments, main = _arguments(architecture), getattr(transformers, architecture).main_input_name
+    arguments, main = _arguments(architecture), _class(architecture).main_input_name
     several = _BY_ARGUMENTS.get(task, ())
     default = None if several and task not in ("sequence", "translation") else task
     found = next((name for name, needed in several if needed <= arguments), default)
     if found is None or found == "pairs":
         return found
-    if found == "speech" and not all(_is_size(config.get(name)) for name in ("num_mel_bins", "max_source_positions")):
+    if found == "speech" and not all(is_size(config.get(name)) for name in ("num_mel_bins", "max_source_positions")):
         return None
     return found if main == _MAIN_INPUTS.get(found, "input_ids") else None
 
 
 def _arguments(architecture: str) -> Set[str]:
     """The names of forward's arguments."""
+    return inspect.signature(_class(architecture).forward).parameters.keys()
+
+
+def _class(architecture: str) -> Any:
     import transformers
 
-    return inspect.signature(getattr(transformers, architecture).forward).parameters.keys()
+    return getattr(transformers, architecture)
 
 
 def _configuration(config: Mapping[str, Any], path: Path) -> Any:
@@ -246,7 +249,7 @@ def _feature_width(configuration: Any) -> int | None:
         for name in ("hidden_size", "hidden_sizes", "d_model", "embed_dim", "hidden_dim"):
             found = getattr(part, name, None)
             width = found[-1] if isinstance(found, list | tuple) and found else found
-            if isinstance(width, int) and _is_size(width):
+            if is_size(width):
                 return width
     return None
 
@@ -267,10 +270,6 @@ def _implementations(config: Mapping[str, Any]) -> Iterator[object]:
             yield from found.values() if isinstance(found, dict) else (found,)
         elif isinstance(found, dict):
             yield from _implementations(found)
-
-
-def _is_size(found: object) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool) and found > 0
 
 
 def _expect(path: Path, holds: bool, otherwise: str) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +19,11 @@ class ImagePlaces:
     sized: bool = False  # the model is told the sizes of images
 
 
-def image_places(architecture: str, configuration: Any, height: int, width: int) -> ImagePlaces | None:
-    """The places of one image of this size; None if the model's own code does not tell."""
-    import transformers
+def image_places(kind: Any, arguments: Set[str], configuration: Any, height: int, width: int) -> ImagePlaces | None:
+    """The places of one image of this size; None if the model's own code does not tell.
 
-    kind = getattr(transformers, architecture)
-    arguments = inspect.signature(kind.forward).parameters
+    `arguments` are those of the forward pass of the class `kind`.
+    """
     tokens = (getattr(configuration, name, None) for name in ("image_token_id", "image_token_index"))
     token = next((each for each in tokens if isinstance(each, int)), None)
     if token is None:
@@ -43,16 +41,19 @@ def image_places(architecture: str, configuration: Any, height: int, width: int)
     channels = _size(getattr(configuration, "vision_config", None), "num_channels") or 3
     model = _without_memory(kind, configuration)
     for sizes in ({}, {"image_sizes": [[height, width]]}) if model is not None else ():
-        rows = _feature_rows(model, (1, channels, height, width), sizes) if sizes.keys() <= arguments.keys() else None
+        rows = _feature_rows(model, (1, channels, height, width), sizes) if sizes.keys() <= arguments else None
         if rows is not None:
             return ImagePlaces(token=token, count=rows, kinds=kinds, sized=bool(sizes))
     return None
 
 
+def is_size(found: object) -> TypeGuard[int]:
+    return isinstance(found, int) and not isinstance(found, bool) and found > 0
+
+
 def _size(owner: Any, *names: str) -> int | None:
     """The first of these attributes that is a positive number."""
-    found = (getattr(owner, name, None) for name in names)
-    return next((each for each in found if isinstance(each, int) and each > 0), None)
+    return next((found for name in names if is_size(found := getattr(owner, name, None))), None)
 
 
 def _without_memory(kind: Any, config: Any) -> Any:

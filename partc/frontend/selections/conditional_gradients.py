@@ -23,7 +23,7 @@ _MOST = 16  # conjunctions; a condition of more counts as always
 
 
 def conditions(graph: Graph, choices: Collection[str], parameters: Sequence[str]) -> dict[str, Condition]:
-    """The parameters that a gradient of the first output reaches under a condition only.
+    """The parameters that the gradient of the first output reaches only under a condition.
 
     `choices` are the results of the `where` between the outcomes of branches. A change in place counts as always
     reached, as later reads may be under another name.

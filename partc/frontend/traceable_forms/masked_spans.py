@@ -44,8 +44,8 @@ def masked_spans(
 ) -> Tensor:
     """Random spans of `mask_length` places, about `mask_prob` of each row; True inside of spans.
 
-    Rows have `mask_prob * length / mask_length` spans with different starts, rounded up or down at random. They end
-    where the row's mask ends.
+    Each row has `mask_prob * length / mask_length` spans with distinct starts; the number is rounded up or down at
+    random. Spans end where the row's mask ends.
     """
     rows, length = shape
     if not 1 <= mask_length <= length:

@@ -168,6 +168,7 @@ PARTS: Mapping[str, Part] = {
         "training GPT-2 124M against eager, torch.compile and Liger", 580, partial(training.table, "GPT-2 124M")
     ),
     "llama": Part("training Llama 1B against the same", 590, partial(training.table, "Llama 1B")),
+    "qwen": Part("training a Qwen3 with 32 experts against the same", 580, partial(training.table, "Qwen3 MoE 1B")),
     "gpt2-autotune": Part("and against max-autotune", 580, partial(training.table, "GPT-2 124M", slow=True)),
     "llama-autotune": Part("and against max-autotune", 590, partial(training.table, "Llama 1B", slow=True)),
 }

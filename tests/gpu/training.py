@@ -33,7 +33,13 @@ LLAMA = {
     "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
     "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
-MODELS = {"GPT-2 124M": (GPT2, 16, 1024), "Llama 1B": (LLAMA, 4, 2048)}
+QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 50304, "hidden_size": 1024,
+    "intermediate_size": 3072, "moe_intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+MODELS = {"GPT-2 124M": (GPT2, 16, 1024), "Llama 1B": (LLAMA, 4, 2048), "Qwen3 MoE 1B": (QWEN, 8, 1024)}
 
 
 @dataclass(frozen=True, slots=True)

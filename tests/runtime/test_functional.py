@@ -322,3 +322,28 @@ def test_rows_are_added_up_in_fp32() -> None:
         functional.embedding_shard_grad(rows, ids, 3, 0)
     assert seen.dtypes == {torch.float32} and made.dtype == torch.bfloat16
     assert made.tolist() == [[1000.0, 1000.0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("count", [8, 5])
+def test_products_with_experts_on_gpus(ordered: bool, count: int) -> None:
+    """Grouped products in bf16, with experts without rows and the weights of a transposed view, against fp64."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    rows, inner, outer = 200, 64, 48
+    experts = torch.randint(count - 1, (rows,), device="cuda")
+    experts = experts.sort().values if ordered else experts
+    x, grad = (torch.randn(rows, size, device="cuda").bfloat16() for size in (inner, outer))
+    w = torch.randn(count, outer, inner, device="cuda").bfloat16().mT
+    into = torch.randn(count, inner, outer, device="cuda")
+    start = into.double()
+    made = functional.expert_matmul(x, experts, w, ordered=ordered)
+    back = functional.expert_matmul_grad_rows(grad, experts, w, ordered=ordered)
+    functional.expert_matmul_add_grad_weight(into, grad, experts, x, ordered=ordered)
+    whole = torch.zeros(rows, count, device="cuda", dtype=torch.float64).scatter_(1, experts[:, None], 1)
+    x64, w64, grad64 = x.double(), w.double(), grad.double()
+    torch.testing.assert_close(made.double(), torch.einsum("si,se,eio->so", x64, whole, w64), rtol=0.01, atol=0.1)
+    torch.testing.assert_close(back.double(), torch.einsum("so,se,eio->si", grad64, whole, w64), rtol=0.01, atol=0.1)
+    wanted = start + torch.einsum("si,se,so->eio", x64, whole, grad64)
+    torch.testing.assert_close(into.double(), wanted, rtol=0.01, atol=0.1)

@@ -384,6 +384,8 @@ _TABLE: Mapping[str, Emit] = {
     "expert_matmul_grad_rows": _function("functional.expert_matmul_grad_rows"),
     "expert_matmul_grad_weight": _function("functional.expert_matmul_grad_weight"),
     "expert_places": _function("functional.expert_places"),
+    "expert_order": _function("functional.expert_order"),
+    "permute_rows": lambda o: f"{o.args[0]}.index_select(0, {' // '.join((o.args[1], *o.args[3:]))})",
     "selected_places": _function("functional.selected_places"),
     "times_loss_scale": lambda o: f"{o.named('comm')}.times_scale({o.args[0]})",
     "expert_rows": lambda o: f"{o.args[1]}[{o.args[0]}]",

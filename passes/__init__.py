@@ -251,6 +251,15 @@ PIPELINE: tuple[Pass, ...] = (
         optional=True,
     ),
     Pass(
+        name="sort",
+        label="Sorted",
+        does="rows are sorted by expert once around products with experts, not within each of them",
+        requires=("local",),
+        ensures=("sorted rows",),
+        reads=(),
+        optional=True,
+    ),
+    Pass(
         name="differentiate",
         label="Differentiated",
         does="every region gets its backward graph and its saved values",
@@ -316,6 +325,16 @@ PIPELINE: tuple[Pass, ...] = (
         ensures=("fused",),
         after=("recompute", "bias"),
         options=("kernels", "fusions"),
+        optional=True,
+    ),
+    Pass(
+        name="wide",
+        label="Summed",
+        does="sums of 16-bit numbers in fp32 read these, without a copy in fp32",
+        requires=("plain", "split"),
+        ensures=("wide sums",),
+        after=("fuse",),
+        reads=(),
         optional=True,
     ),
     Pass(

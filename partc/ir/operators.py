@@ -158,6 +158,17 @@ def _define_experts() -> None:
     )
     _operator("expert_places", "(Tensor experts) -> Tensor", torch.empty_like)
     _operator(
+        "expert_order",
+        "(Tensor experts, int count) -> (Tensor, Tensor, Tensor)",
+        lambda experts, count: tuple(torch.empty_like(experts) for _ in range(3)),
+    )
+    _operator(
+        "permute_rows",
+        "(Tensor x, Tensor order, Tensor inverse, int copies=1) -> Tensor",
+        lambda x, order, inverse, copies=1: x.new_empty([x.shape[0] * copies, *x.shape[1:]]),
+        lambda g, a, r: [_ops.permute_rows(g[0], a[2], a[1])],  # copies are introduced behind it
+    )
+    _operator(
         "selected_places",
         "(Tensor mask, int count) -> Tensor",
         lambda mask, count: torch.empty_like(mask, dtype=torch.int64),

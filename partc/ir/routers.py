@@ -13,9 +13,10 @@ from partc.runtime.plan import PlanRouter
 def choices(region: Region) -> Mapping[str, Op]:
     """Map each value that holds the expert of each row to its first reader. Values from other ranks are left out."""
     found: dict[str, Op] = {}
-    brought = {value.name for op in region.forward.ops if op.name == "route" for value in op.results}
+    ordering = ("route", "expert_order")
+    brought = {value.name for op in region.forward.ops if op.name in ordering for value in op.results}
     for op in region.forward.ops:
-        if op.name == "route":
+        if op.name in ordering:
             found.setdefault(next(op.refs()), op)
         elif (product := ExpertMatmul.of(op)) is not None:
             found.setdefault(product.chosen, op)

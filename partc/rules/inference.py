@@ -143,6 +143,12 @@ def _like_operands(known: _Operation) -> Results:
     return tuple(map(Inferred, known.layouts[: len(known.op.results)]))
 
 
+def _permuted_rows(known: _Operation) -> Results:
+    """Each rank permutes its own rows, or copies of them."""
+    x, order, _ = known.layouts
+    return (Inferred(replace(x, dims=(order.dims[0], *x.dims[1:]))),)
+
+
 def _permuted(known: _Operation) -> Results:
     layout = known.layouts[0]
     return (Inferred(replace(layout, dims=tuple(layout.dims[dim] for dim in integers(known.op.args[1])))),)
@@ -234,6 +240,8 @@ _SPECIAL: Mapping[str, _Special] = {
     "incoming_gradient": _incoming_gradient,
     "own_gradient": _like_operands,
     "permute": _permuted,
+    "permute_rows": _permuted_rows,
+    "expert_order": lambda known: (Inferred(known.layouts[0]),) * 3,
     "reshape": lambda known: (reshaped(known.layouts[0], known.shapes[0], known.sizes),),
     "div": _divided,
     "embedding_shard": _embedding_shard,

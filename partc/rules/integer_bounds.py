@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from partc.ir.program import FLOATING, ITEMSIZE, Arg, DType, Op, Ref, TensorType
+from partc.ir.program import FLOATING, ITEMSIZE, Arg, DType, Graph, Op, Ref, TensorType
 from partc.rules.rule import argument
 
 
@@ -128,6 +128,15 @@ def bounds_of(call: BoundedCall) -> dict[str, IntegerBounds]:
         dtype, each = bounds_of_dtype(value.type.dtype), found[place] if isinstance(found, tuple) else found
         made[value.name] = each if each in dtype else dtype  # larger numbers wrap around
     return made
+
+
+def bounds_of_graph(graph: Graph, types: Mapping[str, TensorType]) -> Mapping[str, IntegerBounds]:
+    """The bounds of a graph's integers and booleans; inputs are left out until a lookup uses them as indices."""
+    makers = graph.makers()
+    known: dict[str, IntegerBounds] = {}
+    for op in graph.ops:
+        known |= bounds_of(BoundedCall(op, types, known, makers))
+    return known
 
 
 def _looked_up(call: BoundedCall) -> dict[str, IntegerBounds]:
@@ -319,6 +328,8 @@ FORMULAS: Mapping[str, _Formula] = {
         ("argsort", lambda call: call.places(1, -1)),
         ("argmax argmin", lambda call: call.places(1, None)),
         ("arange", _counted),
+        # Collectives that move numbers
+        ("all_gather unshard shard take all_to_all", lambda call: call.at(0)),
         # Constants
         ("full", lambda call: call.at(1)),
         # Arithmetic

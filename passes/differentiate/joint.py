@@ -18,7 +18,7 @@ from partc.ir.operations import RANDOM, effects, spelling
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.parser import parse_graph
 from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
-from partc.passes.differentiate.products import with_one_product
+from partc.passes.differentiate.products import with_cheaper_products
 from partc.rules.inference import Inferred, inferred, local
 from partc.torch_private import OpOverload
 
@@ -86,7 +86,7 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
     reader.claim_all((node, f"grad_{name}") for name, node in wanted.items())
     reader.name(nodes)
     incoming = tuple(Value(name=f"grad_{name}", type=_gradient(reader.types[name])) for name in carrying)
-    ops = with_one_product(reader.read(nodes, incoming), reader.fresh)
+    ops = with_cheaper_products(reader.read(nodes, incoming), reader.fresh)
 
     found = tuple(reader.name_of(node) for node in outputs)
     # A value that is returned twice, or an input with a gradient defined by the model, has a second name, because the

@@ -1,4 +1,6 @@
-"""The gradient of a matrix times its own transpose: one product instead of two.
+"""Cheaper forms of products in a joint graph.
+
+The gradient of a matrix times its own transpose is one product instead of two:
 
     y     = matmul(x, permute(x))
     left  = matmul_grad_left(g, permute(x))              mirrored = permute(g)
@@ -6,6 +8,18 @@
     grad  = add(left, permute(right))                    grad     = matmul(both, x)
 
 Scores of all pairs, as in recommenders and contrastive losses, are products of this kind.
+
+The gradient of experts' transposed matrices is computed in the form of the parameter, to whose gradient it is added
+without a copy:
+
+    y      = expert_matmul(x, experts, permute(w, (0, 2, 1)))
+    grad_t = expert_matmul_grad_weight(g, experts, x, n)      ->   grad = expert_matmul_grad_weight(x, experts, g, n)
+    grad   = permute(grad_t, (0, 2, 1))
+
+Of rows that are copies of fewer ones, these are read in the order of experts:
+
+    copies = reshape(expand(x, (n, k, h)), (n·k, h))          once   = reshape(x, (n, h))
+    sorted = permute_rows(copies, order, places)        ->    sorted = permute_rows(once, order, places, k)
 """
 
 from __future__ import annotations
@@ -17,19 +31,61 @@ from dataclasses import replace
 from partc.ir.program import Op, Ref, Value
 
 
-def with_one_product(ops: Sequence[Op], fresh: Callable[[str], str]) -> tuple[Op, ...]:
-    """The operations of a joint graph with such gradients rewritten; `fresh` returns a new name that begins with a
-    stem.
-    """
+def with_cheaper_products(ops: Sequence[Op], fresh: Callable[[str], str]) -> tuple[Op, ...]:
+    """The operations of a joint graph with products rewritten; `fresh` returns a new name that begins with a stem."""
     makers = {value.name: op for op in ops for value in op.results}
     reads = Counter(name for op in ops for name in op.refs())
     found: list[Op] = []
     for op in ops:
-        found.extend(_rewritten(op, makers, reads, fresh) or (op,))
+        found.extend(
+            _one_product(op, makers, reads, fresh)
+            or _in_form_of_parameter(op, makers, reads)
+            or _once(op, makers, fresh)
+            or (op,)
+        )
     return tuple(found)
 
 
-def _rewritten(
+def _once(op: Op, makers: dict[str, Op], fresh: Callable[[str], str]) -> tuple[Op, ...] | None:
+    if op.name != "permute_rows":
+        return None
+    cast: Op | None = None
+    copied = joined = makers.get(next(op.refs()))
+    while copied is not None and copied.name in ("reshape", "to"):
+        cast = copied if copied.name == "to" else cast
+        if copied.name == "reshape" and copied is not joined:
+            return None
+        copied = makers.get(next(copied.refs()))
+    if joined is None or joined.name != "reshape" or copied is None or copied.name != "expand":
+        return None
+    shape, [single] = copied.args[1], [*copied.refs()]
+    rows, copies, *rest = copied.result.type.layout.dims
+    before = makers.get(single)
+    if before is None or any(sub.axes for sub in copies) or joined.result.type.layout.dims[1:] != (*rest,):
+        return None
+    given = next(value.type for value in before.results if value.name == single)
+    if not isinstance(shape, tuple) or given.layout.dims[:1] != (rows,) or given.layout.dims[2:] != (*rest,):
+        return None
+    layout = replace(given.layout, dims=(rows, *rest))
+    once = Value(name=fresh(f"{single}_once"), type=replace(given, layout=layout))
+    ops = [Op(name="reshape", args=(Ref(single), (shape[0], *shape[2:])), results=(once,), source=op.source)]
+    if cast is not None:
+        once = Value(name=fresh(f"{single}_cast"), type=replace(op.result.type, layout=layout))
+        ops.append(replace(cast, args=(Ref(ops[0].result.name), *cast.args[1:]), results=(once,)))
+    return (*ops, replace(op, args=(Ref(once.name), *op.args[1:], shape[1])))
+
+
+def _in_form_of_parameter(op: Op, makers: dict[str, Op], reads: Counter[str]) -> tuple[Op, ...] | None:
+    if op.name != "permute" or op.args[1] != (0, 2, 1):
+        return None
+    product = makers.get(next(op.refs()))
+    if product is None or product.name != "expert_matmul_grad_weight" or reads[product.result.name] != 1:
+        return None
+    grad, experts, x, *rest = product.args
+    return (replace(product, args=(x, experts, grad, *rest), results=op.results),)
+
+
+def _one_product(
     op: Op, makers: dict[str, Op], reads: Counter[str], fresh: Callable[[str], str]
 ) -> tuple[Op, ...] | None:
     if op.name != "add" or op.attrs:

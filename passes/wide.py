@@ -1,0 +1,47 @@
+"""Sum numbers of 16 bits in fp32 without a copy of them in fp32.
+
+    wide = to(x, <f32>)                  # f32[64, 2, 16]
+    y    = sum(wide, (1,), False)        # f32[64, 16]     ->     y = sum(x, (1,), False, dtype=<f32>)
+
+Kernels that fuse operations convert in registers. This is for sums that no kernel has, such as those of a token's
+experts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from partc import fuel
+from partc.ir.program import Graph, Op, Program, Region
+
+
+def wide(program: Program) -> Program:
+    """Rewrite every such pair in all graphs of all regions."""
+
+    def changed(region: Region) -> Region:
+        return region.mapped(lambda graph: _graph(region, graph))
+
+    return replace(program, regions=tuple(map(changed, program.regions)))
+
+
+def _graph(region: Region, graph: Graph) -> Graph:
+    types = region.types(graph)
+    kept = {*graph.outputs, *(region.saved if graph is region.forward else ())}
+    reads = Counter(name for op in graph.ops for name in op.refs())
+    casts = {
+        op.result.name: op
+        for op in graph.ops
+        if op.name == "to"
+        and reads[op.result.name] == 1
+        and op.result.name not in kept
+        and (types[next(op.refs())].dtype, op.result.type.dtype) in (("bf16", "f32"), ("f16", "f32"))
+    }
+    instead: dict[int, tuple[Op, ...]] = {}
+    for op in graph.ops:
+        cast = casts.get(next(op.refs(), "")) if op.name == "sum" and not op.attrs else None
+        if cast is None or op.result.type.dtype != "f32" or not fuel.may_rewrite("wide sum", op.source):
+            continue
+        instead[id(cast)] = ()
+        instead[id(op)] = (replace(op, args=(cast.args[0], *op.args[1:]), attrs=(("dtype", cast.args[1]),)),)
+    return replace(graph, ops=tuple(step for op in graph.ops for step in instead.get(id(op), (op,))))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from partc.errors import PartcError, Source
+from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import Op, Program
+from partc.ir.program import Op, Program, TensorType
 
-_ASKS = frozenset({"route", "expert_matmul", "expert_matmul_grad_rows", "expert_matmul_grad_weight"})
+_PRODUCTS = frozenset({"expert_matmul", "expert_matmul_grad_rows", "expert_matmul_grad_weight"})
+_EVEN = 8  # numbers of 16 bits in 16 bytes, at whose multiples torch's grouped product reads rows
 # Torch tags them as data-dependent only because of masks, which do not occur here.
 _MASKABLE = frozenset({"index", "index_put"})
 
@@ -45,17 +48,24 @@ def obstacle(program: Program) -> Obstacle | None:
         )
     for region in program.regions:
         for graph in region.graphs:
+            types = region.types(graph)
             for op in graph.ops:
-                if _reads_device_numbers(op):
+                if _reads_device_numbers(op, types, program.sizes):
                     cause = f"the host has to read operands of {op.name}, such as the number of rows of each expert"
-                    return Obstacle(cause=cause, help="leave out --cuda-graphs", source=op.source)
+                    more = f", or use --precision bf16 and widths that {_EVEN} divides" * (op.name in _PRODUCTS)
+                    return Obstacle(cause=cause, help=f"leave out --cuda-graphs{more}", source=op.source)
     return None
 
 
-def _reads_device_numbers(op: Op) -> bool:
+def _reads_device_numbers(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> bool:
     """Whether the operation waits for numbers from the device."""
-    if op.name in _ASKS or op.body:
-        return op.name in _ASKS or any(map(_reads_device_numbers, op.body))
+    if op.body:
+        inside = {**types, **{value.name: value.type for step in op.body for value in step.results}}
+        return any(_reads_device_numbers(step, inside, sizes) for step in op.body)
+    if op.name in _PRODUCTS:
+        return not _is_one_kernel(op, types, sizes)
+    if op.name == "route":
+        return True
     import torch
 
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -64,3 +74,10 @@ def _reads_device_numbers(op: Op) -> bool:
     if packet is None or name.rstrip("_") in _MASKABLE:
         return False
     return any(tag in getattr(packet, overload).tags for overload in packet.overloads() for tag in tags)
+
+
+def _is_one_kernel(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> bool:
+    """Whether torch's grouped product computes all experts (`fits_grouped_product` of runtime/ops/experts.py)."""
+    factors = [types[name] for name in op.refs() if types[name].differentiable]
+    widths = [size for type in factors for size in type.layout.local_shape(sizes)[1:]]
+    return all(type.dtype == "bf16" for type in factors) and all(size % _EVEN == 0 for size in widths)

@@ -1,15 +1,15 @@
 """Sort rows by expert once around products with experts, instead of within each of them.
 
-    mixer_2         = expert_matmul(second_4, mixer_chosen_2, mixer.up)             # f32[64, 24]
-    mixer_made      = silu(mixer_2)                                                 # f32[64, 24]
-    mixer_expert…   = expert_matmul(mixer_made, mixer_chosen_2, mixer.down)         # f32[64, 16]
+    mixer_2         = expert_matmul(second_4, mixer_chosen_2, mixer.up)                # f32[128, 24]
+    mixer_made      = silu(mixer_2)                                                    # f32[128, 24]
+    mixer_expert…   = expert_matmul(mixer_made, mixer_chosen_2, mixer.down)            # f32[128, 16]
   ->
     order, places, own = expert_order(mixer_chosen_2, 4)
-    second_4_sorted = permute_rows(second_4, order, places)                         # f32[64, 16]
-    mixer_2         = expert_matmul(second_4_sorted, own, mixer.up, ordered=True)   # f32[64, 24]
-    mixer_made      = silu(mixer_2)                                                 # f32[64, 24]
-    mixer_expert…   = expert_matmul(mixer_made, own, mixer.down, ordered=True)      # f32[64, 16]
-    mixer_expert…   = permute_rows(mixer_expert…, places, order)                    # f32[64, 16]
+    second_4_sorted    = permute_rows(second_4, order, places)                         # f32[128, 16]
+    mixer_2            = expert_matmul(second_4_sorted, own, mixer.up, ordered=True)   # f32[128, 24]
+    mixer_made         = silu(mixer_2)                                                 # f32[128, 24]
+    mixer_expert…      = expert_matmul(mixer_made, own, mixer.down, ordered=True)      # f32[128, 16]
+    mixer_expert…      = permute_rows(mixer_expert…, places, order)                    # f32[128, 16]
 
 From the first product to the last, every operation computes each row by itself, or is a collective along another
 dimension between ranks with the same rows. Each rank sorts its own rows. Rows that travelled over ep are in this order

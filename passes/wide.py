@@ -1,7 +1,9 @@
 """Sum numbers of 16 bits in fp32 without a copy of them in fp32.
 
-    wide = to(x, <f32>)                  # f32[64, 2, 16]
-    y    = sum(wide, (1,), False)        # f32[64, 16]     ->     y = sum(x, (1,), False, dtype=<f32>)
+    tables_summed_wide_2 = to(tables_summed, <f32>)                    # f32[16, 3, 4]
+    summed_sum           = sum(tables_summed_wide_2, (1,))             # f32[16, 4]
+  ->
+    summed_sum           = sum(tables_summed, (1,), dtype=<f32>)       # f32[16, 4]
 
 Kernels that fuse operations convert in registers. This is for sums that no kernel has, such as those of a token's
 experts.

@@ -210,7 +210,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(bags, name) for name in ("bag_max", "bag_max_grad", "bag_sum", "bag_sum_grad")},
     "expert_rows": lambda experts, w, groups=1: w[experts],
     "expert_matmul": lambda x, experts, w, groups=1, ordered=False: torch.einsum("si,sio->so", x, w[experts]),
-    "sum": lambda x, dims, keepdim, dtype=None: x.sum(dims, keepdim, dtype=dtype) if dims else x,
+    "sum": lambda x, dims, keepdim=False, dtype=None: x.sum(dims, keepdim, dtype=dtype) if dims else x,
     "full": lambda sizes, fill, dtype: torch.full(sizes, fill, dtype=dtype),
     "tensor": lambda values, sizes, dtype: torch.tensor(values, dtype=dtype).reshape(sizes),
 }

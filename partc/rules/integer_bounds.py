@@ -39,6 +39,7 @@ class IntegerBounds:
         return self.least if self.least == self.most else None
 
 
+_MOVING = frozenset({"all_gather", "unshard", "shard", "take", "all_to_all"})  # collectives that compute nothing
 ANY = IntegerBounds(-(1 << 2000), 1 << 2000)  # wider than the finite numbers of every dtype
 
 
@@ -123,7 +124,7 @@ def bounds_of(call: BoundedCall) -> dict[str, IntegerBounds]:
     if not results:
         return made
     formula = FORMULAS.get(op.name)
-    found = formula(call) if formula is not None else ANY
+    found = call.at(0) if op.name in _MOVING else formula(call) if formula is not None else ANY
     for place, value in results:
         dtype, each = bounds_of_dtype(value.type.dtype), found[place] if isinstance(found, tuple) else found
         made[value.name] = each if each in dtype else dtype  # larger numbers wrap around
@@ -328,8 +329,6 @@ FORMULAS: Mapping[str, _Formula] = {
         ("argsort", lambda call: call.places(1, -1)),
         ("argmax argmin", lambda call: call.places(1, None)),
         ("arange", _counted),
-        # Collectives that move numbers
-        ("all_gather unshard shard take all_to_all", lambda call: call.at(0)),
         # Constants
         ("full", lambda call: call.at(1)),
         # Arithmetic

@@ -57,6 +57,7 @@ def tests(names: tuple[str, ...], results: Results, deadline: Deadline, only: tu
             "--tb=short",
             "--no-header",
             *beside,
+            *(["-p", "no:benchmark"] if importlib.util.find_spec("pytest_benchmark") else []),
             f"tests/kernels/test_{name}.py",
         ]
         why = done(command, deadline.left, {"TRITON_INTERPRET": "0"}, show=True)
@@ -120,12 +121,15 @@ def verify(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
 
 def graphs(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
     """Steps that are repeated from CUDA graphs against steps that are done: what each leaves behind."""
-    results.table("CUDA graphs against the same package without", "precision", "largest difference", "at", "result")
+    results.table(
+        "CUDA graphs against the same package without", "model", "precision", "largest difference", "at", "result"
+    )
     good = True
-    for precision, allowed in (("fp64", 1e-10), ("fp16", 0.02)):
+    cases = (("noisy", "fp64", 1e-10), ("noisy", "fp16", 0.02), ("routed", "bf16", 0.02))
+    for model, precision, allowed in cases:
         with tempfile.TemporaryDirectory() as folder:
             build = Path(folder) / "build"
-            made = [*PARTC, "compile", "tests/models/noisy.py", "--mesh", "1", "--microbatches", "2"]
+            made = [*PARTC, "compile", f"tests/models/{model}.py", "--mesh", "1", "--microbatches", "2"]
             made += ["--precision", precision, "--kernels", "triton", "-o", str(build)]
             train = [sys.executable, str(build / "train.py"), "--device", "cuda", "--steps", "12", "--no-tuning"]
             train += ["--clip", "0.1", "--accumulate", "3", "--warmup", "5", "--lr-schedule", "cosine"]
@@ -134,7 +138,9 @@ def graphs(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
             for how, record in runs.items():
                 why = why or done([*train, how, "--record", str(record)], deadline.left)
             worst, where = (float("inf"), "") if why else apart(*runs.values())
-            results.row(precision, f"{worst:.1e}", where, why or ("equal" if worst <= allowed else "too far apart"))
+            results.row(
+                model, precision, f"{worst:.1e}", where, why or ("equal" if worst <= allowed else "too far apart")
+            )
             good = good and worst <= allowed
     return good
 
@@ -169,6 +175,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "llama": Part("training Llama 1B against the same", 590, partial(training.table, "Llama 1B")),
     "qwen": Part("training a Qwen3 with 32 experts against the same", 580, partial(training.table, "Qwen3 MoE 1B")),
+    "profiles": Part("kernels, launches and waits of a step, by torch's profiler", 300, training.profiles),
     "gpt2-autotune": Part("and against max-autotune", 580, partial(training.table, "GPT-2 124M", slow=True)),
     "llama-autotune": Part("and against max-autotune", 590, partial(training.table, "Llama 1B", slow=True)),
 }

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gpu.commands import done
+from tests.gpu.commands import PARTC, done
 from tests.gpu.results import Deadline, Results
 
-PEER = Path(__file__).with_name("peer.py")
+PEER, PROFILE = (Path(__file__).with_name(name) for name in ("peer.py", "profile.py"))
 WARM, STEPS = 10, 30
 MOST_SECONDS = 180  # of a row; torch's autotuning takes what its part has
 LABELS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # kernels, and options of train.py
@@ -94,26 +94,45 @@ def table(model: str, results: Results, deadline: Deadline, only: tuple[str, ...
     return fast and small and not failed
 
 
+def profiles(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
+    """Where the time of packages' steps goes: kernels, launches, and calls in which the host waits for the GPU."""
+    results.table("A step under torch's profiler", "model", "", "ms a step", "number a step")
+    good = True
+    for model, (config, batch, seq) in MODELS.items():
+        if only and not any(text in model for text in only):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            path, out = Path(folder) / "config.json", Path(folder) / "found.json"
+            path.write_text(json.dumps(config))
+            build = Path(folder) / "build"
+            why = done(_compiled(path, batch, seq, "triton", build), deadline.left)
+            why = why or done([sys.executable, str(PROFILE), str(build / "train.py"), "6", str(out)], deadline.left)
+            if why:
+                good = False
+                results.row(model, why, "", "")
+                continue
+            found = json.loads(out.read_text())
+        results.row(model, "the step", f"{found['step_ms']:.1f}", 1)
+        results.row(model, "all kernels and copies", f"{found['kernels_ms']:.1f}", f"{found['launches']:.0f}")
+        for name, (spent, number) in found["kernels"].items():
+            results.row(model, name.replace("|", "/")[:90], f"{spent:.2f}", f"{number:.1f}")
+        for name, number in found["waits"].items():
+            results.row(model, name, "", f"{number:.1f}")
+    return good
+
+
+def _compiled(config: Path, batch: int, seq: int, kernels: str, build: Path) -> list[str]:
+    sizes = ["--batch", str(batch), "--seq", str(seq), "--kernels", kernels, "-o", str(build)]
+    return [*PARTC, "compile", f"hf:{config}", "--mesh", "1", "--precision", "bf16", *sizes]
+
+
 def _package(label: str, config: Path, batch: int, seq: int, seconds: float) -> Measured | str:
     """The measurement, or the reason for its absence. Packages with the same kernels share one tuning."""
     kernels, options = LABELS[label]
     limit = Deadline(seconds)
     build, reports = config.parent / f"build {kernels}", config.parent / f"reports {label}"
     if not build.exists():
-        sizes = ["--batch", str(batch), "--seq", str(seq), "--kernels", kernels, "-o", str(build)]
-        compiled = [
-            sys.executable,
-            "-m",
-            "partc",
-            "compile",
-            f"hf:{config}",
-            "--mesh",
-            "1",
-            "--precision",
-            "bf16",
-            *sizes,
-        ]
-        why = done(compiled, limit.left)
+        why = done(_compiled(config, batch, seq, kernels, build), limit.left)
         if why:
             return f"compile: {why}"
     run = [sys.executable, str(build / "train.py"), "--device", "cuda", "--steps", str(WARM + STEPS)]

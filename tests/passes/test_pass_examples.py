@@ -59,6 +59,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(how={"mesh": "dp=2,tp=2", "zero": 3}, options={"width": 7}),
     ),
     "stages": (Case(how={"mesh": "pp=2"}),),
+    "sort": (Case(model="routed"),),
     "differentiate": (Case(),),
     "expand": (Case(how={"mesh": "tp=2"}),),
     "chunk": (Case(how={"loss_chunks": 2}),),
@@ -66,6 +67,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "split": (Case(how={"mesh": "pp=2", "schedule": "zero-bubble"}),),
     "bias": (Case(options={"turned": True}),),
     "fuse": (Case(how={"kernels": "triton"}, options={"turned": True}),),
+    "wide": (Case(model="bags", how={"precision": "bf16"}),),
     "overlap": (Case(how={"mesh": "tp=2"}),),
     "schedule": (Case(how={"mesh": "pp=2", "microbatches": 2}),),
 }

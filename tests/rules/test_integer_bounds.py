@@ -17,7 +17,16 @@ import partc
 from partc.ir.interpreter import results_of
 from partc.ir.operators import DTYPE_NAMES, DTYPES
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType, Value
-from partc.rules.integer_bounds import FORMULAS, OPPOSITE, BoundedCall, IntegerBounds, bounds_of, bounds_of_dtype
+from partc.rules.integer_bounds import (
+    FORMULAS,
+    OPPOSITE,
+    BoundedCall,
+    IntegerBounds,
+    bounds_of,
+    bounds_of_dtype,
+    bounds_of_graph,
+)
+from tests.programs import fused_graph
 
 HERE = Path(__file__).parents[1]
 SHAPE = (3, 4)
@@ -176,6 +185,21 @@ ATTRS: dict[str, tuple[tuple[tuple[str, Arg], ...], ...]] = {
     "cumsum": ((), (("dtype", DTypeArg("i8")),)),
     "full": ((("dtype", DTypeArg("i64")),), (("dtype", DTypeArg("i32")),)),
 }
+
+
+def test_collectives_that_move_numbers_keep_their_bounds() -> None:
+    graph = fused_graph(
+        """
+  forward:
+    input scores: f32[12@tp, 4]
+    s, chosen = topk(scores, 2)  # f32[12@tp, 2] ; i64[12@tp, 2]
+    every = all_gather(chosen, dim=0, outer=1, axis="tp")  # i64[12, 2]
+    total = all_reduce(every, axis="tp")  # i64[12, 2]
+    return s
+"""
+    ).regions[0]
+    found = bounds_of_graph(graph.forward, graph.types(graph.forward))
+    assert found["every"] == IntegerBounds(0, 3) and found["total"] == bounds_of_dtype("i64")
 
 
 def test_every_formula_is_tried() -> None:

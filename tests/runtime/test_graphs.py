@@ -207,6 +207,18 @@ def test_experts_are_named_with_their_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("precision", "hidden", "mesh", "recorded"),
+    [("bf16", 24, "1", True), ("bf16", 24, "dp=2", True), ("bf16", 20, "1", False), ("fp32", 24, "1", False),
+     ("bf16", 24, "ep=2", False)],
+)  # fmt: skip
+def test_experts_in_one_kernel_are_recorded(precision: str, hidden: int, mesh: str, recorded: bool) -> None:
+    """Torch's grouped product needs bf16 and rows at multiples of 16 bytes; rows that travel are counted on the host."""
+    model = Path(__file__).parents[1] / "models" / "routed.py"
+    done = partc.compile(model, mesh=mesh, precision=precision, options={"hidden": hidden})
+    assert (obstacle(done.program) is None) is recorded
+
+
+@pytest.mark.parametrize(
     ("arguments", "cause"),
     [
         (("--check-nans",), "--check-nans stops in the middle of a step"),

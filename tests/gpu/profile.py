@@ -1,0 +1,61 @@
+"""The kernels and waits of a package's steps: `profile.py train.py STEPS OUT.json` trains under torch's profiler.
+
+The last steps count; the first two have compiled kernels and filled caches.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+WARM = 2
+WAITS = ("cudaMemcpy", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+MOST = 12  # of kernels and causes of waits
+
+
+def main(train: str, steps: int, out: Path) -> None:
+    sys.path.insert(0, str(Path(train).parent))
+    with tempfile.TemporaryDirectory() as reports:
+        sys.argv = [train, "--device", "cuda", "--steps", str(steps), "--no-tuning", "--report", reports]
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as done:
+            try:
+                runpy.run_path(train, run_name="__main__")
+            except SystemExit as error:
+                if error.code:
+                    raise
+        seconds = json.loads((Path(reports) / "rank_000.json").read_text())["step_seconds"][WARM:]
+    events = done.events()
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA]
+    start = max(event.time_range.end for event in kernels) - 1e6 * sum(seconds)
+    times: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    waits: Counter[str] = Counter()
+    for event in events:
+        if event.time_range.start < start:
+            continue
+        if event.device_type == DeviceType.CUDA:
+            times[event.name] += event.time_range.elapsed_us()
+            launches[event.name] += 1
+        elif event.name.startswith(WAITS):
+            cause = event.cpu_parent.name if event.cpu_parent is not None else "Python"
+            waits[f"{event.name} in {cause}"] += 1
+    count = len(seconds)
+    found = {
+        "step_ms": 1e3 * sum(seconds) / count,
+        "kernels_ms": sum(times.values()) / 1e3 / count,
+        "launches": sum(launches.values()) / count,
+        "kernels": {name: [spent / 1e3 / count, launches[name] / count] for name, spent in times.most_common(MOST)},
+        "waits": {name: number / count for name, number in waits.most_common(MOST)},
+    }
+    out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

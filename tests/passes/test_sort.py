@@ -1,0 +1,127 @@
+"""Rows are sorted by expert once for all products of a layer, and only where each row surely has an expert."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import partc
+from partc.ir.printer import print_region
+from partc.ir.program import Program
+from partc.passes.sort import sort
+from partc.passes.wide import wide
+from partc.runtime.ops import experts
+from tests.programs import fused_graph
+
+MODELS = Path(__file__).parents[1] / "models"
+BODY = """
+  param up: f32[4, 6, 8@tp]
+  param down: f32[4, 8@tp, 6]
+  param bias: f32[4, 6]
+  forward:
+    input x: f32[12, 6]
+    input scores: f32[12, 4]
+    s, chosen = topk(scores, 1)  # f32[12, 1] ; i64[12, 1]
+    own = reshape(chosen, (12,))  # i64[12]
+    h = expert_matmul(x, own, up)  # f32[12, 8@tp]
+    h_2 = gelu(h)  # f32[12, 8@tp]
+    y = expert_matmul(h_2, own, down)  # f32[12, 6] partial(tp)
+    y_2 = all_reduce(y, axis="tp")  # f32[12, 6]
+    b = expert_rows(own, bias)  # f32[12, 6]
+    z = add(y_2, b)  # f32[12, 6]
+    loss = sum(z, (0, 1), False)  # f32[]
+    return loss
+"""
+
+
+def names(program: Program) -> Counter[str]:
+    return Counter(op.name for region in program.regions for op in region.forward.ops)
+
+
+def test_collectives_and_biases_of_sorted_rows_stay_between() -> None:
+    assert_expected_inline(
+        print_region(sort(fused_graph(BODY)).regions[0]),
+        """\
+region main phase microbatch:
+  param up: f32[4, 6, 8@tp]
+  param down: f32[4, 8@tp, 6]
+  param bias: f32[4, 6]
+  forward:
+    input x: f32[12, 6]
+    input scores: f32[12, 4]
+    s, chosen            = topk(scores, 1)                                   # f32[12, 1] ; i64[12, 1]
+    own                  = reshape(chosen, (12,))                            # i64[12]
+    order, places, own_2 = expert_order(own, 4)                              # i64[12] ; i64[12] ; i64[12]
+    x_sorted             = permute_rows(x, order, places)                    # f32[12, 6]
+    h                    = expert_matmul(x_sorted, own_2, up, ordered=True)  # f32[12, 8@tp]
+    h_2                  = gelu(h)                                           # f32[12, 8@tp]
+    y                    = expert_matmul(h_2, own_2, down, ordered=True)     # f32[12, 6] partial(tp)
+    y_2                  = all_reduce(y, axis="tp")                          # f32[12, 6]
+    b                    = expert_rows(own_2, bias)                          # f32[12, 6]
+    z_sorted             = add(y_2, b)                                       # f32[12, 6]
+    z                    = permute_rows(z_sorted, places, order)             # f32[12, 6]
+    loss                 = sum(z, (0, 1), False)                             # f32[]
+    return loss
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "orders", "moves"),
+    [
+        ("", "", 1, 2),  # in and out once
+        # Numbers up to 4, of an expert that does not exist
+        ("own = reshape(chosen, (12,))", "own_1 = reshape(chosen, (12,))  # i64[12]\n    own = add(own_1, 1)", 0, 0),
+        # Random numbers go by place
+        ("h_2 = gelu(h)", "h_1, kept = dropout(h, 0.5, 2, 0)  # f32[12, 8@tp] ; bool[12, 8@tp]\n    h_2 = gelu(h_1)", 1, 4),
+        # A mean over rows mixes them
+        ("h_2 = gelu(h)", "m = mean(h, (0,), True)  # f32[1, 8@tp]\n    h_2 = sub(h, m)", 1, 3),
+    ],
+)  # fmt: skip
+def test_rows_are_sorted_where_all_have_an_expert(was: str, now: str, orders: int, moves: int) -> None:
+    found = names(sort(fused_graph(BODY.replace(was, now))))
+    assert (found["expert_order"], found["permute_rows"]) == (orders, moves)
+
+
+@pytest.mark.parametrize(("mesh", "orders"), [("1", 1), ("dp=2,tp=2", 1), ("ep=2", 0)])
+def test_rows_that_travel_are_in_order_already(mesh: str, orders: int) -> None:
+    package = partc.compile(MODELS / "routed.py", mesh=mesh, precision="fp64")
+    found = names(package.program)
+    assert (found["expert_order"], found["permute_rows"]) == (orders, 2 * orders)
+    assert package.verify(steps=2).ok
+
+
+def test_rows_without_an_expert_are_not_sorted() -> None:
+    package = partc.compile(MODELS / "routed.py", mesh="1", precision="fp64", expert_capacity="1.25@sequence")
+    assert not names(package.program)["expert_order"]
+
+
+def test_the_order_of_rows_and_its_inverse() -> None:
+    chosen = torch.tensor([3, 0, 2, 0, 3, 1])
+    order, places, own = experts.expert_order(chosen, 4)
+    assert order.tolist() == [1, 3, 5, 2, 0, 4] and own.tolist() == [0, 0, 1, 2, 3, 3]
+    assert places[order].tolist() == [*range(6)] and own.dtype == chosen.dtype
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_wide_sums_read_their_narrow_operand(kept: bool) -> None:
+    """Unless the wide copy is needed for more than the sum."""
+    program = fused_graph(
+        """
+  forward:
+    input x: bf16[8, 4, 2]
+    x_wide = to(x, <f32>)  # f32[8, 4, 2]
+    y = sum(x_wide, (1,), False)  # f32[8, 2]
+    return y
+"""
+    )
+    if kept:
+        (region,) = program.regions
+        program = replace(program, regions=(replace(region, forward=replace(region.forward, outputs=("y", "x_wide"))),))
+    text = print_region(wide(program).regions[0])
+    assert ("sum(x, (1,), False, dtype=<f32>)" in text) is not kept and ("to(x" in text) is kept

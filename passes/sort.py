@@ -37,21 +37,18 @@ def sort(program: Program) -> Program:
 
 
 def _region(region: Region) -> Region:
-    products = [op for op in region.forward.ops if ExpertMatmul.of(op) and not dict(op.attrs).get("ordered")]
-    if not products:
-        return region
     types = region.types(region.forward)
-    bounds = bounds_of_graph(region.forward, types)
+    products: dict[str, list[Op]] = {}
+    for op in region.forward.ops:
+        if ExpertMatmul.of(op) and (chosen := _chosen(op)) is not None:
+            products.setdefault(chosen, []).append(op)
+    bounds = bounds_of_graph(region.forward, types) if products else {}
     rows = _Rows(region, types)
-    for op in products:
-        product = ExpertMatmul.of(op)
-        assert product is not None
-        experts = types[product.weights].shape[0]
-        numbers = bounds.get(product.chosen)
-        if product.chosen in rows.experts or numbers is None or numbers not in IntegerBounds(0, experts - 1):
-            continue
-        if fuel.may_rewrite("sorted rows", op.source):
-            rows.experts[product.chosen] = experts
+    for chosen, ops in products.items():
+        experts = min(types[[*op.refs()][-1]].shape[0] for op in ops)
+        valid = chosen in bounds and bounds[chosen] in IntegerBounds(0, experts - 1)
+        if valid and fuel.may_rewrite("sorted rows", ops[0].source):
+            rows.experts[chosen] = experts
     return replace(region, forward=replace(region.forward, ops=tuple(rows.sorted()))) if rows.experts else region
 
 

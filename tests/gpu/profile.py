@@ -37,13 +37,18 @@ def main(train: str, steps: int, out: Path) -> None:
     times: Counter[str] = Counter()
     launches: Counter[str] = Counter()
     waits: Counter[str] = Counter()
+    host: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for event in events:
         if event.time_range.start < start:
             continue
         if event.device_type == DeviceType.CUDA:
             times[event.name] += event.time_range.elapsed_us()
             launches[event.name] += 1
-        elif event.name.startswith(WAITS):
+            continue
+        host[event.name] += event.self_cpu_time_total
+        calls[event.name] += 1
+        if event.name.startswith(WAITS):
             cause = event.cpu_parent.name if event.cpu_parent is not None else "Python"
             waits[f"{event.name} in {cause}"] += 1
     count = len(seconds)
@@ -51,10 +56,16 @@ def main(train: str, steps: int, out: Path) -> None:
         "step_ms": 1e3 * sum(seconds) / count,
         "kernels_ms": sum(times.values()) / 1e3 / count,
         "launches": sum(launches.values()) / count,
-        "kernels": {name: [spent / 1e3 / count, launches[name] / count] for name, spent in times.most_common(MOST)},
+        "kernels": _means(times, launches, count),
+        "host": _means(host, calls, count),
         "waits": {name: number / count for name, number in waits.most_common(MOST)},
     }
     out.write_text(json.dumps(found))
+
+
+def _means(spent: Counter[str], number: Counter[str], steps: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds and calls in a step, of the names that take most."""
+    return {name: (each / 1e3 / steps, number[name] / steps) for name, each in spent.most_common(MOST)}
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def profiles(results: Results, deadline: Deadline, only: tuple[str, ...]) -> boo
             found = json.loads(out.read_text())
         results.row(model, "the step", f"{found['step_ms']:.1f}", 1)
         results.row(model, "all kernels and copies", f"{found['kernels_ms']:.1f}", f"{found['launches']:.0f}")
-        for name, (spent, number) in found["kernels"].items():
+        for name, (spent, number) in (*found["kernels"].items(), *found["host"].items()):
             results.row(model, name.replace("|", "/")[:90], f"{spent:.2f}", f"{number:.1f}")
         for name, number in found["waits"].items():
             results.row(model, name, "", f"{number:.1f}")

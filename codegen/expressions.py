@@ -343,6 +343,9 @@ _TABLE: Mapping[str, Emit] = {
     "silu": _function("F.silu"),
     "gelu": _function("F.gelu"),
     "to": _method("to"),
+    "binary_cross_entropy": lambda o: (
+        f'{o.named("F.binary_cross_entropy")}({o.args[0]}, {o.args[1]}, reduction="none")'
+    ),
     # views and joins
     "reshape": _method("reshape", spread=True),
     "permute": _permute,

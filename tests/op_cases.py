@@ -265,7 +265,8 @@ def pointwise_cases() -> list[Case]:
     x = normal(6, 4, 3).abs() + 1.5
     y = normal(4, 1).abs() + 0.5
     found = [case(name, x) for name in UNARY.split()]
-    found += [case(name, x / 9) for name in ("acos", "asin", "atanh", "erfinv")]
+    found += [case(name, x / 9) for name in ("acos", "asin", "atanh", "erfinv", "logit")]
+    found += [case("binary_cross_entropy", x / 9, x.flip(0) / 9, None, 0)]
     found += [case(name, x, y) for name in BINARY.split()]
     found += [case(name, whole(9, 6, 4), whole(9, 6, 4)) for name in INTEGER.split()]
     found += [case("bitwise_not", truth(6, 4)), case("bitwise_and", truth(6, 4), truth(4))]

@@ -417,8 +417,9 @@ elementwise(
     shapes.pointwise,
 )
 elementwise(
-    "acos acosh asin asinh atan atan2 atanh cos cosh digamma erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p "
-    "log2 log_sigmoid logaddexp pow reciprocal rsqrt sin sinh softplus sqrt square tan xlogy",
+    "acos acosh asin asinh atan atan2 atanh binary_cross_entropy cos cosh digamma erf erfc erfinv exp exp2 expm1 "
+    "lgamma log log10 log1p log2 log_sigmoid logaddexp logit pow reciprocal rsqrt sin sinh softplus sqrt square tan "
+    "xlogy",
     shapes.pointwise,
     precision="high",
 )

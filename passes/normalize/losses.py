@@ -13,8 +13,6 @@ from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, Value
 from partc.passes.normalize.writer import Rewrite, Writer, ref
 from partc.rules.rule import argument, integers, number
 
-_LEAST_SPREAD = 9.999999960041972e-13  # 1e-12 in fp32, as in torch's kernel of binary cross entropy
-
 
 def cross_entropy(w: Writer, op: Op) -> None:
     """Move classes last; compute the losses of rows, then their sum over the count (or weight) of unignored rows."""
@@ -166,20 +164,13 @@ def smooth(*, scaled: bool) -> Rewrite:
 
 
 def binary(w: Writer, op: Op) -> None:
-    """-(t log p + (1 - t) log(1 - p)), with logarithms clamped at -100.
+    """torch's loss of each element, multiplied by its weight.
 
-    The slope in p is torch's, (p - t) / max(p (1 - p), 1e-12), which is finite where p is 0 or 1.
+    A formula in its place would have no slope where p is 0 or 1.
     """
-    p, target, weight = op.args[0], op.args[1], argument(op, 2, "weight")
+    weight = argument(op, 2, "weight")
     step = _Steps(w, op)
-    fixed = step("detach", (p,))
-    log_p = step("clamp_min", (step("log", (fixed,)), -100))
-    log_q = step("clamp_min", (step("log1p", (step("neg", (fixed,)),)), -100))
-    # t * (log q - log p) - log q
-    loss = step("sub", (step("mul", (target, step("sub", (log_q, log_p)))), log_q))
-    spread = step("clamp_min", (step("mul", (fixed, step("rsub", (fixed, 1)))), _LEAST_SPREAD))
-    slope = step("div", (step("sub", (fixed, step("detach", (target,)))), spread))
-    loss = step("add", (loss, step("mul", (slope, step("sub", (p, fixed))))))
+    loss = step("binary_cross_entropy", (*op.args[:2], None, 0))
     _reduced(w, op, 3, step("mul", (loss, weight)) if weight is not None else loss)
 
 

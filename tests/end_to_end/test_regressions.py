@@ -479,16 +479,19 @@ def test_zeros_have_the_layout_of_no_gradient() -> None:
 
 
 class LossesAtTheirEdges(nn.Module):
-    """Probabilities of 0 and 1, distances equal to a margin, variances below the least one, quotients without a slope."""
+    """Probabilities of 0 and 1 and close to them, distances equal to a margin, variances below the least one, quotients
+    without a slope; the target of a loss is trained as well.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.ones(6)) for _ in range(5))
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(6)) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d, e = (x.round() * weight for weight in self.weights)
+        a, b, c, d, e, f = (x.round() * weight for weight in self.weights)
         right, half = (x > 0).to(x.dtype), x.new_full(x.shape, 0.5)
         losses = F.binary_cross_entropy((a * 400).sigmoid(), right) + F.binary_cross_entropy(e.clamp(0, 1), half)
+        losses = losses + F.binary_cross_entropy((a * 12).sigmoid(), f.sigmoid(), x.abs(), reduction="sum")
         losses = losses + F.multi_margin_loss(b, x.argmax(1)) + F.gaussian_nll_loss(x, x.flip(1), c.abs() * 1e-7)
         return losses + torch.div(d, self.weights[3] * 0.3, rounding_mode="trunc").mean()
 
@@ -497,5 +500,6 @@ def losses_at_their_edges() -> nn.Module:
     return LossesAtTheirEdges()
 
 
-def test_losses_at_their_edges_have_torchs_slopes() -> None:
-    _equal(losses_at_their_edges, _batch(), "dp=2")
+@pytest.mark.parametrize("mesh", ["dp=2", "cp=2", "tp=3"])
+def test_losses_at_their_edges_have_torchs_slopes(mesh: str) -> None:
+    _equal(losses_at_their_edges, _batch(), mesh, microbatches=2)

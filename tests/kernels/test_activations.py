@@ -90,6 +90,27 @@ def test_every_number_has_its_result(kernels: Kernels, name: str, dtype: DType) 
         )
 
 
+@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16"])
+def test_every_probability_has_its_loss_and_slope(kernels: Kernels, dtype: DType) -> None:
+    """Also probabilities of 0 and 1, and those that round to them."""
+    numbers = torch.tensor([0, 1e-30, 1e-13, 1e-3, 0.3, 0.5, 0.875, 1 - 1e-7, 1 - 1e-13, 1], dtype=torch.float64)
+    p, target = torch.cartesian_prod(numbers, numbers).to(DTYPES[dtype]).unbind(1)
+    count = len(p)
+    ops = (
+        op("binary_cross_entropy", "p", "target", None, 0, makes=value("loss", count, dtype=dtype)),
+        op("binary_cross_entropy_backward", "loss", "p", "target", None, 0, makes=value("slope", count, dtype=dtype)),
+        op("logit", "p", makes=value("logit", count, dtype=dtype)),
+    )
+    inputs = tuple(value(name, count, dtype=dtype) for name in ("p", "target"))
+    graph = Graph(inputs=inputs, ops=ops, outputs=("loss", "slope", "logit"))
+    given = {"p": p, "target": target}
+    after = fuse(program_of(graph), kernels="triton").regions[0].forward
+    assert len(after.ops) == 1
+    made = kernels.run(after, given, {}, {})
+    for name, right in evaluate(graph, {name: x.double() for name, x in given.items()}).items():
+        torch.testing.assert_close(made[name].double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("name", ["log1p", "expm1"])
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 def test_small_numbers_keep_their_digits(kernels: Kernels, name: str, dtype: DType) -> None:

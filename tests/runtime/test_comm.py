@@ -42,6 +42,7 @@ CASES: dict[str, Callable[[Axis, int], Tensor]] = {
     "all_reduce_in_place_strided": lambda a, r: a.all_reduce_(given(r, 5, 7).t()),
     "all_gather_0": lambda a, r: a.all_gather(given(r, 5, 7), dim=0),
     "all_gather_1": lambda a, r: a.all_gather(given(r, 5, 7, 2), dim=1),
+    "all_gather_ones": lambda a, r: a.all_gather(given(r, 5, 1), dim=1),
     "all_gather_outer": lambda a, r: a.all_gather(given(r, 5, 14), dim=1, outer=2),
     "all_gather_bool": lambda a, r: a.all_gather(given(r, 5, 7) > 0, dim=1),
     "all_gather_strided": lambda a, r: a.all_gather(given(r, 5, 7).t(), dim=0),
@@ -53,6 +54,7 @@ CASES: dict[str, Callable[[Axis, int], Tensor]] = {
     "all_to_all_outer": lambda a, r: a.all_to_all(
         given(r, 6, 12), split_dim=1, split_outer=2, concat_dim=0, concat_outer=3
     ),
+    "all_to_all_ones": lambda a, r: a.all_to_all(given(r, 5, 3), split_dim=1, concat_dim=1),
     "all_to_all_same_dim": lambda a, r: a.all_to_all(
         given(r, 18), split_dim=0, split_outer=1, concat_dim=0, concat_outer=6
     ),
@@ -95,6 +97,8 @@ def wanted(name: str, rank: int) -> Tensor:
             return torch.cat(everyone(5, 7), 0)
         case "all_gather_1":
             return torch.cat(everyone(5, 7, 2), 1)
+        case "all_gather_ones":
+            return torch.cat(everyone(5, 1), 1)
         case "all_gather_outer":
             return joined(everyone(5, 14), 1, 2)
         case "all_gather_bool":
@@ -113,6 +117,8 @@ def wanted(name: str, rank: int) -> Tensor:
             return torch.cat([pieces(x, 1, 1)[rank] for x in everyone(5, 6, 2)], 0)
         case "all_to_all_outer":
             return joined([pieces(x, 1, 2)[rank] for x in everyone(6, 12)], 0, 3)
+        case "all_to_all_ones":
+            return torch.cat([pieces(x, 1, 1)[rank] for x in everyone(5, 3)], 1)
         case "all_to_all_same_dim":
             return joined([pieces(x, 0, 1)[rank] for x in everyone(18)], 0, 6)
         case "shift":
@@ -152,6 +158,8 @@ def check(results: list[dict[str, Tensor]]) -> None:
         ahead, behind = (rank + 1) % SIZE, (rank - 1) % SIZE
         for name in CASES:
             assert torch.equal(result[name], wanted(name, rank)), (name, rank)
+            # Fused kernels take these results as dense (partc.rules.strides).
+            assert result[name].is_contiguous() or not name.startswith(("all_gather", "all_to_all")), name
         for turn in range(3):
             assert torch.equal(result[f"from_behind_{turn}"], given(behind, 2, turn + 1))
             assert torch.equal(result[f"from_ahead_{turn}"], given(ahead, 3) > 0)

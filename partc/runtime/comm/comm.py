@@ -453,11 +453,11 @@ def split(x: Tensor, ways: int, dim: int, outer: int) -> Tensor:
 
 
 def join(parts: Tensor, dim: int, outer: int) -> Tensor:
-    """[ways, ..., outer·rest, ...] -> [..., outer·ways·rest, ...]; copies only where ways isn't outermost."""
+    """[ways, ..., outer·rest, ...] -> [..., outer·ways·rest, ...], dense; copies only where ways isn't outermost."""
     ways, *shape = parts.shape
     rest = shape[dim] // outer
     split = parts.reshape(ways, *shape[:dim], outer, rest, *shape[dim + 1 :]).movedim(0, dim + 1)
-    return split.reshape(*shape[:dim], outer * ways * rest, *shape[dim + 1 :])
+    return split.reshape(*shape[:dim], outer * ways * rest, *shape[dim + 1 :]).contiguous()
 
 
 def runs(tensors: Sequence[Tensor]) -> list[Tensor]:

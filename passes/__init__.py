@@ -256,7 +256,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="rows are sorted by expert once around products with experts, not within each of them",
         requires=("local",),
         ensures=("sorted rows",),
-        reads=(),
+        reads=("mesh",),
         optional=True,
     ),
     Pass(

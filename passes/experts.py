@@ -191,6 +191,7 @@ class _Experts:
         for index, op in enumerate(self.ops):
             if product := _read(op):
                 chosen.setdefault(product.chosen, []).append(index)
+        self.chained: set[int] = set()  # operations of chains: between products of two choices, the first one has them
         self.chains = tuple(chain for name, products in chosen.items() for chain in self._chains(name, products))
         self._check_readers({index for chain in self.chains for index in chain.products})
 
@@ -208,7 +209,7 @@ class _Experts:
         start = 0
         for end in range(1, len(products) + 1):
             if end == len(products) or not all(
-                map(self._by_row, self._products_and_between(products[start : end + 1]))
+                self._by_row(index, chosen) for index in self._products_and_between(products[start : end + 1])
             ):
                 yield self._chain(chosen, tuple(products[start:end]))
                 start = end
@@ -243,12 +244,14 @@ class _Experts:
             if op.name in ("to", "reshape"):
                 forms[op.result.name] = makers
             # The bias of the last product: the addition reads two values of the chain, and no other rows.
-            elif len(set(op.refs())) > 1 and all(map(self._by_row, makers)):
+            elif len(set(op.refs())) > 1 and all(self._by_row(each, chosen) for each in makers):
                 between += [each for each in makers if each not in between]
                 forms.update((value.name, ()) for value in op.results)
         for index in between:
-            if not self._by_row(index):
+            if not self._by_row(index, chosen):
                 raise self._refused(self.ops[index], f"{self.ops[index].name} does not compute each row by itself")
+        between = [index for index in between if index not in self.chained]
+        self.chained.update(between)
         self._align(between, products)
         for index in products:
             product = _read(self.ops[index])
@@ -273,9 +276,15 @@ class _Experts:
             choices = (replace(each, factor=None, outer=1) if whole(each) else each for each in op.choices)
             self.ops[index] = replace(op, choices=tuple(choices))
 
-    def _by_row(self, index: int) -> bool:
-        """Whether an operation computes each row separately, on rows that the axis cuts; its rule is recorded."""
+    def _by_row(self, index: int, chosen: str) -> bool:
+        """Whether an operation computes each row separately, on rows that the axis cuts; its rule is recorded.
+
+        Products by another choice need rows at the ranks of other experts.
+        """
         op = self.ops[index]
+        product = _read(op)
+        if product is not None and product.chosen != chosen:
+            return False
         rule = resolve(op, self.types)
         choice = choice_on(op, self.axis)
         row = self._row(rule, op)

@@ -12,38 +12,41 @@
     mixer_expert…      = permute_rows(mixer_expert…, places, order)                    # f32[128, 16]
 
 From the first product to the last, every operation computes each row by itself, or is a collective along another
-dimension between ranks with the same rows. Each rank sorts its own rows. Rows that travelled over ep are in this order
-already. Rows whose number may be beyond the experts, as beyond a capacity, stay as they are.
+dimension between ranks with the same rows. Lookups by expert, as of biases, are made for sorted rows. Each rank sorts
+its own rows. Rows that travelled over ep are in this order already. Rows whose number may be beyond the experts, as
+beyond a capacity, stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from partc import fuel
 from partc.ir.collectives import MOVING
 from partc.ir.expert_products import ExpertMatmul, ExpertRows
+from partc.ir.layout import Sizes
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import Op, Program, Ref, Region, TensorType, Value
-from partc.rules import resolve
+from partc.rules import OpRule, resolve_lowered
 from partc.rules.integer_bounds import IntegerBounds, bounds_of_graph
 
 
 def sort(program: Program) -> Program:
     """Rewrite the forward graph of every region; backward graphs are derived from it later."""
-    return replace(program, regions=tuple(map(_region, program.regions)))
+    return replace(program, regions=tuple(_region(region, program.sizes) for region in program.regions))
 
 
-def _region(region: Region) -> Region:
+def _region(region: Region, sizes: Sizes) -> Region:
     types = region.types(region.forward)
     products: dict[str, list[Op]] = {}
     for op in region.forward.ops:
-        if ExpertMatmul.of(op) and (chosen := _chosen(op)) is not None:
-            products.setdefault(chosen, []).append(op)
+        if (product := _product(op)) is not None:
+            products.setdefault(product.chosen, []).append(op)
     bounds = bounds_of_graph(region.forward, types) if products else {}
-    rows = _Rows(region, types)
+    rows = _Rows(region, types, sizes)
     for chosen, ops in products.items():
         experts = min(types[[*op.refs()][-1]].shape[0] for op in ops)
         valid = chosen in bounds and bounds[chosen] in IntegerBounds(0, experts - 1)
@@ -58,127 +61,129 @@ class _Rows:
 
     region: Region
     types: Mapping[str, TensorType]
+    sizes: Sizes
     experts: dict[str, int] = field(default_factory=dict)  # a value with the expert of each row -> number of experts
 
     def sorted(self) -> Iterator[Op]:
         """Yield the region's operations, those between products on sorted rows."""
-        ops = self.region.forward.ops
-        between = {chosen: self._between(chosen) for chosen in self.experts}
-        inside = {index: chosen for chosen, found in between.items() for index in found}
-        readers: dict[str, list[int]] = {}
-        for index, op in enumerate(ops):
-            for name in op.refs():
-                readers.setdefault(name, []).append(index)
+        graph = self.region.forward
+        ops = [*map(self._lookup, graph.ops)]
+        inside = {index: chosen for chosen in self.experts for index in self._between(ops, chosen)}
+        # Each operand of each operation, and the value with the experts by which it is sorted; None for its own order.
+        operands = [self._operands(op, inside.get(index)) for index, op in enumerate(ops)]
+        wanted: dict[str, set[str | None]] = {name: {None} for name in graph.outputs}
+        for name, by in chain(*operands):
+            wanted.setdefault(name, set()).add(by)
         taken = {*self.types}
         orders: dict[str, tuple[str, str, str]] = {}
-        here: dict[tuple[str, str], str] = {}  # (value with the experts, value) -> the value in their order
+        here: dict[tuple[str, str], str] = {}  # (value, value with the experts) -> the value in their order
         for index, op in enumerate(ops):
             chosen = inside.get(index)
             if chosen is None:
-                yield op
+                yield graph.ops[index]
                 continue
             if chosen not in orders:
                 ordering = self._ordering(chosen, op, taken)
                 orders[chosen] = tuple(value.name for value in ordering.results)  # type: ignore[assignment]
+                here[chosen, chosen] = orders[chosen][2]
                 yield ordering
-            order, places, own = orders[chosen]
-            operands: list[str] = []
-            for name in op.refs():
-                if name == chosen:
-                    operands.append(own)
-                elif not self._has_rows(op, name, chosen):
-                    operands.append(name)
-                else:
-                    if (chosen, name) not in here:
-                        value = Value(name=unique(f"{name}_sorted", taken), type=self.types[name])
-                        here[chosen, name] = value.name
-                        yield _permuted(name, value, order, places, op)
-                    operands.append(here[chosen, name])
-            outside = {
-                value.name
-                for value in op.results
-                if value.name in self.region.forward.outputs
-                or any(inside.get(reader) != chosen for reader in readers.get(value.name, ()))
-            }
+            order, places, _ = orders[chosen]
+            for name, by in operands[index]:
+                if by is not None and (name, by) not in here:
+                    value = Value(name=unique(f"{name}_sorted", taken), type=self.types[name])
+                    here[name, by] = value.name
+                    yield _permuted(name, value, order, places, op)
+            outside = {name for name in _results(op) if wanted.get(name, set()) - {chosen}}
             named = {name: unique(f"{name}_sorted", taken) if name in outside else name for name in _results(op)}
-            here.update(((chosen, name), new) for name, new in named.items())
+            here.update(((name, chosen), new) for name, new in named.items())
             attrs = (("ordered", True), *op.attrs) if ExpertMatmul.of(op) else op.attrs
             results = tuple(replace(value, name=named[value.name]) for value in op.results)
-            yield replace(op.reading(operands), results=results, attrs=attrs)
+            reads = [name if by is None else here[name, by] for name, by in operands[index]]
+            yield replace(op.reading(reads), results=results, attrs=attrs)
             for value in op.results:
                 if value.name in outside:
                     yield _permuted(named[value.name], value, places, order, op)
+
+    def _lookup(self, op: Op) -> Op:
+        """The lookup of each row's expert that `op` is, or `op` itself."""
+        match op.name, op.args:
+            case "index", (Ref(name=table), (Ref(name=chosen),)) if chosen in self.experts:
+                return replace(op, name="expert_rows", args=(Ref(chosen), Ref(table)), choices=())
+        return op
+
+    def _operands(self, op: Op, chosen: str | None) -> tuple[tuple[str, str | None], ...]:
+        """The operands of an operation, and the value by whose experts each is sorted."""
+        rows = self._rows(op, chosen) if chosen is not None else None
+        return tuple((name, chosen if rows and rows[place] else None) for place, name in enumerate(op.refs()))
 
     def _ordering(self, chosen: str, op: Op, taken: set[str]) -> Op:
         type = self.types[chosen]
         results = tuple(Value(name=unique(word, taken), type=type) for word in ("order", "places", "own"))
         return Op(name="expert_order", args=(Ref(chosen), self.experts[chosen]), results=results, source=op.source)
 
-    def _between(self, chosen: str) -> frozenset[int]:
+    def _between(self, ops: Sequence[Op], chosen: str) -> frozenset[int]:
         """The products of these rows, and the operations that may be computed on sorted rows between two of them."""
-        ops = self.region.forward.ops
-        products = {index for index, op in enumerate(ops) if _chosen(op) == chosen}
-        first, last = min(products), max(products)
-        made = {name for index in products for name in _results(ops[index])}
-        behind: list[int] = []
-        for index in range(first, len(ops)):
-            op = ops[index]
-            rows = [name for name in op.refs() if name in made]
-            if index in products or not rows or not self._by_row(op, chosen):
+        products = {index for index, op in enumerate(ops) if (product := _product(op)) and product.chosen == chosen}
+        last = max(products)
+        made: dict[str, bool] = {}  # a value of sorted rows -> whether it depends on a product
+        behind: dict[int, bool] = {}  # an operation on sorted rows -> whether it joins several, of which one does
+        for index, op in enumerate(ops):
+            lookup = ExpertRows.of(op)
+            if index in products:
+                made.update(dict.fromkeys(_results(op), True))
                 continue
+            if lookup is not None and lookup.chosen == chosen:
+                behind[index] = False
+                made.update(dict.fromkeys(_results(op), False))
+                continue
+            rows = self._rows(op, chosen) if any(name in made for name in op.refs()) else None
+            read = {name for name, row in zip(op.refs(), rows or (), strict=False) if row and name in made}
             # Behind the last product, the addition of its bias reads two sorted values for one.
-            if index < last or len({*rows}) > 1:
-                behind.append(index)
-                made.update(_results(op))
+            if len(read) > 1 or (read and (index < last or len([*op.refs()]) == 1)):
+                depends = any(made[name] for name in read)
+                behind[index] = depends and len(read) > 1
+                made.update(dict.fromkeys(_results(op), depends))
         wanted = {name for index in products for name in ops[index].refs()}
         found = {*products}
         for index in reversed(behind):
-            rows = [name for name in ops[index].refs() if name in made]
-            if index > last or len({*rows}) > 1 or not wanted.isdisjoint(_results(ops[index])):
+            if behind[index] or not wanted.isdisjoint(_results(ops[index])):
                 found.add(index)
                 wanted.update(ops[index].refs())
         return frozenset(found)
 
-    def _by_row(self, op: Op, chosen: str) -> bool:
-        """Whether an operation gives the same rows in any order of its rows."""
-        if op.name in RANDOM:
-            return False
+    def _rows(self, op: Op, chosen: str) -> tuple[bool, ...] | None:
+        """For each operand, whether it has a row for each row of the results; None if the order of rows matters."""
+        product = ExpertMatmul.of(op)
+        if op.name in RANDOM or (product is not None and product.chosen != chosen):
+            return None
         if op.name in MOVING:
             where = dict(op.attrs)
             same = where.get("axis") not in self.types[chosen].layout.sharded_axes
-            return same and (op.name == "all_reduce" or where.get("dim", 0) != 0)
-        row = self._row(op)
-        return row is not None and all(value.type.layout.dims[0] == self._dim(chosen) for value in op.results)
-
-    def _row(self, op: Op) -> str | None:
-        """The factor of the rows: the first dimension of all results, and of the operands that have it."""
-        rule = resolve(op, self.types)
+            return (True,) if same and (op.name == "all_reduce" or where.get("dim", 0) != 0) else None
+        rule = self._rule(op)
         firsts = {dims[:1] for dims in rule.results} if rule is not None else set()
         if rule is None or len(firsts) != 1:
             return None
         (names,) = next(iter(firsts)) or ((),)
         if len(names) != 1 or rule.factor(names[0]).kind != "parallel":
             return None
-        carried = [dims for dims in rule.operands if any(names[0] in dim for dim in dims)]
-        return names[0] if all(dims[0] == names for dims in carried) else None
+        if any(value.type.layout.dims[0] != self.types[chosen].layout.dims[0] for value in op.results):
+            return None
+        rows = tuple(dims[:1] == (names,) for dims in rule.operands)
+        among = any(names[0] in dim for dims, row in zip(rule.operands, rows, strict=True) for dim in dims[row:])
+        return None if among else rows
 
-    def _has_rows(self, op: Op, name: str, chosen: str) -> bool:
-        """Whether an operand of an operation on sorted rows has a row for each of them."""
-        if op.name in MOVING:
-            return True
-        rule = resolve(op, self.types)
-        assert rule is not None
-        row = rule.results[0][0][0]
-        return any(each == name and dims[:1] == ((row,),) for each, dims in zip(op.refs(), rule.operands, strict=True))
-
-    def _dim(self, chosen: str) -> Sequence[object]:
-        return self.types[chosen].layout.dims[0]
+    def _rule(self, op: Op) -> OpRule | None:
+        """The rule of an operation for the sizes of a rank."""
+        results = tuple(replace(value, type=value.type.local(self.sizes)) for value in op.results)
+        return resolve_lowered(
+            replace(op, results=results), {name: self.types[name].local(self.sizes) for name in op.refs()}
+        )
 
 
-def _chosen(op: Op) -> str | None:
-    """The value with the experts of a product's rows, unless they are sorted already."""
-    product = ExpertMatmul.of(op) or ExpertRows.of(op)
-    return None if product is None or dict(op.attrs).get("ordered") else product.chosen
+def _product(op: Op) -> ExpertMatmul | None:
+    """The product of rows that an operation computes, unless they are in order already."""
+    return None if dict(op.attrs).get("ordered") else ExpertMatmul.of(op)
 
 
 def _results(op: Op) -> Iterator[str]:

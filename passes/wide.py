@@ -42,7 +42,8 @@ def _graph(region: Region, graph: Graph) -> Graph:
     instead: dict[int, tuple[Op, ...]] = {}
     for op in graph.ops:
         cast = casts.get(next(op.refs(), "")) if op.name == "sum" and not op.attrs else None
-        if cast is None or op.result.type.dtype != "f32" or not fuel.may_rewrite("wide sum", op.source):
+        summed = len(op.args) > 1 and op.args[1] != ()  # without dimensions, nothing is added
+        if cast is None or not summed or op.result.type.dtype != "f32" or not fuel.may_rewrite("wide sum", op.source):
             continue
         instead[id(cast)] = ()
         instead[id(op)] = (replace(op, args=(cast.args[0], *op.args[1:]), attrs=(("dtype", cast.args[1]),)),)

@@ -49,14 +49,13 @@ def with_cheaper_products(ops: Sequence[Op], fresh: Callable[[str], str]) -> tup
 def _once(op: Op, makers: dict[str, Op], fresh: Callable[[str], str]) -> tuple[Op, ...] | None:
     if op.name != "permute_rows":
         return None
-    cast: Op | None = None
-    copied = joined = makers.get(next(op.refs()))
-    while copied is not None and copied.name in ("reshape", "to"):
-        cast = copied if copied.name == "to" else cast
-        if copied.name == "reshape" and copied is not joined:
-            return None
-        copied = makers.get(next(copied.refs()))
-    if joined is None or joined.name != "reshape" or copied is None or copied.name != "expand":
+    joined = makers.get(next(op.refs()))
+    if joined is None or joined.name != "reshape":
+        return None
+    copied, cast = makers.get(next(joined.refs())), None
+    if copied is not None and copied.name == "to":
+        copied, cast = makers.get(next(copied.refs())), copied
+    if copied is None or copied.name != "expand":
         return None
     shape, [single] = copied.args[1], [*copied.refs()]
     rows, copies, *rest = copied.result.type.layout.dims
@@ -64,7 +63,12 @@ def _once(op: Op, makers: dict[str, Op], fresh: Callable[[str], str]) -> tuple[O
     if before is None or any(sub.axes for sub in copies) or joined.result.type.layout.dims[1:] != (*rest,):
         return None
     given = next(value.type for value in before.results if value.name == single)
-    if not isinstance(shape, tuple) or given.layout.dims[:1] != (rows,) or given.layout.dims[2:] != (*rest,):
+    if (
+        not isinstance(shape, tuple)
+        or given.layout.dims[:1] != (rows,)
+        or given.shape[1] != 1
+        or given.layout.dims[2:] != (*rest,)
+    ):
         return None
     layout = replace(given.layout, dims=(rows, *rest))
     once = Value(name=fresh(f"{single}_once"), type=replace(given, layout=layout))

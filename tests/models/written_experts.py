@@ -54,6 +54,15 @@ class Layer(nn.Module):
         hidden = torch.einsum("bi,bio->bo", tokens, self.up[best]) + self.up_bias[best]
         return torch.einsum("bi,bio->ob", hidden.relu(), self.down[best]).mT * scores[:, :1]
 
+    def crossed(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Two choices of one expert, whose products read each other's results."""
+        best, other = chosen.unbind(1)
+        gate = torch.einsum("bi,bio->bo", tokens, self.up[best])
+        hidden = gate.sigmoid() * torch.einsum("bi,bio->bo", tokens, self.up[other])
+        found = torch.einsum("bi,bio->bo", hidden, self.down[best])
+        hidden = hidden + torch.einsum("bi,bio->bo", found, self.up[other]).relu()
+        return torch.einsum("bi,bio->bo", hidden, self.down[best]) * scores[:, :1] + self.down_bias[other]
+
     def grouped(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         order = chosen.reshape(-1).sort()
         ends = torch.histc(order.values.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)

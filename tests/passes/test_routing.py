@@ -181,6 +181,12 @@ def test_experts_as_libraries_write_them_travel(style: str) -> None:
     assert package.verify(steps=2).ok
 
 
+@pytest.mark.parametrize("mesh", ["1", "ep=2"])
+def test_rows_of_two_choices_meet_in_their_own_places(mesh: str) -> None:
+    package = partc.compile(WRITTEN, mesh=mesh, precision="fp64", options={"style": "crossed"})
+    assert package.verify(steps=2).ok
+
+
 @pytest.mark.parametrize("style", ["guarded", "limited", "skipping"])
 def test_guards_against_experts_that_no_row_has_are_dropped(style: str) -> None:
     options = {"style": style}

@@ -11,7 +11,7 @@ from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Op, Program, TensorType
 
 _PRODUCTS = frozenset({"expert_matmul", "expert_matmul_grad_rows", "expert_matmul_grad_weight"})
-_EVEN = 8  # numbers of 16 bits in 16 bytes, at whose multiples torch's grouped product reads rows
+_EVEN = 8  # torch's grouped product needs rows that start at multiples of 16 bytes: 8 numbers of 16 bits
 # Torch tags them as data-dependent only because of masks, which do not occur here.
 _MASKABLE = frozenset({"index", "index_put"})
 

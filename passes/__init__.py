@@ -253,10 +253,9 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="sort",
         label="Sorted",
-        does="rows are sorted by expert once around products with experts, not within each of them",
+        does="rows are sorted by expert once around a layer's expert products, not within each product",
         requires=("local",),
         ensures=("sorted rows",),
-        reads=("mesh",),
         optional=True,
     ),
     Pass(
@@ -330,7 +329,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         name="wide",
         label="Summed",
-        does="sums of 16-bit numbers in fp32 read these, without a copy in fp32",
+        does="fp32 sums of 16-bit operands read them directly, without an fp32 copy",
         requires=("plain", "split"),
         ensures=("wide sums",),
         after=("fuse",),

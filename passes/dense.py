@@ -47,7 +47,7 @@ from partc.ir.program import DTypeArg, Graph, Op, Program, Ref, Region, TensorTy
 from partc.passes.route.loops import LEAST, Lift, Lifted, NotEqualError
 from partc.passes.route.rows import RowWriter
 from partc.rules import is_elementwise
-from partc.rules.integer_bounds import BoundedCall, IntegerBounds, bounds_of
+from partc.rules.integer_bounds import IntegerBounds, bounds_of_graph
 from partc.rules.rule import argument, integers
 
 _PARTS = KEEPING | {"slice", "split"}
@@ -313,9 +313,7 @@ class _Dense:
         self.writer = RowWriter(types=types, taken=set(types))
         self.makers = self.region.forward.makers()
         self.weights = _of_weights(self.region)
-        self.bounds = {}
-        for op in self.region.forward.ops:
-            self.bounds |= bounds_of(BoundedCall(op, types, self.bounds, self.makers))
+        self.bounds = bounds_of_graph(self.region.forward, types)
 
     def take(self, op: Op) -> None:
         """Write an operation, on rows if it is a product by expert or works on rows."""

@@ -191,7 +191,7 @@ class _Experts:
         for index, op in enumerate(self.ops):
             if product := _read(op):
                 chosen.setdefault(product.chosen, []).append(index)
-        self.chained: set[int] = set()  # operations of chains: between products of two choices, the first one has them
+        self.chained: set[int] = set()  # operations that belong to a chain already; each belongs to one only
         self.chains = tuple(chain for name, products in chosen.items() for chain in self._chains(name, products))
         self._check_readers({index for chain in self.chains for index in chain.products})
 
@@ -279,7 +279,7 @@ class _Experts:
     def _by_row(self, index: int, chosen: str) -> bool:
         """Whether an operation computes each row separately, on rows that the axis cuts; its rule is recorded.
 
-        Products by another choice need rows at the ranks of other experts.
+        A product by another choice of experts does not: it needs its rows on the ranks of its own experts.
         """
         op = self.ops[index]
         product = _read(op)

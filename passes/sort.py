@@ -1,4 +1,4 @@
-"""Sort rows by expert once around products with experts, instead of within each of them.
+"""Sort rows by expert once around a layer's expert products, instead of within each product.
 
     mixer_2         = expert_matmul(second_4, mixer_chosen_2, mixer.up)                # f32[128, 24]
     mixer_made      = silu(mixer_2)                                                    # f32[128, 24]
@@ -11,10 +11,10 @@
     mixer_expert…      = expert_matmul(mixer_made, own, mixer.down, ordered=True)      # f32[128, 16]
     mixer_expert…      = permute_rows(mixer_expert…, places, order)                    # f32[128, 16]
 
-From the first product to the last, every operation computes each row by itself, or is a collective along another
-dimension between ranks with the same rows. Lookups by expert, as of biases, are made for sorted rows. Each rank sorts
-its own rows. Rows that travelled over ep are in this order already. Rows whose number may be beyond the experts, as
-beyond a capacity, stay as they are.
+Only operations that treat each row independently, and collectives along other dimensions between ranks with the same
+rows, work on sorted rows. Lookups by expert, such as those of biases, are made in the sorted order. Each rank sorts its
+own rows. Rows exchanged over ep arrive sorted. Rows are left unsorted if a row's expert number may be out of range, as
+it is for rows beyond a capacity.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Rows:
         graph = self.region.forward
         ops = [*map(self._lookup, graph.ops)]
         inside = {index: chosen for chosen in self.experts for index in self._between(ops, chosen)}
-        # Each operand of each operation, and the value with the experts by which it is sorted; None for its own order.
+        # For each operation, its operands, each with the value whose experts sort it; None if it is unsorted.
         operands = [self._operands(op, inside.get(index)) for index, op in enumerate(ops)]
         wanted: dict[str, set[str | None]] = {name: {None} for name in graph.outputs}
         for name, by in chain(*operands):

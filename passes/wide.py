@@ -1,11 +1,11 @@
-"""Sum numbers of 16 bits in fp32 without a copy of them in fp32.
+"""Sum 16-bit operands in fp32 without an fp32 copy of them.
 
     tables_summed_wide_2 = to(tables_summed, <f32>)                    # f32[16, 3, 4]
     summed_sum           = sum(tables_summed_wide_2, (1,))             # f32[16, 4]
   ->
     summed_sum           = sum(tables_summed, (1,), dtype=<f32>)       # f32[16, 4]
 
-Kernels that fuse operations convert in registers. This is for sums that no kernel has, such as those of a token's
+Fused kernels convert in registers. This pass handles sums outside of fused kernels, such as the sum over a token's
 experts.
 """
 

@@ -104,7 +104,7 @@ def log_add_exp(x, y):
 
 @triton.jit
 def binary_cross_entropy(x, target):
-    """With logarithms of at least -100, as in PyTorch."""
+    """Logarithms are clamped to at least -100, as in PyTorch."""
     log_x, log_rest = tl.log(x), log1p(-x)
     log_x = tl.where(log_x < -100.0, -100.0, log_x)
     log_rest = tl.where(log_rest < -100.0, -100.0, log_rest)
@@ -113,7 +113,7 @@ def binary_cross_entropy(x, target):
 
 @triton.jit
 def binary_cross_entropy_backward(grad, x, target):
-    """Divides by 1e-12 in fp32 at least, as PyTorch does in fp64 too."""
+    """The divisor is at least the fp32 number nearest to 1e-12, in fp64 as well, as in PyTorch."""
     spread = (1.0 - x) * x
     return grad * (x - target) / tl.where(spread < 9.999999960041972e-13, 9.999999960041972e-13, spread)
 

@@ -131,7 +131,7 @@ def bounds_of(call: BoundedCall) -> dict[str, IntegerBounds]:
     return made
 
 
-def bounds_of_graph(graph: Graph, types: Mapping[str, TensorType]) -> Mapping[str, IntegerBounds]:
+def bounds_of_graph(graph: Graph, types: Mapping[str, TensorType]) -> dict[str, IntegerBounds]:
     """The bounds of a graph's integers and booleans; inputs are left out until a lookup uses them as indices."""
     makers = graph.makers()
     known: dict[str, IntegerBounds] = {}

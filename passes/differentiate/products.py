@@ -1,4 +1,4 @@
-"""Cheaper forms of products in a joint graph.
+"""Rewrites of products in a joint graph into cheaper equivalents.
 
 The gradient of a matrix times its own transpose is one product instead of two:
 
@@ -9,14 +9,15 @@ The gradient of a matrix times its own transpose is one product instead of two:
 
 Scores of all pairs, as in recommenders and contrastive losses, are products of this kind.
 
-The gradient of experts' transposed matrices is computed in the form of the parameter, to whose gradient it is added
-without a copy:
+If a model transposes its experts' matrices, their gradient is computed in the layout of the parameter, so that it is
+added to the parameter's gradient without a transposed copy:
 
     y      = expert_matmul(x, experts, permute(w, (0, 2, 1)))
     grad_t = expert_matmul_grad_weight(g, experts, x, n)      ->   grad = expert_matmul_grad_weight(x, experts, g, n)
     grad   = permute(grad_t, (0, 2, 1))
 
-Of rows that are copies of fewer ones, these are read in the order of experts:
+If the rows to sort are copies of fewer rows, such as a token's copies for its experts, the originals are gathered
+instead of the copies:
 
     copies = reshape(expand(x, (n, k, h)), (n·k, h))          once   = reshape(x, (n, h))
     sorted = permute_rows(copies, order, places)        ->    sorted = permute_rows(once, order, places, k)
@@ -39,14 +40,14 @@ def with_cheaper_products(ops: Sequence[Op], fresh: Callable[[str], str]) -> tup
     for op in ops:
         found.extend(
             _one_product(op, makers, reads, fresh)
-            or _in_form_of_parameter(op, makers, reads)
-            or _once(op, makers, fresh)
+            or _in_layout_of_parameter(op, makers, reads)
+            or _from_originals(op, makers, fresh)
             or (op,)
         )
     return tuple(found)
 
 
-def _once(op: Op, makers: dict[str, Op], fresh: Callable[[str], str]) -> tuple[Op, ...] | None:
+def _from_originals(op: Op, makers: dict[str, Op], fresh: Callable[[str], str]) -> tuple[Op, ...] | None:
     if op.name != "permute_rows":
         return None
     joined = makers.get(next(op.refs()))
@@ -79,7 +80,7 @@ def _once(op: Op, makers: dict[str, Op], fresh: Callable[[str], str]) -> tuple[O
     return (*ops, replace(op, args=(Ref(once.name), *op.args[1:], shape[1])))
 
 
-def _in_form_of_parameter(op: Op, makers: dict[str, Op], reads: Counter[str]) -> tuple[Op, ...] | None:
+def _in_layout_of_parameter(op: Op, makers: dict[str, Op], reads: Counter[str]) -> tuple[Op, ...] | None:
     if op.name != "permute" or op.args[1] != (0, 2, 1):
         return None
     product = makers.get(next(op.refs()))

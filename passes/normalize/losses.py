@@ -164,9 +164,9 @@ def smooth(*, scaled: bool) -> Rewrite:
 
 
 def binary(w: Writer, op: Op) -> None:
-    """torch's loss of each element, multiplied by its weight.
+    """torch's loss of each element, times its weight.
 
-    A formula in its place would have no slope where p is 0 or 1.
+    The operation has torch's derivative, which is finite where p is 0 or 1, unlike that of the formula.
     """
     weight = argument(op, 2, "weight")
     step = _Steps(w, op)

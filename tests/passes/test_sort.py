@@ -204,7 +204,7 @@ def test_sums_over_no_dimension_keep_their_cast() -> None:
 
 @pytest.mark.parametrize(("casts", "copied"), [((), False), (("f32",), False), (("f32", "bf16"), True)])
 def test_copies_of_rows_are_read_as_one(casts: tuple[str, ...], copied: bool) -> None:
-    """Also behind a cast. Behind two, whose results differ from those of either one, copies remain."""
+    """One cast of the copies moves to the originals. Copies with two casts stay, as one cast would round differently."""
     lines = "\n    ".join(f"c_{i + 1} = to(c_{i}, <{dtype}>)  # {dtype}[6, 2, 4]" for i, dtype in enumerate(casts))
     dtype = casts[-1] if casts else "bf16"
     program = fused_graph(

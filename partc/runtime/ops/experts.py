@@ -56,7 +56,7 @@ def expert_order(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Rows of one expert stay in their order. Shapes: all [s]. `count` is the number of experts.
     """
-    # A GPU sorts bytes in an eighth of the passes.
+    # A GPU's radix sort takes one pass for each byte of a key.
     keys = experts.to(torch.uint8) if experts.is_cuda and count <= 256 else experts
     found, order = keys.sort(stable=True)
     return order, _inverse(order), found.to(experts.dtype)

@@ -179,6 +179,8 @@ class ConstantMasks(nn.Module):
         place = torch.arange(6)
         read = y[:, place % 2 == 1].sum(1) + y[:, (place - 2).abs() < 2].square().sum(1)
         read = read + y.view(len(x), 3, 2, 8)[:, (place.view(3, 2) % 3) != 1].sum(1).sin()
+        pairs = (y[:, 0] @ y[:, 1].mT).masked_select(mask=~torch.eye(len(x), dtype=torch.bool)).view(len(x), -1)
+        read = read + pairs.std(-1, keepdim=True) + y.masked_select(place[:, None] < 2).view(len(x), -1, 8).sum(1)
         copied = y[language == 1]
         copied.mul_(2)
         y[:, place > 3] = 0.5

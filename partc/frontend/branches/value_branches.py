@@ -227,11 +227,21 @@ class ValueWatch(TorchFunctionMode):
             return self._numbers(args), self._numbers(kwargs)
         if name in _PLACED:
             return (*args[:1], *self._numbers(args[1:])), self._numbers(kwargs)
+        if name == "one_hot" and (classes := self._classes(*args, **kwargs)) is not None:
+            return args[:1], {**kwargs, "num_classes": classes}
         if name in ("__getitem__", "__setitem__"):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             bounded = tuple(self._numbers(item) if isinstance(item, slice) else item for item in index)
             return (args[0], bounded if isinstance(args[1], tuple) else bounded[0], *args[2:]), kwargs
         return args, kwargs
+
+    def _classes(self, input: Tensor, num_classes: int = -1) -> int | None:
+        """The number of classes that one_hot finds in known labels; None if it is given, or the labels are unknown."""
+        known = self._known.get(input)
+        if num_classes != -1 or known is None or not known.numel():
+            return None
+        with without_modes():
+            return int(known.max()) + 1
 
     def _sized_by_constants(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
         """The result of a call whose size depends on known values; NotImplemented of other calls."""

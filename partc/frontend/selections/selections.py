@@ -239,11 +239,17 @@ class Selections:
         return self._rows.written(call.func, x, index, value)
 
     def _masked(self, call: _TorchCall) -> Any:
-        """x.masked_select(mask)."""
-        if len(call.args) != 2 or self._value(call.args[1]) is not None:
+        """x.masked_select(mask), which is x[mask] where the mask is a constant."""
+        given, mask = call.given, call.argument(1, "mask")
+        if not isinstance(given, Tensor) or not isinstance(mask, Tensor) or "out" in call.kwargs:
             return NotImplemented
-        given, mask = call.args
+        known = self._value(mask)
         x, mask = (given, mask) if given.shape == mask.shape else torch.broadcast_tensors(given, mask)
+        if known is not None:
+            with without_modes():
+                known = known.expand(mask.shape)
+            self._know(mask, known)
+            return self._read(_TorchCall(Tensor.__getitem__, "__getitem__", (x, mask), {}))
         made = self._rows.selected(x, mask)
         self._packed[made] = x, mask
         return made

@@ -104,7 +104,10 @@ def log_add_exp(x, y):
 
 @triton.jit
 def binary_cross_entropy(x, target):
-    """Logarithms are clamped to at least -100, as in PyTorch."""
+    """Logarithms are clamped to at least -100, as in PyTorch.
+
+    The loss of a number outside of 0 to 1, for which PyTorch raises an error, is NaN.
+    """
     log_x, log_rest = tl.log(x), log1p(-x)
     log_x = tl.where(log_x < -100.0, -100.0, log_x)
     log_rest = tl.where(log_rest < -100.0, -100.0, log_rest)

@@ -87,6 +87,21 @@ def test_guards_inside_functions_of_torch_are_assumed() -> None:
     assert len(found.assumed) == 2 and all("torch/distributions/distribution.py" in each for each in found.assumed)
 
 
+def unchecked(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    z = net.layer(x)
+    many = F.multilabel_margin_loss(z, y[:, None].expand(8, 8))
+    return many + F.gaussian_nll_loss(z, x, z.exp()) + nn.GaussianNLLLoss()(z, x, x.exp()) + F.multi_margin_loss(z, y)
+
+
+def test_checks_of_replaced_functions_are_assumed() -> None:
+    many, variances = traced(unchecked).assumed
+    line = unchecked.__code__.co_firstlineno
+    assert "`target >= -1`" in many and f"{Path(__file__).name}:{line + 2})" in many
+    assert "`var >= 0`" in variances and f"{Path(__file__).name}:{line + 3})" in variances
+    with pytest.raises(PartcError, match="negative"):
+        traced(lambda net, x, y: F.gaussian_nll_loss(net.layer(x), x, -0.5))
+
+
 def clamped(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     x = net.layer(x)
     if not torch.isfinite(x).all():
@@ -96,7 +111,7 @@ def clamped(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def test_numbers_are_assumed_to_be_finite() -> None:
     found = traced(clamped)
-    assert len(found.assumed) == 2 and "isfinite(x).all()" in found.assumed[0]
+    assert len(found.assumed) == 3 and "isfinite(x).all()" in found.assumed[0]
     assert not {"clamp", "mean"} & {op.name for op in found.program.regions[0].forward.ops}
 
 

@@ -92,7 +92,7 @@ def test_every_number_has_its_result(kernels: Kernels, name: str, dtype: DType) 
 
 @pytest.mark.parametrize("dtype", ["f32", "f64", "bf16"])
 def test_every_probability_has_its_loss_and_slope(kernels: Kernels, dtype: DType) -> None:
-    """Also probabilities of 0 and 1, and those that round to them."""
+    """Also probabilities of 0 and 1, and those that round to them. Numbers that are none have the loss NaN."""
     numbers = torch.tensor([0, 1e-30, 1e-13, 1e-3, 0.3, 0.5, 0.875, 1 - 1e-7, 1 - 1e-13, 1], dtype=torch.float64)
     p, target = torch.cartesian_prod(numbers, numbers).to(DTYPES[dtype]).unbind(1)
     count = len(p)
@@ -109,6 +109,8 @@ def test_every_probability_has_its_loss_and_slope(kernels: Kernels, dtype: DType
     made = kernels.run(after, given, {}, {})
     for name, right in evaluate(graph, {name: x.double() for name, x in given.items()}).items():
         torch.testing.assert_close(made[name].double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    outside = torch.tensor([-1e-30, -0.5, 1.01, 7], dtype=p.dtype).repeat(count // 4)
+    assert kernels.run(after, {"p": outside, "target": target}, {}, {})["loss"].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["log1p", "expm1"])

@@ -35,7 +35,7 @@ from partc.frontend.selections.row_counts import Unsettled
 from partc.frontend.selections.selections import Selections
 from partc.frontend.statements import path_to, span_of, tree_of
 from partc.frontend.traceable_forms.alignments import ctc_loss
-from partc.frontend.traceable_forms.functions import for_each, is_for_each, traceable_form
+from partc.frontend.traceable_forms.functions import UNCHECKED, for_each, is_for_each, traceable_form
 from partc.frontend.traceable_forms.packed_sequences import PackedSequences
 from partc.installed import line_of, user_frame
 from partc.torch_private import GuardOnValues, checks, lists, outside_functorch, without_modes
@@ -104,7 +104,7 @@ class ValueWatch(TorchFunctionMode):
         self._frozen = FrozenWeights(whole=whole)
         self._drawn = RandomTests()
         self._flags: ByTensor[bool] = ByTensor()  # booleans that forward changes in some steps
-        self.assumed: dict[Source, str] = {}  # the text of each guard
+        self.assumed: dict[tuple[Source, str], None] = {}  # the line and text of each guard
         self._known: ByTensor[Tensor] = ByTensor()
         self._packed = PackedSequences(self.knows, self.know)
         self._finite: ByTensor[bool] = ByTensor()  # tests for finite numbers -> their outcome if all are finite
@@ -120,7 +120,7 @@ class ValueWatch(TorchFunctionMode):
     @property
     def sentences(self) -> tuple[str, ...]:
         """The guards, for the user."""
-        return tuple(f"Packages do not run the guard `{text}` ({source})." for source, text in self.assumed.items())
+        return tuple(f"Packages do not run the guard `{text}` ({source})." for source, text in self.assumed)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -255,8 +255,10 @@ class ValueWatch(TorchFunctionMode):
             return self._constant(self._computed(func, name, args, kwargs))
         return NotImplemented
 
-    def _in_traceable_form(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
+    def _in_traceable_form(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, frame: FrameType) -> Any:
         """The result of a function that has a form which traces can follow; NotImplemented of others."""
+        if name in UNCHECKED and (caller := user_frame(frame)) is not None:
+            self.assumed[line_of(caller), UNCHECKED[name]] = None
         if name == "ctc_loss":
             words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
             named = {**dict(zip(words, args, strict=False)), **kwargs}
@@ -483,10 +485,8 @@ class ValueWatch(TorchFunctionMode):
             frame = frame.f_back
         if frame is not None:
             call = running_call(frame)
-            source = line_of(frame)
-            self.assumed[source] = ast.unparse(
-                call.args[0] if call is not None and call.args else call or ast.Name("check")
-            )
+            tested = call.args[0] if call is not None and call.args else call or ast.Name("check")
+            self.assumed[line_of(frame), ast.unparse(tested)] = None
 
     def _passed(self, frame: FrameType | None) -> bool | None:
         """The outcome under which a guard neither raises nor warns; None if the tested value belongs to no guard."""
@@ -494,7 +494,7 @@ class ValueWatch(TorchFunctionMode):
         if guard is None:
             return None
         source, text, outcome = guard
-        self.assumed[source] = text
+        self.assumed[source, text] = None
         return outcome
 
     def _follow_finite(self, name: str, args: tuple[Any, ...], made: Any) -> None:
@@ -513,8 +513,7 @@ class ValueWatch(TorchFunctionMode):
             return None
         span, tree = span_of(frame), tree_of(frame.f_code.co_filename)
         path = path_to(tree, span) if span is not None and tree is not None else []
-        source = line_of(frame)
-        self.assumed[source] = ast.unparse(path[-1]) if path else "numbers are finite"
+        self.assumed[line_of(frame), ast.unparse(path[-1]) if path else "numbers are finite"] = None
         return outcome
 
 

@@ -15,6 +15,12 @@ import torch
 from torch import Tensor
 
 _FOREACH = "_foreach_"
+# What torch's own functions require of values, and the forms below do not check.
+UNCHECKED: Mapping[str, str] = {
+    "ctc_loss": "input_lengths <= len(log_probs) and target_lengths <= targets.shape[1]",
+    "gaussian_nll_loss": "var >= 0",
+    "multilabel_margin_loss": "target >= -1",
+}
 
 
 def traceable_form(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -103,6 +109,8 @@ def multi_margin_loss(
     reduction: str = "mean",
 ) -> Tensor:
     """F.multi_margin_loss in traceable operations; torch's decomposition has another gradient at the margin."""
+    if p not in (1, 2):
+        raise ValueError("only p == 1 and p == 2 supported")
     scores, labels = torch.atleast_2d(input), torch.atleast_1d(target)[:, None]
     gaps = (margin - scores.gather(1, labels) + scores).relu() ** p
     if weight is not None:
@@ -132,9 +140,13 @@ def gaussian_nll_loss(
     input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
     """F.gaussian_nll_loss; it clamps variances under no_grad, which no trace sees within a function of torch."""
+    if not isinstance(var, Tensor) and var < 0:
+        raise ValueError("var has negative entry/entries")
     variance = var if isinstance(var, Tensor) else torch.full_like(input, var)
     if variance.shape != input.shape and variance.shape == input.shape[:-1]:
         variance = variance.unsqueeze(-1)
+    if variance.dim() != input.dim() or torch.broadcast_shapes(variance.shape, input.shape) != input.shape:
+        raise ValueError("var is of incorrect size")
     clamped = torch.where(variance < eps, variance - variance.detach() + eps, variance)
     each: Tensor = 0.5 * (clamped.log() + (input - target) ** 2 / clamped)
     if full:

@@ -105,6 +105,28 @@ class Dropping(Block):
         return F.dropout(super().forward(x), 0.1)
 
 
+class Masked(Block):
+    """The last of five blocks has another mask."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("mask", torch.ones(8, 8).tril(index // 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.mask
+
+
+class Shifted(Block):
+    """The last of five blocks has another shift."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("shift", torch.tensor(index // 4 + 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).roll(self.shift, 1)
+
+
 class Pair(NamedTuple):
     x: Tensor
     gate: Tensor
@@ -204,6 +226,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether calls are
     "hooks": (lambda: Stack(Hooked, 5), True),
     "constants": (lambda: Stack(Constant, 5), True),
     "dropout": (lambda: Stack(Dropping, 5), True),
+    "masks": (lambda: Stack(Masked, 5), True),
+    "shifts": (lambda: Stack(Shifted, 5), True),
     "tied": (Tied, True),
     "results": (Results, True),
     "one result": (ReadsOnlyOne, True),

@@ -128,7 +128,8 @@ def capture(
     pairs = pairs_in_memory(named)
     check_pairs(pairs)
     masks, numbers = recipes.masks(named), recipes.numbers(named)
-    members, modules = Members.of(model), ModuleTree(named)
+    members = Members.of(model)
+    modules = ModuleTree(named, {**masks, **{name: tuple(x.flatten().tolist()) for name, x in numbers.items()}})
     rows = ModuleRows(modules.named, modules.groups, modules.weights, excluded)
     if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
         raise WholeTrace  # otherwise equal modules may have different numbers

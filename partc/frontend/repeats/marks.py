@@ -111,13 +111,16 @@ class _Record:
 
 
 class ModuleTree:
-    """The modules of a model by the identity of their `__dict__`, which torch.export's proxies of modules share."""
+    """The modules of a model by the identity of their `__dict__`, which torch.export's proxies of modules share.
 
-    def __init__(self, named: Mapping[str, nn.Module]) -> None:
+    `constants` describe the values of buffers that the trace knows, by name: equal modules have equal ones.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Module], constants: Mapping[str, Hashable]) -> None:
         self.named = named
         self.modules = {id(vars(module)): module for module in self.named.values()}
         self.paths = {id(vars(module)): path for path, module in self.named.items()}
-        self.groups = dict(_grouped(self.named.values()))
+        self.groups = dict(_grouped(self.named, constants))
         self.weights = _weights(named[""])
 
 
@@ -445,10 +448,14 @@ def _edge(x: Tensor) -> Edge | None:
 # -- equal modules -------------------------------------------------------------------------------
 
 
-def _grouped(modules: Iterable[nn.Module]) -> Iterator[tuple[int, int]]:
+def _grouped(modules: Mapping[str, nn.Module], constants: Mapping[str, Hashable]) -> Iterator[tuple[int, int]]:
     """The group number of each module that has parts, by the identity of the module's `__dict__`."""
     numbers: dict[Any, int] = {}
     known: dict[int, int] = {}
+    values: dict[int, list[tuple[str, Hashable]]] = {}
+    for path, value in constants.items():
+        owner, _, name = path.rpartition(".")
+        values.setdefault(id(modules[owner]), []).append((name, value))
 
     def number(module: nn.Module) -> int:
         if id(module) not in known:
@@ -457,11 +464,11 @@ def _grouped(modules: Iterable[nn.Module]) -> Iterator[tuple[int, int]]:
                 for store in (module._parameters, module._buffers)
             ]
             parts = tuple((name, part is not None and number(part)) for name, part in module._modules.items())
-            key = (type(module), *kinds, parts)
+            key = (type(module), *kinds, parts, tuple(values.get(id(module), ())))
             known[id(module)] = numbers.setdefault(key, len(numbers))
         return known[id(module)]
 
-    for index, module in enumerate(modules):
+    for index, module in enumerate(modules.values()):
         found = number(module)
         if index and any(module.children()):
             yield id(vars(module)), found

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import StackSummary
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.fx.proxy as proxies
 import torch.utils.checkpoint as checkpoint
 from torch._C import DisableTorchFunction as without_overriding
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
@@ -16,8 +19,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnValues
-from torch.fx.proxy import TracerBase
 from torch.jit._fuser import optimized_execution
 from torch.nn.modules.adaptive import _ASMoutput as AdaptiveLosses
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -30,8 +33,6 @@ from torch.utils.checkpoint import CheckpointFunction
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 FULL_HOOKS = "_is_full_backward_hook"  # whether a module's hooks see the gradients of all operands
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-# The filter for the frames that a tracer records with an operation; by default it keeps those of modules only.
-STACK_FILTER = "_filter_traceback_frames"
 # The method of modules that runs hooks and forward; tracers wrap the call around it.
 MODULE_CALL = "_call_impl"
 # The function behind torch.utils.checkpoint with use_reentrant=False.
@@ -49,7 +50,6 @@ __all__ = [
     "FULL_HOOKS",
     "GRADIENT_HOOKS",
     "MODULE_CALL",
-    "STACK_FILTER",
     "TENSOR_HOOKS",
     "TRANSFORMS",
     "AdaptiveLosses",
@@ -60,7 +60,6 @@ __all__ = [
     "GuardOnValues",
     "OpOverload",
     "TorchDispatchMode",
-    "TracerBase",
     "TreeSpec",
     "aot_export_joint_simple",
     "backward_decompositions",
@@ -68,6 +67,7 @@ __all__ = [
     "checkpoint",
     "checks",
     "fake_stored",
+    "graphs_without_code",
     "inside_functorch",
     "loss_decompositions",
     "norm_decompositions",
@@ -75,6 +75,7 @@ __all__ = [
     "optimized_execution",
     "outside_functorch",
     "python_decompositions",
+    "recorded_stacks",
     "transform_traced",
     "tree_flatten",
     "tree_unflatten",
@@ -192,3 +193,44 @@ def without_order() -> Iterator[None]:
         yield
     finally:
         holder.register(before)
+
+
+@contextmanager
+def recorded_stacks(stack: Callable[[], StackSummary]) -> Iterator[None]:
+    """A context in which tracers record `stack()` with each operation.
+
+    By default they look up the lines of all frames, torch's included, and then leave out those outside of modules.
+    """
+    home: Any = proxies
+    captured, filtered = home.CapturedTraceback, home.TracerBase._filter_traceback_frames
+    home.CapturedTraceback = SimpleNamespace(extract=lambda: SimpleNamespace(summary=stack))
+    home.TracerBase._filter_traceback_frames = lambda tracer, frames: frames
+    try:
+        yield
+    finally:
+        home.CapturedTraceback, home.TracerBase._filter_traceback_frames = captured, filtered
+
+
+@contextmanager
+def graphs_without_code() -> Iterator[None]:
+    """A context in which graph modules generate and compile the code of their graphs when they are first called.
+
+    An export changes its graph modules twenty times, and by default compiles them each time, but calls none.
+    """
+    kind: Any = GraphModule
+    compiled = kind.recompile
+
+    def postponed(module: Any) -> None:
+        def forward(module: Any, *args: Any, **named: Any) -> Any:
+            compiled(module)
+            return module.forward(*args, **named)
+
+        type(module).forward = forward  # the class has this one instance
+        if (tree := getattr(module.graph._codegen, "pytree_info", None)) is not None:
+            module._in_spec, module._out_spec = tree.in_spec, tree.out_spec
+
+    kind.recompile = postponed
+    try:
+        yield
+    finally:
+        kind.recompile = compiled

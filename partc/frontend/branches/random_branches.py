@@ -68,6 +68,13 @@ class Outcomes(enum.Enum):
     EVEN_EIGHTS_BELOW = (True, True, 8, 0)
     ODD_EIGHTS_BELOW = (True, True, 8, 1)
 
+    @property
+    def kept(self) -> bool:
+        """Whether a package may have the graph of this trace. The graphs of all others are compared with one that is
+        kept.
+        """
+        return self in (Outcomes.ABOVE, Outcomes.BELOW)
+
     def below(self, branch: int) -> bool:
         return self._taken_for(branch) if self in PARTLY_BELOW else bool(self.value[branch % 2])
 

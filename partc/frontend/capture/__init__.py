@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Set
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -34,7 +35,7 @@ from partc.ir.program import Repetition
 from partc.runtime.train.entries import constants_as_text
 from partc.runtime.train.plain_tensors import Members, modules_by_path, with_registered_tensors
 from partc.runtime.train.precision import held_in
-from partc.torch_private import STACK_FILTER, FakeTensorMode, TracerBase
+from partc.torch_private import FakeTensorMode, graphs_without_code, recorded_stacks
 
 _Given = ParamSpec("_Given")
 
@@ -194,7 +195,8 @@ def _exported(
         with (
             following_own_backward(assume, traced.parts, whole=whole),
             module_hooks(modules.named, traced.parts),
-            stacks_of_losses(),
+            recorded_stacks(user_stack),
+            graphs_without_code(),
             following_transforms(whole=whole),
         ):
             watch = StateWatch(traced.model, modules.named, traced.loss)
@@ -203,7 +205,7 @@ def _exported(
             with rows.absent():
                 exported = step.exported(batch)
                 found = findings[-1]
-                check(exported, watch, lambda: step.exported(batch))
+                check(exported, watch, lambda: step.exported(batch), kept=traced.outcomes.kept)
     except PartcError as error:
         error.source = error.source or innermost_user_line(error)
         raise
@@ -218,20 +220,20 @@ def _requiring(model: nn.Module) -> Iterator[str]:
     return (name for name, x in model.named_parameters(remove_duplicate=False) if x.requires_grad)
 
 
-@contextmanager
-def stacks_of_losses() -> Iterator[None]:
-    """A context in which traced operations of the loss record their stacks too, not only those of modules."""
-
-    def user_frames(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        first = next((index for index, frame in enumerate(frames) if frame.name == "forward"), len(frames))
-        users = [frame for frame in frames[first:] if not is_machinery(frame.filename)]
-        return traceback.StackSummary.from_list([frame for frame in users if frame.name == "forward"] or users)
-
-    original = vars(TracerBase).get(STACK_FILTER)
-    if original is not None:
-        setattr(TracerBase, STACK_FILTER, user_frames)
-    try:
-        yield
-    finally:
-        if original is not None:
-            setattr(TracerBase, STACK_FILTER, original)
+def user_stack() -> traceback.StackSummary:
+    """The frames of the user's code within the traced step: those of modules, or of the loss."""
+    frames: list[FrameType] = []
+    within = 0  # the number of frames up to the outermost `forward`, which is the step's
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not is_machinery(frame.f_code.co_filename):
+            frames.append(frame)
+        if frame.f_code.co_name == "forward":
+            within = len(frames)
+        frame = frame.f_back
+    users = frames[within - 1 :: -1] if within else []
+    modules = [frame for frame in users if frame.f_code.co_name == "forward"]
+    return traceback.StackSummary.from_list(
+        traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, line="")
+        for frame in modules or users
+    )

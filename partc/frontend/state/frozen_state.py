@@ -399,10 +399,13 @@ def check(
     exported: torch.export.ExportedProgram,
     watch: StateWatch,
     again: Callable[[], torch.export.ExportedProgram],
+    *,
+    kept: bool,
 ) -> None:
     """Refuse changes and random draws in forward that affect the trace. Raises PartcError P0225.
 
-    `again` traces once more; it is called only if something has changed, or if the code names clocks or random numbers.
+    `again` traces once more; it is called only if something has changed, or if a package may have the trace (`kept`)
+    and the code names clocks or random numbers.
     """
     state, first = watch.state, dict(watch.changes)
     if state is None:
@@ -411,7 +414,7 @@ def check(
         seeds = change.key == ("torch", "generator")
         if change.always or (seeds and draws_random_numbers(exported)):
             raise refusal(change, state)
-    if not first and not may_keep_state(state.modules):
+    if not first and not (kept and may_keep_state(state.modules)):
         return
     plain, known = effects_signature(exported), {*exported.graph_signature.inputs_to_buffers.values()}
     drawn = {key[0] for key in first} & {"random", "numpy.random"}

@@ -203,9 +203,10 @@ class GraphReader:
             self._mark(node)
             return
         if name == RANDOM_BRANCH:
-            test, outcome = node.args
+            test, number, outcome = node.args
             self.branches.append(RandomBranch(
                 test=self._names[test],  # type: ignore[index]
+                number=number,  # type: ignore[arg-type]
                 outcome=bool(outcome), position=len(self._ops), source=source_of(node),
             ))  # fmt: skip
             return

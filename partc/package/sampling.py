@@ -95,8 +95,8 @@ class BranchSampling(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "item" and self._drawn.is_uniform(args[0]):
             return self._drawn.number(args[0])
-        if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
-            return self.branch(args[0], test[1])
+        if name in TESTS and (test := self._drawn.of(args[0])) is not None and not test.is_certain:
+            return self.branch(args[0], test.below)
         if name in (*TESTS, "item") and any(args[0] is part._buffers[flag] for part, flag in self._flags):
             return self.branch(args[0], True)
         made = func(*args, **(kwargs or {}))

@@ -38,10 +38,13 @@ class Dropping(Layer):
 
 
 def skipped(net: Net, x: Tensor) -> Tensor:
+    """Two branches on one test, as in decoders of Hugging Face."""
     for layer in net.layers:
-        if net.training and torch.rand([]) < 0.4:
+        skip = net.training and torch.rand([]) < 0.4
+        if not skip:
+            x = layer(x)
+        if skip:
             continue
-        x = layer(x)
     return x
 
 
@@ -53,10 +56,11 @@ def survived(net: Net, x: Tensor) -> Tensor:
 
 
 def by_flag(net: Net, x: Tensor) -> Tensor:
-    """Results in tuples, of which one is not read, as Hugging Face writes it."""
+    """Results in tuples, of which one is not read, as Hugging Face writes it; the numbers are drawn at once."""
     states: list[Tensor] = [x]
-    for layer in net.layers:
-        drop = bool(torch.rand(()) < 0.4)
+    numbers = torch.rand(len(net.layers))
+    for index, layer in enumerate(net.layers):
+        drop = bool(numbers[index] < 0.4)
         results: tuple[Tensor | None, ...] = (None, None)
         if not drop:
             results = (layer(x), layer.up(x))

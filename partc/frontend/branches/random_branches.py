@@ -101,12 +101,27 @@ def told_apart(count: int, sources: Iterable[Source | None]) -> int:
     return (min(count, max(8, len(set(sources)))) - 1).bit_length()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomTest:
+    """A comparison of a uniform random number with a limit."""
+
+    draw: int
+    limit: float
+    below: bool  # whether numbers below the limit pass
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether all numbers from [0, 1) have the same outcome."""
+        return not 0 < self.limit < 1
+
+
 class RandomTests:
     """The tensors that compare uniform random numbers with limits, in a run of Python code on tensors."""
 
     def __init__(self) -> None:
-        self._uniform: ByTensor[bool] = ByTensor()
-        self._tests: ByTensor[tuple[float, bool]] = ByTensor()
+        self._uniform: ByTensor[int] = ByTensor()  # the number of the draw
+        self._tests: ByTensor[RandomTest] = ByTensor()
+        self._draws = 0
 
     def follow(self, name: str, args: Sequence[Any], made: Any) -> None:
         """Follow a call of the function `name`."""
@@ -114,10 +129,15 @@ class RandomTests:
             return
         if name.endswith("_") and not name.endswith("__"):
             self._uniform.pop(made)
-        elif name in _UNIFORM or (name in _SAME and args and self.is_uniform(args[0])):
-            self._uniform[made] = True
-        elif name in _BELOW | _ABOVE and self.is_uniform(args[0]) and isinstance(args[1], int | float):
-            self._tests[made] = args[1], name in _BELOW
+            return
+        draw = self._uniform.get(args[0]) if args else None
+        if draw is not None and name in _SAME and made.numel() == args[0].numel():
+            self._uniform[made] = draw
+        elif name in _UNIFORM or (draw is not None and name in _SAME):  # an element of several counts as a draw
+            self._draws += 1
+            self._uniform[made] = self._draws
+        elif name in _BELOW | _ABOVE and draw is not None and isinstance(args[1], int | float):
+            self._tests[made] = RandomTest(draw=draw, limit=args[1], below=name in _BELOW)
 
     def is_uniform(self, x: Any) -> bool:
         return x in self._uniform
@@ -125,19 +145,24 @@ class RandomTests:
     def number(self, x: Tensor) -> Tensor:
         """A random number in place of its item(), which is unknown in a trace: comparisons of it are tests as well."""
         made = x.reshape(())
-        self._uniform[made] = True
+        self.follow("reshape", (x,), made)
         return made
 
-    def of(self, x: Any) -> tuple[float, bool] | None:
-        """The limit of a test, and whether numbers below it pass; None for other tensors."""
+    def of(self, x: Any) -> RandomTest | None:
+        """The test whose outcome a tensor is; None for other tensors."""
         return self._tests.get(x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomBranch:
-    """A test of a random number: its value, the outcome in this trace, and the number of operations before it."""
+    """A branch on a test of a random number: the test's value and number, its outcome in this trace, and the number of
+    operations before it.
+
+    Branches on one comparison of one random number have one test, and so the same outcome.
+    """
 
     test: str
+    number: int
     outcome: bool
     position: int
     source: Source | None
@@ -177,15 +202,16 @@ def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> J
     if len(first.graph.ops) > len(found.graph.ops):
         kept, longer = trace(Outcomes.BELOW), Outcomes.BELOW
     others = [(Outcomes.FIRST_BELOW, first)]
-    if len(found.branches) > 1:
+    tests = {branch.number: branch.source for branch in found.branches}
+    if len(tests) > 1:
         others.append((Outcomes.SECOND_BELOW, trace(Outcomes.SECOND_BELOW)))
     elif longer is Outcomes.BELOW:
         others = [(Outcomes.ABOVE, found)]
-    bits = told_apart(len(found.branches), (branch.source for branch in found.branches))
+    bits = told_apart(len(tests), tests.values())
     others.extend((outcomes, trace(outcomes)) for outcomes in PARTLY_BELOW[: max(0, 2 * bits - 2)])
     merged = _Join(kept)
     for outcomes, other in others:
-        merged.compare(other, [outcomes.below(i) != longer.below(i) for i in range(len(kept.branches))])
+        merged.compare(other, [outcomes.below(each.number) != longer.below(each.number) for each in kept.branches])
     return Joined(graph=merged.graph(), outcomes=longer, choices=frozenset(merged.choices))
 
 

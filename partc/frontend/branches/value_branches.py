@@ -76,8 +76,8 @@ _SHOWN: Mapping[Outcomes, Callable[[int], int]] = {
     Outcomes.HALF_THE_ROWS: lambda rows: rows // 2 + (rows // 2 - rows + 1) % 2,
 }
 _library = torch.library.Library("partc", "FRAGMENT")
-_library.define(f"{RANDOM_BRANCH}(Tensor test, bool outcome) -> ()")
-_library.impl(RANDOM_BRANCH, lambda test, outcome: None, "CompositeExplicitAutograd")
+_library.define(f"{RANDOM_BRANCH}(Tensor test, int number, bool outcome) -> ()")
+_library.impl(RANDOM_BRANCH, lambda test, number, outcome: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.random_branch.default)
 
 
@@ -100,7 +100,7 @@ class ValueWatch(TorchFunctionMode):
         self._runner = runner
         self._outcomes = outcomes
         self._branching = branching
-        self._branches = 0
+        self._tests: dict[object, int] = {}  # the numbers of the tests that branches read
         self._frozen = FrozenWeights(whole=whole)
         self._drawn = RandomTests()
         self._flags: ByTensor[bool] = ByTensor()  # booleans that forward changes in some steps
@@ -272,9 +272,9 @@ class ValueWatch(TorchFunctionMode):
         if name in (*TESTS, "item") and args[0] in self._flags:
             before = args[0].reshape(()).clone()  # the branch may change the flag
             self._flags[before] = True
-            return before if name == "item" else self._branch(before, True)
-        if name in TESTS and (test := self._drawn.of(args[0])) is not None and 0 < test[0] < 1:
-            return self._branch(args[0], test[1])
+            return before if name == "item" else self._branch(before, True, object())
+        if name in TESTS and (test := self._drawn.of(args[0])) is not None and not test.is_certain:
+            return self._branch(args[0], test.below, (test.draw, test.limit))
         return NotImplemented
 
     def _value_read(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
@@ -400,9 +400,9 @@ class ValueWatch(TorchFunctionMode):
         self._drawn.follow(name, args, made)
         self._follow_finite(name, args, made)
         test = self._drawn.of(made)
-        if test is not None and not 0 < test[0] < 1:  # the numbers are from [0, 1)
+        if test is not None and test.is_certain:
             with without_modes():
-                self.know(made, torch.full(made.shape, (test[0] >= 1) == test[1], dtype=torch.bool))
+                self.know(made, torch.full(made.shape, (test.limit >= 1) == test.below, dtype=torch.bool))
             return
         written = kwargs.get("out")
         if written is None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
@@ -415,12 +415,15 @@ class ValueWatch(TorchFunctionMode):
         elif isinstance(written, Tensor):
             self._forget(written)
 
-    def _branch(self, test: Tensor, below: bool) -> bool:
-        """Choose the outcome of a branch on a random number or flag, and record the branch in the graph."""
+    def _branch(self, test: Tensor, below: bool, key: object) -> bool:
+        """Choose the outcome of a branch on a random number or flag, and record the branch in the graph.
+
+        Branches with equal keys have the same outcome.
+        """
         self._branching()
-        outcome = self._outcomes.below(self._branches) == below
-        self._branches += 1
-        torch.ops.partc.random_branch.default(test.reshape(()), outcome)
+        number = self._tests.setdefault(key, len(self._tests))
+        outcome = self._outcomes.below(number) == below
+        torch.ops.partc.random_branch.default(test.reshape(()), number, outcome)
         return outcome
 
     def flag(self, buffer: Tensor) -> None:

@@ -80,6 +80,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     writer = Writer(
         types={value.name: value.type for value in values},
         batch=entries[0].type.shape[0] if entries else 0,
+        separate=program.separate_batches,
         batched={value.name for value in entries},
         trained=trained,
     )

@@ -155,6 +155,13 @@ def _bags(w: Writer, op: Op, two: Arg, weights: Arg, padding: int | None) -> Non
 def _ragged_bags(w: Writer, op: Op, weights: Arg, padding: int | None) -> None:
     """Bags that begin at offsets and end where the next one begins; ids equal to `padding` do not count."""
     mode, (table, ids, offsets) = number(argument(op, 4, "mode", 0)), op.args[:3]
+    if w.separate and ref(offsets).name in w.batched:
+        raise PartcError(
+            "P0402",
+            "bags begin at offsets in the whole batch, and each microbatch would be a batch of its own",
+            help="compile with microbatches=1, or let the number of ids differ from the number of bags",
+            source=op.source,
+        )
     (count,), width = w.shape(ids), w.shape(table)[1]
     out, dtype, of_offsets = op.results[0], op.results[0].type.dtype, w.types[ref(offsets).name].dtype
     bags = out.type.shape[0]
@@ -260,9 +267,10 @@ def masked_scatter(w: Writer, op: Op) -> None:
     picked = gather(rows, 1, selected_places(mask))      # rows[example, the number of selected ones before this one]
     y      = where(mask, picked, x)
 
-    If `source` depends on the batch and its number of rows allows it, every example has to select equally many rows, so
-    that examples are independent; `selected_places` checks this. Otherwise the selected rows are counted through the
-    whole batch. A mask that is constant along trailing dimensions selects whole rows.
+    If `source` depends on the batch and has equally many rows for each example, but fewer than an example of x, every
+    example has to select that many, so that examples are independent; `selected_places` checks this. Otherwise the
+    selected rows are counted through the whole batch. A mask that is constant along trailing dimensions selects whole
+    rows.
     """
     x, mask, source = op.args
     name, shape, count = op.result.name, op.result.type.shape, math.prod(w.shape(source))
@@ -286,7 +294,8 @@ def masked_scatter(w: Writer, op: Op) -> None:
         lead, width = len(shape), 1
     places, rows = shape[:lead], count // width
     selected = grown("selected", viewed("mask", mask, equal[:lead]), places)
-    if lead > 1 and shape[0] == w.batch and ref(source).name in w.batched and rows and rows % shape[0] == 0:
+    fixed = 0 < rows < math.prod(places) and rows % shape[0] == 0
+    if lead > 1 and shape[0] == w.batch and ref(source).name in w.batched and fixed:
         examples = shape[0]
         flat = (examples, math.prod(places[1:]))
         by_example = (examples, rows // examples, width)

@@ -20,6 +20,7 @@ class Writer:
 
     types: dict[str, TensorType]
     batch: int = 0  # the number of examples
+    separate: bool = False  # whether each microbatch is a batch of its own
     batched: set[str] = field(default_factory=set)  # values that depend on entries with a row for each example
     trained: set[str] = field(default_factory=set)  # values that depend on a parameter
     ops: list[Op] = field(default_factory=list)

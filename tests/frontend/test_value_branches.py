@@ -87,6 +87,22 @@ def test_guards_inside_functions_of_torch_are_assumed() -> None:
     assert len(found.assumed) == 2 and all("torch/distributions/distribution.py" in each for each in found.assumed)
 
 
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda h, i: h.take(i * 8),
+        lambda h, i: h.index_select(dim=0, index=i.clamp(min=0)),
+        lambda h, i: h.gather(0, i[:, None].clamp(min=0)),
+        lambda h, i: h[None, ..., i.flatten(), 1:],
+    ],
+)
+def test_constant_places_outside_of_a_tensor_are_refused(lookup: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """As they may be in a part of the batch. The trace itself does not check them."""
+    traced(lambda net, x, y: lookup(net.layer(x), torch.arange(-8, 8, 15)).sum())
+    with pytest.raises(PartcError, match=rf"{Path(__file__).name}.*index (8|64) is out of bounds for size (8|64)"):
+        traced(lambda net, x, y: lookup(net.layer(x), torch.arange(0, 9, 8)).sum())
+
+
 def unchecked(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     z = net.layer(x)
     many = F.multilabel_margin_loss(z, y[:, None].expand(8, 8))

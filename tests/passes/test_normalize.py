@@ -209,6 +209,10 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
         ["gt", "exp", "slice", "to", "reshape", "cumsum", "sub", "mul", "reshape", "index_select", "reshape", "where",
          "cumsum"],
     ),
+    "scattered from all elements": (
+        lambda m, x: x.masked_scatter(x > 0, x.exp()).cumsum(1).sum(),
+        ["gt", "exp", "to", "reshape", "cumsum", "sub", "mul", "reshape", "index_select", "reshape", "where", "cumsum"],
+    ),
     "mean squares": (lambda m, x: F.mse_loss(x, m.v.expand_as(x)), ["expand", "sub", "mul", "sum", "div"]),
 }  # fmt: skip
 

@@ -172,6 +172,14 @@ def test_ids_before_the_examples_are_refused_with_the_order_that_helps() -> None
     partc.compile(Ragged(), {"target": batch["target"], **batch}, loss=ragged_error, mesh="dp=2")
 
 
+def test_bags_at_offsets_are_refused_where_a_microbatch_is_a_batch_of_its_own() -> None:
+    """With as many ids as bags, both would be cut; PyTorch refuses the second part, whose first offset is not zero."""
+    batch = {"target": torch.randn(8), "ids": torch.randint(9, (8,)), "offsets": torch.arange(8)}
+    partc.compile(Ragged(), batch, loss=ragged_error, mesh="dp=2")
+    with pytest.raises(partc.PartcError, match=r"P0402.*bags begin at offsets in the whole batch"):
+        partc.compile(Ragged(), batch, loss=ragged_error, mesh="dp=2", microbatches=2)
+
+
 def test_gradients_are_divided_by_frequencies() -> None:
     ids = {"ids": torch.randint(9, (8, 2))}
     result = partc.compile(Scaled(False), ids, loss=mean_square, mesh="dp=2,tp=2", precision="fp64").verify(steps=2)

@@ -213,6 +213,7 @@ class ValueWatch(TorchFunctionMode):
             made = replacement(func, name, args, kwargs, frame)
             if made is not NotImplemented:
                 return made
+        self._check_places(name, args, kwargs)
         with self._suspended() if isinstance(func, FunctionType) else nullcontext():
             made = func(*args, **kwargs)
         if self.selections.follow(name, args, kwargs, made):
@@ -363,6 +364,17 @@ class ValueWatch(TorchFunctionMode):
         x, dim = (x.flatten(), 0) if dim is None else (x, dim)
         rows = places if len(places) > 1 else places * x.shape[dim]
         return x.index_select(dim, torch.tensor([row for row, count in enumerate(rows) for _ in range(count)]))
+
+    def _check_places(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise IndexError for a lookup at known places outside of a tensor; fake tensors are not checked."""
+        for size, places in _lookups(name, args, kwargs):
+            known = self._known.get(places)
+            if known is None or not known.numel():
+                continue
+            with without_modes():
+                least, most = int(known.min()), int(known.max())
+            if most >= size or least < (0 if name in ("index_select", "gather") else -size):
+                raise IndexError(f"index {most if most >= size else least} is out of bounds for size {size}")
 
     def _drawn_by_own(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -539,6 +551,32 @@ def _calling_frame() -> FrameType | None:
 
 class _UnknownError(Exception):
     pass
+
+
+def _lookups(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
+    """The sizes of the dimensions that a call indexes by tensors, with these tensors."""
+    if name == "take":
+        yield args[0].numel(), kwargs.get("index", args[-1])
+    elif name in ("index_select", "gather"):
+        dim, index = (*args[1:3], *(kwargs[word] for word in ("dim", "index") if word in kwargs))
+        yield args[0].shape[dim], index
+    elif name == "__getitem__" and isinstance(args[0], Tensor):
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        dim = 0
+        for place, item in enumerate(items):
+            if item is Ellipsis:
+                dim = args[0].dim() - sum(map(_indexed_dims, items[place + 1 :]))
+                continue
+            if isinstance(item, Tensor) and item.dtype in _INTEGERS and dim < args[0].dim():
+                yield args[0].shape[dim], item
+            dim += _indexed_dims(item)
+
+
+def _indexed_dims(item: Any) -> int:
+    """The number of dimensions that an item of an index takes."""
+    if item is None or isinstance(item, bool):
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1
 
 
 def _elements(made: Any) -> int:

@@ -80,6 +80,21 @@ class Remembering(Block):
         return super().forward(x)
 
 
+class Experts(Block):
+    """A loop over experts. Each gets the rows that a mask selects, whose number no trace has."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, out = x.argmax(-1) % 3, torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            out = out.index_add(0, rows, expert(x[rows]) * x[rows, number, None])
+        return super().forward(out)
+
+
 class Normed(Block):
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -221,7 +236,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether calls are
     "by dictionary": (lambda: Stack(ByDictionary, 5), True),
     "leaking": (lambda: Stack(Leaking, 5), True),
     "detached": (lambda: Stack(Detached, 5), True),
-    "remembering": (lambda: Stack(Remembering, 5), False),  # what modules keep is tried by whole traces
+    "remembering": (lambda: Stack(Remembering, 5), True),
+    "experts": (lambda: Stack(Experts, 5), True),
     "batch norms": (lambda: Stack(Normed, 5), True),
     "hooks": (lambda: Stack(Hooked, 5), True),
     "constants": (lambda: Stack(Constant, 5), True),

@@ -200,7 +200,8 @@ def _exported(
             following_transforms(whole=whole),
         ):
             watch = StateWatch(traced.model, modules.named, traced.loss)
-            repeats = lambda: Repeats(modules, excluded, rows)  # noqa: E731
+            changing: set[int] = set()
+            repeats = lambda: Repeats(modules, excluded, rows, changing)  # noqa: E731
             step = TracedStep(traced, watch, repeats, numbers, findings.append, assume)
             with rows.absent():
                 exported = step.exported(batch)

@@ -138,15 +138,19 @@ class _RowCall:
 class Repeats:
     """The calls of one trace of a model. `excluded` are groups of modules whose calls are all traced; None: all
     groups.
+
+    `changing` collects the groups whose calls change attributes. Such calls are all traced, also in a later trace that
+    finds the attributes changed already.
     """
 
-    def __init__(self, modules: ModuleTree, excluded: Excluded | None, rows: ModuleRows) -> None:
+    def __init__(self, modules: ModuleTree, excluded: Excluded | None, rows: ModuleRows, changing: set[int]) -> None:
         self.calls: dict[int, CallMark] = {}
         self.passed: dict[str, set[Hashable]] = {}  # by module: the Python values that calls of equal modules pass
         self.rows = rows
         self._rows = {path: (row, place) for row in rows.all for place, path in enumerate(chain(*row.units))}
         self._row_calls: dict[str, list[_RowCall]] = {container_of(row): [] for row in rows.all}
         self._excluded = excluded
+        self._changing = changing
         self._groups = modules.groups
         self._paths = modules.paths
         self._modules = modules.modules
@@ -291,9 +295,12 @@ class Repeats:
         after, _ = _state(module)
         weights = {id(x): name for name, x in _named_weights(module)}
         leaves, record.spec = tree_flatten(result)
-        found = [_result(leaf, tensors, weights) for leaf in leaves]
+        with without_overriding():  # the number of selected rows in a shape would count as read
+            found = [_result(leaf, tensors, weights) for leaf in leaves]
         del kept
-        if state == after and all(item is not _UNKNOWN for item in found):
+        if state != after:
+            self._changing.add(group)
+        if group not in self._changing and all(item is not _UNKNOWN for item in found):
             record.results = tuple(found)
             record.values = _read(before, record.reads)
             stops = {edge: index for index, edge in enumerate(edges) if edge is not None}

@@ -1,9 +1,10 @@
 """Every private torch name that the compiler uses, to be checked after an upgrade of torch."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import StackSummary
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -169,14 +170,25 @@ def lists(listed: Callable[[torch.Tensor], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def not_compiling() -> Iterator[None]:
-    """A context in which torch.compiler.is_compiling() and is_exporting() return False."""
-    asked = torch.compiler.is_compiling, torch.compiler.is_exporting
-    torch.compiler.is_compiling = torch.compiler.is_exporting = lambda: False
+def not_compiling() -> Iterator[set[CodeType]]:
+    """A context in which torch.compiler.is_compiling() and is_exporting() return False. Its value is the code that has
+    asked so far, except for two places in torch whose traces do not depend on the answer.
+    """
+    asked: set[CodeType] = set()
+    # Both ask in every trace, whether a tensor outlives it and whether operations get a note.
+    own = (FakeTensor.__init__.__code__, getattr(torch._dynamo.disable(lambda: None), "__code__", None))
+
+    def no() -> bool:
+        if (code := sys._getframe(1).f_code) not in own:
+            asked.add(code)
+        return False
+
+    before = torch.compiler.is_compiling, torch.compiler.is_exporting
+    torch.compiler.is_compiling = torch.compiler.is_exporting = no
     try:
-        yield
+        yield asked
     finally:
-        torch.compiler.is_compiling, torch.compiler.is_exporting = asked
+        torch.compiler.is_compiling, torch.compiler.is_exporting = before
 
 
 @contextmanager

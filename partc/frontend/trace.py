@@ -203,11 +203,12 @@ Capture = Callable[[Excluded | None, Outcomes], Captured]
 def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
     """Trace equal modules once. Groups that prove unequal are excluded; if that fails too, every call is traced.
 
-    torch.compiler.is_compiling() returns False in the trace; if the trace fails, it returns True in another one.
+    torch.compiler.is_compiling() returns False in the trace; if the trace fails and code asked, it returns True in
+    another one.
     """
     excluded: Excluded = frozenset()
     # TorchScript's optimizer detaches the operands of functions that it differentiates itself.
-    with not_compiling(), optimized_execution(False):
+    with not_compiling() as asked, optimized_execution(False):
         for _ in range(TRIES):
             try:
                 return _of_all_outcomes(captured, excluded, name=name, mesh=mesh, batches=batches)
@@ -223,6 +224,8 @@ def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tu
             if error.code != "P0206":
                 raise
             refusal = error
+    if not asked:
+        raise refusal
     tell(PASSES, "the model is traced with is_compiling() returning True")
     try:
         return _of_all_outcomes(captured, None, name=name, mesh=mesh, batches=batches)

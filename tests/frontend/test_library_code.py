@@ -218,6 +218,25 @@ def guarded(net: Net, x: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="guards are found by the columns of instructions")
+def branching(net: Net, x: Tensor) -> Tensor:
+    return layer(net, x) if x.sum() > 0 else x
+
+
+def branching_eagerly(net: Net, x: Tensor) -> Tensor:
+    """Code that leaves a branch on values out while it is traced."""
+    return layer(net, x) if torch.compiler.is_compiling() or x.sum() > 0 else x
+
+
+def test_only_code_that_asks_is_traced_as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    exports = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *args, **named: exports.append(1) or export(*args, **named))
+    with pytest.raises(PartcError, match="P0206"):
+        traced(branching)
+    assert len(exports) == 2  # the second one without calls left out
+    assert "gelu" in {op.name for op in traced(branching_eagerly).program.regions[0].forward.ops}
+
+
 def test_checks_of_torch_are_guards_at_the_callers_line() -> None:
     assumed = traced(guarded).assumed
     first = guarded.__code__.co_firstlineno + 1

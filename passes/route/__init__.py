@@ -216,6 +216,14 @@ class _Selections:
         if len(masks) == 1:
             rows = [None if found is None else found[1] for found in held]
             dims = dims_of_rows(op, self.writer.types, rows, self.constants)
+        if dims is None and op.name in RANDOM:
+            raise PartcError(
+                "P0206",
+                f"the model does not trace: {op.name} draws numbers for the rows that a mask selects, and their number "
+                "depends on the values of a tensor",
+                help="draw for all rows, such as in a dropout after the rows are written back",
+                source=op.source,
+            )
         if dims is None:
             raise PartcError(
                 "P0206",

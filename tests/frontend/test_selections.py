@@ -72,7 +72,7 @@ def test_experts_with_norms_of_their_own_compute_all_rows() -> None:
     [
         ("counted", "where a mask selects nothing"),
         ("mixed", "other than row by row"),
-        ("dropped", "other than row by row"),
+        ("dropped", "dropout draws numbers for the rows"),
     ],
 )
 def test_code_that_needs_the_number_of_rows_is_refused(style: str, words: str) -> None:

@@ -145,6 +145,30 @@ class Strided(nn.Module):
         return self.step(self, x)
 
 
+class Contrastive(nn.Module):
+    """Similarities that masks of the constructor select: a plain attribute and a buffer outside of state dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, others = nn.Linear(8, 8), torch.ones(8, 8, dtype=torch.bool).fill_diagonal_(0)
+        for i in range(4):
+            others[i, i + 4] = others[i + 4, i] = False
+        self.others = others
+        self.rest = nn.Buffer(~torch.eye(8, dtype=torch.bool), persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        near = self.layer(x) @ x.T
+        return near[self.others].reshape(8, -1).logsumexp(1).mean() + near[self.rest].view(8, 7).square().mean()
+
+
+def test_masks_of_the_constructor_select() -> None:
+    net, entries = Contrastive().double(), {name: double(x) for name, x in batch().items()}
+    found = trace_model(Contrastive, batch, name="net", mesh=Mesh.parse("1"), precision="fp64")
+    program = passes.run(found.program, {}, until="normalize")[-1].program
+    held = {**dict(net.named_parameters()), "others": net.others, "rest": net.rest}
+    torch.testing.assert_close(evaluate_program(program, entries, held), net(**entries), rtol=1e-12, atol=1e-12)
+
+
 def counting_up(net: Strided, x: Tensor) -> Tensor:
     net.count += 1
     return net.layer(x).sum() * net.count

@@ -474,6 +474,47 @@ def recipes(build: Callable[[], Tensor]) -> list[str]:
     return list(noted.masks({"": model}))
 
 
+def _holes() -> Tensor:
+    """A mask that is written to by every means, also through views."""
+    mask = torch.ones(6, 6, dtype=torch.bool).fill_diagonal_(0)
+    rows, row = torch.arange(3), mask[4]
+    mask[0, 3:5] = False
+    mask[rows, rows + 3] = False
+    row[1] = False
+    mask.view(-1)[7] = True
+    torch.logical_not(mask, out=mask)
+    return mask ^ torch.eye(6, dtype=torch.bool)
+
+
+def _drawn() -> Tensor:
+    numbers = torch.zeros(6)
+    numbers.uniform_()
+    return numbers > 0.5
+
+
+def _behind_autograd() -> Tensor:
+    mask = torch.zeros(6, dtype=torch.bool)
+    mask.data.fill_(True)
+    return mask
+
+
+def _by_numpy() -> Tensor:
+    mask = torch.zeros(6, dtype=torch.bool, device="cpu")
+    mask.numpy()[2] = True
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("build", "known"), [(_holes, True), (_drawn, False), (_behind_autograd, False), (_by_numpy, False)]
+)
+def test_values_of_constants_follow_writes(build: Callable[[], Tensor], known: bool) -> None:
+    noted, model = Recipes(), nn.Module()
+    with torch.device("meta"), noted:
+        model.register_buffer("bias", build(), persistent=False)
+    found = noted.numbers({"": model})
+    assert list(found) == ["bias"] * known and all(torch.equal(x, build()) for x in found.values())
+
+
 @pytest.mark.parametrize(
     ("build", "found"),
     [

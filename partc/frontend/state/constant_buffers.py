@@ -8,8 +8,11 @@ size. Equal recipes give one tensor.
 
     register_buffer("stride", torch.tensor(4), persistent=False)
 
-Buffers of a few integers that are not in state dicts have known values while the model is traced, as have single
-booleans in state dicts, such as `initialized`, unless forward changes them. They stay buffers.
+Buffers of a few integers and of masks that are not in state dicts have known values while the model is traced, as have
+single booleans in state dicts, such as `initialized`, unless forward changes them. They stay buffers.
+
+    mask = ~torch.eye(n, dtype=torch.bool)
+    mask[0, 1] = False                         the values of small constants follow writes, also through views
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.state.flags import is_flag
 from partc.runtime.train.plain_tensors import named_tensors
-from partc.torch_private import without_modes
+from partc.torch_private import tree_flatten, tree_unflatten, without_modes
 
 _MADE = frozenset({"ones", "zeros", "full", "arange", "tensor"})
+_FACTORIES = _MADE | {"eye", "linspace", "ones_like", "zeros_like"}
 _CHANGED = frozenset({
     "tril", "triu", "view", "reshape", "unsqueeze", "expand", "bool", "to", "float", "logical_not", "eq", "ne", "lt",
     "gt", "__invert__", "masked_fill", "bitwise_xor", "bitwise_and", "bitwise_or", "__xor__", "__and__", "__or__",
@@ -34,8 +39,12 @@ _CHANGED = frozenset({
 })  # fmt: skip
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 LARGEST = 64  # integers of one buffer
+LARGEST_MASK = 1 << 16  # booleans of one buffer, and elements of a constant with values
 _SAME = frozenset({"detach", "requires_grad_", "clone", "contiguous"})  # the result has the values of the operand
+_EXPOSING = frozenset({"numpy", "__array__", "__dlpack__"})
 _MASKS = frozenset({"tril", "triu"})
+# Functions that also have values where their operands have: others may draw random numbers.
+_VALUED = _CHANGED | _SAME | {"fill_diagonal_", "__setitem__", "__getitem__", "fill_", "zero_", "masked_fill_", "t"}
 _INITIALIZING = "torch.nn.init"
 _IGNORED = frozenset({"device", "requires_grad", "pin_memory", "layout"})
 
@@ -47,12 +56,13 @@ class Recipes(TorchFunctionMode):
 
     A tensor that is written to afterwards, directly or through a view, changes its version and loses its recipe; a copy
     into the whole tensor gives it the recipe of its source. Writes through `.data` do not change the version, so such
-    an access drops all recipes.
+    an access drops all recipes. Nor do writes through arrays of NumPy.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._known: ByTensor[tuple[int, Recipe]] = ByTensor()  # (tensor version, recipe)
+        self._values = WeakTensorKeyDictionary()  # small constants -> tensors with their values, of the same version
         self._drawn: set[tuple[Any, ...]] = set()  # initializations that have been tried
 
     def __torch_function__(
@@ -60,10 +70,17 @@ class Recipes(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__module__", "") == _INITIALIZING and kwargs:
             return self._initialized(func, **kwargs)
-        made = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if getattr(func, "__self__", None) is Tensor.data and not isinstance(args[0], nn.Parameter):
+        operands = self._operands(name, args, kwargs or {})
+        made = func(*args, **(kwargs or {}))
+        if operands is not None:
+            self._follow(func, args, made, *operands)
+        if name in _EXPOSING:
+            self._known.pop(args[0])
+            self._values.clear()
+        elif getattr(func, "__self__", None) is Tensor.data and not isinstance(args[0], nn.Parameter):
             self._known.clear()
+            self._values.clear()
         elif name in _SAME or (name == "copy_" and _copies_source(*args[:2])):
             same = self._recipe_of(args[1 if name == "copy_" else 0])
             if same is not None:
@@ -88,6 +105,35 @@ class Recipes(TorchFunctionMode):
         self._known.pop(tensor)
         return tensor
 
+    def _operands(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+        """The operands of a call with values in place of tensors; None if one has none, or the call has no values."""
+        if name not in _VALUED and name not in _FACTORIES:
+            return None
+        leaves, spec = tree_flatten((args, {key: x for key, x in kwargs.items() if key not in _IGNORED}))
+        found = [self._value_of(x) if isinstance(x, Tensor) else x for x in leaves]
+        if any(x is None and isinstance(leaf, Tensor) for x, leaf in zip(found, leaves, strict=True)):
+            return None
+        made: tuple[Any, Any] = tree_unflatten(found, spec)
+        return made
+
+    def _follow(self, func: Callable[..., Any], args: tuple[Any, ...], made: Any, given: Any, named: Any) -> None:
+        """Note the values of a call's result, or of the tensor that it writes to."""
+        written = made if isinstance(made, Tensor) else args[0]
+        if not isinstance(written, Tensor) or written.numel() > LARGEST_MASK:
+            return
+        with without_modes(), torch.device("cpu"):
+            real = func(*given, **named)
+        real = real if isinstance(made, Tensor) else given[0]
+        equal = (real.shape, real.dtype, real._version) == (written.shape, written.dtype, written._version)
+        if equal and real.device.type == "cpu":
+            self._values[written] = real
+        else:
+            self._values.clear()
+
+    def _value_of(self, x: Tensor) -> Tensor | None:
+        real: Tensor | None = self._values.get(x)
+        return real if real is not None and real._version == x._version else None
+
     def _recipe_of(self, x: Any) -> Recipe | None:
         found = self._known.get(x)
         return found[1] if found is not None and found[0] == x._version else None
@@ -99,18 +145,18 @@ class Recipes(TorchFunctionMode):
         return {name: recipe for name, recipe in found.items() if recipe is not None and _has_mask(recipe)}
 
     def numbers(self, modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-        """The values of small buffers, by name: non-persistent integers, and flags."""
-        found = {}
+        """The values of small buffers, by name: non-persistent integers and masks, and flags."""
+        found: dict[str, Tensor] = {}
+        masks = self.masks(modules)
         for path, module in modules.items():
             for name, buffer in module._buffers.items():
-                if buffer is None or buffer.numel() > LARGEST or not _is_integer(buffer):
+                whole = f"{path}.{name}".removeprefix(".")
+                if buffer is None or buffer.numel() > _largest(buffer) or whole in masks:
                     continue
-                recipe = self._recipe_of(buffer)
                 kept = name in module._non_persistent_buffers_set or is_flag(buffer)
-                if kept and recipe is not None:
-                    found[f"{path}.{name}".removeprefix(".")] = recipe
-        with without_modes():
-            return {name: value for name, value in recomputed(found)}
+                if kept and (value := self._value_of(buffer)) is not None:
+                    found[whole] = value
+        return found
 
 
 class _Inner:
@@ -126,8 +172,11 @@ class _Inner:
         return hash(self.recipe)
 
 
-def _is_integer(x: Tensor) -> bool:
-    return not x.is_floating_point() and not x.is_complex()
+def _largest(x: Tensor) -> int:
+    """The most elements of a buffer with known values."""
+    if x.is_floating_point() or x.is_complex():
+        return -1
+    return LARGEST_MASK if x.dtype is torch.bool else LARGEST
 
 
 def _is_plain(arg: Any) -> bool:

@@ -230,7 +230,7 @@ class Planner:
         self._predictions: dict[ParallelPlan, Prediction | Failure] = {}
         self._own_predictions: dict[ParallelPlan, Prediction | Failure] = {}
 
-    def _starts(self) -> Iterator[ParallelPlan]:
+    def starting_plans(self) -> Iterator[ParallelPlan]:
         """The plans that are tried first.
 
         They are: the customary plan with the fewest pipeline ranks among the nearly quickest ones; for each choice of
@@ -267,7 +267,7 @@ class Planner:
             self._promises[key] = min(map(self._hope, _reduced_family(family).plans()))
         return self._promises[key]
 
-    def _nearest(self, plan: ParallelPlan) -> list[ParallelPlan]:
+    def nearest(self, plan: ParallelPlan) -> list[ParallelPlan]:
         """The neighbours of a plan with the least estimated times; first those that cut regions as this plan does."""
         alike: list[ParallelPlan] = []
         others: list[ParallelPlan] = []
@@ -381,7 +381,7 @@ class Planner:
                 suited=lambda plan: self.suited(plan, request.limit),
                 limit=request.limit,
                 starts=starts,
-                near=self._nearest,
+                near=self.nearest,
                 variants=self._turned if space.per_layer else lambda plan: (),
                 ordered=space.nodes > 1,
                 hope=self._hope,
@@ -391,7 +391,7 @@ class Planner:
             )
 
         single: Outcome | None = None
-        starts: Iterable[ParallelPlan] = self._starts()
+        starts: Iterable[ParallelPlan] = self.starting_plans()
         if self.space.per_layer:
             single = searched(self._single_uses, None if seconds is None else seconds / 2, starts)
             seconds = None if seconds is None else max(seconds - single.seconds, seconds / 2)

@@ -63,7 +63,7 @@ def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:
 
     def linked(keys: Mapping[int, str]) -> Program:
         whole = functions_whole(main, keys)
-        return _Linker(program, main, _segments(program, main, trained, whole, len(places) > 1), rows).run()
+        return Linker(program, main, _segments(program, main, trained, whole, len(places) > 1), rows).run()
 
     found = linked(modules)
     depth = 0
@@ -111,7 +111,7 @@ class _Link:
     random: int | None
 
 
-class _Linker:
+class Linker:
     """Turns segments into regions and calls; equal segments share a region."""
 
     def __init__(
@@ -143,7 +143,7 @@ class _Linker:
         readers = self._readers()
         before: dict[int, list[_Link]] = {}
         for (row, place), run in groupby(enumerate(self.segments), key=lambda item: self._place(item[1])):
-            links = [self._link(index, segment, readers, last=place < 0) for index, segment in run]
+            links = [self.link(index, segment, readers, last=place < 0) for index, segment in run]
             if row is not None and place == 1:
                 before.setdefault(id(row), []).extend(links)
             if row is not None and place == 2:
@@ -185,7 +185,7 @@ class _Linker:
                     return row, row.places[id(op)]
         return None, 0
 
-    def _link(self, index: int, segment: ModuleSegment, readers: Mapping[str, set[int]], *, last: bool) -> _Link:
+    def link(self, index: int, segment: ModuleSegment, readers: Mapping[str, set[int]], *, last: bool) -> _Link:
         """Add a segment's call, and its region if it is the first of its kind; `last` segments end rows of modules."""
         made = [value.name for op in segment.ops for value in op.results]
         inside = set(made)

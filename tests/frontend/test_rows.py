@@ -263,9 +263,9 @@ def test_traces_do_not_grow_with_depth() -> None:
 
 def test_outlining_does_not_grow_with_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     linked = []
-    link = outline._Linker._link
+    link = outline.Linker.link
     counted = lambda self, *args, **given: linked.append(args) or link(self, *args, **given)  # noqa: E731
-    monkeypatch.setattr(outline._Linker, "_link", counted)
+    monkeypatch.setattr(outline.Linker, "link", counted)
     calls = []
     for depth in (8, 40):
         linked.clear()

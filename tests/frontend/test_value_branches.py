@@ -331,7 +331,7 @@ def test_sizes_and_numbers_of_constants() -> None:
 
 def test_values_of_large_constants_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask of all pairs of positions would take time and memory by the square of the length."""
-    computed = ValueWatch._computed
+    computed = ValueWatch.computed
     sizes: list[int] = []
 
     def noted(self: ValueWatch, *args: Any) -> Any:
@@ -344,7 +344,7 @@ def test_values_of_large_constants_are_not_computed(monkeypatch: pytest.MonkeyPa
         mask = places[:, None] >= places
         return net.layer(x).sum() * mask.sum()
 
-    monkeypatch.setattr(ValueWatch, "_computed", noted)
+    monkeypatch.setattr(ValueWatch, "computed", noted)
     traced(step)
     assert 4096 in sizes and max(sizes) <= LARGEST
 

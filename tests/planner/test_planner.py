@@ -592,7 +592,7 @@ def test_the_time_limit_leaves_the_code_of_others_and_their_timers_alone() -> No
 
 def test_the_first_plan_is_the_customary_one(small: Planner) -> None:
     """Nothing binds a small model on one node: no pipeline, and parameters held whole."""
-    first = next(small._starts())
+    first = next(small.starting_plans())
     assert sizes_of(first)["pp"] == 1 and first.level < 2 and first.schedule == "1f1b"
 
 
@@ -625,7 +625,7 @@ def test_plans_near_the_best_one_that_have_its_regions_are_tried_first(small: Pl
     def lowered_anew(each: ParallelPlan) -> bool:
         return each.recompute != plan.recompute or inner_axes(each) != inner_axes(plan) or each.microbatches == 1
 
-    near = small._nearest(plan)
+    near = small.nearest(plan)
     assert not any(map(lowered_anew, near[:8])) and any(map(lowered_anew, near[8:]))
 
 

@@ -253,7 +253,7 @@ class ValueWatch(TorchFunctionMode):
                     return self._counted(name, args[0], numbers, *args[2:], **kwargs)
         listed = name == "tensor" and isinstance(args[0], list) and any(isinstance(x, Tensor) for x in args[0])
         if listed or (name in _SIZED_BY_VALUES and (name != "where" or len(args) == 1)):
-            return self._constant(self._computed(func, name, args, kwargs))
+            return self._constant(self.computed(func, name, args, kwargs))
         return NotImplemented
 
     def _in_traceable_form(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, frame: FrameType) -> Any:
@@ -284,7 +284,7 @@ class ValueWatch(TorchFunctionMode):
         """
         if name not in _READS:
             return NotImplemented
-        real = self._computed(func, name, args, kwargs)
+        real = self.computed(func, name, args, kwargs)
         if real is not NotImplemented:
             return real
         passed = self._passed(_calling_frame()) if name in _TESTS else None
@@ -421,7 +421,7 @@ class ValueWatch(TorchFunctionMode):
             written = args[0] if args else None
         elif not isinstance(made, Tensor | tuple | list):
             return
-        real = self._computed(func, name, args, kwargs) if _elements(made) <= LARGEST else NotImplemented
+        real = self.computed(func, name, args, kwargs) if _elements(made) <= LARGEST else NotImplemented
         if real is not NotImplemented:
             self.know(made, real)
         elif isinstance(written, Tensor):
@@ -450,7 +450,7 @@ class ValueWatch(TorchFunctionMode):
         memory = held.untyped_storage().data_ptr()
         self._known.drop(lambda own: own.untyped_storage().data_ptr() == memory)
 
-    def _computed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def computed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result on known values; NotImplemented if an operand is unknown or the result is random."""
         if name in _DRAWS or kwargs.get("training"):
             return NotImplemented

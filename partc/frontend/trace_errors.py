@@ -19,8 +19,9 @@ from partc.runtime.train.plain_tensors import places_of
 _QUOTED = 120  # the most characters of a line in a message
 _CHECK = "call the model on one batch in plain PyTorch, without partc, to see the whole error"
 _ROWS = (
-    "in a trace x[mask] has every row of x, as their number is not known; where each example has equally many, gather "
-    "them by position: mask.long().argsort(1, descending=True, stable=True)"
+    "in a trace x[mask] has every row of x, as their number is not known; register a mask that the constructor makes "
+    "with persistent=False, and where each example has equally many rows, gather them by position: "
+    "mask.long().argsort(1, descending=True, stable=True)"
 )
 _PART = (
     "forward couples examples, so that each of the {0} microbatches is a batch of its own: call the model on that part "

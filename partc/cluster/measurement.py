@@ -76,10 +76,9 @@ class MeasuredRates:
         """
         if self.meeting is None:
             return 0.0
-        ranks = self.nodes * self.processes
-        computed = self.meeting.products * max(1.0, ranks / (self.processors or ranks))
+        computed = self.meeting.products
         lag = max(0.0, self.meeting.both - self.meeting.barrier - computed)
-        return (lag / expected_maximum(ranks)) ** 2 / computed
+        return (lag / expected_maximum(self.nodes * self.processes)) ** 2 / computed
 
     @property
     def oversubscription(self) -> tuple[int, float]:

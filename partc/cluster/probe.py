@@ -6,6 +6,7 @@ In exchanges between nodes all processes of a node take part, since they share i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,13 @@ _HEADS = ((16, 64, 32), (16, 128, 64), (32, 256, 64))  # heads of attention, row
 _DTYPES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16"}
 _ELEMENTS = (1 << 14, 1 << 17, 1 << 20)  # of exponential functions
 _VECTORS = (1 << 17, 1 << 20, 1 << 23)  # elements of an addition
+_COLD = 1 << 26  # bytes of operands that are read in turn
 _MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes
 _ENOUGH = 0.5  # seconds of an exchange, after which no larger one is measured
 _SEVERAL, _FEW = 9, 5  # exchanges of one size, if they are quick, and if they are slow
 _ROW = 4  # exchanges with several processes in a row
 # Seconds of products between two meetings of all processes, and the number of meetings.
-_BETWEEN, _MEETINGS = 0.005, 100
+_BETWEEN, _MEETINGS = 0.005, 200
 _PAUSE = 0.05  # seconds from which an exchange counts as slow
 MACHINE = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers and namespaces of a machine
 
@@ -65,26 +68,37 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The seconds of products that all processes compute, of a barrier, and of both in turn."""
+    """The mean seconds of a process's products, of a barrier, and of products and a barrier in turn, which ends when
+    the slowest process has computed its products.
+    """
 
     products: float
     barrier: float
     both: float
 
 
-def quickest(run: Callable[[], object], *, times: int = 4, least: float = 0.02) -> float:
-    """The seconds of one run, as the mean of the quickest of several groups of runs."""
+def typical(run: Callable[[], object], *, times: int = 9, least: float = 0.02) -> float:
+    """The seconds of one run, as the median of several groups of runs: a step meets slow moments of the machine too."""
     run()
     start = time.perf_counter()
     run()
     count = max(1, int(least / max(1e-9, time.perf_counter() - start)))
-    best = float("inf")
+    found = []
     for _ in range(times):
         start = time.perf_counter()
         for _ in range(count):
             run()
-        best = min(best, (time.perf_counter() - start) / count)
-    return best
+        found.append((time.perf_counter() - start) / count)
+    return statistics.median(found)
+
+
+def _in_turn(make: Callable[..., Any], *shapes: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+    """Operands of these shapes, so many in turn that those of one run have left the caches before they return, as in a
+    step.
+    """
+    first = tuple(make(*shape) for shape in shapes)
+    others = range(_COLD // sum(x.nbytes for x in first))
+    return itertools.cycle([first, *(tuple(make(*shape) for shape in shapes) for _ in others)])
 
 
 class _Probe:
@@ -127,32 +141,35 @@ class _Probe:
         torch = self._torch
         for name, dtype in _DTYPES.items():
             for m, k, n in _PRODUCTS:
-                x, w, g = (torch.randn(size).to(getattr(torch, dtype)) for size in ((m, k), (n, k), (m, n)))
+                ones = partial(torch.ones, dtype=getattr(torch, dtype))
+                three = _in_turn(ones, (m, k), (n, k), (m, n))
 
-                def products(x: Any = x, w: Any = w, g: Any = g) -> None:  # forward, and both gradients
+                def products(three: Iterator[Any] = three) -> None:  # forward, and both gradients
+                    x, w, g = next(three)
                     torch.nn.functional.linear(x, w, w[:, 0])
                     g @ w
                     g.t() @ x
 
-                yield Sample(kind=f"product {name}", work=2 * m * k * n, seconds=quickest(products) / 3)
+                yield Sample(kind=f"product {name}", work=2 * m * k * n, seconds=typical(products) / 3)
         for heads, rows, features in _HEADS:
-            q = torch.randn(1, heads, rows, features, requires_grad=True)
+            queries = _in_turn(partial(torch.ones, requires_grad=True), (1, heads, rows, features))
 
-            def attention(q: Any = q) -> None:
+            def attention(queries: Iterator[Any] = queries) -> None:
+                (q,) = next(queries)
                 torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, q, q).sum(), q)
 
             # Two products forward, and five backward.
-            yield Sample(kind="attention", work=7 * 2 * heads * rows**2 * features, seconds=quickest(attention))
+            yield Sample(kind="attention", work=7 * 2 * heads * rows**2 * features, seconds=typical(attention))
         for size in _ELEMENTS:
-            x = torch.randn(size)
-            seconds = quickest(lambda x=x: torch.nn.functional.gelu(x, approximate="tanh"))  # type: ignore[misc]
+            one = _in_turn(torch.ones, (size,))
+            seconds = typical(lambda one=one: torch.nn.functional.gelu(*next(one), approximate="tanh"))  # type: ignore[misc]
             yield Sample(kind="special", work=size, seconds=seconds)
         for size in _VECTORS:
-            a, b = torch.randn(size), torch.randn(size)
-            seconds = quickest(lambda a=a, b=b: a + b)  # type: ignore[misc]
-            yield Sample(kind="memory", work=3 * a.nbytes, seconds=seconds)
+            two = _in_turn(torch.ones, (size,), (size,))
+            seconds = typical(lambda two=two: torch.add(*next(two)))  # type: ignore[misc]
+            yield Sample(kind="memory", work=3 * 4 * size, seconds=seconds)
         small = torch.ones(4)
-        yield Sample(kind="launch", work=0, seconds=quickest(lambda: small + small))
+        yield Sample(kind="launch", work=0, seconds=typical(lambda: small + small))
 
     def _moving(self) -> list[Sample]:
         place, found = self._place, list[Sample]()
@@ -225,7 +242,7 @@ class _Probe:
             size //= 4
         x = torch.randn(256, 256)
         alone = self._agreed(statistics.median(self._exchange(size, partners) for _ in range(_FEW)))
-        count = max(1, int(alone / self._agreed(quickest(lambda: x @ x))))
+        count = max(1, int(alone / self._agreed(typical(lambda: x @ x))))
 
         def products() -> float:
             dist.barrier()
@@ -255,18 +272,24 @@ class _Probe:
             return None
         x = torch.randn(256, 256)
         alone = self._turn < len(os.sched_getaffinity(0))
-        each = self._agreed(quickest(lambda: x @ x) if alone else 0.0)
+        count = max(1, int(_BETWEEN / self._agreed(typical(lambda: x @ x) if alone else 0.0)))
 
-        def barriers(count: int) -> float:
-            start = time.perf_counter()
-            for _ in range(count):
-                x @ x
-            dist.barrier()
-            return time.perf_counter() - start
+        def meetings(products: int) -> tuple[float, float]:
+            """The mean seconds of a process's products, and of these and a barrier."""
+            computed = torch.zeros(2, dtype=torch.float64)
+            for _ in range(_MEETINGS):
+                start = time.perf_counter()
+                for _ in range(products):
+                    x @ x
+                computed[0] += time.perf_counter() - start
+                dist.barrier()
+                computed[1] += time.perf_counter() - start
+            dist.all_reduce(computed)
+            own, both = (computed / (_MEETINGS * dist.get_world_size())).tolist()
+            return own, both
 
-        count = max(1, int(_BETWEEN / each))
-        barrier, both = (statistics.fmean(barriers(times) for _ in range(_MEETINGS)) for times in (0, count))
-        return Meeting(products=count * each, barrier=barrier, both=both)
+        (_, barrier), (own, both) = meetings(0), meetings(count)
+        return Meeting(products=own, barrier=barrier, both=both)
 
 
 if __name__ == "__main__":

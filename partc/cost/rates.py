@@ -15,6 +15,7 @@ from partc.cost.calibration import AttentionKernel, Calibration, attention_times
 from partc.cost.collectives import Network
 from partc.cost.flops import ProductWork, product_sizes, scores
 from partc.cost.roofline import EXPERTS_GRADIENT, H100, Machine, product_flops, seconds, traffic
+from partc.ir.attention import Attention
 from partc.ir.collectives import MOVING, cost, num_blocks
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
@@ -125,7 +126,7 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 64, 0.65))
 _ATTENTION = "attention"
 # Elementwise functions with an exponential, which CPUs compute more slowly than their memory moves the operands.
 _SPECIAL = frozenset(
-    {"gelu", "silu", "sigmoid", "tanh", "exp", "erf", "softplus", "softmax", "log_softmax", "cross_entropy"}
+    {"gelu", "silu", "sigmoid", "tanh", "exp", "erf", "softplus", "softmax", "log_softmax", "cross_entropy", "sum_exp"}
 )
 # Fused attention: the backward pass computes five products and adds to queries' gradients, at this share of the forward
 # pass's rate; the rows at a sequence's start and on the diagonal leave as many rows' work unused (Shah et al. 2024,
@@ -133,6 +134,9 @@ _SPECIAL = frozenset(
 # concurrently with its products, which take less time if heads have fewer features.
 _BACKWARD = 0.75
 _EDGE = 256
+# PyTorch's kernel for CPUs computes scores of this many keys at once: under a causal mask, the block on the diagonal is
+# computed whole (torch 2.13, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
+_CPU_KEYS = 512
 # Gradients of weights are added to buffers, which are read and written in addition to the product's operands.
 _ADDS = frozenset({"linear_grad_weight", "matmul_grad_right", EXPERTS_GRADIENT})
 
@@ -235,12 +239,12 @@ class ClusterRates:
             peak = eight_bit_share(device) * device.fp8 / self.slowest
             casts = 4 * cast / (device.bandwidth * self.constants.streaming)
         if op.name.startswith(_ATTENTION):
+            kept = _attention_share(op, shapes, results, device, filled=self.filled)
             if device.attention:
-                return max(moved, work / device.attention)
+                return max(moved, work / (device.attention * kept))
             backward = op.name.endswith("_backward")
             share = self.constants.attention * (_BACKWARD if backward else 1.0)
             exponentials = scores(work, rule) / device.special if device.special and rule is not None else 0.0
-            kept = _attention_share(op, shapes, results, device, filled=self.filled)
             times = attention_times(self.cluster, self.attention)[backward]
             return max(moved, times * (work / (peak * share) + exponentials) / kept)
         sizes = _experts_sizes(shapes, results) if op.name == EXPERTS_GRADIENT else None
@@ -340,12 +344,16 @@ def _attention_share(
 ) -> float:
     """The share of its rate on long sequences that fused attention reaches with queries [..., rows, features].
 
-    One block of 128 rows of one head is computed on each core, in waves.
+    One block of 128 rows of one head is computed on each core of a GPU, in waves.
     """
     queries = next(iter(shapes.values())).shape if not op.name.endswith("_backward") else results[0].shape
-    if device.kind == "cpu" or len(queries) < 3:
+    if len(queries) < 3:
         return 1.0
     *heads, rows, _ = queries
+    if device.kind == "cpu":
+        attention = Attention.of(op)
+        halved = attention is not None and attention.causal and not attention.window and not attention.reads
+        return max(0.5, rows / (rows + _CPU_KEYS)) if halved else 1.0  # a causal mask halves the counted work
     blocks = math.prod(heads) * math.ceil(rows / 128)
     waves = 1.0 if filled else blocks / (math.ceil(blocks / device.cores) * device.cores)
     return waves * rows / (rows + _EDGE)

@@ -569,6 +569,19 @@ def test_heads_of_few_features_wait_for_exponentials() -> None:
     assert 1.1 < durations[1] / durations[0] < 1.4
 
 
+@pytest.mark.parametrize(("rows", "share"), [(128, 1.0), (512, 1.0), (8192, 0.53)])
+def test_causal_attention_on_processors_computes_whole_blocks_of_keys(rows: int, share: float) -> None:
+    """Each block of torch's kernel has 512 keys: shares of the time without a mask."""
+    cluster = preset("1xCPU")
+    rates = ClusterRates(replace(cluster, device=replace(cluster.device, attention=5e10)), Calibration())
+    shape = (2, 4, rows, 64)
+    made = Value(name="y", type=TensorType.replicated("f32", shape))
+    plain = Op(name="attention", args=(Ref("q"), Ref("k"), Ref("v"), None, False, None), results=(made,))
+    causal = replace(plain, args=(Ref("q"), Ref("k"), Ref("v"), None, True, None))
+    times = [rates.operation(op, dict.fromkeys("qkv", made.type), {}) for op in (causal, plain)]
+    assert times[0] / times[1] == pytest.approx(share, rel=0.01)
+
+
 def test_rows_of_experts_are_products_of_their_own() -> None:
     types = {
         name: TensorType.replicated(dtype, shape)

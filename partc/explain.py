@@ -650,6 +650,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "its table, so the row cannot travel to the rank that it is for. The message names the layer and the number. "
         "Exit code 1.",
     ),
+    "P0553": CodeExplanation(
+        "a model that torch's mixed precision cannot run",
+        "partc verify compares a package in bf16 or fp16 with the model under torch.autocast, which casts the operands "
+        "of fewer operations than partc does. Some operations, such as index_add, get operands of two types and fail.",
+    ),
     "P0601": CodeExplanation(
         "the output folder is not partc's",
         "partc replaces packages that it wrote and empty folders, and nothing else. Give another folder with -o, or "

@@ -16,12 +16,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from partc.errors import PartcError, first_line
+from partc.errors import PartcError, Source, first_line
 from partc.frontend.model_files.model_file import is_file
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime import plan as plans
@@ -254,12 +254,20 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
 
 
 def refusal(folder: Path) -> PartcError | None:
-    """The error with which ranks rejected their input, read from the folder of their reports; None if they did not."""
+    """The error with which a run rejected its input, read from the folder of its reports; None if it did not."""
     path = folder / "refusal.json"
     if not path.is_file():
         return None
     found = json.loads(path.read_text())
-    return PartcError(found["code"], found["cause"], help=found["help"])
+    source = Source(**found["source"]) if found.get("source") else None
+    return PartcError(found["code"], found["cause"], help=found["help"], source=source)
+
+
+def report_refusal(folder: Path, error: PartcError) -> None:
+    """Write an error for `refusal`, which another process calls."""
+    place = None if error.source is None else asdict(error.source)
+    found = {"code": error.code, "cause": error.cause, "help": error.help, "source": place}
+    (folder / "refusal.json").write_text(json.dumps(found))
 
 
 def local_environment() -> dict[str, str]:

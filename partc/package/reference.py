@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from partc.errors import PartcError
+from partc.errors import PartcError, first_line
 from partc.frontend.state.flags import is_flag
+from partc.frontend.trace_errors import innermost_user_line
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
+from partc.package.launch import report_refusal
 from partc.package.loads import LoadCounts
 from partc.package.sampling import BranchSampling, Sampling, shorter_outcomes
 from partc.runtime.checkpoint.safetensors import save
@@ -37,7 +40,11 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def main(argv: Sequence[str]) -> int:
     package, folder, settings = argv
-    train(Path(package), Path(folder), **json.loads(settings))
+    try:
+        train(Path(package), Path(folder), **json.loads(settings))
+    except PartcError as error:
+        report_refusal(Path(folder), error)
+        return 2
     return 0
 
 
@@ -343,9 +350,24 @@ def _backward(
     return total
 
 
-def torch_mixed_precision(precision: str) -> torch.autocast:
-    """torch's own mixed precision, in place of partc's."""
-    return torch.autocast("cpu", AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
+@contextmanager
+def torch_mixed_precision(precision: str) -> Iterator[None]:
+    """torch's own mixed precision, in place of partc's. Raises PartcError P0553 if the model does not run in it."""
+    if precision not in AUTOCAST:
+        yield
+        return
+    try:
+        with torch.autocast("cpu", AUTOCAST[precision]):
+            yield
+    except PartcError:
+        raise
+    except Exception as error:
+        raise PartcError(
+            "P0553",
+            f"the model does not run under torch.autocast in {precision}: {first_line(error)}",
+            help="compile with --precision fp64, and verify that package",
+            source=innermost_user_line(error),
+        ) from error
 
 
 def _microbatches(batch: Any, plan: dict[str, Any]) -> list[Any]:

@@ -167,7 +167,7 @@ def _train_both(
             process.terminate()
     for what, code in codes.items():
         if code:
-            refused = refusal(folder / "report") if what == "the package" else None
+            refused = refusal(folder / "report" if what == "the package" else reference)
             raise refused or RunFailed(what, code, outputs[what].read_text(errors="replace"))
 
 

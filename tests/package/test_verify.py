@@ -312,3 +312,22 @@ def test_infinities_are_compared_and_set_no_scale(
 @pytest.mark.parametrize("x", [torch.tensor(3), torch.tensor(True), torch.ones(0), torch.tensor(INF)])
 def test_tensors_without_numbers_set_no_scale(measure: Callable[[Tensor], float], x: Tensor) -> None:
     assert measure(x) == 0.0 and difference(x, x.clone(), measure) == 0.0
+
+
+class Sums(nn.Module):
+    """Rows of a product in bf16, added to rows in fp32: torch.autocast leaves index_add with operands of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, torch.arange(len(x)), self.linear(x)).square().mean()
+
+
+def test_a_model_that_autocast_cannot_run_is_named(tmp_path: Path) -> None:
+    partc.compile(Sums, {"x": torch.randn(4, 4)}, mesh="dp=1", precision="bf16").write(tmp_path / "build")
+    with pytest.raises(PartcError, match="P0553") as refused:
+        verify(tmp_path / "build", steps=1, virtual=True)
+    source = refused.value.source
+    assert source is not None and "index_add" in Path(source.file).read_text().splitlines()[source.line - 1]

@@ -651,9 +651,12 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "Exit code 1.",
     ),
     "P0553": CodeExplanation(
-        "a model that torch's mixed precision cannot run",
-        "partc verify compares a package in bf16 or fp16 with the model under torch.autocast, which casts the operands "
-        "of fewer operations than partc does. Some operations, such as index_add, get operands of two types and fail.",
+        "a model that stops on a single device",
+        "partc verify compares a package with a plain run of its model, and the model's own code raised an exception. "
+        "Packages do not run checks of values, which compiling lists. In bf16 and fp16 the plain run is under "
+        "torch.autocast, which casts the operands of fewer operations than partc does: some, such as index_add, get "
+        "operands of two types and fail. If microbatches are batches of their own, entries of the batch with other "
+        "numbers of rows are whole in each of them, which the model may not expect.",
     ),
     "P0601": CodeExplanation(
         "the output folder is not partc's",

@@ -267,6 +267,7 @@ def report_refusal(folder: Path, error: PartcError) -> None:
     """Write an error for `refusal`, which another process calls."""
     place = None if error.source is None else asdict(error.source)
     found = {"code": error.code, "cause": error.cause, "help": error.help, "source": place}
+    folder.mkdir(exist_ok=True)
     (folder / "refusal.json").write_text(json.dumps(found))
 
 

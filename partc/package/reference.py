@@ -10,7 +10,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -302,7 +302,7 @@ def _branches(module: Any, model: nn.Module, plan: dict[str, Any], batch: Any) -
     trained: set[str] = set()
 
     def run() -> None:
-        with computing_in(held_in(plan["precision"])), torch_mixed_precision(plan["precision"]):
+        with as_one_device(plan):
             loss_of(module, model, batch).backward()
         trained.update(name for name, x in model.named_parameters(remove_duplicate=False) if x.grad is not None)
 
@@ -337,7 +337,7 @@ def _backward(
         for index, part in enumerate(parts):
             moved = {index * plan["draws"] + key: value for key, value in branches.shorter.items()}
             drawing = BranchSampling(sampling, moved, branches.flags)
-            with computing_in(held_in(plan["precision"])), torch_mixed_precision(plan["precision"]), drawing, counts:
+            with as_one_device(plan), drawing, counts:
                 loss = loss_of(module, model, part)
             loss.backward()
             total += loss.item() / len(parts)
@@ -351,23 +351,33 @@ def _backward(
 
 
 @contextmanager
-def torch_mixed_precision(precision: str) -> Iterator[None]:
-    """torch's own mixed precision, in place of partc's. Raises PartcError P0553 if the model does not run in it."""
-    if precision not in AUTOCAST:
-        yield
-        return
+def as_one_device(plan: Mapping[str, Any]) -> Iterator[None]:
+    """A context for the model's own code: in the package's precision, with torch's mixed precision in place of partc's.
+
+    Raises PartcError P0553 for an exception of the model.
+    """
+    precision = plan["precision"]
+    mixed = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
     try:
-        with torch.autocast("cpu", AUTOCAST[precision]):
+        with computing_in(held_in(precision)), mixed:
             yield
     except PartcError:
         raise
     except Exception as error:
-        raise PartcError(
-            "P0553",
-            f"the model does not run under torch.autocast in {precision}: {first_line(error)}",
-            help="compile with --precision fp64, and verify that package",
-            source=innermost_user_line(error),
-        ) from error
+        raise _stopped(plan, error) from error
+
+
+def _stopped(plan: Mapping[str, Any], error: Exception) -> PartcError:
+    """The error for an exception of the model's own code."""
+    how, help = "", "packages do not run checks of values: correct the model, or its batch"
+    if plan["precision"] in AUTOCAST:
+        how = f" under torch.autocast in {plan['precision']}"
+        help = "compile with --precision fp64, and verify that package"
+    elif plan.get("repeated"):
+        how = f" on one of {plan['microbatches']} microbatches, which are batches of their own"
+        help = "compile with --microbatches 1, or a batch in which each entry has a row for each example"
+    cause = f"the model stops{how}: {type(error).__name__}: {first_line(error)}"
+    return PartcError("P0553", cause, help=help, source=innermost_user_line(error))
 
 
 def _microbatches(batch: Any, plan: dict[str, Any]) -> list[Any]:

@@ -12,19 +12,31 @@ from pathlib import Path
 
 import torch
 
+from partc.errors import PartcError
 from partc.frontend.results import returned_tensors
-from partc.package.reference import cast_states, single_device_model, torch_mixed_precision
+from partc.package.launch import report_refusal
+from partc.package.reference import as_one_device, cast_states, single_device_model
 from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.train.data import load_model_file
 from partc.runtime.train.entries import of_model
 from partc.runtime.train.inference import check
-from partc.runtime.train.precision import computing_in, held_in
+from partc.runtime.train.precision import held_in
 from partc.runtime.train.train import batches_of
 
 
 def main(argv: Sequence[str]) -> int:
     package, folder, *options = argv
-    job = check(options, Path(package))
+    try:
+        _write_results(Path(package), Path(folder), options)
+    except PartcError as error:
+        report_refusal(Path(folder), error)
+        return 2
+    return 0
+
+
+def _write_results(package: Path, folder: Path, options: Sequence[str]) -> None:
+    """Write the model's results for each batch to a new folder."""
+    job = check(options, package)
     module = load_model_file(job.root / "model.py")
     torch.manual_seed(job.seed)
     model = single_device_model(module, job.plan)
@@ -32,18 +44,13 @@ def main(argv: Sequence[str]) -> int:
         model.load_state_dict(load(job.init)[0], strict=False)
     cast_states(model, held_in(job.plan["precision"]))
     model.eval()
-    Path(folder).mkdir()
+    folder.mkdir()
     data = batches_of(job, module, lambda line: None)
     for number in range(job.steps):
         batch = data.batch(number)
-        with (
-            torch.no_grad(),
-            computing_in(held_in(job.plan["precision"])),
-            torch_mixed_precision(job.plan["precision"]),
-        ):
+        with torch.no_grad(), as_one_device(job.plan):
             found = returned_tensors(module.infer(model, batch) if hasattr(module, "infer") else of_model(model, batch))
-        save(Path(folder) / f"batch_{number:06d}.safetensors", {name or "result": x for name, x in found.items()})
-    return 0
+        save(folder / f"batch_{number:06d}.safetensors", {name or "result": x for name, x in found.items()})
 
 
 if __name__ == "__main__":

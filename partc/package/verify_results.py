@@ -19,7 +19,7 @@ from partc.package.comparison import (
     largest_magnitude,
     root_mean_square,
 )
-from partc.package.launch import RunFailed, read_plan, searching, started, torchrun_command
+from partc.package.launch import RunFailed, read_plan, refusal, searching, started, torchrun_command
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.errors import UsageError
 from partc.runtime.train.inference import check
@@ -61,7 +61,8 @@ def verify_results(directory: Path, *, batches: int, virtual: bool, arguments: S
             if code := process.wait():
                 for other in processes.values():
                     other.terminate()
-                raise RunFailed(what, code, outputs[what].read_text(errors="replace"))
+                refused = refusal(plain) if what == "the single-device model" else None
+                raise refused or RunFailed(what, code, outputs[what].read_text(errors="replace"))
         differences = [
             difference for number in range(batches) for difference in _compared(mine, plain, number, rounding in MIXED)
         ]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -325,9 +326,40 @@ class Sums(nn.Module):
         return torch.zeros_like(x).index_add(0, torch.arange(len(x)), self.linear(x)).square().mean()
 
 
-def test_a_model_that_autocast_cannot_run_is_named(tmp_path: Path) -> None:
-    partc.compile(Sums, {"x": torch.randn(4, 4)}, mesh="dp=1", precision="bf16").write(tmp_path / "build")
-    with pytest.raises(PartcError, match="P0553") as refused:
+class Placed(nn.Module):
+    """Rows for the marked places of all examples, whose number it checks; norms over the batch keep microbatches apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, marked: Tensor, rows: Tensor) -> Tensor:
+        if marked.sum() != rows.shape[0]:
+            raise ValueError("rows and marks differ")
+        return (self.norm(x) * rows.mean(0)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "options", "said", "line"),
+    [
+        (Sums, {"x": torch.randn(4, 4)}, {"precision": "bf16"}, "under torch.autocast in bf16", "index_add"),
+        (
+            Placed,
+            {"x": torch.randn(4, 4), "marked": torch.ones(4, 2, dtype=torch.bool), "rows": torch.randn(8, 4)},
+            {"precision": "fp64", "microbatches": 2},
+            "on one of 2 microbatches.*rows and marks differ",
+            "raise ValueError",
+        ),
+    ],
+)
+def test_a_model_that_stops_on_a_single_device_is_named(
+    tmp_path: Path, model: type[nn.Module], batch: dict[str, Tensor], options: dict[str, Any], said: str, line: str
+) -> None:
+    compiled = partc.compile(model, batch, mesh="dp=1", **options)
+    assert any("reads all 8 rows" in warning for warning in compiled.warnings) == (model is Placed)
+    compiled.write(tmp_path / "build")
+    with pytest.raises(PartcError, match=said) as refused:
         verify(tmp_path / "build", steps=1, virtual=True)
     source = refused.value.source
-    assert source is not None and "index_add" in Path(source.file).read_text().splitlines()[source.line - 1]
+    assert refused.value.code == "P0553"
+    assert source is not None and line in Path(source.file).read_text().splitlines()[source.line - 1]

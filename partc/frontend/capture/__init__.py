@@ -6,7 +6,7 @@ import functools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -157,18 +157,19 @@ def capture(
         )
         exported, findings, assumed = _exported(traced, batch, modules, rows, numbers, excluded)
     marked, selections = findings.repeats, findings.selections
+    whole = tuple(name for name, x in batch.items() if parts > 1 and x is every[name])
     return Captured(
         exported=exported,
         model=model,
         batch=batch,
-        whole=tuple(name for name, x in batch.items() if parts > 1 and x is every[name]),
+        whole=whole,
         constants=constants_as_text(found),
         precision=precision,
         trained=rows.with_left_out(findings.trained) if read is None else frozenset(_requiring(model)),
         calls=marked.calls,
         rows=rows.all,
         results=() if read is None else findings.paths,
-        assumed=assumed,
+        assumed=(*assumed, *_of_several_rows(batch, whole, parts)),
         tests=tuple(selections.tests.sources),
         most_tests=selections.tests.most,
         passed=marked.passed,
@@ -176,6 +177,16 @@ def capture(
         numbers=tuple(selections.numbers),
         pairs=untrained_pairs(pairs),
     )
+
+
+def _of_several_rows(batch: Mapping[str, Tensor], whole: Collection[str], parts: int) -> Iterator[str]:
+    """A sentence for each entry that microbatches read whole, although it may have several rows for each example."""
+    rows = parts * next((x.shape[0] for name, x in batch.items() if name not in whole and x.dim()), 0)
+    for name in whole:
+        count = batch[name].shape[0] if batch[name].dim() else 0
+        if rows and count > rows and count % rows == 0:
+            each = count // rows
+            yield f"Each microbatch reads all {count} rows of the batch's entry {name}, which are {each} for each example."
 
 
 def _exported(

@@ -75,11 +75,12 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def using_traceable_builtins(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """A context in which these modules use the functions above in place of Python's."""
-    given = [(vars(module), name) for module in modules for name in _FUNCTIONS if name not in vars(module)]
+def using_traceable_builtins(modules: Iterable[ModuleType], **further: Callable[..., Any]) -> Iterator[None]:
+    """A context in which these modules use the functions above, and `further` ones, in place of Python's."""
+    functions = {**_FUNCTIONS, **further}
+    given = [(vars(module), name) for module in modules for name in functions if name not in vars(module)]
     for names, name in given:
-        names[name] = _FUNCTIONS[name]
+        names[name] = functions[name]
     try:
         yield
     finally:

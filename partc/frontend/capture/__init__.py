@@ -186,7 +186,7 @@ def _of_several_rows(batch: Mapping[str, Tensor], whole: Collection[str], parts:
         count = batch[name].shape[0] if batch[name].dim() else 0
         if rows and count > rows and count % rows == 0:
             each = count // rows
-            yield f"Each microbatch reads all {count} rows of the batch's entry {name}, which are {each} for each example."
+            yield f"Each microbatch reads all {count} rows of the entry {name}, {each} for each example."
 
 
 def _exported(

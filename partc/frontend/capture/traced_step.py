@@ -138,9 +138,9 @@ class TracedStep(nn.Module):
         try:
             with (
                 computing_in(traced.dtype), repeats.rows.with_parts(), self._watch.watching(),
-                using_traceable_builtins(self._watch.modules), values.watching(), repeats.marking(), _conversions(),
-                _inference(), untraceable_modules(), traceable_spans(self._watch.named.values()), self._with_masks(),
-                traced.members.current(),
+                using_traceable_builtins(self._watch.modules, id=repeats.identity), values.watching(),
+                repeats.marking(), _conversions(), _inference(), untraceable_modules(),
+                traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip
                 found = self._forward(batch)
         except (PartcError, UnequalError, WholeTrace):

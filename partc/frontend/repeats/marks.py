@@ -108,6 +108,7 @@ class _Record:
     reach: tuple[tuple[Any, ...], ...] = ()  # for each result: inputs, weights and other leaves with gradients
     usable: bool = False
     calls: int = 1
+    identified: bool = False  # whether the call read the identity of a module
 
 
 class ModuleTree:
@@ -176,6 +177,13 @@ class Repeats:
     def call(self) -> int:
         """The number of the innermost marked call that runs, -1 outside of them."""
         return self._inside[-1] if self._inside else -1
+
+    def identity(self, x: Any, /) -> int:
+        """Python's `id` for the model's code: in a table by identities, equal modules may have different values."""
+        if isinstance(x, nn.Module):
+            for record in self._active:
+                record.identified = True
+        return id(x)
 
     @contextmanager
     def marking(self) -> Iterator[None]:
@@ -300,7 +308,7 @@ class Repeats:
         del kept
         if state != after:
             self._changing.add(group)
-        if group not in self._changing and all(item is not _UNKNOWN for item in found):
+        if group not in self._changing and not record.identified and all(item is not _UNKNOWN for item in found):
             record.results = tuple(found)
             record.values = _read(before, record.reads)
             stops = {edge: index for index, edge in enumerate(edges) if edge is not None}
@@ -559,7 +567,9 @@ def _path_below(path: str | None, top: str) -> str | None:
 
 @contextmanager
 def _reads(active: list[_Record]) -> Iterator[None]:
-    """A context in which reads of modules' attributes are noted in every active record."""
+    """A context in which reads of modules' attributes, and lookups of modules in tables, are noted in every active
+    record.
+    """
     if len(active) > 1:
         yield
         return
@@ -572,11 +582,18 @@ def _reads(active: list[_Record]) -> Iterator[None]:
                 record.reads.add((id(attributes), name))
         return object.__getattribute__(module, name)
 
+    def hashed(module: nn.Module) -> int:
+        if not is_machinery(sys._getframe(1).f_code.co_filename):
+            for record in active:
+                record.identified = True
+        return object.__hash__(module)
+
     nn.Module.__getattribute__ = noting  # type: ignore[method-assign,assignment]
+    nn.Module.__hash__ = hashed  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        del nn.Module.__getattribute__
+        del nn.Module.__getattribute__, nn.Module.__hash__
 
 
 @dataclass(frozen=True, slots=True)

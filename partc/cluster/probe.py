@@ -23,7 +23,7 @@ _HEADS = ((16, 64, 32), (16, 128, 64), (32, 256, 64))  # heads of attention, row
 _DTYPES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16"}
 _ELEMENTS = (1 << 14, 1 << 17, 1 << 20)  # of exponential functions
 _VECTORS = (1 << 17, 1 << 20, 1 << 23)  # elements of an addition
-_COLD = 1 << 26  # bytes of operands that are read in turn
+_COLD = 1 << 26  # bytes of operands in a cycle
 _MESSAGES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes
 _ENOUGH = 0.5  # seconds of an exchange, after which no larger one is measured
 _SEVERAL, _FEW = 9, 5  # exchanges of one size, if they are quick, and if they are slow
@@ -78,7 +78,7 @@ class Meeting:
 
 
 def typical(run: Callable[[], object], *, times: int = 9, least: float = 0.02) -> float:
-    """The seconds of one run, as the median of several groups of runs: a step meets slow moments of the machine too."""
+    """The seconds of one run: the median of several groups of runs, as steps run in slow moments of the machine too."""
     run()
     start = time.perf_counter()
     run()
@@ -93,8 +93,8 @@ def typical(run: Callable[[], object], *, times: int = 9, least: float = 0.02) -
 
 
 def _in_turn(make: Callable[..., Any], *shapes: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
-    """Operands of these shapes, so many in turn that those of one run have left the caches before they return, as in a
-    step.
+    """An endless cycle over operands of these shapes. Together they exceed the caches, so that each is read from
+    memory, as in a step.
     """
     first = tuple(make(*shape) for shape in shapes)
     others = range(_COLD // sum(x.nbytes for x in first))
@@ -276,16 +276,18 @@ class _Probe:
 
         def meetings(products: int) -> tuple[float, float]:
             """The mean seconds of a process's products, and of these and a barrier."""
-            computed = torch.zeros(2, dtype=torch.float64)
+            computed = met = 0.0
             for _ in range(_MEETINGS):
                 start = time.perf_counter()
                 for _ in range(products):
                     x @ x
-                computed[0] += time.perf_counter() - start
+                ready = time.perf_counter()
                 dist.barrier()
-                computed[1] += time.perf_counter() - start
-            dist.all_reduce(computed)
-            own, both = (computed / (_MEETINGS * dist.get_world_size())).tolist()
+                computed += ready - start
+                met += time.perf_counter() - start
+            sums = torch.tensor([computed, met], dtype=torch.float64)
+            dist.all_reduce(sums)
+            own, both = (sums / (_MEETINGS * dist.get_world_size())).tolist()
             return own, both
 
         (_, barrier), (own, both) = meetings(0), meetings(count)

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -263,12 +263,19 @@ def refusal(folder: Path) -> PartcError | None:
     return PartcError(found["code"], found["cause"], help=found["help"], source=source)
 
 
-def report_refusal(folder: Path, error: PartcError) -> None:
-    """Write an error for `refusal`, which another process calls."""
-    place = None if error.source is None else asdict(error.source)
-    found = {"code": error.code, "cause": error.cause, "help": error.help, "source": place}
-    folder.mkdir(exist_ok=True)
-    (folder / "refusal.json").write_text(json.dumps(found))
+@contextmanager
+def refusals_reported(folder: Path) -> Iterator[None]:
+    """A context that writes an error for wrong input to a folder, where another process reads it by `refusal`, and
+    ends this process with exit code 2.
+    """
+    try:
+        yield
+    except PartcError as error:
+        place = None if error.source is None else asdict(error.source)
+        found = {"code": error.code, "cause": error.cause, "help": error.help, "source": place}
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / "refusal.json", json.dumps(found))
+        sys.exit(2)
 
 
 def local_environment() -> dict[str, str]:

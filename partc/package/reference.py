@@ -23,7 +23,7 @@ from partc.errors import PartcError, first_line
 from partc.frontend.state.flags import is_flag
 from partc.frontend.trace_errors import innermost_user_line
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
-from partc.package.launch import report_refusal
+from partc.package.launch import refusals_reported
 from partc.package.loads import LoadCounts
 from partc.package.sampling import BranchSampling, Sampling, shorter_outcomes
 from partc.runtime.checkpoint.safetensors import save
@@ -40,11 +40,8 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def main(argv: Sequence[str]) -> int:
     package, folder, settings = argv
-    try:
+    with refusals_reported(Path(folder)):
         train(Path(package), Path(folder), **json.loads(settings))
-    except PartcError as error:
-        report_refusal(Path(folder), error)
-        return 2
     return 0
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from partc.errors import PartcError
 from partc.frontend.results import returned_tensors
-from partc.package.launch import report_refusal
+from partc.package.launch import refusals_reported
 from partc.package.reference import as_one_device, cast_states, single_device_model
 from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.train.data import load_model_file
@@ -26,11 +25,8 @@ from partc.runtime.train.train import batches_of
 
 def main(argv: Sequence[str]) -> int:
     package, folder, *options = argv
-    try:
+    with refusals_reported(Path(folder)):
         _write_results(Path(package), Path(folder), options)
-    except PartcError as error:
-        report_refusal(Path(folder), error)
-        return 2
     return 0
 
 

@@ -316,7 +316,7 @@ def test_tensors_without_numbers_set_no_scale(measure: Callable[[Tensor], float]
 
 
 class Sums(nn.Module):
-    """Rows of a product in bf16, added to rows in fp32: torch.autocast leaves index_add with operands of two types."""
+    """torch.autocast computes the product in bf16, and index_add does not add its rows to those in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Sums(nn.Module):
 
 
 class Placed(nn.Module):
-    """Rows for the marked places of all examples, whose number it checks; norms over the batch keep microbatches apart."""
+    """Forward checks that there are as many rows as marks. Batch norm makes each microbatch a batch of its own."""
 
     def __init__(self) -> None:
         super().__init__()

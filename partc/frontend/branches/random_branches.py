@@ -70,9 +70,7 @@ class Outcomes(enum.Enum):
 
     @property
     def kept(self) -> bool:
-        """Whether a package may have the graph of this trace. The graphs of all others are compared with one that is
-        kept.
-        """
+        """Whether a package may be built from this trace. All other traces are only compared with such a trace."""
         return self in (Outcomes.ABOVE, Outcomes.BELOW)
 
     def below(self, branch: int) -> bool:
@@ -149,7 +147,7 @@ class RandomTests:
         return made
 
     def of(self, x: Any) -> RandomTest | None:
-        """The test whose outcome a tensor is; None for other tensors."""
+        """The test that computed a tensor; None if no test did."""
         return self._tests.get(x)
 
 

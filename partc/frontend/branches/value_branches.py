@@ -430,7 +430,7 @@ class ValueWatch(TorchFunctionMode):
     def _branch(self, test: Tensor, below: bool, key: object) -> bool:
         """Choose the outcome of a branch on a random number or flag, and record the branch in the graph.
 
-        Branches with equal keys have the same outcome.
+        `key` identifies the test: all branches on one test have the same outcome in a trace.
         """
         self._branching()
         number = self._tests.setdefault(key, len(self._tests))

@@ -6,7 +6,7 @@ import functools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.branches.random_branches import Outcomes
-from partc.frontend.capture.batch import fake_batch, first_part, integer_parts, made_batch
+from partc.frontend.capture.batch import fake_batch, first_part, integer_parts, made_batch, rows_read_whole
 from partc.frontend.capture.built_model import built_model, check_members, check_pairs, make_fake, walkable
 from partc.frontend.capture.traced_step import Loss, TracedModel, TracedStep, TraceFindings
 from partc.frontend.gradients.own_backward import following_own_backward, module_hooks, own_hooks
@@ -169,7 +169,7 @@ def capture(
         calls=marked.calls,
         rows=rows.all,
         results=() if read is None else findings.paths,
-        assumed=(*assumed, *_of_several_rows(batch, whole, parts)),
+        assumed=(*assumed, *rows_read_whole(every, whole)),
         tests=tuple(selections.tests.sources),
         most_tests=selections.tests.most,
         passed=marked.passed,
@@ -177,16 +177,6 @@ def capture(
         numbers=tuple(selections.numbers),
         pairs=untrained_pairs(pairs),
     )
-
-
-def _of_several_rows(batch: Mapping[str, Tensor], whole: Collection[str], parts: int) -> Iterator[str]:
-    """A sentence for each entry that microbatches read whole, although it may have several rows for each example."""
-    rows = parts * next((x.shape[0] for name, x in batch.items() if name not in whole and x.dim()), 0)
-    for name in whole:
-        count = batch[name].shape[0] if batch[name].dim() else 0
-        if rows and count > rows and count % rows == 0:
-            each = count // rows
-            yield f"Each microbatch reads all {count} rows of the entry {name}, {each} for each example."
 
 
 def _exported(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,14 @@ def fake_batch(tensors: Mapping[str, Tensor], mode: FakeTensorMode, dtype: torch
     return {name: torch.empty_like(mode.from_tensor(x)) if not _is_fake(x) else x.clone() for name, x in cast.items()}
 
 
+def example_count(batch: Mapping[str, Tensor]) -> int:
+    """The number of examples: the rows of the first entry that has rows; 0 without such an entry."""
+    return next((x.shape[0] for x in batch.values() if x.dim()), 0)
+
+
 def first_part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
     """The first of `parts` equal parts of every entry that is as long as the batch."""
-    rows = next((x.shape[0] for x in batch.values() if x.dim()), 0)
+    rows = example_count(batch)
     if rows % parts:
         raise PartcError(
             "P0401",
@@ -80,11 +85,21 @@ def first_part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
     }
 
 
+def rows_read_whole(batch: Mapping[str, Tensor], whole: Iterable[str]) -> Iterator[str]:
+    """A sentence for each of the `whole` entries, which no part cuts, that seems to have several rows an example."""
+    examples = example_count(batch)
+    for name in whole:
+        rows = batch[name].shape[0] if batch[name].dim() else 0
+        if rows > examples and rows % examples == 0:
+            each = rows // examples
+            yield f"Each microbatch reads all {rows} rows of the entry {name}, {each} for each example."
+
+
 def integer_parts(make: Callable[[], Any], parts: int) -> tuple[dict[str, Tensor], ...]:
     """The integer entries of every part of the batch."""
     with without_modes():
         every = {name: x for name, x in entries(make()).items() if isinstance(x, Tensor)}
-        rows = next((x.shape[0] for x in every.values() if x.dim()), 0)
+        rows = example_count(every)
         return tuple(
             {
                 name: x.chunk(parts)[part] if x.dim() and x.shape[0] == rows else x

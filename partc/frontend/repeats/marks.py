@@ -179,7 +179,9 @@ class Repeats:
         return self._inside[-1] if self._inside else -1
 
     def identity(self, x: Any, /) -> int:
-        """Python's `id` for the model's code: in a table by identities, equal modules may have different values."""
+        """Python's `id`, for the model's code. Calls that read a module's identity are all traced: a table by identity
+        may have different values for equal modules.
+        """
         if isinstance(x, nn.Module):
             for record in self._active:
                 record.identified = True

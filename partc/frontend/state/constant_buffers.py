@@ -8,8 +8,9 @@ size. Equal recipes give one tensor.
 
     register_buffer("stride", torch.tensor(4), persistent=False)
 
-Buffers of a few integers and of masks that are not in state dicts have known values while the model is traced, as have
-single booleans in state dicts, such as `initialized`, unless forward changes them. They stay buffers.
+While the model is traced, the values of some buffers are known: of masks and a few integers outside of state dicts, and
+of single booleans in state dicts, such as `initialized`. Buffers that forward changes are not among them. Packages keep
+all of them as buffers.
 
     mask = ~torch.eye(n, dtype=torch.bool)
     mask[0, 1] = False                         the values of small constants follow writes, also through views
@@ -173,7 +174,7 @@ class _Inner:
 
 
 def _largest(x: Tensor) -> int:
-    """The most elements of a buffer with known values."""
+    """The largest number of elements up to which a buffer's values are known."""
     if x.is_floating_point() or x.is_complex():
         return -1
     return LARGEST_MASK if x.dtype is torch.bool else LARGEST

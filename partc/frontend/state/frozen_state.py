@@ -404,8 +404,8 @@ def check(
 ) -> None:
     """Refuse changes and random draws in forward that affect the trace. Raises PartcError P0225.
 
-    `again` traces once more; it is called only if something has changed, or if a package may have the trace (`kept`)
-    and the code names clocks or random numbers.
+    `again` traces once more. It is called only if something has changed, or if a package may be built from the trace
+    (`kept`) and the code names clocks or random numbers, or may keep state.
     """
     state, first = watch.state, dict(watch.changes)
     if state is None:

@@ -51,6 +51,7 @@ def plan(
         **({"rounds": rounds} if rounds else {}),
         "seed": seed,
         "draws": program.draws,
+        **({"draws_for_rows": True} if program.draws_for_rows else {}),
         "repeated": program.separate_batches,
         "flops": flops,
         "zero": program.zero,

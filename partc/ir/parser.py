@@ -242,7 +242,7 @@ class _TextReader:
 
     def _program(self, text: str) -> None:
         match = _matched(
-            rf"program {_NAME} mesh (\S+) microbatches (\d+)( separate)? loss {_NAME}(?: draws (\d+))?",
+            rf"program {_NAME} mesh (\S+) microbatches (\d+)( separate)? loss {_NAME}(?: draws (\d+)( for rows)?)?",
             text,
         )
         self._head = Program(
@@ -252,6 +252,7 @@ class _TextReader:
             separate_batches=bool(match[4]),
             loss=_name(match[5]),
             draws=int(match[6] or 0),
+            draws_for_rows=bool(match[7]),
         )
 
     def _input(self, text: str) -> None:

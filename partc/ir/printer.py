@@ -53,7 +53,7 @@ WORDS: Mapping[str, Arg] = {"None": None, "True": True, "False": False}
 def print_program(program: Program, *, sources: bool = False) -> str:
     """All of a program. `sources` adds where each operation comes from."""
     separate = " separate" if program.separate_batches else ""
-    draws = f" draws {program.draws}" if program.draws else ""
+    draws = f" draws {program.draws}{' for rows' * program.draws_for_rows}" if program.draws else ""
     lines = [
         f"program {written_name(program.name)} mesh {program.mesh} microbatches {program.microbatches}{separate}"
         f" loss {written_name(program.loss)}{draws}"

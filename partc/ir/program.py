@@ -600,6 +600,7 @@ class Program:
     are those of one microbatch, statistics and losses those of accumulated gradients; all of them read the entries
     `whole_inputs`, whatever their sizes.
     `draws` is the number of random operations in a step; they are numbered in the order in which one device runs them.
+    With `draws_for_rows` some draw for rows that masks select, by place, and one device draws by order.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
     `schedule` holds one list of actions per coordinate on that axis, `bodies` the statements that actions stand for.
     """
@@ -619,6 +620,7 @@ class Program:
     loss: str = "loss"
     results: tuple[tuple[str, str], ...] = ()
     draws: int = 0
+    draws_for_rows: bool = False
     updates: tuple[tuple[str, str], ...] = ()
     reached: tuple[tuple[str, str], ...] = ()
     transfers: tuple[Transfer, ...] = ()

@@ -82,6 +82,13 @@ def verify(
             f"{plan['command']['expert_capacity']}",
             help="verify the package without --expert-capacity",
         )
+    if plan.get("draws_for_rows"):
+        raise PartcError(
+            "P0207",
+            "random numbers, such as those of a dropout, are drawn for the rows that a mask selects: the package draws "
+            "them by place, a single device by order, so that the two cannot be compared",
+            help="compile and verify the model without them, such as with a dropout of 0",
+        )
     if plan.get("results"):
         return verify_results(directory.resolve(), batches=steps, virtual=virtual, arguments=arguments)
     job, recipe = _recipe(directory, ["--steps", str(steps), *arguments])

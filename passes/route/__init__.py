@@ -22,7 +22,8 @@
 
 The trace keeps every row of a selection. Where a chain of writes is equal for every expert, `loops` computes each row
 once, with the weights of its expert. Elsewhere every row is computed, and rows that the mask leaves out are not written
-back. An operation that mixes rows is refused: it would need their number.
+back. An operation that mixes rows is refused: it would need their number. Random numbers are drawn for all rows, by
+place; a single device draws them for the selected rows, by order.
 """
 
 from __future__ import annotations
@@ -44,17 +45,23 @@ def route(program: Program) -> Program:
     """Rewrite the selections of every region. Raises PartcError P0206 for operations that mix selected rows."""
     if not any(op.name == SELECTED for region in program.regions for op in region.forward.ops):
         return program
-    return replace(program, regions=tuple(map(_routed, program.regions)))
+    routed = [_routed(region) for region in program.regions]
+    draws = any(draws for _, draws in routed)
+    return replace(program, regions=tuple(region for region, _ in routed), draws_for_rows=draws)
 
 
-def _routed(region: Region) -> Region:
+def _routed(region: Region) -> tuple[Region, bool]:
+    """The rewritten region, and whether it draws random numbers for rows that masks select."""
     region = replace(region, forward=_merged(region.forward))
-    region = replace(region, forward=without_loops(region))
-    selections = _Selections(RowWriter(types=dict(region.types(region.forward)), taken=_used_names(region)))
+    forward, draws = without_loops(region)
+    region = replace(region, forward=forward)
+    selections = _Selections(
+        RowWriter(types=dict(region.types(region.forward)), taken=_used_names(region)), draws=draws
+    )
     for op in region.forward.ops:
         selections.take(op)
     graph = Graph(inputs=region.forward.inputs, ops=tuple(selections.writer.ops), outputs=region.forward.outputs)
-    return replace(region, forward=graph.without_dead())
+    return replace(region, forward=graph.without_dead()), selections.draws
 
 
 def _used_names(region: Region) -> set[str]:
@@ -74,6 +81,7 @@ class _Selections:
     writer: RowWriter
     indices: dict[str, _SelectedPlace] = field(default_factory=dict)
     rows: dict[str, tuple[str, int]] = field(default_factory=dict)
+    draws: bool = False  # random numbers for rows
     constants: set[str] = field(default_factory=set)  # tensors filled with one number
     zeros: set[str] = field(default_factory=set)
     same_mask: dict[str, str] = field(default_factory=dict)  # reshaped or converted mask -> the original mask
@@ -216,14 +224,6 @@ class _Selections:
         if len(masks) == 1:
             rows = [None if found is None else found[1] for found in held]
             dims = dims_of_rows(op, self.writer.types, rows, self.constants)
-        if dims is None and op.name in RANDOM:
-            raise PartcError(
-                "P0206",
-                f"the model does not trace: {op.name} draws numbers for the rows that a mask selects, and their number "
-                "depends on the values of a tensor",
-                help="draw for all rows, such as in a dropout after the rows are written back",
-                source=op.source,
-            )
         if dims is None:
             raise PartcError(
                 "P0206",
@@ -233,6 +233,7 @@ class _Selections:
                 source=op.source,
             )
         self.writer.keep(op)
+        self.draws |= op.name in RANDOM
         mask = masks.pop()
         self.rows.update((value.name, (mask, dim)) for value, dim in zip(op.results, dims, strict=True))
 

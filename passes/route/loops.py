@@ -32,9 +32,11 @@ _TRUE = frozenset({"ne", "gt"})  # comparisons with 0 that turn numbers into a m
 _BOTH = frozenset({"mul", "logical_and", "bitwise_and", "__and__"})
 
 
-def without_loops(region: Region) -> Graph:
-    """The forward graph with expert products in place of loops over experts."""
-    graph = region.forward
+def without_loops(region: Region) -> tuple[Graph, bool]:
+    """The forward graph with expert products in place of loops over experts, and whether these loops draw random
+    numbers.
+    """
+    graph, draws = region.forward, False
     params = {value.name: value.type for value in region.params}
     graph = _without_never(graph, params)
     for chain in _chains(graph):
@@ -48,7 +50,8 @@ def without_loops(region: Region) -> Graph:
             except NotEqualError:
                 continue
             graph = _with_lifted(graph, lift, part[-1])
-    return graph
+            draws |= any(op.name in RANDOM for op in lift.writer.ops)
+    return graph, draws
 
 
 def _without_never(graph: Graph, params: Mapping[str, TensorType]) -> Graph:
@@ -343,13 +346,15 @@ class Lift:
             return self._stacked_weights(names)
         ops = [self.makers[name] for name in names if name in self.makers]
         first = ops[0] if ops else None
-        if first is None or len(ops) < len(names) or first.name in RANDOM:
+        if first is None or len(ops) < len(names):
             raise NotEqualError
         if first.name == "split" and len({(op.name, op.args) for op in ops}) == 1:
             return self._parts(first, names)
         if len(set(map(self.place, names))) > 1 or len({op.name for op in ops}) > 1:
             raise NotEqualError
         operands = [self.lifted(reads) for reads in zip(*(tuple(op.refs()) for op in ops), strict=True)]
+        if first.name in RANDOM and not any(each.kind == "rows" for each in operands):
+            raise NotEqualError
         if len({(plain_form(op), op.types) for op in ops}) > 1:
             return self._numbered(ops, operands)
         result = first.results[self.place(names[0])]
@@ -704,6 +709,6 @@ class Lift:
 
 
 def plain_form(op: Op) -> tuple[object, ...]:
-    """The arguments of an operation, without the names of values."""
+    """The arguments of an operation, without the names of values and the number of a random operation."""
     plain = op.renamed(dict.fromkeys(op.refs(), ""))
-    return plain.args, plain.attrs
+    return plain.args[:-1] if op.name in RANDOM else plain.args, plain.attrs

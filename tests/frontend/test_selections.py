@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -67,12 +68,31 @@ def test_experts_with_norms_of_their_own_compute_all_rows() -> None:
     assert "expert_matmul" not in ops and "masked_fill" in ops
 
 
+@pytest.mark.parametrize("style", ["dropped", pytest.param("dropped_normed", marks=pytest.mark.slow)])
+def test_dropouts_of_selected_rows_draw_by_place(style: str, tmp_path: Path) -> None:
+    """The loop trains like a model that drops elements of all rows; a comparison with the loop itself is refused."""
+
+    def compiled(style: str, mesh: str, folder: str) -> Path:
+        options = {"style": style, "depth": 1}
+        return partc.compile(str(FILE), mesh=mesh, precision="fp64", options=options).write(tmp_path / folder)
+
+    reference = tmp_path / "reference"
+    assert verify(compiled(f"{style}_by_place", "dp=1", "plain"), steps=2, virtual=True, reference=reference).ok
+    package = compiled(style, "dp=2,tp=2", "build")
+    with pytest.raises(PartcError, match=r"P0207.*rows that a mask selects"):
+        verify(package, steps=2, virtual=True)
+    plan = json.loads((package / "plan.json").read_text())
+    del plan["draws_for_rows"]
+    (package / "plan.json").write_text(json.dumps(plan))
+    found = verify(package, steps=2, virtual=True, reference=reference)
+    assert found.ok, str(found.worst)
+
+
 @pytest.mark.parametrize(
     ("style", "words"),
     [
         ("counted", "where a mask selects nothing"),
         ("mixed", "other than row by row"),
-        ("dropped", "dropout draws numbers for the rows"),
     ],
 )
 def test_code_that_needs_the_number_of_rows_is_refused(style: str, words: str) -> None:

@@ -159,6 +159,7 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
                     "ok": result.ok,
                     "losses": result.losses,
                     "reference_losses": result.reference_losses,
+                    "restarted": result.restarted,
                     "worst": {"kind": worst.kind, "name": worst.name, "rel_err": console.finite_or_none(worst.rel_err)},
                 }
             )
@@ -166,6 +167,11 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
     else:
         for step, (mine, theirs) in enumerate(zip(result.losses, result.reference_losses, strict=True)):
             console.echo(f"step {step + 1}   loss {mine:.9g}   single device {theirs:.9g}")
+        if result.restarted:
+            console.echo(
+                "Rounding grew after step 1, as updates of zero gradients may be rounding alone. Later steps are "
+                "compared from the package's own values."
+            )
         place = f"{worst.kind} {worst.name}" if worst.kind != worst.name else worst.kind
         where = f"{place}, step {worst.step}, rank {worst.rank}"
         error = f"relative error {worst.rel_err:.2e} of {result.tolerance:.0e} allowed in {result.rounding}"

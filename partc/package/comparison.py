@@ -46,6 +46,8 @@ class VerifyResult:
     tolerance: float  # the tolerance for the worst difference's kind
     rounding: str  # the precision from which the tolerance follows
     compared: int  # the number of compared tensors and losses
+    # Whether the model's steps after the first started from the package's own values.
+    restarted: bool = False
 
 
 def relative_error(mine: Tensor | float, theirs: Tensor | float, scale: float) -> float:

@@ -1,7 +1,7 @@
 """Plain training of the single-device model: the reference of `partc verify`.
 
-Run as `python -m partc.package.reference PACKAGE FOLDER SETTINGS` in a process of its own. It uses the package's
-model.py and plan.json, autograd, torch's optimizers and the whole batch, and no other emitted file.
+Run as `python -m partc.package.reference PACKAGE FOLDER SETTINGS [VALUES]` in a process of its own. It uses the
+package's model.py and plan.json, autograd, torch's optimizers and the whole batch, and no other emitted file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.package.launch import refusals_reported
 from partc.package.loads import LoadCounts
 from partc.package.sampling import BranchSampling, Sampling, shorter_outcomes
-from partc.runtime.checkpoint.safetensors import save
+from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.optimizer.kinds import kind_of, options_of
 from partc.runtime.optimizer.recipe import Group, parse_recipe
 from partc.runtime.train.data import Tokens, call_with_options, load_model_file, source
@@ -39,16 +39,17 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(argv: Sequence[str]) -> int:
-    package, folder, settings = argv
+    package, folder, settings, *values = argv
     with refusals_reported(Path(folder)):
-        train(Path(package), Path(folder), **json.loads(settings))
+        train(Path(package), Path(folder), Path(values[0]) if values else None, **json.loads(settings))
     return 0
 
 
-def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) -> None:
+def train(package: Path, folder: Path, values: Path | None, *, steps: int, seed: int, **recipe: Any) -> None:
     """Write the initial parameters to `folder` as step 0, then loss, gradients and parameters of every step.
 
     Gradients are written before clipping, parameters after the update. Parameters without a gradient have no entry.
+    With `values`, a step starts from the parameters and buffers that this folder has for the step before.
     """
     plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
     module = load_model_file(package / "model.py")
@@ -67,6 +68,8 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
     save(folder / "step_0000.safetensors", _state(model), {})
     branches: _Branches | None = None
     for step in range(steps):
+        if values is not None and step:
+            _set_state(model, load(values / f"step_{step:04d}.safetensors")[0])
         model.zero_grad(set_to_none=True)
         numbers = range(step * update.accumulate, (step + 1) * update.accumulate)
         total = 0.0
@@ -92,9 +95,9 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
                 recorded |= {f"rows/{name}": x.grad.indices()[0], f"gradient/{name}": x.grad.to_dense()}
             elif x.grad is not None:
                 recorded[f"gradient/{name}"] = as_real(x.grad).clone()
-        for name, load in counts.loads.items():
+        for name, received in counts.loads.items():
             bias = tensors[name]
-            recorded[f"gradient/{name}"] = bias.grad = load.to(bias.dtype).view_as(bias) / update.accumulate
+            recorded[f"gradient/{name}"] = bias.grad = received.to(bias.dtype).view_as(bias) / update.accumulate
         update.step()
         save(folder / f"step_{step + 1:04d}.safetensors", recorded | _state(model), {"loss": repr(total)})
 
@@ -102,6 +105,12 @@ def train(package: Path, folder: Path, *, steps: int, seed: int, **recipe: Any) 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     found = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {f"parameter/{name}": as_real(x.detach()) for name, x in found}
+
+
+def _set_state(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, x in _state(model).items():  # views of the model's memory
+        if name in values:
+            x.copy_(values[name])
 
 
 def balanced_biases(plan: Mapping[str, Any]) -> dict[str, float]:

@@ -80,6 +80,35 @@ def test_wrong_packages_fail(package: Path, file: str, old: str, new: str, worst
     assert result.worst.kind == worst
 
 
+def test_a_loss_that_is_wrong_after_the_first_step_is_seen(package: Path) -> None:
+    stage = package / "stages/stage_1.py"
+    replace_in(stage, "nll.sum() / count", "nll.sum() / count * FACTORS.pop()")
+    ranks, microbatches = 4, 2
+    stage.write_text(f"{stage.read_text()}\nFACTORS = [1.0000001] * 99 + [1.0] * {ranks * microbatches}\n")
+    result = verify(package, steps=2, virtual=True, arguments=["--optimizer", "sgd"])
+    assert not result.ok and result.restarted
+    assert (result.worst.kind, result.worst.step) == ("loss", 2)
+
+
+class BiasBeforeNorm(nn.Module):
+    """A model with a bias whose gradient is zero, but which moves a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x)).sin().square().mean()
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "adafactor"])
+def test_updates_of_zero_gradients_may_differ(optimizer: str, tmp_path: Path) -> None:
+    compiled = partc.compile(BiasBeforeNorm, {"x": torch.randn(12, 6)}, mesh="dp=3", precision="fp64")
+    folder = compiled.write(tmp_path / "build")
+    result = verify(folder, steps=3, virtual=True, arguments=["--optimizer", optimizer])
+    assert result.ok and result.restarted, str(result.worst)
+
+
 LATER = "[x['step'].fill_(1000.0) for x in self._optimizer.state.values() if x], self._optimizer.step()"
 TRAINED = ["--weight-decay", "0.1", "--clip", "0.01", "--warmup", "2", "--lr-schedule", "cosine", "--accumulate", "2"]
 # What an update could get wrong, as text in the package's runtime: (file, right, wrong, options that show it).

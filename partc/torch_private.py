@@ -32,8 +32,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 # Where modules and weights keep the hooks that see gradients.
 GRADIENT_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")  # of all modules
 FULL_HOOKS = "_is_full_backward_hook"  # whether a module's hooks see the gradients of all operands
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # of one optimizer
 # The method of modules that runs hooks and forward; tracers wrap the call around it.
 MODULE_CALL = "_call_impl"
 # The function behind torch.utils.checkpoint with use_reentrant=False.
@@ -49,8 +51,10 @@ TRANSFORMS = {
 __all__ = [
     "CHECKPOINT",
     "FULL_HOOKS",
+    "GLOBAL_HOOKS",
     "GRADIENT_HOOKS",
     "MODULE_CALL",
+    "STEP_HOOKS",
     "TENSOR_HOOKS",
     "TRANSFORMS",
     "AdaptiveLosses",

@@ -247,6 +247,22 @@ def test_hooks_on_weights_are_refused_at_their_line(hook: str, tmp_path: Path) -
     assert caught.value.source is not None and caught.value.source.line == 4
 
 
+def test_hooks_that_a_trace_would_lose_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "packing.py"
+    file.write_text(
+        "import torch\nfrom torch.autograd import graph\n\ndef model(): return torch.nn.Linear(6, 1)\n\n"
+        "def batch(): return {'input': torch.randn(8, 6)}\n\ndef loss(model, batch):\n    with graph.save_on_cpu():\n"
+        "        x = model(**batch).sin()\n    with graph.saved_tensors_hooks(torch.round, torch.abs):\n"
+        "        return x.exp().mean()\n"
+    )
+    with pytest.raises(PartcError, match="P0216: forward packs the tensors") as caught:
+        partc.compile(str(file), mesh="1")
+    assert caught.value.source is not None and caught.value.source.line == 11
+    hook = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    with hook, pytest.raises(PartcError, match="P0216: a hook is on the backward pass of all modules"):
+        partc.compile(str(file), mesh="1")
+
+
 def test_a_pipeline_cuts_between_functions(tmp_path: Path) -> None:
     """A function stays whole although it reads two weights and a stage could begin at either."""
     file = Path(__file__).parents[1] / "independent" / "models" / "reversible.py"

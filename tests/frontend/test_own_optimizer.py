@@ -156,6 +156,23 @@ def test_equal_layers_are_one_pattern() -> None:
         ("return model.missing", "fails: AttributeError"),
         ("return torch.optim.SGD([torch.zeros(3, requires_grad=True)])", "not a parameter of the model"),
         ("return [torch.optim.SGD(model.head.parameters()), torch.optim.AdamW(model.parameters())]", "two of the"),
+        ("made = torch.optim.SGD(model.parameters()); made.step = print; return made", "the step of SGD"),
+        (
+            "made = torch.optim.SGD(model.parameters()); made.register_step_post_hook(lambda *_: None); return made",
+            "the step of SGD",
+        ),
+        (
+            "made = torch.optim.Adam(model.parameters()); made.state[model.head.bias]['step'] = 9; return made",
+            "gives Adam states",
+        ),
+        (
+            "model.head.bias.requires_grad_(False); return torch.optim.SGD(model.blocks.parameters())",
+            "changes the parameter head.bias",
+        ),
+        (
+            "nn.init.ones_(model.head.bias); return torch.optim.SGD(model.parameters())",
+            "changes the parameter head.bias",
+        ),
         ("return type('Mine', (torch.optim.SGD,), {})(model.parameters())", "Mine, which packages cannot run"),
     ],
 )

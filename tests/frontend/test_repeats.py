@@ -110,6 +110,15 @@ class Hooked(Block):
         self.first.register_forward_hook(lambda module, args, out: out * (index + 1))
 
 
+class HookedWeight(Block):
+    """A hook changes the gradient of one block's weight."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        if index == 4:
+            self.first.weight.register_hook(lambda grad: grad * 0.5)
+
+
 class Constant(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.tensor([1.0, 2.0]).repeat(4)
@@ -259,6 +268,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether calls are
     "experts": (lambda: Stack(Experts, 5), True),
     "batch norms": (lambda: Stack(Normed, 5), True),
     "hooks": (lambda: Stack(Hooked, 5), True),
+    "a hook on a weight": (lambda: Stack(HookedWeight, 7), True),
     "constants": (lambda: Stack(Constant, 5), True),
     "dropout": (lambda: Stack(Dropping, 5), True),
     "masks": (lambda: Stack(Masked, 5), True),

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from partc.errors import PartcError, Source
@@ -35,6 +36,7 @@ from partc.runtime.torch_private import tree_map_only
 from partc.torch_private import (
     CHECKPOINT,
     FULL_HOOKS,
+    GLOBAL_HOOKS,
     GRADIENT_HOOKS,
     TENSOR_HOOKS,
     CheckpointFunction,
@@ -75,6 +77,8 @@ class _GradientOfResult:
 def module_hooks(modules: Mapping[str, nn.Module], parts: int = 1) -> Iterator[None]:
     """A context in which hooks on modules' backward passes are traced as hooks on their operands and results."""
     before, after = GRADIENT_HOOKS[1], GRADIENT_HOOKS[0]
+    if hook := next((hook for kind in GLOBAL_HOOKS for hook in getattr(torch.nn.modules.module, kind).values()), None):
+        raise _refused("a hook is on the backward pass of all modules", hook)
     stores: list[tuple[nn.Module, dict[str, Any]]] = []
     handles: list[RemovableHandle] = []
     try:
@@ -208,15 +212,27 @@ def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole:
             return grad(*args, **kwargs)
         return inner(*args, **kwargs)
 
-    def report(frame: FrameType | None) -> None:
+    def report(frame: FrameType | None, name: str = "torch.utils.checkpoint") -> None:
         frame = user_frame(frame)
         place = "" if frame is None else f" at {line_of(frame)}"
-        say(f"torch.utils.checkpoint{place} changes nothing: --recompute decides what is computed again.")
+        say(f"{name}{place} changes nothing: --recompute decides what is computed again.")
 
     def own_checkpoint(*args: Any, **kwargs: Any) -> Any:
         report(sys._getframe(1))
         return without_reentrance(*args, **kwargs)
 
+    def own_packing(hooks: saved_tensors_hooks) -> None:
+        if isinstance(hooks, save_on_cpu):
+            report(sys._getframe(1), "torch.autograd.graph.save_on_cpu")
+        elif getattr(hooks.pack_hook, "__globals__", {}).get("__name__", "").split(".")[0] != "torch":
+            raise _refused(
+                "forward packs the tensors that backward reads (saved_tensors_hooks)",
+                help="leave these hooks out: --recompute decides what backward reads and what it computes again",
+            )
+        enter(hooks)
+
+    enter = saved_tensors_hooks.__enter__
+    saved_tensors_hooks.__enter__ = own_packing  # type: ignore[method-assign]
     without_reentrance = getattr(checkpoint, CHECKPOINT)
     setattr(checkpoint, CHECKPOINT, own_checkpoint)
     inner = inner_gradient(grad, whole)
@@ -226,6 +242,7 @@ def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole:
     try:
         yield
     finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
         setattr(checkpoint, CHECKPOINT, without_reentrance)
         torch.autograd.grad, torch.autograd.backward = grad, backward
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
@@ -347,11 +364,11 @@ def fitted_gradient(gradient: Tensor, x: Tensor, parts: int) -> Tensor:
     return gradient.to(x.dtype).detach()
 
 
-def _refused(what: str, hook: Any = None) -> PartcError:
+def _refused(what: str, hook: Any = None, help: str = "use operations that torch differentiates") -> PartcError:
     code = getattr(hook, "__code__", None)
     return PartcError(
         "P0216",
         f"{what}, which partc cannot follow",
-        help="use operations that torch differentiates",
+        help=help,
         source=None if code is None else Source(file=code.co_filename, line=code.co_firstlineno),
     )

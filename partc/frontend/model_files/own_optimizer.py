@@ -21,6 +21,7 @@ from partc.frontend.model_files.model_file import user_line
 from partc.runtime.errors import UsageError
 from partc.runtime.optimizer.kinds import KINDS, Kind, option_text
 from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule, recipe_text
+from partc.torch_private import STEP_HOOKS
 
 Build = Callable[[nn.Module], Any]
 _RATE = 1e-3  # train.py's default
@@ -42,6 +43,7 @@ def own_optimizer(build: Build, model: nn.Module, path: Path) -> OwnOptimizer:
 
     Raises PartcError P0551 if it fails, or returns something that options of train.py cannot express.
     """
+    before = _weights(model)
     try:
         found = build(model)
     except Exception as error:  # a user's function may raise anything
@@ -50,6 +52,20 @@ def own_optimizer(build: Build, model: nn.Module, path: Path) -> OwnOptimizer:
     for each in made or [None]:
         if not isinstance(each, optim.Optimizer):
             raise _refusal(f"optimizer() returns a {type(each).__name__} where an optimizer is expected", path)
+        if "step" in vars(each) or any(getattr(each, hooks) for hooks in STEP_HOOKS):
+            raise PartcError(
+                "P0551",
+                f"optimizer() changes the step of {type(each).__name__} by a schedule, a hook or another function",
+                help="leave it out: packages run torch's own step, and train.py's --lr-schedule changes its rate",
+            )
+        if each.state and not isinstance(each, optim.Adagrad):  # whose constructor makes its states
+            raise _refusal(f"optimizer() gives {type(each).__name__} states, which packages begin anew", path)
+    if changed := [name for name, _ in before.items() ^ _weights(model).items()]:
+        raise PartcError(
+            "P0551",
+            f"optimizer() changes the parameter {min(changed)}",
+            help="change or freeze parameters in model(), before it returns",
+        )
     base = _kind(made[0], path)
     rate = next((rate for rate in (float(made[0].defaults["lr"]), *sorted(_rates(made))[::-1]) if rate > 0), _RATE)
     options = _options(base, made[0].defaults)
@@ -60,6 +76,11 @@ def own_optimizer(build: Build, model: nn.Module, path: Path) -> OwnOptimizer:
     result = OwnOptimizer(optimizer=recipe_text(base.name, options), groups=groups, lr=rate)
     _check(result, rules, dims, path)
     return result
+
+
+def _weights(model: nn.Module) -> dict[str, tuple[int, bool, int]]:
+    """Facts by which a change of a parameter is seen: its identity, whether it is trained, and its version."""
+    return {name: (id(x), x.requires_grad, x._version) for name, x in model.named_parameters()}
 
 
 def _rates(made: list[Any]) -> Iterator[float]:

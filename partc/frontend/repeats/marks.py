@@ -31,7 +31,7 @@ from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, contain
 from partc.frontend.state.frozen_state import comparable_copy
 from partc.installed import is_machinery
 from partc.ir.repetitions import KEPT
-from partc.torch_private import MODULE_CALL, TreeSpec, tree_flatten, tree_unflatten, without_overriding
+from partc.torch_private import MODULE_CALL, TENSOR_HOOKS, TreeSpec, tree_flatten, tree_unflatten, without_overriding
 
 MARK = "module_call"
 RECORDS = 8  # the most records of a group; further calls are traced
@@ -481,7 +481,9 @@ def _grouped(modules: Mapping[str, nn.Module], constants: Mapping[str, Hashable]
                 for store in (module._parameters, module._buffers)
             ]
             parts = tuple((name, part is not None and number(part)) for name, part in module._modules.items())
-            key = (type(module), *kinds, parts, tuple(values.get(id(module), ())))
+            # A hook changes the gradient of one weight, outside of the module's calls.
+            hooked = tuple(id(x) for x in module._parameters.values() if getattr(x, TENSOR_HOOKS[0], None))
+            key = (type(module), *kinds, parts, tuple(values.get(id(module), ())), hooked)
             known[id(module)] = numbers.setdefault(key, len(numbers))
         return known[id(module)]
 

@@ -171,6 +171,7 @@ WRONG = {
     "closure": "return self.up(x) * self.count()",
     "default argument": "return self.up(x) * seen(x)",
     "context variable": "VAR.set(VAR.get() + 1)\nreturn self.up(x) * VAR.get()",
+    "an attribute of a weight": "self.up.weight.calls = getattr(self.up.weight, 'calls', 0) + 1\nreturn self.up(x) * self.up.weight.calls",
 }
 RIGHT = {
     "counter for a log": "self.n += 1\nreturn self.up(x)",

@@ -42,6 +42,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(11, 8)
         self.blocks = nn.Sequential(Block(), Block(), Block())
         self.add_module("odd, [1]: *?", nn.Linear(8, 8))
+        for parameter in self.get_submodule("odd, [1]: *?").parameters():
+            parameter.odd = True
         self.head = nn.Linear(8, 11)
 
     def forward(self, ids):
@@ -65,7 +67,7 @@ GROUPED = """
 def optimizer(model):
     named = dict(model.named_parameters())
     first = [p for name, p in named.items() if name.startswith("blocks.0.")]
-    odd = [p for name, p in named.items() if name.startswith("odd")]
+    odd = [p for p in named.values() if hasattr(p, "odd")]
     taken = {id(p) for p in (*first, *odd)}
     rest = [p for p in named.values() if id(p) not in taken]
     return torch.optim.AdamW(

@@ -119,6 +119,17 @@ class HookedWeight(Block):
             self.first.weight.register_hook(lambda grad: grad * 0.5)
 
 
+class Scaled(Block):
+    """The weights have attributes; one block's is another."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        vars(self.first.weight)["gain"] = 0.5 if index == 4 else 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.first.weight.gain
+
+
 class Constant(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.tensor([1.0, 2.0]).repeat(4)
@@ -269,6 +280,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether calls are
     "batch norms": (lambda: Stack(Normed, 5), True),
     "hooks": (lambda: Stack(Hooked, 5), True),
     "a hook on a weight": (lambda: Stack(HookedWeight, 7), True),
+    "attributes of weights": (lambda: Stack(Scaled, 7), True),
     "constants": (lambda: Stack(Constant, 5), True),
     "dropout": (lambda: Stack(Dropping, 5), True),
     "masks": (lambda: Stack(Masked, 5), True),

@@ -64,6 +64,9 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "a quantized module": (
         ((NET, "return torch.ao.quantization.quantize_dynamic(Net(), {nn.Linear})"),), "P0205", None
     ),
+    "a weight of a class with methods": (
+        ((NET, "n = Net(); n.own = type('Own', (nn.Parameter,), {'twice': 2})(n.up.bias.data * 2); return n"),), "P0205", None
+    ),
     "two weights in one memory": (
         ((NET, "n = Net(); n.twin = nn.Linear(8, 12); n.twin.weight.data = n.up.weight.data; return n"),), "P0205", None
     ),

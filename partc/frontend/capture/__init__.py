@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from partc.errors import PartcError, Source
 from partc.frontend.branches.random_branches import Outcomes
 from partc.frontend.capture.batch import fake_batch, first_part, integer_parts, made_batch, rows_read_whole
-from partc.frontend.capture.built_model import built_model, check_members, check_pairs, make_fake, walkable
+from partc.frontend.capture.built_model import (
+    built_model,
+    check_members,
+    check_pairs,
+    give_attributes,
+    make_fake,
+    walkable,
+    weight_attributes,
+)
 from partc.frontend.capture.traced_step import Loss, TracedModel, TracedStep, TraceFindings
 from partc.frontend.gradients.own_backward import following_own_backward, module_hooks, own_hooks
 from partc.frontend.gradients.transforms import following_transforms
@@ -134,8 +142,10 @@ def capture(
     rows = ModuleRows(modules.named, modules.groups, modules.weights, excluded)
     if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
         raise WholeTrace  # otherwise equal modules may have different numbers
-    hooks = own_hooks(modules.named)  # before fake tensors, which have none, replace the parameters
+    # Before fake tensors, which have none of their own, replace the weights.
+    hooks, attributes = own_hooks(modules.named), weight_attributes(modules.named)
     make_fake(modules.named, dtype, mode, rows.left_out)
+    give_attributes(modules.named, attributes)
     with mode:
         form, found = made_batch(make_batch, path)
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
@@ -152,6 +162,7 @@ def capture(
             dtype=dtype,
             outcomes=outcomes,
             hooks=hooks,
+            attributes={name: x for name, x in attributes.items() if name.rpartition(".")[0] not in rows.left_out},
             members=members,
             masks=masks,
         )

@@ -79,6 +79,40 @@ class _ValuesOfRanges(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+# Members of tensor classes that only matter while a model is built; `vars` of a class lists the dunder names.
+_OF_CONSTRUCTION = frozenset(vars(type("_", (), {}))) | {"__new__", "__init__", "__repr__", "__deepcopy__"}
+
+
+def weight_attributes(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
+    """The attributes that the model gives its weights, such as `weight.decayed = False`, by the weights' names."""
+    return {
+        f"{path}.{name}".lstrip("."): dict(vars(x))
+        for path, module in modules.items()
+        for store in (module._parameters, module._buffers)
+        for name, x in store.items()
+        if x is not None and vars(x)
+    }
+
+
+def give_attributes(modules: Mapping[str, nn.Module], attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give the tensors that stand for weights the attributes of these weights."""
+    for name, held in attributes.items():
+        path, _, own = name.rpartition(".")
+        vars(modules[path]._parameters.get(own, modules[path]._buffers.get(own))).update(held)
+
+
+def plain_attributes(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
+    """The numbers and texts among the attributes of parameters, by the names of parameter and attribute."""
+    return {
+        (f"{path}.{name}".lstrip("."), attribute): value
+        for path, module in modules.items()
+        for name, x in module._parameters.items()
+        if x is not None
+        for attribute, value in vars(x).items()
+        if attribute[0] != "_" and isinstance(value, int | float | str)
+    }
+
+
 def check_members(modules: Mapping[str, nn.Module]) -> None:
     """Raises PartcError P0205 for weights of kinds that packages do not have, and for names without an encoding."""
     held = (
@@ -101,6 +135,13 @@ def check_members(modules: Mapping[str, nn.Module]) -> None:
                 "P0205",
                 f"{name} of model() is {kind}; parameters and buffers are dense",
                 help="store it dense, or its parts in buffers of their own: a sparse matrix has places and values",
+            )
+        own = [cls for cls in type(tensor).__mro__ if cls.__module__.split(".")[0] != "torch" and cls is not object]
+        if member := next((member for cls in own for member in vars(cls) if member not in _OF_CONSTRUCTION), None):
+            raise PartcError(
+                "P0205",
+                f"{name} of model() is a {type(tensor).__name__}, whose class has a member {member} of its own",
+                help="use nn.Parameter, and write what the class does in forward",
             )
     names: dict[str, None] = {}
     for part in modules.values():

@@ -16,6 +16,7 @@ from partc.errors import PartcError
 from partc.frontend.branches.builtin_numbers import using_traceable_builtins
 from partc.frontend.branches.random_branches import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
+from partc.frontend.capture.built_model import give_attributes, plain_attributes
 from partc.frontend.gradients.own_backward import Hook
 from partc.frontend.repeats.marks import Repeats
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
@@ -55,6 +56,7 @@ class TracedModel:
     dtype: torch.dtype
     outcomes: Outcomes  # of branches on random numbers
     hooks: Mapping[str, Sequence[Hook]]  # of parameters
+    attributes: Mapping[str, Mapping[str, Any]]  # of parameters and buffers
     members: Members
     masks: Mapping[str, Recipe]  # buffers of masks that the constructor makes
 
@@ -142,11 +144,22 @@ class TracedStep(nn.Module):
                 repeats.marking(), _conversions(), _inference(), untraceable_modules(),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip
+                give_attributes(self._watch.named, traced.attributes)
+                traced_modules = {k: x for k, x in self._watch.named.items() if k not in repeats.rows.left_out}
+                before = plain_attributes(traced_modules)
                 found = self._forward(batch)
         except (PartcError, UnequalError, WholeTrace):
             raise
         except Exception as error:  # torch.export would also print the graph so far, or a long message
             raise explained_error(error, self.model, traced.path, traced.parts, values.selections.any) from error
+        after = plain_attributes(traced_modules)
+        for name, attribute in sorted(key for key, _ in before.items() ^ after.items()):
+            raise PartcError(
+                "P0225",
+                f"forward changes {name}.{attribute}: a package would repeat the first step",
+                help="keep state in a registered buffer",
+                source=self._watch.line_of(attribute),
+            )
         for sentence in values.sentences:
             self._assume(sentence)
         return found

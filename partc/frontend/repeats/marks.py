@@ -477,7 +477,7 @@ def _grouped(modules: Mapping[str, nn.Module], constants: Mapping[str, Hashable]
     def number(module: nn.Module) -> int:
         if id(module) not in known:
             kinds = [
-                tuple((name, None if x is None else _TensorKind.of(x)) for name, x in store.items())
+                tuple((name, None if x is None else (_TensorKind.of(x), _attached(x))) for name, x in store.items())
                 for store in (module._parameters, module._buffers)
             ]
             parts = tuple((name, part is not None and number(part)) for name, part in module._modules.items())
@@ -491,6 +491,11 @@ def _grouped(modules: Mapping[str, nn.Module], constants: Mapping[str, Hashable]
         found = number(module)
         if index and any(module.children()):
             yield id(vars(module)), found
+
+
+def _attached(x: Tensor) -> Hashable:
+    """The attributes that the model gives a weight, with the values of plain ones."""
+    return tuple((name, repr(value) if isinstance(value, _PLAIN) else type(value)) for name, value in vars(x).items())
 
 
 def _weights(model: nn.Module) -> dict[str, dict[str, str]]:

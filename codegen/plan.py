@@ -78,8 +78,13 @@ def plan(
 
 def _inputs(program: Program, limits: Mapping[str, int]) -> dict[str, Any]:
     """The entries of a batch; `limits` are upper bounds of integers."""
+    largest = dict(program.largest)
     return {
-        name: {**_typed(program.step_input(name), program), **({"below": limits[name]} if name in limits else {})}
+        name: {
+            **_typed(program.step_input(name), program),
+            **({"below": limits[name]} if name in limits else {}),
+            **({"largest": largest[name]} if name in largest else {}),
+        }
         for name in program.inputs
     }
 

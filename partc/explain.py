@@ -610,7 +610,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0543": CodeExplanation(
         "a batch of another form than the compiled one",
         "Every batch of data has the entries of batch(), with their shapes. Entries that are not tensors were compiled "
-        "in as constants, so that each batch must have the same. A DataLoader makes batches of one size with "
+        "in as constants, so that each batch must have the same. So was the largest number of an entry, if the model "
+        "reads it in Python, such as `int(lengths.max())`. A DataLoader makes batches of one size with "
         "`drop_last=True`. It gives whole batches: every rank takes its own part of them.",
     ),
     "P0544": CodeExplanation(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.batch_indices import check_indices
+from partc.frontend.branches.largest_numbers import reading_largest_numbers
 from partc.frontend.branches.random_branches import (
     PARTLY_EMPTY,
     Branching,
@@ -201,6 +202,19 @@ Capture = Callable[[Excluded | None, Outcomes], Captured]
 
 
 def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
+    """Trace a model. If it does not trace otherwise, the largest numbers of entries are constants of the trace."""
+    with reading_largest_numbers() as reading:
+        try:
+            return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
+        except PartcError as error:
+            if error.code != "P0206" or not reading.asked:
+                raise
+        reading.allowed = True
+        tell(PASSES, "the model is traced with the largest numbers of entries as constants")
+        return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
+
+
+def _with_equal_modules(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
     """Trace equal modules once. Groups that prove unequal are excluded; if that fails too, every call is traced.
 
     torch.compiler.is_compiling() returns False in the trace; if the trace fails and code asked, it returns True in
@@ -393,6 +407,7 @@ def program_of(
         separate_batches=batches.separate,
         inputs=inputs,
         whole_inputs=captured.whole,
+        largest=tuple(captured.largest.items()),
         values=(
             *(replace(value, name=name) for name, value in zip(inputs, graph.inputs, strict=True)),
             *values,

@@ -193,8 +193,8 @@ class _TextReader:
         self._parts: dict[str, list[Any]] = {
             key: []
             for key in (
-                "inputs", "whole_inputs", "values", "results", "parameters", "buckets", "calls", "transfers", "updates",
-                "reached", "places", "schedule", "repetitions",
+                "inputs", "whole_inputs", "largest", "values", "results", "parameters", "buckets", "calls", "transfers",
+                "updates", "reached", "places", "schedule", "repetitions",
             )
         }  # fmt: skip
         self._bodies: list[_Body] = []
@@ -229,7 +229,7 @@ class _TextReader:
             "region": self._region, "param": self._param, "forward": self._graph, "backward": self._graph,
             "weight": self._graph, "saved": self._saved, "kept": self._parse_kept, "return": self._return,
             "action": self._action, "for": self._loop, "repeat": self._repeat, "transport": self._transport,
-            "bucket": self._bucket,
+            "bucket": self._bucket, "largest": self._largest,
             **dict.fromkeys((*get_args(Verb), *get_args(When)), self._statement),
         }  # fmt: skip
         is_operation = re.match(rf"{_NAME}(, {_NAME})*\s+= \w", text) and word != CALL
@@ -262,6 +262,10 @@ class _TextReader:
             match = _matched(rf"input {_NAME}( whole)?", text)
             self._parts["inputs"].append(_name(match[1]))
             self._parts["whole_inputs"].extend([_name(match[1])] if match[2] else [])
+
+    def _largest(self, text: str) -> None:
+        match = _matched(rf"largest {_NAME} = (\d+)", text)
+        self._parts["largest"].append((_name(match[1]), int(match[2])))
 
     def _value(self, text: str) -> None:
         self._parts["values"].append(_declared(text.removeprefix("value ")))

@@ -599,6 +599,7 @@ class Program:
     With `separate_batches` each microbatch is a batch of its own, whose loss counts by its share of the step: shapes
     are those of one microbatch, statistics and losses those of accumulated gradients; all of them read the entries
     `whole_inputs`, whatever their sizes.
+    `largest` has the largest numbers of integer entries, where the model reads them; they are equal in all batches.
     `draws` is the number of random operations in a step; they are numbered in the order in which one device runs them.
     With `draws_for_rows` some draw for rows that masks select, by place, and one device draws by order.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
@@ -611,6 +612,7 @@ class Program:
     separate_batches: bool = False
     inputs: tuple[str, ...] = ()
     whole_inputs: tuple[str, ...] = ()
+    largest: tuple[tuple[str, int], ...] = ()
     values: tuple[Value, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     transport: Transport = Transport()

@@ -33,6 +33,8 @@ def _scalar(x: Any) -> bool:
 
 def _extreme(plain: Callable[..., Any], limit: str, both: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].dim() == 1 and not kwargs:
+            return getattr(args[0], plain.__name__)()
         if len(args) < 2 or kwargs or not any(map(_unknown, args)) or not all(map(_scalar, args)):
             return plain(*args, **kwargs)
         numbers = [x for x in args if not isinstance(x, Tensor | RowCount)]

@@ -6,6 +6,7 @@
     if not self.initialized: ...                     flags that forward changes: like draws
     if labels.max() >= words: raise ValueError(...)  guards: assumed not to raise or warn, and listed in `assumed`
     if not torch.isfinite(x).all(): x = x.clamp(…)   numbers are assumed to be finite, which `assumed` lists too
+    longest = int(lengths.max())                     the largest number of an entry (largest_numbers)
     if x.mean() > 0:                                 everything else: refused by the trace
 
 Packages do not run guards. A guard is a test with an outcome that only raises an uncaught exception, or warns; asserts
@@ -28,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source
 from partc.frontend.branches.guards import passing_guard, running_call
+from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
@@ -91,10 +93,11 @@ class ValueWatch(TorchFunctionMode):
         call: Callable[[], int] = lambda: -1,
         *,
         runner: str,
+        largest: LargestNumbers,
         whole: bool = True,
     ) -> None:
         """`branching` is called at each branch on a random number. `call` returns the number of the running module
-        call. `runner` is the file whose code calls the model.
+        call. `runner` is the file whose code calls the model. `largest` follows the entries of the batch.
         """
         super().__init__()
         self._runner = runner
@@ -106,7 +109,8 @@ class ValueWatch(TorchFunctionMode):
         self._flags: ByTensor[bool] = ByTensor()  # booleans that forward changes in some steps
         self.assumed: dict[tuple[Source, str], None] = {}  # the line and text of each guard
         self._known: ByTensor[Tensor] = ByTensor()
-        self._packed = PackedSequences(self.knows, self.know)
+        self._largest = largest
+        self._packed = PackedSequences(self.knows, self.know, largest.longest)
         self._finite: ByTensor[bool] = ByTensor()  # tests for finite numbers -> their outcome if all are finite
         self.selections = Selections(
             selects=outcomes.selects,
@@ -292,6 +296,9 @@ class ValueWatch(TorchFunctionMode):
             passed = self._assumed_finite(args[0], _calling_frame())
         if passed is not None:
             return passed
+        number = self._largest.number(args[0]) if name in ("item", "__int__", "__index__") else None
+        if number is not None:
+            return number
         found = self.selections.answer(name, args[0])
         if found is NotImplemented:
             return func(*args, **kwargs)
@@ -320,9 +327,14 @@ class ValueWatch(TorchFunctionMode):
     def _numbers(self, item: Any) -> Any:
         """The arguments of a call, with known integer tensors of one element replaced by numbers."""
         if isinstance(item, Tensor):
-            known = self._known.get(item) if not item.dim() and item.dtype in _INTEGERS else None
+            if item.dim() or item.dtype not in _INTEGERS:
+                return item
+            known = self._known.get(item)
+            if known is None:
+                number = self._largest.number(item)
+                return item if number is None else number
             with without_modes():
-                return item if known is None else known.item()
+                return known.item()
         if isinstance(item, slice):
             return slice(*map(self._numbers, (item.start, item.stop, item.step)))
         if isinstance(item, dict):
@@ -410,6 +422,7 @@ class ValueWatch(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
     ) -> None:
         self._drawn.follow(name, args, made)
+        self._largest.follow(func, name, args, kwargs, made)
         self._follow_finite(name, args, made)
         test = self._drawn.of(made)
         if test is not None and test.is_certain:

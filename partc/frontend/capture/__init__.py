@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
+from partc.frontend.branches.largest_numbers import may_read
 from partc.frontend.branches.random_branches import Outcomes
 from partc.frontend.capture.batch import fake_batch, first_part, integer_parts, made_batch, rows_read_whole
 from partc.frontend.capture.built_model import (
@@ -74,6 +75,7 @@ class Captured:
     most_tests: int = 0  # the largest number of different tests in one call
     passed: Mapping[str, Set[Hashable]] = field(default_factory=dict)  # Python values at calls of equal modules
     integers: tuple[Mapping[str, Tensor], ...] = ()  # for each part of the batch: its integer entries, with values
+    largest: Mapping[str, int] = field(default_factory=dict)  # the largest numbers of entries that forward reads
     numbers: tuple[Source, ...] = ()  # lines that use the number of selected rows as an integer
     pairs: Mapping[str, str] = field(default_factory=dict)  # buffers, each with another in its memory
 
@@ -151,6 +153,7 @@ def capture(
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         every = fake_batch(tensors, mode, dtype)
         batch = first_part(every, parts)
+        integers = integer_parts(make_batch, parts) if parts > 1 or may_read() else ()
         traced = TracedModel(
             model=model,
             loss=loss,
@@ -165,6 +168,7 @@ def capture(
             attributes={name: x for name, x in attributes.items() if name.rpartition(".")[0] not in rows.left_out},
             members=members,
             masks=masks,
+            integers=integers,
         )
         exported, findings, assumed = _exported(traced, batch, modules, rows, numbers, excluded)
     marked, selections = findings.repeats, findings.selections
@@ -184,7 +188,8 @@ def capture(
         tests=tuple(selections.tests.sources),
         most_tests=selections.tests.most,
         passed=marked.passed,
-        integers=integer_parts(make_batch, parts) if parts > 1 else (),
+        integers=integers if parts > 1 else (),
+        largest=findings.largest,
         numbers=tuple(selections.numbers),
         pairs=untrained_pairs(pairs),
     )

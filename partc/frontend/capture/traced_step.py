@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError
 from partc.frontend.branches.builtin_numbers import using_traceable_builtins
+from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.random_branches import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
 from partc.frontend.capture.built_model import give_attributes, plain_attributes
@@ -59,6 +60,7 @@ class TracedModel:
     attributes: Mapping[str, Mapping[str, Any]]  # of parameters and buffers
     members: Members
     masks: Mapping[str, Recipe]  # buffers of masks that the constructor makes
+    integers: Sequence[Mapping[str, Tensor]]  # for each part of the batch: its integer entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class TraceFindings:
     paths: tuple[str, ...]  # of the results
     repeats: Repeats  # the marked calls
     selections: Selections  # of rows
+    largest: Mapping[str, int]  # the largest numbers of entries, where forward reads them
 
 
 class _ChangedError(Exception):
@@ -115,7 +118,17 @@ class TracedStep(nn.Module):
             cached.cache_clear()  # tensors of an earlier trace have no values here
         buffers = Buffers.of(self.model)
         repeats = self._repeats()
-        values = ValueWatch(traced.outcomes, repeats.refuse_branch, repeats.call, runner=__file__, whole=repeats.whole)
+        largest = LargestNumbers(traced.integers)
+        for name, entry in zip(traced.names, tensors, strict=True):
+            largest.enter(name, entry)
+        values = ValueWatch(
+            traced.outcomes,
+            repeats.refuse_branch,
+            repeats.call,
+            runner=__file__,
+            largest=largest,
+            whole=repeats.whole,
+        )
         with self._constants_unchanged(values):
             found = self._watched_forward(tensors, repeats, values)
         for name, entry, version in zip(traced.names, tensors, versions, strict=True):
@@ -128,6 +141,7 @@ class TracedStep(nn.Module):
                 paths=tuple(found),
                 repeats=repeats,
                 selections=values.selections,
+                largest=largest.read,
             )
         )
         buffers.keep(self._watch.line_of, values.knows)

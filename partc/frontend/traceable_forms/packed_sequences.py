@@ -35,6 +35,7 @@ class PackedSequences:
 
     knows: Callable[[Tensor], bool]
     know: Callable[[Tensor, Tensor], None]
+    longest: Callable[[Tensor], int | float | None]  # the largest length, if the example batch determines it
     _packs: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # numbers of sequences by step, and lengths
     _orders: list[Tensor] = field(default_factory=list)  # of sequences by their lengths: packed data have none
     _data: ByTensor[None] = field(default_factory=ByTensor)
@@ -53,12 +54,17 @@ class PackedSequences:
         if name in _NETWORKS and len(args) > 1 and self._lengths_of(args[1]) is not None:
             return self._run(name, *args)
         if name == "_pad_packed_sequence" and self._lengths_of(args[1]) is not None:
-            if frame.f_locals.get("total_length") is None:
+            if frame.f_locals.get("total_length") is not None:
+                return self._padded(*args)
+            lengths = self._lengths_of(args[1])
+            longest = None if lengths is None else self.longest(lengths)
+            if longest is None:
                 raise _refused(
                     "padded sequences are as long as the batch's longest one",
                     "give pad_packed_sequence the padded length: total_length=x.shape[1]",
                 )
-            return self._padded(*args)
+            x, lengths = self._padded(*args)
+            return x.narrow(1 if args[2] else 0, 0, int(longest)), lengths
         fact = getattr(func.__self__, "__name__", "") if name == "__get__" else name
         read = self._data and any(x in self._data for x in _listed((*args, *kwargs.values())))
         if read and fact not in _FACTS and not (name == "size" and args[1:] == (-1,)):

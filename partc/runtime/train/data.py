@@ -351,6 +351,11 @@ def fitting_batch(batch: Any, plan: Mapping[str, Any], what: str) -> dict[str, T
         if tuple(x.shape) != shape:
             help = "every batch has the sizes of batch(); a DataLoader leaves a shorter last one out by drop_last=True"
             raise _unfit(f"{name!a} in {what} has shape {list(x.shape)}, of batch() {list(shape)}", help)
+        largest = plan["inputs"][name].get("largest")
+        for part in x.chunk(plan["microbatches"] if plan["repeated"] else 1) if largest is not None else ():
+            if part.max() != largest:
+                cause = f"the largest number of {name!a} in {what} is {part.max()}, of batch() {largest}"
+                raise _unfit(cause, "the model reads this number in Python: the compiled one is part of the package")
     for name, text in others.items():
         if text != expected.get(name):
             known = f"{short_text(expected[name])} was compiled" if name in expected else "batch() has none there"

@@ -38,6 +38,10 @@ class ExampleRows:
         self._shards = {entry: Shard(kind["dtype"] + kind["layout"]) for entry, kind in plan["inputs"].items()}
         self._form, self._name, self._again = form, name, again
         self.rows = batch_rows(self._shards)
+        read = next((entry for entry, kind in plan["inputs"].items() if "largest" in kind), None)
+        if read is not None:
+            cause = f"the model reads the largest number of {read!r} in Python, and ranks only read their rows"
+            raise UsageError("P0543", cause, "write data(step), which makes whole batches", alike=True)
         known = table.column_names
         absent = [entry for entry in self._shards if entry not in known]
         if absent:

@@ -256,7 +256,12 @@ def _merged(region: Region) -> Region:
     Bodies then share views of a table and masks of a batch, and a model that runs twice on one batch computes once. The
     region's results stay separate, since each may be the next value of a buffer.
     """
-    outputs = set(region.forward.outputs)
+    kept = set(region.forward.outputs)
+    for op in region.forward.ops:  # each result of each call of a user's function has its own incoming gradient
+        if op.name == "incoming_gradient":
+            kept.update((*op.refs(), op.result.name))
+        elif op.name == "own_gradient":
+            kept.update(value.name for value in op.results)
     fed = {value.name for value in region.forward.inputs}
     weighted = {value.name for value in region.params}
     known: dict[tuple[str | None, str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]], Op] = {}
@@ -266,7 +271,7 @@ def _merged(region: Region) -> Region:
         op = replace(op.renamed(same), results=op.results)
         module = op.module
         unfed, plain = fed.isdisjoint(op.refs()), op.name not in RANDOM and not op.body
-        if (unfed or plain) and outputs.isdisjoint(value.name for value in op.results):
+        if (unfed or plain) and kept.isdisjoint(value.name for value in op.results):
             shared = unfed or weighted.isdisjoint(op.refs())
             key = (None if shared else module, op.name, op.args, op.attrs)
             alike = key in known and known[key].types == op.types

@@ -130,6 +130,7 @@ def test_a_reentrant_checkpoint_of_inputs_trains_nothing() -> None:
     ("what", "mesh", "microbatches"),
     [
         ("h = Clipped.apply(self.up(x))", "1x2x2", 2),
+        ("h = self.up(x); h = Clipped.apply(h) + Clipped.apply(h).sin()", "1x2x1", 1),  # equal calls
         ("h = nn.functional.linear(x, Clipped.apply(self.up.weight), self.up.bias)", "1x2x2", 1),
         ("h = nn.functional.linear(x, Clipped.apply(self.up.weight), self.up.bias)", "1x2x1", 2),
         ("h = self.up(x); h.register_hook(lambda grad: grad.clamp(max=0.002))", "2x1x2", 2),

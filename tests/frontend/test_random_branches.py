@@ -133,6 +133,26 @@ def test_layers_that_a_random_number_drops(body: Callable[[Net, Tensor], Tensor]
     assert found.ok and len(set(found.losses)) == 4
 
 
+class Terms(nn.Module):
+    """Two terms of the loss, each of which a random number leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(self.first(x), y)
+        if torch.rand(()) < 0.5:
+            loss = loss + self.second(x).square().mean()
+        if torch.rand(()) < 0.5:
+            loss = loss + self.third(x).sin().mean()
+        return loss
+
+
+def test_terms_of_the_loss_that_a_random_number_drops() -> None:
+    assert partc.compile(Terms(), batch(), mesh="dp=2", precision="fp64").verify(steps=4).ok
+
+
 def test_numbers_of_a_dropped_layer_decide() -> None:
     """A number below the limit keeps the input of the layer: the other way round the choices would be swapped."""
     traced = trace_model(lambda: Net(skipped), batch, name="net", mesh=Mesh.parse("1"), precision="fp64")

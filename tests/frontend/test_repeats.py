@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -120,14 +120,19 @@ class HookedWeight(Block):
 
 
 class Scaled(Block):
-    """The weights have attributes; one block's is another."""
+    """The weights have attributes, and are keys of a table; those of one block differ."""
+
+    gains: ClassVar[dict[Any, float]] = {}
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        vars(self.first.weight)["gain"] = 0.5 if index == 4 else 1.0
+        gain = 0.5 if index == 4 else 1.0
+        vars(self.first.weight)["gain"] = gain
+        self.gains.update({self.first.weight: gain, id(self.first.bias): gain * 3})
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.first.weight.gain
+        weight, bias = self.first.weight, self.first.bias
+        return super().forward(x) * weight.gain * self.gains[weight] * self.gains[id(bias)]
 
 
 class Constant(Block):

@@ -245,8 +245,9 @@ class _Join:
                 self._pair(one, two, branch, same, missing, constants)
             if len(mine) - count != len(its):
                 raise self._refusal(max(branch, 0), "it changes more than one place")
-        if [same.get(name, name) for name in other.graph.outputs] != list(self.kept.graph.outputs):
-            raise self._refusal(len(self.kept.branches) - 1, "it decides which value is the loss")
+        for wanted, given in zip(self.kept.graph.outputs, other.graph.outputs, strict=True):
+            last = len(self.kept.branches) - 1
+            self._match(wanted, given, last, same, missing, "it decides which value is the loss")
 
     def _pair(
         self,
@@ -261,24 +262,32 @@ class _Join:
         if _form(one) != _form(two):
             raise self._refusal(max(branch, 0), f"it changes {one.name}, which runs in both cases")
         for wanted, given in zip(mine, its, strict=True):
-            instead = same.get(given, given)
             if wanted in constants[0] and given in constants[1]:
                 if (constants[0][wanted].args, constants[0][wanted].attrs) != (
                     constants[1][given].args, constants[1][given].attrs,
                 ):  # fmt: skip
                     raise self._refusal(max(branch, 0), f"it changes a constant of {one.name}")
-            elif instead != wanted:
-                if wanted not in missing or instead in missing:
-                    raise self._refusal(max(branch, 0), f"it changes the order of the operands of {one.name}")
-                # The last of the values that this trace leaves out, each of which replaces the one before.
-                last = wanted
-                while last in missing and last in self.replaced[missing[last]]:
-                    last = self.replaced[missing[last]][last]
-                if last in missing:
-                    self.replaced[missing[last]][last] = instead
-                elif last != instead:
-                    raise self._refusal(missing[wanted], "one value replaces several")
+            else:
+                self._match(wanted, given, branch, same, missing, f"it changes the order of the operands of {one.name}")
         same.update((b.name, a.name) for a, b in zip(one.results, two.results, strict=True))
+
+    def _match(
+        self, wanted: str, given: str, branch: int, same: dict[str, str], missing: Mapping[str, int], otherwise: str
+    ) -> None:
+        """Note that a value of the other trace replaces one that it leaves out, unless both are the same."""
+        instead = same.get(given, given)
+        if instead == wanted:
+            return
+        if wanted not in missing or instead in missing:
+            raise self._refusal(max(branch, 0), otherwise)
+        # The last of the values that this trace leaves out, each of which replaces the one before.
+        last = wanted
+        while last in missing and last in self.replaced[missing[last]]:
+            last = self.replaced[missing[last]][last]
+        if last in missing:
+            self.replaced[missing[last]][last] = instead
+        elif last != instead:
+            raise self._refusal(missing[wanted], "one value replaces several")
 
     def _changed_tensor(self, name: str) -> str:
         """The value whose memory a chain of in-place changes has changed; the value itself without any."""

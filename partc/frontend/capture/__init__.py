@@ -23,10 +23,8 @@ from partc.frontend.capture.built_model import (
     built_model,
     check_members,
     check_pairs,
-    give_attributes,
     make_fake,
     walkable,
-    weight_attributes,
 )
 from partc.frontend.capture.traced_step import Loss, TracedModel, TracedStep, TraceFindings
 from partc.frontend.gradients.own_backward import following_own_backward, module_hooks, own_hooks
@@ -38,6 +36,7 @@ from partc.frontend.state.constant_buffers import Recipes
 from partc.frontend.state.frozen_state import StateWatch, check
 from partc.frontend.state.replaced_buffers import ReplacedError
 from partc.frontend.state.shared_memory import pairs_in_memory, untrained_pairs
+from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import explained_error, innermost_user_line
 from partc.installed import is_machinery
 from partc.ir.program import Repetition
@@ -145,9 +144,9 @@ def capture(
     if any(name.rpartition(".")[0] in rows.left_out for name in numbers):
         raise WholeTrace  # otherwise equal modules may have different numbers
     # Before fake tensors, which have none of their own, replace the weights.
-    hooks, attributes = own_hooks(modules.named), weight_attributes(modules.named)
+    hooks, weights = own_hooks(modules.named), ConstructedWeights(modules.named)
     make_fake(modules.named, dtype, mode, rows.left_out)
-    give_attributes(modules.named, attributes)
+    weights.give_attributes()
     with mode:
         form, found = made_batch(make_batch, path)
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
@@ -165,7 +164,7 @@ def capture(
             dtype=dtype,
             outcomes=outcomes,
             hooks=hooks,
-            attributes={name: x for name, x in attributes.items() if name.rpartition(".")[0] not in rows.left_out},
+            weights=weights,
             members=members,
             masks=masks,
             integers=integers,

@@ -83,36 +83,6 @@ class _ValuesOfRanges(TorchFunctionMode):
 _OF_CONSTRUCTION = frozenset(vars(type("_", (), {}))) | {"__new__", "__init__", "__repr__", "__deepcopy__"}
 
 
-def weight_attributes(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
-    """The attributes that the model gives its weights, such as `weight.decayed = False`, by the weights' names."""
-    return {
-        f"{path}.{name}".lstrip("."): dict(vars(x))
-        for path, module in modules.items()
-        for store in (module._parameters, module._buffers)
-        for name, x in store.items()
-        if x is not None and vars(x)
-    }
-
-
-def give_attributes(modules: Mapping[str, nn.Module], attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give the tensors that stand for weights the attributes of these weights."""
-    for name, held in attributes.items():
-        path, _, own = name.rpartition(".")
-        vars(modules[path]._parameters.get(own, modules[path]._buffers.get(own))).update(held)
-
-
-def plain_attributes(modules: Mapping[str, nn.Module]) -> dict[tuple[str, str], Any]:
-    """The numbers and texts among the attributes of parameters, by the names of parameter and attribute."""
-    return {
-        (f"{path}.{name}".lstrip("."), attribute): value
-        for path, module in modules.items()
-        for name, x in module._parameters.items()
-        if x is not None
-        for attribute, value in vars(x).items()
-        if attribute[0] != "_" and isinstance(value, int | float | str)
-    }
-
-
 def check_members(modules: Mapping[str, nn.Module]) -> None:
     """Raises PartcError P0205 for weights of kinds that packages do not have, and for names without an encoding."""
     held = (

@@ -17,7 +17,6 @@ from partc.frontend.branches.builtin_numbers import using_traceable_builtins
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.random_branches import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
-from partc.frontend.capture.built_model import give_attributes, plain_attributes
 from partc.frontend.gradients.own_backward import Hook
 from partc.frontend.repeats.marks import Repeats
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
@@ -28,6 +27,7 @@ from partc.frontend.state.constant_buffers import Recipe, recomputed
 from partc.frontend.state.flags import is_flag
 from partc.frontend.state.frozen_state import StateWatch
 from partc.frontend.state.replaced_buffers import Buffers
+from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import explained_error
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
@@ -57,7 +57,7 @@ class TracedModel:
     dtype: torch.dtype
     outcomes: Outcomes  # of branches on random numbers
     hooks: Mapping[str, Sequence[Hook]]  # of parameters
-    attributes: Mapping[str, Mapping[str, Any]]  # of parameters and buffers
+    weights: ConstructedWeights
     members: Members
     masks: Mapping[str, Recipe]  # buffers of masks that the constructor makes
     integers: Sequence[Mapping[str, Tensor]]  # for each part of the batch: its integer entries
@@ -153,27 +153,17 @@ class TracedStep(nn.Module):
         batch = rebuilt_batch(traced.form, dict(zip(traced.names, tensors, strict=True)))
         try:
             with (
-                computing_in(traced.dtype), repeats.rows.with_parts(), self._watch.watching(),
-                using_traceable_builtins(self._watch.modules, id=repeats.identity), values.watching(),
+                computing_in(traced.dtype), repeats.rows.with_parts(),
+                traced.weights.known(repeats.rows.left_out, repeats.identity, self._watch.line_of) as identity,
+                self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
                 repeats.marking(), _conversions(), _inference(), untraceable_modules(),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip
-                give_attributes(self._watch.named, traced.attributes)
-                traced_modules = {k: x for k, x in self._watch.named.items() if k not in repeats.rows.left_out}
-                before = plain_attributes(traced_modules)
                 found = self._forward(batch)
         except (PartcError, UnequalError, WholeTrace):
             raise
         except Exception as error:  # torch.export would also print the graph so far, or a long message
             raise explained_error(error, self.model, traced.path, traced.parts, values.selections.any) from error
-        after = plain_attributes(traced_modules)
-        for name, attribute in sorted(key for key, _ in before.items() ^ after.items()):
-            raise PartcError(
-                "P0225",
-                f"forward changes {name}.{attribute}: a package would repeat the first step",
-                help="keep state in a registered buffer",
-                source=self._watch.line_of(attribute),
-            )
         for sentence in values.sentences:
             self._assume(sentence)
         return found

@@ -179,10 +179,10 @@ class Repeats:
         return self._inside[-1] if self._inside else -1
 
     def identity(self, x: Any, /) -> int:
-        """Python's `id`, for the model's code. Calls that read a module's identity are all traced: a table by identity
-        may have different values for equal modules.
+        """Python's `id`, for the model's code. Calls that read the identity of a module or a weight are all traced: a
+        table by identity may have different values for equal modules.
         """
-        if isinstance(x, nn.Module):
+        if isinstance(x, nn.Module | Tensor):
             for record in self._active:
                 record.identified = True
         return id(x)

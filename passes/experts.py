@@ -391,12 +391,10 @@ class _Experts:
 
     def _typed(self, op: Op, rule: OpRule | None) -> Op:
         """The operation with result layouts that follow from its choices."""
-        found = layouts(op, rule, self.types, self.sizes)
-        if found is None:
-            raise self._refused(op, f"the rows of {op.results[0].name} do not divide")
+        _, made = self._layouts(op, rule)
         results = tuple(
             replace(value, type=replace(value.type, layout=layout))
-            for value, layout in zip(op.results, found[1], strict=True)
+            for value, layout in zip(op.results, made, strict=True)
         )
         self.types.update((value.name, value.type) for value in results)
         return replace(op, results=results)
@@ -418,13 +416,17 @@ class _Experts:
         row = self._row(rule, op)
         cut = [each for each in op.choices if each.factor == row and self.sizes.get(each.axis, 1) > 1]
         product = _read(op) is not None
-        home = self._wanted(op, rule)
+        home, back = self._layouts(op, rule)
+        returned = {
+            value.name: replace(value, type=replace(value.type, layout=layout))
+            for value, layout in zip(op.results, back, strict=True)
+        }
         op = replace(op, choices=tuple(self._with_major_axis(each, cut, product=product) for each in op.choices))
         if product:
             before = integers(argument(op, len(op.args), "groups", 1))[0]
             op = replace(op, attrs=(("groups", before * self.ways),))
             rule = resolve(op, self.types)
-        wanted = self._wanted(op, rule)
+        wanted, _ = self._layouts(op, rule)
         if chain.chosen not in plans:
             at = [*op.refs()].index(chain.chosen)
             yield self._plan(op, chain.chosen, home[at], wanted[at], plans, taken)
@@ -449,19 +451,18 @@ class _Experts:
         leaving = {value.name for value in op.results if self._leaves(value.name, chain)}
         named = {name: unique(f"{name}_here", taken) for name in leaving}
         here.update(((chain.chosen, name), new) for name, new in named.items())
-        returned = {value.name: value for value in op.results}
         results = tuple(replace(value, name=named.get(value.name, value.name)) for value in op.results)
         made = self._typed(replace(op.reading(operands), results=results), rule)
         yield made
         for name, new in named.items():
             yield self._movement("combine", new, plan, returned[name], op)
 
-    def _wanted(self, op: Op, rule: OpRule | None) -> tuple[Layout, ...]:
-        """The layouts of the operands under the operation's choices."""
+    def _layouts(self, op: Op, rule: OpRule | None) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+        """The layouts of the operands, and of the results, under the operation's choices."""
         found = layouts(op, rule, self.types, self.sizes)
         if found is None:
             raise self._refused(op, f"the rows of {op.results[0].name} do not divide")
-        return found[0]
+        return found
 
     def _with_major_axis(self, choice: Choice, cut: list[Choice], *, product: bool) -> Choice:
         """The choice on rows after the axis has become their major cut."""

@@ -10,12 +10,12 @@ plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from partc import passes
 from partc.cluster.cluster import Cluster
@@ -44,6 +44,7 @@ from partc.sharding.choices import axis_order
 from partc.sharding.placements import large_parts
 
 _Key = tuple[object, ...]
+_Made = TypeVar("_Made")
 _ROUNDING = 1e-9  # relative rounding error of sums of seconds in different orders
 _NO_MODEL = ("P0201", "P0202", "P0203")
 # Memory of a process on a GPU besides tensors: CUDA's context and libraries' workspaces; and for each NCCL communicator
@@ -143,12 +144,7 @@ class Simulator:
         Raises PartcError.
         """
         options = plan.on(self.cluster).compile_options()
-        try:
-            return self._program(plan, options, separate=False, everywhere=everywhere)
-        except PartcError as error:
-            if error.code != "P0402":
-                raise
-        return self._program(plan, options, separate=True)
+        return _with_coupling(lambda separate: self._program(plan, options, separate=separate, everywhere=everywhere))
 
     def annotated(self, plan: ParallelPlan) -> Program:
         """The program with layouts, in shapes of the whole batch, for a plan without microbatches."""
@@ -163,7 +159,11 @@ class Simulator:
         and if their layouts on tp and ep are equal; the mesh then has dp.
         """
         options = plan.on(self.cluster).compile_options()
-        return self._unsplit_program(plan, options, separate=False, everywhere=everywhere)[:2]
+
+        def found(separate: bool) -> tuple[_Key, Program, Program]:
+            return self._unsplit_program(plan, options, separate=separate, everywhere=everywhere)
+
+        return _with_coupling(found)[:2]
 
     def _placed(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
@@ -335,6 +335,16 @@ class Simulator:
             batches=batches,
             precision=options.precision,
         )
+
+
+def _with_coupling(make: Callable[[bool], _Made]) -> _Made:
+    """The result of `make` for microbatches that share one batch; for separate batches if the model couples them."""
+    try:
+        return make(False)
+    except PartcError as error:
+        if error.code != "P0402":
+            raise
+    return make(True)
 
 
 def _local(program: Program) -> tuple[tuple[str, int], ...]:

@@ -104,20 +104,7 @@ def verify(
             help="give the number of steps before the --, or to `steps`",
         )
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
-        folder = Path(name)
-        plain = reference or folder / "reference"
-        if plan["repeated"]:  # the reference differs from a run of the whole batch
-            plain = plain / f"{plan['microbatches']}_batches"
-        runs = [_package_run(directory.resolve(), folder, virtual, job.device, recipe)]
-        if not (plain / f"step_{steps:04d}.safetensors").exists():
-            runs.append(_reference_run(directory.resolve(), folder, plain, recipe))
-        _run_concurrently(runs)
-        found = _Comparison.of_runs(plan, folder, plain, recipe)
-        if found.rounding_may_have_grown:
-            values, again = folder / "values", folder / "again"
-            _write_values(plan, folder / "record", plain, values, steps)
-            _run_concurrently([_reference_run(directory.resolve(), folder, again, recipe, values)])
-            found = replace(_Comparison.of_runs(plan, folder, again, recipe), restarted=True)
+        found = _trained_and_compared(plan, directory.resolve(), Path(name), reference, virtual, job.device, recipe)
     tolerances = TOLERANCES[_rounding(plan)]
     worst = max(found.differences, key=lambda difference: difference.rel_err / tolerances[difference.kind])
     return VerifyResult(
@@ -130,6 +117,32 @@ def verify(
         compared=len(found.differences),
         restarted=found.restarted,
     )
+
+
+def _trained_and_compared(
+    plan: Mapping[str, Any],
+    directory: Path,
+    folder: Path,
+    reference: Path | None,
+    virtual: bool,
+    device: Wanted,
+    recipe: Mapping[str, Any],
+) -> _Comparison:
+    """Train both sides, and compare them; if rounding may have grown, also from the package's values."""
+    plain = reference or folder / "reference"
+    if plan["repeated"]:  # the reference differs from a run of the whole batch
+        plain = plain / f"{plan['microbatches']}_batches"
+    runs = [_package_run(directory, folder, virtual, device, recipe)]
+    if not (plain / f"step_{recipe['steps']:04d}.safetensors").exists():
+        runs.append(_reference_run(directory, folder, plain, recipe))
+    _run_concurrently(runs)
+    found = _Comparison.of_runs(plan, folder, plain, recipe)
+    if not found.rounding_may_have_grown:
+        return found
+    values, again = folder / "values", folder / "again"
+    _write_values(plan, folder / "record", plain, values, recipe["steps"])
+    _run_concurrently([_reference_run(directory, folder, again, recipe, values)])
+    return replace(_Comparison.of_runs(plan, folder, again, recipe), restarted=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

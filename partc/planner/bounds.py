@@ -95,6 +95,7 @@ class Bounds:
     _computed: dict[tuple[bool, bool], float] = field(default_factory=dict)
     _bytes_of: dict[tuple[object, ...], int] = field(default_factory=dict)
     _works: dict[tuple[object, ...], Work | None] = field(default_factory=dict)
+    _separate: dict[tuple[object, ...], bool] = field(default_factory=dict)
     _least: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -366,7 +367,11 @@ class Bounds:
         others repeat. Of losses in chunks, only the products for logits count.
         """
         bodies = self.tables.bodies
-        key = plan.microbatches if not bodies.everywhere else plan.microbatches > 1, *key
+        several = plan.microbatches > 1, *key
+        if several not in self._separate:  # whether microbatches are separate does not depend on their number
+            self._separate[several] = self.tables.separate_batches(_uniform_stages(plan))
+        times = plan.microbatches if self._separate[several] else 1
+        key = (plan.microbatches, *key) if self._separate[several] or not bodies.everywhere else several
         if key not in self._works:
             ways = plan.recompute.split("|")
             quick = [_uniform_stages(plan, way) for way in ways if way != "full" or len(ways) == 1]
@@ -382,7 +387,7 @@ class Bounds:
                 sizes = sizes_of(plan)
                 share = sizes[PIPELINE_AXIS] / math.prod(sizes.values())
                 instead |= {index: share * flops / self.peak for index, flops in self._losses.items()}
-            self._works[key] = Work.of(whole[0], calls, instead) if known else None
+            self._works[key] = Work.of(whole[0], calls, instead, times=times) if known else None
         return self._works[key]
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
@@ -491,12 +496,14 @@ class Work:
     left: Mapping[bool, Sums]  # the parts after that, at most
 
     @classmethod
-    def of(cls, plan: ParallelPlan, tables: Sequence[CallTable], instead: Mapping[int, float]) -> Work:
-        """The work of calls. Each has the seconds of the quickest table, unless `instead` has the seconds of its
-        product, which is computed twice and has two gradients.
+    def of(
+        cls, plan: ParallelPlan, tables: Sequence[CallTable], instead: Mapping[int, float], *, times: int = 1
+    ) -> Work:
+        """The work of calls, of which each runs `times` times. Each has the seconds of the quickest table, unless
+        `instead` has the seconds of its product for the whole batch, which is computed twice and has two gradients.
         """
         each = [np.array([cls._rows(table, index) for index in range(len(table.forward) - 1)]) for table in tables]
-        rows = np.stack(each)
+        rows = times * np.stack(each)
         least, most = rows.min(axis=0), (rows[..., 1:2] - rows[..., 2:]).max(axis=0)
         found = np.concatenate([least, most], axis=1)
         for index, product in instead.items():

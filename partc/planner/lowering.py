@@ -9,6 +9,7 @@ from partc.compilation.plan import ParallelPlan
 from partc.compilation.simulation import Simulator
 from partc.errors import PartcError
 from partc.ir.program import Program, Region
+from partc.passes.split import worthwhile
 from partc.planner.space import inner_axes, sizes_of, stages_of
 from partc.planner.tables import RegionBody
 from partc.schedules.per_stage import RECOMPUTE
@@ -29,12 +30,13 @@ class RegionBodies:
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict)  # of bodies, by the simulator's keys
     _recomputed: dict[RegionBody, Program] = field(default_factory=dict)
     _lowered: dict[tuple[RegionBody, bool], Program] = field(default_factory=dict)
+    _worthwhile: dict[RegionBody, frozenset[str]] = field(default_factory=dict)  # regions, for bodies with halves
     # A representative of equal regions, which then share their costs.
     _regions: dict[Region, Region] = field(default_factory=dict)
 
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
-        """The plan's program before the pass `stages`. None if microbatches are separate batches, or if a budget
-        decides about recomputation call by call.
+        """The plan's program before the pass `stages`. None if it cannot be compiled, or if a budget decides about
+        recomputation call by call.
         """
         if plan.recompute not in RECOMPUTE:
             return None
@@ -68,7 +70,20 @@ class RegionBodies:
                 found = self.shared(plan)
                 assert found is not None
                 self._recomputed[body] = passes.between("stages", "recompute", found[1], known)
-            done = passes.between("recompute", "overlap", self._recomputed[body], known)
+            steps = passes.run(self._recomputed[body], known, behind="recompute", until="overlap")
+            programs = {step.name: step.program for step in steps}
+            done, parted = programs["overlap"], programs.get("split")
+            if halves and parted is not None:
+                self._worthwhile[body] = frozenset(
+                    region.name for region in parted.regions if worthwhile(region, parted.sizes)
+                )
             alike = (self._regions.setdefault(region, region) for region in done.regions)
             self._lowered[key] = replace(done, regions=tuple(alike))
         return self._lowered[key]
+
+    def sending_first(self, plan: ParallelPlan, body: RegionBody) -> frozenset[str]:
+        """The regions of a body whose halves run separately if gradients are sent between them. The pass `split`
+        decides this before operations are fused.
+        """
+        self.lowered(plan, body, halves=True)
+        return self._worthwhile.get(body, frozenset())

@@ -29,7 +29,6 @@ from partc.cost.rates import ClusterRates
 from partc.ir.collectives import MOVING
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
 from partc.ir.program import Call, Graph, GraphKind, Parameter, Program, Transport
-from partc.passes.split import worthwhile
 from partc.passes.stages import call_work, cuts, staged_calls
 from partc.planner.space import inner_axes, mesh_of, sizes_of
 
@@ -69,7 +68,6 @@ class HalvesCost:
 
     inputs: GraphCost
     weights: GraphCost
-    apart: bool  # whether the halves run separately if gradients are sent between them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +140,9 @@ class BodySource(Protocol):
     def lowered(self, plan: ParallelPlan, body: RegionBody, *, halves: bool) -> Program:
         """The finished program of a body, with whole backward passes or with halves."""
 
+    def sending_first(self, plan: ParallelPlan, body: RegionBody) -> frozenset[str]:
+        """The regions of a body whose halves run separately if gradients are sent between them."""
+
 
 @dataclass
 class Tables:
@@ -171,8 +172,15 @@ class Tables:
         """The seconds of calls; None, like the other tables, if they are not known to hold for the plan."""
         return self._table(self._calls, plan, (plan.recompute, *_split(plan), *_links(plan)), self._call_table)
 
+    def separate_batches(self, plan: ParallelPlan) -> bool:
+        """Whether each microbatch of the plan is a batch of its own."""
+        found = self.bodies.shared(plan)
+        return found is not None and found[1].separate_batches
+
     def calls_at_once(self, plan: ParallelPlan) -> CallTable | None:
-        """The seconds of calls that compute a rank's whole batch with the bodies of the plan."""
+        """The seconds of calls that compute a rank's whole batch with the bodies of the plan; those of one microbatch
+        if microbatches are separate batches.
+        """
         key = "at once", plan.recompute, sizes_of(plan)[PIPELINE_AXIS] > 1, *_links(plan)
         return self._table(self._calls, plan, key, self._call_table, microbatches=1)
 
@@ -260,6 +268,8 @@ class Tables:
         parted = self._costs(_halves, plan, body, program, halves=True) if pipelined else {}
         rows = [costs[call.region] for call in calls]
         halves = [parted.get(call.region) or _joint_halves(costs[call.region]) for call in calls]
+        sending = self.bodies.sending_first(plan, body) if pipelined else frozenset()
+        apart = [call.region in sending for call in calls]
         types = program.value_types()
         whole = self.bodies.lowered(plan, body, halves=False)
         cut = self.bodies.lowered(plan, body, halves=True) if pipelined else whole
@@ -283,10 +293,10 @@ class Tables:
             inputs=_sums(half.inputs.seconds for half in halves),
             weights=_sums(half.weights.seconds for half in halves),
             sent=_sums(
-                (half.inputs if half.apart else backward).seconds
-                for (_, backward), half in zip(rows, halves, strict=True)
+                (half.inputs if each else backward).seconds
+                for (_, backward), half, each in zip(rows, halves, apart, strict=True)
             ),
-            rest=_sums(half.weights.seconds if half.apart else 0.0 for half in halves),
+            rest=_sums(half.weights.seconds if each else 0.0 for half, each in zip(halves, apart, strict=True)),
             moving=_sums(forward.moving + backward.moving for forward, backward in rows),
             meeting=dict(zip("FBIW", meeting, strict=True)),
             crossing=tuple(crossing),
@@ -497,15 +507,11 @@ def _cost(call: Call, program: Program, tables: Tables) -> tuple[GraphCost, Grap
 
 def _halves(call: Call, program: Program, tables: Tables) -> HalvesCost:
     forecast = tables.forecast(program)
-    return HalvesCost(
-        inputs=_graph(call, "I", forecast),
-        weights=_graph(call, "W", forecast),
-        apart=worthwhile(program.region(call.region), program.sizes),
-    )
+    return HalvesCost(inputs=_graph(call, "I", forecast), weights=_graph(call, "W", forecast))
 
 
 def _joint_halves(cost: tuple[GraphCost, GraphCost]) -> HalvesCost:
-    return HalvesCost(inputs=cost[1], weights=GraphCost(), apart=False)
+    return HalvesCost(inputs=cost[1], weights=GraphCost())
 
 
 def _graph(call: Call, kind: GraphKind, forecast: Forecast) -> GraphCost:

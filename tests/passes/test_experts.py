@@ -110,6 +110,15 @@ def test_packages_equal_the_single_device(mesh: str, how: dict[str, Any], tmp_pa
             assert not {*package.options.expert_axes} & {*item.reduce, *item.gather}
 
 
+def test_rows_return_whole_where_only_the_last_additions_cut_them() -> None:
+    """In bf16, tp cuts the rows of the experts' last biases, and not those of their products."""
+    package = partc.compile(MOE, mesh="tp=4", experts="ep=2@tp", precision="bf16")
+    (layer,) = {call.region for call in package.program.calls if call.name == "layers.0"}
+    graph = package.program.region(layer).forward
+    (back,) = (op for op in graph.ops if op.name == "combine")
+    assert back.result.type.layout.sharded_axes == ("tp_ep",)
+
+
 LOOPS = MOE.with_name("experts.py")  # experts are modules
 
 

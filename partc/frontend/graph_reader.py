@@ -335,6 +335,12 @@ class GraphReader:
                 "the model does not trace: attention with cu_seqlens is a kernel of GPUs",
                 help="mask by document: torch.searchsorted(cu_seqlens, positions, right=True) numbers them",
             )
+        if _writes_operands(node):
+            raise PartcError(
+                "P0212",
+                f"{_name(node)} writes into its operands without an underscore in its name",
+                help="write it in operations that return new values",
+            )
         if isinstance(value, Tensor):
             self._names[node] = node.name
             return (Value(name=node.name, type=tensor_type(value, f"the result of {_name(node)}")),)
@@ -518,6 +524,14 @@ def _name(node: fx.Node) -> str:
         namespace, name = target._schema.name.split("::")
         return _CHANGES.get(name, name) if namespace in ("aten", "partc") else f"{namespace}::{name}"
     return getattr(target, "__name__", str(target))
+
+
+def _writes_operands(node: fx.Node) -> bool:
+    """Whether an operation other than a change in place writes into an operand, as observers of quantization do."""
+    schema, name = getattr(node.target, "_schema", None), _name(node)
+    if schema is None or (name.endswith("_") and not name.startswith("_") and "::" not in name):
+        return False
+    return any(x.alias_info and x.alias_info.is_write and not x.is_out for x in schema.arguments)
 
 
 def _returned(node: fx.Node) -> fx.Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from partc.ir.program import Arg, Op, Ref
-from partc.passes.normalize.writer import Writer
+from partc.passes.normalize.writer import Writer, ref
 from partc.rules.rule import argument
 
 
@@ -15,9 +15,24 @@ def attention(w: Writer, op: Op) -> None:
     args = (*op.args[:3], mask, bool(causal), argument(op, 6, "scale"))
     name, more = ("attention_dropout", (0, p, w.draw())) if p else ("attention", ())  # 0: no window
     if len(w.shape(op.args[0])) == 4:
-        w.add(op, name, (*args, *more))
+        w.add(op, name, (*_repeated(w, op), *args[3:], *more))
     else:
         _four_dimensional(w, op, name, args, more)
+
+
+def _repeated(w: Writer, op: Op) -> list[Ref]:
+    """Queries, keys and values, repeated for each example, and for each head unless keys and values share fewer."""
+    batch, heads = op.result.type.shape[:2]
+    operands = [ref(arg) for arg in op.args[:3]]
+    shared = w.shape(operands[1])[1] if w.shape(operands[1])[1] == w.shape(operands[2])[1] else heads
+    found = []
+    for operand, count in zip(operands, (heads, shared, shared), strict=True):
+        own, type = w.shape(operand), w.types[operand.name]
+        shape = (batch, count if own[1] == 1 else own[1], *own[2:])
+        if shape != own:
+            operand = w.add(op, "expand", (operand, shape), w.value(f"{operand.name}_each", shape, type.dtype))
+        found.append(operand)
+    return found
 
 
 def _four_dimensional(w: Writer, op: Op, name: str, args: tuple[Arg, ...], more: tuple[Arg, ...]) -> None:

@@ -403,17 +403,24 @@ def test_bernoulli_in_place_with_equal_odds() -> None:
 
 
 class SharedQuery(nn.Module):
-    """Attention reads a trained query, expanded along the examples, and keys that differ between them."""
+    """Attention reads a trained query, expanded along the examples or one for all, and keys that differ between them.
+    Other keys, or values, are one for all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(6, 6)
-        self.query = nn.Parameter(torch.randn(6))
+        self.query, self.rows = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(1, 2, 2, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         keys = torch.stack([x, self.body(x)], 1)[:, None]
         query = self.query.view(1, 6).expand(x.shape[0], 1, -1, -1)
-        return F.scaled_dot_product_attention(query, keys, keys).square().mean()
+        expanded = F.scaled_dot_product_attention(query, keys, keys)
+        shared = F.scaled_dot_product_attention(self.rows, keys, keys, dropout_p=0.1)
+        fixed = F.scaled_dot_product_attention(keys, keys, self.rows) + F.scaled_dot_product_attention(
+            keys, self.rows, self.rows
+        )
+        return expanded.square().mean() + shared.square().mean() + fixed.square().mean()
 
 
 def test_attention_of_a_query_that_examples_share() -> None:

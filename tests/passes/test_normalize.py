@@ -376,6 +376,12 @@ def test_a_changed_entry_of_the_batch_is_the_steps_own() -> None:
     check(Function(forward), X)
 
 
+def observed(x: Tensor, least: Tensor) -> Tensor:
+    """x by torch's fake quantization, which writes the least number and others."""
+    on, most, scale, zero = torch.ones(1, dtype=torch.int64), least + 1, least + 0, torch.zeros(1, dtype=torch.int32)
+    return torch.fused_moving_avg_obs_fake_quant(x, on, on, least, most, scale, zero, 0.1, 0, 255, 0, False, False)
+
+
 @pytest.mark.parametrize(
     ("forward", "code"),
     [
@@ -383,6 +389,7 @@ def test_a_changed_entry_of_the_batch_is_the_steps_own() -> None:
         (lambda m, x: (lambda y: y.flatten().add_(1).sum() + y.sum())(x.sin()), "P0212"),
         (lambda m, x: (lambda y: y.flatten() + y.add_(1).flatten())(x.sin()).sum(), "P0212"),
         (lambda m, x: (lambda y: y.detach().mul_(2).sum() + y.sum())(x.sin()), "P0212"),
+        (lambda m, x: observed(x.sin(), x.mean().detach()).sum(), "P0212"),
     ],
 )
 def test_what_cannot_be_normalized_is_refused(forward: Forward, code: str) -> None:

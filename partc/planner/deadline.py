@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _AGAIN = 0.01  # seconds until the timer tries again, if the running code must not be interrupted
+_LONGEST = 1e9  # seconds, which every timer takes
 _SHIELDED = "partc.torch_private"  # this module replaces functions of torch for a while, and must restore them
 
 
@@ -34,7 +35,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
             raise TimeUpError
 
     start, before = time.perf_counter(), signal.signal(signal.SIGALRM, ring)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, max(seconds, _AGAIN), _AGAIN)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, min(max(seconds, _AGAIN), _LONGEST), _AGAIN)
     try:
         yield
     finally:

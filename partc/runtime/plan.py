@@ -219,7 +219,7 @@ def launches(ranks: int, node: int | None, script: str = "train.py") -> tuple[st
     """The commands that start all ranks, one for each node; `node` is the number of ranks given by --nodes."""
     if node is None:
         node = NODE if ranks > ONE_MACHINE and ranks % NODE == 0 else ranks
-    if node == ranks:
+    if node >= ranks:
         return (f"torchrun --standalone --nproc-per-node {ranks} {script}",)
     where = "--master-addr FIRST_NODE --master-port 29500"
     nodes = ranks // node

@@ -77,13 +77,17 @@ class PassRuns:
             return first
         from partc.compilation.fitting import within_budget
         from partc.passes.recompute import frontiers_of
+        from partc.rehearsal.late import gathering_actions
 
         start = first[-1].program
         frontiers = frontiers_of(start)
 
         def choose(times: Sequence[Sequence[Time]]) -> tuple[passes.PassResult, ...]:
             known = options.for_passes | {"times": times, "frontiers": frontiers}
-            return passes.run(start, known, until=UNPROVED, behind=_SAVING, verify=verify)
+            steps = passes.run(start, known, until=_AHEAD, behind=_SAVING, verify=verify)
+            # Nothing is gathered ahead, so that the peaks are those of the finished program.
+            known["late"] = gathering_actions(steps[-1].program) if options.zero == 3 else frozenset()
+            return (*steps, *passes.run(steps[-1].program, known, until=UNPROVED, behind=_AHEAD, verify=verify))
 
         rest = within_budget(options.budget, start, choose, optimizer=options.optimizer, groups=options.group)
         proof = passes.run(rest[-1].program, options.for_passes, until=until, behind=UNPROVED, verify=verify)

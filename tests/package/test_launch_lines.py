@@ -22,7 +22,16 @@ MLP = Path(__file__).parents[2] / "examples" / "mlp.py"
 
 @pytest.mark.parametrize(
     ("ranks", "node", "nodes"),
-    [(1, None, 1), (64, None, 1), (16_384, None, 2048), (100, None, 1), (8, 4, 2), (16_384, 4, 4096), (12, 12, 1), (2, 8, 1)],
+    [
+        (1, None, 1),
+        (64, None, 1),
+        (16_384, None, 2048),
+        (100, None, 1),
+        (8, 4, 2),
+        (16_384, 4, 4096),
+        (12, 12, 1),
+        (2, 8, 1),
+    ],
 )
 def test_the_commands_start_every_rank_once(ranks: int, node: int | None, nodes: int) -> None:
     lines = [shlex.split(line) for line in launches(ranks, node)]

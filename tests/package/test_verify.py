@@ -147,7 +147,7 @@ UPDATES = {
         "optimizer/update.py",
         "total = self._comm.group((name,)).all_reduce(total)",
         "pass",
-        ["--clip", "0.01"],
+        ["--clip", "0.01", "--optimizer", "sgd", "--lr", "0.01"],  # AdamW's step does not depend on the norm
     ),
     "no bias correction": ("optimizer/optimizer.py", "self._optimizer.step()", LATER, []),
     "other betas": ("optimizer/optimizer.py", "lr=lr,", "lr=lr, betas=(0.9, 0.99),", []),

@@ -69,7 +69,7 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    "seed", [1, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(60) if seed != 1)]
+    "seed", [24, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(60) if seed != 24)]
 )
 def test_no_rank_holds_more_than_a_budget_or_it_is_refused(seed: int) -> None:
     case = Case(seed, steps=4, depth=5)

@@ -54,8 +54,15 @@ def test_guards_and_tensors_read_no_number() -> None:
     assert traced(guarded).largest == ()
 
 
-def test_programs_have_the_numbers() -> None:
-    program = traced(lambda x, lengths: x[:, : int(lengths.max() + 1) - 1])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, lengths: x[:, : int(lengths.max() + 1) - 1],
+        lambda x, lengths: x * (torch.arange(lengths.max(0)[0]) < lengths[:, None])[..., None],
+    ],
+)
+def test_programs_have_the_numbers(use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    program = traced(use)
     assert program.largest == (("lengths", 3),)
     assert parse(print_program(program)).largest == program.largest
 

@@ -85,6 +85,8 @@ class LargestNumbers:
 
     def follow(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Any, made: Any) -> None:
         """Note the result of a call whose tensors all depend on one entry."""
+        if name in _LARGEST and isinstance(made, tuple):  # along a dimension: the numbers, and their places
+            made = made[0]
         fixed = not any(isinstance(x, Tensor) for x in kwargs.values())
         if not isinstance(made, Tensor) or not fixed or name not in _EACH | _LARGEST:
             return

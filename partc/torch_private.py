@@ -81,6 +81,7 @@ __all__ = [
     "outside_functorch",
     "python_decompositions",
     "recorded_stacks",
+    "storage_identity",
     "transform_traced",
     "tree_flatten",
     "tree_unflatten",
@@ -99,6 +100,11 @@ def fake_stored(mode: FakeTensorMode, like: torch.Tensor, stored: torch.Tensor) 
     if isinstance(stored, torch.nn.Parameter):
         made.requires_grad_(stored.requires_grad)._is_param = True
     return made
+
+
+def storage_identity(storage: torch.UntypedStorage) -> int:
+    """A number that tells storages apart, also those without memory."""
+    return int(storage._cdata)
 
 
 @contextmanager

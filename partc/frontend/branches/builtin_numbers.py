@@ -14,9 +14,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partc.frontend.selections.row_counts import RowCount
+from partc.torch_private import FakeTensor
 
 
 def _length(x: Any, /) -> int:
@@ -52,6 +53,8 @@ class _Kinds(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         found = builtins.type(*args, **kwargs)
+        if issubclass(found, FakeTensor):
+            return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
         return int if found is RowCount else found
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -65,7 +68,7 @@ class _Kinds(type):
 
 
 class _Type(type, metaclass=_Kinds):
-    """Python's `type`, except that the type of a number of rows is int."""
+    """Python's `type`, except that the type of a number of rows is int, and that of a traced tensor is torch's."""
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {

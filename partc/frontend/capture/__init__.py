@@ -183,7 +183,7 @@ def capture(
         calls=marked.calls,
         rows=rows.all,
         results=() if read is None else findings.paths,
-        assumed=(*assumed, *rows_read_whole(every, whole)),
+        assumed=(*assumed, *_extra_states(named), *rows_read_whole(every, whole)),
         tests=tuple(selections.tests.sources),
         most_tests=selections.tests.most,
         passed=marked.passed,
@@ -192,6 +192,14 @@ def capture(
         numbers=tuple(selections.numbers),
         pairs=untrained_pairs(pairs),
     )
+
+
+def _extra_states(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """A sentence for each module that adds an object of its own to the state dict."""
+    for path, module in modules.items():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            name = f"{path}._extra_state".lstrip(".")
+            yield f"Checkpoints and exports leave out {name}, the extra state of {type(module).__name__}."
 
 
 def _exported(

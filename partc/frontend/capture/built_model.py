@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from partc.frontend.state.shared_memory import Pair, shared_with
 from partc.quoting import encodable
 from partc.runtime.train.plain_tensors import modules_by_path
 from partc.runtime.train.precision import dtype_held
-from partc.torch_private import FakeTensorMode, fake_stored
+from partc.torch_private import FakeTensorMode, fake_stored, storage_identity
 
 
 def built_model(build: Callable[[], Any], path: Path | None, recipes: Recipes) -> nn.Module:
     """The model, built without values; `recipes` record its constants. Raises PartcError P0205."""
     try:
-        with torch.device("meta"), recipes:
+        with torch.device("meta"), _pointers_of_meta_tensors(), recipes:
             try:
                 model = build()
             except (NotImplementedError, RuntimeError) as error:
@@ -66,6 +67,27 @@ def walkable(model: Any) -> Any:
             help="nest them less deeply: nn.Sequential and nn.ModuleList hold any number side by side",
         ) from error
     return model
+
+
+@contextmanager
+def _pointers_of_meta_tensors() -> Iterator[None]:
+    """A context in which memory of tensors without values has pointers, by which constructors find tied weights."""
+    own, stored = Tensor.data_ptr, torch.UntypedStorage.data_ptr
+
+    def pointer(x: Tensor) -> int:
+        if not x.is_meta:
+            return own(x)
+        return storage_identity(x.untyped_storage()) + int(x.storage_offset()) * x.element_size()
+
+    def pointer_of_storage(x: torch.UntypedStorage) -> int:
+        return storage_identity(x) if x.device.type == "meta" else stored(x)
+
+    Tensor.data_ptr = pointer  # type: ignore[method-assign, assignment]
+    torch.UntypedStorage.data_ptr = pointer_of_storage  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del Tensor.data_ptr, torch.UntypedStorage.data_ptr
 
 
 class _ValuesOfRanges(TorchFunctionMode):

@@ -92,6 +92,17 @@ def staged_calls(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
     return main, _runs(main, users)
 
 
+def call_links(program: Program, calls: Sequence[Call]) -> dict[tuple[int, int], bool]:
+    """The pairs of calls of which the second reads a value of the first, by their indices: whether gradients return."""
+    names = {call.name for call in calls}
+    pure = frozenset(call.name for call in program.calls if call.name not in names)
+    found: dict[tuple[int, int], bool] = {}
+    numbered = tuple(replace(call, stage=index) for index, call in enumerate(calls))
+    for each in _transfers(program, numbered, pure):
+        found[each.source, each.target] = found.get((each.source, each.target), False) or each.gradient
+    return found
+
+
 def cuts(work: Sequence[float], runs: Sequence[tuple[int, int]], count: int) -> tuple[tuple[int, int], ...]:
     """For each stage, the index of its first call and the index after its last."""
     found = balanced_runs([sum(work[start:end]) for start, end in runs], count)

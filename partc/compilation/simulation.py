@@ -165,6 +165,19 @@ class Simulator:
 
         return _with_coupling(found)[:2]
 
+    def couples_examples(self, plan: ParallelPlan, *, everywhere: bool) -> bool:
+        """Whether microbatches cannot share a batch, as under batch norms. This is found before regions are
+        differentiated.
+        """
+        if plan.microbatches == 1:
+            return False
+        options = plan.on(self.cluster).compile_options()
+        try:
+            self._unsplit_program(plan, options, separate=False, everywhere=everywhere)
+        except PartcError as error:
+            return error.code == "P0402"
+        return False
+
     def _placed(
         self, plan: ParallelPlan, options: Options, *, separate: bool, everywhere: bool = False
     ) -> tuple[_Key, Program, Program]:

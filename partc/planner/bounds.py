@@ -35,7 +35,7 @@ from partc.compilation.plan import ParallelPlan
 from partc.cost.flops import ProductWork, StepWork, model_work
 from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import microbatches_in_flight
-from partc.cost.simulation import Durations, simulate
+from partc.cost.simulation import Durations, Link, simulate
 from partc.ir.expert_products import ExpertMatmul
 from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
 from partc.ir.program import FLOATING, ITEMSIZE, Action, Call, Parameter, Program, Region
@@ -364,14 +364,16 @@ class Bounds:
         """The work of a rank's whole local batch as one microbatch, without lookups; None if it is not known.
 
         Of several ways of recomputing, each call takes the quickest; full recomputation repeats everything that the
-        others repeat. Of losses in chunks, only the products for logits count.
+        others repeat. Of losses in chunks, only the products for logits count. Microbatches that are separate batches
+        have layouts of their own: the whole batch counts without collectives.
         """
         bodies = self.tables.bodies
         several = plan.microbatches > 1, *key
         if several not in self._separate:  # whether microbatches are separate does not depend on their number
-            self._separate[several] = self.tables.separate_batches(_uniform_stages(plan))
-        times = plan.microbatches if self._separate[several] else 1
-        key = (plan.microbatches, *key) if self._separate[several] or not bodies.everywhere else several
+            self._separate[several] = bodies.separate_batches(_uniform_stages(plan))
+        key = several if bodies.everywhere else (plan.microbatches, *key)
+        if self._separate[several]:
+            plan, tables = replace(plan, microbatches=1), self.linkless
         if key not in self._works:
             ways = plan.recompute.split("|")
             quick = [_uniform_stages(plan, way) for way in ways if way != "full" or len(ways) == 1]
@@ -387,7 +389,7 @@ class Bounds:
                 sizes = sizes_of(plan)
                 share = sizes[PIPELINE_AXIS] / math.prod(sizes.values())
                 instead |= {index: share * flops / self.peak for index, flops in self._losses.items()}
-            self._works[key] = Work.of(whole[0], calls, instead, times=times) if known else None
+            self._works[key] = Work.of(whole[0], calls, instead, self.tables.links(whole[0])) if known else None
         return self._works[key]
 
     def filled(self, plan: ParallelPlan, known: Bound) -> Bound:
@@ -449,7 +451,8 @@ class Bounds:
             cuts: Cuts = self.tables.cuts(body or _uniform_stages(plan), len(places))
         else:
             cuts = tuple(pairwise(accumulate(map(int, expanded(plan.stage_calls, ",")), initial=0)))
-        return Stages(plan=plan, ranks=ranks, places=places, cuts=cuts)
+        links = self.tables.stage_links(body or _uniform_stages(plan), cuts)
+        return Stages(plan=plan, ranks=ranks, places=places, cuts=cuts, links=links)
 
     def _by_stage(self, plan: ParallelPlan, table: Callable[[ParallelPlan], _Table | None]) -> Sequence[_Table] | None:
         """For each stage, the table for its way of recomputing; None if one is not known."""
@@ -494,16 +497,25 @@ class Work:
     backward: Sums  # whole backward passes
     first: Mapping[bool, Sums]  # the parts of backward passes before gradients are sent; True: with halves
     left: Mapping[bool, Sums]  # the parts after that, at most
+    # For each call, the seconds of the calls that run before it, and of those that run after its backward pass.
+    before: Sums
+    after: Mapping[bool, Sums]
 
     @classmethod
     def of(
-        cls, plan: ParallelPlan, tables: Sequence[CallTable], instead: Mapping[int, float], *, times: int = 1
+        cls,
+        plan: ParallelPlan,
+        tables: Sequence[CallTable],
+        instead: Mapping[int, float],
+        links: Mapping[tuple[int, int], bool],
     ) -> Work:
-        """The work of calls, of which each runs `times` times. Each has the seconds of the quickest table, unless
-        `instead` has the seconds of its product for the whole batch, which is computed twice and has two gradients.
+        """The work of calls, of which some read values of others (`links`).
+
+        Each has the seconds of the quickest table, unless `instead` has the seconds of its product, which is computed
+        twice and has two gradients.
         """
         each = [np.array([cls._rows(table, index) for index in range(len(table.forward) - 1)]) for table in tables]
-        rows = times * np.stack(each)
+        rows = np.stack(each)
         least, most = rows.min(axis=0), (rows[..., 1:2] - rows[..., 2:]).max(axis=0)
         found = np.concatenate([least, most], axis=1)
         for index, product in instead.items():
@@ -512,7 +524,17 @@ class Work:
             tuple(accumulate(column, initial=0.0)) for column in found.T.tolist()
         )
         first, left = {False: sent, True: inputs}, {False: rest, True: weights}
-        return cls(plan=plan, forward=forward, backward=backward, first=first, left=left)
+        reads = [(*pair, 0.0) for pair in links]
+        returns = [(*pair, 0.0) for pair, gradient in links.items() if gradient]
+        return cls(
+            plan=plan,
+            forward=forward,
+            backward=backward,
+            first=first,
+            left=left,
+            before=(*_longest(np.diff(forward).tolist(), reads), 0.0),
+            after={halved: (*_longest(np.diff(sums).tolist(), returns), 0.0) for halved, sums in first.items()},
+        )
 
     @staticmethod
     def _rows(table: CallTable, index: int) -> tuple[float, ...]:
@@ -524,20 +546,36 @@ class Work:
     def seconds(self, stages: Stages, microbatches: int) -> float:
         """The least seconds of a step, if a part of the batch takes no less than its share."""
         least, first, left = 0.0, self.first[stages.halved], self.left[stages.halved]
+        costs = [(self.forward[end] - self.forward[start]) / microbatches for start, end in stages.cuts]
+        starts = _longest(costs, ((source, target, 0.0) for source, target, _ in stages.links))
         for place, here in enumerate(stages.at):
             work = stages.of_place(self.forward, place) + stages.of_place(self.backward, place)
+            fill = min(starts[stage] for stage in here)
+            if not stages.chained:  # the rank's last backward pass may be of any of its stages
+                least = max(least, fill + work)
+                continue
             start, end = stages.cuts[here[0]]
-            fill, drain = self.forward[start] / microbatches, first[start] / microbatches
+            drain = first[start] / microbatches
             beside = stages.of_place(left, place) if stages.halved else (left[end] - left[start]) / microbatches
             least = max(least, fill + work + max(0.0, drain - beside))
         return least
 
     def alone(self, microbatches: int, *, halved: bool) -> Any:
         """The least seconds of a step on a rank with one stage, for each first call and end of the stage."""
-        fill, drain = (np.array(sums)[:, np.newaxis] / microbatches for sums in (self.forward, self.first[halved]))
+        fill, drain = (np.array(sums)[:, np.newaxis] / microbatches for sums in (self.before, self.after[halved]))
         beside = range_sums(np.array(self.left[halved])) / (1 if halved else microbatches)
         work = range_sums(np.add(self.forward, self.backward))
         return fill + work + np.maximum(0.0, drain - beside)
+
+
+def _longest(costs: Sequence[float], links: Iterable[tuple[int, int, float]]) -> list[float]:
+    """For each item, the largest sum of costs along a chain of links to it, without its own cost; each link adds its
+    own cost.
+    """
+    found = [0.0] * len(costs)
+    for source, target, cost in sorted(links, key=lambda link: link[1]):
+        found[target] = max(found[target], found[source] + costs[source] + cost)
+    return found
 
 
 def _tables(program: Program) -> Iterator[str]:
@@ -605,6 +643,7 @@ class Stages:
     ranks: int
     places: Sequence[int]
     cuts: Cuts
+    links: Sequence[Link]
 
     @cached_property
     def at(self) -> Sequence[Sequence[int]]:
@@ -621,7 +660,15 @@ class Stages:
 
     def sends(self, stage: int) -> bool:
         """Whether a stage with backward halves sends its gradients before the rest of its backward pass."""
-        return stage > 0 and self.plan.level < 2 and self.places[stage] != self.places[stage - 1]
+        return self.plan.level < 2 and any(
+            target == stage and gradient and self.places[source] != self.places[stage]
+            for source, target, gradient in self.links
+        )
+
+    @cached_property
+    def chained(self) -> bool:
+        """Whether each stage reads values of the one before it, and returns their gradients."""
+        return {(stage - 1, stage, True) for stage in range(1, len(self.places))}.issubset(self.links)
 
     def of_place(self, sums: Sums, place: int) -> float:
         return sum(sums[end] - sums[start] for start, end in (self.cuts[stage] for stage in self.at[place]))
@@ -767,11 +814,11 @@ class TimedStages:
         times, here = self.stages.plan.microbatches, self.stages.at[place]
         own = [self.durations[stage] for stage in here]
         first = here[0]
-        before = self.durations[:first]
-        hops = sum(self.hop(stage) for stage in range(1, first + 1))
-        fill = hops + sum(each.forward for each in before)
-        drain = hops + sum(each.inputs for each in before)
-        ahead = times * sum(each.forward + each.inputs for each in own)
+        fill = min(self._starts[stage] for stage in here)
+        drain = 0.0
+        if self.stages.chained:
+            hops = sum(self.hop(stage) for stage in range(1, first + 1))
+            drain = hops + sum(each.inputs for each in self.durations[:first])
         work = times * sum(each.forward + each.backward for each in own)
         ends = ((self.calls[stage].moving, *self.stages.cuts[stage]) for stage in here)
         free = times * sum(moving[end] - moving[start] for moving, start, end in ends) + fill + drain
@@ -779,12 +826,24 @@ class TimedStages:
         summed = self.sums(here)
         slowed = self.tables.rates.slowdown * max(0.0, min(max(moved, summed), work) - free)
         last = own[0].backward if len(here) == 1 else sum(each.backward for each in own) * times
-        late = max(0.0, self.passed(place)[first] - fill - own[0].forward)
+        late = max(0.0, self.passed(place)[first] - fill - own[0].forward) if self.stages.chained else 0.0
         done = max(work + late + slowed, moved - fill, work + late - last + summed)
+        if not self.stages.chained:
+            return fill + done + self.ended(place)
+        ahead = times * sum(each.forward + each.inputs for each in own)
         through = fill + late + ahead + drain + (self.durations[0].weights if first else own[0].weights)
         if not self.stages.halved:
             through = max(through, fill + late + work - own[0].weights + drain)
         return max(fill + done + self.ended(place), through)
+
+    @cached_property
+    def _starts(self) -> Sequence[float]:
+        """For each stage, the least seconds until the values that its first forward pass reads are there."""
+        hops = (
+            (source, target, self.hop(target) if target == source + 1 else 0.0)
+            for source, target, _ in self.stages.links
+        )
+        return _longest([each.forward for each in self.durations], hops)
 
     def scheduled(self) -> float:
         """The least seconds of the step, with computations in the order of the schedule."""
@@ -811,7 +870,14 @@ class TimedStages:
                     ends[axes] = max(ends.get(axes, 0.0), start) + seconds
             return takes
 
-        done = simulate(rows, self.stages.places, durations=self.durations, play=play)
+        links = self.stages.links
+        free = {
+            pair: 0.0
+            for source, target, _ in links
+            if target > source + 1
+            for pair in ((source, target), (target, source))
+        }
+        done = simulate(rows, self.stages.places, durations=self.durations, links=links, play=play, transfers=free)
         least = 0.0
         for place, spans in enumerate(done.ranks):
             last = {span.compute.stage: span.start for span in spans}

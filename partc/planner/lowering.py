@@ -34,6 +34,10 @@ class RegionBodies:
     # A representative of equal regions, which then share their costs.
     _regions: dict[Region, Region] = field(default_factory=dict)
 
+    def separate_batches(self, plan: ParallelPlan) -> bool:
+        """Whether each microbatch of the plan is a batch of its own, since the model couples examples."""
+        return self.simulator.couples_examples(plan, everywhere=self.everywhere)
+
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
         """The plan's program before the pass `stages`. None if it cannot be compiled, or if a budget decides about
         recomputation call by call.

@@ -26,10 +26,11 @@ from partc.cost.footprint import Footprint
 from partc.cost.forecast import Forecast
 from partc.cost.local_costs import LocalCosts
 from partc.cost.rates import ClusterRates
+from partc.cost.simulation import Link
 from partc.ir.collectives import MOVING
 from partc.ir.mesh import BATCH_AXIS, CONTEXT_AXIS, PIPELINE_AXIS
 from partc.ir.program import Call, Graph, GraphKind, Parameter, Program, Transport
-from partc.passes.stages import call_work, cuts, staged_calls
+from partc.passes.stages import call_links, call_work, cuts, staged_calls
 from partc.planner.space import inner_axes, mesh_of, sizes_of
 
 _ROUNDING = 1e-9  # of seconds added up in different orders
@@ -134,6 +135,9 @@ class BodySource(Protocol):
     def everywhere(self) -> bool:
         """Whether regions are lowered once for all sizes of the batch's parts."""
 
+    def separate_batches(self, plan: ParallelPlan) -> bool:
+        """Whether each microbatch of the plan is a batch of its own."""
+
     def shared(self, plan: ParallelPlan) -> tuple[RegionBody, Program] | None:
         """The plan's program before its stages; None if tables do not hold for the plan."""
 
@@ -172,15 +176,8 @@ class Tables:
         """The seconds of calls; None, like the other tables, if they are not known to hold for the plan."""
         return self._table(self._calls, plan, (plan.recompute, *_split(plan), *_links(plan)), self._call_table)
 
-    def separate_batches(self, plan: ParallelPlan) -> bool:
-        """Whether each microbatch of the plan is a batch of its own."""
-        found = self.bodies.shared(plan)
-        return found is not None and found[1].separate_batches
-
     def calls_at_once(self, plan: ParallelPlan) -> CallTable | None:
-        """The seconds of calls that compute a rank's whole batch with the bodies of the plan; those of one microbatch
-        if microbatches are separate batches.
-        """
+        """The seconds of calls that compute a rank's whole batch with the bodies of the plan."""
         key = "at once", plan.recompute, sizes_of(plan)[PIPELINE_AXIS] > 1, *_links(plan)
         return self._table(self._calls, plan, key, self._call_table, microbatches=1)
 
@@ -207,6 +204,18 @@ class Tables:
         found = self.bodies.shared(plan)
         assert found is not None
         return self._facts_of(*found).cuts(count)
+
+    def links(self, plan: ParallelPlan) -> Mapping[tuple[int, int], bool]:
+        """The pairs of calls of which the second reads a value of the first: whether gradients return."""
+        found = self.bodies.shared(plan)
+        assert found is not None
+        return self._facts_of(*found).links
+
+    def stage_links(self, plan: ParallelPlan, cuts: Sequence[tuple[int, int]]) -> Sequence[Link]:
+        """The pairs of stages of which the second reads values of the first, with their gradients."""
+        found = self.bodies.shared(plan)
+        assert found is not None
+        return self._facts_of(*found).stage_links(tuple(cuts))
 
     def places(self, plan: ParallelPlan) -> tuple[int, ...]:
         """The places between calls where stages may begin and end."""
@@ -318,7 +327,12 @@ class Tables:
             calls, runs = staged_calls(program)
             fresh, alike = _alike(program, calls)
             self._facts[body.number] = _Facts(
-                calls=calls, runs=runs, work=tuple(call_work(program, calls)), fresh=fresh, alike=alike
+                calls=calls,
+                runs=runs,
+                work=tuple(call_work(program, calls)),
+                links=call_links(program, calls),
+                fresh=fresh,
+                alike=alike,
             )
         return self._facts[body.number]
 
@@ -449,9 +463,11 @@ class _Facts:
     calls: Sequence[Call]
     runs: Sequence[tuple[int, int]]  # runs of calls that no stage may cut
     work: tuple[float, ...]
+    links: Mapping[tuple[int, int], bool]  # calls of which the second reads the first, and whether gradients return
     fresh: Sequence[tuple[str, ...]]  # the parameters of each call that no earlier call reads
     alike: Sequence[int]  # for each call, the first one of the same region with equal parameters
     _cuts: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    _stage_links: dict[tuple[tuple[int, int], ...], Sequence[Link]] = field(default_factory=dict)
 
     @cached_property
     def first(self) -> Mapping[str, Call]:
@@ -471,6 +487,18 @@ class _Facts:
         if count not in self._cuts:
             self._cuts[count] = cuts(self.work, self.runs, count)
         return self._cuts[count]
+
+    def stage_links(self, cuts: tuple[tuple[int, int], ...]) -> Sequence[Link]:
+        """The pairs of stages of which the second reads values of the first, and whether gradients return."""
+        if cuts not in self._stage_links:
+            stage = [number for number, (start, end) in enumerate(cuts) for _ in range(start, end)]
+            found: dict[tuple[int, int], bool] = {}
+            for (source, target), gradient in self.links.items():
+                pair = stage[source], stage[target]
+                if pair[0] != pair[1]:
+                    found[pair] = found.get(pair, False) or gradient
+            self._stage_links[cuts] = tuple((*pair, found[pair]) for pair in sorted(found))
+        return self._stage_links[cuts]
 
 
 def _alike(program: Program, calls: Sequence[Call]) -> tuple[Sequence[tuple[str, ...]], Sequence[int]]:

@@ -259,6 +259,12 @@ def test_hooks_that_a_trace_would_lose_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PartcError, match="P0216: forward packs the tensors") as caught:
         partc.compile(str(file), mesh="1")
     assert caught.value.source is not None and caught.value.source.line == 11
+    file.write_text(
+        file.read_text().replace("    with graph.saved", "    x.grad_fn.register_hook(print)\n    with graph.saved")
+    )
+    with pytest.raises(PartcError, match="P0216: forward puts a hook on a node") as caught:
+        partc.compile(str(file), mesh="1")
+    assert caught.value.source is not None and caught.value.source.line == 11
     hook = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
     with hook, pytest.raises(PartcError, match="P0216: a hook is on the backward pass of all modules"):
         partc.compile(str(file), mesh="1")

@@ -30,7 +30,7 @@ from partc.errors import PartcError, Source
 from partc.frontend.gradients.inner_gradients import inner_gradient
 from partc.frontend.repeats.module_rows import WholeTrace
 from partc.frontend.state.generator_states import returning
-from partc.installed import line_of, user_frame
+from partc.installed import is_machinery, line_of, user_frame
 from partc.ir import operators  # noqa: F401 (defines the operators)
 from partc.runtime.torch_private import tree_map_only
 from partc.torch_private import (
@@ -60,6 +60,18 @@ def own_hooks(modules: Mapping[str, nn.Module]) -> Mapping[str, tuple[Hook, ...]
         if held := getattr(weight, hooks, None):
             found.setdefault(id(weight), (f"{path}.{name}".lstrip("."), tuple(held.values())))
     return dict(found.values())
+
+
+class _NodeWithoutHooks:
+    """Stands for a node of the autograd graph, on which a trace would lose hooks."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise _refused("forward puts a hook on a node of the autograd graph")
+        return getattr(self._node, name)
 
 
 class _GradientOfResult:
@@ -231,6 +243,13 @@ def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole:
             )
         enter(hooks)
 
+    def node(x: Tensor) -> Any:
+        found = nodes.__get__(x)
+        outside = found is None or is_machinery(sys._getframe(1).f_code.co_filename)
+        return found if outside else _NodeWithoutHooks(found)
+
+    nodes: Any = Tensor.grad_fn
+    Tensor.grad_fn = property(node)  # type: ignore[assignment]
     enter = saved_tensors_hooks.__enter__
     saved_tensors_hooks.__enter__ = own_packing  # type: ignore[method-assign]
     without_reentrance = getattr(checkpoint, CHECKPOINT)
@@ -242,6 +261,7 @@ def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole:
     try:
         yield
     finally:
+        del Tensor.grad_fn
         saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
         setattr(checkpoint, CHECKPOINT, without_reentrance)
         torch.autograd.grad, torch.autograd.backward = grad, backward

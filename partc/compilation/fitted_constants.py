@@ -28,6 +28,7 @@ MARK = "fitted by `partc cluster fit`"
 _WARM = 3  # steps at a run's start that are ignored if there are more
 _HOLD = 0.003  # the weight of a constant's deviation from its start, relative to a run's error
 _FACTORS = (1.3, 1.1, 1.03, 1.01)
+_SHORTEST, _LONGEST = 1e-9, 1e9  # seconds of a step
 _MOST = 1.5  # the upper bound of constants that are shares
 
 
@@ -102,7 +103,7 @@ def read_runs(
             for name, line in lines:
                 model, seconds = line.pop("model", None), line.pop("step_seconds", None)
                 if not isinstance(model, str) or not _is_time(seconds):
-                    raise _unreadable(f"{name} has no model, or no step_seconds")
+                    raise _unreadable(f"{name} has no model, or no step_seconds of {_SHORTEST:g} to {_LONGEST:g}")
                 plan = ParallelPlan.of(line, place=name)
                 with _naming(name):
                     fitted(cluster, plan.compile_options().mesh.size)
@@ -143,7 +144,7 @@ def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and _SHORTEST <= value <= _LONGEST
 
 
 def _unreadable(cause: str) -> PartcError:

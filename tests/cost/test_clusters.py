@@ -930,7 +930,7 @@ def test_failures_that_cannot_be_read(text: str) -> None:
 @pytest.mark.parametrize(
     ("line", "code"),
     [({"zero": -1}, "P0404"), ({"mesh": "dp=64"}, "P0803"), ({"model": "no.py"}, "P0201"), ({"zero": []}, "P0804"),
-     ({"step_seconds": "1"}, "P0809"), (None, "P0809")],
+     ({"step_seconds": "1"}, "P0809"), ({"step_seconds": 1e300}, "P0809"), (None, "P0809")],
 )  # fmt: skip
 def test_a_fit_names_the_line_of_a_wrong_run(
     line: dict[str, Any] | None, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

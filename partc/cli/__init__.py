@@ -169,8 +169,8 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
             console.echo(f"step {step + 1}   loss {mine:.9g}   single device {theirs:.9g}")
         if result.restarted:
             console.echo(
-                "Rounding grew after step 1, as updates of zero gradients may be rounding alone. Later steps are "
-                "compared from the package's own values."
+                "The differences after step 1 may be rounding that the optimizer has enlarged. Later steps are "
+                "therefore compared from the package's own values."
             )
         place = f"{worst.kind} {worst.name}" if worst.kind != worst.name else worst.kind
         where = f"{place}, step {worst.step}, rank {worst.rank}"

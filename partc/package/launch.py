@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,6 +276,35 @@ def refusals_reported(folder: Path) -> Iterator[None]:
         folder.mkdir(exist_ok=True)
         write_whole(folder / "refusal.json", json.dumps(found))
         sys.exit(2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    """A command for a process of its own, which writes all its output to a file."""
+
+    label: str
+    command: list[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    output: Path
+    refusals: Path | None = None  # the folder to which the process writes an error for wrong input
+
+    def check(self, code: int) -> None:
+        """Raises the process's own error for wrong input, or RunFailed, unless the exit code is 0."""
+        if code:
+            refused = None if self.refusals is None else refusal(self.refusals)
+            raise refused or RunFailed(self.label, code, self.output.read_text(errors="replace"))
+
+
+def run_concurrently(runs: Sequence[LoggedRun]) -> None:
+    """Run commands at the same time, each to its end. Raises the error of the first of them that failed."""
+    processes = [started(run.command, run.output, run.environment) for run in runs]
+    try:
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+    for run, code in zip(runs, codes, strict=True):
+        run.check(code)
 
 
 def local_environment() -> dict[str, str]:

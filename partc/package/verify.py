@@ -7,7 +7,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,13 @@ from partc.package.comparison import (
     root_mean_square,
 )
 from partc.package.launch import (
-    RunFailed,
+    LoggedRun,
     gpus,
     read_package,
     read_plan,
     read_reports,
-    refusal,
+    run_concurrently,
     searching,
-    started,
     torchrun_command,
 )
 from partc.package.reference import DATA, ReferenceUpdate, balanced_biases
@@ -105,14 +104,12 @@ def verify(
         )
     with tempfile.TemporaryDirectory(prefix="partc-verify-") as name:
         found = _trained_and_compared(plan, directory.resolve(), Path(name), reference, virtual, job.device, recipe)
-    tolerances = TOLERANCES[_rounding(plan)]
-    worst = max(found.differences, key=lambda difference: difference.rel_err / tolerances[difference.kind])
     return VerifyResult(
         ok=not found.failures,
         losses=found.losses,
         reference_losses=found.reference_losses,
-        worst=worst,
-        tolerance=tolerances[worst.kind],
+        worst=found.worst,
+        tolerance=found.tolerances[found.worst.kind],
         rounding=_rounding(plan),
         compared=len(found.differences),
         restarted=found.restarted,
@@ -128,20 +125,22 @@ def _trained_and_compared(
     device: Wanted,
     recipe: Mapping[str, Any],
 ) -> _Comparison:
-    """Train both sides, and compare them; if rounding may have grown, also from the package's values."""
+    """Train the package and the model, and compare them; once more from the package's values if rounding may have
+    grown.
+    """
     plain = reference or folder / "reference"
     if plan["repeated"]:  # the reference differs from a run of the whole batch
         plain = plain / f"{plan['microbatches']}_batches"
     runs = [_package_run(directory, folder, virtual, device, recipe)]
     if not (plain / f"step_{recipe['steps']:04d}.safetensors").exists():
         runs.append(_reference_run(directory, folder, plain, recipe))
-    _run_concurrently(runs)
+    run_concurrently(runs)
     found = _Comparison.of_runs(plan, folder, plain, recipe)
     if not found.rounding_may_have_grown:
         return found
     values, again = folder / "values", folder / "again"
     _write_values(plan, folder / "record", plain, values, recipe["steps"])
-    _run_concurrently([_reference_run(directory, folder, again, recipe, values)])
+    run_concurrently([_reference_run(directory, folder, again, recipe, values)])
     return replace(_Comparison.of_runs(plan, folder, again, recipe), restarted=True)
 
 
@@ -179,6 +178,11 @@ class _Comparison:
         )
 
     @property
+    def worst(self) -> Difference:
+        """The largest difference, as a multiple of its tolerance."""
+        return max(self.differences, key=lambda each: each.rel_err / self.tolerances[each.kind])
+
+    @property
     def failures(self) -> list[Difference]:
         return [each for each in self.differences if not each.rel_err <= self.tolerances[each.kind]]
 
@@ -186,7 +190,7 @@ class _Comparison:
     def rounding_may_have_grown(self) -> bool:
         """Whether all differences above the tolerances are of steps after the first, which start from other values.
 
-        Updates start from the package's own gradients, so that their differences count.
+        Differences of parameters always count: updates are compared from the package's own gradients.
         """
         return bool(self.failures) and all(each.step > 1 and each.kind != "parameter" for each in self.failures)
 
@@ -208,25 +212,7 @@ def _recipe(directory: Path, arguments: Sequence[str]) -> tuple[Job, dict[str, A
     return job, recipe | {"clip": CLIP if job.clip is None else job.clip}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TrainingRun:
-    """A training in a process of its own."""
-
-    label: str
-    command: list[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    output: Path
-    refusals: Path  # the folder to which it writes an error for wrong input
-
-    def check(self, code: int) -> None:
-        """Raises the run's own error for wrong input, or RunFailed, unless the exit code is 0."""
-        if code:
-            raise refusal(self.refusals) or RunFailed(self.label, code, self.output.read_text(errors="replace"))
-
-
-def _package_run(
-    directory: Path, folder: Path, virtual: bool, device: Wanted, recipe: Mapping[str, Any]
-) -> _TrainingRun:
+def _package_run(directory: Path, folder: Path, virtual: bool, device: Wanted, recipe: Mapping[str, Any]) -> LoggedRun:
     """The training of the package on the device."""
     arguments = [*_options(recipe), *(() if device == "auto" else ("--device", device))]
     arguments += ["--record", str(folder / "record"), "--report", str(folder / "report")]
@@ -240,31 +226,20 @@ def _package_run(
         if virtual
         else torchrun_command(directory, arguments)
     )
-    return _TrainingRun(label="the package", command=command, output=folder / "package.txt", refusals=folder / "report")
+    return LoggedRun(label="the package", command=command, output=folder / "package.txt", refusals=folder / "report")
 
 
 def _reference_run(
     directory: Path, folder: Path, results: Path, recipe: Mapping[str, Any], values: Path | None = None
-) -> _TrainingRun:
+) -> LoggedRun:
     """The training of the single-device model on the CPU; each step starts from `values`, if there are any."""
     results.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "partc.package.reference", str(directory), str(results), json.dumps(recipe)]
     command += [] if values is None else [str(values)]
-    return _TrainingRun(
+    return LoggedRun(
         label="the single-device model", command=command, environment=searching(), output=folder / "plain.txt",
         refusals=results,
     )  # fmt: skip
-
-
-def _run_concurrently(runs: Sequence[_TrainingRun]) -> None:
-    processes = [started(run.command, run.output, run.environment) for run in runs]
-    try:
-        codes = [process.wait() for process in processes]
-    finally:
-        for process in processes:
-            process.terminate()
-    for run, code in zip(runs, codes, strict=True):
-        run.check(code)
 
 
 def _options(recipe: Mapping[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from partc.package.comparison import (
     largest_magnitude,
     root_mean_square,
 )
-from partc.package.launch import RunFailed, read_plan, refusal, searching, started, torchrun_command
+from partc.package.launch import LoggedRun, read_plan, run_concurrently, searching, torchrun_command
 from partc.runtime.checkpoint.safetensors import load
 from partc.runtime.errors import UsageError
 from partc.runtime.train.inference import check
@@ -48,21 +48,19 @@ def verify_results(directory: Path, *, batches: int, virtual: bool, arguments: S
         mine, plain = folder / "package", folder / "plain"
         own = [*given, "--out", str(mine)]
         script = [sys.executable, str(directory / "infer.py"), "--virtual", *own]
-        runs = {
-            "the package": script if virtual else torchrun_command(directory, own),
-            "the single-device model": [
-                sys.executable, "-m", "partc.package.reference_results", str(directory), str(plain), *given,
-            ],
-        }  # fmt: skip
-        outputs = {what: folder / f"{index}.txt" for index, what in enumerate(runs)}
-        where = {"the package": {}, "the single-device model": searching()}
-        processes = {what: started(command, outputs[what], where[what]) for what, command in runs.items()}
-        for what, process in processes.items():
-            if code := process.wait():
-                for other in processes.values():
-                    other.terminate()
-                refused = refusal(plain) if what == "the single-device model" else None
-                raise refused or RunFailed(what, code, outputs[what].read_text(errors="replace"))
+        command = [sys.executable, "-m", "partc.package.reference_results", str(directory), str(plain), *given]
+        run_concurrently(
+            [
+                LoggedRun(
+                    label="the package", output=folder / "package.txt",
+                    command=script if virtual else torchrun_command(directory, own),
+                ),
+                LoggedRun(
+                    label="the single-device model", output=folder / "plain.txt", refusals=plain, command=command,
+                    environment=searching(),
+                ),
+            ]
+        )  # fmt: skip
         differences = [
             difference for number in range(batches) for difference in _compared(mine, plain, number, rounding in MIXED)
         ]

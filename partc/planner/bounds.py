@@ -660,9 +660,13 @@ class Stages:
 
     def sends(self, stage: int) -> bool:
         """Whether a stage with backward halves sends its gradients before the rest of its backward pass."""
-        return self.plan.level < 2 and any(
-            target == stage and gradient and self.places[source] != self.places[stage]
-            for source, target, gradient in self.links
+        return self.plan.level < 2 and stage in self._returning
+
+    @cached_property
+    def _returning(self) -> frozenset[int]:
+        """The stages that return gradients to other ranks."""
+        return frozenset(
+            target for source, target, gradient in self.links if gradient and self.places[source] != self.places[target]
         )
 
     @cached_property
@@ -871,12 +875,8 @@ class TimedStages:
             return takes
 
         links = self.stages.links
-        free = {
-            pair: 0.0
-            for source, target, _ in links
-            if target > source + 1
-            for pair in ((source, target), (target, source))
-        }
+        far = [(source, target) for source, target, _ in links if target > source + 1]
+        free = dict.fromkeys((*far, *((target, source) for source, target in far)), 0.0)
         done = simulate(rows, self.stages.places, durations=self.durations, links=links, play=play, transfers=free)
         least = 0.0
         for place, spans in enumerate(done.ranks):

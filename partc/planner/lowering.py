@@ -29,8 +29,7 @@ class RegionBodies:
     _shared: dict[tuple[object, ...], tuple[int, Program] | None] = field(default_factory=dict)
     _numbers: dict[tuple[object, ...], int] = field(default_factory=dict)  # of bodies, by the simulator's keys
     _recomputed: dict[RegionBody, Program] = field(default_factory=dict)
-    _lowered: dict[tuple[RegionBody, bool], Program] = field(default_factory=dict)
-    _worthwhile: dict[RegionBody, frozenset[str]] = field(default_factory=dict)  # regions, for bodies with halves
+    _lowered: dict[tuple[RegionBody, bool], tuple[Program, frozenset[str]]] = field(default_factory=dict)
     # A representative of equal regions, which then share their costs.
     _regions: dict[Region, Region] = field(default_factory=dict)
 
@@ -66,6 +65,16 @@ class RegionBodies:
 
     def lowered(self, plan: ParallelPlan, body: RegionBody, *, halves: bool) -> Program:
         """The finished program of a body, with whole backward passes or, with `halves`, with their two halves."""
+        return self._finished(plan, body, halves=halves)[0]
+
+    def sending_first(self, plan: ParallelPlan, body: RegionBody) -> frozenset[str]:
+        """The regions whose backward passes run in two halves on a stage that sends gradients to another rank. The
+        pass `split` chooses them before operations are fused.
+        """
+        return self._finished(plan, body, halves=True)[1]
+
+    def _finished(self, plan: ParallelPlan, body: RegionBody, *, halves: bool) -> tuple[Program, frozenset[str]]:
+        """The finished program of a body, and the regions of `sending_first`."""
         key = body, halves
         if key not in self._lowered:
             options = plan.on(self.simulator.cluster).compile_options().for_passes
@@ -75,19 +84,9 @@ class RegionBodies:
                 assert found is not None
                 self._recomputed[body] = passes.between("stages", "recompute", found[1], known)
             steps = passes.run(self._recomputed[body], known, behind="recompute", until="overlap")
-            programs = {step.name: step.program for step in steps}
-            done, parted = programs["overlap"], programs.get("split")
-            if halves and parted is not None:
-                self._worthwhile[body] = frozenset(
-                    region.name for region in parted.regions if worthwhile(region, parted.sizes)
-                )
-            alike = (self._regions.setdefault(region, region) for region in done.regions)
-            self._lowered[key] = replace(done, regions=tuple(alike))
+            parted = next((step.program for step in steps if step.name == "split"), None)
+            regions = () if parted is None else parted.regions
+            sending = frozenset(region.name for region in regions if worthwhile(region, steps[-1].program.sizes))
+            alike = (self._regions.setdefault(region, region) for region in steps[-1].program.regions)
+            self._lowered[key] = replace(steps[-1].program, regions=tuple(alike)), sending
         return self._lowered[key]
-
-    def sending_first(self, plan: ParallelPlan, body: RegionBody) -> frozenset[str]:
-        """The regions of a body whose halves run separately if gradients are sent between them. The pass `split`
-        decides this before operations are fused.
-        """
-        self.lowered(plan, body, halves=True)
-        return self._worthwhile.get(body, frozenset())

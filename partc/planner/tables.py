@@ -145,7 +145,7 @@ class BodySource(Protocol):
         """The finished program of a body, with whole backward passes or with halves."""
 
     def sending_first(self, plan: ParallelPlan, body: RegionBody) -> frozenset[str]:
-        """The regions of a body whose halves run separately if gradients are sent between them."""
+        """The regions whose backward passes run in two halves on a stage that sends gradients to another rank."""
 
 
 @dataclass

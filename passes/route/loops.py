@@ -709,6 +709,6 @@ class Lift:
 
 
 def plain_form(op: Op) -> tuple[object, ...]:
-    """The arguments of an operation, without the names of values and the number of a random operation."""
+    """The arguments and attributes of an operation. Names of values are empty, and random operations have no number."""
     plain = op.renamed(dict.fromkeys(op.refs(), ""))
     return plain.args[:-1] if op.name in RANDOM else plain.args, plain.attrs

@@ -865,7 +865,7 @@ def test_the_best_span_is_that_of_enumeration() -> None:
 
 
 def test_stages_wait_for_those_that_they_read_from() -> None:
-    """The layer's weight and the convolution's are made of parameters alone: no stage before them sends a value."""
+    """Two stages compute weights from parameters alone, so that no earlier stage sends them a value."""
     fix = "pp=2,tp=2,microbatches=1,recompute=full,zero=0,schedule=interleaved,stage_calls=balanced"
     planner = Planner(Request.checked(str(ROUTED.with_name("decompositions.py")), "4xA100-40GB", fix=fix))
     for plan in planner.plans():

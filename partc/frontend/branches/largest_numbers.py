@@ -3,8 +3,8 @@
     longest = int(lengths.max())                             longest = 12
     hidden  = arange(longest) >= lengths[:, None]     ->     hidden  = arange(12) >= lengths[:, None]
 
-The example batch determines the number. Packages check that every batch has the same. Only models that do not trace
-otherwise read such numbers: a guard on them needs no check.
+The example batch determines the number, and packages check that every batch has the same one. A trace reads such
+numbers only if the model does not trace without them. A guard on them therefore adds no check to packages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def may_read() -> bool:
 
 @contextmanager
 def reading_largest_numbers() -> Iterator[Reading]:
-    """A context in which traces read largest numbers as soon as the result allows it."""
+    """A context whose result says whether its traces may read largest numbers."""
     _reading.append(Reading())
     try:
         yield _reading[-1]
@@ -108,14 +108,14 @@ class LargestNumbers:
             self._images[made] = _reduced(first)
 
     def number(self, x: Any) -> int | float | None:
-        """The number that a tensor has, if it depends on the largest number of an entry alone; the number counts as
-        read.
+        """The value of a tensor that depends on the largest number of one entry alone; None for other tensors. The
+        largest number is then in `read`.
         """
         image = self._images.get(x)
         return None if image is None or not image.reduced else self._read(image)
 
     def longest(self, lengths: Tensor) -> int | float | None:
-        """The largest of numbers that depend on those of an entry; None for other tensors."""
+        """The largest number of a tensor that depends on the numbers of one entry; None for other tensors."""
         image = self._images.get(lengths)
         return None if image is None or image.reduced else self._read(_reduced(image))
 

@@ -71,7 +71,7 @@ def walkable(model: Any) -> Any:
 
 @contextmanager
 def _pointers_of_meta_tensors() -> Iterator[None]:
-    """A context in which memory of tensors without values has pointers, by which constructors find tied weights."""
+    """A context in which tensors on the meta device have pointers, which constructors compare to find tied weights."""
     own, stored = Tensor.data_ptr, torch.UntypedStorage.data_ptr
 
     def pointer(x: Tensor) -> int:
@@ -101,7 +101,8 @@ class _ValuesOfRanges(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Members of tensor classes that only matter while a model is built; `vars` of a class lists the dunder names.
+# Members that a subclass of Tensor may define: those that every class has, and those that matter only while a model is
+# built.
 _OF_CONSTRUCTION = frozenset(vars(type("_", (), {}))) | {"__new__", "__init__", "__repr__", "__deepcopy__"}
 
 

@@ -49,7 +49,8 @@ class ConstructedWeights:
     def known(
         self, left_out: Set[str], identity: Callable[[Any], int], line: Callable[[str], Source | None]
     ) -> Iterator[Callable[[Any], int]]:
-        """A context in which forward finds the weights in tables, and reads their attributes; yields Python's `id`.
+        """A context in which forward finds the weights in tables, and reads their attributes. It yields the function
+        that stands for Python's `id`.
 
         `identity` is the `id` of other objects, and `line` finds the line that assigns to an attribute. Raises
         PartcError P0225 if numbers or texts among the attributes have changed.

@@ -1,7 +1,7 @@
 """Every private torch name that the compiler uses, to be checked after an upgrade of torch."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from traceback import StackSummary
 from types import CodeType, SimpleNamespace
@@ -21,6 +21,7 @@ from torch._library import simple_registry
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnValues
 from torch.jit._fuser import optimized_execution
 from torch.nn.modules.adaptive import _ASMoutput as AdaptiveLosses
@@ -81,6 +82,7 @@ __all__ = [
     "outside_functorch",
     "python_decompositions",
     "recorded_stacks",
+    "saying_classes",
     "storage_identity",
     "transform_traced",
     "tree_flatten",
@@ -100,6 +102,32 @@ def fake_stored(mode: FakeTensorMode, like: torch.Tensor, stored: torch.Tensor) 
     if isinstance(stored, torch.nn.Parameter):
         made.requires_grad_(stored.requires_grad)._is_param = True
     return made
+
+
+class _StandIn(FakeTensor):
+    """A fake tensor that says it has another class, to code that reads `x.__class__` or calls `isinstance`."""
+
+    _said: type
+    __class__ = property(lambda x: x._said)
+
+
+_set_class: Callable[[Any, type], None] = vars(object)["__class__"].__set__  # also past a property of that name
+
+
+@contextmanager
+def saying_classes(tensors: Iterable[tuple[torch.Tensor, type]]) -> Iterator[None]:
+    """A context in which each of these fake tensors says that it has the given class."""
+    changed, handled = list(tensors), proxy_tensor.HANDLED_TYPES
+    for x, said in changed:
+        x._said = said  # type: ignore[attr-defined]
+        _set_class(x, _StandIn)
+    proxy_tensor.HANDLED_TYPES = (*handled, _StandIn)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        proxy_tensor.HANDLED_TYPES = handled
+        for x, _ in changed:
+            _set_class(x, FakeTensor)
 
 
 def storage_identity(storage: torch.UntypedStorage) -> int:

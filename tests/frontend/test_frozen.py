@@ -90,6 +90,7 @@ class Inner(nn.Module):
         self.register_buffer("late", None)
         self.register_buffer("hidden", None, persistent=False)
         self.register_buffer("again", self.mean)
+        self.register_buffer("short", torch.zeros(4), persistent=False)
         self.generator = torch.Generator()
         self.register_buffer("hollow", torch.zeros(6))
         self.extra_loss, self.shown = torch.tensor(0.0), torch.zeros(1)
@@ -172,6 +173,11 @@ WRONG = {
     "default argument": "return self.up(x) * seen(x)",
     "context variable": "VAR.set(VAR.get() + 1)\nreturn self.up(x) * VAR.get()",
     "an attribute of a weight": "self.up.weight.calls = getattr(self.up.weight, 'calls', 0) + 1\nreturn self.up(x) * self.up.weight.calls",
+    "new buffer of values": "x = self.up(x)\nif not hasattr(self, 'cos'):\n    self.register_buffer('cos', x.detach(), persistent=False)\nreturn x - self.cos",
+    "new buffer of the state dict": "self.register_buffer('cos', torch.ones(6))\nreturn self.up(x) * self.cos",
+    "longer table of weights": "if len(self.short) < 6:\n    self.register_buffer('short', self.up.bias.detach(), persistent=False)\nreturn self.up(x) * self.short",
+    "a gradient": "x = self.up(x)\nreturn x if self.up.weight.grad is None else x * self.up.weight.grad.norm()",
+    "no gradient": "self.up.weight.grad = None\nreturn self.up(x)",
 }
 RIGHT = {
     "counter for a log": "self.n += 1\nreturn self.up(x)",
@@ -188,6 +194,8 @@ RIGHT = {
     "cache of a buffer": "if self.cache is None:\n    self.cache = torch.arange(6.0) * self.mean\nreturn self.up(x) * self.cache.cos()",
     "cache in a buffer": "if self.hidden is None:\n    self.hidden = torch.ones(6)\nreturn self.up(x) * self.hidden",
     "cache by size": "if len(x) not in self.known:\n    self.known[len(x)] = torch.ones(6)\nreturn self.up(x) * self.known[len(x)]",
+    "new buffer": "if not hasattr(self, 'cos'):\n    self.register_buffer('cos', torch.arange(6.0).cos(), persistent=False)\nreturn self.up(x) * self.cos",
+    "longer table": "if len(self.short) < 6:\n    self.n = 6\n    self.register_buffer('short', torch.arange(6.0) * self.mean, persistent=False)\nreturn self.up(x) * self.short[:6]",
     "both names": "self.mean = self.again = self.up(x).detach().mean(0)\nreturn self.up(x)",
     "dictionary of sizes": "if len(x) not in TABLE:\n    TABLE[len(x)] = 0.5\nreturn self.up(x) * TABLE[len(x)]",
     "idle random": "if random.random() < 0.0:\n    return x\nreturn self.up(x)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,17 @@ def _inner_step(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     return loss(w - 0.1 * of_w, b - 0.1 * of_b, x[4:])
 
 
+def _copied(net: Any, x: Tensor, ids: Tensor) -> Tensor:
+    """An inner step on a copy of a layer, whose weights are no longer the model's."""
+    fast = copy.deepcopy(net.up)
+    for weight, slope in zip(
+        fast.parameters(), grad(net.down(fast(x)).square().mean(), fast.parameters()), strict=True
+    ):
+        with torch.no_grad():
+            weight.sub_(0.1 * slope)
+    return F.mse_loss(net.up(x), fast(x)) + net.down(fast(x)).square().mean()
+
+
 def _unused(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     x = x.requires_grad_(True)
     found = grad(net.up(x).exp().sum(), [x, net.down.weight], create_graph=True, allow_unused=True)
@@ -146,6 +158,7 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "second": _second,
     "adversarial": _adversarial,
     "inner step": _inner_step,
+    "copies of weights": _copied,
     "unused": _unused,
     "parameters": _named,
     "changes in place within transforms": _by_transforms,

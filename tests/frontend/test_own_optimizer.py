@@ -169,12 +169,21 @@ def test_equal_layers_are_one_pattern() -> None:
         ),
         (
             "model.head.bias.requires_grad_(False); return torch.optim.SGD(model.blocks.parameters())",
-            "changes the parameter head.bias",
+            "changes head.bias of the model",
         ),
         (
             "nn.init.ones_(model.head.bias); return torch.optim.SGD(model.parameters())",
-            "changes the parameter head.bias",
+            "changes head.bias of the model",
         ),
+        (
+            "model.head.bias.data.mul_(0.5); return torch.optim.SGD(model.parameters())",
+            "changes head.bias of the model",
+        ),
+        (
+            "model.head.weight.data = torch.ones(11, 8); return torch.optim.SGD(model.parameters())",
+            "changes head.weight of the model",
+        ),
+        ("model.blocks.eval(); return torch.optim.SGD(model.parameters())", "changes blocks.0.down.training"),
         ("return type('Mine', (torch.optim.SGD,), {})(model.parameters())", "Mine, which packages cannot run"),
     ],
 )

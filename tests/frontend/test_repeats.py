@@ -119,6 +119,22 @@ class HookedWeight(Block):
             self.first.weight.register_hook(lambda grad: grad * 0.5)
 
 
+class Low(nn.Parameter):
+    """A class that marks weights."""
+
+
+class OfClass(Block):
+    """A weight of one block has another class."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        if index == 4:
+            self.first.weight = Low(self.first.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (0.5 if isinstance(self.first.weight, Low) else 1.0)
+
+
 class Scaled(Block):
     """The weights have attributes, and are keys of a table; those of one block differ."""
 
@@ -286,6 +302,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether calls are
     "hooks": (lambda: Stack(Hooked, 5), True),
     "a hook on a weight": (lambda: Stack(HookedWeight, 7), True),
     "attributes of weights": (lambda: Stack(Scaled, 7), True),
+    "classes of weights": (lambda: Stack(OfClass, 7), True),
     "constants": (lambda: Stack(Constant, 5), True),
     "dropout": (lambda: Stack(Dropping, 5), True),
     "masks": (lambda: Stack(Masked, 5), True),

@@ -6,10 +6,11 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import partc
 from partc.cli import main
@@ -17,6 +18,7 @@ from partc.runtime.checkpoint.given_parameters import INDEX, under_plan_names
 from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.errors import UsageError
 from partc.runtime.train.data import global_batch, load_model_file
+from partc.runtime.train.init import state_dtypes
 from tests.durable import build, losses, train, trained, whole
 from tests.models import tied
 
@@ -81,6 +83,17 @@ def test_training_from_a_state_dict(folder: Path, tmp_path: Path) -> None:
     assert main(command) == 2 and not (tmp_path / "out").exists()  # what a checkpoint names is not read
     assert main([*command, "--init", str(tmp_path / "changed")]) == 0
     assert torch.equal(load(tmp_path / "out")[0]["unused.bias"], given["unused.bias"])
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"bits": 4}
+
+
+def test_extra_states_are_no_tensors_of_a_file() -> None:
+    module = ModuleType("model")
+    module.model = lambda: nn.Sequential(WithExtraState(2, 2, bias=False))  # type: ignore[attr-defined]
+    assert state_dtypes(module, {}) == {"0.weight": torch.float32}
 
 
 def plan(folder: Path) -> dict[str, object]:

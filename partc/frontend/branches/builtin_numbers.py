@@ -53,9 +53,9 @@ class _Kinds(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         found = builtins.type(*args, **kwargs)
-        if issubclass(found, FakeTensor):
+        if found is FakeTensor:
             return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
-        return int if found is RowCount else found
+        return args[0].__class__ if issubclass(found, FakeTensor | RowCount) else found
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, builtins.type)

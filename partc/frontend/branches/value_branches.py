@@ -191,8 +191,15 @@ class ValueWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond
             return func(*args, **kwargs)
-        if getattr(func, "__self__", None) is Tensor.data:
+        accessed = getattr(func, "__self__", None)
+        if accessed is Tensor.data:
             func, args = _without_data(func, *args)
+        elif accessed is Tensor.grad and isinstance(args[0], torch.nn.Parameter):
+            raise PartcError(
+                "P0225",
+                "forward reads or sets the gradient of a weight, which packages sum between forward passes",
+                help="compute gradients in forward by torch.autograd.grad",
+            )
         name = getattr(func, "__name__", "")
         if is_for_each(name):
             with self:

@@ -34,7 +34,7 @@ from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, WholeTr
 from partc.frontend.results import Read
 from partc.frontend.state.constant_buffers import Recipes
 from partc.frontend.state.frozen_state import StateWatch, check
-from partc.frontend.state.replaced_buffers import ReplacedError
+from partc.frontend.state.replaced_buffers import ReplacedError, with_plain_buffers
 from partc.frontend.state.shared_memory import pairs_in_memory, untrained_pairs
 from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import explained_error, innermost_user_line
@@ -82,7 +82,8 @@ class Captured:
 def _with_plain_tensors(
     captured: Callable[Concatenate[Callable[[], Any], _Given], Captured],
 ) -> Callable[Concatenate[Callable[[], Any], _Given], Captured]:
-    """A capture in which plain tensors are buffers, except those in whose places forward puts tensors of other kinds.
+    """A capture in which plain tensors are buffers, except those in whose places forward puts tensors of other kinds;
+    non-persistent buffers of which the same is true are plain tensors.
 
     Forward may well assign these before it reads them. `frozen_state` refuses the others.
     """
@@ -93,7 +94,9 @@ def _with_plain_tensors(
         while True:
             try:
                 return captured(
-                    lambda: with_registered_tensors(walkable(build()), lambda each: each not in without),
+                    lambda: with_plain_buffers(
+                        with_registered_tensors(walkable(build()), lambda each: each not in without), without
+                    ),
                     *given,
                     **named,
                 )
@@ -199,7 +202,8 @@ def _extra_states(modules: Mapping[str, nn.Module]) -> Iterator[str]:
     for path, module in modules.items():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             name = f"{path}._extra_state".lstrip(".")
-            yield f"Checkpoints and exports leave out {name}, the extra state of {type(module).__name__}."
+            kind = type(module).__name__
+            yield f"Checkpoints and exports leave out {name}, the extra state of {kind}: load them with strict=False."
 
 
 def _exported(

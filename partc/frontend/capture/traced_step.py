@@ -26,7 +26,7 @@ from partc.frontend.state.caches import caches
 from partc.frontend.state.constant_buffers import Recipe, recomputed
 from partc.frontend.state.flags import is_flag
 from partc.frontend.state.frozen_state import StateWatch
-from partc.frontend.state.replaced_buffers import Buffers
+from partc.frontend.state.replaced_buffers import Buffers, registering
 from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import explained_error
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
@@ -156,7 +156,8 @@ class TracedStep(nn.Module):
                 computing_in(traced.dtype), repeats.rows.with_parts(),
                 traced.weights.known(repeats.rows.left_out, repeats.identity, self._watch.line_of) as identity,
                 self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
-                repeats.marking(), _conversions(), _inference(), untraceable_modules(),
+                repeats.marking(), registering({id(vars(x)) for x in self._watch.named.values()}), _conversions(),
+                _inference(), untraceable_modules(),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip
                 found = self._forward(batch)

@@ -14,14 +14,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from partc.errors import PartcError, first_line
 from partc.frontend.model_files.model_file import user_line
+from partc.frontend.state.frozen_state import DEPTH, comparable_copy
 from partc.runtime.errors import UsageError
 from partc.runtime.optimizer.kinds import KINDS, Kind, option_text
 from partc.runtime.optimizer.recipe import DEFAULT, Recipe, UpdateRule, recipe_text
-from partc.torch_private import STEP_HOOKS
+from partc.runtime.torch_private import storage_key
+from partc.torch_private import STEP_HOOKS, TorchDispatchMode
 
 Build = Callable[[nn.Module], Any]
 _RATE = 1e-3  # train.py's default
@@ -43,9 +45,10 @@ def own_optimizer(build: Build, model: nn.Module, path: Path) -> OwnOptimizer:
 
     Raises PartcError P0551 if it fails, or returns something that options of train.py cannot express.
     """
-    before = _weights(model)
+    tensors, attributes, writes = _tensors(model), _attributes(model), _Writes(model)
     try:
-        found = build(model)
+        with writes:
+            found = build(model)
     except Exception as error:  # a user's function may raise anything
         raise _refusal(f"optimizer() fails: {type(error).__name__}: {first_line(error)}", path, error) from error
     made = list(found) if isinstance(found, list | tuple) else [found]
@@ -60,11 +63,13 @@ def own_optimizer(build: Build, model: nn.Module, path: Path) -> OwnOptimizer:
             )
         if each.state and not isinstance(each, optim.Adagrad):  # whose constructor makes its states
             raise _refusal(f"optimizer() gives {type(each).__name__} states, which packages begin anew", path)
-    if changed := [name for name, _ in before.items() ^ _weights(model).items()]:
+    later = _attributes(model)
+    changed = writes.names or [name for name, _ in tensors.items() ^ _tensors(model).items()]
+    if changed := changed or [name for name in attributes if later.get(name) != attributes[name]]:
         raise PartcError(
             "P0551",
-            f"optimizer() changes the parameter {min(changed)}",
-            help="change or freeze parameters in model(), before it returns",
+            f"optimizer() changes {min(changed)} of the model",
+            help="change modules, and change or freeze weights, in model(), before it returns",
         )
     base = _kind(made[0], path)
     rate = next((rate for rate in (float(made[0].defaults["lr"]), *sorted(_rates(made))[::-1]) if rate > 0), _RATE)
@@ -78,9 +83,44 @@ def own_optimizer(build: Build, model: nn.Module, path: Path) -> OwnOptimizer:
     return result
 
 
-def _weights(model: nn.Module) -> dict[str, tuple[int, bool, int]]:
-    """Facts by which a change of a parameter is seen: its identity, whether it is trained, and its version."""
-    return {name: (id(x), x.requires_grad, x._version) for name, x in model.named_parameters()}
+class _Writes(TorchDispatchMode):
+    """Collects the names of the model's weights and buffers that operations change in place, also by `.data`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        held = (*model.named_parameters(), *model.named_buffers())
+        self._names = {storage_key(x): name for name, x in held}
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            x = args[place] if place < len(args) else named.get(argument.name)
+            for each in x if isinstance(x, list | tuple) else [x]:
+                if written and isinstance(each, Tensor) and storage_key(each) in self._names:
+                    self.names.append(self._names[storage_key(each)])
+        return func(*args, **named)
+
+
+def _tensors(model: nn.Module) -> dict[str, tuple[int, bool]]:
+    """The memory of each weight and buffer, and whether it is trained."""
+    held = (*model.named_parameters(), *model.named_buffers())
+    return {name: (storage_key(x), x.requires_grad) for name, x in held}
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    """The attributes of modules, hooks included, in comparable form."""
+    kept: list[Any] = []
+    known: dict[int, Any] = {}
+    return {
+        f"{path}.{name}".lstrip("."): comparable_copy(value, kept, DEPTH, known)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers")
+    }
 
 
 def _rates(made: list[Any]) -> Iterator[float]:

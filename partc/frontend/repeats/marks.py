@@ -494,8 +494,9 @@ def _grouped(modules: Mapping[str, nn.Module], constants: Mapping[str, Hashable]
 
 
 def _attached(x: Tensor) -> Hashable:
-    """The attributes that the model gives a weight, with the values of plain ones."""
-    return tuple((name, repr(value) if isinstance(value, _PLAIN) else type(value)) for name, value in vars(x).items())
+    """The class of a weight, and the attributes that the model gives it, with the values of plain ones."""
+    given = ((name, repr(value) if isinstance(value, _PLAIN) else type(value)) for name, value in vars(x).items())
+    return type(x), *given
 
 
 def _weights(model: nn.Module) -> dict[str, dict[str, str]]:

@@ -588,7 +588,7 @@ def change_source(change: Change, state: State) -> Source | None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("train", "eval"):
                 return name == "training"
-            if members and node.func.attr in ("register_parameter", "register_buffer", "add_module", "register_module"):
+            if node.func.attr in ("register_parameter", "register_buffer", "add_module", "register_module"):
                 return any(isinstance(arg, ast.Constant) and arg.value == name for arg in node.args)
             return _word(node.func.value) == name
         return False

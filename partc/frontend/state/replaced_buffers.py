@@ -4,11 +4,13 @@ self.old, self.new = self.new, x.mean(0)      the buffers' next values, which an
 self.mean = self.weight                       refused: from now on, both names have one memory
 self.places = torch.arange(n)                 of another shape, a constant: each step makes it again
 self.table = self.make() if self.table is None else self.table       left to frozen_state
+self.register_buffer("cos", angles.cos(), persistent=False)          a plain attribute, left to frozen_state
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,36 @@ class ReplacedError(PartcError):
     def __init__(self, name: str, cause: str, help: str, source: Source | None) -> None:
         super().__init__("P0225", cause, help=help, source=source)
         self.name = name
+
+
+def with_plain_buffers(model: nn.Module, names: Set[str]) -> nn.Module:
+    """The model, whose non-persistent buffers of these names are plain attributes."""
+    for module in model.modules() if names else ():
+        for name in names & module._non_persistent_buffers_set:
+            module._non_persistent_buffers_set.discard(name)
+            vars(module)[name] = module._buffers.pop(name)
+    return model
+
+
+@contextmanager
+def registering(known: Container[int]) -> Iterator[None]:
+    """A context in which a new non-persistent buffer becomes a plain attribute of its module, as it does not outlive
+    the process. `known` has the identities of the dictionaries of the model's modules.
+    """
+    register = nn.Module.register_buffer
+
+    def registered(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        own = vars(module)
+        if persistent or id(own) not in known or name in module._buffers or (name not in own and hasattr(module, name)):
+            register(module, name, tensor, persistent)
+        else:
+            own[name] = tensor
+
+    nn.Module.register_buffer = registered  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_buffer = register  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

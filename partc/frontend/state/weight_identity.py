@@ -3,6 +3,7 @@
 scales = {self.up.weight: 0.5}             scales[self.up.weight]        found by hash and equality
 rates = {id(self.up.weight): 0.5}          rates[id(self.up.weight)]     found by Python's `id`
 self.up.weight.decayed = False             self.up.weight.decayed        an attribute
+self.up.weight = Low(torch.ones(8))        isinstance(self.up.weight, Low)    the class
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.installed import is_machinery
+from partc.torch_private import saying_classes
 
 
 class ConstructedWeights:
@@ -49,8 +51,8 @@ class ConstructedWeights:
     def known(
         self, left_out: Set[str], identity: Callable[[Any], int], line: Callable[[str], Source | None]
     ) -> Iterator[Callable[[Any], int]]:
-        """A context in which forward finds the weights in tables, and reads their attributes. It yields the function
-        that stands for Python's `id`.
+        """A context in which forward finds the weights in tables, and reads their attributes and classes. It yields the
+        function that stands for Python's `id`.
 
         `identity` is the `id` of other objects, and `line` finds the line that assigns to an attribute. Raises
         PartcError P0225 if numbers or texts among the attributes have changed.
@@ -77,7 +79,8 @@ class ConstructedWeights:
 
         Tensor.__hash__ = hashed  # type: ignore[method-assign]
         try:
-            yield identity_made
+            with saying_classes((now, type(weight)) for _, now, weight in self.stand_ins(left_out)):
+                yield identity_made
         finally:
             Tensor.__hash__ = own_hash  # type: ignore[method-assign]
             if "__eq__" in vars(Tensor):

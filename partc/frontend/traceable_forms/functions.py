@@ -1,6 +1,7 @@
 """Functions of torch that a trace cannot follow, in operations that it can.
 
 cov(x)                       compares values               ->  centered @ centered.T / (n - 1)
+deepcopy(weight)             copies memory      ->  weight.detach().clone().requires_grad_()
 bincount(x, minlength=8)     has a size that values set    ->  zeros(8).scatter_add(0, x, 1)
 _foreach_mul_(xs, 0.9)       is one call for many tensors  ->  x.mul_(0.9) for x in xs
 """
@@ -154,6 +155,16 @@ def gaussian_nll_loss(
     return each if reduction == "none" else each.mean() if reduction == "mean" else each.sum()
 
 
+def deep_copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
+    """copy.deepcopy of a weight, a buffer or a detached tensor, whose memory torch would copy."""
+    if not x.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
+    if id(x) not in memo:
+        memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+    made: Tensor = memo[id(x)]
+    return made
+
+
 def _reduced(each: Tensor, input: Tensor, size_average: Any, reduce: Any, reduction: str) -> Tensor:
     """The losses of examples, or their mean or sum; `input` may be one example."""
     if size_average is not None or reduce is not None:
@@ -164,6 +175,7 @@ def _reduced(each: Tensor, input: Tensor, size_average: Any, reduce: Any, reduct
 
 
 _FORMS: Mapping[str, Callable[..., Any]] = {
+    "__deepcopy__": deep_copied,
     "bincount": fixed_bincount,
     "corrcoef": correlation,
     "cov": covariance,

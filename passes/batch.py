@@ -211,10 +211,12 @@ def check_divisible(program: Program, over: Collection[str] = ()) -> None:
     parts = dp * steps * math.prod(ways for _, ways in axes)
     if size % parts:
         further = "".join(f", over {axis}={ways}" for axis, ways in axes)
+        rows = next((rows for name in entries if (rows := types[name].shape[0]) % parts == 0), None)
+        other = f"; or put an entry of {rows} rows first in batch(), as {entries[0]!r} counts the examples now"
         raise PartcError(
             "P0401",
             f"a batch of {size} does not divide into dp={dp} x {steps} microbatches{further}",
-            help=f"make it a multiple of {parts}, or lower --microbatches",
+            help=f"make it a multiple of {parts}, or lower --microbatches{'' if rows is None else other}",
         )
 
 

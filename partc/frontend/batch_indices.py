@@ -4,7 +4,8 @@
                                                                   starts, ends: numbers below 32
 
 If each microbatch is a batch of its own, such indices reach beyond its rows. The indices of the example batch are
-computed from its integers alone, part by part.
+computed from its integers alone, part by part. Values that are written must fit their places, which torch does not
+check for tensors without memory.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from partc.torch_private import without_modes
 _BY_DIM = (
     "gather", "index_add", "index_copy", "index_fill", "index_select", "scatter", "scatter_add", "scatter_reduce",
 )  # fmt: skip
+_MASKS = (torch.bool, torch.uint8)
 
 
 def check_indices(exported: ExportedProgram, names: Sequence[str], parts: Sequence[Mapping[str, Tensor]]) -> None:
@@ -46,6 +48,33 @@ def check_indices(exported: ExportedProgram, names: Sequence[str], parts: Sequen
                 _follow(node, known)
 
 
+def check_writes(exported: ExportedProgram, parts: int) -> None:
+    """Check that values written at indices fit their places. The trace used one of `parts` parts of the batch.
+
+    Raises PartcError P0206 at the line that writes.
+    """
+    for node in exported.graph.nodes:
+        if _name(node) == "index_put":
+            x, indices, values = (fx.node.map_arg(arg, lambda each: each.meta["val"]) for arg in node.args[:3])
+            if any(index is not None and index.dtype in _MASKS for index in indices):
+                continue  # the number of places is not known
+            with without_modes():
+                like = torch.empty(x.shape, device="meta")
+                places = like[tuple(slice(None) if i is None else torch.empty_like(i, device="meta") for i in indices)]
+            try:
+                fits = torch.broadcast_shapes(places.shape, values.shape) == places.shape
+            except RuntimeError:
+                fits = False
+            if not fits:
+                raise PartcError(
+                    "P0206",
+                    f"forward writes values of shape {tuple(values.shape)} to places of shape {tuple(places.shape)}",
+                    help="take sizes from the shapes of tensors"
+                    + (f": each of {parts} microbatches is a batch of its own here" if parts > 1 else ""),
+                    source=source_of(node),
+                )
+
+
 def _follow(node: fx.Node, known: dict[fx.Node, Any]) -> None:
     """Compute a node whose operands are known; a change in place makes its operand unknown."""
     target: Any = node.target
@@ -64,9 +93,14 @@ def _follow(node: fx.Node, known: dict[fx.Node, Any]) -> None:
                 return
 
 
+def _name(node: fx.Node) -> str:
+    """The name of the operation of a node, in place or not."""
+    return str(getattr(node.target, "__name__", "")).partition(".")[0].removesuffix("_")
+
+
 def _lookups(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
     """The size of each dimension that a node indexes, with the index."""
-    name = getattr(node.target, "__name__", "").partition(".")[0].removesuffix("_")
+    name = _name(node)
     given = node.args[0] if node.args else None
     if not isinstance(given, fx.Node) or not isinstance(given.meta.get("val"), Tensor):
         return
@@ -77,7 +111,7 @@ def _lookups(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
         yield shape[node.args[1]], node.args[2]
     elif name in ("index", "index_put") and isinstance(node.args[1], list | tuple):
         for dim, index in enumerate(node.args[1]):
-            if isinstance(index, fx.Node) and index.meta["val"].dtype not in (torch.bool, torch.uint8):
+            if isinstance(index, fx.Node) and index.meta["val"].dtype not in _MASKS:
                 yield shape[dim], index
             elif index is not None:
                 return  # a mask stands for several dimensions

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
-from partc.frontend.batch_indices import check_indices
+from partc.frontend.batch_indices import check_indices, check_writes
 from partc.frontend.branches.largest_numbers import reading_largest_numbers
 from partc.frontend.branches.random_branches import (
     PARTLY_EMPTY,
@@ -369,6 +369,7 @@ def program_of(
     parameters = _parameters(captured.model, captured.trained)
     owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
     check_indices(captured.exported, tuple(captured.batch), captured.integers)
+    check_writes(captured.exported, batches.parts)
     reader = GraphReader(captured, owners)
     graph = reader.read()
     used = {value: name for name, value in reader.states.items()}

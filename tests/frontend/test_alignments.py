@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import partc
+from partc.frontend.trace import trace_model
 from partc.frontend.traceable_forms.alignments import ctc_loss
-from partc.frontend.traceable_forms.functions import correlation, covariance, fake_quantized
+from partc.frontend.traceable_forms.functions import correlation, covariance, fake_quantized, least_squares
+from partc.ir.mesh import Mesh
 
 MODEL = """
 import torch
@@ -60,6 +62,38 @@ def test_a_label_that_fits_no_alignment_is_infinite() -> None:
     scores = torch.zeros(2, 1, 3, dtype=torch.float64).log_softmax(-1)
     given = (scores, torch.tensor([[1, 1]]), torch.tensor([2]), torch.tensor([2]))
     assert ctc_loss(*given).isinf() and F.ctc_loss(*given).isinf()
+
+
+class Aligned(nn.Module):
+    def __init__(self, frames: int) -> None:
+        super().__init__()
+        self.out, self.frames = nn.Linear(4, 5), frames
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.out(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, labels, torch.full((2,), self.frames), [3, 2])
+
+
+@pytest.mark.parametrize(("frames", "guards"), [(9, 0), (10, 1)])
+def test_constant_lengths_that_fit_are_no_guard(frames: int, guards: int) -> None:
+    batch = {"x": torch.randn(2, 9, 4), "labels": torch.ones(2, 3, dtype=torch.long)}
+    traced = trace_model(lambda: Aligned(frames), lambda: batch, name="m", mesh=Mesh.parse("1"))
+    assert len(traced.assumed) == guards
+
+
+@pytest.mark.parametrize("a", [(6, 3), (4, 4), (2, 5), (2, 6, 3)])
+@pytest.mark.parametrize("columns", [(), (2,)])
+def test_least_squares(a: tuple[int, ...], columns: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(a, dtype=torch.float64), torch.randn(*a[:-1], *columns, dtype=torch.float64)]
+    found = []
+    for function in (torch.linalg.lstsq, least_squares):
+        operands = [x.clone().requires_grad_() for x in given]
+        result = function(*operands)
+        slopes = torch.autograd.grad(result.solution.sin().sum(), operands)
+        found.append((result.solution, result.residuals, result.rank.long(), result.singular_values, *slopes))
+    for mine, torchs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("labels", ["padded", "in a row"])

@@ -227,3 +227,26 @@ def test_an_entry_as_long_as_a_microbatch_is_whole_in_each(tmp_path: Path) -> No
     package = partc.compile(str(file), mesh="pp=2", microbatches=4, precision="fp64")
     assert package.program.batch_entries == ("x", "y") and package.program.step_input("w").shape == (4,)
     assert package.verify(steps=1).ok
+
+
+class Queue(nn.Module):
+    """Keeps the keys of eight examples, which is the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.register_buffer("keys", torch.zeros(4, 16))
+        self.register_buffer("first", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.line(x)
+        loss = (y @ self.keys.clone()).exp().mean()
+        self.keys[:, (self.first + torch.arange(8)) % 16] = y.detach().T
+        self.first += 8
+        return loss
+
+
+def test_values_that_do_not_fit_their_places_are_refused() -> None:
+    with pytest.raises(PartcError, match=r"of shape \(4, 4\) to places of shape \(4, 8\)") as caught:
+        partc.compile(Queue(), {"x": torch.zeros(8, 4)}, mesh="1", microbatches=2)
+    assert caught.value.source is not None

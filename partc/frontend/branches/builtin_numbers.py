@@ -8,7 +8,7 @@ Python's `len` only returns plain integers, and its `max` compares, which is imp
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partc.frontend.selections.row_counts import RowCount
+from partc.frontend.selections.row_counts import PartSize, RowCount
 from partc.torch_private import FakeTensor
 
 
@@ -32,10 +32,19 @@ def _scalar(x: Any) -> bool:
     return _unknown(x) or isinstance(x, int | float)
 
 
+def _listed(items: Sequence[Any]) -> Tensor | None:
+    """The tensor whose `tolist()` has these items; None for other lists."""
+    parts = [x for x in items if isinstance(x, PartSize)]
+    own = [x.counts is parts[0].counts and (x.first, x.last) for x in parts]
+    return parts[0].counts if parts and own == [(i, i + 1) for i in range(len(items))] else None
+
+
 def _extreme(plain: Callable[..., Any], limit: str, both: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].dim() == 1 and not kwargs:
-            return getattr(args[0], plain.__name__)()
+        if len(args) == 1 and not kwargs:
+            counts = _listed(args[0]) if isinstance(args[0], list | tuple) else args[0]
+            if isinstance(counts, Tensor) and counts.dim() == 1:
+                return getattr(counts, plain.__name__)()
         if len(args) < 2 or kwargs or not any(map(_unknown, args)) or not all(map(_scalar, args)):
             return plain(*args, **kwargs)
         numbers = [x for x in args if not isinstance(x, Tensor | RowCount)]

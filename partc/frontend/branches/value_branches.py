@@ -18,7 +18,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType, FunctionType
 from typing import Any
@@ -269,13 +269,24 @@ class ValueWatch(TorchFunctionMode):
 
     def _in_traceable_form(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, frame: FrameType) -> Any:
         """The result of a function that has a form which traces can follow; NotImplemented of others."""
-        if name in UNCHECKED and (caller := user_frame(frame)) is not None:
-            self.assumed[line_of(caller), UNCHECKED[name]] = None
+        unchecked = UNCHECKED.get(name)
         if name == "ctc_loss":
             words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
             named = {**dict(zip(words, args, strict=False)), **kwargs}
-            return ctc_loss(**{**named, "targets": self.selections.labels(named["targets"], named["target_lengths"])})
+            scores, targets, *lengths = (named[word] for word in words[:4])
+            if all(map(self._fits, lengths, (scores.shape[0], targets.shape[-1]))):
+                unchecked = None
+        if unchecked is not None and (caller := user_frame(frame)) is not None:
+            self.assumed[line_of(caller), unchecked] = None
+        if name == "ctc_loss":
+            return ctc_loss(**{**named, "targets": self.selections.labels(targets, named["target_lengths"])})
         return traceable_form(name, args, kwargs)
+
+    def _fits(self, lengths: Tensor | Sequence[int], most: int) -> bool:
+        """Whether lengths are constants up to `most`."""
+        known = self._known.get(lengths) if isinstance(lengths, Tensor) else lengths
+        with without_modes():
+            return known is not None and bool((torch.as_tensor(known) <= most).all())
 
     def _random_test(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
         """A random number or flag that is read, or the outcome of its test; NotImplemented of other calls."""

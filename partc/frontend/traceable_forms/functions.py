@@ -1,7 +1,8 @@
 """Functions of torch that a trace cannot follow, in operations that it can.
 
 cov(x)                       compares values               ->  centered @ centered.T / (n - 1)
-deepcopy(weight)             copies memory      ->  weight.detach().clone().requires_grad_()
+linalg.lstsq(a, b)           has a size that values set    ->  linalg.pinv(a) @ b
+deepcopy(weight)             copies memory                 ->  weight.detach().clone().requires_grad_()
 bincount(x, minlength=8)     has a size that values set    ->  zeros(8).scatter_add(0, x, 1)
 _foreach_mul_(xs, 0.9)       is one call for many tensors  ->  x.mul_(0.9) for x in xs
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,6 +100,29 @@ def correlation(x: Tensor) -> Tensor:
     return (found / deviations[:, None] / deviations).clamp(-1, 1)
 
 
+class LeastSquares(NamedTuple):
+    """The result of torch.linalg.lstsq."""
+
+    solution: Tensor
+    residuals: Tensor
+    rank: Tensor
+    singular_values: Tensor
+
+
+def least_squares(a: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
+    """torch.linalg.lstsq by the pseudoinverse, of which torch's own gradient is computed too. NotImplemented for
+    drivers other than the default one.
+    """
+    if driver not in (None, "gelsy"):
+        return NotImplemented
+    vectors = b.dim() == a.dim() - 1 and b.shape == a.shape[:-1]
+    columns = b.unsqueeze(-1) if vectors else b
+    solution = torch.linalg.pinv(a, rtol=rcond) @ columns
+    rank = torch.linalg.matrix_rank(a, rtol=rcond)
+    none = a.new_zeros(0)  # this driver returns neither residuals nor singular values
+    return LeastSquares(solution.squeeze(-1) if vectors else solution, none, rank, none)
+
+
 def multi_margin_loss(
     input: Tensor,
     target: Tensor,
@@ -181,6 +205,7 @@ _FORMS: Mapping[str, Callable[..., Any]] = {
     "cov": covariance,
     "fake_quantize_per_tensor_affine": fake_quantized,
     "gaussian_nll_loss": gaussian_nll_loss,
+    "linalg_lstsq": least_squares,
     "multi_margin_loss": multi_margin_loss,
     "multilabel_margin_loss": multilabel_margin_loss,
 }

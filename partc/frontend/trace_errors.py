@@ -57,6 +57,11 @@ KNOWN: tuple[Known, ...] = (
         inside=True,
     ),
     Known(
+        pattern=r"SymInt.*is not tracked with proxy",
+        cause="a size depends on the values of a tensor, as those of a nested tensor do",
+        help="keep padded rows and mask them",
+    ),
+    Known(
         pattern=r"\.(?:numpy|tolist)\(\) is not supported",
         cause="forward reads the values of a tensor, which has none while it is traced",
         help="compute with torch's operations in place of NumPy's or Python's",

@@ -10,9 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partc
+from partc import passes
 from partc.frontend.trace import trace_model
 from partc.frontend.traceable_forms.alignments import ctc_loss
-from partc.frontend.traceable_forms.functions import correlation, covariance, fake_quantized, least_squares
+from partc.frontend.traceable_forms.functions import (
+    correlation,
+    covariance,
+    dense_by_places,
+    dense_by_rows,
+    fake_quantized,
+    least_squares,
+)
+from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
 
 MODEL = """
@@ -94,6 +103,38 @@ def test_least_squares(a: tuple[int, ...], columns: tuple[int, ...]) -> None:
         found.append((result.solution, result.residuals, result.rank.long(), result.singular_values, *slopes))
     for mine, torchs in zip(*found, strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-11, atol=1e-11)
+
+
+def test_sparse_matrices() -> None:
+    """Two values of one place are added; a vector may stand at each place of the matrix."""
+    places, starts, columns = torch.tensor([[0, 2, 2], [1, 0, 0]]), torch.tensor([0, 1, 1, 3]), torch.tensor([1, 0, 1])
+    x = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    wide = x[:, None] * torch.ones(2)
+    assert torch.equal(dense_by_places(places, x, (3, 2)), torch.sparse_coo_tensor(places, x, (3, 2)).to_dense())
+    assert torch.equal(
+        dense_by_places(places, wide, (3, 2, 2)), torch.sparse_coo_tensor(places, wide, (3, 2, 2)).to_dense()
+    )
+    assert torch.equal(
+        dense_by_rows(starts, columns, x, (3, 2)), torch.sparse_csr_tensor(starts, columns, x, (3, 2)).to_dense()
+    )
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.weights = nn.Linear(2, 3), nn.Parameter(torch.tensor([0.5, 2.0, 1.0, -1.0]))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        edges = torch.sparse_coo_tensor(ends, self.weights, (4, 4)).coalesce()
+        return torch.sparse.mm(edges, self.line(x)).sin().sum() + (edges @ x).square().sum()
+
+
+def test_a_graph_s_edges() -> None:
+    net, x, ends = Graph().double(), torch.randn(4, 2).double(), torch.tensor([[0, 1, 2, 2], [3, 0, 0, 0]])
+    batch = {"x": x, "ends": ends}
+    traced = trace_model(Graph, lambda: batch, name="m", mesh=Mesh.parse("1"), precision="fp64")
+    program = passes.run(traced.program, {}, until="normalize")[-1].program
+    assert evaluate_program(program, batch, dict(net.named_parameters())).item() == pytest.approx(net(x, ends).item())
 
 
 @pytest.mark.parametrize("labels", ["padded", "in a row"])

@@ -1,6 +1,7 @@
 """Functions of torch that a trace cannot follow, in operations that it can.
 
 cov(x)                       compares values               ->  centered @ centered.T / (n - 1)
+sparse_coo_tensor(ij, v, n)  makes a sparse tensor         ->  zeros(n).index_put(ij, v, accumulate=True)
 linalg.lstsq(a, b)           has a size that values set    ->  linalg.pinv(a) @ b
 deepcopy(weight)             copies memory                 ->  weight.detach().clone().requires_grad_()
 bincount(x, minlength=8)     has a size that values set    ->  zeros(8).scatter_add(0, x, 1)
@@ -98,6 +99,23 @@ def correlation(x: Tensor) -> Tensor:
         return found / found
     deviations = found.diagonal().sqrt()
     return (found / deviations[:, None] / deviations).clamp(-1, 1)
+
+
+def dense_by_places(places: Any, values: Any, size: Any = None, *, dtype: Any = None, **_: Any) -> Any:
+    """torch.sparse_coo_tensor as a dense tensor. NotImplemented without a size, which places would determine."""
+    if size is None:
+        return NotImplemented
+    places, values = torch.as_tensor(places), torch.as_tensor(values, dtype=dtype)
+    return values.new_zeros(size).index_put(places.unbind(0), values, accumulate=True)
+
+
+def dense_by_rows(starts: Any, columns: Any, values: Any, size: Any = None, **named: Any) -> Any:
+    """torch.sparse_csr_tensor of a matrix as a dense tensor."""
+    starts, columns = torch.as_tensor(starts), torch.as_tensor(columns)
+    if starts.dim() != 1:
+        return NotImplemented
+    rows = torch.repeat_interleave(starts.diff(), output_size=len(columns))
+    return dense_by_places(torch.stack([rows, columns]), values, size, **named)
 
 
 class LeastSquares(NamedTuple):
@@ -200,7 +218,9 @@ def _reduced(each: Tensor, input: Tensor, size_average: Any, reduce: Any, reduct
 
 _FORMS: Mapping[str, Callable[..., Any]] = {
     "__deepcopy__": deep_copied,
+    "_sparse_mm": torch.matmul,
     "bincount": fixed_bincount,
+    "coalesce": torch.clone,
     "corrcoef": correlation,
     "cov": covariance,
     "fake_quantize_per_tensor_affine": fake_quantized,
@@ -208,4 +228,6 @@ _FORMS: Mapping[str, Callable[..., Any]] = {
     "linalg_lstsq": least_squares,
     "multi_margin_loss": multi_margin_loss,
     "multilabel_margin_loss": multilabel_margin_loss,
+    "sparse_coo_tensor": dense_by_places,
+    "sparse_csr_tensor": dense_by_rows,
 }

@@ -1,4 +1,7 @@
-"""The Python source of each operation: one line each; operations without an entry are torch.ops.aten.<name>(...)."""
+"""The Python source of each operation, one line each.
+
+Operations without an entry are torch.ops.aten.<name>.<overload>(...).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from partc.codegen.operands import Emit, Operands, arguments
 from partc.ir.attention import ROWS, Attention
 from partc.ir.layout import Layout, SubDim
 from partc.ir.operations import effects
+from partc.ir.operators import overload
 from partc.ir.program import SPARSE, Op, Ref, TensorType, Value
 from partc.quoting import literal
 from partc.rules import kernels
@@ -164,7 +168,7 @@ def _aten(o: Operands) -> str:
     namespace, _, name = o.op.name.rpartition("::")
     device = f"device={o.named('comm.device')}" if _takes_device(o.op) else ""
     given = ", ".join(filter(None, (arguments(o.args, (), o.attrs), device)))
-    return f"{o.named('torch.ops')}.{namespace or 'aten'}.{name}({given})"
+    return f"{o.named('torch.ops')}.{namespace or 'aten'}.{name}.{overload(o.op, o.types)}({given})"
 
 
 def _takes_device(op: Op) -> bool:
@@ -353,12 +357,17 @@ _TABLE: Mapping[str, Emit] = {
     "slice": _slice,
     "split": _method("split", "", "dim=0"),
     "cat": _function("torch.cat", "", "dim=0"),
+    "gather": _function("torch.gather"),
+    "scatter": _function("torch.scatter"),
+    "scatter_add": _function("torch.scatter_add"),
     "index": _index,
     "index_put": _index,
+    "pad": _function("F.pad"),
     "tril": _method("tril"),
     "triu": _method("triu"),
     # reductions
     "sum": _method("sum", "dim=", "keepdim=False"),
+    "topk": _function("torch.topk"),
     "amax": _method("amax", "dim=", "keepdim=False"),
     "amin": _method("amin", "dim=", "keepdim=False"),
     "cumsum": _method("cumsum", "dim="),

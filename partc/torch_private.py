@@ -1,7 +1,7 @@
 """Every private torch name that the compiler uses, to be checked after an upgrade of torch."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import StackSummary
 from types import CodeType, SimpleNamespace
@@ -18,7 +18,7 @@ from torch._functorch import apis, eager_transforms
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_functorch
 from torch._library import simple_registry
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
@@ -80,6 +80,7 @@ __all__ = [
     "not_compiling",
     "optimized_execution",
     "outside_functorch",
+    "overload_name",
     "python_decompositions",
     "recorded_stacks",
     "saying_classes",
@@ -154,6 +155,11 @@ def transform_traced() -> Iterator[None]:
 def inside_functorch() -> bool:
     """Whether a transform of torch.func is running."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def overload_name(packet: OpOverloadPacket, args: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """The overload that a call of the packet with these arguments reaches. Raises RuntimeError if there is none."""
+    return torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **options)
 
 
 def backward_decompositions() -> dict[OpOverload, Callable[..., object]]:

@@ -160,6 +160,12 @@ def test_private_torch_names_stand_in_one_file() -> None:
             assert not found, f"{path.relative_to(ROOT)}: {found[0].strip()}"
 
 
+def test_the_runtime_names_the_overloads_that_it_calls() -> None:
+    """A call without one tries all, and on a GPU waits to write operands into messages that nobody reads."""
+    for path in (ROOT / "partc/runtime").rglob("*.py"):
+        assert not re.findall(r"\baten\.\w+\(.*", path.read_text()), path
+
+
 def test_modules_say_what_they_are() -> None:
     for name, path in MODULES.items():
         text = path.read_text()

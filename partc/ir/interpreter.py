@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from partc.ir.operators import DTYPES
-from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Program, Ref
+from partc.ir.operators import torch_argument
+from partc.ir.program import SCAN, Graph, Op, Program
 from partc.ir.scans import scan_of
 from partc.runtime.ops import bags
 
@@ -48,8 +48,8 @@ def results_of(op: Op, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {value.name: inside[value.name] for value in op.results}
     if op.name == SCAN:
         return _scanned(op, known)
-    args = [_value(arg, known) for arg in op.args]
-    attrs = {key: _value(arg, known) for key, arg in op.attrs}
+    args = [torch_argument(arg, known) for arg in op.args]
+    attrs = {key: torch_argument(arg, known) for key, arg in op.attrs}
     found = _COMPOSITES[op.name](*args, **attrs) if op.name in _COMPOSITES else _operator(op.name)(*args, **attrs)
     results = found if isinstance(found, tuple | list) else (found,)
     return {value.name: result for value, result in zip(op.results, results, strict=True)}
@@ -78,18 +78,6 @@ def _scanned(op: Op, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _operator(name: str) -> Callable[..., Any]:
     namespace, _, rest = name.rpartition("::")
     return getattr(getattr(torch.ops, namespace or "aten"), rest)  # type: ignore[no-any-return]
-
-
-def _value(arg: Arg, known: Mapping[str, Tensor]) -> Any:
-    match arg:
-        case Ref():
-            return known[arg.name]
-        case DTypeArg():
-            return DTYPES[arg.name]
-        case tuple():
-            return [_value(item, known) for item in arg]
-        case _:
-            return arg
 
 
 def _attention(

@@ -6,18 +6,18 @@ partc.runtime instead. A tensor operand of a collective is the local shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from partc.ir.parser import parse_graph
-from partc.ir.program import DType
+from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType
 from partc.ir.scans import with_time
 from partc.runtime.ops.attention import row_dtype
 from partc.runtime.ops.rotary import joined, pairs
-from partc.torch_private import below_autograd
+from partc.torch_private import below_autograd, overload_name
 
 Shapes = Callable[..., Tensor | tuple[Tensor, ...] | list[Tensor]]
 Gradients = Callable[..., Sequence[Tensor | None]]  # (grads of results, args, results) -> grads of args
@@ -532,3 +532,29 @@ def resolve(name: str) -> Callable[..., Any]:
     if rest:
         return getattr(getattr(torch.ops, namespace), rest)  # type: ignore[no-any-return]
     return getattr(_ops, name) if hasattr(_ops, name) else getattr(torch.ops.aten, name)  # type: ignore[no-any-return]
+
+
+def overload(op: Op, types: Mapping[str, TensorType]) -> str:
+    """The name of the torch overload that an operation of ATen or of a registered library calls, such as "src".
+
+    Emitted code names it, because torch finds out at each call otherwise: it tries the overloads one after the other,
+    and writes the operands' values into the message of each that does not fit, for which a GPU has to finish its work.
+    """
+    known = {name: torch.empty((), dtype=DTYPES[types[name].dtype], device="meta") for name in op.refs()}
+    args = [torch_argument(arg, known) for arg in op.args]
+    options = {key: torch_argument(arg, known) for key, arg in op.attrs}
+    namespace, _, name = op.name.rpartition("::")
+    return overload_name(getattr(getattr(torch.ops, namespace or "aten"), name), args, options)
+
+
+def torch_argument(arg: Arg, known: Mapping[str, Tensor]) -> Any:
+    """An argument of an operation as torch takes it; `known` are the values in scope."""
+    match arg:
+        case Ref():
+            return known[arg.name]
+        case DTypeArg():
+            return DTYPES[arg.name]
+        case tuple():
+            return [torch_argument(item, known) for item in arg]
+        case _:
+            return arg

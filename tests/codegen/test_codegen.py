@@ -15,6 +15,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from partc.codegen.calls import runs
 from partc.codegen.expressions import expression
@@ -474,8 +475,10 @@ SIZES = {"dp": 2, "tp": 2, "mb": 2}
         ("x[:, 2:5]", op("y: f32[4, 3]", "slice", "x", 1, 2, 5, 1)),
         ("x[1:]", op("y: f32[3, 6]", "slice", "x", 0, 1, 9223372036854775807, 1)),
         ("x.sum(dim=(0,), keepdim=True)", op("y: f32[1, 6]", "sum", "x", (0,), True)),
-        ("torch.ops.aten.add(x, x, alpha=2)", op("y: f32[4, 6]", "add", "x", "x", alpha=2)),
-        ("torch.ops.mylib.twist(x, 3)", op("y: f32[4, 6]", "mylib::twist", "x", 3)),
+        ("torch.ops.aten.add.Tensor(x, x, alpha=2)", op("y: f32[4, 6]", "add", "x", "x", alpha=2)),
+        ("torch.ops.mylib.twist.default(x, 3)", op("y: f32[4, 6]", "mylib::twist", "x", 3)),
+        ("torch.scatter(x, 1, i, x)", op("y: f32[4, 6]", "scatter", "x", 1, "i", "x")),
+        ("torch.ops.aten.index_fill.int_Tensor(x, 0, i, x)", op("y: f32[4, 6]", "index_fill", "x", 0, "i", "x")),
         ("torch.arange(0, 4, dtype=torch.int64, device=comm.device)", op("y: i64[4]", "arange", 0, 4, dtype=DTypeArg("i64"))),
         ("comm.tp.all_gather(x, dim=1)", op("y: f32[4, 12]", "all_gather", "x", dim=1, outer=1, axis="tp")),
         ("comm.tp.take(x, dim=1, outer=3)", op("y: f32[4, 3]", "take", "x", dim=1, outer=3, axis="tp")),
@@ -484,8 +487,10 @@ SIZES = {"dp": 2, "tp": 2, "mb": 2}
     ],
 )  # fmt: skip
 def test_operations_are_written_as_a_person_would(written: str, operation: Op) -> None:
-    types = {"x": tensor("f32[4, 6]"), "m": tensor("bool[4, 6]")}
-    assert expression(Operands.of(operation, lambda position: str, types, SIZES)) == written
+    types = {"x": tensor("f32[4, 6]"), "m": tensor("bool[4, 6]"), "i": tensor("i64[4, 6]")}
+    with torch.library._scoped_library("mylib", "FRAGMENT") as library:
+        library.define("twist(Tensor x, int turns) -> Tensor")
+        assert expression(Operands.of(operation, lambda position: str, types, SIZES)) == written
 
 
 def test_views_that_cancel_are_gone() -> None:
@@ -541,12 +546,12 @@ def test_a_collective_says_what_moves_and_why() -> None:
     )
 
 
-@pytest.mark.parametrize("sight", ["unfold", "diagonal", "detach"])
-def test_a_sum_over_ranks_never_overwrites_what_another_name_shows(sight: str) -> None:
+@pytest.mark.parametrize(("sight", "sizes"), [("unfold", (0, 4, 1)), ("diagonal", ()), ("detach", ())])
+def test_a_sum_over_ranks_never_overwrites_what_another_name_shows(sight: str, sizes: tuple[int, ...]) -> None:
     """The operand of the all-reduce shares memory with a value that is read later."""
     ops = (
         op("h: f32[4, 4]", "exp", "x"),
-        op("seen: f32[4, 4]", sight, "h"),
+        op("seen: f32[4, 4]", sight, "h", *sizes),
         op("whole: f32[4, 4]", "all_reduce", "seen", axis="tp"),
         op("out: f32[4, 4]", "add", "whole", "h"),
     )

@@ -143,7 +143,7 @@ def block_backward(
     grad_mlp_silu = grad_mlp_hidden * saved.mlp_up  # f32[32, 16@dp,mb, 176@tp]
     del saved.mlp_up, grad_mlp_hidden
     grad_norm2_full_1 = grad_mlp_up @ p.mlp_up_weight  # f32[32, 16@dp,mb, 64] partial(tp)
-    grad_mlp_gate = torch.ops.aten.silu_backward(grad_mlp_silu, saved.mlp_gate)  # f32[32, 16@dp,mb, 176@tp]
+    grad_mlp_gate = torch.ops.aten.silu_backward.default(grad_mlp_silu, saved.mlp_gate)  # f32[32, 16@dp,mb, 176@tp]
     del saved.mlp_gate, grad_mlp_silu
     grad_norm2_full_2 = grad_mlp_gate @ p.mlp_gate_weight  # f32[32, 16@dp,mb, 64] partial(tp)
     grad_norm2_full = grad_norm2_full_1 + grad_norm2_full_2  # f32[32, 16@dp,mb, 64] partial(tp)

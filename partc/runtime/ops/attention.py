@@ -50,14 +50,16 @@ def attention(
     aten = torch.ops.aten
     if kernel.name == "cpu":
         bias = _additive(mask, q)
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(padded, keys, values, attn_mask=bias, **given)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
+            padded, keys, values, attn_mask=bias, **given
+        )
     elif kernel.name == "cudnn":
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(padded, keys, values, None, True, **given)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(padded, keys, values, None, True, **given)
     elif kernel.name == "flash":
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(padded, keys, values, **given)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention.default(padded, keys, values, **given)
     else:
         bias = _aligned_bias(mask, q, k)
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(padded, keys, values, bias, True, **given)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention.default(padded, keys, values, bias, True, **given)
     out = out[..., : v.shape[-1]]
     if sinks is None:
         return out, lse
@@ -154,23 +156,23 @@ def attention_backward(
     whole, aten = (outward, padded, keys, values), torch.ops.aten
     if kernel.name == "cpu":
         bias = _additive(mask, q)
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             *whole, out, lse, 0.0, attn_mask=bias, **given
         )
     else:
         none = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset, unused without dropout
         lengths = (q.shape[2], k.shape[2])
         if kernel.name == "cudnn":
-            found = aten._scaled_dot_product_cudnn_attention_backward(
+            found = aten._scaled_dot_product_cudnn_attention_backward.default(
                 *whole, out, lse, none, none, None, None, None, *lengths, 0.0, **given
             )
         elif kernel.name == "flash":
-            found = aten._scaled_dot_product_flash_attention_backward(
+            found = aten._scaled_dot_product_flash_attention_backward.default(
                 *whole, out, lse, None, None, *lengths, 0.0, is_causal, none, none, scale=given["scale"]
             )
         else:
             bias, wanted = _aligned_bias(mask, q, k), [True, True, True, False]
-            found = aten._scaled_dot_product_efficient_attention_backward(
+            found = aten._scaled_dot_product_efficient_attention_backward.default(
                 *whole, bias, out, lse, none, none, 0.0, wanted, **given
             )
     return _gradients(found[:3], q, k, v)
@@ -204,7 +206,7 @@ def attention_bias_backward(
     padded, keys, values = _operands(kernel, q, k, v)
     outward, out = (_rows(_wider(x, values.shape[-1])) for x in (grad, out))
     bias, none = _aligned_bias(mask, q, k), torch.zeros((), dtype=torch.int64, device=q.device)
-    *found_, grad_bias = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+    *found_, grad_bias = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
         *(outward, padded, keys, values, bias, out, lse, none, none, 0.0),
         [True, True, True, True],
         is_causal,

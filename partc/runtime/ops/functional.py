@@ -175,7 +175,7 @@ def fourier(x: Tensor, dims: tuple[int, ...], inverse: bool) -> Tensor:
 def rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     """The normalised rows, and each row's 1 / rms for backward."""
     if x.is_cuda:
-        out, rstd = torch.ops.aten._fused_rms_norm(x, shape, weight, eps)
+        out, rstd = torch.ops.aten._fused_rms_norm.default(x, shape, weight, eps)
         return out, rstd
     dims = tuple(range(-len(shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -190,7 +190,7 @@ def rms_norm_backward(
     """Gradients of x and weight (Zhang and Sennrich 2019, appendix A)."""
     if x.is_cuda:
         wanted = [True, weight is not None]
-        grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, wanted)
+        grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward.default(grad, x, shape, rstd, weight, wanted)
         return grad_x, grad_weight
     dims, rows = tuple(range(-len(shape), 0)), tuple(range(x.dim() - len(shape)))
     unit = x * rstd
@@ -219,7 +219,7 @@ def layer_norm_backward(
         dtype = x.dtype if weight is None else weight.dtype
         mean, rstd = mean.to(dtype), rstd.to(dtype)
     # The gradient doesn't depend on the bias; torch only needs to know that there is one.
-    grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+    grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward.default(
         grad, x, shape, mean, rstd, weight, weight, wanted
     )
     return grad_x, grad_weight, grad_bias

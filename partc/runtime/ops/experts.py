@@ -194,9 +194,15 @@ def expert_places(experts: Tensor) -> Tensor:
 
 
 def _ends(experts: Tensor, count: int) -> Tensor:
-    """The end of each expert's rows, which are in the order of their experts."""
-    every = torch.arange(count, device=experts.device, dtype=experts.dtype)
-    return torch.searchsorted(experts, every, right=True, out_int32=True)
+    """The end of each expert's rows, which are in the order of their experts. Kept with `experts`: all products of a
+    layer read it.
+    """
+    known, ends = getattr(experts, "ends", (0, None))
+    if ends is None or known != count:
+        every = torch.arange(count, device=experts.device, dtype=experts.dtype)
+        ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+        experts.ends = count, ends  # type: ignore[attr-defined]
+    return ends
 
 
 def _rows(ends: Tensor) -> Iterator[tuple[int, slice]]:

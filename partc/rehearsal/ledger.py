@@ -416,7 +416,9 @@ class EvenRouting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.searchsorted:
-            self._rows = args[0].numel()
+            ends = func(*args, **(kwargs or {}))
+            ends.rows = args[0].numel()  # type: ignore[attr-defined]
+            return ends
         if func is torch.bincount and args[0].is_meta:
             self._rows = args[0].numel()
             return args[0].new_empty(kwargs["minlength"])
@@ -425,8 +427,8 @@ class EvenRouting(TorchFunctionMode):
         if func is Tensor.item and args[0].is_meta:
             return self._rows
         if func is Tensor.tolist and args[0].is_meta:
-            count = args[0].numel()
-            return [self._rows * (index + 1) // count for index in range(count)]
+            rows, count = getattr(args[0], "rows", self._rows), args[0].numel()
+            return [rows * (index + 1) // count for index in range(count)]
         return func(*args, **(kwargs or {}))
 
 

@@ -1,4 +1,4 @@
-"""The kernels and waits of a package's steps: `profile.py train.py STEPS OUT.json` trains under torch's profiler.
+"""The kernels and host calls of a package's steps: `profile.py train.py STEPS OUT.json` trains under torch's profiler.
 
 The last steps count; the first two have compiled kernels and filled caches.
 """
@@ -16,8 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 WARM = 2
-WAITS = ("cudaMemcpy", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
-MOST = 12  # of kernels and causes of waits
+MOST = 12  # of kernels, and of calls
 
 
 def main(train: str, steps: int, out: Path) -> None:
@@ -36,7 +35,6 @@ def main(train: str, steps: int, out: Path) -> None:
     start = max(event.time_range.end for event in kernels) - 1e6 * sum(seconds)
     times: Counter[str] = Counter()
     launches: Counter[str] = Counter()
-    waits: Counter[str] = Counter()
     host: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for event in events:
@@ -48,9 +46,6 @@ def main(train: str, steps: int, out: Path) -> None:
             continue
         host[event.name] += event.self_cpu_time_total
         calls[event.name] += 1
-        if event.name.startswith(WAITS):
-            cause = event.cpu_parent.name if event.cpu_parent is not None else "Python"
-            waits[f"{event.name} in {cause}"] += 1
     count = len(seconds)
     found = {
         "step_ms": 1e3 * sum(seconds) / count,
@@ -58,7 +53,6 @@ def main(train: str, steps: int, out: Path) -> None:
         "launches": sum(launches.values()) / count,
         "kernels": _means(times, launches, count),
         "host": _means(host, calls, count),
-        "waits": {name: number / count for name, number in waits.most_common(MOST)},
     }
     out.write_text(json.dumps(found))
 

@@ -7,14 +7,15 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.gpu.commands import PARTC, done
 from tests.gpu.results import Deadline, Results
 
-PEER, PROFILE = (Path(__file__).with_name(name) for name in ("peer.py", "profile.py"))
+PEER, PROFILE, WAITS = (Path(__file__).with_name(name) for name in ("peer.py", "profile.py", "waits.py"))
 WARM, STEPS = 10, 30
 MOST_SECONDS = 180  # of a row; torch's autotuning takes what its part has
 LABELS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # kernels, and options of train.py
@@ -24,6 +25,7 @@ LABELS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # kernels, and options of
 }
 PEERS = ("compile", "eager", "liger")
 SLOW = "max-autotune"
+OPERATIONS = ("regions/", "stages/", "kernels/", "runtime/ops/")  # where a wait would stand between operations
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12,
     "n_head": 12, "n_positions": 1024, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -95,30 +97,50 @@ def table(model: str, results: Results, deadline: Deadline, only: tuple[str, ...
 
 
 def profiles(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
-    """Where the time of packages' steps goes: kernels, launches, and calls in which the host waits for the GPU."""
+    """Where the time of packages' steps goes: kernels, launches and the host's calls."""
     results.table("A step under torch's profiler", "model", "", "ms a step", "number a step")
     good = True
-    for model, (config, batch, seq) in MODELS.items():
-        if only and not any(text in model for text in only):
+    for model, found in _observed(PROFILE, 6, deadline, only):
+        if isinstance(found, str):
+            good = False
+            results.row(model, found, "", "")
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            path, out = Path(folder) / "config.json", Path(folder) / "found.json"
-            path.write_text(json.dumps(config))
-            build = Path(folder) / "build"
-            why = done(_compiled(path, batch, seq, "triton", build), deadline.left)
-            why = why or done([sys.executable, str(PROFILE), str(build / "train.py"), "6", str(out)], deadline.left)
-            if why:
-                good = False
-                results.row(model, why, "", "")
-                continue
-            found = json.loads(out.read_text())
         results.row(model, "the step", f"{found['step_ms']:.1f}", 1)
         results.row(model, "all kernels and copies", f"{found['kernels_ms']:.1f}", f"{found['launches']:.0f}")
         for name, (spent, number) in (*found["kernels"].items(), *found["host"].items()):
             results.row(model, name.replace("|", "/")[:90], f"{spent:.2f}", f"{number:.1f}")
-        for name, number in found["waits"].items():
-            results.row(model, name, "", f"{number:.1f}")
     return good
+
+
+def waits(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
+    """Whether no operation of a step waits for the GPU: only its beginning and its end do."""
+    results.table("Waits of the host for the GPU", "model", "line", "in six steps")
+    good = True
+    for model, found in _observed(WAITS, 6, deadline, only):
+        if isinstance(found, str):
+            good = False
+            results.row(model, found, "")
+            continue
+        for line, number in found.items():
+            results.row(model, line, number)
+        good = good and not any(line.startswith(OPERATIONS) for line in found)
+    return good
+
+
+def _observed(
+    script: Path, steps: int, deadline: Deadline, only: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """Yield each model, and the findings of a script that runs its package, or the reason for their absence."""
+    for model, (config, batch, seq) in MODELS.items():
+        if only and not any(text in model for text in only):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            path, build, out = (Path(folder) / name for name in ("config.json", "build", "found.json"))
+            path.write_text(json.dumps(config))
+            why = done(_compiled(path, batch, seq, "triton", build), deadline.left)
+            words = [str(script), str(build / "train.py"), str(steps), str(out)]
+            why = why or done([sys.executable, *words], deadline.left)
+            yield model, why or json.loads(out.read_text())
 
 
 def _compiled(config: Path, batch: int, seq: int, kernels: str, build: Path) -> list[str]:

@@ -49,6 +49,7 @@ def train(package: Path, folder: Path, values: Path | None, *, steps: int, seed:
     """Write the initial parameters to `folder` as step 0, then loss, gradients and parameters of every step.
 
     Gradients are written before clipping, parameters after the update. Parameters without a gradient have no entry.
+    The names of parameters that forward itself has changed are written with the loss.
     With `values`, a step starts from the parameters and buffers that this folder has for the step before.
     """
     plan: dict[str, Any] = json.loads((package / "plan.json").read_text())
@@ -74,6 +75,7 @@ def train(package: Path, folder: Path, values: Path | None, *, steps: int, seed:
         numbers = range(step * update.accumulate, (step + 1) * update.accumulate)
         total = 0.0
         counts = LoadCounts({name: tensors[name] for name in rates})
+        before = {name: _moments(x) for name, x in names}
         for number in numbers:
             parts = _microbatches(data.batch(number), plan)
             if branches is None:
@@ -98,8 +100,16 @@ def train(package: Path, folder: Path, values: Path | None, *, steps: int, seed:
         for name, received in counts.loads.items():
             bias = tensors[name]
             recorded[f"gradient/{name}"] = bias.grad = received.to(bias.dtype).view_as(bias) / update.accumulate
+        changed = [name for name, x in names if _moments(x) != before[name]]
         update.step()
-        save(folder / f"step_{step + 1:04d}.safetensors", recorded | _state(model), {"loss": repr(total)})
+        written = {"loss": repr(total), "changed": json.dumps(changed)}
+        save(folder / f"step_{step + 1:04d}.safetensors", recorded | _state(model), written)
+
+
+def _moments(x: Tensor) -> tuple[str, str]:
+    """Two sums over a tensor, by which a change is seen; as text, so that NaN equals itself."""
+    wide = as_real(x.detach()).double()
+    return repr(wide.sum().item()), repr(wide.square().sum().item())
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

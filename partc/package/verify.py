@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,9 +167,10 @@ class _Comparison:
             for step, (mine, theirs) in enumerate(zip(losses, reference_losses, strict=True))
         ]
         updates = _Updates(plan, start, recipe)
-        for step, (tensors, _) in enumerate(reference_steps):
+        for step, (tensors, metadata) in enumerate(reference_steps):
             recorded = _recorded(plan, folder / "record", step + 1)
-            differences += _compare_step(plan, recorded, step + 1, updates.after(recorded, tensors))
+            expected = updates.after(recorded, tensors, json.loads(metadata.get("changed", "[]")))
+            differences += _compare_step(plan, recorded, step + 1, expected)
         return cls(
             losses=tuple(losses),
             reference_losses=tuple(reference_losses),
@@ -304,11 +305,13 @@ class _Updates:
         }
         settings = {name: value for name, value in recipe.items() if name != "seed" and name not in DATA}
         self._update = ReferenceUpdate(self._values, balance=balanced_biases(plan), **settings)
+        self._changing = set(plan["updates"])
 
-    def after(self, records: Records, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def after(self, records: Records, reference: Mapping[str, Tensor], changed: Iterable[str]) -> dict[str, Tensor]:
         """The reference's gradients and buffers of a step, and the parameters that follow from the package's
-        gradients.
+        gradients, except those that forward has `changed` in this step or an earlier one.
         """
+        self._changing |= {*changed}
         for x in self._values.values():
             x.grad = None
         trained = [name for name in self._values if f"gradient/{name}" in reference]
@@ -321,11 +324,10 @@ class _Updates:
             self._update.passed(updated=False)
         else:
             self._update.step()
-        changing = set(self._plan["updates"])
         fixed = {
             f"parameter/{name}"
             for name, entry in self._plan["parameters"].items()
-            if name in changing or (f"gradient/{name}" not in reference and "counted" not in entry)
+            if name in self._changing or (f"gradient/{name}" not in reference and "counted" not in entry)
         }
         found = {f"parameter/{name}": x.detach().clone() for name, x in self._values.items()}
         return {**reference, **{key: x for key, x in found.items() if key not in fixed}}

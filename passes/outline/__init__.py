@@ -28,7 +28,7 @@ region of its own. Equal modules that the trace has left out get calls like that
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -155,7 +155,7 @@ class Linker:
         typed = {new: self.types[old] for old, new in self.values.items()}
         typed |= {new: self.types[old] for old, copies in self.copies.items() for new in copies}
         given = dict(zip(self.program.calls[0].results, self.main.forward.outputs, strict=True))
-        updates = tuple((buffer, self.values[given[value]]) for buffer, value in self.program.updates)
+        updates = tuple(each for buffer, value in self.program.updates for each in self._updates(buffer, given[value]))
         return replace(
             self.program,
             results=tuple((path, self.values[given[value]]) for path, value in self.program.results),
@@ -167,6 +167,12 @@ class Linker:
             draws=self.program.draws + sum(row.draws * len(row.left_out) for row in self.rows),
             repetitions=(),
         )
+
+    def _updates(self, buffer: str, value: str) -> Iterator[tuple[str, str]]:
+        """The update of a parameter, and those of its counterparts in left-out units."""
+        yield buffer, self.values[value]
+        counterparts = (new for new, old in self.templates.items() if old == buffer)
+        yield from zip(counterparts, self.copies.get(value, ()), strict=True)
 
     def _readers(self) -> dict[str, set[int]]:
         """For each value, the segments that read it; the program's result is read after the last segment."""

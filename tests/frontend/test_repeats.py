@@ -151,6 +151,12 @@ class Scaled(Block):
         return super().forward(x) * weight.gain * self.gains[weight] * self.gains[id(bias)]
 
 
+class Clamped(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data.clamp_(-0.3, 0.3)
+        return super().forward(x)
+
+
 class Constant(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.tensor([1.0, 2.0]).repeat(4)
@@ -303,6 +309,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether calls are
     "a hook on a weight": (lambda: Stack(HookedWeight, 7), True),
     "attributes of weights": (lambda: Stack(Scaled, 7), True),
     "classes of weights": (lambda: Stack(OfClass, 7), True),
+    "weights in place": (lambda: Stack(Clamped, 7), True),
     "constants": (lambda: Stack(Constant, 5), True),
     "dropout": (lambda: Stack(Dropping, 5), True),
     "masks": (lambda: Stack(Masked, 5), True),

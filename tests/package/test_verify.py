@@ -21,6 +21,7 @@ from partc.errors import PartcError
 from partc.package.comparison import difference, largest_magnitude, relative_error, root_mean_square
 from partc.package.launch import RunFailed, run
 from partc.package.verify import verify
+from partc.passes.outline import Linker
 
 TESTS = Path(__file__).parents[1]
 
@@ -235,6 +236,34 @@ def test_decay_of_what_no_gradient_reaches_is_seen(
     )
     result = partc.compile(deep, batch, mesh="dp=2", precision=precision).verify()
     assert not result.ok
+
+
+class Clamping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.line.weight.data.clamp_(-0.2, 0.2)
+        return x + self.line(x).tanh()
+
+
+class AllClamping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Clamping() for _ in range(7)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_weights_that_forward_changes_without_the_plan_s_knowledge_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO keeps whole the weights that forward changes, of whose changes the compiler might know too few."""
+    given = AllClamping, {"x": torch.randn(8, 6)}
+    assert partc.compile(*given, mesh="dp=2", zero=1, precision="fp64").verify(steps=1).ok
+    few = Linker._updates
+    monkeypatch.setattr(Linker, "_updates", lambda *given: [*few(*given)][:1])
+    assert not partc.compile(*given, mesh="dp=2", zero=1, precision="fp64").verify(steps=1).ok
 
 
 @pytest.mark.parametrize(

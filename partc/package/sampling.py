@@ -99,8 +99,9 @@ class BranchSampling(TorchFunctionMode):
             return self.branch(args[0], test.below)
         if name in (*TESTS, "item") and any(args[0] is part._buffers[flag] for part, flag in self._flags):
             return self.branch(args[0], True)
-        made = func(*args, **(kwargs or {}))
-        self._drawn.follow(name, args, made)
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        self._drawn.follow(name, args, kwargs, made)
         return made
 
     def branch(self, test: Tensor, below: bool) -> bool:

@@ -29,6 +29,7 @@ place; a single device draws them for the selected rows, by order.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from partc.errors import PartcError
@@ -188,7 +189,12 @@ class _Selections:
             order = [kept.index(dim) for dim in dims]
             return w.permute(x, (*order, *range(len(dims), len(dims) + len(rest))), f"{made}_placed")
 
-        kept = spread(w.only(y.name, 0, w.reshape(mask, (w.shape(y.name)[0],), f"{made}_mask"), f"{made}_kept"), rest)
+        chosen = mask
+        if not adds and len(dims) < len(whole):
+            if w.types[y.name].differentiable:  # torch passes the gradient of a place to all rows written to it
+                return False
+            chosen = self._last(mask, [dim for dim in range(len(whole)) if dim not in dims], made)
+        kept = spread(w.only(y.name, 0, w.reshape(chosen, (w.shape(y.name)[0],), f"{made}_mask"), f"{made}_kept"), rest)
         if adds:
             w.define("add", (acc, Ref(kept)), w.shape(acc.name), dtype, made)
             return True
@@ -201,6 +207,18 @@ class _Selections:
         hit = w.reshape(hit, (*w.shape(hit), *(1 for _ in rest)), f"{made}_hit")
         w.define("where", (Ref(hit), Ref(kept), acc), w.shape(acc.name), dtype, made)
         return True
+
+    def _last(self, mask: str, dims: Sequence[int], stem: str) -> str:
+        """The elements of a mask without those that are followed by another one along these dimensions."""
+        w, whole = self.writer, self.writer.shape(mask)
+        count = math.prod(whole)
+        numbers = w.add("arange", (1, count + 1), (count,), "i64", f"{stem}_order", dtype=DTypeArg("i64"))
+        order = w.reshape(numbers, whole, f"{stem}_order")
+        hit = w.add("ne", (Ref(mask), 0), whole, "bool", f"{stem}_hit") if w.types[mask].dtype != "bool" else mask
+        hits = w.add("mul", (Ref(order), Ref(hit)), whole, "i64", f"{stem}_hits")
+        wide = [1 if dim in dims else size for dim, size in enumerate(whole)]
+        last = w.add("amax", (Ref(hits), tuple(dims), True), wide, "i64", f"{stem}_last")
+        return w.add("eq", (Ref(order), Ref(last)), whole, "bool", f"{stem}_last")
 
     def _is_reduced(self, op: Op) -> bool:
         """Whether an operation replaces the rows that are not selected by zeros: where(mask, rows, 0)."""

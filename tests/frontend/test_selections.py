@@ -346,6 +346,44 @@ def test_numbers_are_written_into_columns_of_selected_rows() -> None:
     equals_eager(Spline, [{"x": scale * torch.randn(8, 3, dtype=torch.float64)} for scale in (1, 0.1, 100)])
 
 
+class Written(nn.Module):
+    """Writes into constants at places that a mask selects, and at constant ones; the results are masks again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor, k: Tensor) -> Tensor:
+        y = self.layer(x)
+        row, pairs = k[0], k[:4] > 1
+        rows, columns = torch.where(row > 1)[0], torch.where(pairs)[1]
+        copied, ones, put = (torch.zeros(10) for _ in range(3))
+        matched, numbers = (torch.zeros(10, dtype=torch.int64) for _ in range(2))
+        copied[rows] = row[rows].to(copied.dtype)
+        ones[rows] = 1.0
+        put[torch.arange(10) % 2 == 0] = 1.0
+        part = put[2:]
+        part[torch.arange(8) > 5] = row[:2].to(part.dtype)
+        matched[columns] = k[5][columns]  # a column several times: the last one counts
+        numbers.random_(0, 4, generator=torch.Generator().manual_seed(1))
+        chosen = torch.zeros(8, 4)
+        labels, marked = k[:, 0], torch.where(k[:, 0] > 1)[0]
+        chosen[marked, labels[marked]] = 1.0
+        chosen[labels == 0, labels[labels == 0] + 1] = 2.0
+        z = y.clone()
+        z[marked] = -1.0
+        z[torch.where(labels < 2)[0], 2] = -2.0
+        for number, mask in enumerate((copied > 0, ones > 0, put > 0, matched > 1, numbers > 1)):
+            z[:, mask] = number * x.mean()
+            z = z + y
+        return z.square().mean() + (y[:, :4] * chosen).sum()
+
+
+def test_writes_into_constants_change_their_values() -> None:
+    batches = [{"x": torch.randn(8, 4, dtype=torch.float64), "k": torch.randint(4, (8, 10))} for _ in range(3)]
+    equals_eager(Written, batches)
+
+
 def test_constant_masks_are_places() -> None:
     equals_eager(ConstantMasks, [{"x": torch.randn(8, 6, 8, dtype=torch.float64)}])
 

@@ -21,7 +21,7 @@ from partc.frontend.trace import Traced, trace_model
 from partc.frontend.traceable_forms.functions import gaussian_nll_loss, multi_margin_loss, multilabel_margin_loss
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
-from tests.guards import asserting, by_number, elsewhere, raising
+from tests.guards import asserting, by_number, elsewhere, raising, reported
 from tests.independent.plain import double
 
 GUARDS = pytest.mark.skipif(sys.version_info < (3, 11), reason="guards are found by the columns of instructions")
@@ -46,7 +46,7 @@ def traced(step: Step) -> Traced:
 
 
 @GUARDS
-@pytest.mark.parametrize("step", [raising, asserting, elsewhere, by_number])
+@pytest.mark.parametrize("step", [raising, asserting, elsewhere, by_number, reported])
 def test_a_test_that_only_raises_is_assumed_and_listed(step: Step) -> None:
     found = traced(step)
     assert len(found.assumed) == 1
@@ -287,6 +287,8 @@ def constant(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def drawn(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     skipped = net.training and torch.rand(()) < 0.0
+    skipped = skipped or torch.empty(1).uniform_(2.0, 3.0).item() < 2
+    x = [x][int(torch.empty(1).uniform_(0.0, 1.0).item())]
     return x.sum() if skipped else net.layer(x).sum()
 
 

@@ -3,6 +3,7 @@
 if labels.max() >= words: raise ValueError(...)      passes if the test is false
 assert (mask.sum(1) > 0).all()                       passes if the test is true
 if not valid.all(): warnings.warn("...")             passes if `valid.all()` is true
+if bad.any(): k = bad.nonzero()[0]; raise ...        passes if the test is false: the exception follows in any case
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
 from partc.installed import is_machinery, shortened
 
 _SPOKEN = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "error", "print"})
+_ASSERTIONS = frozenset({"_assert", "_check"})
+_LEAVES = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await)
 
 
 def passing_guard(frame: FrameType | None, calls: int, runner: str) -> tuple[Source, str, bool] | None:
@@ -92,8 +95,21 @@ def _is_caught(frame: FrameType | None, runner: str) -> bool:
 
 
 def _speaks(body: list[ast.stmt]) -> bool:
-    """Whether statements only raise or warn."""
+    """Whether statements only warn, or end with an exception."""
+    if _raises(body[-1]) and not any(isinstance(node, _LEAVES) for one in body for node in ast.walk(one)):
+        return True
     return all(map(_is_speech, body)) and not all(isinstance(one, ast.Assign | ast.Pass) for one in body)
+
+
+def _raises(statement: ast.stmt) -> bool:
+    """Whether a statement is a `raise`, or an assertion of False, also by a function of torch."""
+    if isinstance(statement, ast.Assert):
+        return isinstance(statement.test, ast.Constant) and not statement.test.value
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and statement.value.args:
+        called, test = statement.value.func, statement.value.args[0]
+        name = getattr(called, "attr", getattr(called, "id", ""))
+        return name in _ASSERTIONS and isinstance(test, ast.Constant) and not test.value
+    return isinstance(statement, ast.Raise)
 
 
 def _is_speech(statement: ast.stmt) -> bool:

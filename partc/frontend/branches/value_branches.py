@@ -2,6 +2,7 @@
 
     if torch.ones(4).any():                          constants: computed during the trace
     if torch.rand(()) < 0.0:                         draws from [0, 1) against numbers outside: always or never
+    sizes[int(torch.rand(()))]                       the whole part of a draw, if all draws have the same
     if torch.rand(()) < 0.1:                         other draws: one outcome here, and both in traces (random_branches)
     if not self.initialized: ...                     flags that forward changes: like draws
     if labels.max() >= words: raise ValueError(...)  guards: assumed not to raise or warn, and listed in `assumed`
@@ -193,7 +194,8 @@ class ValueWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         accessed = getattr(func, "__self__", None)
         if accessed is Tensor.data:
-            func, args = _without_data(func, *args)
+            with self:
+                func, args = _without_data(func, *args)
         elif accessed is Tensor.grad and isinstance(args[0], torch.nn.Parameter):
             raise PartcError(
                 "P0225",
@@ -223,12 +225,13 @@ class ValueWatch(TorchFunctionMode):
         ):
             made = replacement(func, name, args, kwargs, frame)
             if made is not NotImplemented:
+                if _changed(name, args, kwargs) is not None:
+                    self._follow_values(func, name, args, kwargs, made, known=not self.selections.hold(args))
                 return made
         self._check_places(name, args, kwargs)
         with self._suspended() if isinstance(func, FunctionType) else nullcontext():
             made = func(*args, **kwargs)
-        if self.selections.follow(name, args, kwargs, made):
-            self._follow(func, name, args, kwargs, made)
+        self._follow(func, name, args, kwargs, made, known=self.selections.follow(name, args, kwargs, made))
         return made
 
     def _with_known_sizes(
@@ -292,6 +295,8 @@ class ValueWatch(TorchFunctionMode):
         """A random number or flag that is read, or the outcome of its test; NotImplemented of other calls."""
         if name == "item" and self._drawn.is_uniform(args[0]):
             return self._drawn.number(args[0])
+        if name in ("__int__", "__index__") and (whole := self._drawn.whole_part(args[0])) is not None:
+            return whole
         if name in (*TESTS, "item") and args[0] in self._flags:
             before = args[0].reshape(()).clone()  # the branch may change the flag
             self._flags[before] = True
@@ -434,29 +439,57 @@ class ValueWatch(TorchFunctionMode):
             values = real.flatten().tolist()
         made = torch.tensor(values, dtype=real.dtype).reshape(real.shape)
         self.know(made, real)
-        return args[0].copy_(made) if name.endswith("_") else made
+        if not name.endswith("_"):
+            return made
+        with self:
+            changed: Tensor = args[0].copy_(made)
+        return changed
 
     def _follow(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        made: Any,
+        *,
+        known: bool,
     ) -> None:
-        self._drawn.follow(name, args, made)
+        """Note all that is known of a call's result. `known` is whether its values may follow from those of
+        constants.
+        """
+        if not known:
+            self._follow_values(func, name, args, kwargs, made, known=False)
+            return
+        self._drawn.follow(name, args, kwargs, made)
         self._largest.follow(func, name, args, kwargs, made)
         self._follow_finite(name, args, made)
         test = self._drawn.of(made)
         if test is not None and test.is_certain:
             with without_modes():
-                self.know(made, torch.full(made.shape, (test.limit >= 1) == test.below, dtype=torch.bool))
+                self.know(made, torch.full(made.shape, test.certain_outcome, dtype=torch.bool))
             return
-        written = kwargs.get("out")
-        if written is None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-            written = args[0] if args else None
-        elif not isinstance(made, Tensor | tuple | list):
+        self._follow_values(func, name, args, kwargs, made, known=True)
+
+    def _follow_values(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        made: Any,
+        *,
+        known: bool,
+    ) -> None:
+        """Compute the values of a result, also of a change in place; forget them if they are unknown."""
+        changed = _changed(name, args, kwargs)
+        if changed is None and not isinstance(made, Tensor | tuple | list):
             return
-        real = self.computed(func, name, args, kwargs) if _elements(made) <= LARGEST else NotImplemented
+        real = self.computed(func, name, args, kwargs) if known and _elements(made) <= LARGEST else NotImplemented
         if real is not NotImplemented:
             self.know(made, real)
-        elif isinstance(written, Tensor):
-            self._forget(written)
+        elif changed is not None:
+            self._forget(changed)
 
     def _branch(self, test: Tensor, below: bool, key: object) -> bool:
         """Choose the outcome of a branch on a random number or flag, and record the branch in the graph.
@@ -570,6 +603,14 @@ def _without_data(func: Callable[..., Any], x: Tensor, *value: Tensor) -> tuple[
     if (x.shape, x.dtype) != (value[0].shape, value[0].dtype):
         return func, (x, *value)
     return Tensor.copy_, (x.detach(), value[0].detach())
+
+
+def _changed(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tensor that a call changes in place."""
+    changed = kwargs.get("out")
+    if changed is None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+        changed = args[0] if args else None
+    return changed if isinstance(changed, Tensor) else None
 
 
 def _calling_frame() -> FrameType | None:

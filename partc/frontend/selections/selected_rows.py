@@ -231,6 +231,8 @@ class SelectedRows:
         x[mask] = row repeats the row for all rows of x, and selects those where the mask is set.
         """
         items = index if isinstance(index, tuple) else (index,)
+        if any(self.of(item) for item in items):
+            return self._written_alike(func, x, index, value)
         masked = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() and isinstance(value, Tensor)
         if masked and value.dim() == x.dim() - index.dim() + 1 and value.shape[0] > 1:
             mask = index.reshape(*index.shape, *(1 for _ in range(x.dim() - index.dim())))
@@ -253,6 +255,30 @@ class SelectedRows:
                 places.append(torch.where(item < 0, item + view.shape[dim], item).reshape(1))
             dim += width if plain is Ellipsis else not isinstance(plain, int)
         func(view.movedim(dims, tuple(range(len(dims)))), tuple(places), value)
+        return None
+
+    def _written_alike(self, func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Any:
+        """x[rows, …] = number for all rows, and x[rows, columns] = number with a column for each row."""
+        items = self.as_indices(x, index)
+        mask = next(held.mask for item in items if (held := self.of(item)) is not None)
+        places = tuple(place for place in self.places(mask) if any(place is item for item in items))
+        rest = items[len(places) :]
+        if not places or any(a is not b for a, b in zip(places, items, strict=False)):
+            return NotImplemented
+        if isinstance(value, Tensor) and value.numel() != 1:
+            return NotImplemented
+        if all(isinstance(item, int | slice) for item in rest):
+            x = x[(*(slice(None),) * len(places), *rest)]
+            number = torch.as_tensor(value, dtype=x.dtype).reshape(()).expand(*mask.shape, *x.shape[len(places) :])
+            func(x, places, self.selected(number, mask))
+            return None
+        if len(rest) != 1 or self.of(rest[0]) is None or x.dim() != len(places) + 1:
+            return NotImplemented
+        rows = self.read(Tensor.__getitem__, x, places)
+        columns = torch.where(rest[0] < 0, rest[0] + x.shape[-1], rest[0])[:, None]
+        made = torch.where(columns == torch.arange(x.shape[-1]), value, rows).to(x.dtype)
+        self.hold(made, mask, 0)
+        func(x, places, made)
         return None
 
     def _looked_up(self, x: Tensor, index: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:

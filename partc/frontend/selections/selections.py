@@ -121,6 +121,10 @@ class Selections:
         """Whether a mask has selected rows so far."""
         return self._rows.any
 
+    def hold(self, operands: Any) -> bool:
+        """Whether an operand holds selected rows. Their places are known as if the mask selected all."""
+        return any(self._rows.of(x) is not None for x in leaves(operands))
+
     def sized(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -150,8 +154,10 @@ class Selections:
         self._counts.follow(name, args, kwargs, made)
         if name in ("unbind", "__getitem__") and args[0].dim() == 1 and args[0].dtype in INTEGERS:
             self._parts.follow(args[0], made, args[1:])
-        if not self._rows.any or name in _WRITES:
+        if not self._rows.any:
             return True
+        if name in _WRITES:
+            return not self.hold((args, kwargs))
         if name in _RESHAPED and args:
             self._rows.number_like(args[0], made)
         operands = [x for x in leaves((args, kwargs)) if self._rows.of(x) is not None]

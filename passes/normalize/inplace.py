@@ -161,6 +161,8 @@ class _Functionalization:
             self._seen.update(dict.fromkeys({target, *wholes} - {root}, count - 1))
         same = Op(name="alias", args=(Ref(target),), results=op.results, source=op.source)
         self._shows(op.result.name, _View(target, same))
+        if root in self._trained:
+            self._seen[op.result.name] = count - 1  # likewise, if the model reads what the change returns
 
     def _give_gradient(self, weight: str, now: str, change: Op) -> None:
         """Let readers of a changed weight read `now`, whose gradient goes to the weight."""

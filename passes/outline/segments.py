@@ -110,9 +110,11 @@ def _shared(segments: list[ModuleSegment], free: set[str], outputs: set[str]) ->
 def _free_values(main: Region, trained: set[str]) -> tuple[set[str], set[str]]:
     """The values that depend on no trained parameter, and those among them that depend on no input either.
 
-    Rows of one frozen weight, which the pass `stack` makes a parameter, stay with their readers.
+    Rows of one frozen weight, which the pass `stack` makes a parameter, stay with their readers, and so do values whose
+    gradients are read, such as constants that forward writes into a trained weight.
     """
-    bound = trained | _rows(main)
+    read = {name for op in main.forward.ops if op.name == "incoming_gradient" for name in op.refs()}
+    bound = trained | _rows(main) | read
     fed = {value.name for value in main.forward.inputs}
     for op in main.forward.ops:
         names = set(op.refs())

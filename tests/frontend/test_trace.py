@@ -532,6 +532,7 @@ class ByPointer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         plain = type(x) is Tensor and type(self.a.weight) is nn.Parameter and self.a.weight.__class__ is nn.Parameter
         plain = plain and isinstance(self.b.bias, Low) and type(self.b.bias) is Low and not isinstance(self.a.bias, Low)
+        plain = plain and type(self.a(x).tanh().grad_fn).__name__ == "TanhBackward0"
         return (self.c(self.b(self.a(x))) * self.distinct * (1.0 if plain else 3.0)).square().mean()
 
 

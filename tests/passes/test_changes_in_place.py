@@ -335,7 +335,7 @@ class Clamped(nn.Module):
 
 
 class Exchanged(nn.Module):
-    """Trained weights that forward puts in each other's places, so that none is made of its old value."""
+    """Trained weights that forward puts in each other's places, or sets to a number: none is made of its old value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,6 +347,7 @@ class Exchanged(nn.Module):
             kept = self.one.clone()
             self.one.copy_(self.other)
             self.other.copy_(kept)
+        nn.init.constant_(self.last.bias, 0.25)
         return (self.last(x @ self.one).tanh() + 0.5 * x @ self.other).square().mean()
 
 

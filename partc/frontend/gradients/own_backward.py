@@ -65,6 +65,8 @@ def own_hooks(modules: Mapping[str, nn.Module]) -> Mapping[str, tuple[Hook, ...]
 class _NodeWithoutHooks:
     """Stands for a node of the autograd graph, on which a trace would lose hooks."""
 
+    __class__ = property(lambda stand_in: type(stand_in._node))
+
     def __init__(self, node: Any) -> None:
         self._node = node
 

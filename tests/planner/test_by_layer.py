@@ -149,7 +149,7 @@ def test_no_mix_of_uses_is_quicker(model: str, options: dict[str, int], cluster:
 
 def test_convolutions_by_the_batch_and_linear_layers_by_weights() -> None:
     """Krizhevsky 2014, One weird trick for parallelizing convolutional neural networks."""
-    choice = planner("tests/models/vgg.py", "4xRTX4090-24GB", VGG, zero=("0", "1")).choice()
+    choice = planner("tests/models/vgg.py", "4xRTX4090-24GB", VGG | {"batch": 128}, zero=("0", "1")).choice()
     assert not choice.outcome.wrong and choice.single is not None and choice.single.best is not None
     assert choice.best.plan.batch_over is not None and choice.best.plan.batch_over.startswith("tp=stages.*")
     assert choice.best.seconds < 0.9 * choice.single.best.seconds

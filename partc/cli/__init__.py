@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -157,8 +158,8 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
             json.dumps(
                 {
                     "ok": result.ok,
-                    "losses": result.losses,
-                    "reference_losses": result.reference_losses,
+                    "losses": [*map(console.finite_or_none, result.losses)],
+                    "reference_losses": [*map(console.finite_or_none, result.reference_losses)],
                     "restarted": result.restarted,
                     "worst": {"kind": worst.kind, "name": worst.name, "rel_err": console.finite_or_none(worst.rel_err)},
                 }
@@ -177,7 +178,13 @@ def verify_command(directory: Path, steps: int, virtual: bool, as_json: bool, re
         error = f"relative error {worst.rel_err:.2e} of {result.tolerance:.0e} allowed in {result.rounding}"
         console.echo(f"worst of {result.compared:,}: {where}: {error}")
         console.echo("equal to the single-device model" if result.ok else "NOT equal to the single-device model")
-        if result.ok:
+        lost = [step for step, loss in enumerate(result.reference_losses, 1) if not math.isfinite(loss)]
+        if lost:
+            console.echo(
+                f"The single-device model's own loss is not a finite number in step {lost[0]}, so that nothing can be "
+                "compared. Change its data, its initial values or --seed."
+            )
+        elif result.ok:
             infer = ("python", directory / "infer.py", "--virtual", "--batches", 1)
             run = ("partc", "run", directory, "--steps", 20)
             console.next_step(console.command(*(infer if worst.kind == "result" else run)))
@@ -253,7 +260,7 @@ def run_command(directory: Path, steps: int, init: Path | None, as_json: bool, r
         print(
             json.dumps(
                 {
-                    "losses": result.losses,
+                    "losses": [*map(console.finite_or_none, result.losses)],
                     "step_seconds": result.step_seconds,
                     "step_seconds_median": result.step_seconds_median,
                     "tokens_per_second": result.tokens_per_second,

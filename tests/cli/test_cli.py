@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import math
 import os
 import shlex
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from partc.cli import main
+from partc.package.comparison import Difference, VerifyResult
+from partc.package.launch import RunResult
 
 ROOT = Path(__file__).parents[2]
 MLP = str(ROOT / "examples" / "mlp.py")
@@ -189,6 +192,31 @@ def test_a_check_that_does_not_hold_exits_with_1(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 1   loss ") and "worst of " in lines[1] and "of 1e-10 allowed" in lines[1]
     assert lines[2] == "NOT equal to the single-device model"
+
+
+def test_a_model_without_a_finite_loss_is_said(
+    package: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = VerifyResult(
+        ok=False,
+        losses=(2.0, math.nan),
+        reference_losses=(2.0, math.nan),
+        worst=Difference(kind="loss", name="loss", rel_err=math.inf, step=2),
+        tolerance=1e-10,
+        rounding="fp64",
+        compared=2,
+    )
+    monkeypatch.setattr("partc.package.verify.verify", lambda *_, **__: lost)
+    assert main(["verify", str(package)]) == 1
+    assert "own loss is not a finite number in step 2" in capsys.readouterr().out
+    assert main(["verify", str(package), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert said["losses"] == said["reference_losses"] == [2.0, None]
+    seconds = {"step_seconds": (1.0, 1.0), "step_seconds_median": 1.0, "tokens_per_second": 1.0}
+    ran = RunResult(losses=(2.0, math.nan), **seconds, peak_bytes=(1,))
+    monkeypatch.setattr("partc.package.launch.run", lambda *_, **__: ran)
+    assert main(["run", str(package), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["losses"] == [2.0, None]
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def _with_plain_tensors(
     @functools.wraps(captured)
     def capture(build: Callable[[], Any], /, *given: _Given.args, **named: _Given.kwargs) -> Captured:
         without: set[str] = set()
+        replaced: list[ReplacedError] = []
         while True:
             try:
                 return captured(
@@ -104,8 +105,13 @@ def _with_plain_tensors(
                 assigned = re.search(r"cannot assign '.*' (?:as|object to) buffer '(.+?)'", error.cause)
                 name = error.name if isinstance(error, ReplacedError) else assigned and assigned[1]
                 if name is None or name in without:  # another error, or a buffer of the model's own
+                    for earlier in replaced:
+                        if error.code == "P0206" and earlier.name in error.cause:  # read before it is written
+                            raise earlier from error
                     raise
                 without.add(name)
+                if isinstance(error, ReplacedError):
+                    replaced.append(error)
 
     return capture
 

@@ -185,7 +185,11 @@ def test_what_torch_refuses_is_refused_at_its_line(name: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("branches", "said"),
-    [("w, lambda y: y * 2", "errorP0223:"), ("lambda y: y, lambda y: y * 2", "capturethebranchesoftorch.cond")],
+    [
+        ("lambda y: y * 3, lambda y: y * 2", "errorP0223:"),
+        ("w, lambda y: y * 2", "capturethebranchesoftorch.cond"),
+        ("lambda y: y, lambda y: y * 2", "capturethebranchesoftorch.cond"),
+    ],
 )
 def test_a_conditional_is_refused_at_its_line(branches: str, said: str, tmp_path: Path) -> None:
     """This runs in a process of its own: after some other tests, torch failed to trace torch.cond, with another error."""

@@ -240,10 +240,10 @@ def test_rounded_sums_of_loads_are_refused(rounded: Row) -> None:
     assert caught.value.code == "P0108"
 
 
-LOADS = "g.bias.add_(torch.ops.aten.histc("
+LOADS = "g.bias.add_(torch.ops.aten.histc.default("
 BIASED = {
-    "recomputation counts rows twice": ("regions/layer.py", LOADS, "g.bias.add_(2 * torch.ops.aten.histc("),
-    "padding is counted": ("regions/layer.py", LOADS, "g.bias.add_(torch.eye(4)[0] + torch.ops.aten.histc("),
+    "recomputation counts rows twice": ("regions/layer.py", LOADS, "g.bias.add_(2 * torch.ops.aten.histc.default("),
+    "padding is counted": ("regions/layer.py", LOADS, "g.bias.add_(torch.eye(4)[0] + torch.ops.aten.histc.default("),
     "loads are part of the norm": ("runtime/train/training.py", "if name not in job.balance", ""),
     "the bias moves towards full experts": ("runtime/optimizer/balance.py", "load.mean() - load", "load - load.mean()"),
 }

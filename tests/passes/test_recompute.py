@@ -189,7 +189,7 @@ def test_the_emitted_backward_draws_the_same_and_says_what_it_does_again(program
         "\n".join(lines),
         """\
 grad_y = grad_loss.expand(6, 4)
-grad_out = torch.ops.aten.tanh_backward(grad_y, saved.y)
+grad_out = torch.ops.aten.tanh_backward.default(grad_y, saved.y)
 del saved.y
 grad_drop = grad_out @ p.down
 # recomputed: 120 B that forward did not save
@@ -201,7 +201,7 @@ functional.linear_add_grad_weight(g.down, grad_out, drop)
 del grad_out
 grad_act = functional.dropout_backward(grad_drop, drop_kept, 0.5)
 del grad_drop
-grad_h = torch.ops.aten.gelu_backward(grad_act, saved.h)
+grad_h = torch.ops.aten.gelu_backward.default(grad_act, saved.h)
 del saved.h
 functional.linear_add_grad_weight(g.up, grad_h, saved.x)""",
     )

@@ -65,6 +65,7 @@ __all__ = [
     "FakeTensorMode",
     "GuardOnValues",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "TreeSpec",
     "aot_export_joint_simple",

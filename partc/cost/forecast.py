@@ -39,7 +39,7 @@ from partc.sharding.choices import weight_axes
 
 # The time to issue a collective, in operations: torch.distributed checks it, and orders streams by events.
 _ISSUES = 3
-# The kernels that torch 2.11 launches for an operation, if there are several, as a trace on an H200 shows.
+# The number of kernels that torch 2.11 launches for an operation, from a trace on an H200. Other operations launch one.
 _LAUNCHES: Mapping[str, int] = {
     "attention_backward": 5, "expert_matmul": 3, "expert_matmul_grad_rows": 3, "expert_matmul_grad_weight": 4,
     "expert_order": 9, "topk": 2, "scatter": 2, "sort": 8, "argsort": 8,

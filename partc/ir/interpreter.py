@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from partc.ir.operators import torch_argument
+from partc.ir.operators import torch_argument, torch_operator
 from partc.ir.program import SCAN, Graph, Op, Program
 from partc.ir.scans import scan_of
 from partc.runtime.ops import bags
@@ -50,7 +50,7 @@ def results_of(op: Op, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return _scanned(op, known)
     args = [torch_argument(arg, known) for arg in op.args]
     attrs = {key: torch_argument(arg, known) for key, arg in op.attrs}
-    found = _COMPOSITES[op.name](*args, **attrs) if op.name in _COMPOSITES else _operator(op.name)(*args, **attrs)
+    found = _COMPOSITES[op.name](*args, **attrs) if op.name in _COMPOSITES else torch_operator(op.name)(*args, **attrs)
     results = found if isinstance(found, tuple | list) else (found,)
     return {value.name: result for value, result in zip(op.results, results, strict=True)}
 
@@ -73,11 +73,6 @@ def _scanned(op: Op, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rows.reverse()
     made = [torch.stack(each, dim) for each, dim in zip(zip(*rows, strict=True), scan.dims_made, strict=True)]
     return {value.name: x for value, x in zip(op.results, (*states, *made), strict=True)}
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    namespace, _, rest = name.rpartition("::")
-    return getattr(getattr(torch.ops, namespace or "aten"), rest)  # type: ignore[no-any-return]
 
 
 def _attention(

@@ -17,7 +17,7 @@ from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType
 from partc.ir.scans import with_time
 from partc.runtime.ops.attention import row_dtype
 from partc.runtime.ops.rotary import joined, pairs
-from partc.torch_private import below_autograd, overload_name
+from partc.torch_private import OpOverloadPacket, below_autograd, overload_name
 
 Shapes = Callable[..., Tensor | tuple[Tensor, ...] | list[Tensor]]
 Gradients = Callable[..., Sequence[Tensor | None]]  # (grads of results, args, results) -> grads of args
@@ -543,8 +543,13 @@ def overload(op: Op, types: Mapping[str, TensorType]) -> str:
     known = {name: torch.empty((), dtype=DTYPES[types[name].dtype], device="meta") for name in op.refs()}
     args = [torch_argument(arg, known) for arg in op.args]
     options = {key: torch_argument(arg, known) for key, arg in op.attrs}
-    namespace, _, name = op.name.rpartition("::")
-    return overload_name(getattr(getattr(torch.ops, namespace or "aten"), name), args, options)
+    return overload_name(torch_operator(op.name), args, options)
+
+
+def torch_operator(name: str) -> OpOverloadPacket:
+    """The operator of ATen, or of a registered library. Raises AttributeError if there is none."""
+    namespace, _, rest = name.rpartition("::")
+    return getattr(getattr(torch.ops, namespace or "aten"), rest)  # type: ignore[no-any-return]
 
 
 def torch_argument(arg: Arg, known: Mapping[str, Tensor]) -> Any:

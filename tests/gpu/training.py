@@ -113,7 +113,7 @@ def profiles(results: Results, deadline: Deadline, only: tuple[str, ...]) -> boo
 
 
 def waits(results: Results, deadline: Deadline, only: tuple[str, ...]) -> bool:
-    """Whether no operation of a step waits for the GPU: only its beginning and its end do."""
+    """Whether the host waits for the GPU only at the beginning and at the end of a step, and in none of its operations."""
     results.table("Waits of the host for the GPU", "model", "line", "in six steps")
     good = True
     for model, found in _observed(WAITS, 6, deadline, only):

@@ -1,7 +1,7 @@
 """The lines at which a package's host waits for the GPU: `waits.py train.py STEPS OUT.json` trains in the mode of torch
 that warns of each wait.
 
-A line is the innermost one of the package; the steps' own waits for their loss are among them.
+Each wait is counted at the innermost line of the package. Waits of the training loop for the loss are included.
 """
 
 from __future__ import annotations

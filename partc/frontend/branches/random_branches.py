@@ -182,7 +182,7 @@ class RandomTests:
 
 
 def _bounds(low: Any = 0.0, high: Any = 1.0, **named: Any) -> tuple[float, float] | None:
-    """The bounds in the arguments of `uniform_`; None if they are not plain numbers."""
+    """The bounds that a call of `uniform_` has as arguments; None if one of them is not a plain number."""
     low, high = named.get("from", low), named.get("to", high)
     return (low, high) if isinstance(low, int | float) and isinstance(high, int | float) else None
 

@@ -29,7 +29,7 @@ class ReplacedError(PartcError):
 
 
 def with_plain_buffers(model: nn.Module, names: Set[str]) -> nn.Module:
-    """The model, whose non-persistent buffers of these names are plain attributes."""
+    """Make the model's non-persistent buffers of these names plain attributes, and return the model."""
     for module in model.modules() if names else ():
         for name in names & module._non_persistent_buffers_set:
             module._non_persistent_buffers_set.discard(name)

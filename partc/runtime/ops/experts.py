@@ -194,8 +194,9 @@ def expert_places(experts: Tensor) -> Tensor:
 
 
 def _ends(experts: Tensor, count: int) -> Tensor:
-    """The end of each expert's rows, which are in the order of their experts. Kept with `experts`: all products of a
-    layer read it.
+    """The end of each expert's rows, which are in the order of their experts.
+
+    The result is stored on `experts`, because all products of a layer need it.
     """
     known, ends = getattr(experts, "ends", (0, None))
     if ends is None or known != count:

@@ -98,6 +98,23 @@ class Inner(nn.Module):
     def forward(self, x):
 """
 TAIL = """
+    @functools.lru_cache
+    def scales(self):
+        return {"of weights": self.up.weight.norm(dim=1), "of numbers": torch.arange(6.0)}
+
+    @functools.lru_cache
+    def numbers_up_to(self, n):
+        return torch.arange(float(n))
+
+    @functools.cached_property
+    def norms(self):
+        return self.up.weight.norm(dim=1)
+
+
+@functools.cache
+def doubled(w):
+    return w * 2
+
 
 def model():
     return Inner()
@@ -176,6 +193,12 @@ WRONG = {
     "new buffer of values": "x = self.up(x)\nif not hasattr(self, 'cos'):\n    self.register_buffer('cos', x.detach(), persistent=False)\nreturn x - self.cos",
     "new buffer of the state dict": "self.register_buffer('cos', torch.ones(6))\nreturn self.up(x) * self.cos",
     "longer table of weights": "if len(self.short) < 6:\n    self.register_buffer('short', self.up.bias.detach(), persistent=False)\nreturn self.up(x) * self.short",
+    "lru_cache of a method with weights": "return self.up(x) * self.scales()['of weights']",
+    "cache of a function of a weight": "return self.up(x) * doubled(self.up.bias)",
+    "cache of the first batch": "self.last = functools.cache(lambda: x.mean()) if self.last is None else self.last\nreturn self.up(x) * self.last()",
+    "cached property": "return self.up(x) * self.norms",
+    "set by its name": "if self.last is None:\n    setattr(self, 'last', self.up.weight.norm(dim=1))\nreturn self.up(x) * self.last",
+    "a tensor on a weight": "if not hasattr(self.up.weight, 'norms'):\n    self.up.weight.norms = self.up.weight.norm(dim=1)\nreturn self.up(x) * self.up.weight.norms",
     "a gradient": "x = self.up(x)\nreturn x if self.up.weight.grad is None else x * self.up.weight.grad.norm()",
     "no gradient": "self.up.weight.grad = None\nreturn self.up(x)",
 }
@@ -187,6 +210,7 @@ RIGHT = {
     "global log": "LOG.append(1)\nreturn self.up(x)",
     "clock for a log": "start = time.time()\ny = self.up(x)\nself.n = time.time() - start\nreturn y",
     "lru_cache": "return self.up(x) * slopes(4)[2]",
+    "lru_cache of a method": "return self.up(x) * self.numbers_up_to(6)",
     "seeded generator": "g = torch.Generator().manual_seed(1)\nreturn self.up(x) * torch.rand(6, generator=g)",
     "cache": "if self.cache is None:\n    self.cache = torch.arange(9.0)\nreturn self.up(x) * self.cache[:6].sin()",
     "cache of several": "if self.cache is None:\n    self.cache = [g.flatten() for g in torch.meshgrid(torch.arange(2.0), torch.ones(3), indexing='ij')]\n"

@@ -324,11 +324,11 @@ def test_the_caches_of_functions_are_found(tmp_path: Path) -> None:
     file = written(tmp_path, CACHED)
     net = load(file, {}).model()
     net(torch.ones(8, 64))
-    found = list(caches(net))
+    found = caches(net.modules(), ())
     assert [cache.cache_info().currsize for cache in found] == [1, 1]
     for cache in found:
         cache.cache_clear()
-    assert {cache.cache_info().currsize for cache in caches(net)} == {0}
+    assert {cache.cache_info().currsize for cache in caches(net.modules(), ())} == {0}
 
 
 SCRIPTED = """

@@ -156,7 +156,7 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     ),
     "a plain attribute of another shape": (
         (("self.up = nn", "self.last = torch.ones(1); self.up = nn"),
-         ("h = ", "h = self.last.mean() * "), (OUT, f"({OUT}, setattr(self, 'last', h.detach()))[0]")), "P0206", 11,
+         ("h = ", "h = self.last.mean() * "), (OUT, f"({OUT}, setattr(self, 'last', h.detach()))[0]")), "P0225", 11,
     ),
     "a constant that no module owns": (
         (("class Net", "LARGE = torch.rand(500, 12)\n\nclass Net"), (OUT, "(h @ LARGE.T).sum()")), "P0211", 14

@@ -22,7 +22,6 @@ from partc.frontend.repeats.marks import Repeats
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
 from partc.frontend.results import Read
 from partc.frontend.selections.selections import Selections
-from partc.frontend.state.caches import caches
 from partc.frontend.state.constant_buffers import Recipe, recomputed
 from partc.frontend.state.flags import is_flag
 from partc.frontend.state.frozen_state import StateWatch
@@ -114,8 +113,6 @@ class TracedStep(nn.Module):
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         traced = self._traced
         versions = [x._version for x in tensors]
-        for cached in caches(self.model):
-            cached.cache_clear()  # tensors of an earlier trace have no values here
         buffers = Buffers.of(self.model)
         repeats = self._repeats()
         largest = LargestNumbers(traced.integers)

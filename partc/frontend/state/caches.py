@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
 from functools import _lru_cache_wrapper
 from typing import Any
 
@@ -12,14 +14,22 @@ from torch import nn
 _PLAIN = frozenset({bool, int, float, str, type(None), dict, list, tuple, set})  # values that hold no functions' caches
 
 
-def caches(model: nn.Module) -> Iterator[_lru_cache_wrapper[Any]]:
-    """Every cache that a module of the model, its class, or the Python module of its class holds."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not _of_torch(kind)}
-    homes = {id(home): home for kind in kinds if (home := sys.modules.get(kind.__module__)) is not None}
-    for owner in (*model.modules(), *kinds, *homes.values()):
+def caches(modules: Iterable[nn.Module], homes: Iterable[types.ModuleType]) -> list[_lru_cache_wrapper[Any]]:
+    """Every cache that a module, its class, the Python module of its class, or one of `homes` holds."""
+    modules = tuple(modules)
+    kinds = {kind for module in modules for kind in type(module).__mro__ if not _of_torch(kind)}
+    owners: list[Any] = [*modules, *kinds, *(sys.modules.get(kind.__module__) for kind in kinds), *homes]
+    found: dict[int, _lru_cache_wrapper[Any]] = {}
+    for owner in {id(owner): owner for owner in owners if owner is not None}.values():
         for value in tuple(vars(owner).values()):
             if type(value) not in _PLAIN:
-                yield from _caches_in(value)
+                found.update((id(cache), cache) for cache in _caches_in(value))
+    return list(found.values())
+
+
+def cached_values(cache: _lru_cache_wrapper[Any]) -> list[Any]:
+    """The arguments and results in a cache, among the other objects to which it refers."""
+    return gc.get_referents(cache) if cache.cache_info().currsize else []
 
 
 def _caches_in(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:

@@ -31,11 +31,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from partc.errors import PartcError, Source
+from partc.frontend.state.caches import cached_values, caches
 from partc.frontend.state.generator_states import KeptStates
 from partc.frontend.state.opposite_numbers import opposite
 from partc.frontend.state.stateful_code import CLOCKS, may_keep_state, stateful_lines, user_modules
 from partc.frontend.state.trace_comparison import TracedNode, effects_signature, first_difference
-from partc.installed import is_installed, line_of, user_frame
+from partc.installed import is_installed, line_of, shortened, user_frame
 from partc.torch_private import without_modes
 
 DEPTH, ITEMS = 8, 1 << 16
@@ -145,7 +146,7 @@ class State:
     kept: list[Any] = field(default_factory=list)  # keeps objects alive, so that their identities are not reused
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Any, named: Mapping[str, nn.Module]) -> State:
+    def of(cls, model: nn.Module, loss: Any, named: Mapping[str, nn.Module], *, clear_caches: bool = False) -> State:
         """A snapshot of the model with these modules, and of the user's code."""
         kinds = {kind for found in {type(module) for module in named.values()} for kind in found.__mro__}
         classes = [kind for kind in kinds if _is_users(kind)]
@@ -168,6 +169,13 @@ class State:
             for name, cell in zip(free, getattr(function, "__closure__", None) or (), strict=False):
                 if name != "__class__":
                     state._add(("closure", name), _content(cell), function)
+        for cache in caches(named.values(), modules):
+            if clear_caches:
+                cache.cache_clear()
+            values = cached_values(cache)
+            if _has_tensors(copy(values)):
+                function = cache.__wrapped__
+                state._add(("cache", getattr(function, "__qualname__", str(function))), values, function)
         state._add(("torch", "default dtype"), str(torch.get_default_dtype()), None)
         state._add(("torch", "generator"), torch.initial_seed(), None)
         state._add(("random", "state"), hash(random.getstate()), None)
@@ -272,6 +280,10 @@ def _is_tensor(frozen: Any) -> bool:
     return isinstance(frozen, tuple) and frozen[:1] == ("tensor",)
 
 
+def _has_tensors(frozen: Any) -> bool:
+    return isinstance(frozen, tuple) and (_is_tensor(frozen) or any(map(_has_tensors, frozen)))
+
+
 def _without_tensors(frozen: Any) -> Any:
     if _is_tensor(frozen) or frozen == ("NoneType", "None"):
         return None
@@ -286,6 +298,8 @@ def _named(where: str, name: str, owner: Any) -> str:
             return "torch's default dtype"
         case ["random" | "numpy.random"]:
             return f"a number of Python's {where} module"
+        case ["cache"]:
+            return f"the cache of {name}"
         case ["closure"]:
             return f"the variable {name} of an enclosing function"
         case ["class", kind]:
@@ -350,10 +364,12 @@ class StateWatch:
     ends: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     state: State | None = None
     modules: tuple[types.ModuleType, ...] = ()  # the user's own
+    again: bool = False  # whether the next trace starts where the last one ended
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        before = State.of(self.model, self.loss, self.named)
+        # Tensors that an earlier trace cached have no values here, unless this one tries what they do.
+        before = State.of(self.model, self.loss, self.named, clear_caches=not self.again)
         self.modules = before.modules
         seeds = _Seeds(torch.default_generator)
         setattr(torch.random, _GENERATOR, seeds)
@@ -380,7 +396,8 @@ class StateWatch:
         return None if self.state is None else change_source(change, self.state)
 
     def go_on(self) -> None:
-        """Restore the attributes that forward left, with fake tensors in place of its new ones."""
+        """Restore the attributes that forward left, with fake tensors in place of its new ones, and keep its caches."""
+        self.again = True
         for store, name, value in self.ends:
             store[name] = _renewed(value)
         self.ends.clear()
@@ -568,6 +585,9 @@ def change_source(change: Change, state: State) -> Source | None:
     """The first line of the user's code that makes the change."""
     if change.source is not None:
         return change.source
+    code = getattr(change.owner, "__code__", None)
+    if change.key[0] == "cache" and code is not None:
+        return Source(file=shortened(code.co_filename), line=code.co_firstlineno)
     name = change.name
     members = change.key[0].startswith("members ") and change.key[1] != "requires_grad"
     if not members and (change.always or change.key[0] in ("random", "numpy.random", "torch")):
@@ -579,10 +599,15 @@ def change_source(change: Change, state: State) -> Source | None:
             _lines(state, lambda node: isinstance(node, ast.Attribute | ast.Name) and _word(node) in words), None
         )
 
+    variables = change.key[0].startswith(("module ", "closure"))
+
+    def names(node: ast.AST) -> bool:
+        return name in _words(node, variables)
+
     def changes(node: ast.AST) -> bool:
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            return any(_word(_base(each)) == name for target in targets for each in _targets(target))
+            return any(names(each) for target in targets for each in _targets(target))
         if isinstance(node, ast.Call) and any(_word(given.value) == name for given in node.keywords):
             return True  # a generator
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -590,7 +615,11 @@ def change_source(change: Change, state: State) -> Source | None:
                 return name == "training"
             if node.func.attr in ("register_parameter", "register_buffer", "add_module", "register_module"):
                 return any(isinstance(arg, ast.Constant) and arg.value == name for arg in node.args)
-            return _word(node.func.value) == name
+            return names(node.func.value)
+        if isinstance(node, ast.Call) and _word(node.func) == "setattr":
+            return any(map(names, node.args[:2]))
+        if isinstance(node, ast.FunctionDef):
+            return node.name == name and "cached_property" in map(_word, node.decorator_list)
         return False
 
     return next(_lines(state, changes), None)
@@ -604,10 +633,18 @@ def _targets(node: ast.AST) -> Iterator[ast.AST]:
         yield node
 
 
-def _base(node: ast.AST) -> ast.AST:
-    while isinstance(node, ast.Subscript | ast.Starred):
+def _words(node: ast.AST, variables: bool) -> Iterator[str]:
+    """The names of attributes and keys along a chain such as `self.known["n"].value`, and of its variable."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            yield str(node.slice.value)
         node = node.value
-    return node
+    if isinstance(node, ast.Constant):
+        yield str(node.value)
+    elif isinstance(node, ast.Name) and variables:
+        yield node.id
 
 
 def _word(node: ast.AST) -> str:

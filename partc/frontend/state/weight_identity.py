@@ -55,12 +55,11 @@ class ConstructedWeights:
         function that stands for Python's `id`.
 
         `identity` is the `id` of other objects, and `line` finds the line that assigns to an attribute. Raises
-        PartcError P0225 if numbers or texts among the attributes have changed.
+        PartcError P0225 if tensors, numbers or texts among the attributes have changed.
         """
         standing = {id(now): weight for _, now, weight in self.stand_ins(left_out)}
-        trained = [(name, now) for name, now, weight in self.stand_ins(left_out) if isinstance(weight, nn.Parameter)]
         self.give_attributes(left_out)
-        before = {name: _plain(x) for name, x in trained}
+        before = {name: _attributes(x) for name, x, _ in self.stand_ins(left_out)}
         equal = Tensor.__eq__
         own_hash: Callable[[Tensor], int] = Tensor.__hash__
 
@@ -85,8 +84,8 @@ class ConstructedWeights:
             Tensor.__hash__ = own_hash  # type: ignore[method-assign]
             if "__eq__" in vars(Tensor):
                 del Tensor.__eq__
-        for name, x in trained:
-            for attribute in sorted(key for key, _ in before[name].items() ^ _plain(x).items()):
+        for name, x, _ in self.stand_ins(left_out):
+            for attribute in sorted(key for key, _ in before.get(name, {}).items() ^ _attributes(x).items()):
                 raise PartcError(
                     "P0225",
                     f"forward changes {name}.{attribute}: a package would repeat the first step",
@@ -95,6 +94,11 @@ class ConstructedWeights:
                 )
 
 
-def _plain(x: Tensor) -> dict[str, Any]:
-    """The numbers and texts among the attributes of a tensor."""
-    return {key: value for key, value in vars(x).items() if key[0] != "_" and isinstance(value, int | float | str)}
+def _attributes(x: Tensor) -> dict[str, Any]:
+    """The numbers and texts among the attributes of a tensor, and the identities of its tensors."""
+    kept = ((key, value) for key, value in vars(x).items() if key[0] != "_")
+    return {
+        key: ("tensor", id(value)) if isinstance(value, Tensor) else value
+        for key, value in kept
+        if isinstance(value, int | float | str | Tensor)
+    }

@@ -114,7 +114,7 @@ class Buffers:
         weights = {storage_key(x): name for name, x in self.model.named_parameters()}
         for each in replaced:
             for wrong, help in self._differences(each, weights):
-                cause = f"forward replaces the buffer {each.name} {wrong}"
+                cause = f"forward replaces the tensor {each.name} {wrong}"
                 raise ReplacedError(each.name, cause, help, line(each.name))
         memory = {storage_key(each.buffer) for each in replaced if each.buffer is not None}
         with torch.no_grad():

@@ -20,7 +20,7 @@ from partc.cost.simulation import Timeline, timeline
 from partc.ir.collectives import MOVING, ROUTED, collectives_inside, num_blocks
 from partc.ir.gradients import touched_rows
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.operations import VIEWS
+from partc.ir.operations import VIEWS, effects
 from partc.ir.program import (
     ITEMSIZE,
     Action,
@@ -39,11 +39,6 @@ from partc.sharding.choices import weight_axes
 
 # The time to issue a collective, in operations: torch.distributed checks it, and orders streams by events.
 _ISSUES = 3
-# The number of kernels that torch 2.11 launches for an operation, from a trace on an H200. Other operations launch one.
-_LAUNCHES: Mapping[str, int] = {
-    "attention_backward": 5, "expert_matmul": 3, "expert_matmul_grad_rows": 3, "expert_matmul_grad_weight": 4,
-    "expert_order": 9, "topk": 2, "scatter": 2, "sort": 8, "argsort": 8,
-}  # fmt: skip
 # AdamW's traffic in parameters: it reads parameter, gradient and two moments, and writes all but the gradient.
 UPDATE = 7
 
@@ -325,7 +320,7 @@ class Forecast:
                 0.0 if _moves(op) or op.name == "wait" else self.rates.operation(op, types, sizes) for op in graph.ops
             )
             moved = (op for op in graph.ops if not (_moves(op) and dict(op.attrs)["axis"] in alone))
-            issues = (_ISSUES if op.name in MOVING else _launches(op.name) for op in moved)
+            issues = (_ISSUES if op.name in MOVING else effects(op.name).kernels for op in moved)
             rounds = ((1 + _ISSUES) * num_blocks(op, sizes) for op in graph.ops if num_blocks(op, sizes) > 1)
             return tuple(seconds), self.rates.host * (sum(issues) + sum(rounds))
 
@@ -530,10 +525,6 @@ class Forecast:
 
     def scaled(self, scale: Scale) -> Forecast:
         return replace(self, scale=scale)
-
-
-def _launches(name: str) -> int:
-    return 0 if name in VIEWS else _LAUNCHES.get(name, 1)
 
 
 def _moves(op: Op) -> bool:

@@ -1,8 +1,8 @@
-"""The effects of operations besides their results: shared memory, random numbers, gradients. One line for each kind.
+"""The effects of operations besides their results: shared memory, random numbers, kernels. One line for each kind.
 
-An operation without a line computes new elements from those of its operands. The table has the names of traced programs
-as well as those of later ones. Collectives have a table of their own (`partc.ir.collectives`), rules for cuts another
-(`partc.rules.table`).
+An operation without a line computes new elements from those of its operands, in one kernel. The table has the names of
+traced programs as well as those of later ones. Collectives have a table of their own (`partc.ir.collectives`), rules
+for cuts another (`partc.rules.table`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Effects:
     """
 
     memory: Literal["own", "view", "some"] = "own"
-    free: bool = False  # runs no kernel
+    kernels: int = 1  # launched on a GPU by torch 2.11, from a trace on an H200
     keeps: bool = False  # the result has all elements of the first operand, in any order and element type
     spells: str = ""  # the operation of which this name is an alias
     differentiable: bool = True
@@ -38,14 +38,14 @@ def _declare(names: str, **facts: Any) -> None:
 
 
 # Views
-_declare("reshape", memory="some", free=True, keeps=True)
-_declare("permute expand alias wait", memory="view", free=True, keeps=True)
-_declare("slice split", memory="view", free=True)
+_declare("reshape", memory="some", kernels=0, keeps=True)
+_declare("permute expand alias wait", memory="view", kernels=0, keeps=True)
+_declare("slice split", memory="view", kernels=0)
 _declare("detach", memory="view", keeps=True, differentiable=False)
 _declare("diagonal unfold real imag", memory="view")
 _declare("as_strided", memory="some")
 _declare("view _unsafe_view view_as unflatten squeeze unsqueeze", memory="view", keeps=True, spells="reshape")
-_declare("flatten reshape_as", memory="some", free=True, keeps=True, spells="reshape")
+_declare("flatten reshape_as", memory="some", kernels=0, keeps=True, spells="reshape")
 _declare("t T transpose swapaxes numpy_T mT movedim", memory="view", keeps=True, spells="permute")
 _declare("expand_as", memory="view", keeps=True, spells="expand")
 _declare("broadcast_tensors", memory="some", spells="expand")
@@ -67,6 +67,13 @@ _declare("rms_norm", extra=("rstd",))
 _declare("layer_norm", extra=("mean", "rstd"))
 _declare("attention cross_entropy", extra=("lse",))
 _declare("incoming_gradient", differentiable=False)
+# Several kernels
+_declare("topk scatter", kernels=2)
+_declare("expert_matmul expert_matmul_grad_rows", kernels=3)
+_declare("expert_matmul_grad_weight", kernels=4)
+_declare("attention_backward", kernels=5)
+_declare("sort argsort", kernels=8)
+_declare("expert_order", kernels=9)
 
 
 def effects(name: str) -> Effects:
@@ -78,7 +85,7 @@ def _names_with(fact: Callable[[Effects], bool]) -> frozenset[str]:
     return frozenset(name for name, each in TABLE.items() if fact(each))
 
 
-VIEWS = _names_with(lambda each: each.free)
+VIEWS = _names_with(lambda each: not each.kernels)
 SHOWING = VIEWS | _names_with(lambda each: each.memory == "view")  # the first operand's memory, where nothing copies it
 KEEPING = _names_with(lambda each: each.keeps)
 RANDOM = _names_with(lambda each: each.draws)

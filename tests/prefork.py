@@ -40,21 +40,18 @@ RUNTIME = Path(__file__).parents[1] / "partc" / "runtime"
 
 def quick_starts() -> Server:
     """From here on `verify` starts the single-device model and all ranks from such a server."""
-    import partc.package.verify
-    import partc.package.verify_results
-    from partc.package.launch import local_environment
+    from partc.package import launch
 
     server = shared()
 
     def start(command: list[str], output: Path, variables: Mapping[str, str]) -> Forked | Ranks:
-        environment = {**local_environment(), **variables}
+        environment = {**launch.local_environment(), **variables}
         if "--nproc-per-node" in command:  # torchrun's, before the script and its arguments
             place = command.index("--nproc-per-node") + 1
             return server.ranks(int(command[place]), command[place + 1 :], output, environment)
         return server.start(command[1:], output, environment)
 
-    for module in (partc.package.verify, partc.package.verify_results):
-        module.started = start
+    launch.started = start  # type: ignore[assignment]
     return server
 
 

@@ -86,6 +86,7 @@ class _Selections:
     constants: set[str] = field(default_factory=set)  # tensors filled with one number
     zeros: set[str] = field(default_factory=set)
     same_mask: dict[str, str] = field(default_factory=dict)  # reshaped or converted mask -> the original mask
+    outer: dict[str, str] = field(default_factory=dict)  # mask over selected rows -> the mask that selects these
 
     def take(self, op: Op) -> None:
         w = self.writer
@@ -95,8 +96,9 @@ class _Selections:
         elif (op.name == "index" and self._read(op)) or (op.name in _WRITES and self._written(op)):
             return
         elif any(name in self.rows for name in op.refs()):
-            if self._is_reduced(op):
+            if (mask := self._reduced_by(op)) is not None:
                 w.keep(op)
+                self.outer[op.result.name] = mask
             else:
                 self._row_by_row(op)
         else:
@@ -111,15 +113,26 @@ class _Selections:
                     self.zeros.add(op.result.name)
 
     def _place(self, op: Op) -> None:
-        """Write `selected(mask, dim)` as the place of every element of the mask along the dimension."""
+        """Write `selected(mask, dim)` as the place of every element of the mask along the dimension.
+
+        Of a mask over rows that another mask selects, the first place is the number of the selected row.
+        """
         (mask,), dim, made = op.refs(), op.args[1], op.result.name
         assert isinstance(dim, int)
-        shape = self.writer.shape(mask)
-        count = op.result.type.shape[0]
-        behind = math.prod(shape[dim + 1 :])
-        numbers = self.writer.add("arange", (count,), (count,), "i64", f"{made}_all", dtype=DTypeArg("i64"))
-        blocks = self.writer.add("floor_divide", (Ref(numbers), behind), (count,), "i64", f"{made}_block")
-        self.writer.define("remainder", (Ref(blocks), shape[dim]), (count,), "i64", made)
+        w, shape, count = self.writer, self.writer.shape(mask), op.result.type.shape[0]
+        outer = self.outer.get(mask)
+        if outer is not None and dim == 0:
+            hit = w.add("ne", (Ref(w.reshape(outer, shape[:1], f"{made}_rows")), 0), shape[:1], "bool", f"{made}_hit")
+            hits = w.add("to", (Ref(hit), DTypeArg("i64")), shape[:1], "i64", f"{made}_hits")
+            counted = w.add("cumsum", (Ref(hits), 0), shape[:1], "i64", f"{made}_count")
+            numbers = w.add("sub", (Ref(counted), 1), shape[:1], "i64", f"{made}_number")
+            wide = w.reshape(numbers, (shape[0], *(1 for _ in shape[1:])), f"{made}_wide")
+            w.define("reshape", (Ref(w.expand(wide, shape, f"{made}_each")), (count,)), (count,), "i64", made)
+        else:
+            behind = math.prod(shape[dim + 1 :])
+            numbers = w.add("arange", (count,), (count,), "i64", f"{made}_all", dtype=DTypeArg("i64"))
+            blocks = w.add("floor_divide", (Ref(numbers), behind), (count,), "i64", f"{made}_block")
+            w.define("remainder", (Ref(blocks), shape[dim]), (count,), "i64", made)
         self.indices[made] = _SelectedPlace(mask, dim)
         self.rows[made] = mask, 0
 
@@ -136,10 +149,10 @@ class _Selections:
 
     def _read(self, op: Op) -> bool:
         x, indices = op.args
-        if not isinstance(x, Ref) or not isinstance(indices, tuple) or x.name in self.rows:
+        if not isinstance(x, Ref) or not isinstance(indices, tuple):
             return False
         found = self._selected(names_of(indices))
-        if found is None:
+        if found is None or not self._fits(x.name, *found):
             return False
         mask, places, dims = found
         made = self.writer.rows(x.name, places, dims, self.writer.shape(mask), f"{op.result.name}_rows")
@@ -154,6 +167,11 @@ class _Selections:
         self.writer.define("reshape", (Ref(value), shape), shape, dtype, op.result.name)
         self.rows[op.result.name] = mask, dim
         return True
+
+    def _fits(self, x: str, mask: str, places: list[int], dims: list[int]) -> bool:
+        """Whether x has all rows, or those rows over which the mask runs."""
+        held, outer = self.rows.get(x), self.outer.get(mask)
+        return held is None or (held == (outer, 0) and (0, 0) in zip(places, dims, strict=True))
 
     def _written(self, op: Op) -> bool:
         """Write the selected rows back, by addition or assignment; False for other operations."""
@@ -171,12 +189,16 @@ class _Selections:
         if found is None or not isinstance(acc, Ref) or not isinstance(y, Ref):
             return False
         mask, places, dims = found
-        if places != list(range(len(places))) or self.rows.get(y.name) != (mask, 0) or acc.name in self.rows:
+        if places != list(range(len(places))) or self.rows.get(y.name) != (mask, 0):
+            return False
+        if not self._fits(acc.name, mask, places, dims):
             return False
         whole, rest, made = w.shape(mask), w.shape(y.name)[1:], op.result.name
         if w.shape(acc.name) != (*(whole[dim] for dim in dims), *rest):
             return False
         dtype = op.result.type.dtype
+        if dims[0] == 0 and mask in self.outer:
+            self.rows[made] = self.outer[mask], 0
 
         def spread(rows: str, rest: tuple[int, ...]) -> str:
             """The rows, summed into the shape of the tensor to which they are written."""
@@ -220,20 +242,20 @@ class _Selections:
         last = w.add("amax", (Ref(hits), tuple(dims), True), wide, "i64", f"{stem}_last")
         return w.add("eq", (Ref(order), Ref(last)), whole, "bool", f"{stem}_last")
 
-    def _is_reduced(self, op: Op) -> bool:
-        """Whether an operation replaces the rows that are not selected by zeros: where(mask, rows, 0)."""
+    def _reduced_by(self, op: Op) -> str | None:
+        """The mask of an operation that replaces the rows that are not selected by zeros: where(mask, rows, 0)."""
         if op.name != "where" or len(op.args) != 3 or not isinstance(op.args[1], Ref):
-            return False
+            return None
         condition, rows, zero = op.args
         assert isinstance(rows, Ref)
         found = self.rows.get(rows.name)
         is_zero = zero == 0 or (isinstance(zero, Ref) and zero.name in self.zeros)
         if found is None or not is_zero or not isinstance(condition, Ref):
-            return False
+            return None
         mask, dim = found
         wide = tuple(size if place == dim else 1 for place, size in enumerate(self.writer.shape(rows.name)))
         given, own = (self.same_mask.get(name, name) for name in (condition.name, mask))
-        return given == own and self.writer.shape(condition.name) == wide
+        return mask if given == own and self.writer.shape(condition.name) == wide else None
 
     def _row_by_row(self, op: Op) -> None:
         held = [self.rows.get(name) for name in op.refs()]

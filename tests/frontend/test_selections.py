@@ -118,7 +118,9 @@ def test_routed_graphs_compute_the_loop(style: str) -> None:
         torch.testing.assert_close(loss, model(**batch), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("style", ["language", "flat", "squares", "summed", "distance", "selected", "logarithms"])
+@pytest.mark.parametrize("style", [
+    "language", "flat", "squares", "summed", "distance", "selected", "logarithms", "nested",
+])  # fmt: skip
 def test_losses_of_selected_rows_equal_the_eager_ones(style: str) -> None:
     torch.manual_seed(0)
     model, batch = masked_rows.model(style).double(), masked_rows.batch()
@@ -131,7 +133,7 @@ def test_losses_of_selected_rows_equal_the_eager_ones(style: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("style", "mesh"), [("language", "dp=2,tp=2"), ("squares", "pp=2,dp=2"), ("logarithms", "dp=2,tp=2")]
+    ("style", "mesh"), [("language", "dp=2,tp=2"), ("nested", "pp=2,dp=2"), ("logarithms", "dp=2,tp=2")]
 )
 def test_losses_of_selected_rows_train_like_one_device(style: str, mesh: str, tmp_path: Path) -> None:
     file = Path(masked_rows.__file__)

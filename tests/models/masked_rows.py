@@ -38,6 +38,19 @@ class Model(nn.Module):
                 return -F.relu(x)[positive].log().mean()
             case "selected":
                 return torch.masked_select(x, chosen.unsqueeze(-1)).square().mean()
+            case "nested":  # masks over rows that another mask has selected
+                rows, labels = x[chosen], labels[chosen]
+                lower = rows[:, 0] < rows[:, 1]
+                written, filled, cubes = torch.zeros_like(rows[:, 0]), rows[:, 2].clone(), rows * 2
+                written[lower] = rows[:, 2][lower] * rows[:, 3][lower]
+                filled[lower] = 0.5
+                cubes[rows > 0.1] = rows[rows > 0.1] ** 3
+                places = torch.where(lower)[0]
+                if lower.any():
+                    written[lower] = written[lower] * rows[places, 4]
+                numbered = (rows[places] * places[:, None]).sum()
+                entropy = F.cross_entropy(self.head(rows[lower & (labels > 3)]), labels[lower & (labels > 3)])
+                return entropy + (written + filled + cubes.sum(1)).sum() / max(1, lower.sum().item()) + numbered
         raise ValueError(self.style)
 
 

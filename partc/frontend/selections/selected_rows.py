@@ -38,7 +38,8 @@ class MaskedRows:
 
     def only(self, x: Tensor) -> Tensor:
         """x with zeros in place of the rows that are not selected."""
-        return torch.where(self.chosen.reshape([-1 if dim == self.dim else 1 for dim in range(x.dim())]), x, 0)
+        zero = False if x.dtype is torch.bool else 0
+        return torch.where(self.chosen.reshape([-1 if dim == self.dim else 1 for dim in range(x.dim())]), x, zero)
 
 
 class SelectedRows:
@@ -91,17 +92,22 @@ class SelectedRows:
         return made
 
     def places(self, mask: Tensor) -> tuple[Tensor, ...]:
-        """The places of a mask's elements, one tensor for each dimension."""
+        """The places of a mask's elements, one tensor for each dimension.
+
+        A mask over rows that another mask has selected is False in all other rows.
+        """
         known = self._places.get(mask)
         if known is not None:
             return known
-        indices = tuple(torch.ops.partc.selected.default(mask, dim) for dim in range(mask.dim()))
+        outer = self.of(mask)
+        whole = mask if outer is None or outer.dim else outer.only(mask)
+        indices = tuple(torch.ops.partc.selected.default(whole, dim) for dim in range(mask.dim()))
         for index in indices:
-            self.hold(index, mask, 0)
-        if mask.dim() == 1:
+            self.hold(index, whole, 0)
+        if mask.dim() == 1 and whole is mask:
             with without_modes():
                 self.know(indices[0], torch.arange(mask.numel()))
-        self._places[mask] = indices
+        self._places[mask] = self._places[whole] = indices
         return indices
 
     def as_constants(self, real: Tensor) -> list[Tensor]:
@@ -174,7 +180,7 @@ class SelectedRows:
             if not held:
                 return NotImplemented
         made = func(x, numbers if isinstance(index, tuple) or len(numbers) > 1 else numbers[0])
-        self.hold_like([x, *(item for item in numbers if isinstance(item, Tensor))], made)
+        self.hold_like([*(item for item in numbers if isinstance(item, Tensor)), x], made)
         if not any(isinstance(item, Tensor) for item in items):
             self.number_like(x, made)
         return made

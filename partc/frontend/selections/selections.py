@@ -354,15 +354,20 @@ class Selections:
             return Iterations(self.tests, held.mask, real.tolist(), [*self.tests.source()])
 
     def _reduced(self, call: _TorchCall, held: MaskedRows) -> Any:
-        """The sum or mean of the selected rows."""
+        """The sum or mean of the selected rows, and a count or test of a mask over them."""
         x, *rest = call.args
+        if call.name not in ("sum", "mean") and x.dtype is not torch.bool:
+            return NotImplemented
         dims = call.argument(1, "dim")
         listed = range(x.dim()) if dims is None or dims == () else [dims] if isinstance(dims, int) else dims
         over = {dim % x.dim() for dim in listed}
         if held.dim not in over:
             return NotImplemented
-        total = torch.sum(held.only(x), *rest, **call.kwargs)
-        if call.name == "sum":
+        only = held.only(x)
+        reduce = torch.sum if call.name == "mean" else call.func
+        total = reduce(only, *rest, **call.kwargs)
+        if call.name != "mean":
+            self._counts.follow(call.name, (only, *rest), call.kwargs, total)
             return total
         return total / (held.mask.ne(0).sum() * math.prod(x.shape[dim] for dim in over - {held.dim}))
 
@@ -484,7 +489,7 @@ _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
 # The same for calls whose first argument holds selected rows.
 _CALLS_OF_ROWS: Mapping[str, Callable[[Selections, _TorchCall, MaskedRows], Any]] = {
     **_named("reshape view", Selections._merged),
-    **_named("sum mean", Selections._reduced),
+    **_named("sum mean any count_nonzero", Selections._reduced),
     **_named(
         "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy"
         " binary_cross_entropy_with_logits kl_div",

@@ -9,9 +9,12 @@ since the group's previous collective.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+
+_ENDED = 1e-15  # remaining seconds of a collective that has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ class ActionTimeline:
         return tuple(piece.segment for piece in self.pieces if piece.segment.op)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     """A collective that has started: its remaining seconds, and the time at which its links were free for it."""
 
@@ -98,6 +101,7 @@ class TimelineBuilder:
         for each in pending:
             running = _Running(key=each.key, segment=each.segment, left=each.left, begun=0.0, place=None)
             self._queues.setdefault(each.segment.over, deque()).append(running)
+        self._sharing = self._shared()
         while idle > 0 and self._queues:
             step = min(idle, self._seconds_to_first_end())
             self._pass(step, step)
@@ -124,12 +128,14 @@ class TimelineBuilder:
         lag = segment.lag * math.sqrt(self._computed - self._met.get(segment.over, 0.0))
         self._met[segment.over] = self._computed
         queue.append(_Running(key=key, segment=segment, left=segment.seconds + lag, begun=self.now, place=place))
+        if len(queue) == 1:
+            self._sharing = self._shared()
 
     def wait(self, key: object) -> None:
         """Wait for all collectives with this key."""
         for found in [each for queue in self._queues.values() for each in queue if each.key == key]:
             begin = self.now
-            while any(found in queue for queue in self._queues.values()):
+            while found.left > _ENDED:
                 first = self._seconds_to_first_end()
                 self._pass(first, first)
             if self.now > begin:
@@ -138,31 +144,35 @@ class TimelineBuilder:
 
     def _seconds_to_first_end(self) -> float:
         """The seconds until the first collective ends, if no computation runs concurrently."""
-        return min((queue[0].left * self._sharing(queue[0]) for queue in self._queues.values()), default=math.inf)
+        return min((queue[0].left * self._sharing[over] for over, queue in self._queues.items()), default=math.inf)
 
-    def _sharing(self, running: _Running) -> int:
-        """The number of running collectives on the busiest link that this one uses."""
-        if len(self._queues) < 2 or not running.segment.links:
-            return 1
-        under_way = [queue[0].segment.links for queue in self._queues.values()]
-        return max(sum(link in links for links in under_way) for link in running.segment.links)
+    def _shared(self) -> Mapping[str, int]:
+        """For the first collective of each queue, the number of these on the busiest link that it uses."""
+        if len(self._queues) < 2:
+            return dict.fromkeys(self._queues, 1)
+        links = {over: queue[0].segment.links for over, queue in self._queues.items()}
+        users = Counter(chain.from_iterable(map(frozenset, links.values())))
+        return {over: max(map(users.__getitem__, own), default=1) for over, own in links.items()}
 
     def _pass(self, seconds: float, done: float) -> None:
         """Let `seconds` pass, in which a collective that shares no link advances by `done` seconds."""
         self.now += seconds
-        advanced = {over: done / self._sharing(queue[0]) for over, queue in self._queues.items()}
-        for over, queue in list(self._queues.items()):
-            first = queue[0]
-            first.left -= advanced[over]
-            if first.left > 1e-15:
-                continue
+        ended = []
+        for over, queue in self._queues.items():
+            queue[0].left -= done / self._sharing[over]
+            if queue[0].left <= _ENDED:
+                ended.append(over)
+        for over in ended:
+            queue = self._queues[over]
+            first = queue.popleft()
             if first.place is not None:
                 self._pieces[first.place] = TimedSegment(start=first.begun, end=self.now, segment=first.segment)
-            queue.popleft()
             if queue:
                 queue[0].begun = self.now
             else:
                 del self._queues[over]
+        if ended:
+            self._sharing = self._shared()
 
     def built(self) -> ActionTimeline:
         carried = 0.0

@@ -66,11 +66,7 @@ class Footprint:
         """The bytes of parameters, gradients and optimizer states, and of parameters that stay whole in addition to
         their parts.
         """
-        total = 0.0
-        for name, stages in self._holders.items():
-            if any(self.program.place(stage) == place for stage in stages):
-                total += self.lasting(self.program.parameter(name))
-        return int(total) + self._rows(place)
+        return int(sum(map(self.lasting, self.program.parameters_at(place)))) + self._rows(place)
 
     def _rows(self, place: int) -> int:
         """The bytes of sparse gradients: the numbers and the values of the rows that a step looks up."""

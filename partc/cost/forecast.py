@@ -280,16 +280,13 @@ class Forecast:
         return builder.built()
 
     def _run(self, builder: TimelineBuilder, call: Call, graph: Graph) -> None:
-        """Lay out a call's operations; the call's name makes the keys of their collectives unique.
-
-        A call takes no less than its host needs to issue its operations.
-        """
+        """Lay out a call's operations. A call takes no less than its host needs to issue its operations."""
         begin = builder.now
-        for name, segment, awaited in self._of_graph(call.region, graph):
+        for key, segment, awaited in self._of_call(call, graph):
             if awaited:
-                builder.wait((call.name, awaited))
+                builder.wait(key)
             elif segment.op:
-                builder.start((call.name, name), replace(segment, why=f"{call.name}: {segment.why}"))
+                builder.start(key, segment)
             else:
                 builder.work(segment.seconds)
         builder.work(max(0.0, self._issued(call, graph) - (builder.now - begin)))
@@ -301,6 +298,26 @@ class Forecast:
 
     def _issued(self, call: Call, graph: Graph) -> float:
         return self.scale.compute * self._operations(call.region, graph)[1]
+
+    def _of_call(self, call: Call, graph: Graph) -> Sequence[tuple[tuple[str, str], Segment, bool]]:
+        """The segments of `_of_graph`, with the keys of their collectives, and whether they are waits. The call's name
+        makes keys unique.
+        """
+        key = call.name, id(graph)
+        if key not in self._known_calls:
+            self._known_calls[key] = [
+                (
+                    (call.name, awaited or started),
+                    replace(segment, why=f"{call.name}: {segment.why}") if segment.op else segment,
+                    bool(awaited),
+                )
+                for started, segment, awaited in self._of_graph(call.region, graph)
+            ]
+        return self._known_calls[key]
+
+    @cached_property
+    def _known_calls(self) -> dict[tuple[str, int], Sequence[tuple[tuple[str, str], Segment, bool]]]:
+        return {}
 
     def _of_graph(self, region: str, graph: Graph) -> tuple[tuple[str, Segment, str], ...]:
         """Yields (started result, segment, awaited result); computations between two collectives are one segment."""
@@ -435,8 +452,8 @@ class Forecast:
             parameter.type.local_bytes(self.program.sizes)
             if not parameter.sparse
             else sum(rows.get(parameter.name, ())) * self._row_bytes(parameter)
-            for parameter in self.program.parameters
-            if parameter.trainable and place in map(self.program.place, self._holders.get(parameter.name, ()))
+            for parameter in self.program.parameters_at(place)
+            if parameter.trainable
         )
         return self.updated(size)
 
@@ -479,10 +496,6 @@ class Forecast:
     @cached_property
     def _types(self) -> Mapping[str, TensorType]:
         return self.program.value_types()
-
-    @cached_property
-    def _holders(self) -> Mapping[str, tuple[int, ...]]:
-        return self.program.holders()
 
     def arrivals(self) -> Iterator[tuple[int, str, str]]:
         """Yields (stage, producer, consumer) for every value that is sent between ranks."""

@@ -811,6 +811,18 @@ class Program:
                 found.setdefault(name, set()).add(call.stage)
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
 
+    def parameters_at(self, place: int) -> tuple[Parameter, ...]:
+        """The parameters that ranks at a coordinate on the pipeline axis hold."""
+        return self._parameters_at.get(place, ())
+
+    @cached_property
+    def _parameters_at(self) -> Mapping[int, tuple[Parameter, ...]]:
+        found: dict[int, list[Parameter]] = {}
+        for name, stages in self.holders().items():
+            for place in {self.place(stage) for stage in stages}:
+                found.setdefault(place, []).append(self.parameter(name))
+        return {place: tuple(parameters) for place, parameters in found.items()}
+
     def owners(self) -> Mapping[str, tuple[int, ...]]:
         """For each parameter, the last stage that reads it at each pipeline coordinate; this stage reduces the
         gradient.

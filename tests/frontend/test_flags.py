@@ -1,4 +1,4 @@
-"""Branches on boolean buffers, such as `initialized`, against the eager model."""
+"""Branches on buffers such as `initialized` and on counters, against the eager model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ class ActNorm(nn.Module):
     def __init__(self, style: str) -> None:
         super().__init__()
         self.style = style
-        self.register_buffer("initialized", torch.tensor(False))
+        self.register_buffer("initialized", torch.tensor(0, dtype=torch.uint8 if style == "number" else torch.bool))
         self.log_scale, self.shift = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        first = self.style == "number" and self.initialized.item() == 0
         done = self.initialized.item() if self.style == "item" else self.initialized
-        if self.training and not done:
+        if self.training and (first if self.style == "number" else not done):
             with torch.no_grad():
                 scale = x.std(0)
                 if self.style == "data":
@@ -72,6 +73,28 @@ class Codes(nn.Module):
         return F.mse_loss(self.down(y + (chosen @ self.codes - y).detach()), x)
 
 
+class Lagging(nn.Module):
+    """A copy of a weight that is renewed in every second step, and a flag that is not negated."""
+
+    def __init__(self, odd: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("fresh", torch.tensor(True))
+        self.register_buffer("late", torch.ones(WIDTH, WIDTH))
+        self.odd = odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        y = self.up(x)
+        if self.steps % 2 == self.odd:
+            self.late.copy_(self.up.weight.detach())
+        if self.fresh:
+            y = y * 2
+            self.fresh.fill_(False)
+        return (y - x @ self.late).square().mean()
+
+
 def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(12, WIDTH)}
 
@@ -83,6 +106,8 @@ def batch() -> dict[str, Tensor]:
         (Flow, "data", "dp=3"),
         (Flow, "in place", "pp=2,tp=2"),
         (Flow, "item", "dp=2,tp=2"),
+        (Flow, "number", "dp=2"),
+        (Lagging, 0, "dp=2"),
         (Codes, False, "dp=2"),
         (Codes, True, "dp=2,tp=2"),
     ],

@@ -119,7 +119,7 @@ def test_routed_graphs_compute_the_loop(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", [
-    "language", "flat", "squares", "summed", "distance", "selected", "logarithms", "nested",
+    "language", "flat", "squares", "summed", "distance", "selected", "logarithms", "nested", "columns",
 ])  # fmt: skip
 def test_losses_of_selected_rows_equal_the_eager_ones(style: str) -> None:
     torch.manual_seed(0)

@@ -51,6 +51,16 @@ class Model(nn.Module):
                 numbered = (rows[places] * places[:, None]).sum()
                 entropy = F.cross_entropy(self.head(rows[lower & (labels > 3)]), labels[lower & (labels > 3)])
                 return entropy + (written + filled + cubes.sum(1)).sum() / max(1, lower.sum().item()) + numbered
+            case "columns":  # one for each selected row
+                rows = chosen.flatten().nonzero().flatten()
+                known, values = labels.flatten()[rows], x.flatten(0, 1)[rows, 0]
+                scores = self.head(x).flatten(0, 1)
+                scores[rows, known] = values
+                scores = scores.index_put((rows, known), torch.tensor(0.5).to(x), accumulate=True)
+                scores[rows] = scores[rows] * 2 + self.head.weight[:, 0]
+                scores[rows, known] = self.head.weight[0, 0]
+                scores[rows] += 1
+                return scores.square().mean()
         raise ValueError(self.style)
 
 

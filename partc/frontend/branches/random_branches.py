@@ -408,7 +408,7 @@ class _Join:
     def _refusal(self, branch: int, cause: str) -> PartcError:
         return PartcError(
             "P0206",
-            f"the model does not trace: a branch depends on a random number or flag, and {cause}",
+            f"the model does not trace: a branch depends on a random number, flag or counter, and {cause}",
             help="choose between two results with torch.where, or let the branch leave a part of the model out",
             source=self.kept.branches[branch].source if self.kept.branches else None,
         )

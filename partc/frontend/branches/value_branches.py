@@ -5,6 +5,7 @@
     sizes[int(torch.rand(()))]                       the whole part of a draw, if all draws have the same
     if torch.rand(()) < 0.1:                         other draws: one outcome here, and both in traces (random_branches)
     if not self.initialized: ...                     flags that forward changes: like draws
+    if self.steps % 10 == 0: ...                     counters in buffers: like flags
     if labels.max() >= words: raise ValueError(...)  guards: assumed not to raise or warn, and listed in `assumed`
     if not torch.isfinite(x).all(): x = x.clamp(…)   numbers are assumed to be finite, which `assumed` lists too
     longest = int(lengths.max())                     the largest number of an entry (largest_numbers)
@@ -36,7 +37,7 @@ from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
 from partc.frontend.selections.row_counts import Unsettled
 from partc.frontend.selections.selections import Selections
-from partc.frontend.statements import path_to, span_of, tree_of
+from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.functions import UNCHECKED, for_each, is_for_each, traceable_form
 from partc.frontend.traceable_forms.packed_sequences import PackedSequences
@@ -69,6 +70,11 @@ _PLACED = frozenset({
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 # The second operand's numbers determine the sizes of results.
 _COUNTED = frozenset({"repeat_interleave", "tensor_split"})
+# The result for a counter or a flag and plain numbers is one as well.
+_OF_COUNTERS = frozenset({
+    "eq", "ne", "__eq__", "__ne__", "gt", "ge", "lt", "le", "add", "sub", "remainder", "logical_not", "bitwise_not",
+    "__invert__",
+})  # fmt: skip
 # Tests for infinities and NaN, with their outcomes for finite numbers.
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
 RANDOM_BRANCH = "random_branch"
@@ -107,7 +113,7 @@ class ValueWatch(TorchFunctionMode):
         self._tests: dict[object, int] = {}  # the numbers of the tests that branches read
         self._frozen = FrozenWeights(whole=whole)
         self._drawn = RandomTests()
-        self._flags: ByTensor[bool] = ByTensor()  # booleans that forward changes in some steps
+        self._flags: ByTensor[bool] = ByTensor()  # booleans that forward changes in some steps, and counters
         self.assumed: dict[tuple[Source, str], None] = {}  # the line and text of each guard
         self._known: ByTensor[Tensor] = ByTensor()
         self._largest = largest
@@ -291,19 +297,36 @@ class ValueWatch(TorchFunctionMode):
         with without_modes():
             return known is not None and bool((torch.as_tensor(known) <= most).all())
 
-    def _random_test(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
-        """A random number or flag that is read, or the outcome of its test; NotImplemented of other calls."""
+    def _random_test(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        """A random number, flag or counter that is read, or the outcome of its test; NotImplemented of other calls."""
         if name == "item" and self._drawn.is_uniform(args[0]):
             return self._drawn.number(args[0])
         if name in ("__int__", "__index__") and (whole := self._drawn.whole_part(args[0])) is not None:
             return whole
-        if name in (*TESTS, "item") and args[0] in self._flags:
-            before = args[0].reshape(()).clone()  # the branch may change the flag
-            self._flags[before] = True
-            return before if name == "item" else self._branch(before, True, object())
+        if args and args[0] in self._flags:
+            return self._flag_read(func, name, args, kwargs, frame)
         if name in TESTS and (test := self._drawn.of(args[0])) is not None and not test.is_certain:
             return self._branch(args[0], test.below, (test.draw, test.limit))
         return NotImplemented
+
+    def _flag_read(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        """A flag or counter that is read or computed with, or the outcome of its test; else NotImplemented."""
+        if name in _OF_COUNTERS and not any(isinstance(x, Tensor) for x in args[1:]):
+            made = func(*args, **kwargs)
+            self._flags[made] = True
+            return made
+        counts = args[0].dtype is not torch.bool
+        path = enclosing_nodes(frame)
+        around = path[-2] if len(path) > 1 else None
+        if name not in (*TESTS, "item") or (counts and name == "item" and not isinstance(around, ast.Compare)):
+            return NotImplemented
+        before = args[0].reshape(()).clone()  # the branch may change the flag
+        self._flags[before] = True
+        if name == "item":
+            return before
+        # All such branches of a model run their bodies in the same trace: `if not flag` and `if count % 2 == 0`.
+        negated = around is None or (isinstance(around, ast.UnaryOp) and isinstance(around.op, ast.Not))
+        return self._branch(before.ne(0) if counts else before, negated, object())
 
     def _value_read(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
         """The number that a call reads from a tensor, if it is known, assumed or a count; NotImplemented of calls that
@@ -492,7 +515,7 @@ class ValueWatch(TorchFunctionMode):
             self._forget(changed)
 
     def _branch(self, test: Tensor, below: bool, key: object) -> bool:
-        """Choose the outcome of a branch on a random number or flag, and record the branch in the graph.
+        """Choose the outcome of a branch on a random number, flag or counter, and record the branch in the graph.
 
         `key` identifies the test: all branches on one test have the same outcome in a trace.
         """

@@ -23,7 +23,7 @@ from partc.frontend.repeats.module_rows import UnequalError, WholeTrace
 from partc.frontend.results import Read
 from partc.frontend.selections.selections import Selections
 from partc.frontend.state.constant_buffers import Recipe, recomputed
-from partc.frontend.state.flags import is_flag
+from partc.frontend.state.flags import is_counter, is_flag
 from partc.frontend.state.frozen_state import StateWatch
 from partc.frontend.state.replaced_buffers import Buffers, registering
 from partc.frontend.state.weight_identity import ConstructedWeights
@@ -176,6 +176,9 @@ class TracedStep(nn.Module):
             values.know(constant, own)
         for name in self._flags:
             values.flag(self.model.get_buffer(name))
+        for name, buffer in self.model.named_buffers():
+            if is_counter(buffer) and name not in self._numbers:
+                values.flag(buffer)
         before = {name: constant._version for name, constant in constants.items()}
         yield
         changed = [

@@ -183,6 +183,9 @@ class SelectedRows:
         self.hold_like([*(item for item in numbers if isinstance(item, Tensor)), x], made)
         if not any(isinstance(item, Tensor) for item in items):
             self.number_like(x, made)
+            if (real := self.value(x)) is not None:
+                with without_modes():
+                    self.know(made, real[items])
         return made
 
     def selected(self, x: Tensor, mask: Any) -> Tensor:
@@ -238,7 +241,7 @@ class SelectedRows:
         """
         items = index if isinstance(index, tuple) else (index,)
         if any(self.of(item) for item in items):
-            return self._written_alike(func, x, index, value)
+            return self.written_alike(func, x, index, value)
         masked = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() and isinstance(value, Tensor)
         if masked and value.dim() == x.dim() - index.dim() + 1 and value.shape[0] > 1:
             mask = index.reshape(*index.shape, *(1 for _ in range(x.dim() - index.dim())))
@@ -263,29 +266,51 @@ class SelectedRows:
         func(view.movedim(dims, tuple(range(len(dims)))), tuple(places), value)
         return None
 
-    def _written_alike(self, func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Any:
-        """x[rows, …] = number for all rows, and x[rows, columns] = number with a column for each row."""
+    def written_alike(self, func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Any:
+        """x[rows, …] = value for all rows, and x[rows, columns] = value with a column for each row.
+
+        A value is a row of `rows`, or the same for all of them.
+        """
         items = self.as_indices(x, index)
         mask = next(held.mask for item in items if (held := self.of(item)) is not None)
+        if self._numbers_all(items[0], mask):
+            items = (*self.places(mask), *items[1:])
         places = tuple(place for place in self.places(mask) if any(place is item for item in items))
-        rest = items[len(places) :]
         if not places or any(a is not b for a, b in zip(places, items, strict=False)):
             return NotImplemented
-        if isinstance(value, Tensor) and value.numel() != 1:
+        rest = tuple(self._number(item, x, dim) for dim, item in enumerate(items) if dim >= len(places))
+        own = self.of(value)
+        if own is not None and (own.mask is not mask or own.dim):
             return NotImplemented
         if all(isinstance(item, int | slice) for item in rest):
             x = x[(*(slice(None),) * len(places), *rest)]
-            number = torch.as_tensor(value, dtype=x.dtype).reshape(()).expand(*mask.shape, *x.shape[len(places) :])
-            func(x, places, self.selected(number, mask))
+            shape = x.shape[len(places) :]
+            if own is None:
+                same = torch.as_tensor(value, dtype=x.dtype)
+                if same.dim() > len(shape):
+                    if same.dim() > len(shape) + 1 or len(same) != 1:
+                        return NotImplemented
+                    same = same[0]
+                value = self.read(Tensor.__getitem__, same.expand(*mask.shape, *shape), places)
+            func(x, places, value)
             return None
-        if len(rest) != 1 or self.of(rest[0]) is None or x.dim() != len(places) + 1:
+        if len(rest) != 1 or self.of(rest[0]) is None or rest[0].dim() != 1:
             return NotImplemented
         rows = self.read(Tensor.__getitem__, x, places)
-        columns = torch.where(rest[0] < 0, rest[0] + x.shape[-1], rest[0])[:, None]
-        made = torch.where(columns == torch.arange(x.shape[-1]), value, rows).to(x.dtype)
+        columns = torch.where(rest[0] < 0, rest[0] + rows.shape[1], rest[0])[:, None]
+        chosen = (columns == torch.arange(rows.shape[1])).reshape(*rows.shape[:2], *(1 for _ in rows.shape[2:]))
+        made = torch.where(chosen, value if own is None else value.unsqueeze(1), rows).to(x.dtype)
         self.hold(made, mask, 0)
         func(x, places, made)
         return None
+
+    def _numbers_all(self, item: Any, mask: Tensor) -> bool:
+        """Whether an item of an index has the places of all rows of a one-dimensional mask, in order."""
+        held, real = self.of(item), self.value(item) if isinstance(item, Tensor) else None
+        if held is None or held.mask is not mask or mask.dim() != 1 or real is None or real.dim() != 1:
+            return False
+        with without_modes():
+            return torch.equal(real, torch.arange(len(mask)))
 
     def _looked_up(self, x: Tensor, index: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         """x[:, i] as x.index_select(1, i)[:, 0]: the tensor and the index that remain."""

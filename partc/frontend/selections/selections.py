@@ -240,9 +240,26 @@ class Selections:
         x, index, value = call.args
         places, masked = self._rows.with_constants(self._parts.with_places(x, index))
         if masked or self._rows.of(value) is not None:
-            call.func(x, self._rows.as_indices(x, places), value)
+            indices = self._rows.as_indices(x, places)
+            several = len(indices) > 1 and any(self._rows.of(item) is not None for item in indices)
+            if not several or self._rows.written_alike(call.func, x, indices, value) is NotImplemented:
+                call.func(x, indices, value)
             return None
         return self._rows.written(call.func, x, index, value)
+
+    def _put(self, call: _TorchCall) -> Any:
+        """x.index_put((rows, …), value), whose places differ, as an assignment to an item."""
+        x, index, value = call.given, call.argument(1, "indices"), call.argument(2, "values")
+        rows = [self._rows.of(item) for item in index]
+        if not any(rows) or (len(rows) == 1 and self._rows.of(value) is not None):
+            return NotImplemented
+        index = tuple(index)
+        if call.argument(3, "accumulate", False):
+            value = self._read(_TorchCall(Tensor.__getitem__, "__getitem__", (x, index), {})) + value
+            self._rows.hold_like([index[0]], value)
+        made = x if call.name == "index_put_" else x.clone()
+        self._written(_TorchCall(Tensor.__setitem__, "__setitem__", (made, index, value), {}))
+        return made
 
     def _masked(self, call: _TorchCall) -> Any:
         """x.masked_select(mask), which is x[mask] where the mask is a constant."""
@@ -478,6 +495,7 @@ _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     **_named("where nonzero argwhere", Selections._find_places),
     "__getitem__": Selections._read,
     "__setitem__": Selections._written,
+    **_named("index_put index_put_", Selections._put),
     "roll": Selections._rolled,
     **_named("split split_with_sizes", Selections._divided),
     **_named("cat concat concatenate", Selections._joined),

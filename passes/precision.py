@@ -15,9 +15,10 @@ The operation table assigns each operation `low` (16 bits), `high` (fp32) or `an
 `casts` overrides it by name. The table follows torch's autocast, except that norms read and write 16 bits and sum in
 fp32 inside. A bias, also one of each expert, is added in the precision of its product, as if one operation computed
 both. Activations between calls have 16 bits; single numbers do not. A parameter is read in 16 bits if some operation
-wants it so. The optimizer's copy, and gradients summed over microbatches, stay fp32 (Micikevicius et al. 2018, Mixed
-Precision Training, sections 3.1 and 3.3). If a table has sparse gradients, only the rows that a step looks up are cast.
-Constants, and values computed once per step, are unchanged.
+wants it so, unless forward changes it or averages it into another one. The optimizer's copy, and gradients summed over
+microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training, sections 3.1 and 3.3). If a table has
+sparse gradients, only the rows that a step looks up are cast. Constants, and values computed once per step, are
+unchanged.
 """
 
 from __future__ import annotations
@@ -66,9 +67,10 @@ class _Mixed:
         self.variants: dict[tuple[str, tuple[DType, ...], tuple[bool, ...]], Region] = {}
         self.tables = {parameter.name for parameter in program.parameters if parameter.sparse}
         self._read_low = {region.name: tuple(dict.fromkeys(self._reads_low(region))) for region in program.regions}
-        self.low_parameters = {name for call in program.calls for name in self._wanted_low(call)}
         self.types = {name: type.dtype for name, type in program.value_types().items()}
         self.updates = {value for _, value in program.updates}
+        wide = {name for name, _ in program.updates} | {name for call in program.calls for name in self._averaged(call)}
+        self.low_parameters = {name for call in program.calls for name in self._wanted_low(call)} - wide
 
     def run(self) -> Program:
         calls = tuple(map(self._call, self.program.calls))
@@ -136,6 +138,24 @@ class _Mixed:
     def _travels(self, type: TensorType) -> bool:
         """Whether a call's result is an activation rather than a loss or a count."""
         return bool(type.shape)
+
+    def _averaged(self, call: Call) -> Iterator[str]:
+        """The call's parameters from which forward computes new values of others without the batch, as a teacher's."""
+        region = self.program.region(call.region)
+        waiting = {out for out, made in zip(region.forward.outputs, call.results, strict=True) if made in self.updates}
+        if not waiting:
+            return
+        own = dict(zip((value.name for value in region.params), call.params, strict=True))
+        plain, makers = {*own}, {}
+        for op in region.forward.ops:
+            if plain.issuperset(op.refs()):
+                plain.update(value.name for value in op.results)
+                makers.update((value.name, op) for value in op.results)
+        read: set[str] = set()
+        while waiting := (waiting & plain) - read:
+            read |= waiting
+            waiting = {name for value in waiting & makers.keys() for name in makers[value].refs()}
+        yield from (own[name] for name in read & own.keys())
 
     def _wanted_low(self, call: Call) -> Iterator[str]:
         """The call's parameters that some operation reads in 16 bits, directly or through views."""

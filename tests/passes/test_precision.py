@@ -125,6 +125,31 @@ def test_nothing_changes_without_few_bits() -> None:
     assert precision(program) is program
 
 
+class Contrast(nn.Module):
+    """A teacher that averages weights, and a queue of its results that products read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.teacher = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+        self.register_buffer("queue", torch.randn(4, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for own, averaged in zip(self.up.parameters(), self.teacher.parameters(), strict=True):
+                averaged.mul_(0.9).add_(own, alpha=0.1)
+            key = self.teacher(x)
+        similar = torch.cat([(self.up(x) * key).sum(1, keepdim=True), self.up(x) @ self.queue.clone()], 1)
+        self.queue.copy_(torch.cat([key.T, self.queue[:, : -len(x)]], 1))
+        return nn.functional.cross_entropy(similar, torch.zeros(len(x), dtype=torch.long))
+
+
+def test_tensors_that_forward_changes_and_weights_that_it_averages_are_read_in_fp32() -> None:
+    package = partc.compile(Contrast, lambda: {"x": torch.randn(8, 6)}, mesh="1", precision="bf16")
+    assert package.verify(steps=2).ok
+    (region,) = (region for region in package.program.regions if region.params)
+    assert {value.type.dtype for value in region.params} == {"f32"}
+
+
 def test_sums_and_exponentials_are_wide() -> None:
     """As torch's autocast has them, but for norms, which sum in fp32 inside."""
     wide = {name for name in operations() if precision_of(name) == "high"}

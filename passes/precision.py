@@ -146,7 +146,7 @@ class _Mixed:
         if not waiting:
             return
         own = dict(zip((value.name for value in region.params), call.params, strict=True))
-        plain, makers = {*own}, {}
+        plain, makers = {*own}, dict[str, Op]()
         for op in region.forward.ops:
             if plain.issuperset(op.refs()):
                 plain.update(value.name for value in op.results)

@@ -74,13 +74,14 @@ class Codes(nn.Module):
 
 
 class Lagging(nn.Module):
-    """A copy of a weight that is renewed in every second step, and a flag that is not negated."""
+    """A copy of a weight that is renewed in every second step, a falling number, and a flag that is not negated."""
 
     def __init__(self, odd: int) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
         self.register_buffer("fresh", torch.tensor(True))
+        self.register_buffer("heat", torch.tensor(1.0))
         self.register_buffer("late", torch.ones(WIDTH, WIDTH))
         self.odd = odd
 
@@ -89,6 +90,9 @@ class Lagging(nn.Module):
         y = self.up(x)
         if self.steps % 2 == self.odd:
             self.late.copy_(self.up.weight.detach())
+        if self.heat > 0.6:
+            y = y.tanh()
+        self.heat.mul_(0.7)
         if self.fresh:
             y = y * 2
             self.fresh.fill_(False)

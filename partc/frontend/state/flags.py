@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-
 
 def is_flag(x: Tensor) -> bool:
     return x.dtype is torch.bool and x.numel() == 1
 
 
 def is_counter(x: Tensor) -> bool:
-    return x.dtype in _INTEGERS and x.numel() == 1
+    return x.dtype is not torch.bool and not x.is_complex() and x.numel() == 1

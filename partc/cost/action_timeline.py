@@ -32,11 +32,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedSegment:
-    """A segment with its start and end, in seconds from its action's start."""
+    """A segment with its start and end, in seconds from its action's start, and the name of its call, if it has one."""
 
     start: float
     end: float
     segment: Segment
+    call: str = ""
+
+    @property
+    def why(self) -> str:
+        """The purpose of a collective."""
+        return f"{self.call}: {self.segment.why}" if self.call else self.segment.why
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +70,9 @@ class ActionTimeline:
         return sum(piece.segment.seconds for piece in self.pieces if not piece.segment.op)
 
     @property
-    def collectives(self) -> tuple[Segment, ...]:
+    def collectives(self) -> tuple[TimedSegment, ...]:
         """The collectives, in the order in which they start."""
-        return tuple(piece.segment for piece in self.pieces if piece.segment.op)
+        return tuple(piece for piece in self.pieces if piece.segment.op)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +84,7 @@ class _Running:
     left: float
     begun: float
     place: int | None  # its position among the pieces; None if an earlier action started it
+    call: str = ""
 
 
 class TimelineBuilder:
@@ -90,7 +97,7 @@ class TimelineBuilder:
 
         Computation takes `pace` times as long as it does on a core of its own.
         """
-        self._pace = pace
+        self.pace = pace
         self.now = 0.0
         self._pieces: list[TimedSegment | None] = []
         self.waited: dict[str, float] = {}  # collective and its axes -> seconds without computation
@@ -111,7 +118,7 @@ class TimelineBuilder:
     def work(self, seconds: float) -> None:
         if not seconds:
             return
-        begin, left = self.now, seconds * self._pace
+        begin, left = self.now, seconds * self.pace
         while left > 0:
             stretch = self._stretch if self._queues else 1.0
             step = min(left, self._seconds_to_first_end())
@@ -120,14 +127,15 @@ class TimelineBuilder:
         self._computed += self.now - begin
         self._pieces.append(TimedSegment(start=begin, end=self.now, segment=Segment(seconds=self.now - begin)))
 
-    def start(self, key: object, segment: Segment) -> None:
+    def start(self, key: object, segment: Segment, call: str = "") -> None:
         queue = self._queues.setdefault(segment.over, deque())
         place = len(self._pieces)
         self._pieces.append(None)
         # The durations of pieces of computation vary independently, so that the variance of their sum grows with time.
         lag = segment.lag * math.sqrt(self._computed - self._met.get(segment.over, 0.0))
         self._met[segment.over] = self._computed
-        queue.append(_Running(key=key, segment=segment, left=segment.seconds + lag, begun=self.now, place=place))
+        left = segment.seconds + lag
+        queue.append(_Running(key=key, segment=segment, left=left, begun=self.now, place=place, call=call))
         if len(queue) == 1:
             self._sharing = self._shared()
 
@@ -141,6 +149,23 @@ class TimelineBuilder:
             if self.now > begin:
                 name = f"{found.segment.op} over {found.segment.over}"
                 self.waited[name] = self.waited.get(name, 0.0) + self.now - begin
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no collective runs."""
+        return not self._queues
+
+    def append(self, call: str, alone: ActionTimeline) -> None:
+        """Append a call's own timeline, if neither this one nor the call leaves collectives that run. Its collectives
+        have no lag.
+        """
+        for each in alone.pieces:
+            start, end = self.now + each.start, self.now + each.end
+            self._pieces.append(TimedSegment(start=start, end=end, segment=each.segment, call=call))
+        for name, seconds in alone.waited:
+            self.waited[name] = self.waited.get(name, 0.0) + seconds
+        self.now += alone.seconds
+        self._computed += alone.compute
 
     def _seconds_to_first_end(self) -> float:
         """The seconds until the first collective ends, if no computation runs concurrently."""
@@ -166,7 +191,9 @@ class TimelineBuilder:
             queue = self._queues[over]
             first = queue.popleft()
             if first.place is not None:
-                self._pieces[first.place] = TimedSegment(start=first.begun, end=self.now, segment=first.segment)
+                self._pieces[first.place] = TimedSegment(
+                    start=first.begun, end=self.now, segment=first.segment, call=first.call
+                )
             if queue:
                 queue[0].begun = self.now
             else:
@@ -182,7 +209,7 @@ class TimelineBuilder:
                 begun = each.begun if at == self.now else at
                 at += each.left
                 if each.place is not None:
-                    self._pieces[each.place] = TimedSegment(start=begun, end=at, segment=each.segment)
+                    self._pieces[each.place] = TimedSegment(start=begun, end=at, segment=each.segment, call=each.call)
             carried = max(carried, at - self.now)
         return ActionTimeline(
             seconds=self.now,

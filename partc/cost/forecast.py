@@ -280,44 +280,49 @@ class Forecast:
         return builder.built()
 
     def _run(self, builder: TimelineBuilder, call: Call, graph: Graph) -> None:
-        """Lay out a call's operations. A call takes no less than its host needs to issue its operations."""
+        """Append a call's operations; the call's name makes the keys of their collectives unique.
+
+        A call takes no less than its host needs to issue its operations. While no collective runs, calls of a region
+        take equal times.
+        """
+        if builder.is_quiet:
+            alone = self._alone(call.region, graph, builder.pace)
+            if not alone.pending and not any(piece.segment.lag for piece in alone.pieces):
+                builder.append(call.name, alone)
+                return
+        self._lay_out(builder, call.region, graph, call.name)
+
+    def _alone(self, region: str, graph: Graph, pace: float) -> ActionTimeline:
+        """The timeline of a call of a region without other collectives."""
+        key = region, id(graph), pace
+        if key not in self._known_calls:
+            builder = TimelineBuilder(self.rates.slowdown, pace=pace)
+            self._lay_out(builder, region, graph, "")
+            self._known_calls[key] = builder.built()
+        return self._known_calls[key]
+
+    @cached_property
+    def _known_calls(self) -> dict[tuple[str, int, float], ActionTimeline]:
+        return {}
+
+    def _lay_out(self, builder: TimelineBuilder, region: str, graph: Graph, call: str) -> None:
         begin = builder.now
-        for key, segment, awaited in self._of_call(call, graph):
+        for name, segment, awaited in self._of_graph(region, graph):
             if awaited:
-                builder.wait(key)
+                builder.wait((call, awaited))
             elif segment.op:
-                builder.start(key, segment)
+                builder.start((call, name), segment, call)
             else:
                 builder.work(segment.seconds)
-        builder.work(max(0.0, self._issued(call, graph) - (builder.now - begin)))
+        builder.work(max(0.0, self._issued(region, graph) - (builder.now - begin)))
 
     def issued(self, call: Call, kind: GraphKind) -> float:
         """The seconds that the host takes to issue the operations of a call's graph."""
         graph = graph_of(self.program.region(call.region), kind)
-        return 0.0 if graph is None else self._issued(call, graph)
+        return 0.0 if graph is None else self._issued(call.region, graph)
 
-    def _issued(self, call: Call, graph: Graph) -> float:
-        return self.scale.compute * self._operations(call.region, graph)[1]
-
-    def _of_call(self, call: Call, graph: Graph) -> Sequence[tuple[tuple[str, str], Segment, bool]]:
-        """The segments of `_of_graph`, with the keys of their collectives, and whether they are waits. The call's name
-        makes keys unique.
-        """
-        key = call.name, id(graph)
-        if key not in self._known_calls:
-            self._known_calls[key] = [
-                (
-                    (call.name, awaited or started),
-                    replace(segment, why=f"{call.name}: {segment.why}") if segment.op else segment,
-                    bool(awaited),
-                )
-                for started, segment, awaited in self._of_graph(call.region, graph)
-            ]
-        return self._known_calls[key]
-
-    @cached_property
-    def _known_calls(self) -> dict[tuple[str, int], Sequence[tuple[tuple[str, str], Segment, bool]]]:
-        return {}
+    def _issued(self, region: str, graph: Graph) -> float:
+        return self.scale.compute * self._operations(region, graph)[1]
 
     def _of_graph(self, region: str, graph: Graph) -> tuple[tuple[str, Segment, str], ...]:
         """Yields (started result, segment, awaited result); computations between two collectives are one segment."""

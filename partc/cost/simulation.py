@@ -164,6 +164,53 @@ def simulate(
     return Timeline(ranks=tuple(map(tuple, state.spans)), reductions=tuple(map(tuple, state.reductions)), stuck=stuck)
 
 
+@dataclass(frozen=True, slots=True)
+class OrderedCompute:
+    """A computation of a rank. `reads` has the positions of the computations whose results it reads, each with its
+    stage, or None if this stage is on the same rank.
+    """
+
+    rank: int
+    stage: int
+    kind: str
+    reads: tuple[tuple[int, int | None], ...]
+
+
+def in_order(
+    rows: Sequence[Sequence[Compute]], places: Sequence[int], links: Sequence[Link]
+) -> tuple[OrderedCompute, ...]:
+    """The computations of all ranks in an order that does not depend on durations: each follows those that it waits
+    for.
+    """
+    run: list[tuple[int, Action | Compute]] = []
+
+    def play(rank: int, action: Action | Compute, start: float) -> float:
+        run.append((rank, action))
+        return 0.0
+
+    simulate(rows, places, links=links, play=play)
+    sources = _sources(links)
+    made = {
+        (each.stage, "F" if each.kind == "F" else "B", each.microbatch): position
+        for position, (_, each) in enumerate(run)
+        if each.kind != "W"
+    }
+    return tuple(
+        OrderedCompute(
+            rank,
+            each.stage,
+            each.kind,
+            tuple(
+                (made[source, result, each.microbatch], None if places[source] == rank else source)
+                for result in ("F" if each.kind == "F" else "B",)
+                if each.kind != "W"
+                for source in sources[result].get(each.stage, ())
+            ),
+        )
+        for rank, each in run
+    )
+
+
 def timeline(
     program: Program,
     durations: Durations | Sequence[Durations] = Durations(),
@@ -216,11 +263,7 @@ class _Simulation:
         self.able = deque(range(len(rows)))  # ranks that can advance
         self.waiting: dict[Key, list[int]] = {}  # ranks, by the value that they wait for
         self.sends = {(a.stage, a.kind[-1], a.microbatch) for row in rows for a in row if a.kind.startswith("SEND")}
-        self.reads: Mapping[str, dict[int, list[int]]] = {"F": {}, "B": {}}
-        for source, target, gradient in links:
-            self.reads["F"].setdefault(target, []).append(source)
-            if gradient:
-                self.reads["B"].setdefault(source, []).append(target)
+        self.reads = _sources(links)
 
     def advance(self, rank: int) -> None:
         """Run a rank until it waits."""
@@ -293,3 +336,13 @@ class _Simulation:
             self.free[source, rank] = max(begin, self.free.get((source, rank), 0.0)) + takes
             latest = max(latest, self.free[source, rank])
         return latest
+
+
+def _sources(links: Sequence[Link]) -> Mapping[str, Mapping[int, Sequence[int]]]:
+    """For forward and backward passes of each stage, the stages whose results they read."""
+    found: dict[str, dict[int, list[int]]] = {"F": {}, "B": {}}
+    for source, target, gradient in links:
+        found["F"].setdefault(target, []).append(source)
+        if gradient:
+            found["B"].setdefault(source, []).append(target)
+    return found

@@ -25,7 +25,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, combinations, pairwise
 from typing import Any, TypeVar
 
@@ -35,10 +35,10 @@ from partc.compilation.plan import ParallelPlan
 from partc.cost.flops import ProductWork, StepWork, model_work
 from partc.cost.forecast import UPDATE
 from partc.cost.saved_tensors import microbatches_in_flight
-from partc.cost.simulation import Durations, Link, simulate
+from partc.cost.simulation import Durations, Link, OrderedCompute, in_order
 from partc.ir.expert_products import ExpertMatmul
 from partc.ir.mesh import BATCH_AXIS, PIPELINE_AXIS, TENSOR_AXIS, Mesh
-from partc.ir.program import FLOATING, ITEMSIZE, Action, Call, Parameter, Program, Region
+from partc.ir.program import FLOATING, ITEMSIZE, Call, Parameter, Program, Region
 from partc.passes.stages import staged_calls
 from partc.planner.space import FITTED, MIXED, Family, expert_parts, inner_axes, mesh_of, sizes_of, stages_of
 from partc.planner.stage_fitting import StageNeeds, cuttable, fit, fit_ways, fits, range_sums, slowest
@@ -56,6 +56,7 @@ _LEAST = 1 - 1e-6  # margin for seconds that are added up from rounded numbers o
 _MUCH = 1e9  # seconds
 _PAIRED = 8  # of at most so many calls, two get the other use at once
 _FITS = 3  # so often are uses fitted, each time to less memory
+_ORDERS = 16  # orders of computations that are kept: one may have 50,000
 _MOST_FLIGHT = 4  # rounds of a pipeline after which the microbatches in flight no longer increase
 
 
@@ -674,6 +675,13 @@ class Stages:
         """Whether each stage reads values of the one before it, and returns their gradients."""
         return {(stage - 1, stage, True) for stage in range(1, len(self.places))}.issubset(self.links)
 
+    def order(self, halves: tuple[bool, ...]) -> Sequence[OrderedCompute]:
+        """The computations of all ranks. With `halves`, a stage's backward passes run in two parts: the one before its
+        gradients are sent, and the rest.
+        """
+        plan, places = self.plan, tuple(self.places)
+        return _order(plan.schedule, self.ranks, plan.microbatches, places, halves, tuple(self.links))
+
     def of_place(self, sums: Sums, place: int) -> float:
         return sum(sums[end] - sums[start] for start, end in (self.cuts[stage] for stage in self.at[place]))
 
@@ -696,6 +704,26 @@ class Stages:
         """
         alive, around = (np.array(each, dtype=np.float64).T for each in (room.alive, shares.around))
         return 2 * around[0] + np.maximum(alive[0], alive[2 if self.halved else 1] + around[1])
+
+
+@lru_cache(maxsize=_ORDERS)
+def _order(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    places: tuple[int, ...],
+    halves: tuple[bool, ...],
+    links: tuple[Link, ...],
+) -> Sequence[OrderedCompute]:
+    def parts(compute: Compute) -> Iterator[Compute]:
+        if compute.kind == "B" and halves[compute.stage]:
+            yield Compute(compute.stage, "I", compute.microbatch)
+            yield Compute(compute.stage, "W", compute.microbatch)
+        else:
+            yield compute
+
+    rows = compute_order(SCHEDULES[schedule], ranks, microbatches, len(places))
+    return in_order([[part for each in row for part in parts(each)] for row in rows], places, links)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -732,13 +760,18 @@ class TimedStages:
         return found
 
     def hop(self, stage: int) -> float:
-        """The seconds until a value of the previous stage has arrived; 0 for the first stage and after the last."""
-        if not 0 < stage < len(self.stages.places):
-            return math.inf
-        if self.stages.places[stage] == self.stages.places[stage - 1]:
-            return 0.0
-        size = self.calls[stage].crossing[self.stages.cuts[stage][0]]
-        return self.tables.transfer(self.stages.plan, self.stages.places[stage - 1], self.stages.places[stage], size)
+        """The seconds until a value of the previous stage has arrived; infinite for the first stage and after the
+        last.
+        """
+        return self._hops[stage]
+
+    @cached_property
+    def _hops(self) -> Sequence[float]:
+        places, found = self.stages.places, [math.inf]
+        for stage, (source, target) in enumerate(pairwise(places), start=1):
+            size = self.calls[stage].crossing[self.stages.cuts[stage][0]]
+            found.append(0.0 if source == target else self.tables.transfer(self.stages.plan, source, target, size))
+        return [*found, math.inf]
 
     def sums(self, stages: Iterable[int]) -> float:
         """The least seconds of the sums of some stages' gradients, once per step."""
@@ -850,19 +883,22 @@ class TimedStages:
         return _longest([each.forward for each in self.durations], hops)
 
     def scheduled(self) -> float:
-        """The least seconds of the step, with computations in the order of the schedule."""
-        kind = SCHEDULES[self.stages.plan.schedule]
-        rows = [
-            [part for each in row for part in self._parts(each)]
-            for row in compute_order(kind, self.stages.ranks, self.stages.plan.microbatches, len(self.stages.places))
-        ]
+        """The least seconds of the step, with computations in the order of the schedule. Values that skip stages arrive
+        at once.
+        """
         passed = [self.passed(place) for place in range(self.stages.ranks)]
         each = [{kind: known.of(kind) for kind in "FBIW"} for known in self.durations]
+        transfers = [known.transfer for known in self.durations]
         scattered = {kind: self._scattered(kind) for kind in "IBW"} if self.shares.scatters else {}
-        busy: list[dict[Axes, float]] = [{} for _ in rows]  # by rank: the least seconds at which scatters end
-
-        def play(rank: int, action: Action | Compute, start: float) -> float:
-            stage, kind = action.stage, action.kind
+        busy: list[dict[Axes, float]] = [{} for _ in passed]  # by rank: the least seconds at which scatters end
+        last: list[dict[int, float]] = [{} for _ in passed]  # by rank: the starts of its stages' last computations
+        clocks, done = [0.0] * len(passed), list[float]()
+        for step in self.stages.order(tuple(bool(known.weights) for known in self.durations)):
+            rank, stage, kind = step.rank, step.stage, step.kind
+            start = clocks[rank]
+            for position, source in step.reads:
+                travels = 0.0 if source is None or abs(stage - source) > 1 else transfers[source]
+                start = max(start, done[position] + travels)
             takes = each[stage][kind]
             if kind == "F":
                 takes = max(takes, passed[rank][stage] - start)
@@ -872,26 +908,14 @@ class TimedStages:
                     takes = max(takes, ends.get(axes, 0.0) - start + rest)
                 for axes, seconds in scattered[kind][stage] if kind != "F" else ():
                     ends[axes] = max(ends.get(axes, 0.0), start) + seconds
-            return takes
-
-        links = self.stages.links
-        far = [(source, target) for source, target, _ in links if target > source + 1]
-        free = dict.fromkeys((*far, *((target, source) for source, target in far)), 0.0)
-        done = simulate(rows, self.stages.places, durations=self.durations, links=links, play=play, transfers=free)
+            last[rank][stage] = start
+            clocks[rank] = start + takes
+            done.append(clocks[rank])
         least = 0.0
-        for place, spans in enumerate(done.ranks):
-            last = {span.compute.stage: span.start for span in spans}
-            end, left = max(spans[-1].end, *busy[place].values(), 0.0), list(self.stages.at[place])
-            for stage in sorted(last, key=lambda stage: last[stage]):
-                end = max(end, last[stage] + self.sums(left))
+        for place, starts in enumerate(last):
+            end, left = max(clocks[place], *busy[place].values(), 0.0), list(self.stages.at[place])
+            for stage in sorted(starts, key=lambda stage: starts[stage]):
+                end = max(end, starts[stage] + self.sums(left))
                 left.remove(stage)
             least = max(least, end + self.ended(place))
         return least
-
-    def _parts(self, compute: Compute) -> Iterator[Compute]:
-        """Yields the part of a backward pass before gradients are sent, and the rest."""
-        if compute.kind == "B" and self.durations[compute.stage].weights:
-            yield Compute(compute.stage, "I", compute.microbatch)
-            yield Compute(compute.stage, "W", compute.microbatch)
-        else:
-            yield compute

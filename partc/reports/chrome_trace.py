@@ -186,7 +186,7 @@ def _reasons(intervals: Sequence[Interval], forecast: Forecast, place: int) -> d
             number = int(match[3]) if match[3] else None
             plans += [forecast.action(int(match[1]), match[2], number, updates=updates) for updates in (False, True)]
         for planned in (plan.collectives for plan in plans):
-            if made == [(part.op, part.over) for part in planned]:
+            if made == [(part.segment.op, part.segment.over) for part in planned]:
                 found.update((index, part.why) for index, part in zip(indices, planned, strict=True))
     return found
 
@@ -214,7 +214,7 @@ def _moves(inside: ActionTimeline, within: str, process: int, start: float) -> I
         segment = piece.segment
         if segment.op:
             args = {
-                "predicted": True, "axis": segment.over, "bytes": segment.bytes, "within": within, "why": segment.why,
+                "predicted": True, "axis": segment.over, "bytes": segment.bytes, "within": within, "why": piece.why,
             }  # fmt: skip
             at, length = start + piece.start * 1e6, segment.seconds * 1e6
             yield _complete(f"{segment.op} {segment.over}", "collective", process, COMMUNICATION, at, length, args)

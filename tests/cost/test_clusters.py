@@ -380,7 +380,9 @@ def test_collectives_run_in_pieces_beside_products(
             builder.work(piece.segment.seconds)
     found = builder.built()
     assert found.seconds == pytest.approx(seconds) and found.compute == pytest.approx(product)
-    assert not found.pending and sum(each.seconds for each in found.collectives) == pytest.approx(gather + scatter)
+    assert not found.pending and sum(each.segment.seconds for each in found.collectives) == pytest.approx(
+        gather + scatter
+    )
 
 
 @pytest.mark.parametrize(("name", "word"), [("tp_overlap", "tp_comm_overlap"), ("dp_overlap", "overlap_grad_reduce")])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from partc.cost.simulation import Durations, Timeline, chain, simulate
+from partc.cost.simulation import Durations, Timeline, chain, in_order, simulate
 from partc.ir.program import Action
 from partc.runtime.comm.comm import Comm
 from partc.runtime.execution.executor import parse_schedule, run_step
@@ -137,6 +137,14 @@ def test_every_computation_starts_at_its_longest_path(name: str, seed: int) -> N
     for line in found.ranks:
         for span in line:
             assert (span.start, span.end) == pytest.approx((start(span.compute), end(span.compute)))
+
+    ends: list[float] = []
+    clocks = [0.0] * ranks
+    for step in in_order(order, places, links):
+        arrivals = [ends[at] + (0.0 if source is None else each[source].transfer) for at, source in step.reads]
+        clocks[step.rank] = max(clocks[step.rank], *arrivals, 0.0) + each[step.stage].of(step.kind)
+        ends.append(clocks[step.rank])
+    assert sorted(ends) == sorted(span.end for line in found.ranks for span in line)
 
 
 class _Activations:

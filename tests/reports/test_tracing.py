@@ -248,5 +248,5 @@ def test_each_action_says_what_is_proved_of_it(mesh: str, options: dict[str, Any
                 proved.setdefault(event.action, []).append((event.op, ",".join(event.axes), size))
         for span in forecast.places[place]:
             if span.name[0].isdigit() and not span.name.endswith("REDUCE_GRAD"):
-                planned = [(part.op, part.over, part.bytes) for part in span.inside.collectives]
+                planned = [(part.segment.op, part.segment.over, part.segment.bytes) for part in span.inside.collectives]
                 assert planned == proved.get(span.name, []), span.name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,22 +42,23 @@ class Reading:
         return self.allowed
 
 
-_reading = [Reading()]  # of the innermost context
+_reading: ContextVar[Reading] = ContextVar("reading")
 
 
 def may_read() -> bool:
     """Whether traces may read largest numbers."""
-    return _reading[-1].allowed
+    return _reading.get(Reading()).allowed
 
 
 @contextmanager
 def reading_largest_numbers() -> Iterator[Reading]:
     """A context whose result says whether its traces may read largest numbers."""
-    _reading.append(Reading())
+    reading = Reading()
+    before = _reading.set(reading)
     try:
-        yield _reading[-1]
+        yield reading
     finally:
-        _reading.pop()
+        _reading.reset(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class LargestNumbers:
         return None if image is None or image.reduced else self._read(_reduced(image))
 
     def _read(self, image: _Image) -> int | float | None:
-        if not _reading[-1].may():
+        if not _reading.get(Reading()).may():
             return None
         with without_modes():
             largest = {int(part[image.entry].max()) for part in self._integers}

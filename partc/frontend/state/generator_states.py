@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -24,14 +25,15 @@ for _name in (KEPT, RETURNED):
     _library.impl(_name, lambda none, number: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.generator_kept.default)
 torch.fx.node.has_side_effect(torch.ops.partc.generator_returned.default)
-_numbers = [0]  # the number of the last state that a trace has kept
+_last = ContextVar("last", default=0)  # the number of the last state that a trace has kept
 
 
 def keep() -> int:
     """Mark the current state of the generator; returns its number."""
-    _numbers[0] += 1
-    torch.ops.partc.generator_kept.default([], _numbers[0])
-    return _numbers[0]
+    number = _last.get() + 1
+    _last.set(number)
+    torch.ops.partc.generator_kept.default([], number)
+    return number
 
 
 def come_back(number: int) -> None:
@@ -56,7 +58,7 @@ class KeptStates:
     _found: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _numbers[0] = 0
+        _last.set(0)
 
     def keep(self, state: Tensor) -> Tensor:
         self._found.append((state, keep()))

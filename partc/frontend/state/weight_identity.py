@@ -59,7 +59,7 @@ class ConstructedWeights:
         """
         standing = {id(now): weight for _, now, weight in self.stand_ins(left_out)}
         self.give_attributes(left_out)
-        before = {name: _attributes(x) for name, x, _ in self.stand_ins(left_out)}
+        before = [(name, x, _attributes(x)) for name, x, _ in self.stand_ins(left_out)]
         equal = Tensor.__eq__
         own_hash: Callable[[Tensor], int] = Tensor.__hash__
 
@@ -84,8 +84,8 @@ class ConstructedWeights:
             Tensor.__hash__ = own_hash  # type: ignore[method-assign]
             if "__eq__" in vars(Tensor):
                 del Tensor.__eq__
-        for name, x, _ in self.stand_ins(left_out):
-            for attribute in sorted(key for key, _ in before.get(name, {}).items() ^ _attributes(x).items()):
+        for name, x, attributes in before:
+            for attribute in sorted({key for key, _ in attributes.items() ^ _attributes(x).items()}):
                 raise PartcError(
                     "P0225",
                     f"forward changes {name}.{attribute}: a package would repeat the first step",

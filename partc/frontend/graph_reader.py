@@ -203,11 +203,11 @@ class GraphReader:
             self._mark(node)
             return
         if name == RANDOM_BRANCH:
-            test, number, outcome = node.args
+            test, number, outcome, of_values = node.args
             self.branches.append(RandomBranch(
                 test=self._names[test],  # type: ignore[index]
                 number=number,  # type: ignore[arg-type]
-                outcome=bool(outcome), position=len(self._ops), source=source_of(node),
+                outcome=bool(outcome), of_values=bool(of_values), position=len(self._ops), source=source_of(node),
             ))  # fmt: skip
             return
         if name in (TESTED, KEPT, RETURNED):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,6 +24,7 @@ from partc.frontend.branches.random_branches import (
     join_outcomes,
     told_apart,
 )
+from partc.frontend.branches.value_branches import joining_outcomes
 from partc.frontend.capture import Captured, capture
 from partc.frontend.capture.traced_step import Loss
 from partc.frontend.graph_reader import GraphReader, tensor_type
@@ -34,7 +35,7 @@ from partc.frontend.repeats.marks import Excluded
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace, container_of
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
 from partc.frontend.selections.conditional_gradients import conditions
-from partc.frontend.selections.empty_selections import check_empty, without_tests
+from partc.frontend.selections.empty_selections import ChangedError, check_empty, without_tests
 from partc.frontend.selections.reached_parameters import Reached, sometimes_reached, with_counts
 from partc.frontend.selections.row_counts import check_numbers
 from partc.frontend.state.shared_memory import check_changes
@@ -58,6 +59,7 @@ from partc.settings import PASSES, tell
 from partc.torch_private import not_compiling, optimized_execution
 
 MAIN = "main"
+MOST_JOINED = 4  # the most lines on which tests of masks are branches
 TRIES = 6  # the most traces; each excludes one more group or row of modules
 
 
@@ -119,7 +121,7 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
     function = file.loss if purpose == "evaluate" and own is None else own
     build = file.model if purpose == "loss" else lambda: in_evaluation(file.model())
     captured, program = _traced(
-        lambda excluded, outcomes: capture(
+        lambda excluded, outcomes, joined: capture(
             build,
             file.batch,
             function,
@@ -128,6 +130,7 @@ def trace_loaded(file: ModelFile, *, mesh: Mesh, batches: Batches, precision: st
             parts=batches.parts,
             excluded=excluded,
             outcomes=outcomes,
+            joined=joined,
             read=read_for(purpose, own=own is not None),
         ),
         name=file.name,
@@ -181,7 +184,7 @@ def trace_model(
 ) -> Traced:
     """Trace a model given as functions. Raises PartcError P0205 to P0209."""
     captured, program = _traced(
-        lambda excluded, outcomes: capture(
+        lambda excluded, outcomes, joined: capture(
             build,
             batch,
             loss,
@@ -189,6 +192,7 @@ def trace_model(
             parts=batches.parts,
             excluded=excluded,
             outcomes=outcomes,
+            joined=joined,
             read=read,
         ),
         name=name,
@@ -198,20 +202,35 @@ def trace_model(
     return Traced(program=program, constants=captured.constants, model_source="", options={}, assumed=captured.assumed)
 
 
-Capture = Callable[[Excluded | None, Outcomes], Captured]
+Capture = Callable[[Excluded | None, Outcomes, Collection[str]], Captured]  # joined lines: see ValueWatch
 
 
 def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
-    """Trace a model. If it does not trace otherwise, the largest numbers of entries are constants of the trace."""
-    with reading_largest_numbers() as reading:
+    """Trace a model. If it does not trace otherwise, the largest numbers of entries are constants of the trace, and
+    branches on values of tensors are followed both ways.
+    """
+    with reading_largest_numbers() as reading, joining_outcomes() as joining:
         try:
             return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
         except PartcError as error:
-            if error.code != "P0206" or not reading.asked:
+            if error.code != "P0206" or not (reading.asked or joining.asked):
                 raise
-        reading.allowed = True
-        tell(PASSES, "the model is traced with the largest numbers of entries as constants")
-        return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
+            refusal = error
+        if reading.asked:
+            reading.allowed = True
+            tell(PASSES, "the model is traced with the largest numbers of entries as constants")
+            try:
+                return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
+            except PartcError as error:
+                refusal = error
+        if not joining.asked or refusal.code != "P0206":
+            raise refusal
+        joining.allowed = True
+        tell(PASSES, "the model is traced with both outcomes of its branches on values")
+        try:
+            return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
+        except PartcError:
+            raise refusal from None
 
 
 def _with_equal_modules(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
@@ -250,11 +269,34 @@ def _with_equal_modules(captured: Capture, *, name: str, mesh: Mesh, batches: Ba
 def _of_all_outcomes(
     captured: Capture, excluded: Excluded | None, *, name: str, mesh: Mesh, batches: Batches
 ) -> tuple[Captured, Program]:
-    """Trace a model, and both outcomes of its branches on random numbers."""
+    """Trace a model, and both outcomes of its branches on random numbers.
+
+    A test whether a mask selects anything is such a branch if its body does more than to write the selected rows.
+    """
+    joined: set[str] = set()
+    refusal: ChangedError | None = None
+    while True:
+        try:
+            return _of_branches(captured, excluded, joined, name=name, mesh=mesh, batches=batches)
+        except ChangedError as error:
+            if len(joined) == MOST_JOINED or error.line in {"", *joined}:
+                raise (refusal or error) from error
+            refusal = refusal or error
+            joined.add(error.line)
+        except PartcError as error:
+            if refusal is None:
+                raise
+            raise refusal from error
+
+
+def _of_branches(
+    captured: Capture, excluded: Excluded | None, joined: Collection[str], *, name: str, mesh: Mesh, batches: Batches
+) -> tuple[Captured, Program]:
+    """Trace a model, and both outcomes of its branches on random numbers and of tests on the lines `joined`."""
     made: dict[Outcomes, tuple[Captured, Program]] = {}
 
     def trace(outcomes: Outcomes) -> Branching:
-        capture = captured(excluded, outcomes)
+        capture = captured(excluded, outcomes, joined)
         program, branches = program_of(capture, name=name, mesh=mesh, batches=batches)
         if branches and program.repetitions:
             raise UnequalError(container_of(program.repetitions[0]))
@@ -298,10 +340,18 @@ def _of_all_outcomes(
     graph = found.graph
     capture, program = made[Outcomes.ABOVE]
     if found.branches:
-        joined = join_outcomes(found, trace)
-        graph, (capture, program) = joined.graph, made[joined.outcomes]
+        both = join_outcomes(found, trace)
+        for branch in found.branches:
+            if branch.of_values and any(one.left != made[Outcomes.ABOVE][0].left for one, _ in made.values()):
+                raise PartcError(
+                    "P0225",
+                    "a branch on the values of a tensor changes Python values, of which a package has only one",
+                    help="keep state in a registered buffer, and choose between its values with torch.where",
+                    source=branch.source,
+                )
+        graph, (capture, program) = both.graph, made[both.outcomes]
         requiring = {name for name, x in capture.model.named_parameters(remove_duplicate=False) if x.requires_grad}
-        reached = Reached(conditions=conditions(graph, joined.choices, _own_names(program, requiring)))
+        reached = reached.joined(graph, conditions(graph, both.choices, _own_names(program, requiring)))
         program = _with_trained(program, reached.conditions)
     source = next(iter(tests), found.branches[0].source if found.branches else None)
     program = with_counts(replace(program, regions=(replace(program.regions[0], forward=graph),)), reached)

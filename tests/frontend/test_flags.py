@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partc
-from partc.errors import PartcError
 
 WIDTH = 12
 
@@ -99,6 +98,20 @@ class Lagging(nn.Module):
         return (y - x @ self.late).square().mean()
 
 
+class Alternating(nn.Module):
+    """Each outcome has operations of its own."""
+
+    def __init__(self, odd: bool) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("odd", torch.tensor(odd))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x) if self.odd else self.other(x).tanh()
+        self.odd.logical_not_()
+        return y.square().mean()
+
+
 def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(12, WIDTH)}
 
@@ -114,6 +127,7 @@ def batch() -> dict[str, Tensor]:
         (Lagging, 0, "dp=2"),
         (Codes, False, "dp=2"),
         (Codes, True, "dp=2,tp=2"),
+        (Alternating, False, "dp=2"),
     ],
 )
 def test_branches_on_flags_train_like_one_device(kind: type[nn.Module], style: Any, mesh: str) -> None:
@@ -121,23 +135,3 @@ def test_branches_on_flags_train_like_one_device(kind: type[nn.Module], style: A
     found = partc.compile(kind(style), batch(), mesh=mesh, precision="fp64").verify(steps=3)
     assert found.ok, str(found.worst)
     assert len(set(found.losses)) == 3
-
-
-class Alternating(nn.Module):
-    """Each outcome has operations of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("odd", torch.tensor(False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.one(x) if self.odd else self.other(x).tanh()
-        self.odd.logical_not_()
-        return y.square().mean()
-
-
-def test_flags_that_choose_between_two_computations_are_refused() -> None:
-    with pytest.raises(PartcError) as error:
-        partc.compile(Alternating, batch, mesh="dp=2")
-    assert error.value.code == "P0206" and "flag" in error.value.cause

@@ -93,6 +93,10 @@ def normed(net: Net, x: Tensor) -> Tensor:
     return x + net.calls
 
 
+def changing(net: Net, x: Tensor) -> Tensor:
+    return net.layers[0](x * 2 if torch.rand(()) < 0.5 else x + 1)
+
+
 class Net(nn.Module):
     calls: Tensor
 
@@ -122,6 +126,7 @@ def batch() -> dict[str, Tensor]:
         (within, "pp=3,dp=2"),
         (single, "dp=2"),
         (normed, "dp=2"),
+        (changing, "dp=2"),
     ],
 )
 def test_layers_that_a_random_number_drops(body: Callable[[Net, Tensor], Tensor], mesh: str) -> None:
@@ -166,10 +171,6 @@ def test_numbers_of_a_dropped_layer_decide() -> None:
         assert ops[kept].name == "add" and (dropped == "x" or ops[dropped].name == "where")
 
 
-def changing(net: Net, x: Tensor) -> Tensor:
-    return net.layers[0](x * 2 if torch.rand(()) < 0.5 else x + 1)
-
-
 def nested(net: Net, x: Tensor) -> Tensor:
     if torch.rand(()) < 0.5:
         x = net.layers[0](x)
@@ -209,7 +210,6 @@ def remembering(net: Net, x: Tensor) -> Tensor:
     ("body", "cause"),
     [
         (remembering, "it changes mul"),
-        (changing, "random number"),
         (nested, "another branch"),
         (counting, "it changes"),
         (wider, "random number"),

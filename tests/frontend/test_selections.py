@@ -527,7 +527,8 @@ def flagged(flags: Tensor, other: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "style", [
         "left out", "where", "where not", "computed again", "subset", "elements", "both", "in turn", "checked",
-        "same twice", "one row",
+        "same twice", "one row", "one row elsewhere", "other rows", "more rows", "after a change", "filled elsewhere",
+        "stored", "after a change by a view",
     ],
 )  # fmt: skip
 def test_branches_on_empty_masks_change_nothing(style: str) -> None:
@@ -539,11 +540,10 @@ def test_branches_on_empty_masks_change_nothing(style: str) -> None:
 @pytest.mark.parametrize(
     "style",
     [
-        "one row elsewhere", "other rows", "more rows", "rows of one of two", "not alone", "after a change", "filled elsewhere", "stored",
-        "remembered", "after a change by a view", "caught", "while",
+        "rows of one of two", "not alone", "remembered", "caught", "while",
     ],
 )  # fmt: skip
-def test_branches_that_change_other_rows_than_tested_are_refused(style: str) -> None:
+def test_other_branches_on_masks_are_refused(style: str) -> None:
     some = torch.arange(8) % 3 == 0
     with pytest.raises(PartcError) as error:
         equals_eager(lambda: Branches(style), [flagged(some, ~some)])
@@ -756,7 +756,7 @@ def choices(*experts: int) -> dict[str, Tensor]:
     return {"x": torch.randn(8, 8, dtype=torch.float64), "chosen": chosen, "other": torch.arange(4) % 2 == 0}
 
 
-@pytest.mark.parametrize("style", ["marked", "compared", "counted", "twice", "full", "shifted"])
+@pytest.mark.parametrize("style", ["marked", "compared", "counted", "twice", "full", "shifted", "before"])
 def test_loops_over_chosen_experts_leave_out_the_others(style: str) -> None:
     equals_eager(lambda: Hits(style), [choices(0, 1), choices(3, 1), choices(2), choices(1, 0)])
 
@@ -766,7 +766,7 @@ def test_loops_over_chosen_experts_leave_out_the_others(style: str) -> None:
     [
         "unrelated", "crowded", "next", "other slot", "other dimension", "changed", "rounded",
         "reversed", "listed", "pairs",
-        "before", "numbered", "first", "first two", "after the last",
+        "numbered", "first", "first two", "after the last",
     ],
 )  # fmt: skip
 def test_loops_over_places_that_change_rows_of_other_masks_are_refused(style: str) -> None:

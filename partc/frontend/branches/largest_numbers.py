@@ -31,8 +31,8 @@ _LARGEST = frozenset({"max", "amax"})
 
 
 @dataclass(slots=True)
-class Reading:
-    """Whether traces may read largest numbers, and whether one has asked for them."""
+class Permission:
+    """Whether traces may do something, and whether one has asked for it."""
 
     allowed: bool = False
     asked: bool = False
@@ -42,18 +42,18 @@ class Reading:
         return self.allowed
 
 
-_reading: ContextVar[Reading] = ContextVar("reading")
+_reading: ContextVar[Permission] = ContextVar("reading")
 
 
 def may_read() -> bool:
     """Whether traces may read largest numbers."""
-    return _reading.get(Reading()).allowed
+    return _reading.get(Permission()).allowed
 
 
 @contextmanager
-def reading_largest_numbers() -> Iterator[Reading]:
+def reading_largest_numbers() -> Iterator[Permission]:
     """A context whose result says whether its traces may read largest numbers."""
-    reading = Reading()
+    reading = Permission()
     before = _reading.set(reading)
     try:
         yield reading
@@ -122,7 +122,7 @@ class LargestNumbers:
         return None if image is None or image.reduced else self._read(_reduced(image))
 
     def _read(self, image: _Image) -> int | float | None:
-        if not _reading.get(Reading()).may():
+        if not _reading.get(Permission()).may():
             return None
         with without_modes():
             largest = {int(part[image.entry].max()) for part in self._integers}

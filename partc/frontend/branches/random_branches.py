@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from torch import Tensor
 
 from partc.errors import PartcError, Source
 from partc.frontend.by_tensor import ByTensor
+from partc.ir.gradients import reached
 from partc.ir.naming import unique
 from partc.ir.operations import effects
 from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value, is_change
@@ -38,9 +39,9 @@ class Outcomes(enum.Enum):
     """The outcomes of a trace's branches on random numbers and tests of masks.
 
     The random number is at least the limit (ABOVE), below it (BELOW), or below it in every second branch. In the traces
-    of `PARTLY_BELOW`, some numbers are below. In a trace of EMPTY all masks select nothing, in those of `PARTLY_EMPTY`
-    some masks, in all others none. In those of ONE_ROW and HALF_THE_ROWS, other integers stand for the numbers of
-    selected rows.
+    of `PARTLY_BELOW`, some numbers are below, in those of `ONLY` one is. In a trace of EMPTY all masks select nothing,
+    in those of `PARTLY_EMPTY` some masks, in all others none. In those of ONE_ROW and HALF_THE_ROWS, other integers
+    stand for the numbers of selected rows.
     """
 
     ABOVE = (False, False)
@@ -68,6 +69,14 @@ class Outcomes(enum.Enum):
     ODD_FOURS_BELOW = (True, True, 4, 1)
     EVEN_EIGHTS_BELOW = (True, True, 8, 0)
     ODD_EIGHTS_BELOW = (True, True, 8, 1)
+    ONLY_0 = (False, False, 0, 0, 0)
+    ONLY_1 = (False, False, 0, 0, 1)
+    ONLY_2 = (False, False, 0, 0, 2)
+    ONLY_3 = (False, False, 0, 0, 3)
+    ONLY_4 = (False, False, 0, 0, 4)
+    ONLY_5 = (False, False, 0, 0, 5)
+    ONLY_6 = (False, False, 0, 0, 6)
+    ONLY_7 = (False, False, 0, 0, 7)
 
     @property
     def kept(self) -> bool:
@@ -75,6 +84,8 @@ class Outcomes(enum.Enum):
         return self in (Outcomes.ABOVE, Outcomes.BELOW)
 
     def below(self, branch: int) -> bool:
+        if self in ONLY:
+            return branch == ONLY.index(self)
         return self._taken_for(branch) if self in PARTLY_BELOW else bool(self.value[branch % 2])
 
     def selects(self, test: int) -> bool:
@@ -91,6 +102,8 @@ class Outcomes(enum.Enum):
 # the first branch is below its limit.
 PARTLY_EMPTY = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 4 and not outcomes.value[0])
 PARTLY_BELOW = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 4 and outcomes.value[0])
+
+ONLY = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 5)
 
 
 def told_apart(count: int, sources: Iterable[Source | None]) -> int:
@@ -192,12 +205,14 @@ class RandomBranch:
     """A branch on a test of a random number: the test's value and number, its outcome in this trace, and the number of
     operations before it.
 
-    Branches on one comparison of one random number have one test, and so the same outcome.
+    Branches on one comparison of one random number have one test, and so the same outcome. `of_values` is whether the
+    test reads other values than random numbers and flags.
     """
 
     test: str
     number: int
     outcome: bool
+    of_values: bool
     position: int
     source: Source | None
 
@@ -233,10 +248,13 @@ def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> J
     """
     first = trace(Outcomes.FIRST_BELOW)
     kept, longer = found, Outcomes.ABOVE
-    if len(first.graph.ops) > len(found.graph.ops):
+    of_values = any(branch.of_values for branch in found.branches)
+    if not of_values and len(first.graph.ops) > len(found.graph.ops):
         kept, longer = trace(Outcomes.BELOW), Outcomes.BELOW
     others = [(Outcomes.FIRST_BELOW, first)]
     tests = {branch.number: branch.source for branch in found.branches}
+    if of_values and len(tests) > 2:
+        others = [(outcomes, trace(outcomes)) for outcomes in ONLY[: len(tests)]] + others
     if len(tests) > 1:
         others.append((Outcomes.SECOND_BELOW, trace(Outcomes.SECOND_BELOW)))
     elif longer is Outcomes.BELOW:
@@ -251,16 +269,25 @@ def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> J
 
 @dataclass(slots=True)
 class _Join:
-    """The values of the longer outcome, each with its replacement where its branch goes the other way."""
+    """The values of the longer outcome, each with its replacement where its branch goes the other way.
+
+    `otherwise` has the operations that only the other outcome has.
+    """
 
     kept: Branching
+    otherwise: dict[int, tuple[Op, ...]] = field(default_factory=dict)  # by branch
+    made_otherwise: dict[str, int] = field(default_factory=dict)  # the branch of each value of these operations
+    constants: list[Op] = field(default_factory=list)  # of other outcomes
     replaced: dict[int, dict[str, str]] = field(default_factory=dict)  # by branch
+    places: dict[str, tuple[int, str]] = field(default_factory=dict)  # replaced value -> branch, replacement
     left_out: dict[int, int] = field(default_factory=dict)  # the number of operations behind each branch
     choices: set[str] = field(default_factory=set)
     makers: Mapping[str, Op] = field(init=False)
+    taken: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.makers = self.kept.graph.makers()
+        self.taken = {*self.kept.graph.definitions(), *self.kept.states}
 
     def compare(self, other: Branching, shortened: Sequence[bool]) -> None:
         if len(other.branches) != len(self.kept.branches):
@@ -270,19 +297,23 @@ class _Join:
         missing: dict[str, int] = {}
         for place, (mine, its) in enumerate(zip(self.kept.parts(), other.parts(), strict=True)):
             branch = place - 1
-            count = len(mine) - len(its) if place and shortened[branch] else 0
-            if count < 0:
-                raise self._refusal(branch, "each of its outcomes has operations of its own")
+            count, others = 0, 0
             if place and shortened[branch]:
+                alike = _alike_at_end(mine, its)
+                count, others = len(mine) - alike, len(its) - alike
                 self.left_out[branch] = count
                 self.replaced.setdefault(branch, {})
             missing.update((value.name, branch) for op in mine[:count] for value in op.results)
-            for one, two in zip(mine[count:], its, strict=False):
+            if others:
+                self._add_otherwise(its[:others], branch, shortened, same, missing, constants[1])
+            for one, two in zip(mine[count:], its[others:], strict=False):
                 self._pair(one, two, branch, same, missing, constants)
-            if len(mine) - count != len(its):
+            if len(mine) - count != len(its) - others:
                 raise self._refusal(max(branch, 0), "it changes more than one place")
         for wanted, given in zip(self.kept.graph.outputs, other.graph.outputs, strict=True):
             last = len(self.kept.branches) - 1
+            if given in constants[1] and wanted in missing:
+                self._import(given, same, constants[1])
             self._match(wanted, given, last, same, missing, "it decides which value is the loss")
 
     def _pair(
@@ -304,8 +335,53 @@ class _Join:
                 ):  # fmt: skip
                     raise self._refusal(max(branch, 0), f"it changes a constant of {one.name}")
             else:
+                if given in constants[1] and wanted in missing:
+                    self._import(given, same, constants[1])
                 self._match(wanted, given, branch, same, missing, f"it changes the order of the operands of {one.name}")
         same.update((b.name, a.name) for a, b in zip(one.results, two.results, strict=True))
+
+    def _import(self, name: str, same: dict[str, str], constants: Mapping[str, Op]) -> None:
+        """Add a constant of another outcome."""
+        if same.get(name) in self.taken:
+            return
+        op = constants[name]
+        value = replace(op.result, name=unique(f"{name}_otherwise", self.taken))
+        same[name] = value.name
+        self.constants.append(replace(op, results=(value,)))
+
+    def _add_otherwise(
+        self,
+        ops: Sequence[Op],
+        branch: int,
+        shortened: Sequence[bool],
+        same: dict[str, str],
+        missing: Mapping[str, int],
+        constants: Mapping[str, Op],
+    ) -> None:
+        """Add the operations of the other outcome of a branch, under names of their own."""
+        numbers = {each.number for each, other in zip(self.kept.branches, shortened, strict=True) if other}
+        if branch in self.otherwise:
+            known = self.otherwise[branch]
+            if [*map(_form, known)] != [*map(_form, ops)]:
+                raise self._refusal(branch, "its operations depend on another branch")
+            for one, two in zip(known, ops, strict=True):
+                for wanted, given in zip(one.refs(), two.refs(), strict=True):
+                    if given not in constants:
+                        self._match(wanted, given, branch, same, missing, "its operations depend on another branch")
+                same.update((b.name, a.name) for a, b in zip(one.results, two.results, strict=True))
+            return
+        if len(numbers) > 1 or any(map(is_change, ops)):
+            raise self._refusal(branch, "each of its outcomes has operations of its own")
+        added = []
+        for op in ops:
+            for name in op.refs():
+                if name in constants:
+                    self._import(name, same, constants)
+            values = tuple(replace(x, name=unique(f"{x.name}_otherwise", self.taken)) for x in op.results)
+            added.append(replace(op.renamed(same), results=values))
+            self.made_otherwise.update((value.name, branch) for value in values)
+            same.update((x.name, value.name) for x, value in zip(op.results, values, strict=True))
+        self.otherwise[branch] = tuple(added)
 
     def _match(
         self, wanted: str, given: str, branch: int, same: dict[str, str], missing: Mapping[str, int], otherwise: str
@@ -321,7 +397,11 @@ class _Join:
         while last in missing and last in self.replaced[missing[last]]:
             last = self.replaced[missing[last]][last]
         if last in missing:
-            self.replaced[missing[last]][last] = instead
+            # Several branches may have one test, and a later one may make the replacement.
+            place = max(missing[last], self.made_otherwise.get(instead, 0))
+            if self.places.setdefault(last, (place, instead)) != (place, instead):
+                raise self._refusal(missing[wanted], "one value replaces several")
+            self.replaced[place][last] = instead
         elif last != instead:
             raise self._refusal(missing[wanted], "one value replaces several")
 
@@ -349,15 +429,23 @@ class _Join:
 
     def graph(self) -> Graph:
         """The operations of the longer outcome, with a choice behind those of each branch."""
-        types = self.kept.graph.definitions()
-        taken = {*types, *self.kept.states}
+        added = {value.name: value for part in self.otherwise.values() for op in part for value in op.results}
+        added.update((op.result.name, op.result) for op in self.constants)
+        types = {**self.kept.graph.definitions(), **added}
+        taken = self.taken
+        live = reached(self.kept.graph, self.kept.states)
         current: dict[str, str] = {}
-        ops: list[Op] = [op for op in self.kept.graph.ops if op.name == "constant"]
+        ops: list[Op] = [op for op in self.kept.graph.ops if op.name == "constant"] + self.constants
         for place, part in enumerate(self.kept.parts()):
             branch = place - 1
             count = self.left_out.get(branch, 0)
             kept: dict[str, Value] = {}
-            for name in dict.fromkeys(self._changed(part[:count])):
+            changed = dict.fromkeys(self._changed(part[:count]))
+            gates: dict[str, str] = {}
+            if place and self.kept.branches[branch].of_values:
+                outside = {*live} - {*changed}
+                ops.extend(self._gates(branch, part[:count], True, outside, gates, current, types))
+            for name in changed:
                 type = types[name].type if name in types else self.kept.states[name]
                 kept[name] = Value(name=unique(f"{name}_before", taken), type=type)
                 ops.extend(self._without_gradient(name, branch, type, taken))
@@ -372,11 +460,41 @@ class _Join:
                         after = [replace(value, name=unique(stem, taken)) for stem in (made, f"{made}_kept")]
                         ops.append(self._choice(branch, target, Ref(value.name), after[0]))
                         ops.append(self._op("copy_", branch, (target, Ref(after[0].name)), after[1]))
+                    others, other_gates = self.otherwise.get(branch, ()), dict(current)
+                    if others and self.kept.branches[branch].of_values:
+                        ops.extend(self._gates(branch, others, False, live, other_gates, current, types))
+                    ops.extend(replace(op.renamed(other_gates), results=op.results) for op in others)
                     ops.extend(self._choices(branch, current, types, taken))
                 if op is not None:
-                    ops.append(replace(op.renamed(current), results=op.results))
+                    names = {**current, **gates} if index < count else current
+                    ops.append(replace(op.renamed(names), results=op.results))
         outputs = tuple(current.get(name, name) for name in self.kept.graph.outputs)
         return replace(self.kept.graph, ops=tuple(ops), outputs=outputs)
+
+    def _gates(
+        self,
+        branch: int,
+        ops: Sequence[Op],
+        own: bool,
+        outside: Collection[str],
+        gates: dict[str, str],
+        current: Mapping[str, str],
+        types: Mapping[str, Value],
+    ) -> Iterator[Op]:
+        """Let gradients of a branch's operations pass to values outside only where it is taken: elsewhere they may be
+        infinite. `own` is whether these are the operations of the outcome in this trace.
+        """
+        test = self.kept.branches[branch]
+        made = {value.name for op in ops for value in op.results}
+        for name in dict.fromkeys(name for op in ops for name in op.refs()):
+            if name not in outside or name in made:
+                continue
+            type = types[name].type if name in types else self.kept.states[name]
+            given, still = Ref(current.get(name, name)), Value(name=unique(f"{name}_still", self.taken), type=type)
+            yield self._op("detach", branch, (given,), still)
+            both = (given, Ref(still.name)) if test.outcome is own else (Ref(still.name), given)
+            gates[name] = unique(f"{name}_gated", self.taken)
+            yield self._op("where", branch, (Ref(test.test), *both), Value(name=gates[name], type=type))
 
     def _without_gradient(self, name: str, branch: int, type: TensorType, taken: set[str]) -> Iterator[Op]:
         """A parameter or buffer without its gradient, as which a branch changes it; none for other values."""
@@ -406,9 +524,11 @@ class _Join:
         return Op(name=name, args=args, results=(result,), source=self.kept.branches[branch].source)
 
     def _refusal(self, branch: int, cause: str) -> PartcError:
+        of_values = self.kept.branches and self.kept.branches[branch].of_values
+        tested = "the values of a tensor" if of_values else "a random number, flag or counter"
         return PartcError(
             "P0206",
-            f"the model does not trace: a branch depends on a random number, flag or counter, and {cause}",
+            f"the model does not trace: a branch depends on {tested}, and {cause}",
             help="choose between two results with torch.where, or let the branch leave a part of the model out",
             source=self.kept.branches[branch].source if self.kept.branches else None,
         )
@@ -418,6 +538,12 @@ def _form(op: Op) -> tuple[Any, ...]:
     """An operation without the names of its values."""
     plain = op.renamed(dict.fromkeys(op.refs(), ""))
     return op.name, plain.args, plain.attrs, [value.type for value in op.results]
+
+
+def _alike_at_end(mine: Sequence[Op], its: Sequence[Op]) -> int:
+    """The number of operations at the end of both lists that are equal but for the names of values."""
+    pairs = zip(reversed(mine), reversed(its), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: _form(pair[0]) == _form(pair[1]), pairs))
 
 
 def _constants(graph: Graph) -> dict[str, Op]:

@@ -9,7 +9,7 @@
     if labels.max() >= words: raise ValueError(...)  guards: assumed not to raise or warn, and listed in `assumed`
     if not torch.isfinite(x).all(): x = x.clamp(…)   numbers are assumed to be finite, which `assumed` lists too
     longest = int(lengths.max())                     the largest number of an entry (largest_numbers)
-    if x.mean() > 0:                                 everything else: refused by the trace
+    if x.mean() > 0:                                 others: both outcomes in traces, if it does not trace otherwise
 
 Packages do not run guards. A guard is a test with an outcome that only raises an uncaught exception, or warns; asserts
 are guards.
@@ -20,8 +20,9 @@ from __future__ import annotations
 import ast
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source
 from partc.frontend.branches.guards import passing_guard, running_call
-from partc.frontend.branches.largest_numbers import LargestNumbers
+from partc.frontend.branches.largest_numbers import LargestNumbers, Permission
 from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
@@ -45,6 +46,7 @@ from partc.installed import line_of, user_frame
 from partc.torch_private import GuardOnValues, checks, lists, outside_functorch, without_modes
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed
+MOST_BRANCHES = 8  # tests of values in one trace
 CALLS = 4  # the most frames between a value and the statement that tests it
 _TESTS = frozenset({*TESTS, "equal", "allclose"})
 _READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__", "__format__"})
@@ -85,9 +87,23 @@ _SHOWN: Mapping[Outcomes, Callable[[int], int]] = {
     Outcomes.HALF_THE_ROWS: lambda rows: rows // 2 + (rows // 2 - rows + 1) % 2,
 }
 _library = torch.library.Library("partc", "FRAGMENT")
-_library.define(f"{RANDOM_BRANCH}(Tensor test, int number, bool outcome) -> ()")
-_library.impl(RANDOM_BRANCH, lambda test, number, outcome: None, "CompositeExplicitAutograd")
+_library.define(f"{RANDOM_BRANCH}(Tensor test, int number, bool outcome, bool of_values) -> ()")
+_library.impl(RANDOM_BRANCH, lambda test, number, outcome, of_values: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.random_branch.default)
+
+
+_joining: ContextVar[Permission] = ContextVar("joining")
+
+
+@contextmanager
+def joining_outcomes() -> Iterator[Permission]:
+    """A context whose result says whether its traces may branch on the values of tensors."""
+    joining = Permission()
+    before = _joining.set(joining)
+    try:
+        yield joining
+    finally:
+        _joining.reset(before)
 
 
 class ValueWatch(TorchFunctionMode):
@@ -102,9 +118,11 @@ class ValueWatch(TorchFunctionMode):
         runner: str,
         largest: LargestNumbers,
         whole: bool = True,
+        joined: Collection[str] = (),
     ) -> None:
         """`branching` is called at each branch on a random number. `call` returns the number of the running module
-        call. `runner` is the file whose code calls the model. `largest` follows the entries of the batch.
+        call. `runner` is the file whose code calls the model. `largest` follows the entries of the batch. On the lines
+        `joined`, tests of masks are branches.
         """
         super().__init__()
         self._runner = runner
@@ -113,6 +131,7 @@ class ValueWatch(TorchFunctionMode):
         self._tests: dict[object, int] = {}  # the numbers of the tests that branches read
         self._frozen = FrozenWeights(whole=whole)
         self._drawn = RandomTests()
+        self._tested: ByTensor[dict[int, object]] = ByTensor()  # tested tensor -> the test of each of its versions
         self._flags: ByTensor[bool] = ByTensor()  # booleans that forward changes in some steps, and counters
         self.assumed: dict[tuple[Source, str], None] = {}  # the line and text of each guard
         self._known: ByTensor[Tensor] = ByTensor()
@@ -126,6 +145,8 @@ class ValueWatch(TorchFunctionMode):
             value=self._known.get,
             know=self.know,
             guard=self._passed,
+            branch=self._branch_on_values,
+            joined=joined,
         )
 
     @property
@@ -349,6 +370,8 @@ class ValueWatch(TorchFunctionMode):
             return number
         found = self.selections.answer(name, args[0])
         if found is NotImplemented:
+            if name in TESTS and len(self._tests) < MOST_BRANCHES and _joining.get(Permission()).may():
+                return self._branch_on_values(args[0])
             return func(*args, **kwargs)
         return format(found, *args[1:]) if name == "__format__" else found
 
@@ -516,16 +539,25 @@ class ValueWatch(TorchFunctionMode):
         elif changed is not None:
             self._forget(changed)
 
-    def _branch(self, test: Tensor, below: bool, key: object) -> bool:
-        """Choose the outcome of a branch on a random number, flag or counter, and record the branch in the graph.
+    def _branch(self, test: Tensor, below: bool, key: object, *, of_values: bool = False) -> bool:
+        """Choose the outcome of a branch on a random number, flag, counter or other values, and record the branch in
+        the graph.
 
         `key` identifies the test: all branches on one test have the same outcome in a trace.
         """
         self._branching()
         number = self._tests.setdefault(key, len(self._tests))
         outcome = self._outcomes.below(number) == below
-        torch.ops.partc.random_branch.default(test.reshape(()), number, outcome)
+        torch.ops.partc.random_branch.default(test.reshape(()), number, outcome, of_values)
         return outcome
+
+    def _branch_on_values(self, x: Tensor) -> bool:
+        """The outcome of a branch on whether an element of a tensor is set. Branches on one tensor have one test."""
+        known = self._tested.get(x)
+        if known is None:
+            known = self._tested[x] = {}
+        key = known.setdefault(x._version, object())
+        return self._branch(x.detach().ne(0).any(), False, key, of_values=True)
 
     def flag(self, buffer: Tensor) -> None:
         """Note a buffer whose tests are branches."""

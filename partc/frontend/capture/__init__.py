@@ -6,7 +6,7 @@ import functools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -75,6 +75,7 @@ class Captured:
     passed: Mapping[str, Set[Hashable]] = field(default_factory=dict)  # Python values at calls of equal modules
     integers: tuple[Mapping[str, Tensor], ...] = ()  # for each part of the batch: its integer entries, with values
     largest: Mapping[str, int] = field(default_factory=dict)  # the largest numbers of entries that forward reads
+    left: Mapping[tuple[str, str], Any] = field(default_factory=dict)  # Python values that forward changes
     numbers: tuple[Source, ...] = ()  # lines that use the number of selected rows as an integer
     pairs: Mapping[str, str] = field(default_factory=dict)  # buffers, each with another in its memory
 
@@ -127,13 +128,14 @@ def capture(
     parts: int = 1,
     excluded: Excluded | None = None,
     outcomes: Outcomes = Outcomes.ABOVE,
+    joined: Collection[str] = (),
     read: Read | None = None,
 ) -> Captured:
     """Build the model under fake tensors and export it, for one of `parts` equal parts of the batch.
 
     With `read`, the outputs are the tensors that it finds in the result of `loss`, or of the model. Equal modules are
     traced once, except the groups and rows `excluded`; None traces all calls. `outcomes` are
-    the outcomes of branches on random numbers.
+    the outcomes of branches on random numbers, and of tests of masks on the lines `joined`.
 
     Raises PartcError P0205 (the model or the batch cannot be built), P0206 (it does not trace), P0208 (the loss is not
     a scalar), P0225 (it depends on state that packages do not have), P0401 (the batch does not divide).
@@ -172,13 +174,14 @@ def capture(
             parts=parts,
             dtype=dtype,
             outcomes=outcomes,
+            joined=joined,
             hooks=hooks,
             weights=weights,
             members=members,
             masks=masks,
             integers=integers,
         )
-        exported, findings, assumed = _exported(traced, batch, modules, rows, numbers, excluded)
+        exported, findings, assumed, left = _exported(traced, batch, modules, rows, numbers, excluded)
     marked, selections = findings.repeats, findings.selections
     whole = tuple(name for name, x in batch.items() if parts > 1 and x is every[name])
     return Captured(
@@ -198,6 +201,7 @@ def capture(
         passed=marked.passed,
         integers=integers if parts > 1 else (),
         largest=findings.largest,
+        left=left,
         numbers=tuple(selections.numbers),
         pairs=untrained_pairs(pairs),
     )
@@ -219,8 +223,10 @@ def _exported(
     rows: ModuleRows,
     numbers: Mapping[str, Tensor],
     excluded: Excluded | None,
-) -> tuple[torch.export.ExportedProgram, TraceFindings, tuple[str, ...]]:
-    """The exported step, the findings of its trace, and the assumptions made; state that it freezes is refused."""
+) -> tuple[torch.export.ExportedProgram, TraceFindings, tuple[str, ...], Mapping[tuple[str, str], Any]]:
+    """The exported step, the findings of its trace, the assumptions made, and the Python values that it changes; state
+    that it freezes is refused.
+    """
     findings: list[TraceFindings] = []
     assumed: dict[str, None] = {}
     assume = lambda sentence: assumed.update({sentence: None})  # noqa: E731
@@ -239,7 +245,7 @@ def _exported(
             step = TracedStep(traced, watch, repeats, numbers, findings.append, assume)
             with rows.absent():
                 exported = step.exported(batch)
-                found = findings[-1]
+                found, left = findings[-1], watch.left()
                 check(exported, watch, lambda: step.exported(batch), kept=traced.outcomes.kept)
     except PartcError as error:
         error.source = error.source or innermost_user_line(error)
@@ -248,7 +254,7 @@ def _exported(
         raise
     except (Exception, SystemExit) as error:
         raise explained_error(error, traced.model, traced.path, traced.parts) from error
-    return exported, found, tuple(assumed)
+    return exported, found, tuple(assumed), left
 
 
 def _requiring(model: nn.Module) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,7 @@ class TracedModel:
     parts: int  # into which the batch is divided
     dtype: torch.dtype
     outcomes: Outcomes  # of branches on random numbers
+    joined: Collection[str]  # lines on which tests of masks are branches
     hooks: Mapping[str, Sequence[Hook]]  # of parameters
     weights: ConstructedWeights
     members: Members
@@ -125,6 +126,7 @@ class TracedStep(nn.Module):
             runner=__file__,
             largest=largest,
             whole=repeats.whole,
+            joined=traced.joined,
         )
         with self._constants_unchanged(values):
             found = self._watched_forward(tensors, repeats, values)

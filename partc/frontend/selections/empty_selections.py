@@ -49,6 +49,12 @@ _PUTS = frozenset({"index_put", "index_put_"})
 _WRITES = _PUTS | {"index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"}
 
 
+class ChangedError(PartcError):
+    """A branch changes other things than the rows that its test selects; `line` is that of the test."""
+
+    line = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Elements:
     """The elements of a value that a test reads: those from index `first` to before `last` of a dimension, or all.
@@ -367,7 +373,7 @@ class _Alignment:
         if first < len(ops) and self.pairs(ops[first], wanted):
             return first + 1
         before = dict(self.same), dict(self._decided), [*self._tests], self._active
-        refusal = self.refusal(wanted)
+        refusal: PartcError = self.refusal(wanted)
         try:
             for place in range(first, len(ops)):
                 if self.pairs(ops[place], wanted):
@@ -394,7 +400,7 @@ class _Alignment:
         """Follow a test. An iteration's test replaces that of the iteration before; a test without masks ends the
         loop.
         """
-        _, first, _, depth, _ = test.args
+        _, first, _, depth, *_ = test.args
         if depth and first != 0:
             before = [place for place, zeros in enumerate(self._active) if zeros.test.args[3] == depth]
             self._active = self._active[: before[-1]] if before else self._active
@@ -450,14 +456,16 @@ class _Alignment:
         """Whether a mask is zero if any active test finds nothing; without active tests, if any test so far does."""
         return bool(self._tests) and all(zeros.has(mask) for zeros in active or self._tests)
 
-    def refusal(self, op: Op) -> PartcError:
-        return PartcError(
+    def refusal(self, op: Op) -> ChangedError:
+        error = ChangedError(
             "P0206",
             "the model does not trace: a branch depends on the values of a tensor, and where a mask selects "
             f"nothing it changes {op.name}",
             help="let such a branch only write the rows that the tested mask selects, or choose with torch.where",
             source=self._test,
         )
+        error.line = str(self._tests[-1].test.args[-2]) if self._tests else ""
+        return error
 
 
 def _axes(listed: Any, shape: tuple[int, ...]) -> list[int]:

@@ -37,6 +37,16 @@ class Reached:
     elements: Mapping[str, tuple[Elements, ...]] = field(default_factory=dict)
     conditions: Mapping[str, Condition] = field(default_factory=dict)
 
+    def joined(self, graph: Graph, conditions: Mapping[str, Condition]) -> Reached:
+        """For the graph that joins the outcomes of branches, under whose outcomes a gradient reaches parameters."""
+        tests = {op.args: op for op in graph.ops if op.name == TESTED}
+        elements = {
+            name: tuple(replace(each, test=tests[each.test.args]) for each in needed)
+            for name, needed in self.elements.items()
+            if name not in conditions and all(each.test.args in tests for each in needed)
+        }
+        return Reached(elements=elements, conditions=conditions)
+
 
 def sometimes_reached(
     full: Graph, empty: Graph, parameters: Sequence[str], tested: Mapping[str, Elements | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,13 +19,13 @@ from partc.frontend.by_tensor import ByTensor
 from partc.frontend.statements import enclosing_nodes
 from partc.installed import is_machinery, line_of, user_frame
 
-# The mark of a test whether tensors are zero, in the elements `first` to `last - 1` or in all, and its outcome. A
+# The mark of a test whether tensors are zero, in the elements `first` to `last - 1` or in all, its line and outcome. A
 # loop's iterations carry the loop's depth; the mark at the end of a loop has no tensors.
 TESTED = "selection_tested"
 MOST_TESTS = 32  # tests after which a `while` loop counts as endless
 _library = torch.library.Library("partc", "FRAGMENT")
-_library.define(f"{TESTED}(Tensor[] tested, int first, int last, int loop, bool outcome) -> ()")
-_library.impl(TESTED, lambda tested, first, last, loop, outcome: None, "CompositeExplicitAutograd")
+_library.define(f"{TESTED}(Tensor[] tested, int first, int last, int loop, str line, bool outcome) -> ()")
+_library.impl(TESTED, lambda tested, first, last, loop, line, outcome: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.selection_tested.default)
 # Files whose frames lie between a model's code and a test.
 _OWN = tuple(
@@ -56,13 +56,16 @@ class SelectionTests:
         selects: Callable[[int], bool],
         call: Callable[[], int],
         guard: Callable[[FrameType | None], bool | None],
+        branch: Callable[[Tensor], bool],
+        joined: Collection[str],
     ) -> None:
         """`selects` returns the outcome of a test, given its number within its `call`. `guard` returns the outcome of a
-        test in a frame if its other outcome only raises.
+        test in a frame if its other outcome only raises. On the lines `joined`, a test of a whole mask is a `branch`.
         """
         self.sources: list[Source] = []
         self.frame: FrameType | None = None
         self._selects, self._call, self._guard = selects, call, guard
+        self._branch, self._joined = branch, joined
         self._loops = 0  # the number of running loops over places
         self._outcomes: ByTensor[dict[_Elements, bool]] = ByTensor()
         self._numbers: Counter[int] = Counter()  # the number of tests in each call
@@ -76,9 +79,12 @@ class SelectionTests:
         self._in_while += any(isinstance(node, ast.While) for node in enclosing_nodes(self.frame))
         if self._in_while > MOST_TESTS:
             raise _endless_loop(next(self.source(), None))
+        line = str(next(self.source(), ""))
+        if first == -1 and line in self._joined:
+            return self._branch(tested)
         self.sources.extend(self.source())
         outcome = self._outcome(tested, first, last)
-        torch.ops.partc.selection_tested.default([tested.detach()], first, last, 0, outcome)
+        torch.ops.partc.selection_tested.default([tested.detach()], first, last, 0, line, outcome)
         return outcome
 
     def _outcome(self, tested: Tensor, first: int, last: int) -> bool:
@@ -111,11 +117,11 @@ class SelectionTests:
         try:
             for number, place in enumerate(places):
                 outcome = self._outcome(mask, number, number + 1)
-                torch.ops.partc.selection_tested.default([mask.detach()], number, number + 1, loop, outcome)
+                torch.ops.partc.selection_tested.default([mask.detach()], number, number + 1, loop, "", outcome)
                 if outcome:
                     yield place
         finally:
-            torch.ops.partc.selection_tested.default([], -1, -1, loop, True)
+            torch.ops.partc.selection_tested.default([], -1, -1, loop, "", True)
             self._loops -= 1
 
     def source(self) -> Iterator[Source]:

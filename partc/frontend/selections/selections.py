@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -101,13 +101,15 @@ class Selections:
         value: Callable[[Tensor], Tensor | None],
         know: Callable[[Any, Any], None],
         guard: Callable[[FrameType | None], bool | None],
+        branch: Callable[[Tensor], bool],
+        joined: Collection[str],
     ) -> None:
-        """`value` and `know` read and write the values of constants; for `selects`, `call` and `guard` see
-        `SelectionTests`.
+        """`value` and `know` read and write the values of constants; for `selects`, `call`, `guard`, `branch` and
+        `joined` see `SelectionTests`.
 
         `shown` maps the number of all rows to the integer that stands for a number of selected rows.
         """
-        self.tests = SelectionTests(selects, call, guard)
+        self.tests = SelectionTests(selects, call, guard, branch, joined)
         self.numbers: list[Source] = []  # lines that read a number of rows
         self._shown, self._value, self._know = shown, value, know
         self._rows = SelectedRows(value, know)

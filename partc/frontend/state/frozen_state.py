@@ -197,6 +197,11 @@ class State:
         held = self.held.get(path.removeprefix("of ")) if kind in ("self", "members") else None
         return self.owners.get(key) if held is None else held.kind
 
+    def value(self, key: tuple[str, str]) -> Any:
+        """A value in comparable form; None if the state lacks it."""
+        path = key[0].partition(" ")[2].removeprefix("of ")
+        return {**self._entries([path] if path in self.held else []), **self.values}.get(key)
+
     def changes(self, now: State) -> list[Change]:
         """The differences to a later snapshot, tensors last."""
         found = []
@@ -389,6 +394,11 @@ class StateWatch:
                 store: Any = module._buffers if name in module._buffers else vars(module)
                 if name in store:
                     self.ends.append((store, name, store[name]))
+
+    def left(self) -> dict[tuple[str, str], Any]:
+        """The Python values that forward has changed, as it left them; None for tensors."""
+        assert self.state is not None
+        return {key: None if change.tensors else self.state.value(key) for key, change in self.changes.items()}
 
     def line_of(self, name: str) -> Source | None:
         """The user's line that assigns to an attribute."""

@@ -143,7 +143,7 @@ class TimelineBuilder:
         """Wait for all collectives with this key."""
         for found in [each for queue in self._queues.values() for each in queue if each.key == key]:
             begin = self.now
-            while found.left > _ENDED:
+            while found in self._queues.get(found.segment.over, ()):
                 first = self._seconds_to_first_end()
                 self._pass(first, first)
             if self.now > begin:

@@ -316,7 +316,7 @@ def _of_branches(
     reached = Reached()
     if tests:
         empty = without_some(Outcomes.EMPTY)
-        tested = check_empty(found.graph, empty, tests[0])
+        tested = check_empty(found.graph, empty, found.states, tests[0])
         reached = sometimes_reached(found.graph, empty, _trained(made[Outcomes.ABOVE][1]), tested)
     numbers = made[Outcomes.ABOVE][0].numbers
     if numbers:
@@ -336,7 +336,7 @@ def _of_branches(
                 if "forward raises" not in error.cause:
                     raise
                 continue  # if these outcomes occur at all, they also raise eagerly
-            check_empty(found.graph, partly, tests[0])
+            check_empty(found.graph, partly, found.states, tests[0])
     graph = found.graph
     capture, program = made[Outcomes.ABOVE]
     if found.branches:

@@ -97,6 +97,16 @@ def changing(net: Net, x: Tensor) -> Tensor:
     return net.layers[0](x * 2 if torch.rand(()) < 0.5 else x + 1)
 
 
+def selecting(net: Net, x: Tensor) -> Tensor:
+    """A layer for the rows of a mask, which a branch on a random number changes."""
+    if torch.rand(()) < 0.5:
+        x = net.layers[0](x)
+    out, chosen = x.clone(), x[:, 0] * net.head.weight[0, 0] > 0
+    if len(rows := torch.where(chosen)[0]):
+        out[rows] = net.layers[1].norm(x[rows])
+    return out
+
+
 class Net(nn.Module):
     calls: Tensor
 
@@ -127,6 +137,7 @@ def batch() -> dict[str, Tensor]:
         (single, "dp=2"),
         (normed, "dp=2"),
         (changing, "dp=2"),
+        (selecting, "dp=2"),
     ],
 )
 def test_layers_that_a_random_number_drops(body: Callable[[Net, Tensor], Tensor], mesh: str) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 from partc.errors import PartcError, Source
 from partc.frontend.selections.selection_tests import TESTED
 from partc.ir.operations import KEEPING, SHOWING, spelling
-from partc.ir.program import SELECTED, Graph, Op, Ref, Value, is_change
+from partc.ir.program import SELECTED, Graph, Op, Ref, TensorType, is_change
 
 LONGEST = 16  # the most operations between two masks and their common source
 _ALIKE = KEEPING - spelling("permute") - spelling("expand")  # the result has the operand's elements in order
@@ -70,13 +70,16 @@ class Elements:
     equal: bool = False
 
 
-def check_empty(full: Graph, empty: Graph, test: Source) -> Mapping[str, Elements | None]:
+def check_empty(
+    full: Graph, empty: Graph, states: Mapping[str, TensorType], test: Source
+) -> Mapping[str, Elements | None]:
     """Check that the operations which `empty` lacks change nothing where the masks tested before them are zero.
 
-    `test` is the first test. Returns, for each value that `empty` lacks, the elements of which one must be set for the
-    value to be computed; None if that depends on several tests. Raises PartcError P0206.
+    `states` has the types of parameters and buffers. `test` is the first test. Returns, for each value that `empty`
+    lacks, the elements of which one must be set for the value to be computed; None if that depends on several tests.
+    Raises PartcError P0206.
     """
-    check = _Alignment(full, test)
+    check = _Alignment(full, states, test)
     check.same.update((mine.name, its.name) for mine, its in zip(full.inputs, empty.inputs, strict=True))
     place = 0
     for wanted in empty.ops:
@@ -112,7 +115,7 @@ class _Zeros:
     """The values that are zero, in part or everywhere, if a tested tensor is zero."""
 
     makers: Mapping[str, Op]
-    values: Mapping[str, Value]
+    types: Mapping[str, TensorType]
     test: Op
     changed: frozenset[str]  # values that an operation changes in place
     seeds: list[_Zero] = field(default_factory=list)
@@ -153,7 +156,7 @@ class _Zeros:
     def _rounds(self, op: Op) -> bool:
         """Whether an operation may round a fraction away; masks and counts have none."""
         given = next(op.refs())
-        rounds = self.values[given].type.differentiable and op.results[0].type.dtype.startswith(("i", "u"))
+        rounds = self.types[given].differentiable and op.results[0].type.dtype.startswith(("i", "u"))
         return rounds and not self._positive(given)
 
     def _maker(self, name: str) -> Op | None:
@@ -167,7 +170,7 @@ class _Zeros:
         return op
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return self.values[name].type.shape
+        return self.types[name].shape
 
     def _dim_before(self, op: Op, dim: int) -> int | None:
         """The dimension of the first operand that becomes the result's dimension `dim` unchanged; None if there is
@@ -194,7 +197,7 @@ class _Zeros:
 
     def _positive(self, name: str) -> bool:
         """Whether a value has no negative elements, as a mask does."""
-        if self.values[name].type.dtype == "bool":
+        if self.types[name].dtype == "bool":
             return True
         op = self._maker(name)
         if op is None or op.name in _POSITIVE or self._counted(op) is not None:
@@ -311,10 +314,10 @@ class _Zeros:
 class _Alignment:
     """Maps values of the first trace to those of the second, and follows the tests of masks."""
 
-    def __init__(self, full: Graph, test: Source) -> None:
+    def __init__(self, full: Graph, states: Mapping[str, TensorType], test: Source) -> None:
         self._test = test
         self._makers = full.makers()
-        self._values: Mapping[str, Value] = full.definitions()
+        self._types = {**states, **{name: value.type for name, value in full.definitions().items()}}
         self._changed = frozenset(self._roots(full.ops))
         self._tests: list[_Zeros] = []  # the tests met so far
         self._active: Sequence[_Zeros] = ()  # the tests since the last operation that both traces have
@@ -352,7 +355,7 @@ class _Alignment:
         start = name
         while name in self._decided:
             name = self._unchanged(self._makers[name], self._decided[name])
-        if name != start and name in self._values and self._values[name].type != self._values[start].type:
+        if name != start and name in self._types and self._types[name] != self._types[start]:
             return ""
         return self.same.get(name, name)
 
@@ -405,7 +408,7 @@ class _Alignment:
             before = [place for place, zeros in enumerate(self._active) if zeros.test.args[3] == depth]
             self._active = self._active[: before[-1]] if before else self._active
         if [*test.refs()]:
-            zeros = _Zeros(self._makers, self._values, test, self._changed)
+            zeros = _Zeros(self._makers, self._types, test, self._changed)
             self._tests.append(zeros)
             self._active = (*self._active, zeros)
 
@@ -445,7 +448,7 @@ class _Alignment:
 
     def _mask_of_places(self, name: str) -> str:
         """The mask to whose places a value refers, or the value itself if it is a mask; "" for other values."""
-        if name in self._values and self._values[name].type.dtype == "bool":
+        if name in self._types and self._types[name].dtype == "bool":
             return name
         op = self._makers.get(name)
         while op is not None and op.name == "detach":

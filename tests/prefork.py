@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import _imp
 import contextlib
-import functools
 import gc
 import inspect
 import json
@@ -55,10 +54,9 @@ def quick_starts() -> Server:
     return server
 
 
-@functools.cache
 def shared() -> Server:
     """The server of this process of tests."""
-    return Server()
+    return _SERVER
 
 
 def done(command: Sequence[object], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -76,12 +74,14 @@ class Server:
     def __init__(self) -> None:
         self.processor_seconds = 0.0  # of all commands that have ended
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="partc-prefork-")
-        self._place = str(Path(self._folder.name) / "socket")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._place = ""
 
     def start(self, command: Sequence[str], output: Path, environment: Mapping[str, str]) -> Forked:
         """Run a Python command whose words follow the interpreter's; what it says goes into a file."""
         if self._process is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="partc-prefork-")
+            self._place = str(Path(self._folder.name) / "socket")
             server = [sys.executable, __file__, self._place]
             self._process = subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert self._process.stdout is not None and self._process.stdout.readline() == b"ready\n"
@@ -110,7 +110,11 @@ class Server:
     def close(self) -> None:
         if self._process is not None:
             self._process.communicate()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+_SERVER = Server()  # not a function's cache: compiles clear those that a model's module holds
 
 
 class Forked:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.batch_indices import check_indices, check_writes
-from partc.frontend.branches.largest_numbers import reading_largest_numbers
+from partc.frontend.branches.permissions import BOTH_OUTCOMES, LARGEST_NUMBERS, permission
 from partc.frontend.branches.random_branches import (
     PARTLY_EMPTY,
     Branching,
@@ -24,7 +24,6 @@ from partc.frontend.branches.random_branches import (
     join_outcomes,
     told_apart,
 )
-from partc.frontend.branches.value_branches import joining_outcomes
 from partc.frontend.capture import Captured, capture
 from partc.frontend.capture.traced_step import Loss
 from partc.frontend.graph_reader import GraphReader, tensor_type
@@ -209,7 +208,7 @@ def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tu
     """Trace a model. If it does not trace otherwise, the largest numbers of entries are constants of the trace, and
     branches on values of tensors are followed both ways.
     """
-    with reading_largest_numbers() as reading, joining_outcomes() as joining:
+    with permission(LARGEST_NUMBERS) as reading, permission(BOTH_OUTCOMES) as joining:
         try:
             return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
         except PartcError as error:

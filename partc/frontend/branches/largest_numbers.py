@@ -9,15 +9,14 @@ numbers only if the model does not trace without them. A guard on them therefore
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from partc.frontend.branches.permissions import LARGEST_NUMBERS, permitted
 from partc.frontend.by_tensor import ByTensor
 from partc.torch_private import without_modes
 
@@ -28,37 +27,6 @@ _EACH = frozenset({
     "clamp_min", "clamp_max", "to", "long", "int", "float", "double", "type", "cpu", "detach", "clone", "contiguous",
 })  # fmt: skip
 _LARGEST = frozenset({"max", "amax"})
-
-
-@dataclass(slots=True)
-class Permission:
-    """Whether traces may do something, and whether one has asked for it."""
-
-    allowed: bool = False
-    asked: bool = False
-
-    def may(self) -> bool:
-        self.asked = True
-        return self.allowed
-
-
-_reading: ContextVar[Permission] = ContextVar("reading")
-
-
-def may_read() -> bool:
-    """Whether traces may read largest numbers."""
-    return _reading.get(Permission()).allowed
-
-
-@contextmanager
-def reading_largest_numbers() -> Iterator[Permission]:
-    """A context whose result says whether its traces may read largest numbers."""
-    reading = Permission()
-    before = _reading.set(reading)
-    try:
-        yield reading
-    finally:
-        _reading.reset(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +90,7 @@ class LargestNumbers:
         return None if image is None or image.reduced else self._read(_reduced(image))
 
     def _read(self, image: _Image) -> int | float | None:
-        if not _reading.get(Permission()).may():
+        if not permitted(LARGEST_NUMBERS).may():
             return None
         with without_modes():
             largest = {int(part[image.entry].max()) for part in self._integers}

@@ -22,7 +22,6 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -32,7 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source
 from partc.frontend.branches.guards import passing_guard, running_call
-from partc.frontend.branches.largest_numbers import LargestNumbers, Permission
+from partc.frontend.branches.largest_numbers import LargestNumbers
+from partc.frontend.branches.permissions import BOTH_OUTCOMES, permitted
 from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
@@ -90,20 +90,6 @@ _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{RANDOM_BRANCH}(Tensor test, int number, bool outcome, bool of_values) -> ()")
 _library.impl(RANDOM_BRANCH, lambda test, number, outcome, of_values: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.random_branch.default)
-
-
-_joining: ContextVar[Permission] = ContextVar("joining")
-
-
-@contextmanager
-def joining_outcomes() -> Iterator[Permission]:
-    """A context whose result says whether its traces may branch on the values of tensors."""
-    joining = Permission()
-    before = _joining.set(joining)
-    try:
-        yield joining
-    finally:
-        _joining.reset(before)
 
 
 class ValueWatch(TorchFunctionMode):
@@ -370,7 +356,7 @@ class ValueWatch(TorchFunctionMode):
             return number
         found = self.selections.answer(name, args[0])
         if found is NotImplemented:
-            if name in TESTS and len(self._tests) < MOST_BRANCHES and _joining.get(Permission()).may():
+            if name in TESTS and len(self._tests) < MOST_BRANCHES and permitted(BOTH_OUTCOMES).may():
                 return self._branch_on_values(args[0])
             return func(*args, **kwargs)
         return format(found, *args[1:]) if name == "__format__" else found

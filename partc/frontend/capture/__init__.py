@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
-from partc.frontend.branches.largest_numbers import may_read
+from partc.frontend.branches.permissions import LARGEST_NUMBERS, permitted
 from partc.frontend.branches.random_branches import Outcomes
 from partc.frontend.capture.batch import fake_batch, first_part, integer_parts, made_batch, rows_read_whole
 from partc.frontend.capture.built_model import (
@@ -163,7 +163,7 @@ def capture(
         tensors = {name: x for name, x in found.items() if isinstance(x, Tensor)}
         every = fake_batch(tensors, mode, dtype)
         batch = first_part(every, parts)
-        integers = integer_parts(make_batch, parts) if parts > 1 or may_read() else ()
+        integers = integer_parts(make_batch, parts) if parts > 1 or permitted(LARGEST_NUMBERS).allowed else ()
         traced = TracedModel(
             model=model,
             loss=loss,

@@ -306,6 +306,7 @@ class Forecast:
         return {}
 
     def _lay_out(self, builder: TimelineBuilder, region: str, graph: Graph, call: str) -> None:
+        """Append the operations of a call one by one."""
         begin = builder.now
         for name, segment, awaited in self._of_graph(region, graph):
             if awaited:

@@ -189,26 +189,17 @@ def in_order(
         return 0.0
 
     simulate(rows, places, links=links, play=play)
-    sources = _sources(links)
-    made = {
-        (each.stage, "F" if each.kind == "F" else "B", each.microbatch): position
-        for position, (_, each) in enumerate(run)
-        if each.kind != "W"
-    }
-    return tuple(
-        OrderedCompute(
-            rank,
-            each.stage,
-            each.kind,
-            tuple(
-                (made[source, result, each.microbatch], None if places[source] == rank else source)
-                for result in ("F" if each.kind == "F" else "B",)
-                if each.kind != "W"
-                for source in sources[result].get(each.stage, ())
-            ),
-        )
-        for rank, each in run
-    )
+    sources, made = _sources(links), dict[Key, int]()
+    found = []
+    for position, (rank, each) in enumerate(run):
+        reads: list[tuple[int, int | None]] = []
+        if each.kind != "W":  # the rest of a backward pass reads and makes nothing for other stages
+            result = "F" if each.kind == "F" else "B"
+            for source in sources[result].get(each.stage, ()):
+                reads.append((made[source, result, each.microbatch], None if places[source] == rank else source))
+            made[each.stage, result, each.microbatch] = position
+        found.append(OrderedCompute(rank, each.stage, each.kind, tuple(reads)))
+    return tuple(found)
 
 
 def timeline(

@@ -754,19 +754,16 @@ class TimedStages:
                     backward=inputs + weights,
                     inputs=inputs,
                     weights=weights,
-                    transfer=min(self.hop(stage), self.hop(stage + 1)),
+                    transfer=min(self.hops[stage], self.hops[stage + 1]),
                 )
             )
         return found
 
-    def hop(self, stage: int) -> float:
-        """The seconds until a value of the previous stage has arrived; infinite for the first stage and after the
-        last.
-        """
-        return self._hops[stage]
-
     @cached_property
-    def _hops(self) -> Sequence[float]:
+    def hops(self) -> Sequence[float]:
+        """For each stage, and the end behind the last: the seconds until a value of the previous stage has arrived;
+        infinite for the first stage and the end.
+        """
         places, found = self.stages.places, [math.inf]
         for stage, (source, target) in enumerate(pairwise(places), start=1):
             size = self.calls[stage].crossing[self.stages.cuts[stage][0]]
@@ -854,7 +851,7 @@ class TimedStages:
         fill = min(self._starts[stage] for stage in here)
         drain = 0.0
         if self.stages.chained:
-            hops = sum(self.hop(stage) for stage in range(1, first + 1))
+            hops = sum(self.hops[1 : first + 1])
             drain = hops + sum(each.inputs for each in self.durations[:first])
         work = times * sum(each.forward + each.backward for each in own)
         ends = ((self.calls[stage].moving, *self.stages.cuts[stage]) for stage in here)
@@ -877,7 +874,7 @@ class TimedStages:
     def _starts(self) -> Sequence[float]:
         """For each stage, the least seconds until the values that its first forward pass reads are there."""
         hops = (
-            (source, target, self.hop(target) if target == source + 1 else 0.0)
+            (source, target, self.hops[target] if target == source + 1 else 0.0)
             for source, target, _ in self.stages.links
         )
         return _longest([each.forward for each in self.durations], hops)

@@ -205,8 +205,8 @@ class RandomBranch:
     """A branch on a test of a random number: the test's value and number, its outcome in this trace, and the number of
     operations before it.
 
-    Branches on one comparison of one random number have one test, and so the same outcome. `of_values` is whether the
-    test reads other values than random numbers and flags.
+    Branches on one comparison of one random number have one test, and so the same outcome. `of_values` says whether
+    the test reads other values than random numbers and flags.
     """
 
     test: str
@@ -432,7 +432,6 @@ class _Join:
         added = {value.name: value for part in self.otherwise.values() for op in part for value in op.results}
         added.update((op.result.name, op.result) for op in self.constants)
         types = {**self.kept.graph.definitions(), **added}
-        taken = self.taken
         live = reached(self.kept.graph, self.kept.states)
         current: dict[str, str] = {}
         ops: list[Op] = [op for op in self.kept.graph.ops if op.name == "constant"] + self.constants
@@ -447,24 +446,24 @@ class _Join:
                 ops.extend(self._gates(branch, part[:count], True, outside, gates, current, types))
             for name in changed:
                 type = types[name].type if name in types else self.kept.states[name]
-                kept[name] = Value(name=unique(f"{name}_before", taken), type=type)
-                ops.extend(self._without_gradient(name, branch, type, taken))
+                kept[name] = Value(name=unique(f"{name}_before", self.taken), type=type)
+                ops.extend(self._without_gradient(name, branch, type))
                 before = ops[-1].result.name if name in self.kept.states else current.get(name, name)
                 ops.append(self._op("clone", branch, (Ref(before),), kept[name]))
             for index, op in enumerate((*part, None)):
                 if index == count and place:
                     for name, value in kept.items():
                         made = f"{name}_after"
-                        ops.extend(self._without_gradient(name, branch, value.type, taken))
+                        ops.extend(self._without_gradient(name, branch, value.type))
                         target = Ref(ops[-1].result.name if name in self.kept.states else current.get(name, name))
-                        after = [replace(value, name=unique(stem, taken)) for stem in (made, f"{made}_kept")]
+                        after = [replace(value, name=unique(stem, self.taken)) for stem in (made, f"{made}_kept")]
                         ops.append(self._choice(branch, target, Ref(value.name), after[0]))
                         ops.append(self._op("copy_", branch, (target, Ref(after[0].name)), after[1]))
                     others, other_gates = self.otherwise.get(branch, ()), dict(current)
                     if others and self.kept.branches[branch].of_values:
                         ops.extend(self._gates(branch, others, False, live, other_gates, current, types))
                     ops.extend(replace(op.renamed(other_gates), results=op.results) for op in others)
-                    ops.extend(self._choices(branch, current, types, taken))
+                    ops.extend(self._choices(branch, current, types))
                 if op is not None:
                     names = {**current, **gates} if index < count else current
                     ops.append(replace(op.renamed(names), results=op.results))
@@ -496,12 +495,12 @@ class _Join:
             gates[name] = unique(f"{name}_gated", self.taken)
             yield self._op("where", branch, (Ref(test.test), *both), Value(name=gates[name], type=type))
 
-    def _without_gradient(self, name: str, branch: int, type: TensorType, taken: set[str]) -> Iterator[Op]:
+    def _without_gradient(self, name: str, branch: int, type: TensorType) -> Iterator[Op]:
         """A parameter or buffer without its gradient, as which a branch changes it; none for other values."""
         if name in self.kept.states:
-            yield self._op("detach", branch, (Ref(name),), Value(name=unique(f"{name}_data", taken), type=type))
+            yield self._op("detach", branch, (Ref(name),), Value(name=unique(f"{name}_data", self.taken), type=type))
 
-    def _choices(self, branch: int, current: dict[str, str], values: dict[str, Value], taken: set[str]) -> Iterator[Op]:
+    def _choices(self, branch: int, current: dict[str, str], values: dict[str, Value]) -> Iterator[Op]:
         for made, instead in self.replaced.get(branch, {}).items():
             if self._changed_tensor(made) == self._changed_tensor(instead):
                 current[made] = current.get(instead, instead)
@@ -509,7 +508,7 @@ class _Join:
             if instead in values and values[made].type != values[instead].type:
                 raise self._refusal(branch, f"its outcomes are {values[made].type} and {values[instead].type}")
             both = Ref(current.get(made, made)), Ref(current.get(instead, instead))
-            result = replace(values[made], name=unique(f"{made}_chosen", taken))
+            result = replace(values[made], name=unique(f"{made}_chosen", self.taken))
             yield self._choice(branch, *both, result)
             current[made] = result.name
 

@@ -322,11 +322,11 @@ class ValueWatch(TorchFunctionMode):
             made = func(*args, **kwargs)
             self._flags[made] = True
             return made
+        if name not in (*TESTS, "item"):
+            return NotImplemented
         counts = args[0].dtype is not torch.bool
         path = enclosing_nodes(frame)
         around = path[-2] if len(path) > 1 else None
-        if name not in (*TESTS, "item"):
-            return NotImplemented
         if counts and name == "item" and (args[0].is_floating_point() or not isinstance(around, ast.Compare)):
             return NotImplemented  # Python would compare in fp64
         before = args[0].reshape(()).clone()  # the branch may change the flag

@@ -269,7 +269,7 @@ class SelectedRows:
     def written_alike(self, func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Any:
         """x[rows, …] = value for all rows, and x[rows, columns] = value with a column for each row.
 
-        A value is a row of `rows`, or the same for all of them.
+        The value has a row for each of `rows`, or is the same for all of them.
         """
         items = self.as_indices(x, index)
         mask = next(held.mask for item in items if (held := self.of(item)) is not None)

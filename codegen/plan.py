@@ -52,6 +52,7 @@ def plan(
         "seed": seed,
         "draws": program.draws,
         **({"draws_for_rows": True} if program.draws_for_rows else {}),
+        **({"branches": program.branches} if program.draws and program.branches else {}),
         "repeated": program.separate_batches,
         "flops": flops,
         "zero": program.zero,

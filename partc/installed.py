@@ -54,6 +54,12 @@ def line_of(frame: FrameType) -> Source:
     return Source(file=shortened(frame.f_code.co_filename), line=frame.f_lineno)
 
 
+def tested_place(frame: FrameType | None) -> tuple[str, int] | None:
+    """The innermost function outside machinery, and the line that it runs: both are the same in a copy of the file."""
+    frame = user_frame(frame)
+    return None if frame is None else (frame.f_code.co_name, frame.f_lineno)
+
+
 def _is_below(path: Path, folders: tuple[Path, ...]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
 

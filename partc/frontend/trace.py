@@ -458,6 +458,7 @@ def program_of(
         inputs=inputs,
         whole_inputs=captured.whole,
         largest=tuple(captured.largest.items()),
+        branches=captured.branches,
         values=(
             *(replace(value, name=name) for name, value in zip(inputs, graph.inputs, strict=True)),
             *values,

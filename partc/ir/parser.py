@@ -193,8 +193,8 @@ class _TextReader:
         self._parts: dict[str, list[Any]] = {
             key: []
             for key in (
-                "inputs", "whole_inputs", "largest", "values", "results", "parameters", "buckets", "calls", "transfers",
-                "updates", "reached", "places", "schedule", "repetitions",
+                "inputs", "whole_inputs", "largest", "branches", "values", "results", "parameters", "buckets", "calls",
+                "transfers", "updates", "reached", "places", "schedule", "repetitions",
             )
         }  # fmt: skip
         self._bodies: list[_Body] = []
@@ -229,7 +229,7 @@ class _TextReader:
             "region": self._region, "param": self._param, "forward": self._graph, "backward": self._graph,
             "weight": self._graph, "saved": self._saved, "kept": self._parse_kept, "return": self._return,
             "action": self._action, "for": self._loop, "repeat": self._repeat, "transport": self._transport,
-            "bucket": self._bucket, "largest": self._largest,
+            "bucket": self._bucket, "largest": self._largest, "branch": self._branch,
             **dict.fromkeys((*get_args(Verb), *get_args(When)), self._statement),
         }  # fmt: skip
         is_operation = re.match(rf"{_NAME}(, {_NAME})*\s+= \w", text) and word != CALL
@@ -266,6 +266,10 @@ class _TextReader:
     def _largest(self, text: str) -> None:
         match = _matched(rf"largest {_NAME} = (\d+)", text)
         self._parts["largest"].append((_name(match[1]), int(match[2])))
+
+    def _branch(self, text: str) -> None:
+        match = _matched(rf"branch {_NAME} = (\d+)", text)
+        self._parts["branches"].append((_name(match[1]), int(match[2])))
 
     def _value(self, text: str) -> None:
         self._parts["values"].append(_declared(text.removeprefix("value ")))

@@ -60,6 +60,7 @@ def print_program(program: Program, *, sources: bool = False) -> str:
     ]
     lines += [f"input {written_name(name)}{' whole' * (name in program.whole_inputs)}" for name in program.inputs]
     lines += [f"largest {written_name(name)} = {number}" for name, number in program.largest]
+    lines += [f"branch {written_name(name)} = {line}" for name, line in program.branches]
     lines += [f"value {_declared(value)}" for value in program.values]
     lines += [f"result {written_name(path)} = {written_name(value)}" for path, value in program.results]
     lines += [f"update {written_name(buffer)} = {written_name(value)}" for buffer, value in program.updates]

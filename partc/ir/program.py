@@ -600,6 +600,8 @@ class Program:
     are those of one microbatch, statistics and losses those of accumulated gradients; all of them read the entries
     `whole_inputs`, whatever their sizes.
     `largest` has the largest numbers of integer entries, where the model reads them; they are equal in all batches.
+    `branches` has the lines whose tests of values are branches with both outcomes in the program: the function that
+    contains the line, and the line's number.
     `draws` is the number of random operations in a step; they are numbered in the order in which one device runs them.
     With `draws_for_rows` some draw for rows that masks select, by place, and one device draws by order.
     `places` has the coordinate on the pipeline axis of every stage (empty: each stage's own number);
@@ -613,6 +615,7 @@ class Program:
     inputs: tuple[str, ...] = ()
     whole_inputs: tuple[str, ...] = ()
     largest: tuple[tuple[str, int], ...] = ()
+    branches: tuple[tuple[str, int], ...] = ()
     values: tuple[Value, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     transport: Transport = Transport()

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from partc.frontend.trace_errors import innermost_user_line
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.package.launch import refusals_reported
 from partc.package.loads import LoadCounts
-from partc.package.sampling import BranchSampling, Sampling, shorter_outcomes
+from partc.package.sampling import BranchSampling, BranchTests, Sampling, shorter_outcomes
 from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.optimizer.kinds import kind_of, options_of
 from partc.runtime.optimizer.recipe import Group, parse_recipe
@@ -298,17 +298,17 @@ def _schedule(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Branches:
-    """The branches on random numbers and flags in a model, and the parameters that get a gradient in some outcome."""
+    """The branches of a model, and the parameters that get a gradient in some outcome."""
 
     shorter: Mapping[int, Mapping[bool, int]]
-    flags: Sequence[tuple[nn.Module, str]]  # the buffers of single booleans that forward changes
+    tests: BranchTests
     trained: frozenset[str]
 
 
 def _branches(module: Any, model: nn.Module, plan: dict[str, Any], batch: Any) -> _Branches:
-    """Run both outcomes of all branches on random numbers and flags, and restore the model's buffers."""
+    """Run both outcomes of all branches, and restore the model's buffers."""
     if not plan["draws"]:
-        return _Branches(shorter={}, flags=(), trained=frozenset())
+        return _Branches(shorter={}, tests=BranchTests(), trained=frozenset())
     before = [
         (part, name, x, x.clone(), x._version)
         for part in model.modules()
@@ -322,19 +322,21 @@ def _branches(module: Any, model: nn.Module, plan: dict[str, Any], batch: Any) -
             loss_of(module, model, batch).backward()
         trained.update(name for name, x in model.named_parameters(remove_duplicate=False) if x.grad is not None)
 
-    shorter = shorter_outcomes(run, ())
+    tests = BranchTests(lines=frozenset((name, line) for name, line in plan.get("branches", ())))
+    shorter = shorter_outcomes(run, tests)
     flags = [
         (part, name)
         for part, name, x, old, version in before
         if is_flag(x) and (part._buffers[name] is not x or x._version != version or not x.equal(old))
     ]
     if flags:
-        shorter = shorter_outcomes(run, flags)
+        tests = replace(tests, flags=flags)
+        shorter = shorter_outcomes(run, tests)
     model.zero_grad(set_to_none=True)
     with torch.no_grad():
         for part, name, x, old, _ in before:
             part._buffers[name] = x.copy_(old)
-    return _Branches(shorter=shorter, flags=flags, trained=frozenset(trained))
+    return _Branches(shorter=shorter, tests=tests, trained=frozenset(trained))
 
 
 def _backward(
@@ -352,7 +354,7 @@ def _backward(
     with Sampling(seed, number) as sampling:
         for index, part in enumerate(parts):
             moved = {index * plan["draws"] + key: value for key, value in branches.shorter.items()}
-            drawing = BranchSampling(sampling, moved, branches.flags)
+            drawing = BranchSampling(sampling, moved, branches.tests)
             with as_one_device(plan), drawing, counts:
                 loss = loss_of(module, model, part)
             loss.backward()

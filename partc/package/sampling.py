@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError
 from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
+from partc.installed import tested_place
 from partc.runtime.random import Draw, dropout, stream
 from partc.runtime.torch_private import TorchDispatchMode
 
@@ -71,22 +74,28 @@ class Sampling(TorchDispatchMode):
         torch.default_generator.manual_seed(torch.default_generator.initial_seed() + count)
 
 
-class BranchSampling(TorchFunctionMode):
-    """Gives random operations after a branch on a random number or a flag the same numbers for both outcomes, as in
-    packages.
-
-    A package runs both outcomes of such a branch. `shorter` has the number of random operations that an outcome lacks,
-    by the number of random operations before the branch. `flags` are the buffers of flags that forward changes, by
-    module and name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchTests:
+    """Tests that are branches, besides those of random numbers: of flags, buffers that forward changes, by module and
+    name; and of values, by the function and the line of the test.
     """
 
-    def __init__(
-        self, sampling: Sampling, shorter: Mapping[int, Mapping[bool, int]], flags: Sequence[tuple[nn.Module, str]] = ()
-    ) -> None:
+    flags: Sequence[tuple[nn.Module, str]] = ()
+    lines: frozenset[tuple[str, int]] = frozenset()
+
+
+class BranchSampling(TorchFunctionMode):
+    """Gives random operations after a branch the same numbers for both outcomes, as in packages.
+
+    A package runs both outcomes of such a branch. `shorter` has the number of random operations that an outcome lacks,
+    by the number of random operations before the branch. `branches` says which tests are branches.
+    """
+
+    def __init__(self, sampling: Sampling, shorter: Mapping[int, Mapping[bool, int]], branches: BranchTests) -> None:
         super().__init__()
         self._sampling = sampling
         self._shorter = shorter
-        self._flags = flags
+        self._branches = branches
         self._drawn = RandomTests()
 
     def __torch_function__(
@@ -97,8 +106,10 @@ class BranchSampling(TorchFunctionMode):
             return self._drawn.number(args[0])
         if name in TESTS and (test := self._drawn.of(args[0])) is not None and not test.is_certain:
             return self.branch(args[0], test.below)
-        if name in (*TESTS, "item") and any(args[0] is part._buffers[flag] for part, flag in self._flags):
+        if name in (*TESTS, "item") and any(args[0] is part._buffers[flag] for part, flag in self._branches.flags):
             return self.branch(args[0], True)
+        if name in TESTS and self._branches.lines and tested_place(sys._getframe(1)) in self._branches.lines:
+            return self.branch(args[0], False)
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         self._drawn.follow(name, args, kwargs, made)
@@ -111,10 +122,10 @@ class BranchSampling(TorchFunctionMode):
 
 
 class BranchCount(BranchSampling):
-    """Takes one outcome of every branch on a random number or a flag, and counts the random operations after it."""
+    """Takes one outcome of every branch, and counts the random operations after it."""
 
-    def __init__(self, sampling: Sampling, outcomes: Outcomes, flags: Sequence[tuple[nn.Module, str]]) -> None:
-        super().__init__(sampling, {}, flags)
+    def __init__(self, sampling: Sampling, outcomes: Outcomes, branches: BranchTests) -> None:
+        super().__init__(sampling, {}, branches)
         self._outcomes = outcomes
         self.before: list[int] = []  # the number of random operations before each branch
 
@@ -123,7 +134,7 @@ class BranchCount(BranchSampling):
         return self._outcomes.below(len(self.before) - 1) == below
 
 
-def shorter_outcomes(run: Callable[[], Any], flags: Sequence[tuple[nn.Module, str]]) -> dict[int, dict[bool, int]]:
+def shorter_outcomes(run: Callable[[], Any], branches: BranchTests) -> dict[int, dict[bool, int]]:
     """For each branch of `run`, how many fewer random operations each outcome draws than the outcome that draws more.
 
     A branch's key is its position: the number of random operations before it, with the longer outcome of every earlier
@@ -132,7 +143,7 @@ def shorter_outcomes(run: Callable[[], Any], flags: Sequence[tuple[nn.Module, st
     behind: list[list[int]] = []
     first = 0
     for outcomes in (Outcomes.ABOVE, Outcomes.BELOW):
-        with Sampling(0, 0) as sampling, BranchCount(sampling, outcomes, flags) as count:
+        with Sampling(0, 0) as sampling, BranchCount(sampling, outcomes, branches) as count:
             run()
         if not count.before:
             return {}

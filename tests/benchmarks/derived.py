@@ -237,11 +237,17 @@ def below(limit: int, *shape: int) -> Tensor:
 def words(sizes: Sizes) -> Tensor:
     """Random tokens, the first ones the places of a picture or sound."""
     made = torch.randint(min(3, sizes.words - 1), sizes.words, (BATCH, sizes.length + sizes.places))
-    for name in ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id"):
-        if sizes.places and isinstance(token := getattr(sizes.config, name, None), int):
-            made[:, 1 : 1 + sizes.places] = token
-            break
+    token = place_token(sizes.config)
+    if sizes.places and token is not None:
+        made[:, 1 : 1 + sizes.places] = token
     return made
+
+
+def place_token(config: Any) -> int | None:
+    """The token of the places of a picture or sound."""
+    names = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id")
+    found = (getattr(part, name, None) for part in parts(config) for name in names)
+    return next((each for each in found if isinstance(each, int)), None)
 
 
 def plain_words(sizes: Sizes) -> Tensor:
@@ -285,6 +291,7 @@ PICTURES: tuple[Maker, ...] = (
     lambda s: noise(1, s.channels, s.image, s.image),
     lambda s: noise(s.channels, 64, 64),
     lambda s: noise(s.channels, 128, 128),
+    lambda s: patches(s).unflatten(0, (BATCH, -1)),
     lambda s: noise(2, s.channels, s.image, s.image),
     lambda s: noise(16, s.channels * s.patch**2),
     lambda s: torch.randn(BATCH * 4, s.channels, s.patch, s.patch),
@@ -459,7 +466,7 @@ def of_model(model: nn.Module, kind: type[nn.Module], config: Any, said: list[st
             attempt = Recipe(model=kind, config=config, sizes=sizes, inputs=chosen)
             error = trained(model, attempt)
             if isinstance(error, Recipe):
-                return error
+                return with_places(model, error)
             shapes = {name: tuple(x.shape) for name, x in attempt.batch().items() if isinstance(x, Tensor)}
             said.append(f"{kind.__name__} {shapes}: {error}"[:300])
             places = counted(model, attempt) if "tokens" in error else 0
@@ -467,6 +474,16 @@ def of_model(model: nn.Module, kind: type[nn.Module], config: Any, said: list[st
                 break
             sizes = dataclasses.replace(sizes, places=places)
     return None
+
+
+def with_places(model: nn.Module, found: Recipe) -> Recipe:
+    """The recipe with places for the picture or sound, if the model also takes a text without any."""
+    reads_both = "input_ids" in found.inputs and not {*SENSES}.isdisjoint(found.inputs)
+    if not reads_both or found.sizes.places or place_token(found.config) is None:
+        return found
+    placed = dataclasses.replace(found, sizes=dataclasses.replace(found.sizes, places=counted(model, found)))
+    made = trained(model, placed) if placed.sizes.places else ""
+    return made if isinstance(made, Recipe) else found
 
 
 def of_configuration(model: nn.Module, kind: type[nn.Module], config: Any, said: list[str]) -> Recipe | None:
@@ -498,7 +515,7 @@ def of_configuration(model: nn.Module, kind: type[nn.Module], config: Any, said:
 def counted(model: nn.Module, attempt: Recipe) -> int:
     """The number of text positions that a picture or sound of a batch takes, by the library's own count."""
     batch = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in attempt.batch().items()}
-    for owner, name in itertools.product((getattr(model, "model", None), model),
+    for owner, name in itertools.product((getattr(model, "model", None), model, *model.children()),
                                          ("get_image_features", "get_audio_features", "get_video_features")):  # fmt: skip
         features = getattr(owner, name, None)
         wanted = inspect.signature(features).parameters if features is not None else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -122,6 +123,19 @@ class Net(nn.Module):
         return F.mse_loss(self.head(F.dropout(self.body(self, x), 0.1, self.training)), y)
 
 
+@functools.lru_cache(maxsize=4)
+def positions(count: int) -> Tensor:
+    return torch.linspace(-1.0, 1.0, count)
+
+
+def by_values(net: Net, x: Tensor) -> Tensor:
+    """Branches on values, of which the outcomes draw differently often; a cache is filled in the first step."""
+    x = x + positions(WIDTH)
+    for place, layer in enumerate(net.layers):
+        x = layer(x) if x[:, place].sum() > 0 else x + F.dropout(F.dropout(x, 0.2), 0.1)
+    return x
+
+
 def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(8, WIDTH), "y": torch.randn(8, 4)}
 
@@ -138,6 +152,7 @@ def batch() -> dict[str, Tensor]:
         (normed, "dp=2"),
         (changing, "dp=2"),
         (selecting, "dp=2"),
+        (by_values, "dp=2"),
     ],
 )
 def test_layers_that_a_random_number_drops(body: Callable[[Net, Tensor], Tensor], mesh: str) -> None:

@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "forward asserts": ((("h = ", "assert x.shape[0] == 5, 'five'; h = "),), "P0206", 11),
     "forward exits": (((OUT, "exit()"),), "P0206", 12),
     "forward calls itself": ((("h = ", "h = self.forward(x); h = "),), "P0206", 11),
-    "a branch on values": (((OUT, "x.sum() if h.sum() > 0 else h.sum()"),), "P0206", 12),
+    "a branch in a branch on values": (((OUT, "x.sum() if h.sum() > 0 else h.sum() if h.max() > 1 else x.max()"),), "P0206", 12),
     "a loop over values": (((OUT, "h.sum() * len([1 for v in h.flatten() if v > 0])"),), "P0206", 12),
     "item()": (((OUT, "h.sum() * h.max().item()"),), "P0206", 12),
     "tolist()": (((OUT, "h.sum() * h.sum(0).tolist()[0]"),), "P0206", 12),

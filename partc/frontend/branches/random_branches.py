@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from typing import Any
@@ -299,7 +299,7 @@ class _Join:
             branch = place - 1
             count, others = 0, 0
             if place and shortened[branch]:
-                alike = _alike_at_end(mine, its)
+                alike = _alike_at_end(mine, its, same, {*missing, *constants[0]})
                 count, others = len(mine) - alike, len(its) - alike
                 self.left_out[branch] = count
                 self.replaced.setdefault(branch, {})
@@ -539,10 +539,21 @@ def _form(op: Op) -> tuple[Any, ...]:
     return op.name, plain.args, plain.attrs, [value.type for value in op.results]
 
 
-def _alike_at_end(mine: Sequence[Op], its: Sequence[Op]) -> int:
-    """The number of operations at the end of both lists that are equal but for the names of values."""
-    pairs = zip(reversed(mine), reversed(its), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: _form(pair[0]) == _form(pair[1]), pairs))
+def _alike_at_end(mine: Sequence[Op], its: Sequence[Op], same: Mapping[str, str], free: Container[str]) -> int:
+    """The number of operations at the end of both lists that are equal but for the names of values.
+
+    Operands from before the lists are the same values, except those that are `free`.
+    """
+    own = {value.name for op in mine for value in op.results}
+
+    def alike(pair: tuple[Op, Op]) -> bool:
+        one, two = pair
+        if _form(one) != _form(two):
+            return False
+        operands = zip(one.refs(), two.refs(), strict=True)
+        return all(wanted in own or wanted in free or same.get(given, given) == wanted for wanted, given in operands)
+
+    return sum(1 for _ in takewhile(alike, zip(reversed(mine), reversed(its), strict=False)))
 
 
 def _constants(graph: Graph) -> dict[str, Op]:

@@ -42,7 +42,7 @@ from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.functions import UNCHECKED, for_each, is_for_each, traceable_form
 from partc.frontend.traceable_forms.packed_sequences import PackedSequences
-from partc.installed import line_of, user_frame
+from partc.installed import line_of, tested_place, user_frame
 from partc.torch_private import GuardOnValues, checks, lists, outside_functorch, without_modes
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed
@@ -118,6 +118,7 @@ class ValueWatch(TorchFunctionMode):
         self._frozen = FrozenWeights(whole=whole)
         self._drawn = RandomTests()
         self._tested: ByTensor[dict[int, object]] = ByTensor()  # tested tensor -> the test of each of its versions
+        self.branches: dict[tuple[str, int], None] = {}  # the function and the line of each branch on values
         self._flags: ByTensor[bool] = ByTensor()  # booleans that forward changes in some steps, and counters
         self.assumed: dict[tuple[Source, str], None] = {}  # the line and text of each guard
         self._known: ByTensor[Tensor] = ByTensor()
@@ -539,6 +540,8 @@ class ValueWatch(TorchFunctionMode):
 
     def _branch_on_values(self, x: Tensor) -> bool:
         """The outcome of a branch on whether an element of a tensor is set. Branches on one tensor have one test."""
+        if (place := tested_place(sys._getframe(1))) is not None:
+            self.branches[place] = None
         known = self._tested.get(x)
         if known is None:
             known = self._tested[x] = {}

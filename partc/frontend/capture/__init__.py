@@ -75,6 +75,7 @@ class Captured:
     passed: Mapping[str, Set[Hashable]] = field(default_factory=dict)  # Python values at calls of equal modules
     integers: tuple[Mapping[str, Tensor], ...] = ()  # for each part of the batch: its integer entries, with values
     largest: Mapping[str, int] = field(default_factory=dict)  # the largest numbers of entries that forward reads
+    branches: tuple[tuple[str, int], ...] = ()  # the function and the line of each branch on values
     left: Mapping[tuple[str, str], Any] = field(default_factory=dict)  # Python values that forward changes
     numbers: tuple[Source, ...] = ()  # lines that use the number of selected rows as an integer
     pairs: Mapping[str, str] = field(default_factory=dict)  # buffers, each with another in its memory
@@ -201,6 +202,7 @@ def capture(
         passed=marked.passed,
         integers=integers if parts > 1 else (),
         largest=findings.largest,
+        branches=findings.branches,
         left=left,
         numbers=tuple(selections.numbers),
         pairs=untrained_pairs(pairs),

@@ -72,6 +72,7 @@ class TraceFindings:
     repeats: Repeats  # the marked calls
     selections: Selections  # of rows
     largest: Mapping[str, int]  # the largest numbers of entries, where forward reads them
+    branches: tuple[tuple[str, int], ...]  # the function and the line of each branch on values
 
 
 class _ChangedError(Exception):
@@ -141,6 +142,7 @@ class TracedStep(nn.Module):
                 repeats=repeats,
                 selections=values.selections,
                 largest=largest.read,
+                branches=tuple(values.branches),
             )
         )
         buffers.keep(self._watch.line_of, values.knows)

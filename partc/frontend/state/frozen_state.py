@@ -396,9 +396,13 @@ class StateWatch:
                     self.ends.append((store, name, store[name]))
 
     def left(self) -> dict[tuple[str, str], Any]:
-        """The Python values that forward has changed, as it left them; None for tensors."""
+        """The Python values that forward has changed, as it left them; None for tensors.
+
+        Functions' caches, whose objects differ between traces, are left out: `check` tries what they do.
+        """
         assert self.state is not None
-        return {key: None if change.tensors else self.state.value(key) for key, change in self.changes.items()}
+        kept = ((key, change) for key, change in self.changes.items() if key[0] != "cache")
+        return {key: None if change.tensors else self.state.value(key) for key, change in kept}
 
     def line_of(self, name: str) -> Source | None:
         """The user's line that assigns to an attribute."""

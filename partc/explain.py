@@ -322,7 +322,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
         "of tokens) is computed once per step and is exact. A balancing loss of the whole batch is a product of sums "
         "over all tokens, whose gradient in the first microbatch needs the last one: of losses by token or by "
         "sequence, microbatches have exact shares. Integers of the batch that number rows of the whole batch, such as "
-        "the ends of a graph's edges, reach beyond a microbatch: such a model needs --microbatches 1.",
+        "the ends of a graph's edges, reach beyond a microbatch: such a model needs --microbatches 1. So does one that "
+        "packs the rows of all examples, such as patches of pictures, into an entry of which a microbatch has places "
+        "for some.",
     ),
     "P0403": CodeExplanation(
         "more pipeline stages than calls",

@@ -4,8 +4,12 @@
                                                                   starts, ends: numbers below 32
 
 If each microbatch is a batch of its own, such indices reach beyond its rows. The indices of the example batch are
-computed from its integers alone, part by part. Values that are written must fit their places, which torch does not
-check for tensors without memory.
+computed from its integers alone, part by part. So are masks:
+
+    words.masked_scatter(ids == PICTURE, pictures)                pictures: 32 rows in an entry that no part cuts,
+                                                                  of which a microbatch has places for 16
+
+Values that are written must fit their places, which torch does not check for tensors without memory.
 """
 
 from __future__ import annotations
@@ -27,14 +31,19 @@ _BY_DIM = (
 _MASKS = (torch.bool, torch.uint8)
 
 
-def check_indices(exported: ExportedProgram, names: Sequence[str], parts: Sequence[Mapping[str, Tensor]]) -> None:
-    """Check that no index of a part of the batch lies outside of its tensor.
+def check_indices(
+    exported: ExportedProgram, names: Sequence[str], whole: Sequence[str], parts: Sequence[Mapping[str, Tensor]]
+) -> None:
+    """Check that no index of a part of the batch lies outside of its tensor, and that every part has places for all
+    rows of entries that it reads whole.
 
-    `names` are the entries of the batch, and `parts` have the values of those that are integers.
+    `names` are the entries of the batch, of which no part cuts those of `whole`; `parts` have the values of those that
+    are integers.
 
     Raises PartcError P0402 at the line that reads or writes there.
     """
     entries = dict(zip(exported.graph_signature.user_inputs, names, strict=True))
+    read = _entries_read(exported.graph, entries) if parts else {}
     for part in parts:
         known: dict[fx.Node, Any] = {}
         for node in exported.graph.nodes:
@@ -45,7 +54,45 @@ def check_indices(exported: ExportedProgram, names: Sequence[str], parts: Sequen
                     numbers = known.get(index)
                     if isinstance(numbers, Tensor) and numbers.numel() and numbers.max() >= size:
                         raise _refusal(node, int(numbers.max()), size, len(parts))
+                if _name(node) == "masked_scatter":
+                    _check_places(node, known, read, whole, len(parts))
                 _follow(node, known)
+
+
+def _entries_read(graph: fx.Graph, entries: Mapping[str, str]) -> Mapping[fx.Node, frozenset[str]]:
+    """The entries of the batch from which each value is computed."""
+    read: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        own = frozenset({entries[node.name]} if node.name in entries else ())
+        read[node] = own.union(*map(read.__getitem__, node.all_input_nodes))
+    return read
+
+
+def _check_places(
+    node: fx.Node,
+    known: Mapping[fx.Node, Any],
+    read: Mapping[fx.Node, frozenset[str]],
+    whole: Sequence[str],
+    parts: int,
+) -> None:
+    """Check that a mask of one part selects places for all rows of entries that are read whole."""
+    x, mask, source = node.args
+    if not isinstance(x, fx.Node) or not isinstance(mask, fx.Node) or not isinstance(source, fx.Node):
+        return
+    selected, entries = known.get(mask), read[source]
+    if not isinstance(selected, Tensor) or not entries or not entries <= {*whole} or read[mask] <= {*whole}:
+        return
+    with without_modes():
+        places = int(selected.expand(tuple(x.meta["val"].shape)).sum())
+    given = source.meta["val"].numel()
+    if places != given:
+        raise PartcError(
+            "P0402",
+            f"each of {parts} microbatches reads the whole entry {min(entries)}, and writes {given} elements computed"
+            f" from it to the places of a mask, of which the microbatch has {places}",
+            help="compile with --microbatches 1, or a batch in which each entry has a row for each example",
+            source=source_of(node),
+        )
 
 
 def check_writes(exported: ExportedProgram, parts: int) -> None:
@@ -82,6 +129,9 @@ def _follow(node: fx.Node, known: dict[fx.Node, Any]) -> None:
     if schema is not None and schema.is_mutable:
         for given in node.all_input_nodes:
             known.pop(given, None)
+    elif _name(node) == "expand_as":  # of the other operand, whose values it does not read, only the shape is known
+        if node.args[0] in known:
+            known[node] = known[node.args[0]].expand(tuple(node.meta["val"].shape))
     elif node.all_input_nodes and all(given in known for given in node.all_input_nodes):
         if schema is not None and (not schema.name.startswith("aten::") or "empty" in schema.name):
             return  # partc's own operators have shapes alone, without values

@@ -417,7 +417,7 @@ def program_of(
     """The program of an exported model (the region `main`, called once), and its branches on random numbers."""
     parameters = _parameters(captured.model, captured.trained)
     owners = {alias: p.name for p in parameters for alias in (p.name, *p.aliases)}
-    check_indices(captured.exported, tuple(captured.batch), captured.integers)
+    check_indices(captured.exported, tuple(captured.batch), captured.whole, captured.integers)
     check_writes(captured.exported, batches.parts)
     reader = GraphReader(captured, owners)
     graph = reader.read()

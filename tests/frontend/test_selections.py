@@ -874,3 +874,28 @@ def test_examples_with_other_numbers_of_places_are_refused() -> None:
     mask[1, 2] = True
     with pytest.raises(RuntimeError, match="has to select 2 elements"):
         selected_places(mask, 2)
+
+
+def packed(rows: Tensor) -> dict[str, Tensor]:
+    ids = torch.arange(5).expand(8, 5).masked_fill(torch.arange(5) < 2, 7)
+    return {"ids": ids, "features": rows}
+
+
+class RowsInOrder(PlacedRows):
+    """The examples depend on each other, so that each microbatch is a batch of its own."""
+
+    def forward(self, ids: Tensor, features: Tensor) -> Tensor:
+        return super().forward(ids, features) + self.words(ids).flatten(1).cumsum(0).square().mean()
+
+
+def test_packed_rows_of_all_examples_are_refused_where_a_batch_has_places_for_some() -> None:
+    """Each microbatch would read the rows of the first examples. An entry with a row for each example is cut."""
+    rows = torch.randn(8, 2, 4, dtype=torch.float64)
+    given: dict[str, Any] = {"mesh": "pp=2", "precision": "fp64"}
+    assert partc.compile(RowsInOrder, packed(rows), microbatches=2, **given).verify(steps=2).ok
+    assert partc.compile(RowsInOrder, packed(rows.flatten(0, 1)), **given).verify(steps=2).ok
+    assert partc.compile(PlacedRows, packed(rows.flatten(0, 1)), microbatches=2, **given).verify(steps=2).ok
+    with pytest.raises(PartcError, match=r"reads the whole entry features, and writes 96 .* has 48") as error:
+        partc.compile(RowsInOrder, packed(rows.flatten(0, 1)), microbatches=2, **given)
+    assert error.value.code == "P0402" and error.value.source is not None
+    assert error.value.source.file == __file__

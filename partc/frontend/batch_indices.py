@@ -130,8 +130,9 @@ def _follow(node: fx.Node, known: dict[fx.Node, Any]) -> None:
         for given in node.all_input_nodes:
             known.pop(given, None)
     elif _name(node) == "expand_as":  # of the other operand, whose values it does not read, only the shape is known
-        if node.args[0] in known:
-            known[node] = known[node.args[0]].expand(tuple(node.meta["val"].shape))
+        given = node.all_input_nodes[0]
+        if given in known:
+            known[node] = known[given].expand(tuple(node.meta["val"].shape))
     elif node.all_input_nodes and all(given in known for given in node.all_input_nodes):
         if schema is not None and (not schema.name.startswith("aten::") or "empty" in schema.name):
             return  # partc's own operators have shapes alone, without values

@@ -65,7 +65,7 @@ def build(
         loads = re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", built.asm["ptx"])
         ahead = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (?:0x)?([0-9a-f]+)", built.asm["ptx"])
         sizes = [*(int(count or 1) * int(bits) // 8 for count, bits in loads), *(int(size, 16) for size in ahead)]
-        wide = {"bytes": max(sizes, default=0)}
+        wide = {"bytes": max(sizes, default=0), "widest": sizes.count(max(sizes, default=0))}
         said = said_by_ptxas(built.asm["ptx"], architecture)
         yield {"kernel": function.__name__, "sm": architecture, "shared": built.metadata.shared, **said, **wide}
 

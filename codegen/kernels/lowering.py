@@ -33,6 +33,7 @@ from partc.errors import InternalError
 from partc.ir.layout import Sizes
 from partc.ir.program import FLOATING, Arg, DType, Op, Ref, TensorType
 from partc.rules import kernels
+from partc.rules.rule import argument
 
 # Statistics of a streamed row: the variables of the template.
 STREAMS: Mapping[str, str] = {"shard_max": "largest", "sum_exp": "sums", "pick": "picked", "smooth_sum": "logits_sum"}
@@ -54,6 +55,7 @@ class Lowering:
     over: dict[str, frozenset[sympy.Symbol]] = field(default_factory=dict)  # variable -> the loops over which it varies
     # Symbol of a position in a table -> the variable of its index.
     looked_up: dict[sympy.Symbol, Found] = field(default_factory=dict)
+    clamped: set[sympy.Symbol] = field(default_factory=set)  # those that are positions even if their index is none
     beyond: dict[sympy.Symbol, int] = field(
         default_factory=dict
     )  # ranges of symbols other than loops: looked-up positions, and ranks
@@ -88,7 +90,7 @@ class Lowering:
                 place=sympy.expand(place),
                 guards=guards,
                 dtype=argument.dtype,
-                anywhere=bool(self.looked_up) and place.free_symbols & set(self.ranges) <= set(self.looked_up),
+                anywhere=bool(self.clamped) and place.free_symbols & set(self.ranges) <= self.clamped,
             )
         )
         over = place.free_symbols.union(*(guard.index.free_symbols for guard in guards)) & set(self.ranges)
@@ -98,6 +100,8 @@ class Lowering:
     def _lowered(self, name: str, index: Index, guards: Guards) -> Found:
         op, number = self._makers[name]
         match kernels.kind(op):
+            case _ if op.name == "index_select":
+                return self._gathered(op, index, guards)
             case "constant" if op.name == "drawn":
                 return self._drawn(op, index)
             case "constant":
@@ -114,6 +118,8 @@ class Lowering:
                 return self._masked(op, index, guards)
             case "pointwise":
                 return self._computed(op, index, guards)
+            case "reduction" if not self.columns:
+                return self._added(op, index, guards)
             case "reduction":
                 return self._reduced(op, index)
             case "streamed":  # computed by the template
@@ -225,6 +231,31 @@ class Lowering:
         along = frozenset().union(*(part.free_symbols for part in self.columns))
         return Found(target, source.dtype, over=source.over - along)
 
+    def _gathered(self, op: Op, index: Index, guards: Guards) -> Found:
+        """An element of the row whose number another operand has. All numbers are those of rows."""
+        source, dim, rows = op.args
+        assert isinstance(source, Ref) and isinstance(rows, Ref) and dim == 0
+        row = self.value(rows.name, index[:1], guards)
+        place = sympy.Symbol(row.text, integer=True, nonnegative=True)
+        self.looked_up[place] = row
+        self._range(place, self.shape(source.name)[0])
+        return self.value(source.name, (place, *index[1:]), guards)
+
+    def _added(self, op: Op, index: Index, guards: Guards) -> Found:
+        """A sum of a few elements."""
+        (name,) = op.refs()
+        shape, dims = self.shape(name), argument(op, 1, "dim")
+        assert isinstance(dims, tuple) and isinstance(dims[0], int)
+        dim = dims[0] % len(shape)
+        after = index[dim + (1 if argument(op, 2, "keepdim", False) else 0) :]
+        parts = [self.value(name, (*index[:dim], sympy.Integer(at), *after), guards) for at in range(shape[dim])]
+        result, dtype = computed_in(op.result.type.dtype), op.result.type.dtype
+        text = " + ".join(cast(part, result) for part in parts)
+        if self.rounding and dtype != result:
+            text = f"({text}).to({TRITON[dtype]}).to({TRITON[result]})"
+        over = frozenset[sympy.Symbol]().union(*(part.over for part in parts))
+        return Found(self._statement(op.result.name, text), result, over=over)
+
     def _looked_up(self, table: Arg, labels: Found | None) -> Found:
         """A label's entry in a table; a label outside the classes reads the first entry."""
         assert isinstance(table, Ref) and labels is not None
@@ -232,6 +263,7 @@ class Lowering:
         text = f"tl.where(({labels.text} >= 0) & ({labels.text} < {size}), {labels.text}, 0)"
         place = sympy.Symbol(self._statement(f"{table.name}_place", text), integer=True, nonnegative=True)
         self.looked_up[place] = labels
+        self.clamped.add(place)
         self._range(place, size)
         return self.value(table.name, (place if size > 1 else ZERO,))
 

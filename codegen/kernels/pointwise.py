@@ -37,8 +37,13 @@ class Pointwise(Kernel):
     count: int
     wide: bool
     rows: str
+    gathered: int  # the fewest rows of an argument whose rows another argument numbers; 0: there is none
 
     template = "pointwise"
+
+    @property
+    def below(self) -> int:
+        return self.gathered or super(Pointwise, self).below
 
     @property
     def configuration(self) -> Configuration:
@@ -110,6 +115,7 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
         count=count,
         wide=wide,
         rows=rows,
+        gathered=min(_gathered(op, draft), default=0),
         lines=tuple(written),
     )
 
@@ -124,6 +130,13 @@ def _counted(op: Op, draft: Draft, count: int) -> tuple[str, int]:
     name, argument = list(draft.arguments.items())[place]
     axes = (axis for sub in draft.types[name].layout.dims[0] for axis in sub.axes if axis != TIME_AXIS)
     return argument.name, count * math.prod(draft.sizes[axis] for axis in axes)
+
+
+def _gathered(op: Op, draft: Draft) -> Iterator[int]:
+    """The numbers of rows of the arguments whose rows are selected."""
+    for step in op.body:
+        if step.name == "index_select":
+            yield draft.types[next(step.refs())].layout.local_shape(draft.sizes)[0]
 
 
 def _shaped(name: str, op: Op) -> str:

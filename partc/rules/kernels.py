@@ -2,8 +2,9 @@
 
 An elementwise operation is an expression of its operands, with `{0}` for the first; longer code is a function in
 partc/kernels/functions.py. Operands have the type of the computation (fp32 for 16-bit types). Views and constants are
-index expressions and move no data. Reductions run along the last dimensions, within the tile of one program, or along
-all other dimensions. Composites consist of these (partc.passes.fuse.composites).
+index expressions and move no data. A gather reads the rows whose numbers another operand has. Reductions run along the
+last dimensions, within the tile of one program, or along all other dimensions; a sum over one short dimension adds its
+elements one by one. Composites consist of these (partc.passes.fuse.composites).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Literal
 from partc.ir.program import FLOATING, ITEMSIZE, Arg, DType, DTypeArg, Op, Ref
 
 Spelling = str | Callable[[Op], str | None]
-Kind = Literal["pointwise", "view", "constant", "reduction", "composite", "streamed"]
+Kind = Literal["pointwise", "view", "gather", "constant", "reduction", "composite", "streamed"]
 
 # Operations whose results are contiguous, whatever the operands' strides.
 CONTIGUOUS = frozenset(
@@ -69,6 +70,8 @@ def kind(op: Op) -> Kind | None:
     if op.name in _INDEXED:
         stepped = op.name == "slice_backward" and op.args[5] != 1
         return None if stepped or op.attrs else "view"
+    if op.name == "permute_rows":
+        return "gather" if len(op.args) == 3 else None
     if op.name == "drawn":
         return "constant"
     if op.name in CONSTANTS:

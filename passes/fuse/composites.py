@@ -1,4 +1,5 @@
-"""Norms, softmaxes and row statistics, spelled as elementwise operations and sums along rows and columns.
+"""Norms, softmaxes, row statistics and permuted rows, spelled as elementwise operations, sums along rows and columns,
+and selections of rows.
 
     y, rstd = rms_norm(x, (4096,), w, 1e-05)   ->   y_square = mul(x, x)
                                                     y_sum    = sum(y_square, (2,), True)
@@ -242,6 +243,11 @@ def _linear_grad_bias(w: _RowWriter, grad: Ref) -> None:
     w.column(grad, 1, w.op.result)
 
 
+def _permute_rows(w: _RowWriter, x: Ref, order: Ref, inverse: Ref) -> None:
+    made = w.op.result
+    w._write("index_select", (x, 0, order), made.type.layout, "", made)
+
+
 _COMPOSITES: Mapping[str, Callable[..., Ref | None]] = {
     "rms_norm": _rms_norm,
     "rms_norm_backward": _rms_norm_backward,
@@ -261,4 +267,5 @@ _COMPOSITES: Mapping[str, Callable[..., Ref | None]] = {
     "std": _var,
     "linalg_vector_norm": _norm,
     "linear_grad_bias": _linear_grad_bias,
+    "permute_rows": _permute_rows,
 }

@@ -11,7 +11,7 @@ from partc.ir.layout import Sizes
 from partc.ir.program import RAGGED, SPARSE, Graph, Op, Ref, Region, Value, needed
 from partc.ir.ragged import ragged_rows
 from partc.passes.fuse.composites import in_fp32, spelled_out
-from partc.passes.fuse.iteration_spaces import Form, columns, fits, form
+from partc.passes.fuse.iteration_spaces import Form, columns, fits, form, is_short_sum
 from partc.passes.fuse.names import stem
 from partc.passes.fuse.norm_halves import HALVES, with_norm_halves
 from partc.passes.fuse.registers import fits_registers, is_long
@@ -91,7 +91,7 @@ class _Work:
             for name in self.roots[index] if kind not in ("view", "constant") else ():
                 self.readers.setdefault(name, set()).add(index)
         self.outside = self._read_as_views()
-        done = ("pointwise", "reduction", "composite")
+        done = ("pointwise", "gather", "reduction", "composite")
         self.groups = {index: self._group({index}) for index, kind in enumerate(self.kinds) if kind in done}
         # Operation -> the key of its group, or its own index.
         self.place = {index: index for index in range(len(graph.ops))}
@@ -104,7 +104,9 @@ class _Work:
     def _kind(self, op: Op, form: Form | None) -> kernels.Kind | None:
         empty = any(0 in self.shapes[name] for name in (*op.refs(), *(value.name for value in op.results)))
         kind = None if empty or not self._keeps_rows(op) else kernels.kind(op)
-        return None if kind in ("reduction", "composite") and form is None else kind
+        if kind in ("reduction", "composite") and form is None:
+            return "gather" if is_short_sum(op, self.shapes[next(op.refs())]) else None
+        return kind
 
     def _keeps_rows(self, op: Op) -> bool:
         """Whether each row of ragged results depends on the same row of ragged operands, and on operands without rows;
@@ -217,7 +219,7 @@ class _Work:
         inside = {value.name for index in group.members for value in self.ops[index].results}
         for index in group.members:
             own = self.forms[index]
-            if own is not None and own.with_(form) is None:
+            if self.kinds[index] == "gather" or (own is not None and own.with_(form) is None):
                 return False
             op = self.ops[index]
             made = [value.name for value in op.results if value.name not in self.columns]

@@ -11,6 +11,7 @@ from partc.rules.rule import argument
 
 Shape = tuple[int, ...]
 MOST_COLUMNS = 16384  # the most columns of a row that a program holds whole
+MOST_UNROLLED = 8  # the most elements that one element of a result adds without a loop
 MOST_SUMMED = 8192  # the same if it also sums over rows: with more, registers spill
 
 
@@ -98,6 +99,17 @@ def _reduced(op: Op, shape: Shape) -> Form | None:
     if reduced == list(range(count)) and op.name == "sum":
         return Form(shape, len(shape) - count, False)
     return None
+
+
+def is_short_sum(op: Op, shape: Shape) -> bool:
+    """Whether an operation sums an operand of this shape over one short dimension, and not the last: each element of
+    its result then adds a few elements, and neighbours of one lie next to neighbours of the other.
+    """
+    dims = argument(op, 1, "dim")
+    if op.name != "sum" or op.attrs or not isinstance(dims, tuple) or len(dims) != 1 or not isinstance(dims[0], int):
+        return False
+    dim = dims[0] % len(shape)
+    return op.result.type.dtype in FLOATING and dim < len(shape) - 1 and shape[dim] <= MOST_UNROLLED
 
 
 def columns(op: Op, form: Form | None) -> frozenset[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from tests.gpu.commands import PARTC, done
 from tests.gpu.results import Deadline, Results
 
-PEER, PROFILE, WAITS = (Path(__file__).with_name(name) for name in ("peer.py", "profile.py", "waits.py"))
+PEER, PROFILE, WAITS = (Path(__file__).with_name(name) for name in ("peer.py", "step_profile.py", "waits.py"))
 WARM, STEPS = 10, 30
 MOST_SECONDS = 180  # of a row; torch's autotuning takes what its part has
 LABELS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # kernels, and options of train.py

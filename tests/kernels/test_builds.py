@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.training import QWEN
 from tests.zoo import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,16 @@ def test_nothing_spills(tmp_path: Path, model: str) -> None:
     assert [entry for entry in found if entry["bytes"] < 16] == []
     losses = {entry["kernel"] for entry in found if "cross_entropy" in entry["kernel"]}
     assert {entry.removeprefix("_mask_classes") for entry in losses} >= {"_cross_entropy", "_cross_entropy_backward"}
+
+
+@pytest.mark.slow
+def test_each_row_that_a_kernel_gathers_is_read_16_bytes_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN | {"num_hidden_layers": 1, "vocab_size": 1024}))
+    found = [entry for entry in built(f"hf:{path}", "batch=1", "seq=1024") if "permute_rows_sum" in entry["kernel"]]
+    assert {entry["sm"] for entry in found} == {80, 90}
+    rows = int(str(QWEN["num_experts_per_tok"]))
+    assert [entry for entry in found if entry["bytes"] < 16 or entry["widest"] <= rows or entry["spilled"]] == []
 
 
 @pytest.mark.slow

@@ -222,6 +222,44 @@ MERGED = """
 """
 
 
+COMBINED = """
+  forward:
+    input x: f32[42, 37]
+    input places: i64[42]
+    input order: i64[42]
+    input w: f32[42, 1]
+    input residual: f32[14, 37]
+    rows = permute_rows(x, places, order)  # f32[42, 37]
+    weighted = mul(rows, w)  # f32[42, 37]
+    each = reshape(weighted, (14, 3, 37))  # f32[14, 3, 37]
+    summed = sum(each, (1,))  # f32[14, 37]
+    loss = add(summed, residual)  # f32[14, 37]
+    return loss
+"""
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16"])
+def test_the_results_of_a_tokens_experts_are_gathered_and_added_in_one_kernel(kernels: Kernels, dtype: DType) -> None:
+    graph = fused_graph(COMBINED.replace("f32", dtype)).regions[0].forward
+    values = {item.name: random(item.type, seed) for seed, item in enumerate(graph.inputs)}
+    values["places"] = torch.randperm(42)
+    values["order"] = values["places"].argsort()
+    check(kernels, graph, values)
+    (fused,) = fuse(program_of(graph), kernels="triton").regions[0].forward.ops
+    assert "order" not in fused.refs()
+    built = kernel(fused, {name: item.type for name, item in graph.definitions().items()}, {})
+    assert isinstance(built, Pointwise) and built.below == 42  # tuning numbers rows that exist
+
+
+def test_only_short_sums_are_added_element_by_element() -> None:
+    for size, alone in ((8, False), (9, True)):
+        x, y, z, w = value("x", 4, size, 5), value("y", 4, size, 5), value("z", 4, 5), value("w", 4, 5)
+        total = Op(name="sum", args=(Ref("y"), (1,)), results=(z,))
+        graph = Graph(inputs=(x,), ops=(op("exp", "x", makes=y), total, op("neg", "z", makes=w)), outputs=("w",))
+        after = fuse(program_of(graph), kernels="triton").regions[0].forward
+        assert ("sum" in [each.name for each in after.ops]) is alone
+
+
 @pytest.mark.parametrize("text", [ROTATED, PADDED, MERGED])
 @pytest.mark.parametrize("memory", ["dense", "transposed", "strided", "broadcast"])
 def test_views_and_any_memory(kernels: Kernels, text: str, memory: str) -> None:
@@ -281,12 +319,15 @@ def graphs(draw: st.DrawFn) -> Graph:
     for number in range(draw(st.integers(1, 3))):
         shapes[f"x{number}"] = draw(st.sampled_from(SHAPES))
     inputs = tuple(value(name, *shape) for name, shape in shapes.items())
+    orders: dict[str, int] = {}
     ops: list[Op] = []
     for number in range(draw(st.integers(2, 12))):
         name = draw(st.sampled_from(sorted(shapes)))
         shape = shapes[name]
         kind = draw(
-            st.sampled_from(["unary", "binary", "binary", "reshape", "permute", "slice", "expand", "cat", "flag"])
+            st.sampled_from(
+                ["unary", "binary", "binary", "reshape", "permute", "slice", "expand", "cat", "flag", "sum", "gather"]
+            )
         )
         made = f"v{number}"
         args: tuple[object, ...]
@@ -323,6 +364,13 @@ def graphs(draw: st.DrawFn) -> Graph:
         elif kind == "expand":
             result = (2, *(3 if size == 1 else size for size in shape))
             args = (name, result)
+        elif kind == "sum" and len(shape) > 1:
+            dim, keep = draw(st.integers(0, len(shape) - 2)), draw(st.booleans())
+            result = (*shape[:dim], *((1,) if keep else ()), *shape[dim + 1 :])
+            args = (name, (dim,), keep)
+        elif kind == "gather" and shape:
+            orders.setdefault(f"order{shape[0]}", shape[0])
+            kind, args, result = "permute_rows", (name, f"order{shape[0]}", f"order{shape[0]}"), shape
         elif kind == "cat" and shape:
             dim = draw(st.integers(0, len(shape) - 1))
             args = ((Ref(name), Ref(name)), dim)
@@ -337,13 +385,15 @@ def graphs(draw: st.DrawFn) -> Graph:
         ops.append(Op(name=kind, args=given_args, results=(Value(name=made, type=type),)))  # type: ignore[arg-type]
     outputs = draw(st.lists(st.sampled_from(sorted(shapes)), min_size=1, max_size=4, unique=True))
     last = [ops[-1].result.name] if ops else []
+    inputs += tuple(value(name, size, dtype="i64") for name, size in orders.items())
     return Graph(inputs=inputs, ops=tuple(ops), outputs=tuple(dict.fromkeys([*last, *outputs])))
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(graph=graphs(), strided=st.booleans())
 def test_random_graphs_equal_pytorch(kernels: Kernels, graph: Graph, strided: bool) -> None:
-    values = {item.name: random(item.type, seed) for seed, item in enumerate(graph.inputs)}
+    orders = {item.name: torch.randperm(item.type.shape[0]) for item in graph.inputs if item.type.dtype == "i64"}
+    values = {item.name: random(item.type, seed) for seed, item in enumerate(graph.inputs)} | orders
     if strided:
         values = {name: torch.stack([x, x], -1)[..., 0] for name, x in values.items()}
     check(kernels, graph, values, fused=False)

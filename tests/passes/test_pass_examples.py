@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "recompute": (Case(how={"recompute": "selective"}),),
     "split": (Case(how={"mesh": "pp=2", "schedule": "zero-bubble"}),),
     "bias": (Case(options={"turned": True}),),
+    "narrow": (Case(model="balanced", how={"precision": "bf16"}),),
     "fuse": (Case(how={"kernels": "triton"}, options={"turned": True}),),
     "wide": (Case(model="bags", how={"precision": "bf16"}),),
     "overlap": (Case(how={"mesh": "tp=2"}),),

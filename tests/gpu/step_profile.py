@@ -1,4 +1,4 @@
-"""The kernels and host calls of a package's steps: `profile.py train.py STEPS OUT.json` trains under torch's profiler.
+"""The kernels and host calls of a package's steps: `step_profile.py train.py STEPS OUT.json` trains under torch's profiler.
 
 The last steps count; the first two have compiled kernels and filled caches.
 """

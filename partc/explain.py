@@ -736,11 +736,11 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0804": CodeExplanation(
         "a plan cannot be read",
         "A plan is a JSON object: mesh, and optionally microbatches, schedule, virtual_stages, stage_calls, zero, "
-        "recompute, precision, kernels, experts, loss_chunks, bucket, nodes, grad_reduce, compress_grads, optimizer, "
-        "and options, which are those of the model file; for predictions alone attention, tp_overlap, dp_overlap, "
-        "ep_by_node, gradients, weights and offload. Other fields are refused. `partc plan -o FILE` writes one, "
-        "`partc compile --plan FILE` reads one, and `partc simulate --plans FILE` reads one a line; a line that cannot "
-        "be read has this error in its place of the results.",
+        "recompute, precision, kernels, cuda_graphs, experts, loss_chunks, bucket, nodes, grad_reduce, compress_grads, "
+        "optimizer, and options, which are those of the model file; for predictions alone attention, tp_overlap, "
+        "dp_overlap, ep_by_node, gradients, weights and offload. Other fields are refused. `partc plan -o FILE` writes "
+        "one, `partc compile --plan FILE` reads one, and `partc simulate --plans FILE` reads one a line; a line that "
+        "cannot be read has this error in its place of the results.",
     ),
     "P0805": CodeExplanation(
         "constants of the cost model cannot be read",

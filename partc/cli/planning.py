@@ -35,6 +35,7 @@ MAX_SECONDS = 30.0  # the default limit of a search
     "--kernels", type=click.Choice(("auto", "triton", "aten")), default="auto", show_default=True,
     help="auto is triton on GPUs, else aten",
 )  # fmt: skip
+@click.option("--cuda-graphs", is_flag=True, help="only plans whose steps GPUs can replay, without pp and ep")
 @click.option(
     "--optimizer", metavar="NAME[:OPTION=VALUE,..]", help="the optimizer, whose states memory holds [default: adamw]"
 )
@@ -42,7 +43,7 @@ MAX_SECONDS = 30.0  # the default limit of a search
 @click.option(
     "--what-if",
     is_flag=True,
-    help="also find the best plans with more memory, other ranks and batches, in half the time",
+    help="also find the best plans with more memory, CUDA graphs, other ranks and batches, in half the time",
 )
 @click.option(
     "--page", "page_path", type=PATH, metavar="FILE.html", help="write a page with pictures; implies --what-if"

@@ -32,7 +32,13 @@ DECIDED = (
     "loss_chunks", "nodes", "kernels",
 )  # fmt: skip
 REDUCED = ("bucket", "grad_reduce", "compress_grads")  # options for sums of gradients, which users decide
-GIVEN_TO_SEARCH = ("precision", "kernels", "optimizer", *REDUCED)  # options that are common to all plans of a search
+GIVEN_TO_SEARCH = (
+    "precision",
+    "kernels",
+    "cuda_graphs",
+    "optimizer",
+    *REDUCED,
+)  # options that are common to all plans of a search
 
 FP8 = "fp8"  # a precision that exists only in predictions
 # Fields that only affect predictions, with the values that describe packages, the default first.
@@ -103,6 +109,7 @@ class ParallelPlan:
     recompute: _Text = "none"
     precision: _Text = "bf16"
     kernels: _Text = "auto"
+    cuda_graphs: bool = False  # steps are recorded on GPUs, and replayed without the host
     loss_chunks: Positive = 1
     bucket: _Text = BUCKET
     nodes: Positive | None = None
@@ -220,7 +227,7 @@ class ParallelPlan:
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name not in ("mesh", *_NOT_COMPILED) and value != getattr(defaults, item.name):
-                yield from (f"--{item.name.replace('_', '-')}", str(value))
+                yield from (f"--{item.name.replace('_', '-')}", *(() if value is True else (str(value),)))
         for name, value in self.options.items():
             yield from ("-D", f"{name}={value}")
 

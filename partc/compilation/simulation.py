@@ -134,7 +134,9 @@ class Simulator:
         """
         rates = rates_of(plan, self.rates)
         program = self.program(plan.emitted, everywhere=everywhere)
-        kind = rates.fp8, rates.attention, rates.pieces, rates.by_node, rates.gradient
+        if plan.cuda_graphs:
+            check_recordable(program, self.cluster)
+        kind = rates.fp8, rates.attention, rates.pieces, rates.by_node, rates.gradient, rates.recorded
         costs = self._costs.setdefault(kind, LocalCosts())
         return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs, offload=plan.offload)
 
@@ -405,6 +407,17 @@ def _is_data(axis: str) -> bool:
     return is_batch_axis(axis) and not axis.endswith(EXPERT_AXIS)
 
 
+def check_recordable(program: Program, cluster: Cluster) -> None:
+    """Check that the cluster's devices can replay a program's steps. Raises PartcError P0419."""
+    from partc.codegen.cuda_graphs import obstacle
+
+    if cluster.device.kind != "gpu":
+        help = "leave out --cuda-graphs"
+        raise PartcError("P0419", f"--cuda-graphs: {cluster.device.name} is not a GPU", help=help)
+    if (found := obstacle(program)) is not None:
+        raise found.error()
+
+
 def rates_of(plan: ParallelPlan, rates: ClusterRates) -> ClusterRates:
     """The rates of a plan's program, with the plan's fields that only affect predictions. Raises PartcError."""
     device = rates.cluster.device
@@ -418,6 +431,7 @@ def rates_of(plan: ParallelPlan, rates: ClusterRates) -> ClusterRates:
         pieces=plan.overlaps_tp,
         waits=not plan.dp_overlap,
         by_node=plan.sends_by_node,
+        recorded=plan.cuda_graphs,
         gradient=gradient,
         weight=weight,
     )

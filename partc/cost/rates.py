@@ -162,7 +162,7 @@ class ClusterRates:
 
     With `filled`, every wave of tiles is assumed to occupy all cores. An operation on 1/n of a batch then takes at
     least 1/n of its time on the whole batch, which partly empty waves would not guarantee. With `linkless`, collectives
-    take no time.
+    take no time. With `recorded`, steps are replayed from CUDA graphs, and the host issues nothing.
     """
 
     cluster: Cluster
@@ -176,6 +176,7 @@ class ClusterRates:
     weight: int = ITEMSIZE["f64"]
     filled: bool = False
     linkless: bool = False
+    recorded: bool = False
 
     @property
     def basis(self) -> str:
@@ -187,7 +188,7 @@ class ClusterRates:
 
     @property
     def host(self) -> float:
-        return self.cluster.device.host if self.cluster.device.kind == "gpu" else 0.0
+        return self.cluster.device.host if self.cluster.device.kind == "gpu" and not self.recorded else 0.0
 
     @property
     def cores(self) -> int:

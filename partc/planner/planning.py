@@ -73,6 +73,7 @@ class Request:
     per_layer: bool = False
     precision: str = "bf16"
     kernels: str = "auto"
+    cuda_graphs: bool = False
     optimizer: str | None = None
     bucket: str = BUCKET
     grad_reduce: str = "fp32"
@@ -184,13 +185,15 @@ class Planner:
             mesh="dp=1",
             precision=request.precision,
             kernels=kernels,
+            cuda_graphs=request.cuda_graphs,
             optimizer=request.optimizer,
             options=dict(request.options),
             **{name: getattr(request, name) for name in REDUCED},
         )
         base, annotated = _batched(self.simulator, base, request.global_batch)
+        rates = replace(self.simulator.rates, recorded=request.cuda_graphs)
         rate = max(cluster.device.peak_of(_COMPUTED[request.precision]), cluster.device.peak_of("f32"))
-        rate /= self.simulator.rates.slowest
+        rate /= rates.slowest
         self._calls = len(staged_calls(annotated)[0])
         self.tokens = sequence_length(annotated)
         self.space = Space(
@@ -210,21 +213,21 @@ class Planner:
         self._everywhere = self.space.has_more_than(_OWN_SIZES)
         tables = Tables(
             bodies=RegionBodies(self.simulator, self._calls, everywhere=self._everywhere),
-            rates=self.simulator.rates,
+            rates=rates,
             cluster=cluster,
             states=states_of(request.optimizer or DEFAULT),
         )
         self.bounds = Bounds(
             annotated=annotated,
             peak=rate * constants.products,
-            least=partial(self.simulator.rates.least, peak=rate),
+            least=partial(rates.least, peak=rate),
             states=tables.states,
             tables=tables,
-            filled_tiles=tables.on(replace(self.simulator.rates, filled=True)),
-            linkless=tables.on(replace(self.simulator.rates, filled=True, linkless=True)),
+            filled_tiles=tables.on(replace(rates, filled=True)),
+            linkless=tables.on(replace(rates, filled=True, linkless=True)),
             resident=self._resident,
         )
-        self.estimates = Estimates.of(annotated, self.bounds, self.simulator.rates, self.simulator.rates.host)
+        self.estimates = Estimates.of(annotated, self.bounds, rates, rates.host)
         self._hopes: dict[tuple[object, ...], tuple[bool, float]] = {}
         self._promises: dict[tuple[object, ...], tuple[bool, float]] = {}
         self._predictions: dict[ParallelPlan, Prediction | Failure] = {}

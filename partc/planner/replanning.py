@@ -67,6 +67,7 @@ def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint |
         options=plan["options"],
         precision=plan["precision"],
         kernels=kernels if kernels == "inductor" else "auto",
+        cuda_graphs=command.get("cuda_graphs", False),
         optimizer=checkpoint.run["optimizer"] if checkpoint is not None else command.get("optimizer"),
         **{name: command[name] for name in REDUCED if name in command},
         **given,

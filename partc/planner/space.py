@@ -80,6 +80,7 @@ class Family:
                     loss_chunks=base.loss_chunks,
                     precision=base.precision,
                     kernels=base.kernels,
+                    cuda_graphs=base.cuda_graphs,
                     bucket=base.bucket,
                     nodes=nodes,
                     grad_reduce=base.grad_reduce,
@@ -209,11 +210,13 @@ class Space:
             stages = tuple(self._stages(sizes[PIPELINE_AXIS], schedules))
             chunks = self._allowed("loss_chunks", ("1", CHUNKS) if self.logits else ("1",))
             decided = [*itertools.product(stages, chunks, self._allowed("bucket", (self.base.bucket,)))]
-            if not counts or not stages:
+            if not counts or not stages or (self.base.cuda_graphs and sizes[PIPELINE_AXIS] > 1):
                 continue
             for order in self._orders(sizes):
                 mesh = ",".join(f"{name}={sizes[name]}" for name in order)
                 for experts in self._experts(sizes, order):
+                    if self.base.cuda_graphs and experts is not None:  # the host reads the numbers of rows
+                        continue
                     if not (levels := self._levels(sizes, order, experts)):
                         continue
                     for (recompute, cut, suited), count, bucket in decided:
@@ -391,6 +394,13 @@ class Space:
 
     def _empty(self) -> PartcError:
         given = ",".join(f"{name}={'|'.join(values)}" for name, values in self.fixed.items())
+        if self.base.cuda_graphs:
+            asked = f", --fix {given}" if given else ""
+            return PartcError(
+                "P0812",
+                f"no plan for {self.ranks} ranks and a batch of {self.batch} has --cuda-graphs{asked}",
+                help="leave out --cuda-graphs, which excludes pp and ep, or give another number of --ranks",
+            )
         if not given:
             return PartcError(
                 "P0812",

@@ -80,9 +80,12 @@ def required_choice(planner: Planner) -> PlanChoice:
 
 
 def variations(planner: Planner, choice: PlanChoice, seconds: float | None) -> tuple[Variation, ...]:
-    """The best plans with more memory, with fewer and more ranks, and with smaller and larger batches."""
+    """The best plans with more memory, with CUDA graphs, with fewer and more ranks, and with smaller and larger
+    batches.
+    """
     wanted = [
         *_looser(planner, choice),
+        *_recorded(planner),
         *_fewer_ranks(planner),
         *_larger(planner),
         *_smaller(planner),
@@ -142,6 +145,12 @@ def _variation(planner: Planner, name: str, change: Change, request: Request, se
 def _decided(planner: Planner) -> Iterator[_Wanted]:
     if planner.request.fixed:
         yield "without --fix", "decisions", replace(planner.request, fixed={})
+
+
+def _recorded(planner: Planner) -> Iterator[_Wanted]:
+    request = planner.request
+    if request.cluster.device.kind == "gpu" and not request.cuda_graphs:
+        yield "with --cuda-graphs", "decisions", replace(request, cuda_graphs=True)
 
 
 def _looser(planner: Planner, choice: PlanChoice) -> Iterator[_Wanted]:

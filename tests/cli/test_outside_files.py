@@ -268,7 +268,7 @@ def test_every_field_of_a_cluster(simulator: Simulator, tmp_path: Path) -> None:
 PLAN = {
     "mesh": "pp=2,dp=2,tp=2", "microbatches": 2, "schedule": "interleaved", "virtual_stages": 2, "zero": "1@dp",
     "recompute": "full", "precision": "bf16", "kernels": "auto", "loss_chunks": 1, "bucket": "25MB", "nodes": 4,
-    "grad_reduce": "fp32", "compress_grads": "none", "optimizer": "sgd:momentum=0.9", "options": {"batch": 16},
+    "grad_reduce": "fp32", "compress_grads": "none", "cuda_graphs": False, "optimizer": "sgd:momentum=0.9", "options": {"batch": 16},
 }  # fmt: skip
 LINES = (
     '{"mesh":', "[]", '"x"', "[" * 100_000, '{"mesh": "dp=8", "microbatches": NaN}', '{"mesh": "dp=8", "zero": 1e400}',

@@ -297,6 +297,43 @@ def test_plans_have_the_form_of_gradient_sums_that_is_asked_for() -> None:
         assert found.step_seconds < 0.8 * planner.predicted(other).step_seconds
 
 
+def test_plans_that_are_recorded_leave_the_host_out() -> None:
+    """Small layers on a GPU wait for the host. With CUDA graphs they do not, and ranks of pipelines and of cut experts
+    cannot be recorded.
+    """
+    cluster = preset("4xH100-80GB")
+    request = Request(
+        model=GPT, cluster=cluster, ranks=4, limit=cluster.device.memory, options={"batch": 8},
+        fixed=parse_fixed("recompute=none,zero=0|2"),
+    )  # fmt: skip
+    issued, recorded = Planner(request), Planner(replace(request, cuda_graphs=True))
+    plans = [*recorded.space.plans()]
+    alone = [plan for plan in issued.space.plans() if sizes_of(plan)["pp"] == 1]
+    assert [replace(plan, cuda_graphs=False) for plan in plans] == alone
+    for plan, other in zip(plans, alone, strict=True):
+        assert plan.flags.split().count("--cuda-graphs") == 1 and plan.compile_options().cuda_graphs
+        found = recorded.predicted(plan)
+        assert Played(plan=plan, bound=recorded.bounds.of(plan), prediction=found).holds
+        assert found.step_seconds < 0.5 * issued.predicted(other).step_seconds
+
+
+def test_a_plan_that_cannot_be_recorded_is_refused() -> None:
+    def refused(cluster: str, **plan: Any) -> PartcError:
+        found = preset(cluster)
+        with pytest.raises(PartcError) as error:
+            Simulator(GPT, found, calibration(found)).predict(ParallelPlan(cuda_graphs=True, **plan))
+        assert error.value.code == "P0419"
+        return error.value
+
+    assert "is not a GPU" in refused("2xCPU", mesh="dp=2").cause
+    assert "pipeline" in refused("2xH100-80GB", mesh="pp=2", microbatches=2).cause
+    cluster = preset("2xH100-80GB")
+    request = Request(model=GPT, cluster=cluster, ranks=2, limit=1, cuda_graphs=True, fixed=parse_fixed("pp=2"))
+    with pytest.raises(PartcError, match="--cuda-graphs, --fix pp=2") as error:
+        [*Planner(request).space.plans()]
+    assert error.value.code == "P0812"
+
+
 @pytest.mark.slow
 def test_tables_agree_with_the_simulation_of_each_plan(small: Planner) -> None:
     """A plan alone is simulated with regions of its own, and its bound stays close below that."""

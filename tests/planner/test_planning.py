@@ -222,7 +222,9 @@ def test_a_training_goes_on_on_fewer_ranks(tmp_path: Path, capsys: pytest.Captur
 def test_the_form_of_gradient_sums_stays_on_the_new_cluster(tmp_path: Path) -> None:
     partc.compile(MLP, mesh="dp=4", nodes=2).write(tmp_path / "nodes")
     partc.compile(MLP, mesh="dp=4", compress_grads="int8", bucket="1MB").write(tmp_path / "flat")
+    partc.compile(MLP, mesh="dp=4", cuda_graphs=True).write(tmp_path / "recorded")
     kept, default = (request_of(tmp_path / name, "4xCPU", None) for name in ("flat", "nodes"))
+    assert request_of(tmp_path / "recorded", "4xH100-80GB", None).cuda_graphs and not kept.cuda_graphs
     assert (kept.compress_grads, kept.bucket, kept.grad_reduce) == ("int8", "1MB", "fp32")
     assert (default.compress_grads, default.bucket) == ("none", BUCKET)
     for name, mesh, cluster, expected in (
@@ -261,6 +263,7 @@ def test_a_variation_is_the_best_plan_of_its_own_request(planner: Planner, choic
         "one more node, 12 ranks": None,
         "half of the ranks, 4": request(ranks=4),
         "twice the batch, 524,288": request(options={"batch": 524288, **LARGE}),
+        "with --cuda-graphs": request(cuda_graphs=True),
         "half the batch, 131,072": request(options={"batch": 131072, **LARGE}),
     }.items():
         assert found[name].best is not None or asked is None, found[name].error

@@ -129,7 +129,9 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
     if not as_json:
         _print_choice(choice)
     nodes = nodes_of(directory, best, choice.request.cluster)
-    model, options, definitions = compile_options.of_package(directory, {**decisions(best), "nodes": nodes})
+    model, options, definitions = compile_options.of_package(
+        directory, {**decisions(best), "nodes": nodes, "cuda_graphs": best.cuda_graphs}
+    )
     with console.Phases(quiet=as_json) as phases:
         from partc.api import compilation, package
 

@@ -135,7 +135,8 @@ class Simulator:
         rates = rates_of(plan, self.rates)
         program = self.program(plan.emitted, everywhere=everywhere)
         if plan.cuda_graphs:
-            check_recordable(program, self.cluster)
+            check_gpus(self.cluster)
+            check_recordable(program)
         kind = rates.fp8, rates.attention, rates.pieces, rates.by_node, rates.gradient, rates.recorded
         costs = self._costs.setdefault(kind, LocalCosts())
         return prediction(program, rates, optimizer=plan.optimizer or DEFAULT, costs=costs, offload=plan.offload)
@@ -407,13 +408,17 @@ def _is_data(axis: str) -> bool:
     return is_batch_axis(axis) and not axis.endswith(EXPERT_AXIS)
 
 
-def check_recordable(program: Program, cluster: Cluster) -> None:
-    """Check that the cluster's devices can replay a program's steps. Raises PartcError P0419."""
-    from partc.codegen.cuda_graphs import obstacle
-
+def check_gpus(cluster: Cluster) -> None:
+    """Check that a cluster's devices have CUDA graphs. Raises PartcError P0419."""
     if cluster.device.kind != "gpu":
         help = "leave out --cuda-graphs"
         raise PartcError("P0419", f"--cuda-graphs: {cluster.device.name} is not a GPU", help=help)
+
+
+def check_recordable(program: Program) -> None:
+    """Check that a program's steps can be recorded as CUDA graphs. Raises PartcError P0419."""
+    from partc.codegen.cuda_graphs import obstacle
+
     if (found := obstacle(program)) is not None:
         raise found.error()
 

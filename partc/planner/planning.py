@@ -13,7 +13,7 @@ from partc.cluster.files import cluster_of
 from partc.compilation.given_options import BUCKET
 from partc.compilation.options import DEFAULT
 from partc.compilation.plan import REDUCED, ParallelPlan, Scalar
-from partc.compilation.simulation import Prediction, Simulator, resident_bytes, states_of
+from partc.compilation.simulation import Prediction, Simulator, check_gpus, resident_bytes, states_of
 from partc.cost.calibration import Calibration, calibration
 from partc.cost.saved_tensors import parse_bytes
 from partc.errors import PartcError
@@ -93,7 +93,7 @@ class Request:
         max_seconds: float | None = None,
         **others: Any,
     ) -> Request:
-        """The request of a command line. Raises PartcError P0004, P0801, P0802 and P0811 for wrong values."""
+        """The request of a command line. Raises PartcError P0004, P0419, P0801, P0802 and P0811 for wrong values."""
         found = cluster_of(cluster) if isinstance(cluster, str) else cluster
         wanted = found.size if ranks is None else ranks
         if wanted < 1:
@@ -101,6 +101,8 @@ class Request:
         limit = found.device.memory if memory is None else parse_bytes(memory)
         if not limit:
             raise PartcError("P0004", f"--memory {memory} is not a size", help="for example 80GB or 64GiB")
+        if others.get("cuda_graphs"):
+            check_gpus(found)
         if max_seconds is not None and not max_seconds > 0:
             raise PartcError("P0004", f"--max-seconds {max_seconds} is out of range", help="give more than 0")
         return cls(

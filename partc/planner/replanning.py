@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from partc.cluster.files import cluster_of
 from partc.compilation.options import as_compile_errors
 from partc.compilation.plan import REDUCED
 from partc.errors import PartcError
@@ -43,8 +44,9 @@ def checkpoint_to_continue(directory: Path, checkpoint: Path, say: Callable[[str
 def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint | None, **given: Any) -> Request:
     """The request that plans a package's training anew; `given` are further options of the search.
 
-    The optimizer comes from the checkpoint, the form of gradients' sums from the package. If each microbatch is a batch
-    of its own, their number stays. Raises PartcError P0503, P0504 and the errors of Request.checked.
+    The optimizer comes from the checkpoint; the form of gradients' sums from the package, and so do CUDA graphs if the
+    cluster has GPUs. If each microbatch is a batch of its own, their number stays. Raises PartcError P0503, P0504 and
+    the errors of Request.checked.
     """
     plan = read_package(directory)
     check_trains(directory)
@@ -60,14 +62,15 @@ def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint |
             )
         fix = ",".join(filter(None, (fix, kept)))
     kernels = command.get("kernels", "")
+    found = cluster_of(cluster) if isinstance(cluster, str) else cluster
     return Request.checked(
         str(directory / "model.py"),
-        cluster,
+        found,
         fix=fix,
         options=plan["options"],
         precision=plan["precision"],
         kernels=kernels if kernels == "inductor" else "auto",
-        cuda_graphs=command.get("cuda_graphs", False),
+        cuda_graphs=command.get("cuda_graphs", False) and found.device.kind == "gpu",
         optimizer=checkpoint.run["optimizer"] if checkpoint is not None else command.get("optimizer"),
         **{name: command[name] for name in REDUCED if name in command},
         **given,

@@ -327,6 +327,9 @@ def test_a_plan_that_cannot_be_recorded_is_refused() -> None:
 
     assert "is not a GPU" in refused("2xCPU", mesh="dp=2").cause
     assert "pipeline" in refused("2xH100-80GB", mesh="pp=2", microbatches=2).cause
+    with pytest.raises(PartcError, match="is not a GPU") as error:
+        Request.checked(GPT, "2xCPU", cuda_graphs=True)
+    assert error.value.code == "P0419"
     cluster = preset("2xH100-80GB")
     request = Request(model=GPT, cluster=cluster, ranks=2, limit=1, cuda_graphs=True, fixed=parse_fixed("pp=2"))
     with pytest.raises(PartcError, match="--cuda-graphs, --fix pp=2") as error:

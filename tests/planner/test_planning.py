@@ -225,6 +225,7 @@ def test_the_form_of_gradient_sums_stays_on_the_new_cluster(tmp_path: Path) -> N
     partc.compile(MLP, mesh="dp=4", cuda_graphs=True).write(tmp_path / "recorded")
     kept, default = (request_of(tmp_path / name, "4xCPU", None) for name in ("flat", "nodes"))
     assert request_of(tmp_path / "recorded", "4xH100-80GB", None).cuda_graphs and not kept.cuda_graphs
+    assert not request_of(tmp_path / "recorded", "4xCPU", None).cuda_graphs
     assert (kept.compress_grads, kept.bucket, kept.grad_reduce) == ("int8", "1MB", "fp32")
     assert (default.compress_grads, default.bucket) == ("none", BUCKET)
     for name, mesh, cluster, expected in (

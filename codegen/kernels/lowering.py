@@ -55,7 +55,8 @@ class Lowering:
     over: dict[str, frozenset[sympy.Symbol]] = field(default_factory=dict)  # variable -> the loops over which it varies
     # Symbol of a position in a table -> the variable of its index.
     looked_up: dict[sympy.Symbol, Found] = field(default_factory=dict)
-    clamped: set[sympy.Symbol] = field(default_factory=set)  # those that are positions even if their index is none
+    # Those that are positions even where the kernel's own element does not exist.
+    everywhere: set[sympy.Symbol] = field(default_factory=set)
     beyond: dict[sympy.Symbol, int] = field(
         default_factory=dict
     )  # ranges of symbols other than loops: looked-up positions, and ranks
@@ -90,7 +91,7 @@ class Lowering:
                 place=sympy.expand(place),
                 guards=guards,
                 dtype=argument.dtype,
-                anywhere=bool(self.clamped) and place.free_symbols & set(self.ranges) <= self.clamped,
+                anywhere=bool(self.everywhere) and place.free_symbols & set(self.ranges) <= self.everywhere,
             )
         )
         over = place.free_symbols.union(*(guard.index.free_symbols for guard in guards)) & set(self.ranges)
@@ -238,6 +239,8 @@ class Lowering:
         row = self.value(rows.name, index[:1], guards)
         place = sympy.Symbol(row.text, integer=True, nonnegative=True)
         self.looked_up[place] = row
+        if not row.over:  # one row for all elements
+            self.everywhere.add(place)
         self._range(place, self.shape(source.name)[0])
         return self.value(source.name, (place, *index[1:]), guards)
 
@@ -263,7 +266,7 @@ class Lowering:
         text = f"tl.where(({labels.text} >= 0) & ({labels.text} < {size}), {labels.text}, 0)"
         place = sympy.Symbol(self._statement(f"{table.name}_place", text), integer=True, nonnegative=True)
         self.looked_up[place] = labels
-        self.clamped.add(place)
+        self.everywhere.add(place)
         self._range(place, size)
         return self.value(table.name, (place if size > 1 else ZERO,))
 

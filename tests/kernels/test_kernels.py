@@ -251,6 +251,25 @@ def test_the_results_of_a_tokens_experts_are_gathered_and_added_in_one_kernel(ke
     assert isinstance(built, Pointwise) and built.below == 42  # tuning numbers rows that exist
 
 
+def test_a_row_that_all_elements_read_is_one_number(kernels: Kernels) -> None:
+    graph = (
+        fused_graph("""
+  forward:
+    input x: f32[7]
+    input places: i64[7]
+    input y: f32[37]
+    rows = permute_rows(x, places, places)  # f32[7]
+    one = slice(rows, 0, 3, 4, 1)  # f32[1]
+    loss = add(one, y)  # f32[37]
+    return loss
+""")
+        .regions[0]
+        .forward
+    )
+    values = {item.name: random(item.type, seed) for seed, item in enumerate(graph.inputs)}
+    check(kernels, graph, values | {"places": torch.randperm(7)})
+
+
 def test_only_short_sums_are_added_element_by_element() -> None:
     for size, alone in ((8, False), (9, True)):
         x, y, z, w = value("x", 4, size, 5), value("y", 4, size, 5), value("z", 4, 5), value("w", 4, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.batch_indices import check_indices, check_writes
-from partc.frontend.branches.permissions import BOTH_OUTCOMES, LARGEST_NUMBERS, permission
 from partc.frontend.branches.random_branches import (
     PARTLY_EMPTY,
     Branching,
@@ -30,6 +29,7 @@ from partc.frontend.graph_reader import GraphReader, tensor_type
 from partc.frontend.model_files.huggingface import PREFIX, is_configuration, model_source
 from partc.frontend.model_files.model_file import ModelFile, load
 from partc.frontend.model_files.own_optimizer import OwnOptimizer, own_optimizer
+from partc.frontend.permissions import BOTH_OUTCOMES, LARGEST_NUMBERS, UNKNOWN_NUMBERS, permission
 from partc.frontend.repeats.marks import Excluded
 from partc.frontend.repeats.module_rows import UnequalError, WholeTrace, container_of
 from partc.frontend.results import Purpose, Read, in_evaluation, read_for
@@ -205,14 +205,18 @@ Capture = Callable[[Excluded | None, Outcomes, Collection[str]], Captured]  # jo
 
 
 def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
-    """Trace a model. If it does not trace otherwise, the largest numbers of entries are constants of the trace, and
-    branches on values of tensors are followed both ways.
+    """Trace a model. If it does not trace otherwise, the largest numbers of entries are constants of the trace,
+    branches on values of tensors are followed both ways, and integers of tensors are places.
     """
-    with permission(LARGEST_NUMBERS) as reading, permission(BOTH_OUTCOMES) as joining:
+    with (
+        permission(LARGEST_NUMBERS) as reading,
+        permission(BOTH_OUTCOMES) as joining,
+        permission(UNKNOWN_NUMBERS) as placing,
+    ):
         try:
             return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
         except PartcError as error:
-            if error.code != "P0206" or not (reading.asked or joining.asked):
+            if error.code != "P0206" or not (reading.asked or joining.asked or placing.asked):
                 raise
             refusal = error
         if reading.asked:
@@ -222,14 +226,19 @@ def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tu
                 return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
             except PartcError as error:
                 refusal = error
-        if not joining.asked or refusal.code != "P0206":
-            raise refusal
-        joining.allowed = True
-        tell(PASSES, "the model is traced with both outcomes of its branches on values")
-        try:
-            return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
-        except PartcError:
-            raise refusal from None
+        further = {
+            "the model is traced with both outcomes of its branches on values": joining,
+            "the model is traced with integers of tensors as places": placing,
+        }
+        while refusal.code == "P0206":
+            sentence = next((text for text, step in further.items() if step.asked), None)
+            if sentence is None:
+                break
+            further.pop(sentence).allowed = True
+            tell(PASSES, sentence)
+            with suppress(PartcError):
+                return _with_equal_modules(captured, name=name, mesh=mesh, batches=batches)
+        raise refusal
 
 
 def _with_equal_modules(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:

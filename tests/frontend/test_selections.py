@@ -149,7 +149,7 @@ COUNTED = Path(counted_rows.__file__)
     "style",
     [
         "length", "at least one", "item", "tensor and number", "elements", "unpacked", "bytes", "others", "root",
-        "as a tensor", "ones", "zeros", "expanded", "expanded as", "repeated rows", "viewed", "kind",
+        "as a tensor", "ones", "zeros", "expanded", "expanded as", "repeated rows", "viewed", "kind", "integer",
     ],
 )  # fmt: skip
 def test_losses_compute_with_the_number_of_selected_rows(style: str) -> None:
@@ -169,7 +169,7 @@ def test_losses_compute_with_the_number_of_selected_rows(style: str) -> None:
 @pytest.mark.parametrize(
     "style",
     [
-        "shape's elements", "integer", "floating", "range", "list", "text", "product", "slice", "half", "filled", "full", "clamped",
+        "shape's elements", "floating", "range", "list", "text", "product", "slice", "half", "filled", "full", "clamped",
         "identity", "repeated", "norm", "more than three", "as many", "as many as others",
         "threshold", "band", "bits", "a step of many", "key",
     ],

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.frontend.selections.row_counts import PartSize, RowCount
 from partc.torch_private import FakeTensor
 
@@ -64,7 +65,8 @@ class _Kinds(type):
         found = builtins.type(*args, **kwargs)
         if found is FakeTensor:
             return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
-        return args[0].__class__ if found.__module__.startswith("partc.") else found  # what a stand-in says it is
+        found = args[0].__class__ if found.__module__.startswith("partc.") else found  # what a stand-in says it is
+        return _Integer if found is int and permitted(UNKNOWN_NUMBERS).allowed else found
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, builtins.type)
@@ -80,6 +82,35 @@ class _Type(type, metaclass=_Kinds):
     """Python's `type`, except that stand-ins, such as a number of rows, have the type that they stand for."""
 
 
+class _Integers(type):
+    """The metaclass of `_Integer`: instance checks, comparisons and calls behave like those of Python's `int`."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            [x] = args
+            if isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex()):
+                x = x.item()
+            if isinstance(x, RowCount):
+                return x
+        return builtins.int(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, builtins.int)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, builtins.int)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is builtins.int or other is cls
+
+    def __hash__(cls) -> int:
+        return hash(builtins.int)
+
+
+class _Integer(int, metaclass=_Integers):
+    """Python's `int`, except that a number of a tensor stays a stand-in."""
+
+
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "len": _length,
     "max": _extreme(max, "min", torch.maximum),
@@ -91,7 +122,19 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 @contextmanager
 def using_traceable_builtins(modules: Iterable[ModuleType], **further: Callable[..., Any]) -> Iterator[None]:
     """A context in which these modules use the functions above, and `further` ones, in place of Python's."""
-    functions = {**_FUNCTIONS, **further}
+    with _replacing(modules, {**_FUNCTIONS, **further}):
+        yield
+
+
+@contextmanager
+def keeping_unknown_integers(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """A context in which `int` of a tensor is a number of the trace in these modules, if it may be one."""
+    with _replacing(modules, {"int": _Integer, "type": _Type} if permitted(UNKNOWN_NUMBERS).allowed else {}):
+        yield
+
+
+@contextmanager
+def _replacing(modules: Iterable[ModuleType], functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     given = [(vars(module), name) for module in modules for name in functions if name not in vars(module)]
     for names, name in given:
         names[name] = functions[name]

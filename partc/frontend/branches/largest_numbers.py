@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partc.frontend.branches.permissions import LARGEST_NUMBERS, permitted
 from partc.frontend.by_tensor import ByTensor
+from partc.frontend.permissions import LARGEST_NUMBERS, permitted
 from partc.torch_private import without_modes
 
 MOST = 1 << 20  # the largest number

@@ -32,10 +32,10 @@ from torch.overrides import TorchFunctionMode
 from partc.errors import PartcError, Source
 from partc.frontend.branches.guards import passing_guard, running_call
 from partc.frontend.branches.largest_numbers import LargestNumbers
-from partc.frontend.branches.permissions import BOTH_OUTCOMES, permitted
 from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
+from partc.frontend.permissions import BOTH_OUTCOMES, permitted
 from partc.frontend.selections.row_counts import Unsettled
 from partc.frontend.selections.selections import Selections
 from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of

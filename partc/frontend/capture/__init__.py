@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
-from partc.frontend.branches.permissions import LARGEST_NUMBERS, permitted
 from partc.frontend.branches.random_branches import Outcomes
 from partc.frontend.capture.batch import fake_batch, first_part, integer_parts, made_batch, rows_read_whole
 from partc.frontend.capture.built_model import (
@@ -29,6 +28,7 @@ from partc.frontend.capture.built_model import (
 from partc.frontend.capture.traced_step import Loss, TracedModel, TracedStep, TraceFindings
 from partc.frontend.gradients.own_backward import following_own_backward, module_hooks, own_hooks
 from partc.frontend.gradients.transforms import following_transforms
+from partc.frontend.permissions import LARGEST_NUMBERS, permitted
 from partc.frontend.repeats.marks import CallMark, Excluded, ModuleTree, Repeats
 from partc.frontend.repeats.module_rows import ModuleRows, UnequalError, WholeTrace
 from partc.frontend.results import Read

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError
-from partc.frontend.branches.builtin_numbers import using_traceable_builtins
+from partc.frontend.branches.builtin_numbers import keeping_unknown_integers, using_traceable_builtins
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.random_branches import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
@@ -157,6 +159,7 @@ class TracedStep(nn.Module):
                 computing_in(traced.dtype), repeats.rows.with_parts(),
                 traced.weights.known(repeats.rows.left_out, repeats.identity, self._watch.line_of) as identity,
                 self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
+                keeping_unknown_integers(self._homes()),
                 repeats.marking(), registering({id(vars(x)) for x in self._watch.named.values()}), _conversions(),
                 _inference(), untraceable_modules(),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
@@ -169,6 +172,12 @@ class TracedStep(nn.Module):
         for sentence in values.sentences:
             self._assume(sentence)
         return found
+
+    def _homes(self) -> Iterator[ModuleType]:
+        """The user's modules, and those with the classes of a library's layers."""
+        classes = {type(layer).__module__ for layer in self._watch.named.values()}
+        homes = (sys.modules.get(name) for name in sorted(classes) if name.partition(".")[0] != "torch")
+        yield from dict.fromkeys((*self._watch.modules, *(home for home in homes if home is not None)))
 
     @contextmanager
     def _constants_unchanged(self, values: ValueWatch) -> Iterator[None]:

@@ -155,6 +155,48 @@ class RowCount(int):
         raise unknown_number()
 
 
+class ValueNumber(RowCount):
+    """An integer that a tensor holds, such as a drawn or the largest place, plus a known `offset`."""
+
+    base: Tensor
+    offset: int
+
+    @classmethod
+    def of(cls, base: Tensor, offset: int, shown: int, selections: Tests) -> ValueNumber:
+        made = cls(shown, shown, selections, lambda: base + offset if offset else base)
+        made.base, made.offset = base, offset
+        return made
+
+    def length_from(self, start: object) -> int | None:
+        """The number of places from `start` to this number; None if it is not known."""
+        known = isinstance(start, ValueNumber) and start.base is self.base
+        return self.offset - start.offset if known and isinstance(start, ValueNumber) else None
+
+    def _compared(self, name: str, other: Any) -> Any:
+        passed = self._selections.passed()
+        if passed is not None:
+            return passed
+        return getattr(operator, name)(self.tensor(), other.tensor() if isinstance(other, RowCount) else other)
+
+    def __bool__(self) -> bool:
+        return bool(self.tensor() != 0)
+
+    def __neg__(self) -> ValueNumber:
+        return ValueNumber.of(-self.tensor(), 0, -int(self), self._selections)
+
+    def _computed(self, operate: Callable[[Any, Any], Any], other: Any, swapped: bool) -> Any:
+        plain = isinstance(other, int) and not isinstance(other, RowCount)
+        if operate is operator.sub and not swapped and (length := self.length_from(other)) is not None:
+            return length
+        if plain and (operate is operator.add or (operate is operator.sub and not swapped)):
+            step = int(other) if operate is operator.add else -int(other)
+            return ValueNumber.of(self.base, self.offset + step, int(self) + step, self._selections)
+        made = super()._computed(operate, other, swapped)
+        if isinstance(made, RowCount):  # with the integer of this number, which no division makes equal in all traces
+            return ValueNumber.of(made.tensor(), 0, int(self), self._selections)
+        return made
+
+
 class PartSize(RowCount):
     """The number of rows in the parts `first` to `last - 1` of a tensor that is split by `counts`."""
 

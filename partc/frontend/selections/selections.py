@@ -34,10 +34,18 @@ from torch import Tensor
 
 from partc.errors import Source
 from partc.frontend.by_tensor import ByTensor
+from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.frontend.repeats.marks import MARK
 from partc.frontend.selections.equal_groups import EqualGroups
 from partc.frontend.selections.mask_counts import SHAPES, MaskCounts
-from partc.frontend.selections.row_counts import TESTS_OF_ZERO, PartSize, RowCount, without_counts
+from partc.frontend.selections.row_counts import (
+    TESTS_OF_ZERO,
+    PartSize,
+    RowCount,
+    ValueNumber,
+    unknown_number,
+    without_counts,
+)
 from partc.frontend.selections.selected_parts import SelectedParts
 from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows, leaves
 from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
@@ -53,6 +61,10 @@ _ARITHMETIC = frozenset({
 _WRITES = frozenset({
     "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "__setitem__", "scatter_add",
     "scatter_add_", "scatter", "scatter_", "masked_scatter", "masked_scatter_",
+})  # fmt: skip
+_OPERATORS_IN_PLACE = frozenset({
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
+    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
 })  # fmt: skip
 _PROPERTIES = (torch.Tensor.shape, torch.Tensor.nbytes)
 _COMPARISONS = {
@@ -116,6 +128,7 @@ class Selections:
         self._counts = MaskCounts()
         self._parts = SelectedParts(self._rows, self._counts, self.tests.parts)
         self._groups = EqualGroups(self._rows, self._counts)
+        self._copies: ByTensor[bool] = ByTensor()  # rows looked up at unknown places, which are views in eager code
         self._packed: ByTensor[tuple[Tensor, Tensor]] = ByTensor()  # result of masked_select -> x, mask
 
     @property
@@ -144,6 +157,9 @@ class Selections:
             frame = frame.f_back
         self.tests.frame = frame
         call = _TorchCall(func, name, args, kwargs)
+        changed = kwargs.get("out", call.given if _changes_in_place(name) else None)
+        if isinstance(changed, Tensor) and (changed in self._copies or changed._base in self._copies):
+            raise unknown_number()
         if (rewrite := _CALLS.get(name)) is not None:
             return rewrite(self, call)
         of_rows = _CALLS_OF_ROWS.get(name)
@@ -230,7 +246,9 @@ class Selections:
         return self._rows.found(call.given, call.name == "where" or bool(call.kwargs.get("as_tuple")))
 
     def _read(self, call: _TorchCall) -> Any:
-        x, index = call.args
+        x, index = self._at_numbers(*call.args)
+        if x is not call.given:
+            return call.func(x, index)
         if (row := self._groups.read(x, index)) is not NotImplemented:
             return row
         index, masked = self._rows.with_constants(self._parts.with_places(x, index))
@@ -417,6 +435,53 @@ class Selections:
         counted = lambda: mask.ne(0).sum() * times if times != 1 else mask.ne(0).sum()  # noqa: E731
         return RowCount(whole, shown, self.tests, counted, mask if times == 1 else None, mask)
 
+    def _number_in(self, name: str, x: Tensor) -> Any:
+        """An unknown integer as a place; NotImplemented if the model traces without it, and for other tensors."""
+        if name != "item" or x.dtype not in INTEGERS or x.numel() != 1 or not permitted(UNKNOWN_NUMBERS).may():
+            return NotImplemented
+        self.numbers.extend(self.tests.source())
+        return ValueNumber.of(x.reshape(()), 0, self._shown(4), self.tests)
+
+    def _at_numbers(self, x: Tensor, index: Any) -> tuple[Tensor, Any]:
+        """A tensor with the rows at unknown places looked up, and the index that remains."""
+        items = list(index) if isinstance(index, tuple) else [index]
+        parts = [part for item in items for part in (_bounds(item) if isinstance(item, slice) else (item,))]
+        if not any(isinstance(part, ValueNumber) for part in parts) or self._rows.of(x) is not None:
+            return x, index
+        if not all(part is None or part is Ellipsis or isinstance(part, int) for part in parts):
+            return x, index  # refused, because the integers are not those of other traces
+        dim = 0
+        for place, item in enumerate(items):
+            if item is Ellipsis:
+                dim = x.dim() - sum(each is not None for each in items[place + 1 :])
+                continue
+            if isinstance(item, ValueNumber):
+                x, items[place] = self._looked_up(x, dim, item, 1), 0
+            elif isinstance(item, slice) and isinstance(item.stop, ValueNumber) and item.step in (None, 1):
+                length = item.stop.length_from(item.start)
+                if length is not None:
+                    x, items[place] = self._looked_up(x, dim, item.start, length), slice(None)
+            dim += item is not None
+        return x, tuple(items)
+
+    def _looked_up(self, x: Tensor, dim: int, start: ValueNumber, length: int) -> Tensor:
+        """`length` rows of a dimension from an unknown place, as a copy. A single place may be negative."""
+        first = start.tensor()
+        if length == 1:
+            first = torch.where(first < 0, first + x.shape[dim], first)
+        made = x.index_select(dim, first + torch.arange(length))
+        self._copies[made] = True
+        return made
+
+    def _narrowed(self, call: _TorchCall) -> Any:
+        """x.narrow(dim, place, length) or x.select(dim, place) at an unknown place."""
+        dim, start = call.argument(1, "dim"), call.argument(2, "start" if call.name == "narrow" else "index")
+        if not isinstance(start, ValueNumber) or not isinstance(dim, int) or self._rows.of(call.given) is not None:
+            return NotImplemented
+        length = call.argument(3, "length", 1)
+        made = self._looked_up(call.given, dim % call.given.dim(), start, length)
+        return made if call.name == "narrow" else made.squeeze(dim)
+
     def _length(self, call: _TorchCall, held: MaskedRows) -> Any:
         if held.dim or self.tests.inside_torch():
             return NotImplemented
@@ -466,6 +531,8 @@ class Selections:
         """The value of a test whether a mask selects anything, or of a count; NotImplemented for other tensors."""
         if self._value(x) is not None:
             return NotImplemented
+        if name == "__int__":  # whose result is a plain integer; asks for a trace with another `int`
+            permitted(UNKNOWN_NUMBERS).may()
         listed = self._parts.listed(x)
         if listed is not None and name in ("item", "__int__", "__index__"):
             counts, part = listed
@@ -479,8 +546,17 @@ class Selections:
             return number if name == "item" else float(int(number)) if name == "__float__" else int(number)
         found = self._counts.answer(x)
         if found is None:
-            return NotImplemented
+            return self._number_in(name, x)
         return found[0] is self.tests.nonempty(found[1])
+
+
+def _changes_in_place(name: str) -> bool:
+    """Whether a function changes its first argument: `add_`, `x[i] = y` or `x += y`."""
+    return name in _OPERATORS_IN_PLACE if name.endswith("__") else name.endswith("_")
+
+
+def _bounds(item: slice) -> tuple[Any, Any, Any]:
+    return item.start, item.stop, item.step
 
 
 def _named(names: str, rewrite: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -499,6 +575,7 @@ _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     "__setitem__": Selections._written,
     **_named("index_put index_put_", Selections._put),
     "roll": Selections._rolled,
+    **_named("narrow select", Selections._narrowed),
     **_named("split split_with_sizes", Selections._divided),
     **_named("cat concat concatenate", Selections._joined),
     "masked_select": Selections._masked,

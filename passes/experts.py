@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from partc.errors import PartcError
 from partc.ir.capacity import Capacity
@@ -534,8 +535,17 @@ class _BatchedExperts(_Experts):
         self._check_readers({*self.inside})
 
     def _experts_of(self, op: Op, rule: OpRule) -> str | None:
-        """The factor of a product's experts: of a weight, of another operand and of the result."""
+        """The factor of a product's experts: of a weight, of another operand and of the result.
+
+        The weight has a matrix of each expert. The channels of a depthwise convolution are no experts.
+        """
         if not rule.work or op.name in RANDOM:
+            return None
+        read: dict[bool, set[str]] = {True: set(), False: set()}  # the factors of weights, and of other operands
+        for name, dims in zip(op.refs(), rule.operands, strict=True):
+            read[name in self.derived].update(chain.from_iterable(dims))
+        made = {*chain.from_iterable(rule.results[0])}
+        if not (read[True] & made) - read[False] or not (read[True] & read[False]) - made:
             return None
         for factor in rule.factors:
             held = [_dim(dims, factor.name) is not None for dims in rule.operands]

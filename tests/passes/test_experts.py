@@ -237,6 +237,24 @@ def test_layers_side_by_side_are_no_experts() -> None:
         partc.compile(Branches(), batch=data, mesh="ep=2", precision="fp64")
 
 
+class Depthwise(nn.Module):
+    """A convolution of each channel by itself, as in linear attention and state-space models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.down = nn.Conv1d(8, 8, 3, padding=1, groups=8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.down(self.mix(x.mT).mT), target)
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "ep=2,tp=2", "ep=2,cp=2"])
+def test_channels_of_depthwise_convolutions_are_no_experts(mesh: str) -> None:
+    data = {"x": torch.randn(8, 4, 8), "target": torch.randn(8, 4, 8)}
+    with pytest.raises(PartcError, match="no experts in a form"):
+        partc.compile(Depthwise(), batch=data, mesh=mesh, precision="fp64")
+
+
 STORED = MOE.with_name("stored.py")
 
 

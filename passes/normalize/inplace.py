@@ -24,15 +24,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from partc.errors import PartcError
 from partc.ir.naming import unique
 from partc.ir.operations import effects, shares_memory, spelling
-from partc.ir.program import NO_GRAD, Arg, Graph, Op, Ref, TensorType, Value, is_change
+from partc.ir.operators import DTYPE_NAMES, DTYPES, resolve, torch_argument
+from partc.ir.program import NO_GRAD, Arg, DType, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
 
 _FUNCTIONAL = {"normal_": "normal_functional"}  # `normal` draws from tensors of means and deviations
 _RESHAPES = frozenset(name for name in spelling("reshape") if effects(name).memory == "view")
 _TRANSPOSES = spelling("permute") - {"permute", "movedim"}  # each is its own inverse
 _SPANS = spelling("split") - {"unbind"}
+_COMPARISONS = frozenset({
+    "eq", "ne", "gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "not_equal", "logical_not",
+    "logical_and", "logical_or", "logical_xor",
+})  # fmt: skip
 # In-place operations that change the shape of a view, but no memory.
 _RESTRIDES = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_"})
 
@@ -135,7 +142,7 @@ class _Functionalization:
         root = self._roots.get(target, target)
         if root not in (target, *wholes):
             self._check_unread(op, {target, *wholes}, root, index)
-        done = replace(_functional(self._renewed(op)), results=op.results)
+        done = self._of_own_type(op, _functional(self._renewed(op)))
         if (NO_GRAD, True) in op.attrs:
             written = replace(op.result, name=unique(f"{op.result.name}_written", self._taken))
             self._ops.append(replace(_recorded(done), results=(written,)))
@@ -163,6 +170,20 @@ class _Functionalization:
         self._shows(op.result.name, _View(target, same))
         if root in self._trained:
             self._seen[op.result.name] = count - 1  # likewise, if the model reads what the change returns
+
+    def _of_own_type(self, change: Op, functional: Op) -> Op:
+        """The operation that makes the new value of a change, in the type of the changed tensor.
+
+        Outside of changes, torch's results have the widest type of their operands, or are booleans.
+        """
+        made = _functional_type(_functional(change), self._types)
+        if made is None or made == change.result.type.dtype:
+            return replace(functional, results=change.results)
+        type = replace(change.result.type, dtype=made)
+        wide = Value(name=unique(f"{change.result.name}_wide", self._taken), type=type)
+        self._ops.append(_recorded(replace(functional, results=(wide,))))
+        args = (Ref(wide.name), DTypeArg(change.result.type.dtype))
+        return Op(name="to", args=args, results=change.results, source=change.source, attrs=change.attrs)
 
     def _give_gradient(self, weight: str, now: str, change: Op) -> None:
         """Let readers of a changed weight read `now`, whose gradient goes to the weight."""
@@ -281,6 +302,16 @@ def _functional(op: Op) -> Op:
     if op.name == "bernoulli_" and len(op.args) < 2 and "p" not in dict(op.attrs):
         op = replace(op, args=(*op.args, 0.5))  # traces omit the default p; bernoulli(x) would take x as probabilities
     return replace(op, name=_FUNCTIONAL.get(op.name, op.name.removesuffix("_")))
+
+
+def _functional_type(op: Op, types: Mapping[str, TensorType]) -> DType | None:
+    """The element type of an operation's result; None if all operands have it."""
+    if op.name not in _COMPARISONS and len({types[name].dtype for name in op.refs()}) == 1:
+        return None
+    known = {name: torch.empty(types[name].shape, dtype=DTYPES[types[name].dtype], device="meta") for name in op.refs()}
+    options = {key: torch_argument(arg, known) for key, arg in op.attrs if key != NO_GRAD}
+    made = resolve(op.name)(*(torch_argument(arg, known) for arg in op.args), **options)
+    return DTYPE_NAMES[made.dtype]
 
 
 def _last_reads(graph: Graph) -> dict[str, int]:

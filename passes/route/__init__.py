@@ -134,7 +134,11 @@ class _Selections:
             blocks = w.add("floor_divide", (Ref(numbers), behind), (count,), "i64", f"{made}_block")
             w.define("remainder", (Ref(blocks), shape[dim]), (count,), "i64", made)
         self.indices[made] = _SelectedPlace(mask, dim)
-        self.rows[made] = mask, 0
+        self.rows[made] = self._original(mask), 0
+
+    def _original(self, mask: str) -> str:
+        """The mask of which this one is a reshaped or converted form: both select the same rows, in the same order."""
+        return self.same_mask.get(mask, mask)
 
     def _selected(self, names: list[str | None]) -> tuple[str, list[int], list[int]] | None:
         """For an index of selected places: their mask, the indexed dimensions, and the mask's dimensions along which
@@ -165,7 +169,7 @@ class _Selections:
         chosen = self.writer.reshape(mask, (shape[dim],), f"{op.result.name}_mask")
         value = self.writer.only(value, dim, chosen, op.result.name, harmless)
         self.writer.define("reshape", (Ref(value), shape), shape, dtype, op.result.name)
-        self.rows[op.result.name] = mask, dim
+        self.rows[op.result.name] = self._original(mask), dim
         return True
 
     def _fits(self, x: str, mask: str, places: list[int], dims: list[int]) -> bool:
@@ -189,7 +193,7 @@ class _Selections:
         if found is None or not isinstance(acc, Ref) or not isinstance(y, Ref):
             return False
         mask, places, dims = found
-        if places != list(range(len(places))) or self.rows.get(y.name) != (mask, 0):
+        if places != list(range(len(places))) or self.rows.get(y.name) != (self._original(mask), 0):
             return False
         if not self._fits(acc.name, mask, places, dims):
             return False
@@ -212,7 +216,8 @@ class _Selections:
             return w.permute(x, (*order, *range(len(dims), len(dims) + len(rest))), f"{made}_placed")
 
         chosen = mask
-        if not adds and len(dims) < len(whole):
+        several = any(size > 1 for dim, size in enumerate(whole) if dim not in dims)  # rows written to one place
+        if not adds and several:
             if w.types[y.name].differentiable:  # torch passes the gradient of a place to all rows written to it
                 return False
             chosen = self._last(mask, [dim for dim in range(len(whole)) if dim not in dims], made)
@@ -254,8 +259,7 @@ class _Selections:
             return None
         mask, dim = found
         wide = tuple(size if place == dim else 1 for place, size in enumerate(self.writer.shape(rows.name)))
-        given, own = (self.same_mask.get(name, name) for name in (condition.name, mask))
-        return mask if given == own and self.writer.shape(condition.name) == wide else None
+        return mask if self._original(condition.name) == mask and self.writer.shape(condition.name) == wide else None
 
     def _row_by_row(self, op: Op) -> None:
         held = [self.rows.get(name) for name in op.refs()]

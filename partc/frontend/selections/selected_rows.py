@@ -49,6 +49,8 @@ class SelectedRows:
         self.value, self.know = value, know
         self._rows: ByTensor[MaskedRows] = ByTensor()
         self._places: ByTensor[tuple[Tensor, ...]] = ByTensor()  # mask -> places along each dimension
+        # Places among selected rows -> the mask that selected these rows, and the one over them that found the places.
+        self._within: ByTensor[tuple[Tensor, Tensor]] = ByTensor()
         self._constants: ByTensor[bool] = ByTensor()  # constants that are places found by nonzero()
         self._numbered: ByTensor[int] = ByTensor()  # row numbers 0, 1, … of selected rows -> their dimension
 
@@ -102,13 +104,31 @@ class SelectedRows:
         outer = self.of(mask)
         whole = mask if outer is None or outer.dim else outer.only(mask)
         indices = tuple(torch.ops.partc.selected.default(whole, dim) for dim in range(mask.dim()))
+        own = whole
+        if outer is not None and not outer.dim and mask.dim() == 1:
+            own = whole.reshape(outer.mask.shape if outer.mask.dim() > 1 else (1, -1))
+            self._within[indices[0]] = outer.mask, whole
         for index in indices:
-            self.hold(index, whole, 0)
+            self.hold(index, own, 0)
         if mask.dim() == 1 and whole is mask:
             with without_modes():
                 self.know(indices[0], torch.arange(mask.numel()))
         self._places[mask] = self._places[whole] = indices
         return indices
+
+    def _places_within(self, x: Tensor, index: tuple[Any, ...]) -> Tensor | None:
+        """places[mask] as the places of those elements of a mask that a second one over its rows selects; None for other
+        tensors and indices.
+        """
+        held = self.of(x)
+        within = self._within.get(index[0]) if len(index) == 1 else None
+        if held is None or within is None or within[0] is not held.mask:
+            return None
+        own = self.of(index[0])
+        assert own is not None
+        places = self.places(held.mask)
+        dims = [dim - len(places) for dim, place in enumerate(places) if place is x]
+        return self.places(own.mask)[dims[0]] if dims else None
 
     def as_constants(self, real: Tensor) -> list[Tensor]:
         """The places one by one, as constants."""
@@ -164,6 +184,8 @@ class SelectedRows:
         if (whole := self._of_all_rows(x, items)) is not None:
             return whole
         given = self.as_indices(x, index)
+        if (place := self._places_within(x, given)) is not None:
+            return place
         if x in self._constants and index == 0 and not isinstance(index, Tensor | bool):
             made = func(x, index)
             real = self.value(x)
@@ -272,7 +294,9 @@ class SelectedRows:
         The value has a row for each of `rows`, or is the same for all of them.
         """
         items = self.as_indices(x, index)
-        mask = next(held.mask for item in items if (held := self.of(item)) is not None)
+        mask = selecting = next(held.mask for item in items if (held := self.of(item)) is not None)
+        if (within := self._within.get(items[0])) is not None:  # x has the rows over which a second mask runs
+            mask = within[1]
         if self._numbers_all(items[0], mask):
             items = (*self.places(mask), *items[1:])
         places = tuple(place for place in self.places(mask) if any(place is item for item in items))
@@ -280,7 +304,7 @@ class SelectedRows:
             return NotImplemented
         rest = tuple(self._number(item, x, dim) for dim, item in enumerate(items) if dim >= len(places))
         own = self.of(value)
-        if own is not None and (own.mask is not mask or own.dim):
+        if own is not None and (own.mask is not selecting or own.dim):
             return NotImplemented
         if all(isinstance(item, int | slice) for item in rest):
             x = x[(*(slice(None),) * len(places), *rest)]
@@ -300,7 +324,7 @@ class SelectedRows:
         columns = torch.where(rest[0] < 0, rest[0] + rows.shape[1], rest[0])[:, None]
         chosen = (columns == torch.arange(rows.shape[1])).reshape(*rows.shape[:2], *(1 for _ in rows.shape[2:]))
         made = torch.where(chosen, value if own is None else value.unsqueeze(1), rows).to(x.dtype)
-        self.hold(made, mask, 0)
+        self.hold(made, selecting, 0)
         func(x, places, made)
         return None
 

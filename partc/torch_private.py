@@ -1,6 +1,7 @@
 """Every private torch name that the compiler uses, to be checked after an upgrade of torch."""
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import StackSummary
@@ -84,6 +85,8 @@ __all__ = [
     "overload_name",
     "python_decompositions",
     "recorded_stacks",
+    "said_class",
+    "say_class",
     "saying_classes",
     "storage_identity",
     "transform_traced",
@@ -106,30 +109,59 @@ def fake_stored(mode: FakeTensorMode, like: torch.Tensor, stored: torch.Tensor) 
     return made
 
 
-class _StandIn(FakeTensor):
-    """A fake tensor that says it has another class, to code that reads `x.__class__` or calls `isinstance`."""
+_SAID = "_said_class"  # the attribute of a fake tensor that stands for one of another class
 
-    _said: type
-    __class__ = property(lambda x: x._said)
+
+def said_class(x: torch.Tensor) -> type:
+    """The class of the tensor for which a fake tensor stands."""
+    given: type | None = vars(x).get(_SAID)
+    return given or (torch.nn.Parameter if isinstance(x, torch.nn.Parameter) else torch.Tensor)
+
+
+def say_class(x: torch.Tensor, said: type) -> None:
+    """Make a fake tensor stand for one of this class."""
+    setattr(x, _SAID, said)
+
+
+class _StandIn(FakeTensor):
+    """A fake tensor that says it has the class of the tensor for which it stands, to the user's code that reads
+    `x.__class__` or calls `isinstance`. Torch's own code learns of classes that were given to it.
+    """
+
+    _asked_by_user: Callable[[], bool]
+    __class__ = property(lambda x: said_class(x) if _SAID in vars(x) or x._asked_by_user() else _StandIn)
 
 
 _set_class: Callable[[Any, type], None] = vars(object)["__class__"].__set__  # also past a property of that name
 
 
 @contextmanager
-def saying_classes(tensors: Iterable[tuple[torch.Tensor, type]]) -> Iterator[None]:
-    """A context in which each of these fake tensors says that it has the given class."""
-    changed, handled = list(tensors), proxy_tensor.HANDLED_TYPES
-    for x, said in changed:
-        x._said = said  # type: ignore[attr-defined]
-        _set_class(x, _StandIn)
+def saying_classes(tensors: Iterable[torch.Tensor], asked_by_user: Callable[[], bool]) -> Iterator[None]:
+    """A context in which these fake tensors, and those made in it, say to the user's code which classes they stand for.
+
+    `asked_by_user` is whether the user's code has called its caller.
+    """
+    changed = [weakref.ref(x) for x in tensors]
+    for x in changed:
+        _set_class(x(), _StandIn)
+    plain, handled = FakeTensor.__new__, proxy_tensor.HANDLED_TYPES
+
+    def made(kind: type[FakeTensor], *given: Any, **named: Any) -> FakeTensor:
+        x = plain(_StandIn if kind is FakeTensor else kind, *given, **named)
+        changed.append(weakref.ref(x))
+        return x
+
+    _StandIn._asked_by_user = staticmethod(asked_by_user)
+    FakeTensor.__new__ = staticmethod(made)  # type: ignore[method-assign, assignment]
     proxy_tensor.HANDLED_TYPES = (*handled, _StandIn)  # type: ignore[assignment]
     try:
         yield
     finally:
+        FakeTensor.__new__ = staticmethod(plain)  # type: ignore[method-assign]
         proxy_tensor.HANDLED_TYPES = handled
-        for x, _ in changed:
-            _set_class(x, FakeTensor)
+        for held in changed:
+            if (still := held()) is not None:
+                _set_class(still, FakeTensor)
 
 
 def storage_identity(storage: torch.UntypedStorage) -> int:

@@ -30,11 +30,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from partc.errors import PartcError
+from partc.errors import InternalError, PartcError
 from partc.ir.expert_products import ExpertMatmul
 from partc.ir.naming import COUNTED, unique
-from partc.ir.operations import RANDOM
-from partc.ir.program import DTypeArg, Op, Parameter, Program, Ref, TensorType, Value
+from partc.ir.operations import RANDOM, effects
+from partc.ir.program import NO_GRAD, DTypeArg, Op, Parameter, Program, Ref, TensorType, Value
 from partc.ir.repetitions import Unfolding
 from partc.passes.route.rows import RowWriter
 
@@ -74,7 +74,8 @@ class _Counters:
     """Adds counters to a program of one region; `counted` maps parameters to the values that count them.
 
     Parameters that the same operations read have one counter, which is a parameter of the calls of all these
-    operations. The last of them has the counts.
+    operations. The last of them has the counts. If these are computed from its result, as where the result of a layer
+    decides whether it is used, a later operation has them.
     """
 
     def __init__(self, program: Program, counted: Mapping[str, str]) -> None:
@@ -124,6 +125,9 @@ class _Counters:
             places = dict[int, None]()
             for op in self._computing(self._inside[name]):
                 places[id(next((products[ref] for ref in op.refs() if ref in products), op))] = None
+                last = op
+            if places and self._depends(self._counted[name], last):
+                places[id(self._behind(self._counted[name], last))] = None
             found.setdefault(tuple(places), []).append(name)
         return found
 
@@ -133,7 +137,7 @@ class _Counters:
         """
         weights, found, last = {name}, list[Op](), list[Op]()
         for op in self._region.forward.ops:
-            if weights.isdisjoint(op.refs()) or not any(value.type.differentiable for value in op.results):
+            if weights.isdisjoint(op.refs()) or self._passing.isdisjoint(value.name for value in op.results):
                 continue
             if self._of_weights.issuperset(op.refs()):
                 weights.update(value.name for value in op.results)
@@ -141,6 +145,41 @@ class _Counters:
             else:
                 found.append(op)
         return found or last
+
+    @cached_property
+    def _passing(self) -> set[str]:
+        """The values to which the gradient of the loss passes."""
+        graph = self._region.forward
+        found = {graph.outputs[0]}
+        for op in reversed(graph.ops):
+            silent = (NO_GRAD, True) in op.attrs or not effects(op.name).differentiable
+            if not silent and any(value.name in found for value in op.results):
+                found.update(op.refs())
+        return found
+
+    def _depends(self, value: str, op: Op) -> bool:
+        """Whether a value is computed from the results of an operation."""
+        made, waiting, met = {x.name for x in op.results}, [value], {value}
+        while waiting:
+            name = waiting.pop()
+            if name in made:
+                return True
+            read = {*self._makers[name].refs()} - met if name in self._makers else set()
+            waiting.extend(read)
+            met |= read
+        return False
+
+    def _behind(self, count: str, op: Op) -> Op:
+        """The first operation behind `op`, on the way of its gradient, from which a count is not computed."""
+        behind = {value.name for value in op.results}
+        for later in self._region.forward.ops:
+            results = {value.name for value in later.results if value.type.differentiable}
+            if behind.isdisjoint(later.refs()) or self._passing.isdisjoint(results):
+                continue
+            behind |= results
+            if not self._depends(count, later):
+                return later
+        raise InternalError(f"{count}, which counts gradients of a parameter, is computed from the loss")
 
     def _counter(self, names: Sequence[str]) -> tuple[str, Parameter]:
         """A counter of parameters, and its name in the region."""

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.batch_indices import check_indices, check_writes
+from partc.frontend.branches.outcome_trees import join_paths
 from partc.frontend.branches.random_branches import (
     PARTLY_EMPTY,
+    AnyOutcomes,
     Branching,
+    Joined,
     Outcomes,
     RandomBranch,
     join_outcomes,
@@ -201,7 +204,7 @@ def trace_model(
     return Traced(program=program, constants=captured.constants, model_source="", options={}, assumed=captured.assumed)
 
 
-Capture = Callable[[Excluded | None, Outcomes, Collection[str]], Captured]  # joined lines: see ValueWatch
+Capture = Callable[[Excluded | None, AnyOutcomes, Collection[str]], Captured]  # joined lines: see ValueWatch
 
 
 def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
@@ -301,9 +304,9 @@ def _of_branches(
     captured: Capture, excluded: Excluded | None, joined: Collection[str], *, name: str, mesh: Mesh, batches: Batches
 ) -> tuple[Captured, Program]:
     """Trace a model, and both outcomes of its branches on random numbers and of tests on the lines `joined`."""
-    made: dict[Outcomes, tuple[Captured, Program]] = {}
+    made: dict[AnyOutcomes, tuple[Captured, Program]] = {}
 
-    def trace(outcomes: Outcomes) -> Branching:
+    def trace(outcomes: AnyOutcomes) -> Branching:
         capture = captured(excluded, outcomes, joined)
         program, branches = program_of(capture, name=name, mesh=mesh, batches=batches)
         if branches and program.repetitions:
@@ -323,7 +326,14 @@ def _of_branches(
     tests = made[Outcomes.ABOVE][0].tests
     reached = Reached()
     if tests:
-        empty = without_some(Outcomes.EMPTY)
+        try:
+            empty = without_some(Outcomes.EMPTY)
+        except PartcError as error:
+            if "forward raises" not in error.cause:
+                raise
+            changed = ChangedError("P0206", error.cause, help=error.help, source=error.source)
+            changed.line = str(tests[0])
+            raise changed from error
         tested = check_empty(found.graph, empty, found.states, tests[0])
         reached = sometimes_reached(found.graph, empty, _trained(made[Outcomes.ABOVE][1]), tested)
     numbers = made[Outcomes.ABOVE][0].numbers
@@ -348,7 +358,7 @@ def _of_branches(
     graph = found.graph
     capture, program = made[Outcomes.ABOVE]
     if found.branches:
-        both = join_outcomes(found, trace)
+        both, program, assumed = _joined(found, trace, made)
         for branch in found.branches:
             if branch.of_values and any(one.left != made[Outcomes.ABOVE][0].left for one, _ in made.values()):
                 raise PartcError(
@@ -357,7 +367,8 @@ def _of_branches(
                     help="keep state in a registered buffer, and choose between its values with torch.where",
                     source=branch.source,
                 )
-        graph, (capture, program) = both.graph, made[both.outcomes]
+        graph, capture = both.graph, made[both.outcomes][0]
+        capture = replace(capture, assumed=(*capture.assumed, *assumed))
         requiring = {name for name, x in capture.model.named_parameters(remove_duplicate=False) if x.requires_grad}
         reached = reached.joined(graph, conditions(graph, both.choices, _own_names(program, requiring)))
         program = _with_trained(program, reached.conditions)
@@ -367,6 +378,53 @@ def _of_branches(
     capture = replace(capture, assumed=(*capture.assumed, *skipped))
     (region,) = program.regions
     return capture, replace(program, regions=(replace(region, forward=without_tests(region.forward)),))
+
+
+def _joined(
+    found: Branching,
+    trace: Callable[[AnyOutcomes], Branching],
+    made: Mapping[AnyOutcomes, tuple[Captured, Program]],
+) -> tuple[Joined, Program, tuple[str, ...]]:
+    """The joined outcomes of all branches, a program with all parameters that they read, and assumptions. If the
+    outcomes differ in more than left-out operations, each path is traced.
+    """
+    try:
+        both = join_outcomes(found, trace)
+        return both, made[both.outcomes][1], ()
+    except PartcError as error:
+        if error.code != "P0206":
+            raise
+        refusal = error
+    tell(PASSES, "every path through the branches is traced")
+    try:
+        with _unlogged():
+            paths = join_paths(trace)
+    except PartcError:
+        raise refusal from None
+    both = Joined(graph=paths.graph, outcomes=paths.paths[0], choices=paths.choices)
+    assumed = tuple(
+        f"Packages never take the outcome of a test after which forward raises ({x})." for x in paths.assumed
+    )
+    return both, _with_all_parameters([made[path][1] for path in paths.paths]), assumed
+
+
+def _with_all_parameters(programs: Sequence[Program]) -> Program:
+    """The first of several traced programs, with the parameters that any of them reads or trains, and all branches."""
+    first = programs[0]
+    params = {
+        value.name: (value, name)
+        for program in programs
+        for value, name in zip(program.regions[0].params, program.calls[0].params, strict=True)
+    }
+    values, names = zip(*params.values(), strict=True) if params else ((), ())
+    trained = {parameter.name for program in programs for parameter in program.parameters if parameter.trainable}
+    return replace(
+        first,
+        branches=tuple(dict.fromkeys(place for program in programs for place in program.branches)),
+        parameters=tuple(replace(item, trainable=item.name in trained) for item in first.parameters),
+        regions=(replace(first.regions[0], params=values),),
+        calls=(replace(first.calls[0], params=names),),
+    )
 
 
 def _trained(program: Program) -> list[str]:

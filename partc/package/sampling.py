@@ -138,7 +138,8 @@ def shorter_outcomes(run: Callable[[], Any], branches: BranchTests) -> dict[int,
     """For each branch of `run`, how many fewer random operations each outcome draws than the outcome that draws more.
 
     A branch's key is its position: the number of random operations before it, with the longer outcome of every earlier
-    branch. True is the outcome for numbers below the limit.
+    branch. True is the outcome for numbers below the limit. Raises PartcError P0207 if a branch decides whether another
+    one is reached.
     """
     behind: list[list[int]] = []
     first = 0
@@ -149,6 +150,13 @@ def shorter_outcomes(run: Callable[[], Any], branches: BranchTests) -> dict[int,
             return {}
         first = count.before[0]
         behind.append([end - start for start, end in pairwise((*count.before, sampling.drawn))])
+    if len(behind[0]) != len(behind[1]):
+        raise PartcError(
+            "P0207",
+            "a branch decides whether another one is reached: the package draws the random numbers of both, a single "
+            "device only those that it reaches, so that the two cannot be compared",
+            help="verify the model without these branches",
+        )
     found: dict[int, dict[bool, int]] = {}
     for above, below in zip(*behind, strict=True):
         found[first] = {False: max(above, below) - above, True: max(above, below) - below}

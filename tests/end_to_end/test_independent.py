@@ -48,6 +48,8 @@ CHEAP = {
     "left_out_experts": (3,),
     "turing": (4,),
     "stored_keys": (5,),
+    "forked_paths": (0,),
+    "types_in_place": (1,),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

@@ -91,7 +91,6 @@ def test_dropouts_of_selected_rows_draw_by_place(style: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("style", "words"),
     [
-        ("counted", "where a mask selects nothing"),
         ("mixed", "other than row by row"),
     ],
 )
@@ -103,7 +102,7 @@ def test_code_that_needs_the_number_of_rows_is_refused(style: str, words: str) -
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("style", [*LOOPS, "normed", "centred", "sized"])
+@pytest.mark.parametrize("style", [*LOOPS, "normed", "centred", "sized", "counted"])
 def test_routed_graphs_compute_the_loop(style: str) -> None:
     """The rewritten graph against the eager model, also where some experts have no rows."""
     torch.manual_seed(0)
@@ -528,7 +527,7 @@ def flagged(flags: Tensor, other: Tensor) -> dict[str, Tensor]:
     "style", [
         "left out", "where", "where not", "computed again", "subset", "elements", "both", "in turn", "checked",
         "same twice", "one row", "one row elsewhere", "other rows", "more rows", "after a change", "filled elsewhere",
-        "stored", "after a change by a view", "caught",
+        "stored", "after a change by a view", "rows of one of two", "caught",
     ],
 )  # fmt: skip
 def test_branches_on_empty_masks_change_nothing(style: str) -> None:
@@ -537,12 +536,7 @@ def test_branches_on_empty_masks_change_nothing(style: str) -> None:
     equals_eager(lambda: Branches(style), batches)
 
 
-@pytest.mark.parametrize(
-    "style",
-    [
-        "rows of one of two", "not alone", "remembered", "while",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("style", ["not alone", "remembered", "while"])
 def test_other_branches_on_masks_are_refused(style: str) -> None:
     some = torch.arange(8) % 3 == 0
     with pytest.raises(PartcError) as error:
@@ -584,17 +578,11 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("style", ["returned", "listed", "read behind"])
-def test_outcomes_that_layers_pass_on_are_refused(style: str) -> None:
-    some = torch.arange(8) % 3 == 0
-    with pytest.raises(PartcError) as error:
-        equals_eager(lambda: Layers(style), [flagged(some, ~some)])
-    assert error.value.code == "P0206"
-
-
-def test_layers_that_pass_nothing_on_leave_out_rows() -> None:
+@pytest.mark.parametrize("style", ["returned", "listed", "read behind", "alone"])
+def test_outcomes_that_layers_pass_on(style: str) -> None:
     some, none = torch.arange(8) % 3 == 0, torch.zeros(8, dtype=torch.bool)
-    equals_eager(lambda: Layers("alone"), [flagged(some, ~some), flagged(none, some), flagged(some, none)])
+    batches = [flagged(some, ~some), flagged(none, some), flagged(some, none), flagged(none, none)]
+    equals_eager(lambda: Layers(style), batches)
 
 
 class Distant(nn.Module):
@@ -899,3 +887,46 @@ def test_packed_rows_of_all_examples_are_refused_where_a_batch_has_places_for_so
         partc.compile(RowsInOrder, packed(rows.flatten(0, 1)), microbatches=2, **given)
     assert error.value.code == "P0402" and error.value.source is not None
     assert error.value.source.file == __file__
+
+
+class Narrowed(nn.Module):
+    """Places of a mask's elements, from which further masks over the selected elements choose some."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style, self.body = style, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, flags: Tensor, other: Tensor) -> Tensor:
+        scores = self.body(x)
+        made = torch.zeros_like(scores)
+        if self.style == "rows":
+            row = torch.where(flags)[0]
+            kept = scores[row]
+            some = kept[:, 0] > 0
+            made[row[some]] = kept[some] * 2
+            return made.square().mean() + scores.mean()
+        row, column = torch.where(x > 0)
+        kept = scores[row, column]
+        some = kept > 0
+        row, column, kept = row[some], column[some], kept[some]
+        if self.style == "added":
+            made[row, column] += kept * 2
+        elif self.style == "read":
+            made = made + (x[row, column] * kept).sum()
+        elif self.style == "three":
+            some = x[row, column] > 0.5
+            made[row[some], column[some]] = kept[some].sin()
+        elif self.style == "number":
+            made[row, column] = 3.0
+            made = made * scores
+        else:
+            made[row, column] = kept
+        return made.square().mean() + scores.mean()
+
+
+@pytest.mark.parametrize("style", ["rows", "elements", "added", "read", "three", "number"])
+def test_masks_choose_among_places_that_a_mask_has_found(style: str) -> None:
+    some, none = torch.arange(8) % 3 == 0, torch.zeros(8, dtype=torch.bool)
+    batches = [flagged(some, ~some), flagged(none, some), flagged(~none, some)]
+    batches[1]["x"] = -batches[1]["x"].abs()
+    equals_eager(lambda: Narrowed(style), batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import textwrap
 import time
@@ -543,5 +544,41 @@ def test_memory_and_types_of_weights_without_values() -> None:
         "Checkpoints and exports leave out _extra_state, the extra state of ByPointer: load them with strict=False.",
     )
     weights = dict(net.named_parameters(remove_duplicate=False))
+    found = evaluate_program(passes.run(traced.program, {}, until="normalize")[-1].program, {"x": x}, weights)
+    torch.testing.assert_close(found, net(x))
+
+
+class ByClass(nn.Module):
+    """Asks for the classes of tensors in every way that Python has, and copies tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.a.bias = Low(torch.ones(4))
+        self.register_buffer("kept", torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        before, shared = copy.deepcopy(self.kept), copy.copy(self.kept)
+        self.kept.mul_(1.5)
+        asked = (
+            h.__class__ is Tensor,
+            x.__class__ in (Tensor,),
+            x[0].__class__.__name__ == "Tensor",
+            self.kept.__class__ is type(x),
+            self.b.__class__ is nn.Parameter,
+            not isinstance(h, nn.Parameter),
+            copy.deepcopy(self.a.bias).__class__ is Low,
+            type(copy.copy(self.a.bias)) is nn.Parameter,
+        )
+        for place, true in enumerate(asked):
+            h = h * (1.5 + place) if true else h.sin()
+        return (h * before + shared * self.b).square().mean()
+
+
+def test_classes_of_tensors_are_those_of_eager_code() -> None:
+    net, x = ByClass().double(), torch.randn(4, 4, dtype=torch.float64)
+    traced = trace_model(ByClass, lambda: {"x": x}, name="net", mesh=ONE, precision="fp64")
+    weights = {name: y.detach().clone() for name, y in (*net.named_parameters(), *net.named_buffers())}
     found = evaluate_program(passes.run(traced.program, {}, until="normalize")[-1].program, {"x": x}, weights)
     torch.testing.assert_close(found, net(x))

@@ -14,11 +14,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.frontend.selections.row_counts import PartSize, RowCount
-from partc.torch_private import FakeTensor
+from partc.torch_private import FakeTensor, said_class
 
 
 def _length(x: Any, /) -> int:
@@ -63,8 +63,8 @@ class _Kinds(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         found = builtins.type(*args, **kwargs)
-        if found is FakeTensor:
-            return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
+        if issubclass(found, FakeTensor):
+            return said_class(args[0])
         found = args[0].__class__ if found.__module__.startswith("partc.") else found  # what a stand-in says it is
         return _Integer if found is int and permitted(UNKNOWN_NUMBERS).allowed else found
 

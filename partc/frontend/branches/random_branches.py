@@ -16,7 +16,7 @@ import enum
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 from torch import Tensor
@@ -39,9 +39,9 @@ class Outcomes(enum.Enum):
     """The outcomes of a trace's branches on random numbers and tests of masks.
 
     The random number is at least the limit (ABOVE), below it (BELOW), or below it in every second branch. In the traces
-    of `PARTLY_BELOW`, some numbers are below, in those of `ONLY` one is. In a trace of EMPTY all masks select nothing,
-    in those of `PARTLY_EMPTY` some masks, in all others none. In those of ONE_ROW and HALF_THE_ROWS, other integers
-    stand for the numbers of selected rows.
+    of `PARTLY_BELOW`, some numbers are below. In a trace of EMPTY all masks select nothing, in those of `PARTLY_EMPTY`
+    some masks, in all others none. In those of ONE_ROW and HALF_THE_ROWS, other integers stand for the numbers of
+    selected rows.
     """
 
     ABOVE = (False, False)
@@ -69,14 +69,6 @@ class Outcomes(enum.Enum):
     ODD_FOURS_BELOW = (True, True, 4, 1)
     EVEN_EIGHTS_BELOW = (True, True, 8, 0)
     ODD_EIGHTS_BELOW = (True, True, 8, 1)
-    ONLY_0 = (False, False, 0, 0, 0)
-    ONLY_1 = (False, False, 0, 0, 1)
-    ONLY_2 = (False, False, 0, 0, 2)
-    ONLY_3 = (False, False, 0, 0, 3)
-    ONLY_4 = (False, False, 0, 0, 4)
-    ONLY_5 = (False, False, 0, 0, 5)
-    ONLY_6 = (False, False, 0, 0, 6)
-    ONLY_7 = (False, False, 0, 0, 7)
 
     @property
     def kept(self) -> bool:
@@ -84,8 +76,6 @@ class Outcomes(enum.Enum):
         return self in (Outcomes.ABOVE, Outcomes.BELOW)
 
     def below(self, branch: int) -> bool:
-        if self in ONLY:
-            return branch == ONLY.index(self)
         return self._taken_for(branch) if self in PARTLY_BELOW else bool(self.value[branch % 2])
 
     def selects(self, test: int) -> bool:
@@ -103,7 +93,24 @@ class Outcomes(enum.Enum):
 PARTLY_EMPTY = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 4 and not outcomes.value[0])
 PARTLY_BELOW = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 4 and outcomes.value[0])
 
-ONLY = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 5)
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The outcomes of a trace in which the first numbers are below their limits or not, and all further ones are not.
+    All masks select something.
+    """
+
+    first: tuple[bool, ...]
+    kept = True
+
+    def below(self, branch: int) -> bool:
+        return branch < len(self.first) and self.first[branch]
+
+    def selects(self, test: int) -> bool:
+        return True
+
+
+AnyOutcomes = Outcomes | Decided
 
 
 def told_apart(count: int, sources: Iterable[Source | None]) -> int:
@@ -237,11 +244,11 @@ class Joined:
     """The graph that chooses between the outcomes of every branch, and the outcomes of its operations."""
 
     graph: Graph
-    outcomes: Outcomes
+    outcomes: AnyOutcomes
     choices: frozenset[str] = frozenset()  # the values that are chosen
 
 
-def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> Joined:
+def join_outcomes(found: Branching, trace: Callable[[AnyOutcomes], Branching]) -> Joined:
     """Join the traces of all outcomes.
 
     `found` is the trace of ABOVE. Raises PartcError P0206 if the outcomes differ in more than left-out operations.
@@ -251,10 +258,11 @@ def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> J
     of_values = any(branch.of_values for branch in found.branches)
     if not of_values and len(first.graph.ops) > len(found.graph.ops):
         kept, longer = trace(Outcomes.BELOW), Outcomes.BELOW
-    others = [(Outcomes.FIRST_BELOW, first)]
+    others: list[tuple[AnyOutcomes, Branching]] = [(Outcomes.FIRST_BELOW, first)]
     tests = {branch.number: branch.source for branch in found.branches}
     if of_values and len(tests) > 2:
-        others = [(outcomes, trace(outcomes)) for outcomes in ONLY[: len(tests)]] + others
+        only = [Decided((*(False,) * number, True)) for number in range(len(tests))]
+        others = [(outcomes, trace(outcomes)) for outcomes in only] + others
     if len(tests) > 1:
         others.append((Outcomes.SECOND_BELOW, trace(Outcomes.SECOND_BELOW)))
     elif longer is Outcomes.BELOW:
@@ -326,7 +334,7 @@ class _Join:
         constants: tuple[Mapping[str, Op], Mapping[str, Op]],
     ) -> None:
         mine, its = list(one.refs()), list(two.refs())
-        if _form(one) != _form(two):
+        if form(one) != form(two):
             raise self._refusal(max(branch, 0), f"it changes {one.name}, which runs in both cases")
         for wanted, given in zip(mine, its, strict=True):
             if wanted in constants[0] and given in constants[1]:
@@ -362,7 +370,7 @@ class _Join:
         numbers = {each.number for each, other in zip(self.kept.branches, shortened, strict=True) if other}
         if branch in self.otherwise:
             known = self.otherwise[branch]
-            if [*map(_form, known)] != [*map(_form, ops)]:
+            if [*map(form, known)] != [*map(form, ops)]:
                 raise self._refusal(branch, "its operations depend on another branch")
             for one, two in zip(known, ops, strict=True):
                 for wanted, given in zip(one.refs(), two.refs(), strict=True):
@@ -413,20 +421,6 @@ class _Join:
             op = self.makers.get(name)
         return name
 
-    def _changed(self, ops: Sequence[Op]) -> Iterator[str]:
-        """The values from outside a branch that its operations change in place. Views stand for their tensor."""
-        own = {value.name: op for op in ops for value in op.results}
-        for op in ops:
-            changed: Iterable[Arg] = op.args[:1] if is_change(op) else ()
-            if op.name in ("batch_norm", "instance_norm") and op.args[5] is True:
-                changed = op.args[3:5]
-            for each in changed:
-                name = each.name if isinstance(each, Ref) else ""
-                while name in own and (effects(own[name].name).memory != "own" or is_change(own[name])):
-                    name = next(own[name].refs())
-                if name and name not in own:
-                    yield name
-
     def graph(self) -> Graph:
         """The operations of the longer outcome, with a choice behind those of each branch."""
         added = {value.name: value for part in self.otherwise.values() for op in part for value in op.results}
@@ -435,14 +429,18 @@ class _Join:
         live = reached(self.kept.graph, self.kept.states)
         current: dict[str, str] = {}
         ops: list[Op] = [op for op in self.kept.graph.ops if op.name == "constant"] + self.constants
-        for place, part in enumerate(self.kept.parts()):
+        parts = [*self.kept.parts()]
+        for place, part in enumerate(parts):
             branch = place - 1
             count = self.left_out.get(branch, 0)
+            if place:
+                self._check_memory(branch, [*part[count:], *chain.from_iterable(parts[place + 1 :])])
             kept: dict[str, Value] = {}
-            changed = dict.fromkeys(self._changed(part[:count]))
+            changed = dict.fromkeys(changed_outside(part[:count]))
             gates: dict[str, str] = {}
             if place and self.kept.branches[branch].of_values:
-                outside = {*live} - {*changed}
+                owners = {*map(self._owner, changed)}  # a copy of their memory would keep its old values
+                outside = {name for name in live if self._owner(name) not in owners}
                 ops.extend(self._gates(branch, part[:count], True, outside, gates, current, types))
             for name in changed:
                 type = types[name].type if name in types else self.kept.states[name]
@@ -469,6 +467,35 @@ class _Join:
                     ops.append(replace(op.renamed(names), results=op.results))
         outputs = tuple(current.get(name, name) for name in self.kept.graph.outputs)
         return replace(self.kept.graph, ops=tuple(ops), outputs=outputs)
+
+    def _owner(self, name: str) -> str:
+        """The value whose memory this one may share."""
+        op = self.makers.get(name)
+        while op is not None and shares_memory(op):
+            name = next(op.refs())
+            op = self.makers.get(name)
+        return name
+
+    def _check_memory(self, branch: int, behind: Sequence[Op]) -> None:
+        """Refuse changes in place behind a branch that only a choice, or only the chosen values, would see: a choice is
+        a copy.
+        """
+        for made, instead in self.replaced.get(branch, {}).items():
+            if self._changed_tensor(made) == self._changed_tensor(instead):
+                continue
+            owners = {self._owner(made), self._owner(instead)}
+            shared = {made: True}  # values in the memory of the choice (True) or of a chosen value
+            changed: set[bool] = set()
+            for op in behind:
+                for name in op.refs():
+                    if name not in shared and self._owner(name) in owners:
+                        shared[name] = False
+                if any(name in shared and (not shared[name]) in changed for name in op.refs()):
+                    raise self._refusal(branch, f"{op.name} reads values that change in place behind it")
+                changed.update(shared[name] for name in changed_by(op) if name in shared)
+                first = next(op.refs(), "")
+                if first in shared and shares_memory(op):
+                    shared.update((value.name, shared[first]) for value in op.results)
 
     def _gates(
         self,
@@ -533,10 +560,34 @@ class _Join:
         )
 
 
-def _form(op: Op) -> tuple[Any, ...]:
+def changed_by(op: Op) -> Iterator[str]:
+    """The values that an operation changes in place."""
+    changed: Iterable[Arg] = op.args[:1] if is_change(op) else ()
+    if op.name in ("batch_norm", "instance_norm") and op.args[5] is True:
+        changed = op.args[3:5]
+    yield from (each.name for each in changed if isinstance(each, Ref))
+
+
+def changed_outside(ops: Sequence[Op]) -> Iterator[str]:
+    """The values from outside a branch that its operations change in place. Views stand for their tensor."""
+    own = {value.name: op for op in ops for value in op.results}
+    for op in ops:
+        for name in changed_by(op):
+            while name in own and shares_memory(own[name]):
+                name = next(own[name].refs())
+            if name not in own:
+                yield name
+
+
+def shares_memory(op: Op) -> bool:
+    """Whether an operation's results may be in the memory of its first operand."""
+    return effects(op.name).memory != "own" or is_change(op)
+
+
+def form(op: Op) -> tuple[Any, ...]:
     """An operation without the names of its values."""
     plain = op.renamed(dict.fromkeys(op.refs(), ""))
-    return op.name, plain.args, plain.attrs, [value.type for value in op.results]
+    return op.name, plain.args, plain.attrs, tuple(value.type for value in op.results)
 
 
 def _alike_at_end(mine: Sequence[Op], its: Sequence[Op], same: Mapping[str, str], free: Container[str]) -> int:
@@ -548,7 +599,7 @@ def _alike_at_end(mine: Sequence[Op], its: Sequence[Op], same: Mapping[str, str]
 
     def alike(pair: tuple[Op, Op]) -> bool:
         one, two = pair
-        if _form(one) != _form(two):
+        if form(one) != form(two):
             return False
         operands = zip(one.refs(), two.refs(), strict=True)
         return all(wanted in own or wanted in free or same.get(given, given) == wanted for wanted, given in operands)

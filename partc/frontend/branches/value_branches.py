@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from partc.errors import PartcError, Source
 from partc.frontend.branches.guards import passing_guard, running_call
 from partc.frontend.branches.largest_numbers import LargestNumbers
-from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
+from partc.frontend.branches.random_branches import TESTS, AnyOutcomes, Outcomes, RandomTests
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
 from partc.frontend.permissions import BOTH_OUTCOMES, permitted
@@ -81,7 +81,7 @@ _OF_COUNTERS = frozenset({
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
 RANDOM_BRANCH = "random_branch"
 # The integers that stand for a number of selected rows in traces that are compared with the first one.
-_SHOWN: Mapping[Outcomes, Callable[[int], int]] = {
+_SHOWN: Mapping[AnyOutcomes, Callable[[int], int]] = {
     Outcomes.ONE_ROW: lambda rows: 1 if rows > 1 else 3,
     # Odd if the number of all rows is even, and even if it is odd.
     Outcomes.HALF_THE_ROWS: lambda rows: rows // 2 + (rows // 2 - rows + 1) % 2,
@@ -97,7 +97,7 @@ class ValueWatch(TorchFunctionMode):
 
     def __init__(
         self,
-        outcomes: Outcomes = Outcomes.ABOVE,
+        outcomes: AnyOutcomes = Outcomes.ABOVE,
         branching: Callable[[], None] = lambda: None,
         call: Callable[[], int] = lambda: -1,
         *,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from partc.errors import PartcError
 from partc.frontend.branches.builtin_numbers import keeping_unknown_integers, using_traceable_builtins
 from partc.frontend.branches.largest_numbers import LargestNumbers
-from partc.frontend.branches.random_branches import Outcomes
+from partc.frontend.branches.random_branches import AnyOutcomes
 from partc.frontend.branches.value_branches import ValueWatch
 from partc.frontend.gradients.own_backward import Hook
 from partc.frontend.repeats.marks import Repeats
@@ -56,7 +56,7 @@ class TracedModel:
     names: tuple[str, ...]
     parts: int  # into which the batch is divided
     dtype: torch.dtype
-    outcomes: Outcomes  # of branches on random numbers
+    outcomes: AnyOutcomes  # of branches on random numbers
     joined: Collection[str]  # lines on which tests of masks are branches
     hooks: Mapping[str, Sequence[Hook]]  # of parameters
     weights: ConstructedWeights
@@ -157,7 +157,7 @@ class TracedStep(nn.Module):
         try:
             with (
                 computing_in(traced.dtype), repeats.rows.with_parts(),
-                traced.weights.known(repeats.rows.left_out, repeats.identity, self._watch.line_of) as identity,
+                traced.weights.known(repeats.rows.left_out, tensors, repeats.identity, self._watch.line_of) as identity,
                 self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
                 keeping_unknown_integers(self._homes()),
                 repeats.marking(), registering({id(vars(x)) for x in self._watch.named.values()}), _conversions(),

@@ -117,8 +117,8 @@ class SelectedRows:
         return indices
 
     def _places_within(self, x: Tensor, index: tuple[Any, ...]) -> Tensor | None:
-        """places[mask] as the places of those elements of a mask that a second one over its rows selects; None for other
-        tensors and indices.
+        """places[some] as the places of the elements of a mask that a second mask over its rows selects; None for
+        other tensors and indices.
         """
         held = self.of(x)
         within = self._within.get(index[0]) if len(index) == 1 else None

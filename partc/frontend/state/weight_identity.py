@@ -9,7 +9,7 @@ self.up.weight = Low(torch.ones(8))        isinstance(self.up.weight, Low)    th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.installed import is_machinery
-from partc.torch_private import saying_classes
+from partc.torch_private import say_class, saying_classes
 
 
 class ConstructedWeights:
@@ -49,10 +49,14 @@ class ConstructedWeights:
 
     @contextmanager
     def known(
-        self, left_out: Set[str], identity: Callable[[Any], int], line: Callable[[str], Source | None]
+        self,
+        left_out: Set[str],
+        batch: Sequence[Tensor],
+        identity: Callable[[Any], int],
+        line: Callable[[str], Source | None],
     ) -> Iterator[Callable[[Any], int]]:
-        """A context in which forward finds the weights in tables, and reads their attributes and classes. It yields the
-        function that stands for Python's `id`.
+        """A context in which forward finds the weights in tables, and reads their attributes and the classes of all
+        tensors. It yields the function that stands for Python's `id`.
 
         `identity` is the `id` of other objects, and `line` finds the line that assigns to an attribute. Raises
         PartcError P0225 if tensors, numbers or texts among the attributes have changed.
@@ -77,8 +81,11 @@ class ConstructedWeights:
             return (alike and x is not other) or equal(x, other)
 
         Tensor.__hash__ = hashed  # type: ignore[method-assign]
+        weights = [(now, type(weight)) for _, now, weight in self.stand_ins(left_out)]
+        for now, kind in weights:
+            say_class(now, kind)
         try:
-            with saying_classes((now, type(weight)) for _, now, weight in self.stand_ins(left_out)):
+            with saying_classes((*batch, *(now for now, _ in weights)), _asked_by_user):
                 yield identity_made
         finally:
             Tensor.__hash__ = own_hash  # type: ignore[method-assign]
@@ -92,6 +99,11 @@ class ConstructedWeights:
                     help="keep state in a registered buffer",
                     source=line(attribute),
                 )
+
+
+def _asked_by_user() -> bool:
+    """Whether the user's code has called the caller of this function's caller."""
+    return not is_machinery(sys._getframe(2).f_code.co_filename)
 
 
 def _attributes(x: Tensor) -> dict[str, Any]:

@@ -4,6 +4,7 @@ cov(x)                       compares values               ->  centered @ center
 sparse_coo_tensor(ij, v, n)  makes a sparse tensor         ->  zeros(n).index_put(ij, v, accumulate=True)
 linalg.lstsq(a, b)           has a size that values set    ->  linalg.pinv(a) @ b
 deepcopy(weight)             copies memory                 ->  weight.detach().clone().requires_grad_()
+copy(weight)                 makes a tensor of a storage   ->  weight.detach().requires_grad_()
 bincount(x, minlength=8)     has a size that values set    ->  zeros(8).scatter_add(0, x, 1)
 _foreach_mul_(xs, 0.9)       is one call for many tensors  ->  x.mul_(0.9) for x in xs
 """
@@ -15,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from partc.torch_private import said_class, say_class
 
 _FOREACH = "_foreach_"
 # What torch's own functions require of values, and the forms below do not check.
@@ -203,8 +206,20 @@ def deep_copied(x: Tensor, memo: dict[int, Any]) -> Tensor:
         raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
     if id(x) not in memo:
         memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+        say_class(memo[id(x)], said_class(x))
     made: Tensor = memo[id(x)]
     return made
+
+
+def copied(x: Tensor, protocol: int) -> tuple[Callable[..., Tensor], tuple[Tensor]]:
+    """copy.copy of a tensor: how to make a leaf in the same memory. Of a class of weights, it makes a plain weight."""
+
+    def made(x: Tensor) -> Tensor:
+        leaf = x.detach().requires_grad_(x.requires_grad)
+        say_class(leaf, nn.Parameter if isinstance(x, nn.Parameter) else Tensor)
+        return leaf
+
+    return made, (x,)
 
 
 def _reduced(each: Tensor, input: Tensor, size_average: Any, reduce: Any, reduction: str) -> Tensor:
@@ -218,6 +233,7 @@ def _reduced(each: Tensor, input: Tensor, size_average: Any, reduce: Any, reduct
 
 _FORMS: Mapping[str, Callable[..., Any]] = {
     "__deepcopy__": deep_copied,
+    "__reduce_ex__": copied,
     "_sparse_mm": torch.matmul,
     "bincount": fixed_bincount,
     "coalesce": torch.clone,

@@ -41,6 +41,7 @@ from partc.frontend.selections.empty_selections import ChangedError, check_empty
 from partc.frontend.selections.reached_parameters import Reached, sometimes_reached, with_counts
 from partc.frontend.selections.row_counts import check_numbers
 from partc.frontend.state.shared_memory import check_changes
+from partc.frontend.trace_errors import RaisedError
 from partc.ir.mesh import Mesh
 from partc.ir.naming import identifier, unique
 from partc.ir.program import (
@@ -274,7 +275,7 @@ def _with_equal_modules(captured: Capture, *, name: str, mesh: Mesh, batches: Ba
     try:
         return _of_all_outcomes(captured, None, name=name, mesh=mesh, batches=batches)
     except PartcError as later:  # the refusal of an operation says more than a failure in code that asks
-        raise (later if "forward raises" in refusal.cause else refusal) from None
+        raise (later if isinstance(refusal, RaisedError) else refusal) from None
 
 
 def _of_all_outcomes(
@@ -328,9 +329,7 @@ def _of_branches(
     if tests:
         try:
             empty = without_some(Outcomes.EMPTY)
-        except PartcError as error:
-            if "forward raises" not in error.cause:
-                raise
+        except RaisedError as error:
             changed = ChangedError("P0206", error.cause, help=error.help, source=error.source)
             changed.line = str(tests[0])
             raise changed from error
@@ -350,9 +349,7 @@ def _of_branches(
             try:
                 with _unlogged():
                     partly = without_some(outcomes)
-            except PartcError as error:
-                if "forward raises" not in error.cause:
-                    raise
+            except RaisedError:
                 continue  # if these outcomes occur at all, they also raise eagerly
             check_empty(found.graph, partly, found.states, tests[0])
     graph = found.graph

@@ -113,6 +113,10 @@ KNOWN: tuple[Known, ...] = (
 )
 
 
+class RaisedError(PartcError):
+    """The error P0206 for an exception that forward itself raises: with other values, it may not."""
+
+
 def explained_error(
     error: BaseException, model: nn.Module, path: Path | None, parts: int = 1, selected: bool = False
 ) -> PartcError:
@@ -146,7 +150,8 @@ def explained_error(
     source = user_line(error, path)
     if source is not None and inner is not None and shortened(source.file) != inner.file:
         cause += f" (in {inner})"
-    return PartcError("P0206", f"the model does not trace: {cause}", help=help, source=source)
+    kind = RaisedError if known is None or not known.cause else PartcError
+    return kind("P0206", f"the model does not trace: {cause}", help=help, source=source)
 
 
 def _quoted(source: Source | None) -> str:

@@ -29,6 +29,7 @@ from partc.frontend.branches.random_branches import (
     form,
     shares_memory,
 )
+from partc.frontend.trace_errors import RaisedError
 from partc.ir.gradients import reached
 from partc.ir.naming import unique
 from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value, is_change
@@ -121,9 +122,7 @@ class _Explored:
                 )
             try:
                 other = self.from_here((*decided, *(False,) * (number - len(decided)), True))
-            except PartcError as error:
-                if "forward raises" not in error.cause:
-                    raise
+            except RaisedError:
                 if branch.source is not None:  # if this path occurs at all, it also raises eagerly
                     self.assumed[branch.source] = None
                 continue

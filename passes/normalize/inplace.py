@@ -29,7 +29,7 @@ import torch
 from partc.errors import PartcError
 from partc.ir.naming import unique
 from partc.ir.operations import effects, shares_memory, spelling
-from partc.ir.operators import DTYPE_NAMES, DTYPES, resolve, torch_argument
+from partc.ir.operators import DTYPE_NAMES, DTYPES, torch_argument, torch_operator
 from partc.ir.program import NO_GRAD, Arg, DType, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
 
 _FUNCTIONAL = {"normal_": "normal_functional"}  # `normal` draws from tensors of means and deviations
@@ -310,7 +310,7 @@ def _functional_type(op: Op, types: Mapping[str, TensorType]) -> DType | None:
         return None
     known = {name: torch.empty(types[name].shape, dtype=DTYPES[types[name].dtype], device="meta") for name in op.refs()}
     options = {key: torch_argument(arg, known) for key, arg in op.attrs if key != NO_GRAD}
-    made = resolve(op.name)(*(torch_argument(arg, known) for arg in op.args), **options)
+    made = torch_operator(op.name)(*(torch_argument(arg, known) for arg in op.args), **options)
     return DTYPE_NAMES[made.dtype]
 
 

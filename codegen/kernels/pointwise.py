@@ -37,7 +37,7 @@ class Pointwise(Kernel):
     count: int
     wide: bool
     rows: str
-    gathered: int  # the fewest rows of an argument whose rows another argument numbers; 0: there is none
+    gathered: int  # the fewest rows of an argument from which rows are selected; 0 if there is none
 
     template = "pointwise"
 

@@ -102,8 +102,8 @@ def _reduced(op: Op, shape: Shape) -> Form | None:
 
 
 def is_short_sum(op: Op, shape: Shape) -> bool:
-    """Whether an operation sums an operand of this shape over one short dimension, and not the last: each element of
-    its result then adds a few elements, and neighbours of one lie next to neighbours of the other.
+    """Whether an operation sums an operand of this shape over one short dimension other than the last. Each element of
+    the result then adds a few elements, and neighbouring elements of the result read neighbours in memory.
     """
     dims = argument(op, 1, "dim")
     if op.name != "sum" or op.attrs or not isinstance(dims, tuple) or len(dims) != 1 or not isinstance(dims[0], int):

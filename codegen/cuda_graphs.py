@@ -57,6 +57,12 @@ def obstacle(program: Program) -> Obstacle | None:
     return None
 
 
+def check_recordable(program: Program) -> None:
+    """Check that a program's steps can be recorded. Raises PartcError P0419."""
+    if (found := obstacle(program)) is not None:
+        raise found.error()
+
+
 def _reads_device_numbers(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> bool:
     """Whether the operation waits for numbers from the device."""
     if op.body:

@@ -475,7 +475,7 @@ def package(
     Raises PartcError P0416 if a rank holds too much, P0419 if `cuda_graphs` is set and a step cannot be recorded.
     """
     from partc.codegen.attentions import without_kernel
-    from partc.codegen.cuda_graphs import obstacle
+    from partc.codegen.cuda_graphs import check_recordable
     from partc.codegen.package import emit
     from partc.compilation.fitting import check_evaluation, check_limit
     from partc.frontend.token_limits import token_limits
@@ -486,8 +486,8 @@ def package(
     from partc.runtime.optimizer.recipe import Recipe
 
     phases = _Phases(on_phase, dict(done.phases))
-    if done.options.cuda_graphs and (found := obstacle(done.program)) is not None:
-        raise found.error()
+    if done.options.cuda_graphs:
+        check_recordable(done.program)
     start = time.perf_counter()
     modules = emit(done.program)
     phases.ended("Emitted", start, count_text(len(modules.stages), "stage module"))

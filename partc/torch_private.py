@@ -139,7 +139,7 @@ _set_class: Callable[[Any, type], None] = vars(object)["__class__"].__set__  # a
 def saying_classes(tensors: Iterable[torch.Tensor], asked_by_user: Callable[[], bool]) -> Iterator[None]:
     """A context in which these fake tensors, and those made in it, say to the user's code which classes they stand for.
 
-    `asked_by_user` is whether the user's code has called its caller.
+    `asked_by_user` tells, as a class is read, whether the user's code reads it.
     """
     changed = [weakref.ref(x) for x in tensors]
     for x in changed:

@@ -146,11 +146,7 @@ class Lowering:
         over = frozenset[sympy.Symbol]().union(*(found.over for found in operands if found is not None))
         if text == "{0}" and not self.rounding:  # a cast
             return Found(written[0], result, over=over)
-        dtype = op.result.type.dtype
-        text = text.format(*written)
-        if self.rounding and dtype != result:
-            text = f"({text}).to({TRITON[dtype]}).to({TRITON[result]})"
-        return Found(self._statement(op.result.name, text), result, over=over)
+        return self._rounded(op, text.format(*written), over)
 
     def _drawn(self, op: Op, index: Index) -> Found:
         """Whether a dropout keeps an element, by its position in the whole tensor relative to this rank's first
@@ -252,11 +248,15 @@ class Lowering:
         dim = dims[0] % len(shape)
         after = index[dim + (1 if argument(op, 2, "keepdim", False) else 0) :]
         parts = [self.value(name, (*index[:dim], sympy.Integer(at), *after), guards) for at in range(shape[dim])]
-        result, dtype = computed_in(op.result.type.dtype), op.result.type.dtype
-        text = " + ".join(cast(part, result) for part in parts)
+        text = " + ".join(cast(part, computed_in(op.result.type.dtype)) for part in parts)
+        return self._rounded(op, text, frozenset[sympy.Symbol]().union(*(part.over for part in parts)))
+
+    def _rounded(self, op: Op, text: str, over: frozenset[sympy.Symbol]) -> Found:
+        """The variable of an operation's result, rounded to the result's type if every operation rounds."""
+        dtype = op.result.type.dtype
+        result = computed_in(dtype)
         if self.rounding and dtype != result:
             text = f"({text}).to({TRITON[dtype]}).to({TRITON[result]})"
-        over = frozenset[sympy.Symbol]().union(*(part.over for part in parts))
         return Found(self._statement(op.result.name, text), result, over=over)
 
     def _looked_up(self, table: Arg, labels: Found | None) -> Found:

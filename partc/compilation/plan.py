@@ -32,13 +32,8 @@ DECIDED = (
     "loss_chunks", "nodes", "kernels",
 )  # fmt: skip
 REDUCED = ("bucket", "grad_reduce", "compress_grads")  # options for sums of gradients, which users decide
-GIVEN_TO_SEARCH = (
-    "precision",
-    "kernels",
-    "cuda_graphs",
-    "optimizer",
-    *REDUCED,
-)  # options that are common to all plans of a search
+# Options that are common to all plans of a search.
+GIVEN_TO_SEARCH = ("precision", "kernels", "cuda_graphs", "optimizer", *REDUCED)
 
 FP8 = "fp8"  # a precision that exists only in predictions
 # Fields that only affect predictions, with the values that describe packages, the default first.

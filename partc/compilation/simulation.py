@@ -135,6 +135,8 @@ class Simulator:
         rates = rates_of(plan, self.rates)
         program = self.program(plan.emitted, everywhere=everywhere)
         if plan.cuda_graphs:
+            from partc.codegen.cuda_graphs import check_recordable
+
             check_gpus(self.cluster)
             check_recordable(program)
         kind = rates.fp8, rates.attention, rates.pieces, rates.by_node, rates.gradient, rates.recorded
@@ -413,14 +415,6 @@ def check_gpus(cluster: Cluster) -> None:
     if cluster.device.kind != "gpu":
         help = "leave out --cuda-graphs"
         raise PartcError("P0419", f"--cuda-graphs: {cluster.device.name} is not a GPU", help=help)
-
-
-def check_recordable(program: Program) -> None:
-    """Check that a program's steps can be recorded as CUDA graphs. Raises PartcError P0419."""
-    from partc.codegen.cuda_graphs import obstacle
-
-    if (found := obstacle(program)) is not None:
-        raise found.error()
 
 
 def rates_of(plan: ParallelPlan, rates: ClusterRates) -> ClusterRates:

@@ -406,7 +406,7 @@ def _joined(
 
 
 def _with_all_parameters(programs: Sequence[Program]) -> Program:
-    """The first of several traced programs, with the parameters that any of them reads or trains, and all branches."""
+    """The first of several programs, with the parameters and branches of all; what one of them trains is trained."""
     first = programs[0]
     params = {
         value.name: (value, name)

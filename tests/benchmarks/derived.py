@@ -235,7 +235,7 @@ def below(limit: int, *shape: int) -> Tensor:
 
 
 def words(sizes: Sizes) -> Tensor:
-    """Random tokens, the first ones the places of a picture or sound."""
+    """Random tokens, of which some at the beginning stand for a picture or sound."""
     made = torch.randint(min(3, sizes.words - 1), sizes.words, (BATCH, sizes.length + sizes.places))
     token = place_token(sizes.config)
     if sizes.places and token is not None:
@@ -244,7 +244,7 @@ def words(sizes: Sizes) -> Tensor:
 
 
 def place_token(config: Any) -> int | None:
-    """The token of the places of a picture or sound."""
+    """The id of the token that stands in a text where features of a picture or sound belong."""
     names = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id")
     found = (getattr(part, name, None) for part in parts(config) for name in names)
     return next((each for each in found if isinstance(each, int)), None)

@@ -26,13 +26,14 @@ from partc.frontend.branches.random_branches import (
     RandomBranch,
     changed_by,
     changed_outside,
+    changed_tensor,
     form,
-    shares_memory,
+    owner,
 )
 from partc.frontend.trace_errors import RaisedError
 from partc.ir.gradients import reached
 from partc.ir.naming import unique
-from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value, is_change
+from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value
 
 MOST_PATHS = 16
 
@@ -144,7 +145,7 @@ class _Joining:
         self.taken = {*self.types}
         self.choices: set[str] = set()
         self.constants: dict[object, Op] = {}
-        self._makers: dict[str, Op] = {}
+        self.makers: dict[str, Op] = {}
         self._trained: set[str] = set()  # values that a gradient reaches
         self._own_constants = {
             id(path): {op.result.name: op for op in path.traced.graph.ops if op.name == "constant"} for path in paths
@@ -187,7 +188,7 @@ class _Joining:
     def added(self, op: Op) -> Op:
         for value in op.results:
             self.types[value.name] = value.type
-            self._makers[value.name] = op
+            self.makers[value.name] = op
             if value.type.differentiable and not self._trained.isdisjoint(op.refs()):
                 self._trained.add(value.name)
         return op
@@ -208,22 +209,6 @@ class _Joining:
 
     def is_trained(self, name: str) -> bool:
         return name in self._trained or name in self.states
-
-    def changed_tensor(self, name: str) -> str:
-        """The value whose memory a chain of in-place changes has changed; the value itself without any."""
-        op = self._makers.get(name)
-        while op is not None and is_change(op):
-            name = next(op.refs())
-            op = self._makers.get(name)
-        return name
-
-    def owner(self, name: str) -> str:
-        """The value whose memory this one may share."""
-        op = self._makers.get(name)
-        while op is not None and shares_memory(op):
-            name = next(op.refs())
-            op = self._makers.get(name)
-        return name
 
 
 class _JoinedOutcomes:
@@ -270,8 +255,8 @@ class _JoinedOutcomes:
         def pair(one: str, two: str) -> bool:
             name: str | None = one
             if one != two and same.get(two) != one:
-                name = self._program.changed_tensor(one)
-                if name != self._program.changed_tensor(two):
+                name = changed_tensor(one, self._program.makers)
+                if name != changed_tensor(two, self._program.makers):
                     if one in own or two in own or self._type(one) != self._type(two):
                         return False
                     name = None
@@ -289,21 +274,23 @@ class _JoinedOutcomes:
             if not pair(*names):
                 raise self._refusal(f"its outcomes are {self._type(names[0])} and {self._type(names[1])}")
         # A choice is a copy: a later change would be missing in the chosen value, or in the copy.
-        chosen = {self._program.owner(name) for names, name in found.items() if name is None for name in names}
-        return next((place for place, name in reversed(changes) if self._program.owner(name) in chosen), found)
+        chosen = {owner(name, self._program.makers) for names, name in found.items() if name is None for name in names}
+        return next((place for place, name in reversed(changes) if owner(name, self._program.makers) in chosen), found)
 
     def _run(self, ops: Sequence[Op], changed: Collection[str], *, usual: bool) -> None:
         """Add the operations of one outcome. Gradients pass to values outside only where it is taken: elsewhere they
         may be infinite.
         """
         made = {value.name for op in ops for value in op.results}
-        owners = {*map(self._program.owner, changed)}  # a copy of their memory would keep its old values
+        owners = {
+            owner(name, self._program.makers) for name in changed
+        }  # a copy of their memory would keep its old values
         gates: dict[str, str] = {}
         for name in dict.fromkeys(name for op in ops for name in op.refs()):
             type = self._type(name)
             if name in made or not type.differentiable or not self._program.is_trained(name):
                 continue
-            if self._program.owner(name) in owners:
+            if owner(name, self._program.makers) in owners:
                 continue
             still = self._op("detach", name, f"{name}_still", type)
             gates[name] = self._where(*((name, still) if usual else (still, name)), f"{name}_gated")

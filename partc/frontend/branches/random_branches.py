@@ -413,14 +413,6 @@ class _Join:
         elif last != instead:
             raise self._refusal(missing[wanted], "one value replaces several")
 
-    def _changed_tensor(self, name: str) -> str:
-        """The value whose memory a chain of in-place changes has changed; the value itself without any."""
-        op = self.makers.get(name)
-        while op is not None and is_change(op):
-            name = next(op.refs())
-            op = self.makers.get(name)
-        return name
-
     def graph(self) -> Graph:
         """The operations of the longer outcome, with a choice behind those of each branch."""
         added = {value.name: value for part in self.otherwise.values() for op in part for value in op.results}
@@ -439,8 +431,10 @@ class _Join:
             changed = dict.fromkeys(changed_outside(part[:count]))
             gates: dict[str, str] = {}
             if place and self.kept.branches[branch].of_values:
-                owners = {*map(self._owner, changed)}  # a copy of their memory would keep its old values
-                outside = {name for name in live if self._owner(name) not in owners}
+                owners = {
+                    owner(name, self.makers) for name in changed
+                }  # a copy of their memory would keep its old values
+                outside = {name for name in live if owner(name, self.makers) not in owners}
                 ops.extend(self._gates(branch, part[:count], True, outside, gates, current, types))
             for name in changed:
                 type = types[name].type if name in types else self.kept.states[name]
@@ -468,27 +462,19 @@ class _Join:
         outputs = tuple(current.get(name, name) for name in self.kept.graph.outputs)
         return replace(self.kept.graph, ops=tuple(ops), outputs=outputs)
 
-    def _owner(self, name: str) -> str:
-        """The value whose memory this one may share."""
-        op = self.makers.get(name)
-        while op is not None and shares_memory(op):
-            name = next(op.refs())
-            op = self.makers.get(name)
-        return name
-
     def _check_memory(self, branch: int, behind: Sequence[Op]) -> None:
         """Refuse changes in place behind a branch that only a choice, or only the chosen values, would see: a choice is
         a copy.
         """
         for made, instead in self.replaced.get(branch, {}).items():
-            if self._changed_tensor(made) == self._changed_tensor(instead):
+            if changed_tensor(made, self.makers) == changed_tensor(instead, self.makers):
                 continue
-            owners = {self._owner(made), self._owner(instead)}
+            owners = {owner(made, self.makers), owner(instead, self.makers)}
             shared = {made: True}  # values in the memory of the choice (True) or of a chosen value
             changed: set[bool] = set()
             for op in behind:
                 for name in op.refs():
-                    if name not in shared and self._owner(name) in owners:
+                    if name not in shared and owner(name, self.makers) in owners:
                         shared[name] = False
                 if any(name in shared and (not shared[name]) in changed for name in op.refs()):
                     raise self._refusal(branch, f"{op.name} reads values that change in place behind it")
@@ -529,7 +515,7 @@ class _Join:
 
     def _choices(self, branch: int, current: dict[str, str], values: dict[str, Value]) -> Iterator[Op]:
         for made, instead in self.replaced.get(branch, {}).items():
-            if self._changed_tensor(made) == self._changed_tensor(instead):
+            if changed_tensor(made, self.makers) == changed_tensor(instead, self.makers):
                 current[made] = current.get(instead, instead)
                 continue
             if instead in values and values[made].type != values[instead].type:
@@ -569,14 +555,30 @@ def changed_by(op: Op) -> Iterator[str]:
 
 
 def changed_outside(ops: Sequence[Op]) -> Iterator[str]:
-    """The values from outside a branch that its operations change in place. Views stand for their tensor."""
+    """Yield the values from before some operations that these change in place: for a view, the tensor that it shows."""
     own = {value.name: op for op in ops for value in op.results}
     for op in ops:
         for name in changed_by(op):
-            while name in own and shares_memory(own[name]):
-                name = next(own[name].refs())
-            if name not in own:
-                yield name
+            changed = owner(name, own)
+            if changed not in own:
+                yield changed
+
+
+def changed_tensor(name: str, makers: Mapping[str, Op]) -> str:
+    """The value whose memory a chain of in-place changes has changed; the value itself without any."""
+    return _behind(name, makers, is_change)
+
+
+def owner(name: str, makers: Mapping[str, Op]) -> str:
+    """The value whose memory this one may share."""
+    return _behind(name, makers, shares_memory)
+
+
+def _behind(name: str, makers: Mapping[str, Op], passed: Callable[[Op], bool]) -> str:
+    """The value at the start of a chain of such operations, each on the first operand."""
+    while (op := makers.get(name)) is not None and passed(op):
+        name = next(op.refs())
+    return name
 
 
 def shares_memory(op: Op) -> bool:

@@ -174,7 +174,7 @@ class TracedStep(nn.Module):
         return found
 
     def _homes(self) -> Iterator[ModuleType]:
-        """The user's modules, and those with the classes of a library's layers."""
+        """The modules of the user's code, and those that define the classes of the model's layers."""
         classes = {type(layer).__module__ for layer in self._watch.named.values()}
         homes = (sys.modules.get(name) for name in sorted(classes) if name.partition(".")[0] != "torch")
         yield from dict.fromkeys((*self._watch.modules, *(home for home in homes if home is not None)))

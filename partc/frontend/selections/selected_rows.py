@@ -49,7 +49,7 @@ class SelectedRows:
         self.value, self.know = value, know
         self._rows: ByTensor[MaskedRows] = ByTensor()
         self._places: ByTensor[tuple[Tensor, ...]] = ByTensor()  # mask -> places along each dimension
-        # Places among selected rows -> the mask that selected these rows, and the one over them that found the places.
+        # Places that a mask over selected rows found -> the mask that selected the rows, and the mask over them.
         self._within: ByTensor[tuple[Tensor, Tensor]] = ByTensor()
         self._constants: ByTensor[bool] = ByTensor()  # constants that are places found by nonzero()
         self._numbered: ByTensor[int] = ByTensor()  # row numbers 0, 1, … of selected rows -> their dimension

@@ -474,7 +474,7 @@ class Selections:
         return made
 
     def _narrowed(self, call: _TorchCall) -> Any:
-        """x.narrow(dim, place, length) or x.select(dim, place) at an unknown place."""
+        """Rewrite x.narrow(dim, place, length) or x.select(dim, place) if the place is an unknown integer."""
         dim, start = call.argument(1, "dim"), call.argument(2, "start" if call.name == "narrow" else "index")
         if not isinstance(start, ValueNumber) or not isinstance(dim, int) or self._rows.of(call.given) is not None:
             return NotImplemented

@@ -102,7 +102,7 @@ class ConstructedWeights:
 
 
 def _asked_by_user() -> bool:
-    """Whether the user's code has called the caller of this function's caller."""
+    """Whether the user's code reads a class: its frame is two above this one."""
     return not is_machinery(sys._getframe(2).f_code.co_filename)
 
 

@@ -1,4 +1,4 @@
-"""Changes in place whose operands have wider types than the changed tensor, and comparisons in place."""
+"""In-place changes by operands of wider types than the changed tensor, and in-place comparisons."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 def keep() -> None:
     """From here on in this process."""
     origin.trace_file = _kept_traces(origin.trace_file)
-    derivatives._differentiate_region = _kept_derivatives(derivatives._differentiate_region)
+    derivatives.differentiate_region = _kept_derivatives(derivatives.differentiate_region)
 
 
 def _kept_traces(trace: Callable[..., Traced]) -> Callable[..., Traced]:

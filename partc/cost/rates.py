@@ -212,7 +212,7 @@ class ClusterRates:
         if key not in self._seconds:
             shapes = {name: types[name].local(sizes) for name in op.refs()}
             results = [value.type.local(sizes) for value in op.results]
-            computed = self._computed(op, shapes, results, visits)
+            computed = self.device_seconds(op, shapes, results, visits)
             self._seconds[key] = visits * self.cluster.device.launch + computed
         return self._seconds[key]
 
@@ -221,7 +221,8 @@ class ClusterRates:
         """The seconds of operations, by the facts on which they depend."""
         return {}
 
-    def _computed(self, op: Op, shapes: Mapping[str, TensorType], results: list[TensorType], visits: int) -> float:
+    def device_seconds(self, op: Op, shapes: Mapping[str, TensorType], results: list[TensorType], visits: int) -> float:
+        """The seconds that a device computes an operation on local shapes; does not count its launches."""
         device = self.cluster.device
         size = traffic(op, shapes, results) * visits
         if op.name in _ADDS:

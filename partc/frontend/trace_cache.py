@@ -42,7 +42,7 @@ from partc.runtime.documents import contents
 from partc.runtime.whole_files import replacing
 from partc.settings import settings
 
-_MOST = 64  # entries; the oldest is removed first
+MOST_ENTRIES = 64  # the oldest is removed first
 _MODEL = "model.py"  # the model file's name in entries
 _ENVIRONMENT = ("environ", "getenv")
 
@@ -194,7 +194,7 @@ def _write(entry: Path, traced: Traced, path: Path, read: Iterable[str]) -> None
         with replacing(entry) as file:
             file.write(b"%s\n%s" % (hashlib.sha256(text).hexdigest().encode(), text))
         entries = sorted(entry.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
-        for old in entries[:-_MOST]:
+        for old in entries[:-MOST_ENTRIES]:
             old.unlink(missing_ok=True)
     except OSError:
         return

@@ -30,7 +30,7 @@ from partc.runtime.processes.processes import children, place_of, run_state
 from partc.runtime.whole_files import write_whole
 
 Tell = Callable[[str], None]
-_LOOK = 15.0  # seconds between checks of a launcher
+LAUNCHER_CHECK_SECONDS = 15.0  # between checks of a launcher
 
 
 class RunFailed(Exception):
@@ -240,7 +240,7 @@ def _ended(process: subprocess.Popen[bytes]) -> int:
     stopped = 0
     while True:
         with suppress(subprocess.TimeoutExpired):
-            return process.wait(timeout=_LOOK)
+            return process.wait(timeout=LAUNCHER_CHECK_SECONDS)
         stopped = stopped + 1 if run_state(place_of(process.pid) or "") == "stopped" else 0
         if stopped == 2 and not children(process.pid):
             cause = f"the launcher (process {process.pid}) was stopped before it started a rank"

@@ -105,9 +105,10 @@ class Estimates:
         return self.known[key]
 
     def _exchange_seconds(self, plan: ParallelPlan) -> float:
-        return self._tensor(plan) + self._routed(plan)
+        return self.tensor_seconds(plan) + self._routed(plan)
 
-    def _tensor(self, plan: ParallelPlan) -> float:
+    def tensor_seconds(self, plan: ParallelPlan) -> float:
+        """The seconds in which activations are gathered over the axes that cut tensors and sequences."""
         sizes = sizes_of(plan)
         names = mesh_of(plan).names  # experts may have a piece of tp
         axes = tuple(filter(is_tensor_axis, names)), tuple(axis for axis in names if axis == CONTEXT_AXIS)

@@ -49,7 +49,7 @@ LARGE = 0.05  # share of a rank's memory: if a sample's logits are larger, compu
 _SOME = 4  # so many numbers of microbatches, and schedules, of a family are tried first
 _STARTS = 4  # plans that are tried first
 _NEARLY = 1.05  # as a multiple of the least estimate
-_OWN_SIZES = 200  # in a space of at most so many plans, each plan's regions are lowered for its own sizes
+OWN_SIZES = 200  # in a space of at most so many plans, each plan's regions are lowered for its own sizes
 # So many neighbours of the best plan are tried next, both of those that share its regions and of others.
 _NEIGHBOURS = 8
 
@@ -212,7 +212,7 @@ class Planner:
             base=base,
         )
         self._single_uses = replace(self.space, per_layer=False)
-        self._everywhere = self.space.has_more_than(_OWN_SIZES)
+        self._everywhere = self.space.has_more_than(OWN_SIZES)
         tables = Tables(
             bodies=RegionBodies(self.simulator, self._calls, everywhere=self._everywhere),
             rates=rates,
@@ -250,33 +250,33 @@ class Planner:
         for family in space.families():
             plans, sizes = [*_reduced_family(family).plans()], (*sizes_of(family.base).values(), family.base.experts)
             customary += filter(_is_customary, plans)
-            quick, small = min(plans, key=self._hope), max(plans, key=_memory_order)
-            found[sizes] = min(found.get(sizes, quick), quick, key=self._hope)
+            quick, small = min(plans, key=self.hope), max(plans, key=_memory_order)
+            found[sizes] = min(found.get(sizes, quick), quick, key=self.hope)
             thrifty[sizes] = max(thrifty.get(sizes, small), small, key=_memory_order)
         if customary:
-            over, seconds = min(map(self._hope, customary))
-            near = [plan for plan in customary if self._hope(plan) <= (over, _NEARLY * seconds)]
-            yield min(near, key=lambda plan: (sizes_of(plan)[PIPELINE_AXIS], self._hope(plan)))
-        yield from sorted(found.values(), key=self._hope)[:_STARTS]
+            over, seconds = min(map(self.hope, customary))
+            near = [plan for plan in customary if self.hope(plan) <= (over, _NEARLY * seconds)]
+            yield min(near, key=lambda plan: (sizes_of(plan)[PIPELINE_AXIS], self.hope(plan)))
+        yield from sorted(found.values(), key=self.hope)[:_STARTS]
         for plan in sorted(thrifty.values(), key=lambda plan: (sizes_of(plan)["pp"], sizes_of(plan)["tp"]))[:_STARTS]:
             fits = any(isinstance(each, Prediction) and self._fits(each) for each in self._predictions.values())
             if not fits:
                 yield plan
 
-    def _promise(self, family: Family) -> tuple[bool, float]:
-        """The best estimate among some plans of a family."""
+    def promise(self, family: Family) -> tuple[bool, float]:
+        """The least `hope` among some plans of a family."""
         base, decided = family.base, (family.microbatches, family.schedules, family.levels)
         alike = *sizes_of(base).values(), base.experts, base.recompute, base.stage_calls, base.loss_chunks
         key: tuple[object, ...] = (*alike, *decided)  # orders of the axes count as equal
         if key not in self._promises:
-            self._promises[key] = min(map(self._hope, _reduced_family(family).plans()))
+            self._promises[key] = min(map(self.hope, _reduced_family(family).plans()))
         return self._promises[key]
 
     def nearest(self, plan: ParallelPlan) -> list[ParallelPlan]:
         """The neighbours of a plan with the least estimated times; first those that cut regions as this plan does."""
         alike: list[ParallelPlan] = []
         others: list[ParallelPlan] = []
-        for each in sorted(dict.fromkeys(self._single_uses.neighbours(plan)), key=self._hope):
+        for each in sorted(dict.fromkeys(self._single_uses.neighbours(plan)), key=self.hope):
             (alike if self._cut(each) == self._cut(plan) else others).append(each)
         return [*alike[:_NEIGHBOURS], *others[:_NEIGHBOURS]]
 
@@ -301,8 +301,8 @@ class Planner:
             max(stages_of(plan), self._calls),
         )
 
-    def _hope(self, plan: ParallelPlan) -> tuple[bool, float]:
-        """The key that orders plans for trying: first those that probably fit, then by estimated seconds."""
+    def hope(self, plan: ParallelPlan) -> tuple[bool, float]:
+        """A key that orders plans for trying: whether the plan probably does not fit, and its estimated seconds."""
         ways: Iterable[str] = (plan.recompute,)
         if plan.stage_calls is not None:  # stages recompute as little as memory allows
             ways = plan.recompute.split("|") if plan.stage_calls == FITTED else stage_kinds(plan.recompute)
@@ -389,8 +389,8 @@ class Planner:
                 near=self.nearest,
                 variants=self._turned if space.per_layer else lambda plan: (),
                 ordered=space.nodes > 1,
-                hope=self._hope,
-                promise=self._promise,
+                hope=self.hope,
+                promise=self.promise,
                 max_seconds=seconds,
                 patient=patient,
             )

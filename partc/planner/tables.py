@@ -530,19 +530,20 @@ def _alike(program: Program, calls: Sequence[Call]) -> tuple[Sequence[tuple[str,
 def _cost(call: Call, program: Program, tables: Tables) -> tuple[GraphCost, GraphCost]:
     """The costs of a call forward and backward."""
     forecast = tables.forecast(program)
-    return _graph(call, "F", forecast), _graph(call, "B", forecast)
+    return graph_cost(call, "F", forecast), graph_cost(call, "B", forecast)
 
 
 def _halves(call: Call, program: Program, tables: Tables) -> HalvesCost:
     forecast = tables.forecast(program)
-    return HalvesCost(inputs=_graph(call, "I", forecast), weights=_graph(call, "W", forecast))
+    return HalvesCost(inputs=graph_cost(call, "I", forecast), weights=graph_cost(call, "W", forecast))
 
 
 def _joint_halves(cost: tuple[GraphCost, GraphCost]) -> HalvesCost:
     return HalvesCost(inputs=cost[1], weights=GraphCost())
 
 
-def _graph(call: Call, kind: GraphKind, forecast: Forecast) -> GraphCost:
+def graph_cost(call: Call, kind: GraphKind, forecast: Forecast) -> GraphCost:
+    """The forecast seconds of one of a call's graphs, and those in which a collective moves bytes."""
     played = forecast.call(call, kind)
     moving, until = 0.0, 0.0
     for start, end in sorted((piece.start, piece.end) for piece in played.pieces if piece.segment.op):

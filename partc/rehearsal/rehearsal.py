@@ -544,7 +544,7 @@ class _NamedParts(Parts):
     _comm: _QuietComm
 
     def gather(self, names: Sequence[str], *, kept: bool = False) -> Pending[list[Tensor]]:
-        start = lambda _: super(_NamedParts, self).gather(names, kept=kept)  # noqa: E731
+        start = lambda _: self._gathered(names, kept)  # noqa: E731
         whole = [self._kept[name] for name in names] if kept else []
         return self._replayed("gather", tuple(names), start, [*[self._held[name] for name in names], *whole], kept=True)
 
@@ -555,9 +555,9 @@ class _NamedParts(Parts):
         given = [*self.sums(*names), *(self._gradients[name] for name in names)]
         return self._replayed("sums", names, start, given, kept=True)
 
-    def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
+    def _gathered(self, names: Sequence[str], kept: bool) -> Pending[list[Tensor]]:
         with self._named("copies", "gathered parameters"):
-            going = super()._gather(names, into)
+            going = super().gather(names, kept=kept)
 
         def finish() -> list[Tensor]:
             with self._named("copies", "gathered parameters"):

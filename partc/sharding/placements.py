@@ -26,7 +26,7 @@ Slot = tuple[
     str, ...
 ]  # ("value", name) | ("parameter", name) | ("in" | "out", region, index) | ("weight", region, name)
 # An embedding may be replicated if it is smaller than this share of a pipeline stage and than this number of bytes.
-_LARGE_TABLE, _LARGE_BYTES = 0.01, 1 << 26
+_LARGE_SHARE, LARGE_BYTES = 0.01, 1 << 26
 # Floating-point operations that a device computes while a link moves a byte: an H100 has 6e14 flops and 3e11 bytes a
 # second.
 _FLOPS_PER_BYTE = 2000.0
@@ -77,7 +77,7 @@ def build(program: Program, axis: str, pins: Sequence[Pin], *, expert_axes: tupl
 def _most_repeated(program: Program) -> float:
     """The least number of bytes of a table that is too large to be replicated."""
     stored = sum(map(_stored, program.parameters))
-    return min(_LARGE_TABLE * stored / program.mesh.axis(PIPELINE_AXIS), _LARGE_BYTES)
+    return min(_LARGE_SHARE * stored / program.mesh.axis(PIPELINE_AXIS), LARGE_BYTES)
 
 
 def large_parts(program: Program) -> frozenset[tuple[TensorType, int]]:

@@ -100,7 +100,7 @@ def normalized_plan(
     if src.shape != dst.shape:
         raise InternalError(f"no reshard from {src} to {dst}: the shapes differ")
     sizes = dict(items)
-    search, rest = _Search(src, dst, sizes), _Rest(dst, sizes, itemsize, needs_grad)
+    candidates, rest = Moves(src, dst, sizes), LeastRest(dst, sizes, itemsize, needs_grad)
     order = count()
     queue: list[tuple[_Cost, int, int, Layout, tuple[ReshardStep, ...]]] = [(rest.of(src), next(order), 0, src, ())]
     done: set[Layout] = set()
@@ -112,7 +112,7 @@ def normalized_plan(
             continue
         done.add(layout)
         local = math.prod(layout.local_shape(sizes)) * itemsize
-        for op, axis, attrs, result in search.moves(layout):
+        for op, axis, attrs, result in candidates.of(layout):
             if result in done:
                 continue
             forward = cost(op, sizes[axis], local)
@@ -137,7 +137,7 @@ _Kind = tuple[type[Placement], bool]
 _KINDS: Sequence[_Kind] = ((Replicated, False), (Varying, False), (Partial, False), (Shard, False), (Shard, True))
 
 
-class _Rest:
+class LeastRest:
     """A lower bound on the bytes and steps from a layout to the last one, `dst`.
 
     The position of an axis' cut, counted in elements of the dimension before it, does not change when other axes move.
@@ -197,8 +197,8 @@ def _least_costs(last: _Kind, axis: str, n: int, local: int, needs_grad: bool) -
     return found
 
 
-class _Search:
-    """Yields the candidate moves: on axes that differ, to positions at which either layout has a boundary."""
+class Moves:
+    """The candidate moves from a layout: on axes that differ, to positions at which either layout has a boundary."""
 
     def __init__(self, src: Layout, dst: Layout, sizes: Sizes) -> None:
         self._dst = dst
@@ -211,7 +211,7 @@ class _Search:
         self._cuts: dict[tuple[int, _Dim, str], Sequence[tuple[int, _Dim]]] = {}
         self._uncuts: dict[tuple[_Dim, str], tuple[int, _Dim] | None] = {}
 
-    def moves(self, layout: Layout) -> Iterator[Move]:
+    def of(self, layout: Layout) -> Iterator[Move]:
         for axis in self._axes:
             if axis in layout.partial:
                 bare = replace(layout, partial=_without_axis(layout.partial, axis))

@@ -90,7 +90,7 @@ def differentiate(
     for region in program.regions:
         given = region, needs[region.name], trainable[region.name]
         if derivatives is None:
-            found = _differentiate_region(*given, program.sizes)
+            found = differentiate_region(*given, program.sizes)
         else:
             found = _known(*given, program.sizes, derivatives)
         made.append(_with_copies(found, changed.get(region.name, frozenset())))
@@ -111,7 +111,7 @@ def _known(
     for over, other, derivative, before in known:
         if over >= axes and without_axes(other, over - axes, sizes) == blank:
             return _resized(without_axes(derivative, over - axes, sizes), sizes, derivative, before)
-    derivative = _differentiate_region(region, inputs, params, sizes)
+    derivative = differentiate_region(region, inputs, params, sizes)
     known.append((axes, blank, derivative, sizes))
     return derivative
 
@@ -194,7 +194,8 @@ def _neighbours(program: Program, names: Collection[str]) -> set[str]:
     return {name for call in program.calls for index, name in enumerate(call.params) if (call.region, index) in places}
 
 
-def _differentiate_region(region: Region, inputs: frozenset[str], params: frozenset[str], sizes: Sizes) -> Region:
+def differentiate_region(region: Region, inputs: frozenset[str], params: frozenset[str], sizes: Sizes) -> Region:
+    """The region with a backward graph for the gradients of these inputs and parameters; itself if none has one."""
     roots = inputs | params
     live = reached(region.forward, roots)
     if not live.intersection(region.forward.outputs):

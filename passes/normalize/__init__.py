@@ -88,7 +88,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     graph, updated = without_mutation(plain_norms(region.forward, types), types, trained)
     for op in with_inner_gradients(graph, types | {value.name: value.type for value in values}).ops:
         op = replace(op.renamed(writer.same), name=_ALIASES.get(op.name, op.name))
-        (_without_elements if _is_empty(op) else _TABLE.get(op.name, _keep_with_dtypes))(writer, op)
+        (_without_elements if _is_empty(op) else REWRITES.get(op.name, _keep_with_dtypes))(writer, op)
     outputs = tuple(writer.same.get(name, name) for name in graph.outputs)
     nexts: dict[str, str] = {}
     for buffer, made in updated.items():
@@ -400,7 +400,7 @@ _ALIASES: Mapping[str, str] = {
     "special_log_softmax": "log_softmax", "special_logsumexp": "logsumexp", "special_round": "round",
     "special_softmax": "softmax", "subtract": "sub", "swapdims": "transpose", "true_divide": "div",
 }  # fmt: skip
-_TABLE: Mapping[str, Rewrite] = {
+REWRITES: Mapping[str, Rewrite] = {
     # views
     **dict.fromkeys(spelling("reshape"), views.reshape),
     "permute": views.permute(lambda op, rank: tuple(number(d) % rank for d in op.args[1])),  # type: ignore[union-attr]

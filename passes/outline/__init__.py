@@ -155,7 +155,9 @@ class Linker:
         typed = {new: self.types[old] for old, new in self.values.items()}
         typed |= {new: self.types[old] for old, copies in self.copies.items() for new in copies}
         given = dict(zip(self.program.calls[0].results, self.main.forward.outputs, strict=True))
-        updates = tuple(each for buffer, value in self.program.updates for each in self._updates(buffer, given[value]))
+        updates = tuple(
+            each for buffer, value in self.program.updates for each in self.updates_of(buffer, given[value])
+        )
         return replace(
             self.program,
             results=tuple((path, self.values[given[value]]) for path, value in self.program.results),
@@ -168,7 +170,7 @@ class Linker:
             repetitions=(),
         )
 
-    def _updates(self, buffer: str, value: str) -> Iterator[tuple[str, str]]:
+    def updates_of(self, buffer: str, value: str) -> Iterator[tuple[str, str]]:
         """The update of a parameter, and those of its counterparts in left-out units."""
         yield buffer, self.values[value]
         counterparts = (new for new, old in self.templates.items() if old == buffer)

@@ -19,10 +19,10 @@ from partc.sharding.reshard import plan
 from partc.sharding.table_placement import Starts
 
 _COPIES = 0.5  # an exchange by rows copies vectors four times; copying a byte costs an eighth of sending it
-_START = 1 << 17  # a message's latency in bytes: 5 us on a link of 25 GB/s
+LATENCY_BYTES = 1 << 17  # the bytes that a link moves during a message's latency: 25 GB/s in 5 us
 # The messages of an exchange to each other rank: ids, vectors and their gradients; for spread tables also the counts.
 _OF_WHOLE, _OF_SPREAD = 3, 4
-_LARGE = 1 << 26  # bytes; smaller tables are gathered with the other parameters of their call
+LARGE_BYTES = 1 << 26  # smaller tables are gathered with the other parameters of their call
 _NODE = 8  # devices in a node: a ring's bytes leave a node once, an exchange's once for each device
 
 
@@ -112,11 +112,11 @@ class Costs:
 
     def starts(self, ranks: int) -> Starts:
         """The latency of the messages in a step's exchanges between these ranks, in bytes."""
-        each = _START * (ranks - 1) * self.lookups.program.microbatches
+        each = LATENCY_BYTES * (ranks - 1) * self.lookups.program.microbatches
         return Starts(whole=_OF_WHOLE * each, spread=_OF_SPREAD * each)
 
     def is_large(self, name: str) -> bool:
-        return self._bytes(name) >= _LARGE
+        return self._bytes(name) >= LARGE_BYTES
 
     def _bytes(self, name: str) -> int:
         return self.lookups.parameters[name].type.local_bytes(self.sizes)
@@ -129,6 +129,6 @@ class Costs:
         """
         lookups = sum(len(self.lookups.of[slot]) for slot in self.lookups.slots[name])
         ranks = math.prod(self.sizes[axis] for axis, _ in cut)
-        started = 2 * _START * (ranks - 1) * lookups * self.lookups.program.microbatches
+        started = 2 * LATENCY_BYTES * (ranks - 1) * lookups * self.lookups.program.microbatches
         moved = self.moved(name, cut) * (_NODE if ranks > _NODE else 1)
         return self.is_large(name) and moved + started < self.whole(name)

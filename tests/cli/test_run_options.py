@@ -153,7 +153,7 @@ def test_tokens_are_checked_before_processes_start(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_stopped_before_its_ranks_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_LOOK", 0.2)
+    monkeypatch.setattr(launch, "LAUNCHER_CHECK_SECONDS", 0.2)
     command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
     with pytest.raises(PartcError, match=r"P0536.*was stopped before it started a rank"):
         launch.run_watched(command, launches=True)

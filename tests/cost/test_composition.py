@@ -133,15 +133,15 @@ def test_equal_exchanges_run_once(monkeypatch: pytest.MonkeyPatch, zero: int) ->
     from partc.runtime.execution.parts import Parts
 
     run: list[str] = []
-    for name in ("_gather", "_scatter"):
+    for name in ("gather", "scatter", "scatter_sums"):
         before = getattr(Parts, name)
-        counted = lambda self, *args, before=before, name=name: run.append(name) or before(self, *args)  # noqa: E731
+        counted = lambda self, *args, before=before, name=name, **how: run.append(name) or before(self, *args, **how)  # noqa: E731
         monkeypatch.setattr(Parts, name, counted)
     counts = []
     for depth, microbatches in ((4, 4), (8, 8)):
         run.clear()
         rehearsed(compiled(mesh="1x2x1", zero=zero, depth=depth, microbatches=microbatches))
-        counts.append((run.count("_gather"), run.count("_scatter")))
+        counts.append((run.count("gather"), run.count("scatter") + run.count("scatter_sums")))
     assert counts[0] == counts[1] and min(counts[0]) > 0
 
 

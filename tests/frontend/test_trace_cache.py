@@ -147,7 +147,7 @@ def test_a_model_that_reads_the_environment_is_traced_in_each(
 def test_the_oldest_entries_go_first(
     traced: Callable[..., tuple[Traced, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_cache, "_MOST", 2)
+    monkeypatch.setattr(trace_cache, "MOST_ENTRIES", 2)
     for width in ("8", "16", "24"):
         traced(width=width)
     assert len(list((tmp_path / "cache").glob("*"))) == 2

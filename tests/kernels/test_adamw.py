@@ -41,7 +41,14 @@ class Trained:
     """Parameters of one rank under one of both optimizers."""
 
     def __init__(
-        self, shards: Mapping[str, Shard], kernels: Any, *, wide: bool = False, optimizer: str = "adamw", **how: Any
+        self,
+        shards: Mapping[str, Shard],
+        kernels: Any,
+        *,
+        wide: bool = False,
+        optimizer: str = "adamw",
+        loss_scale: bool = False,
+        **how: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(3)
         self.parameters = {
@@ -53,14 +60,22 @@ class Trained:
         options = {key: how.pop(key) for key in ("weight_decay", "no_decay", "groups") if key in how}
         recipe = Recipe.of(optimizer, **options)
         settings = recipe.all_settings({name: len(shard.shape) for name, shard in shards.items()})
-        comm = Comm({}, {})
+        self.comm = comm = Comm({}, {})
         comm.device = there(torch.zeros(1)).device
         self.optimizer, scaled = make_update(
             settings, self.parameters, self.gradients, self.buffers, kernels, shards=shards, comm=comm, sizes={}, lr=0.1
         )
         rate = Rate(base=0.1, warmup=2)
+        self.scale = LossScale() if loss_scale else None
         self.update = Update(
-            self.optimizer, scaled, {name: shards[name] for name in self.gradients}, comm, {}, rate, **how
+            self.optimizer,
+            scaled,
+            {name: shards[name] for name in self.gradients},
+            comm,
+            {},
+            rate,
+            scale=self.scale,
+            **how,
         )
 
     def step(self, number: int, gradients: Mapping[str, Tensor], batches: int = 1) -> Any:
@@ -141,16 +156,13 @@ def test_parameters_stand_as_their_gradients_do(kernels: SimpleNamespace) -> Non
 
 def test_overflows_are_skipped(kernels: SimpleNamespace) -> None:
     """With a scaled loss, an infinite gradient only changes the scale."""
-    mine, theirs = (x for x in both("f32", kernels))
-    scales = []
-    for each in (mine, theirs):
-        each.update._scale = scale = LossScale()
-        each.update._reports_norm = True
-        scales.append(scale)
+    mine, theirs = both("f32", kernels, loss_scale=True)
+    scales = mine.scale, theirs.scale
+    assert scales[0] is not None and scales[1] is not None
     for number in range(3):
         for each, scale in zip((mine, theirs), scales, strict=True):
             gradients = drawn(number, scale.value)
-            each.update._comm.scales(scale.value)
+            each.comm.scales(scale.value)
             if number == 1:
                 gradients["down.weight"][5, 6] = float("inf")
             before = {name: x.clone() for name, x in each.parameters.items()}

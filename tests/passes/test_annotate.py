@@ -197,7 +197,7 @@ def test_a_large_table_is_cut_whatever_share_of_the_parameters_it_is(
         return str({parameter.name: parameter.type.layout for parameter in program.parameters}["table.weight"])
 
     assert layout() == f"[{1 << 20}@tp, 64]"
-    monkeypatch.setattr(placements, "_LARGE_BYTES", math.inf)
+    monkeypatch.setattr(placements, "LARGE_BYTES", math.inf)
     assert layout() == f"[{1 << 20}, 64]"
 
 

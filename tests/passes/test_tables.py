@@ -75,9 +75,9 @@ def test_bags_are_summed_before_they_are_exchanged() -> None:
 
 def test_small_tables_and_tables_that_are_cheaper_to_gather_stay_with_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _compiled("dp=2", 1, 3, cut="").program.parameter("words.weight").gather == ("dp",)
-    monkeypatch.setattr(costs, "_LARGE", 1)
+    monkeypatch.setattr(costs, "LARGE_BYTES", 1)
     assert _compiled("dp=2", 1, 3, cut="").program.parameter("words.weight").gather == ("dp",)  # messages take time
-    monkeypatch.setattr(costs, "_START", 0)
+    monkeypatch.setattr(costs, "LATENCY_BYTES", 0)
     assert _compiled("dp=2", 1, 3, rows=4, cut="").program.parameter("words.weight").gather == ("dp",)
     assert not _compiled("dp=2", 1, 3, cut="").program.parameter("words.weight").gather
 
@@ -101,8 +101,8 @@ def test_comments_of_exchanges_by_rows_speak_of_the_table() -> None:
 
 def test_an_exchange_among_nodes_saves_more_bytes_before_a_table_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's 192 ids cost 7.7 KB of vectors, a table 14.4 KB of gathers and sums; eight times as much is too much."""
-    monkeypatch.setattr(costs, "_LARGE", 1)
-    monkeypatch.setattr(costs, "_START", 0)
+    monkeypatch.setattr(costs, "LARGE_BYTES", 1)
+    monkeypatch.setattr(costs, "LATENCY_BYTES", 0)
     options = {"microbatches": 1, "schedule": "1f1b", "precision": "fp32", "seed": 0, "shard": (), "zero": 3}
     for ranks, cut in ((8, True), (16, False)):
         given = Options.checked(mesh=f"dp={ranks}", **options)

@@ -146,7 +146,7 @@ def test_drafts_can_be_pasted(loss: str) -> None:
 def test_a_mean_is_no_draft(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(normalize._TABLE, "poisson_nll_loss")  # which makes a sum of it
+    monkeypatch.delitem(normalize.REWRITES, "poisson_nll_loss")  # which makes a sum of it
     (tmp_path / "mean.py").write_text(
         "import torch\nfrom torch import nn\nimport torch.nn.functional as F\n\n"
         "def model():\n    return nn.Linear(6, 8)\n\ndef batch():\n    return {'x': torch.randn(4, 6)}\n\n"

@@ -37,7 +37,7 @@ def test_steps_leave_nothing_to_collect(tmp_path: Path, monkeypatch: pytest.Monk
         gc.set_debug(0)
 
     monkeypatch.setattr(garbage_collection, "EVERY", 3)
-    monkeypatch.setattr(garbage_collection, "_collect", collect)
+    monkeypatch.setattr(garbage_collection, "collect_young", collect)
     build = partc.compile(TIED, mesh="1", microbatches=2, precision="fp16").write(tmp_path / "build")
     with imported_from(build):
         log = ["--metrics", str(tmp_path / "log.jsonl"), "--clip", "1", "--accumulate", "2"]

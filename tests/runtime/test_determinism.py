@@ -42,14 +42,14 @@ def test_a_run_uses_them_and_leaves_torch_as_it_was(tmp_path: Path, monkeypatch:
 def test_an_operation_without_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own words, from an operation that has none on any device."""
     build = partc.compile(TIED, mesh="1", precision="fp32").write(tmp_path / "build")
-    run = Steps._run
+    run = Steps.run_batch
 
     def ran(steps: Steps, first: bool, last: bool) -> Any:
         places = torch.zeros(1, 1, 2, 2, dtype=torch.int64)
         torch.nn.functional.max_unpool2d(torch.ones(1, 1, 2, 2), places, 2)
         return run(steps, first, last)
 
-    monkeypatch.setattr(Steps, "_run", ran)
+    monkeypatch.setattr(Steps, "run_batch", ran)
     assert train(build, "--steps", 1).returncode == 0
     done = train(build, "--steps", 1, "--deterministic")
     assert done.returncode == 2 and "error P0542: --deterministic: max_unpool" in done.stderr, done.stderr

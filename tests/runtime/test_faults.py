@@ -193,7 +193,7 @@ def test_partc_run_passes_a_signal_on(tmp_path: Path) -> None:
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     """A process of this job's rank 7."""
-    variables = {name: os.environ[name] for name in processes._JOB if name in os.environ}
+    variables = {name: os.environ[name] for name in processes.JOB_VARIABLES if name in os.environ}
     process = subprocess.Popen(["sleep", "60"], env={**variables, "RANK": "7", "PATH": os.environ["PATH"]})
     yield process
     process.kill()
@@ -299,9 +299,9 @@ def test_a_silent_rank_that_runs_is_vouched_for(monkeypatch: pytest.MonkeyPatch)
 def test_a_whole_job_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds count in which this rank runs: it has been away for an hour, and looks twice."""
     made = watching(0, 2, monkeypatch, p1="stopped")
-    assert made.lost_ranks(made.store, min(3600.0, 2 * made._interval)) == ""
+    assert made.lost_ranks(made.store, 3600.0) == ""
     beat(made, 1, 1)
-    assert made.lost_ranks(made.store, 1.0) == "" and made._seen[1].silent == 0
+    assert made.lost_ranks(made.store, 1.0) == "" and made.look_at(made.store, 1, 0.0).silent == 0
 
 
 def test_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,15 +53,15 @@ class Unread(Steps):
     """Steps of which the host reads nothing."""
 
     def run(self, step: int) -> Done:
-        self._copy_in({name: x.to(DEVICE) for name, x in self.part_of(step).items()})
+        self.copy_in({name: x.to(DEVICE) for name, x in self.part_of(step).items()})
         if self.scale is not None:
             self.comm.scales(self.scale.value)
         self.comm.begins(self.job.seed, step)
         for first, last in ((True, False), (False, True)):
-            self._run(first, last)
-        self._norm = self._measured()
+            self.run_batch(first, last)
+        self.measure()
         self.update.begin(step, torch.ones(()))
-        self._updated()
+        self.apply_update()
         return Done(loss=None, seconds=0.0, data=0.0, updated=Updated(rate=0.0, norm=None), recorded={}, loads={})
 
 

@@ -241,7 +241,7 @@ def test_skipped_draws_leave_the_generator_as_made_ones_do(dtype: torch.dtype) -
 
 def test_many_threads_and_few_bytes_give_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partc.runtime.train.init.replay_threads", lambda: 4)
-    monkeypatch.setattr(replay, "_WAITING", 100)
+    monkeypatch.setattr(replay, "MOST_WAITING", 100)
     for build in (Layers, Custom):
         check(build)
         check(build, wanted=lambda name: "weight" in name)

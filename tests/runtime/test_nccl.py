@@ -30,7 +30,7 @@ from partc.runtime.place import Place
 from partc.runtime.processes import watchdog
 from partc.runtime.processes.agreement import Together
 from partc.runtime.processes.devices import own_device
-from partc.runtime.processes.rendezvous import LauncherVariables, _WatchedStore
+from partc.runtime.processes.rendezvous import LauncherVariables, WatchedStore
 from partc.runtime.processes.signals import Caught
 from partc.runtime.torch_private import lone_store, nccl_settings
 from partc.runtime.train import train
@@ -318,10 +318,10 @@ def test_a_start_forgets_what_an_ended_one_told_its_monitors() -> None:
     store = dist.HashStore()
     store.set("exception_dump", "1")
     store.set("other", "kept")
-    meetings = [_WatchedStore(LauncherVariables(rank, 2, "localhost", 1), 20.0, Caught()) for rank in range(2)]  # type: ignore[arg-type]
-    other = threading.Thread(target=meetings[1]._session, args=(store,))
+    meetings = [WatchedStore(LauncherVariables(rank, 2, "localhost", 1), 20.0, Caught()) for rank in range(2)]  # type: ignore[arg-type]
+    other = threading.Thread(target=meetings[1].session, args=(store,))
     other.start()
-    meetings[0]._session(store)
+    meetings[0].session(store)
     other.join()
     assert not store.check(["exception_dump"]) and store.check(["other"])
 
@@ -354,7 +354,6 @@ def test_a_run_ends_with_its_groups(fails: bool, package: Path, monkeypatch: pyt
     monkeypatch.setattr(train, "Watchdog", Watching)
     monkeypatch.setattr(train, "train", trained)
     monkeypatch.setattr(train, "materialise", lambda *given: None)
-    monkeypatch.setattr(train, "_stopped", lambda *given: False)
     with imported_from(package):
         job = train.parse(["--device", "cpu"], package)
         monkeypatch.setattr(Together, "broadcast", lambda self, text: text)

@@ -171,7 +171,7 @@ def test_a_step_takes_all_that_it_takes(built: Path, tmp_path: Path, monkeypatch
         spent["device"] += owed[0]
         owed[0] = 0.0
 
-    run, take, end = Steps._run, Steps._copy_in, Times.end
+    run, take, end = Steps.run_batch, Steps.copy_in, Times.end
 
     def launched(steps: Steps, first: bool, last: bool) -> Any:
         owed[0] += 0.02
@@ -189,8 +189,8 @@ def test_a_step_takes_all_that_it_takes(built: Path, tmp_path: Path, monkeypatch
         return end(times, step)
 
     item = torch.Tensor.item
-    monkeypatch.setattr(Steps, "_run", launched)
-    monkeypatch.setattr(Steps, "_copy_in", copied)
+    monkeypatch.setattr(Steps, "run_batch", launched)
+    monkeypatch.setattr(Steps, "copy_in", copied)
     monkeypatch.setattr(Times, "end", ended)
     monkeypatch.setattr(torch.Tensor, "item", lambda x: (settle(), item(x))[1])
     partc.compile(EXAMPLES / "mlp.py", mesh="1").write(tmp_path / "build")

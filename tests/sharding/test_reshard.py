@@ -108,15 +108,15 @@ def test_the_bound_of_the_search_changes_no_cost(monkeypatch: pytest.MonkeyPatch
         return [*zip(map(len, times), moved, map(len, plans), strict=True)]
 
     found = costs()
-    monkeypatch.setattr(reshard._Rest, "of", lambda self, layout: (0, 0))
+    monkeypatch.setattr(reshard.LeastRest, "of", lambda self, layout: (0, 0))
     assert costs() == found
 
 
 def test_cuts_of_a_dimension_with_other_cuts_are_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"dp": 2, "mb": 2, "tp": 2, "ep": 4}
     source, target = (lay(f"[15360{cut} · 4096@tp,ep, 8]", sizes) for cut in ("", "@dp,mb"))
-    seen, moves = [], reshard._Search.moves
-    monkeypatch.setattr(reshard._Search, "moves", lambda self, layout: seen.append(layout) or moves(self, layout))
+    seen, moves = [], reshard.Moves.of
+    monkeypatch.setattr(reshard.Moves, "of", lambda self, layout: seen.append(layout) or moves(self, layout))
     steps = plan(source, target, sizes=sizes, itemsize=8)
     assert [(step.op, step.axis) for step in steps] == [("shard", "dp"), ("shard", "mb")]
     assert len(seen) < 10

@@ -16,11 +16,12 @@ def collected() -> Iterator[Callable[[int], None]]:
     gc.freeze()
     gc.disable()
     try:
-        yield lambda done: None if done % EVERY else _collect()
+        yield lambda done: None if done % EVERY else collect_young()
     finally:
         gc.enable()
         gc.unfreeze()
 
 
-def _collect() -> None:
-    gc.collect(1)  # the two generations that steps fill
+def collect_young() -> None:
+    """Collect the two generations that steps fill."""
+    gc.collect(1)

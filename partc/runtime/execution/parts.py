@@ -80,10 +80,7 @@ class Parts:
 
     def gather(self, names: Sequence[str], *, kept: bool = False) -> Pending[list[Tensor]]:
         """Start to gather parameters in the dtype that calls read; with `kept`, into their permanent tensors."""
-        return self._gather(names, self._kept if kept else {})
-
-    def _gather(self, names: Sequence[str], into: Mapping[str, Tensor]) -> Pending[list[Tensor]]:
-        """Start to gather; `into` has the existing tensors of whole parameters."""
+        into = self._kept if kept else {}
         whole = {name: self._held[name].to(self._shards[name].read_dtype) for name in names}
         going = []
         direct: list[Pending[None]] = []

@@ -16,7 +16,7 @@ from typing import Literal
 Condition = Literal["runs", "stopped", "gone", "unknown"]  # unknown: on another machine
 
 # Environment variables that the ranks of a job share.
-_JOB = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 
 
 @cache
@@ -72,7 +72,7 @@ def siblings() -> dict[int, str]:
         except OSError:
             continue
         rank = variables.get("RANK", "")
-        if rank.isdecimal() and all(variables.get(name) == mine.get(name) for name in _JOB):
+        if rank.isdecimal() and all(variables.get(name) == mine.get(name) for name in JOB_VARIABLES):
             place = place_of(child)
             if place is not None:
                 found[int(rank)] = place

@@ -78,10 +78,10 @@ def common_store(world: LauncherVariables, timeout: float, caught: Caught) -> St
     """Wait until all ranks have arrived; returns their common store. Raises UsageError P0536; exits if a rank cannot
     come.
     """
-    return lone_store() if world.size == 1 else _WatchedStore(world, timeout, caught).store()
+    return lone_store() if world.size == 1 else WatchedStore(world, timeout, caught).store()
 
 
-class _WatchedStore:
+class WatchedStore:
     """A connection in progress: a thread talks to the store, which may not answer, while the main thread watches for
     missing ranks.
     """
@@ -118,7 +118,7 @@ class _WatchedStore:
     def _join(self) -> None:
         try:
             store = self._open() if self._world.hosts else self._reached()
-            self._found = PrefixStore(self._session(store), store)
+            self._found = PrefixStore(self.session(store), store)
         except Exception as error:  # the main thread raises it
             self._error = error
 
@@ -151,7 +151,7 @@ class _WatchedStore:
         place = self._world
         return connected_store(place.address, place.port, place.size, limit, master=place.hosts)
 
-    def _session(self, store: Store) -> str:
+    def session(self, store: Store) -> str:
         """A name that is unique to the ranks of this start.
 
         A launcher's store outlives restarts, with the entries of ended ranks, and the agents of several nodes may count

@@ -46,7 +46,7 @@ _ASKED = 256  # the most ranks in a world in which every rank may read the signs
 
 
 @dataclass(slots=True)
-class _Seen:
+class RankSigns:
     """This rank's knowledge about another rank."""
 
     sign: str = ""
@@ -76,7 +76,7 @@ class Watchdog:
         self._timeout = timeout
         self._rank = world.rank
         self._size = world.size
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, RankSigns] = {}
         self._interval = INTERVAL * max(1.0, world.size / 2048)
         self._caught = caught
         self._done = threading.Event()
@@ -172,7 +172,7 @@ class Watchdog:
             if store.check([_FAILED]):
                 self._stop(store.get(_FAILED).decode(), 1)
             now = time.monotonic()
-            lost = self.lost_ranks(store, min(now - before, 2 * self._interval))
+            lost = self.lost_ranks(store, now - before)
             before = now
             if not lost and self.clock.waited > self._timeout:  # on CPUs the transfer itself times out
                 lost = f"rank {self._rank} has not moved for {self._timeout:g} s in {self.clock.doing}"
@@ -199,11 +199,13 @@ class Watchdog:
         store.set(f"alive/{self._rank}", "")
 
     def lost_ranks(self, store: Store, passed: float) -> str:
-        """The lost ranks among those after this one; '' if there are none. `passed` are the seconds since the last
-        check.
+        """The lost ranks among those after this one; '' if there are none.
 
-        A silent rank watches nobody, so this rank also watches the rank behind it.
+        `passed` are the seconds since the last check. More than two intervals are time in which this process did not
+        run, so they do not count as silence of others. A silent rank watches nobody, so this rank also watches the
+        rank behind it.
         """
+        passed = min(passed, 2 * self._interval)
         if not self._holder and store_holder().startswith("rank 0"):
             self._holder = _place(self._sign(store, 0))
         hurry = store.check([_SUSPECT])
@@ -224,16 +226,16 @@ class Watchdog:
         more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
         return ", ".join(list(lost.values())[:_NAMED]) + more
 
-    def look_at(self, store: Store, rank: int, passed: float) -> _Seen:
+    def look_at(self, store: Store, rank: int, passed: float) -> RankSigns:
         """The last sign of a rank, and the seconds since it changed; `passed` are those since the last check."""
-        seen, sign = self._seen.setdefault(rank, _Seen()), self._sign(store, rank)
+        seen, sign = self._seen.setdefault(rank, RankSigns()), self._sign(store, rank)
         if sign and sign in (seen.sign, seen.renewed):
             seen.silent += passed
         else:
             seen.sign, seen.silent = sign, 0.0
         return seen
 
-    def _verdict(self, store: Store, rank: int, seen: _Seen, hurry: bool, another: bool) -> str:
+    def _verdict(self, store: Store, rank: int, seen: RankSigns, hurry: bool, another: bool) -> str:
         """How a rank was lost; '' if it is not lost, or has left regularly. After `another` lost rank, silence is
         sufficient evidence.
         """
@@ -254,7 +256,7 @@ class Watchdog:
     def _allowed_silence(self, patience: float, hurry: bool, another: bool) -> float:
         return SILENT * self._interval if another else min(HURRY, patience) if hurry else patience
 
-    def _renew(self, store: Store, rank: int, seen: _Seen) -> None:
+    def _renew(self, store: Store, rank: int, seen: RankSigns) -> None:
         """Renew the sign of a silent rank that runs on this machine, for ranks on other machines."""
         silent = SILENT * self._interval < seen.silent <= self._timeout
         if silent and run_state(_place(seen.sign)) == "runs":

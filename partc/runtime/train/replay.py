@@ -55,7 +55,7 @@ _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_em
 _WORDS = {torch.float32: 1, torch.float64: 2, torch.bfloat16: 1, torch.float16: 1}
 _NORMALS = 16
 _SKIPPED = 1 << 16  # the number of words skipped at a time
-_WAITING = 1 << 28  # the most bytes of finished tensors that wait to be passed on
+MOST_WAITING = 1 << 28  # the most bytes of finished tensors that wait to be passed on
 _RECORDING_STATE = 0x9A57C0DE  # a state of the generator that constructors do not set
 
 
@@ -148,7 +148,7 @@ class Recording:
                 for storage in ends.get(index, ()):
                     finished.append(storage)
                     waiting += self.sizes[storage]
-                while waiting > _WAITING:
+                while waiting > MOST_WAITING:
                     waiting -= self.sizes[finished[0]]
                     hand_over()
             while finished:

@@ -87,22 +87,22 @@ class Steps:
             clock.entering("data")
             number = step * self.job.accumulate + index
             begun = time.perf_counter()
-            self._copy_in(self.part_of(number))
+            self.copy_in(self.part_of(number))
             data += time.perf_counter() - begun
             self.comm.begins(self.job.seed, number)
             first, last = index == 0, index == self.job.accumulate - 1
-            made = self._run(first, last)
+            made = self.run_batch(first, last)
             losses.append(made if last or made is None else made.clone())
             if self.job.check_nans:
                 self._check(step, made, partial(self._batch, first, last))
         clock.entering("the update", "work")
-        self._norm = self._measured()
+        norm = self.measure()
         recorded = {f"gradient/{name}": self.scaled.copy(name) for name in self.scaled.names} if self.job.record else {}
-        goes_on = self.update.begin(step, self._norm)
+        goes_on = self.update.begin(step, norm)
         if goes_on:
-            self._updated()
+            self.apply_update()
         known = [loss.item() for loss in losses if loss is not None]
-        updated = self.update.ended(step, self._norm, skipped=not goes_on)
+        updated = self.update.ended(step, norm, skipped=not goes_on)
         self._norm = None
         if self.job.report is not None:
             finish(self.device)  # ranks without a loss have launched their work without waiting for it
@@ -120,7 +120,8 @@ class Steps:
 
         return self.comm.loads.spreads(summed, pipeline=self.job.sizes.get("pp", 1) > 1)
 
-    def _copy_in(self, part: Mapping[str, Tensor]) -> None:
+    def copy_in(self, part: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part of a batch to the device."""
         if self.graph is None or not self._local:
             # Replays write to these later.
             part = part if self.graph is None else {name: x.clone() for name, x in part.items()}
@@ -136,7 +137,8 @@ class Steps:
                 )
             send(x, there)
 
-    def _run(self, first: bool, last: bool) -> Tensor | None:
+    def run_batch(self, first: bool, last: bool) -> Tensor | None:
+        """Forward and backward of the batch on the device, the first or last one of a step; returns its loss."""
         if (first, last) not in self._batches:
             self._batches[first, last] = self._recorded(partial(self._batch, first, last))
         if self.graph is not None:
@@ -144,7 +146,6 @@ class Steps:
         return self._batches[first, last]()
 
     def _batch(self, first: bool, last: bool) -> Tensor | None:
-        """Forward and backward of a batch, the first or last one of a step; returns its loss."""
         microbatches = in_microbatches(self._local, self.inputs, self.job.sizes, self.job.plan["microbatches"])
         self.comm.clock.entering("clearing gradients", "work")
         if first:
@@ -152,6 +153,15 @@ class Steps:
         return run_step(
             self.stages, self.comm, self.actions, self._local, microbatches, first=first, last=last, acks=self.acks
         )
+
+    def measure(self) -> Tensor | None:
+        """Complete the step's gradients. Returns their norm if it is needed."""
+        self._norm = self._measured()
+        return self._norm
+
+    def apply_update(self) -> None:
+        """Update the parameters, after `measure`."""
+        self._updated()
 
     def _measure(self) -> Tensor | None:
         complete(self.gradients.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,26 @@ class Result:
     shape: tuple[int, ...]
     dtype: str
     over: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredValue:
+    """A value that the kernel writes to a result: the whole of it, or the part `number` of `count` equal parts.
+
+    Parts alternate in memory, in runs of `run` elements.
+    """
+
+    name: str
+    dtype: DType
+    result: Result
+    number: int = 0
+    count: int = 1
+    run: int = 0
+
+    @property
+    def start(self) -> int:
+        """The place of the first element in the result."""
+        return self.number * self.run
 
 
 Configuration = Mapping[str, int]  # block sizes and number of warps
@@ -174,6 +195,20 @@ class Draft:
             for number, value in enumerate(op.results)
         )
         return cls(op=op, types=every, sizes=sizes, outside=outside, arguments=arguments, results=results)
+
+    def stored_values(self) -> Iterator[StoredValue]:
+        """The values that the kernel writes, in the order of the results."""
+        joined = {step.result.name: step for step in self.op.body if step.name == "cat"}
+        for value, result in zip(self.op.results, self.results, strict=True):
+            if value.name not in joined:
+                yield StoredValue(name=value.name, dtype=value.type.dtype, result=result)
+                continue
+            names, dim = kernels.cat_operands(joined[value.name])
+            run = math.prod(self.types[names[0]].layout.local_shape(self.sizes)[dim:])
+            for number, name in enumerate(names):
+                yield StoredValue(
+                    name=name, dtype=value.type.dtype, result=result, number=number, count=len(names), run=run
+                )
 
     def lowering(self, own: Sequence[str], ranges: Ranges, **more: object) -> Lowering:
         """The lowering that derives the kernel's statements; `own` are names that the template uses."""

@@ -15,6 +15,7 @@ from partc.codegen.kernels.kernel import (
     Draft,
     Kernel,
     Result,
+    StoredValue,
     bounds,
     expressions,
     statement_lines,
@@ -37,6 +38,7 @@ class Pointwise(Kernel):
     count: int
     wide: bool
     rows: str
+    parts: int  # the number of equal parts that the first result joins
     gathered: int  # the fewest rows of an argument from which rows are selected; 0 if there is none
 
     template = "pointwise"
@@ -69,7 +71,8 @@ class Pointwise(Kernel):
     @property
     def launched(self) -> str:
         """The number of elements, in the launcher."""
-        return f"{self.results[0].name}.numel()" if self.rows else str(self.count)
+        parts = f" // {self.parts}" if self.parts > 1 else ""
+        return f"{self.results[0].name}.numel(){parts}" if self.rows else str(self.count)
 
     @property
     def parameters(self) -> list[str]:
@@ -86,7 +89,8 @@ class Pointwise(Kernel):
 def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding: bool = False) -> Pointwise:
     """The kernel of a fused operation whose results all have one shape."""
     draft = Draft.of(op, types, sizes)
-    names = [_shaped(value.name, op) for value in op.results]
+    values = [*draft.stored_values()]
+    names = [_shaped(value.name, op) for value in values]
     shape = draft.types[names[0]].layout.local_shape(sizes)
     count = math.prod(shape)
     loops = variables(shape, "i")
@@ -105,9 +109,12 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     for statement in statements:
         assert not isinstance(statement, Reduce)
         written += statement_lines(statement, ranges, mask, lowering.names)
-    for found, value, result in zip(made, op.results, draft.results, strict=True):
-        text = stored(found, value.type.dtype)
-        written.append(f"tl.store({result.name}_ptr + index, {text}{', mask=mask' if mask else ''})")
+    for found, value in zip(made, values, strict=True):
+        place = _place(value)
+        written.append(
+            f"tl.store({value.result.name}_ptr + {place}, {stored(found, value.dtype)}{', mask=mask' if mask else ''})"
+        )
+    most *= max(value.count for value in values)
     reach = most + max(BLOCK, *(block for block, _ in OTHERS))  # the last block is partly masked
     wide = max([reach, *(bound for bound in places if bound is not None)]) >= WIDE
     return Pointwise(
@@ -115,9 +122,19 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
         count=count,
         wide=wide,
         rows=rows,
+        parts=values[0].count,
         gathered=min(_gathered(op, draft), default=0),
         lines=tuple(written),
     )
+
+
+def _place(value: StoredValue) -> str:
+    """The place of an element of a value in its result."""
+    if value.count == 1:
+        return "index"
+    between = (value.count - 1) * value.run  # elements of the other parts between two runs
+    parts = ["index", f"index // {value.run} * {between}", *([str(value.start)] if value.start else [])]
+    return " + ".join(parts)
 
 
 def _counted(op: Op, draft: Draft, count: int) -> tuple[str, int]:

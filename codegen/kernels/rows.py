@@ -21,6 +21,7 @@ from partc.codegen.kernels.kernel import (
     Draft,
     Kernel,
     Result,
+    StoredValue,
     bounds,
     expressions,
     statement_lines,
@@ -314,10 +315,12 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     lowering = draft.lowering(own, every, columns=index[first:])
     statistic: Index = (*index[:first], *(ZERO for _ in index[first:]))
     shapes = {name: type.layout.local_shape(sizes) for name, type in draft.types.items()}
-    per_row = {v.name for v in op.results if v.name not in down and shapes[v.name] == _per_row_shape(shape, first)}
+    values = [*draft.stored_values()]
+    statistics = _per_row_shape(shape, first)
+    per_row = {value.name for value in values if value.name not in down and shapes[value.name] == statistics}
     made = [
         lowering.value(down.get(value.name, value.name), statistic if value.name in per_row else index)
-        for value in op.results
+        for value in values
     ]
     statements, few, over = collapsed_rows(lowering.statements, each, lowering.over)
     row, column = (sympy.Symbol(name, integer=True, nonnegative=True) for name in ("row", "column"))
@@ -334,10 +337,11 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
             written = statement_lines(statement, text.ranges, text.mask(statement), lowering.names)
         (before if fixed else body).extend(written)
     sums: list[ColumnSum] = []
-    for value, found, result in zip(op.results, made, draft.results, strict=True):
+    for value, found in zip(values, made, strict=True):
+        result = value.result
         if value.name in down:
             total = lowering.names.fresh(f"{result.name}_total")
-            dtype = computed_in(value.type.dtype)
+            dtype = computed_in(value.dtype)
             alike = [other for other in sums if other.kind == (TORCH[dtype], result.dtype)]
             sums.append(
                 ColumnSum(
@@ -351,11 +355,12 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
             )
             body.append(text.down(total, found, dtype))
         else:
-            body.append(text.store(result, found, value.type.dtype, each_row=value.name in per_row))
+            body.append(text.store(value, found, each_row=value.name in per_row))
+    reach = tiles.reach * max(value.count for value in values)
     return Rows(
         **draft.common_fields(),  # type: ignore[arg-type]
         tiling=tiles,
-        long=max([tiles.reach, len(sums) * tiles.parts, *(place or 0 for place in places)]) >= WIDE,
+        long=max([reach, len(sums) * tiles.parts, *(place or 0 for place in places)]) >= WIDE,
         before=tuple(before),
         lines=tuple(body),
         sums=tuple(sums),
@@ -405,11 +410,13 @@ class _Text:
             text = self._spread(found)
         return f"{total} += {text}" if self.tiling.steps > 1 else f"{total} = {added_rows(text)}"
 
-    def store(self, result: Result, found: Found, dtype: DType, *, each_row: bool) -> str:
+    def store(self, value: StoredValue, found: Found, *, each_row: bool) -> str:
         """A store of one element for each of the tile, or one for each row."""
         mask = _masked(self.tiling.cuts_rows, self.tiling.cuts_columns and not each_row)
-        place = "row" if each_row else f"row * {self.tiling.columns} + column"
-        return f"tl.store({result.name}_ptr + {place}, {stored(found, dtype)}{f', mask={mask}' if mask else ''})"
+        first = f" + {value.start}" if value.start else ""
+        place = "row" if each_row else f"row * {value.count * self.tiling.columns} + column{first}"
+        masked = f", mask={mask}" if mask else ""
+        return f"tl.store({value.result.name}_ptr + {place}, {stored(found, value.dtype)}{masked})"
 
     def _spread(self, found: Found) -> str:
         return f"{found.text} + tl.zeros([ROWS, COLUMNS], {TRITON[found.dtype]})"

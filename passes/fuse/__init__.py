@@ -16,6 +16,7 @@ A kernel iterates over the elements of its results, which all have one shape, an
 belong to it, and so do views that would copy its results. A kernel with norms, softmaxes or sums iterates over rows: it
 may write elements, a number for each row, and sums over all rows (iteration_spaces.py). It holds only few long rows at
 a time, as registers would spill otherwise; the derivative of a norm is then two kernels (norm_halves.py, registers.py).
+Results that only a `cat` reads are written side by side.
 
 Two groups are joined if that saves time by the roofline: a launch, and the bytes of values that one passes to the other
 or that both read. Values that others read, or that are saved, are still written. Values that backward kernels can

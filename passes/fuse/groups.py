@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Set
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from partc import fuel
@@ -293,8 +294,13 @@ class _Work:
         """The graph's operations, with each group as one fused operation right after its last operand."""
         tails = {key: self._tail(group) for key, group in self.groups.items()}
         several = {key: group for key, group in self.groups.items() if self._is_kernel(group, tails[key])}
-        units: dict[int, Op] = {key: self._bracket(group, tails[key]) for key, group in several.items()}
-        inside = {index for key, group in several.items() for index in (*group.members, *tails[key])}
+        joins = self._joins(several, tails)
+        units: dict[int, Op] = {
+            key: self._bracket(group, tails[key], joins.get(key, ())) for key, group in several.items()
+        }
+        inside = {
+            index for key, group in several.items() for index in (*group.members, *tails[key], *joins.get(key, ()))
+        }
         units.update((index, op) for index, op in enumerate(self.ops) if index not in inside)
         units.update(
             (key, table_gradient_kernel(op, self.shapes)) for key, op in units.items() if op.name in kernels.TABLES
@@ -356,9 +362,51 @@ class _Work:
             else tuple(found)
         )
 
-    def _bracket(self, group: _KernelGroup, tail: Collection[int] = ()) -> Op:
-        """A group as one fused operation, with the views of its operands and `tail`."""
-        chosen = {*group.members, *tail}
+    def _joins(self, several: Mapping[int, _KernelGroup], tails: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
+        """For each kernel the joins of results that no other operation outside reads: it writes these side by side."""
+        readers: dict[str, set[int]] = {}
+        for index, op in enumerate(self.ops):
+            for name in op.refs():
+                readers.setdefault(name, set()).add(index)
+        found: dict[int, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            if op.name != "cat" or self.kinds[index] != "view":
+                continue
+            names, dim = kernels.cat_operands(op)
+            keys = {self.place[self.makers[name]] if name in self.makers else -1 for name in names}
+            key = next(iter(keys))
+            if len(keys) > 1 or key not in several or tails[key]:
+                continue
+            group = several[key]
+            alone = all(readers[name] - group.members == {index} and name not in self.kept for name in names)
+            alike = len({*names}) == len(names) and len({self.shapes[name] for name in names}) == 1
+            # Another kernel would read the parts themselves, as it reads through views.
+            read = any(self.place[reader] in several for reader in self._readers_through_views(index, readers))
+            fits = alone and alike and not read and self._is_beside(names[0], dim, group.form)
+            if fits and fuel.may_rewrite("results side by side", op.source):
+                found.setdefault(key, []).append(index)
+        return found
+
+    def _readers_through_views(self, view: int, readers: Mapping[str, Set[int]]) -> Iterator[int]:
+        """The operations that read a view, directly or through further views."""
+        for index in readers.get(self.ops[view].results[0].name, ()):
+            if self.kinds[index] == "view":
+                yield from self._readers_through_views(index, readers)
+            else:
+                yield index
+
+    def _is_beside(self, name: str, dim: int, form: Form | None) -> bool:
+        """Whether a kernel of this form can write equal parts of this shape side by side along a dimension."""
+        shape = self.shapes[name]
+        if dim % len(shape) == 0 and name in self.ragged:
+            return False
+        if form is None:
+            return True
+        return shape == form.shape != form.statistic and math.prod(shape[dim:]) == math.prod(form.column)
+
+    def _bracket(self, group: _KernelGroup, tail: Collection[int] = (), joins: Collection[int] = ()) -> Op:
+        """A group as one fused operation, with the views of its operands, `tail`, and the joins of its results."""
+        chosen = {*group.members, *tail, *joins}
         todo = [name for index in group.members for name in self.ops[index].refs()]
         while todo:
             index = self.makers.get(todo.pop())
@@ -369,6 +417,8 @@ class _Work:
         made = {value.name for op in body for value in op.results}
         reads = dict.fromkeys(name for op in body for name in op.refs() if name not in made)
         makes = {self.ops[max(tail)].result.name} if tail else group.makes
+        for index in joins:
+            makes = makes - {*self.ops[index].refs()} | {self.ops[index].result.name}
         results = tuple(value for index in sorted(chosen) for value in self.ops[index].results if value.name in makes)
         source = self.ops[max(group.members)].source
         words = (("kernel", stem([self.ops[index] for index in sorted(group.members)], self.rotations)),)

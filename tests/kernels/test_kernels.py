@@ -251,6 +251,46 @@ def test_the_results_of_a_tokens_experts_are_gathered_and_added_in_one_kernel(ke
     assert isinstance(built, Pointwise) and built.below == 42  # tuning numbers rows that exist
 
 
+ROW_SUM = "    rows = sum(c, (2,), True)  # f32[3, 4, 1]\n"
+BESIDE = """
+  forward:
+    input x: f32[3, 4, 5]
+    input y: f32[5]
+    a = sin(x)  # f32[3, 4, 5]
+    b = mul(a, y)  # f32[3, 4, 5]
+    c = exp(b)  # f32[3, 4, 5]
+{sum}    d = mul(c, x)  # f32[3, 4, 5]
+    loss = cat((c, d), {dim})  # f32[{shape}]
+    return loss, rows
+"""
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(0, "6, 4, 5"), (1, "3, 8, 5"), (2, "3, 4, 10")])
+@pytest.mark.parametrize("along", [True, False])
+@pytest.mark.parametrize("dtype", ["f64", "bf16"])
+def test_results_are_written_side_by_side(kernels: Kernels, dim: int, shape: str, along: bool, dtype: DType) -> None:
+    text = BESIDE.format(dim=dim, shape=shape, sum=ROW_SUM if along else "")
+    text = text.replace("mul(c, x)", "mul(c, rows)") if along else text.replace(", rows", "")
+    graph = fused_graph(text.replace("f32", dtype)).regions[0].forward
+    check(kernels, graph, {item.name: random(item.type, seed) for seed, item in enumerate(graph.inputs)}, fused=False)
+    after = fuse(program_of(graph), kernels="triton").regions[0].forward
+    # A kernel of rows writes them beside each other along the last dimensions, but not one row behind another.
+    assert [each.name for each in after.ops] == (["fused"] if dim == 2 or not along else ["fused", "cat"])
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_joined_results_that_end_beyond_32_bits_count_in_64(last: int) -> None:
+    count = NEAR // 2 + last * 4096 - 4096
+    x, y, z, joined = (value(name, 1, count) for name in ("x", "y", "z", "joined"))
+    joined = value("joined", 2, count)
+    cat = Op(name="cat", args=((Ref("y"), Ref("z")), 0), results=(joined,))
+    graph = Graph(inputs=(x,), ops=(op("neg", "x", makes=y), op("exp", "x", makes=z), cat), outputs=("joined",))
+    after = fuse(program_of(graph, dense=True), kernels="triton").regions[0].forward
+    (fused,) = after.ops
+    built = kernel(fused, {key: found.type for key, found in after.definitions().items()}, {})
+    assert isinstance(built, Pointwise) and built.wide is bool(last)
+
+
 def test_a_row_that_all_elements_read_is_one_number(kernels: Kernels) -> None:
     graph = (
         fused_graph("""
@@ -331,6 +371,11 @@ def test_packages_round_where_the_interpreter_would_cut_bits_off(kernels: Kernel
 SHAPES = [(), (1,), (3,), (2, 3), (4, 1), (2, 1, 3), (2, 4, 3), (5, 2, 2, 3)]
 
 
+KINDS = [
+    "unary", "binary", "binary", "reshape", "permute", "slice", "expand", "cat", "beside", "flag", "sum", "gather",
+]  # fmt: skip
+
+
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
     """A few inputs and up to a dozen operations on whatever is there, views among them."""
@@ -343,11 +388,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     for number in range(draw(st.integers(2, 12))):
         name = draw(st.sampled_from(sorted(shapes)))
         shape = shapes[name]
-        kind = draw(
-            st.sampled_from(
-                ["unary", "binary", "binary", "reshape", "permute", "slice", "expand", "cat", "flag", "sum", "gather"]
-            )
-        )
+        kind = draw(st.sampled_from(KINDS))
         made = f"v{number}"
         args: tuple[object, ...]
         if kind == "unary":
@@ -390,6 +431,15 @@ def graphs(draw: st.DrawFn) -> Graph:
         elif kind == "gather" and shape:
             orders.setdefault(f"order{shape[0]}", shape[0])
             kind, args, result = "permute_rows", (name, f"order{shape[0]}", f"order{shape[0]}"), shape
+        elif kind == "beside" and shape:
+            parts = tuple(
+                Value(name=f"{made}_{unary}", type=TensorType.replicated("f32", shape))
+                for unary in ("sin", "tanh", "neg")
+            )[draw(st.integers(0, 1)) :]
+            ops += (op(part.name.rpartition("_")[2], name, makes=part) for part in parts)
+            dim = draw(st.integers(0, len(shape) - 1))
+            kind, args = "cat", (tuple(Ref(part.name) for part in parts), dim)
+            result = (*shape[:dim], len(parts) * shape[dim], *shape[dim + 1 :])
         elif kind == "cat" and shape:
             dim = draw(st.integers(0, len(shape) - 1))
             args = ((Ref(name), Ref(name)), dim)

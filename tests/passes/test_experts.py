@@ -28,6 +28,7 @@ from partc.runtime.ops.experts import fits_grouped_product
 from tests.durable import trained, whole
 from tests.models import experts as loops
 from tests.models import moe
+from tests.zoo import MODELS
 
 BATCHED = Path(__file__).parents[1] / "models" / "batched_experts.py"
 MOE = Path(__file__).parents[1] / "models" / "moe.py"
@@ -136,6 +137,22 @@ def test_kernels_count_the_rows_that_experts_receive(model: Path, options: dict[
     layers = [region for region in package.program.regions if region.phase == "microbatch" and region.backward]
     counted = [any(RAGGED in dict(op.attrs) for op in graph.ops) for region in layers for graph in region.graphs]
     assert any(counted)
+    found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert found.ok and found.worst.rel_err < 1e-10, found.worst
+
+
+def test_gradients_of_joined_matrices_are_written_side_by_side(tmp_path: Path) -> None:
+    """The rows of a kernel's only result, which joins two gradients, are those that the rank receives."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["mixtral"].config))
+    options = {"batch": 4, "seq": 16}
+    package = partc.compile(
+        f"hf:{tmp_path / 'config.json'}", mesh="ep=2,dp=2", precision="fp64", kernels="triton", options=options
+    )
+    (layer,) = {call.region for call in package.program.calls if call.name == "model.layers.0"}
+    backward = package.program.region(layer).backward
+    assert backward is not None and not any(op.name == "cat" for op in backward.ops)
+    (joined,) = (op for op in backward.ops if op.body and op.body[-1].name == "cat")
+    assert RAGGED in dict(joined.attrs) and len(joined.results) == 1
     found = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
 

@@ -495,6 +495,60 @@ region main phase microbatch kernels triton:
     assert torch.equal(first, second)
 
 
+HALVES = """
+  param w: f32[6, 16]
+  forward:
+    input gate: f32[4, 8]
+    input up: f32[4, 8]
+    input grad: f32[4, 8]
+    a = silu(gate)  # f32[4, 8]
+    grad_up = mul(grad, a)  # f32[4, 8]
+    b = mul(grad, up)  # f32[4, 8]
+    grad_gate = silu_backward(b, gate)  # f32[4, 8]
+    grad_both = cat((grad_gate, grad_up), 1)  # f32[4, 16]
+    y = linear(grad_both, w)  # f32[4, 6]
+    loss = sum(y, (0, 1), False)  # f32[]
+    return loss
+"""
+
+
+def test_results_that_one_product_reads_side_by_side_are_written_so() -> None:
+    assert_expected_inline(
+        shown(HALVES),
+        """\
+region main phase microbatch kernels triton:
+  param w: f32[6, 16]
+  forward:
+    input gate: f32[4, 8]
+    input up: f32[4, 8]
+    input grad: f32[4, 8]
+    grad_both = fused(gate, grad, up, kernel="silu_mul_silu_backward", strided=(0, 1, 2))  # f32[4, 16]
+    | a         = silu(gate)                    # f32[4, 8]
+    | grad_up   = mul(grad, a)                  # f32[4, 8]
+    | b         = mul(grad, up)                 # f32[4, 8]
+    | grad_gate = silu_backward(b, gate)        # f32[4, 8]
+    | grad_both = cat((grad_gate, grad_up), 1)  # f32[4, 16]
+    y         = linear(grad_both, w)                                                       # f32[4, 6]
+    loss      = sum(y, (0, 1), False)                                                      # f32[]
+    return loss
+""",
+    )
+    others = {
+        "one of them is read as well": (
+            "loss = sum(y",
+            "c = linear(grad_up, grad_gate)  # f32[4, 4]\n    loss = sum(y",
+        ),
+        "another kernel reads through it": ("linear(grad_both, w)  # f32[4, 6]", "exp(grad_both)  # f32[4, 16]"),
+        "one of them is saved": ("return loss", "return loss\n  saved grad_up"),
+        "one is there twice": ("(grad_gate, grad_up)", "(grad_up, grad_up)"),
+    }
+    for why, (old, new) in others.items():
+        after = fuse(fused_graph(HALVES.replace(old, new)), kernels="triton").regions[0].forward
+        assert any(op.name == "cat" for op in after.ops) is (why != "another kernel reads through it"), why
+        joined = [op for op in after.ops if any(value.name == "grad_both" for value in op.results)]
+        assert not any(op.body for op in joined), why
+
+
 def test_views_that_another_kernel_reads_through_stay_its_own() -> None:
     """A reshape that another kernel reads through is not the end of the first: there is one kernel, from x on."""
     more = MERGED.replace(

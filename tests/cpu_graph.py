@@ -169,7 +169,7 @@ def cpu_graphs(monkeypatch: Any) -> Iterator[list[CpuGraph]]:
 
     monkeypatch.setattr(training, "recording", recording)
     monkeypatch.setattr(train, "need_gpus", lambda there: None)
-    monkeypatch.setattr(VirtualAxis, "_exchange", _meeting(VirtualAxis._exchange))
+    monkeypatch.setattr(VirtualAxis, "meet", _meeting(VirtualAxis.meet))
     try:
         from triton.runtime.interpreter import InterpretedFunction
     except ImportError:

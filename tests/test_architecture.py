@@ -160,6 +160,28 @@ def test_private_torch_names_stand_in_one_file() -> None:
             assert not found, f"{path.relative_to(ROOT)}: {found[0].strip()}"
 
 
+def test_tests_use_public_names_of_partc() -> None:
+    """Of its modules and classes: in imports, as attributes, and where a test replaces something."""
+    private = re.compile(r"_(?!_|fields\b)")  # named tuples have _fields
+    for path in (ROOT / "tests").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        ours: set[str] = set()
+        found: list[tuple[int, str]] = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "partc":
+                ours |= {name.asname or name.name for name in node.names}
+                found += [(node.lineno, name.name) for name in node.names if private.match(name.name)]
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name) if owner in ours:
+                    found += [(node.lineno, name)] if private.match(name) else []
+                case ast.Call(args=[ast.Name(id=owner) | ast.Attribute(attr=owner), ast.Constant(value=str(name)), *_]):
+                    found += [(node.lineno, name)] if owner in ours and private.match(name) else []
+                case ast.Constant(value=str(text)) if re.fullmatch(r"partc(\.\w+)*\._[a-zA-Z]\w*", text):
+                    found.append((node.lineno, text))
+        assert not found, f"{path.relative_to(ROOT)}: {found}"
+
+
 def test_the_runtime_names_the_overloads_that_it_calls() -> None:
     """A call without one tries all, and on a GPU waits to write operands into messages that nobody reads."""
     for path in (ROOT / "partc/runtime").rglob("*.py"):

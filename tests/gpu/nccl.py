@@ -30,26 +30,26 @@ def main() -> None:
     print("connected", flush=True)
     x = torch.arange(12.0, device=device).view(1, 12)
     for axis in (axes[0], axes[0].at_once):
-        for operation, right in (("_all_gather", x[None]), ("_reduce_scatter", x[0]), ("_all_to_all", x)):
+        for operation, right in (("raw_all_gather", x[None]), ("raw_reduce_scatter", x[0]), ("raw_all_to_all", x)):
             assert torch.equal(getattr(axis, operation)(x).wait().view(-1), right.reshape(-1)), operation
-        assert torch.equal(axis._all_reduce(x.clone(), "sum").wait(), x)
-        assert torch.equal(axis._exchange_rows(x.view(-1, 2), [6], [6]).wait().view(1, -1), x)
-        assert torch.equal(axis._shift(x).wait(), x)
+        assert torch.equal(axis.raw_all_reduce(x.clone(), "sum").wait(), x)
+        assert torch.equal(axis.raw_exchange_rows(x.view(-1, 2), [6], [6]).wait().view(1, -1), x)
+        assert torch.equal(axis.raw_shift(x).wait(), x)
     rows = [torch.arange(4.0, device=device).view(4, 1) + number for number in range(3)]
     wholes = [torch.empty_like(row) for row in rows]
-    axes[0]._all_gather_many(rows, wholes).wait()
+    axes[0].raw_all_gather_many(rows, wholes).wait()
     parts = [torch.empty_like(row) for row in rows]
-    axes[0]._reduce_scatter_many(rows, parts).wait()
+    axes[0].raw_reduce_scatter_many(rows, parts).wait()
     assert all(torch.equal(row, x) for row, x in zip([*rows, *rows], [*wholes, *parts], strict=True))
     print("collectives", flush=True)
     with torch.no_grad(), recording(True, device) as make:
         assert make is not None
         total, graph = x.clone(), make()
         for axis in (axes[0], axes[0].at_once):
-            axis._all_reduce(total, "sum").wait()
+            axis.raw_all_reduce(total, "sum").wait()
         torch.cuda.current_stream().synchronize()
         made = graph.capture(
-            lambda: axes[0]._all_reduce(total, "sum").wait() + axes[0].at_once._all_gather(x).wait()[0]
+            lambda: axes[0].raw_all_reduce(total, "sum").wait() + axes[0].at_once.raw_all_gather(x).wait()[0]
         )
         graph.replay()
         graph.replay()

@@ -24,15 +24,15 @@ import json, runpy, sys
 folder, out, *more = sys.argv[1:]
 sys.path.insert(0, folder)
 from runtime.comm.virtual import VirtualAxis
-found, meet = {}, VirtualAxis._exchange
+found, meet = {}, VirtualAxis.meet
 
 def recorded(self, operation, x, combine):
-    rank = self._ranks[self.rank]
+    rank = self.ranks[self.rank]
     size = 0 if operation == "exchange" else x.numel()  # of as many rows as the data sends
-    found.setdefault(rank, []).append([operation.split()[0], self._name, str(x.dtype).removeprefix("torch."), size])
+    found.setdefault(rank, []).append([operation.split()[0], self.name, str(x.dtype).removeprefix("torch."), size])
     return meet(self, operation, x, combine)
 
-VirtualAxis._exchange = recorded
+VirtualAxis.meet = recorded
 sys.argv = ["train.py", "--virtual", "--steps", "1", *more]
 try:
     runpy.run_path(folder + "/train.py", run_name="__main__")

@@ -83,7 +83,7 @@ class Axis:
     In every operation `dim` is viewed as [outer, rest] and only `rest` is gathered, scattered or cut, so that a strided
     shard (such as a fused QKV weight) needs no reordering. A group of one does nothing. Started collectives run while
     the rank computes; all ranks of a group start them in the same order. Subclasses move the bytes: they implement the
-    methods at the end on contiguous tensors.
+    `raw_` methods, on contiguous tensors.
     """
 
     name = ""  # the axes of the group
@@ -131,44 +131,44 @@ class Axis:
         """Send `x` to the next rank of a ring, and receive the previous rank's tensor."""
         if self.size == 1:
             return completed(x)
-        return self._timed("shift", self._shift, x.contiguous())
+        return self.start("shift", self.raw_shift, x.contiguous())
 
     def start_all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Pending[Tensor]:
         if self.size == 1:
             return completed(x)
-        return self._timed("all_reduce", self._all_reduce, x.clone(memory_format=torch.contiguous_format), op)
+        return self.start("all_reduce", self.raw_all_reduce, x.clone(memory_format=torch.contiguous_format), op)
 
     def start_all_reduce_(self, x: Tensor, op: ReduceOp = "sum") -> Pending[Tensor]:
         """Start a sum into `x`, which must not be read before the wait."""
         if self.size == 1:
             return completed(x)
         if not x.is_contiguous():
-            return self._timed("all_reduce", self._all_reduce, x.contiguous(), op).then(x.copy_)
-        return self._timed("all_reduce", self._all_reduce, x, op)
+            return self.start("all_reduce", self.raw_all_reduce, x.contiguous(), op).then(x.copy_)
+        return self.start("all_reduce", self.raw_all_reduce, x, op)
 
     def start_all_gather(self, x: Tensor, *, dim: int, outer: int = 1) -> Pending[Tensor]:
         if self.size == 1:
             return completed(x)
-        going = self._timed("all_gather", self._all_gather, x.contiguous())
+        going = self.start("all_gather", self.raw_all_gather, x.contiguous())
         return going.then(lambda parts: join(parts, dim, outer))
 
     def start_reduce_scatter(self, x: Tensor, *, dim: int, outer: int = 1) -> Pending[Tensor]:
         if self.size == 1:
             return completed(x)
-        return self._timed("reduce_scatter", self._reduce_scatter, split(x, self.size, dim, outer).contiguous())
+        return self.start("reduce_scatter", self.raw_reduce_scatter, split(x, self.size, dim, outer).contiguous())
 
     def start_all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
         """Start to gather each part into its contiguous whole, ranks along dim 0; for axes with `moves_many`."""
-        start = partial(self._all_gather_many, [x.contiguous() for x in parts], wholes)
-        return self._timed_many("all_gather", start, parts)
+        start = partial(self.raw_all_gather_many, [x.contiguous() for x in parts], wholes)
+        return self._start_many("all_gather", start, parts)
 
     def start_reduce_scatter_many(self, wholes: Sequence[Tensor]) -> Pending[list[Tensor]]:
         """Start to sum each tensor and return this rank's part along dim 0; for axes with `moves_many`."""
         parts = [x.new_empty((x.shape[0] // self.size, *x.shape[1:])) for x in wholes]
-        start = partial(self._reduce_scatter_many, [x.contiguous() for x in wholes], parts)
-        return self._timed_many("reduce_scatter", start, wholes).then(lambda done: parts)
+        start = partial(self.raw_reduce_scatter_many, [x.contiguous() for x in wholes], parts)
+        return self._start_many("reduce_scatter", start, wholes).then(lambda done: parts)
 
-    def _timed_many(self, name: str, start: Callable[[], Pending[None]], moved: Sequence[Tensor]) -> Pending[None]:
+    def _start_many(self, name: str, start: Callable[[], Pending[None]], moved: Sequence[Tensor]) -> Pending[None]:
         size = sum(x.nbytes for x in moved)
         return start() if self.clock is None else timed(self.clock, "collective", name, self.name, size, start)
 
@@ -178,7 +178,7 @@ class Axis:
         if self.size == 1:
             return completed(x)
         parts = split(x, self.size, split_dim, split_outer).contiguous()
-        going = self._timed("all_to_all", self._all_to_all, parts)
+        going = self.start("all_to_all", self.raw_all_to_all, parts)
         return going.then(lambda parts: join(parts, concat_dim, concat_outer))
 
     def start_exchange(self, x: Tensor, sent: Tensor, received: Tensor, *, rows: int) -> Pending[Tensor]:
@@ -194,7 +194,7 @@ class Axis:
                 f"{x.shape[0]} rows are to travel over {self.name} and {rows} to come, and {sum(going)} and "
                 f"{sum(coming)} were counted"
             )
-        return self._timed("exchange", partial(self._exchange_rows, going=going, coming=coming), x.contiguous())
+        return self.start("exchange", partial(self.raw_exchange_rows, going=going, coming=coming), x.contiguous())
 
     def reduce_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Sum each gradient over the group, in place. Neighbours in memory travel together.
@@ -221,43 +221,44 @@ class Axis:
         whole.select(dim + 1, self.rank).copy_(x.reshape(*before, outer, rest, *after))
         return whole.view(*before, x.shape[dim] * self.size, *after)
 
-    def _timed(self, name: str, start: Callable[..., Pending[Tensor]], x: Tensor, *rest: ReduceOp) -> Pending[Tensor]:
+    def start(self, name: str, raw: Callable[..., Pending[Tensor]], x: Tensor, *rest: ReduceOp) -> Pending[Tensor]:
+        """Start a collective by its `raw_` method; the clock, if there is one, records it."""
         if self.clock is None:
-            return start(x, *rest)
-        going = partial(start, x, *rest)
+            return raw(x, *rest)
+        going = partial(raw, x, *rest)
         if self.overlaps:
             return timed(self.clock, "collective", name, self.name, x.nbytes, going)
         return completed(timed_at_once(self.clock, "collective", name, self.name, x.nbytes, going))
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
+    def raw_all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         """Reduce a contiguous tensor in place."""
         raise NotImplementedError
 
-    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+    def raw_all_gather(self, x: Tensor) -> Pending[Tensor]:
         """[...] -> [size, ...], by rank."""
         raise NotImplementedError
 
-    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+    def raw_reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         """[size, ...] -> [...]: this rank's row of the sum."""
         raise NotImplementedError
 
-    def _all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
+    def raw_all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
         """Each [...] -> [size * ..., ...], by rank, into contiguous tensors that are there."""
         raise NotImplementedError
 
-    def _reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
+    def raw_reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
         """Each [size * ..., ...] -> [...]: this rank's rows of the sum, into contiguous tensors that are there."""
         raise NotImplementedError
 
-    def _exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
+    def raw_exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
         """The first `going[0]` rows to rank 0, and so on; the result has `coming[0]` rows from rank 0 first."""
         raise NotImplementedError
 
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+    def raw_all_to_all(self, x: Tensor) -> Pending[Tensor]:
         """[size, ...] -> [size, ...]: row i goes to rank i; row i of the result came from rank i."""
         raise NotImplementedError
 
-    def _shift(self, x: Tensor) -> Pending[Tensor]:
+    def raw_shift(self, x: Tensor) -> Pending[Tensor]:
         """[...] -> [...]: the tensor of the rank before this one."""
         raise NotImplementedError
 

@@ -66,7 +66,7 @@ class NcclAxis(Axis):
         """
         x = torch.zeros(1, device=device)
         if not link:
-            self._all_reduce(x, "sum").wait()
+            self.raw_all_reduce(x, "sum").wait()
         else:
             group = self.process_group
             with _peers():
@@ -84,39 +84,39 @@ class NcclAxis(Axis):
         if self.process_group is not None:
             self.process_group.abort()
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
+    def raw_all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         with _peers():
             return _arriving(all_reduce(self.process_group, x, _OPS[op], overlaps=self.overlaps), x)
 
-    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+    def raw_all_gather(self, x: Tensor) -> Pending[Tensor]:
         whole = x.new_empty((self.size, *x.shape))
         with _peers():
             going = all_gather_base(self.process_group, whole.view(-1), x.view(-1), overlaps=self.overlaps)
             return _arriving(going, whole, x)
 
-    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+    def raw_reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         part = x.new_empty(x.shape[1:])
         with _peers():
             going = reduce_scatter_base(self.process_group, part.view(-1), x.view(-1), overlaps=self.overlaps)
             return _arriving(going, part, x)
 
-    def _all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
+    def raw_all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
         with _peers():
             going = all_gather_many(self.process_group, wholes, parts, overlaps=self.overlaps)
             return _arriving_all(going, wholes, parts)
 
-    def _reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
+    def raw_reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
         with _peers():
             going = reduce_scatter_many(self.process_group, parts, wholes, overlaps=self.overlaps)
             return _arriving_all(going, parts, wholes)
 
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+    def raw_all_to_all(self, x: Tensor) -> Pending[Tensor]:
         result = torch.empty_like(x)
         with _peers():
             going = all_to_all_base(self.process_group, _bytes(result), _bytes(x), overlaps=self.overlaps)
             return _arriving(going, result, x)
 
-    def _exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
+    def raw_exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
         result = x.new_empty((sum(coming), *x.shape[1:]))
         with _peers():
             work = all_to_all_base(
@@ -124,7 +124,7 @@ class NcclAxis(Axis):
             )
             return _arriving(work, result, x)
 
-    def _shift(self, x: Tensor) -> Pending[Tensor]:
+    def raw_shift(self, x: Tensor) -> Pending[Tensor]:
         result = torch.empty_like(x)
         target, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         with _peers():
@@ -150,16 +150,16 @@ class GlooAxis(NcclAxis):
     def abort(self) -> None:
         """Does nothing: gloo leaves nothing behind when its process ends."""
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
+    def raw_all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         if x.numel() * x.element_size() * (self.size - 1) > DIRECT:
-            return super()._all_reduce(x, op)
+            return super().raw_all_reduce(x, op)
 
         def combined(parts: Tensor) -> Tensor:
             return torch.sum(parts, 0, out=x) if op == "sum" else torch.amax(parts, 0, out=x)
 
-        return self._all_gather(x).then(combined)
+        return self.raw_all_gather(x).then(combined)
 
-    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
+    def raw_all_gather(self, x: Tensor) -> Pending[Tensor]:
         whole = x.new_empty((self.size, *x.shape))
         mine = whole[self.rank].copy_(x)  # also the tensors that are sent, so that no other reference is needed
         return _arriving(self._exchange(lambda target: mine, lambda source: whole[source]), whole)
@@ -183,18 +183,18 @@ class GlooAxis(NcclAxis):
                     work.append(group.send([_bytes(x)], target, 0))
         return work
 
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
+    def raw_all_to_all(self, x: Tensor) -> Pending[Tensor]:
         result = torch.empty_like(x)
         result[self.rank] = x[self.rank]
         return _arriving(self._exchange(x.__getitem__, result.__getitem__), result, x)
 
-    def _exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
+    def raw_exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
         result = x.new_empty((sum(coming), *x.shape[1:]))
         sent, received = x.split(going), result.split(coming)
         received[self.rank].copy_(sent[self.rank])
         return _arriving(self._exchange(sent.__getitem__, received.__getitem__), result, x)
 
-    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+    def raw_reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
         """Each rank receives only its own rows from the others."""
         received = x.new_empty((self.size - 1, *x.shape[1:]))
         work = self._exchange(lambda target: x[target], lambda source: received[(self.rank - source) % self.size - 1])

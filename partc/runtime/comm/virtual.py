@@ -130,22 +130,21 @@ class VirtualAxis(Axis):
 
     def __init__(self, world: World, name: str, ranks: tuple[int, ...], rank: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))
-        self._world, self._ranks = world, ranks
-        self._name = name
+        self._world, self.ranks = world, ranks
+        self.name = name
         self._group = world.groups.setdefault((name, ranks), _Group())
 
-    def _exchange(
-        self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]
-    ) -> Pending[Tensor]:
-        group, me = self._group, self._ranks[self.rank]
+    def meet(self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Sequence[Tensor]]) -> Pending[Tensor]:
+        """Enter a collective. `combine` makes the results of all ranks, in order, of the tensors that they bring."""
+        group, me = self._group, self.ranks[self.rank]
         # Ranks may contribute any number of rows.
         shape = [*x.shape] if operation != "exchange" else ["rows", *x.shape[1:]]
         of = f"{str(x.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
-        signature = f"{operation} of {of} over {self._name}"
+        signature = f"{operation} of {of} over {self.name}"
         number = group.begun[me] = group.begun.get(me, 0) + 1
         meeting = group.meetings.setdefault(number, _Meeting(signature))
         if meeting.operation != signature:
-            raise RuntimeError(f"ranks {self._ranks} disagree: {meeting.operation} meets {signature}")
+            raise RuntimeError(f"ranks {self.ranks} disagree: {meeting.operation} meets {signature}")
         meeting.brought[me] = x, _hash(x)
         if len(meeting.brought) == self.size:
             for rank in meeting.waiting:
@@ -160,47 +159,47 @@ class VirtualAxis(Axis):
                 if any(not torch.equal(_hash(tensor), was) for tensor, was in meeting.brought.values()):
                     raise RuntimeError(f"an operand of {signature} was changed before the collective was complete")
                 # In rank order, whatever the order of arrival, so that sums are equal in every run.
-                results = combine([meeting.brought[rank][0] for rank in self._ranks])
-                meeting.results = dict(zip(self._ranks, results, strict=True))
+                results = combine([meeting.brought[rank][0] for rank in self.ranks])
+                meeting.results = dict(zip(self.ranks, results, strict=True))
             return meeting.results.pop(me)
 
         return Pending(finish)
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
+    def raw_all_reduce(self, x: Tensor, op: ReduceOp) -> Pending[Tensor]:
         def combine(parts: list[Tensor]) -> list[Tensor]:
             total = _reduced(parts, op)
             return [total for _ in parts]
 
-        return self._exchange(f"all_reduce {op}", x, combine).then(x.copy_)
+        return self.meet(f"all_reduce {op}", x, combine).then(x.copy_)
 
-    def _all_gather(self, x: Tensor) -> Pending[Tensor]:
-        return self._exchange("all_gather", x, lambda parts: [torch.stack(parts) for _ in parts])
+    def raw_all_gather(self, x: Tensor) -> Pending[Tensor]:
+        return self.meet("all_gather", x, lambda parts: [torch.stack(parts) for _ in parts])
 
-    def _reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
-        return self._exchange("reduce_scatter", x, lambda parts: [row.clone() for row in _reduced(parts, "sum")])
+    def raw_reduce_scatter(self, x: Tensor) -> Pending[Tensor]:
+        return self.meet("reduce_scatter", x, lambda parts: [row.clone() for row in _reduced(parts, "sum")])
 
-    def _all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
+    def raw_all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
         sizes = [part.numel() for part in parts]
 
         def place(rows: Tensor) -> None:
             for whole, columns in zip(wholes, rows.split(sizes, 1), strict=True):
                 whole.view(columns.shape).copy_(columns)
 
-        return self._all_gather(torch.cat([part.view(-1) for part in parts])).then(place)
+        return self.raw_all_gather(torch.cat([part.view(-1) for part in parts])).then(place)
 
-    def _reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
+    def raw_reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
         sizes = [part.numel() for part in parts]
 
         def place(row: Tensor) -> None:
             for part, piece in zip(parts, row.split(sizes), strict=True):
                 part.view(-1).copy_(piece)
 
-        return self._reduce_scatter(torch.cat([whole.view(self.size, -1) for whole in wholes], 1)).then(place)
+        return self.raw_reduce_scatter(torch.cat([whole.view(self.size, -1) for whole in wholes], 1)).then(place)
 
-    def _exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
+    def raw_exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:
         parts = [part.clone() for part in x.split(going)]
         sent = self._group.exchanges
-        number = self._group.begun.get(self._ranks[self.rank], 0) + 1
+        number = self._group.begun.get(self.ranks[self.rank], 0) + 1
         sent.setdefault(number, {})[self.rank] = parts
 
         def combine(_: list[Tensor]) -> list[Tensor]:
@@ -209,16 +208,16 @@ class VirtualAxis(Axis):
 
         def counted(rows: Tensor) -> Tensor:
             if rows.shape[0] != sum(coming):
-                raise RuntimeError(f"{sum(coming)} rows were to come over {self._name}, and {rows.shape[0]} came")
+                raise RuntimeError(f"{sum(coming)} rows were to come over {self.name}, and {rows.shape[0]} came")
             return rows
 
-        return self._exchange("exchange", x, combine).then(counted)
+        return self.meet("exchange", x, combine).then(counted)
 
-    def _shift(self, x: Tensor) -> Pending[Tensor]:
-        return self._exchange("shift", x, lambda parts: [part.clone() for part in (parts[-1], *parts[:-1])])
+    def raw_shift(self, x: Tensor) -> Pending[Tensor]:
+        return self.meet("shift", x, lambda parts: [part.clone() for part in (parts[-1], *parts[:-1])])
 
-    def _all_to_all(self, x: Tensor) -> Pending[Tensor]:
-        return self._exchange(
+    def raw_all_to_all(self, x: Tensor) -> Pending[Tensor]:
+        return self.meet(
             "all_to_all", x, lambda parts: [torch.stack([part[i] for part in parts]) for i in range(len(parts))]
         )
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from partc import passes
+from partc.compilation.coupling import apart_if_coupled, coupling_sentence
 from partc.compilation.given_options import BUCKET, DEFAULTS
 from partc.compilation.lowering import UNPROVED, Lowered, PassRuns
 from partc.compilation.options import TABLE, Options, as_compile_errors
 from partc.compilation.phase_notes import (
     count_text,
-    coupling_sentence,
     made_dense,
     padding_sentences,
     phase_note,
@@ -27,7 +27,6 @@ from partc.cost.accounting import ReplicatedOp, communication, replicated_ops
 from partc.cost.flops import model_flops
 from partc.cost.memory import Account
 from partc.cost.saved_tensors import most_saved
-from partc.errors import PartcError
 from partc.ir.mesh import Mesh
 from partc.ir.printer import readable
 from partc.ir.program import Program
@@ -446,15 +445,13 @@ def _compiled(
         own = origin.optimizer
         rate = own.lr if options.lr is None else options.lr
         options = replace(options, optimizer=own.optimizer, group=own.groups, lr=rate)
-    warnings: tuple[str, ...] = ()
-    try:
-        lowered = lower(origin.program)
-    except PartcError as error:
-        if error.code != "P0402":
-            raise
-        warnings = (coupling_sentence(error, options.microbatches),)
-        origin = traced("loss", separate=True)
-        lowered = lower(origin.program)
+
+    def made(separate: bool) -> tuple[Origin, Lowered]:
+        found = traced("loss", separate=True) if separate else origin
+        return found, lower(found.program)
+
+    (origin, lowered), coupling = apart_if_coupled(made)
+    warnings = () if coupling is None else (coupling_sentence(coupling, options.microbatches),)
     if until is not None or not (origin.evaluates or options.eval_every):
         return finished(origin, lowered, *warnings)
     from partc.compilation.evaluation import evaluation

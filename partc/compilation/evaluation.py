@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from partc import passes
+from partc.compilation.coupling import apart_if_coupled, coupling_sentence
 from partc.compilation.options import Options
-from partc.compilation.phase_notes import coupling_sentence
 from partc.errors import PartcError
 from partc.frontend.trace import Batches
 from partc.ir.mesh import is_tensor_axis
@@ -38,12 +38,8 @@ def evaluation(trace: Trace, training: Program, options: Options) -> tuple[Progr
         parameters = tuple(replace(item, trainable=item.name in trained) for item in traced.parameters)
         return _finished(replace(traced, parameters=parameters), training, options)
 
-    try:
-        return finished(separate=False), ()
-    except PartcError as error:
-        if error.code != "P0402":
-            raise
-        return finished(separate=True), (f"evaluate(): {coupling_sentence(error, options.microbatches)}",)
+    program, coupling = apart_if_coupled(finished)
+    return program, () if coupling is None else (f"evaluate(): {coupling_sentence(coupling, options.microbatches)}",)
 
 
 def forward_only(

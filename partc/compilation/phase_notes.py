@@ -7,19 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from partc import passes
 from partc.cost.accounting import ReplicatedOp
-from partc.errors import PartcError
 from partc.ir.naming import EXTENDED
 from partc.ir.program import Program
 from partc.rules.updates import UpdateRule
-
-
-def coupling_sentence(error: PartcError, microbatches: int) -> str:
-    """A sentence on the consequence of an operation that needs the whole batch."""
-    where = f"{error.source}: " if error.source else ""
-    return (
-        f"{where}{error.cause}. Each of the {microbatches} microbatches is a batch of its own: statistics are "
-        "those of a microbatch, the loss is the mean of theirs, as where one device accumulates gradients (P0402)."
-    )
 
 
 def size(program: Program) -> str:

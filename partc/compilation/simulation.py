@@ -10,15 +10,16 @@ plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from partc import passes
 from partc.cluster.cluster import Cluster
+from partc.compilation.coupling import apart_if_coupled
 from partc.compilation.options import DEFAULT, Options, as_compile_errors
 from partc.compilation.plan import FP8, ParallelPlan, json_lines, normalised_document
 from partc.cost.calibration import Calibration
@@ -44,7 +45,6 @@ from partc.sharding.choices import axis_order
 from partc.sharding.placements import large_parts
 
 _Key = tuple[object, ...]
-_Made = TypeVar("_Made")
 _ROUNDING = 1e-9  # relative rounding error of sums of seconds in different orders
 _NO_MODEL = ("P0201", "P0202", "P0203")
 # Memory of a process on a GPU besides tensors: CUDA's context and libraries' workspaces; and for each NCCL communicator
@@ -149,7 +149,8 @@ class Simulator:
         Raises PartcError.
         """
         options = plan.on(self.cluster).compile_options()
-        return _with_coupling(lambda separate: self._program(plan, options, separate=separate, everywhere=everywhere))
+        made = lambda separate: self._program(plan, options, separate=separate, everywhere=everywhere)  # noqa: E731
+        return apart_if_coupled(made)[0]
 
     def annotated(self, plan: ParallelPlan) -> Program:
         """The program with layouts, in shapes of the whole batch, for a plan without microbatches."""
@@ -168,7 +169,7 @@ class Simulator:
         def found(separate: bool) -> tuple[_Key, Program, Program]:
             return self._unsplit_program(plan, options, separate=separate, everywhere=everywhere)
 
-        return _with_coupling(found)[:2]
+        return apart_if_coupled(found)[0][:2]
 
     def couples_examples(self, plan: ParallelPlan, *, everywhere: bool) -> bool:
         """Whether microbatches cannot share a batch, as under batch norms. This is found before regions are
@@ -353,16 +354,6 @@ class Simulator:
             batches=batches,
             precision=options.precision,
         )
-
-
-def _with_coupling(make: Callable[[bool], _Made]) -> _Made:
-    """The result of `make` for microbatches that share one batch; for separate batches if the model couples them."""
-    try:
-        return make(False)
-    except PartcError as error:
-        if error.code != "P0402":
-            raise
-    return make(True)
 
 
 def _local(program: Program) -> tuple[tuple[str, int], ...]:

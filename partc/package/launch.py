@@ -27,6 +27,7 @@ from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.runtime import plan as plans
 from partc.runtime.documents import Malformed
 from partc.runtime.processes.processes import children, place_of, run_state
+from partc.runtime.refusal import Refusal, read_refusal
 from partc.runtime.whole_files import write_whole
 
 Tell = Callable[[str], None]
@@ -255,12 +256,11 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
 
 def refusal(folder: Path) -> PartcError | None:
     """The error with which a run rejected its input, read from the folder of its reports; None if it did not."""
-    path = folder / "refusal.json"
-    if not path.is_file():
+    found = read_refusal(folder)
+    if found is None:
         return None
-    found = json.loads(path.read_text())
-    source = Source(**found["source"]) if found.get("source") else None
-    return PartcError(found["code"], found["cause"], help=found["help"], source=source)
+    source = None if found.source is None else Source(**found.source)
+    return PartcError(found.code, found.cause, help=found.help, source=source)
 
 
 @contextmanager
@@ -271,10 +271,8 @@ def refusals_reported(folder: Path) -> Iterator[None]:
     try:
         yield
     except PartcError as error:
-        place = None if error.source is None else asdict(error.source)
-        found = {"code": error.code, "cause": error.cause, "help": error.help, "source": place}
-        folder.mkdir(exist_ok=True)
-        write_whole(folder / "refusal.json", json.dumps(found))
+        source = None if error.source is None else asdict(error.source)
+        Refusal(code=error.code, cause=error.cause, help=error.help, source=source).write(folder)
         sys.exit(2)
 
 

@@ -13,6 +13,8 @@ import pytest
 
 import partc
 from partc.cli import main
+from partc.errors import PartcError, Source
+from partc.package import launch
 from partc.package.launch import local_environment
 from partc.runtime import plan as plans
 from partc.runtime.plan import launches
@@ -80,3 +82,13 @@ def test_two_nodes_train_by_their_lines(package: Path) -> None:
         for line in commands
     ]
     assert [each.wait(timeout=120) for each in started] == [0, 0]
+
+
+def test_another_process_reads_why_input_was_refused(tmp_path: Path) -> None:
+    error = PartcError("P0401", "a cause", help="a help", source=Source(file="model.py", line=3, module="blocks.0"))
+    assert launch.refusal(tmp_path / "reports") is None
+    with pytest.raises(SystemExit), launch.refusals_reported(tmp_path / "reports"):
+        raise error
+    found = launch.refusal(tmp_path / "reports")
+    assert found is not None and str(found) == str(error)
+    assert (found.code, found.cause, found.help, found.source) == ("P0401", "a cause", "a help", error.source)

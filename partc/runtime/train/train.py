@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -29,8 +28,8 @@ from ..processes.ownership import claim_folder
 from ..processes.rendezvous import common_store, world, world_size
 from ..processes.signals import Caught, unblock_signals
 from ..processes.watchdog import Watchdog, breaking_off
+from ..refusal import Refusal
 from ..torch_private import lone_store
-from ..whole_files import write_whole
 from .command_line import parse
 from .data import BatchSource, Tokens, load_model_file, source
 from .job import Job, check_places, prepared, told_of_memory
@@ -77,10 +76,8 @@ def run(job_of: Callable[[], Job], task: Task) -> int:
 
 
 def _report_refusal(folder: Path, error: UsageError) -> None:
-    """Write the error for wrong input to the reports: the exit code of torchrun does not tell it from a crash."""
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "refusal.json", json.dumps({"code": error.code, "cause": error.cause, "help": error.help}))
+        Refusal(code=error.code, cause=error.cause, help=error.help).write(folder)
 
 
 def _run_virtual(job: Job, stack: ExitStack, task: Task) -> bool:

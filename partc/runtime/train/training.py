@@ -33,6 +33,7 @@ from ..optimizer.reach import Reach
 from ..optimizer.update import LossScale, Rate, Update, make_update, write_casts
 from ..plan import PlanRouter
 from ..processes.interruption import Interruption, VirtualInterruption
+from ..refusal import remove_refusal
 from ..whole_files import write_whole
 from .data import BatchSource
 from .evaluation import Evaluation
@@ -323,7 +324,7 @@ class _Training:
 
     def _write_report(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "refusal.json").unlink(missing_ok=True)  # of an earlier run
+        remove_refusal(folder)
         report = {
             "rank": self.rank.number,
             "peak_bytes": peak_bytes(self.device),

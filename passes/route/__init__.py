@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 
 from partc.errors import PartcError
 from partc.ir.operations import RANDOM
-from partc.ir.program import SELECTED, DTypeArg, Graph, Op, Program, Ref, Region
+from partc.ir.program import SELECTED, Arg, DTypeArg, Graph, Op, Program, Ref, Region
 from partc.passes.route.loops import without_loops
 from partc.passes.route.rows import RowWriter, dims_of_rows, names_of
 
@@ -96,11 +96,13 @@ class _Selections:
         elif (op.name == "index" and self._read(op)) or (op.name in _WRITES and self._written(op)):
             return
         elif any(name in self.rows for name in op.refs()):
-            if (mask := self._reduced_by(op)) is not None:
-                w.keep(op)
-                self.outer[op.result.name] = mask
-            else:
+            mask = self._filled(op)
+            if mask is None:
                 self._row_by_row(op)
+                return
+            w.keep(op)
+            if self._is_zero(op.args[2]):
+                self.outer[op.result.name] = mask
         else:
             w.keep(op)
             first = next(op.refs(), None)
@@ -247,19 +249,22 @@ class _Selections:
         last = w.add("amax", (Ref(hits), tuple(dims), True), wide, "i64", f"{stem}_last")
         return w.add("eq", (Ref(order), Ref(last)), whole, "bool", f"{stem}_last")
 
-    def _reduced_by(self, op: Op) -> str | None:
-        """The mask of an operation that replaces the rows that are not selected by zeros: where(mask, rows, 0)."""
+    def _filled(self, op: Op) -> str | None:
+        """The mask of an operation that fills the rows that are not selected with a number: where(mask, rows, 0)."""
         if op.name != "where" or len(op.args) != 3 or not isinstance(op.args[1], Ref):
             return None
-        condition, rows, zero = op.args
+        condition, rows, number = op.args
         assert isinstance(rows, Ref)
         found = self.rows.get(rows.name)
-        is_zero = zero == 0 or (isinstance(zero, Ref) and zero.name in self.zeros)
-        if found is None or not is_zero or not isinstance(condition, Ref):
+        is_number = isinstance(number, int | float) or (isinstance(number, Ref) and number.name in self.constants)
+        if found is None or not is_number or not isinstance(condition, Ref):
             return None
         mask, dim = found
         wide = tuple(size if place == dim else 1 for place, size in enumerate(self.writer.shape(rows.name)))
         return mask if self._original(condition.name) == mask and self.writer.shape(condition.name) == wide else None
+
+    def _is_zero(self, arg: Arg) -> bool:
+        return arg == 0 or (isinstance(arg, Ref) and arg.name in self.zeros)
 
     def _row_by_row(self, op: Op) -> None:
         held = [self.rows.get(name) for name in op.refs()]

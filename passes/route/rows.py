@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from partc.errors import InternalError, Source
 from partc.ir.naming import unique
 from partc.ir.program import Arg, DType, Op, Ref, TensorType, Value
-from partc.rules import resolve
+from partc.rules.tried import rule_of
 
 
 def dims_of_rows(
@@ -20,7 +20,7 @@ def dims_of_rows(
     `constants` are values that are equal in every row. None if the operation is not known to compute every row from the
     same row of its operands.
     """
-    rule = resolve(op, types)
+    rule = rule_of(op, types)
     if rule is None:
         return None
     kinds = {factor.name: factor.kind for factor in rule.factors}

@@ -14,6 +14,7 @@ from partc import passes
 from partc.frontend.trace import trace_model
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.functions import (
+    combinations,
     correlation,
     covariance,
     dense_by_places,
@@ -155,6 +156,12 @@ def test_covariances_equal_those_of_torch() -> None:
         torch.testing.assert_close(covariance(each), torch.cov(each))
         torch.testing.assert_close(correlation(each), torch.corrcoef(each))
     torch.testing.assert_close(covariance(x, correction=0), torch.cov(x, correction=0))
+
+
+@pytest.mark.parametrize(("r", "again"), [(2, False), (3, False), (2, True), (7, False), (0, False)])
+def test_combinations_equal_those_of_torch(r: int, again: bool) -> None:
+    x = torch.randn(6, dtype=torch.float64)
+    assert torch.equal(combinations(x, r, with_replacement=again), torch.combinations(x, r, with_replacement=again))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -169,7 +169,7 @@ def test_losses_compute_with_the_number_of_selected_rows(style: str) -> None:
     "style",
     [
         "shape's elements", "floating", "range", "list", "text", "product", "slice", "half", "filled", "full", "clamped",
-        "identity", "repeated", "norm", "more than three", "as many", "as many as others",
+        "identity", "repeated", "more than three", "as many", "as many as others",
         "threshold", "band", "bits", "a step of many", "key",
     ],
 )  # fmt: skip

@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "item()": (((OUT, "h.sum() * h.max().item()"),), "P0206", 12),
     "tolist()": (((OUT, "h.sum() * h.sum(0).tolist()[0]"),), "P0206", 12),
     "numpy()": (((OUT, "h.sum() * float(h.detach().numpy().sum())"),), "P0206", 12),
-    "a mask for an index": (((OUT, "h[h > 0].cumsum(0).sum()"),), "P0206", 12),
+    "a mask for an index": (((OUT, "h[h > 0].diff().sum()"),), "P0206", 12),
     "unique()": (((OUT, "h.sum() + x.unique().sum()"),), "P0206", 12),
     "a move to another device": (((OUT, "h.to('no_such_device').sum()"),), "P0206", 12),
     "a collective of its own": (((OUT, "torch.distributed.all_reduce(h) or h.sum()"),), "P0206", 12),
@@ -169,7 +169,7 @@ LINEAR = "self.up = nn.Linear(8, 12)"
 CAUSES: dict[str, tuple[Changes, str, str]] = {
     "a branch": (((OUT, "sum(v for v in h.flatten() if v > 0)"),), f"{NO_VALUES}: `return sum(v for v in h.flatten() if v > 0)`", "torch.where"),
     "item()": (((OUT, "h.sum() * h.max().item()"),), NO_VALUES, "torch.where"),
-    "a selection": (((OUT, "h[h > 0].cumsum(0).sum()"),), NO_VALUES, "mask"),
+    "a selection": (((OUT, "h[h > 0].diff().sum()"),), NO_VALUES, "mask"),
     "numpy()": (((OUT, "h.sum() * float(h.detach().numpy().sum())"),), "reads the values of a tensor", "NumPy"),
     "a plain attribute": (((LINEAR, f"{LINEAR}; self.t = torch.ones(12).requires_grad_()"), (OUT, "(h * self.t).sum()")), "attributes of the model: t", "nn.Parameter"),
     "an attribute below": (((LINEAR, f"{LINEAR}; self.up.t = self.up.bias.data"), (OUT, "(h * self.up.t).sum()")), "attributes of the model: up.t", PLAIN_FIX),

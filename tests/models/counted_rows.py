@@ -81,8 +81,6 @@ def counted(style: str, x: Tensor, mask: Tensor) -> Tensor:
             return torch.eye(number).sum() * x.mean()
         case "repeated":
             return x[0].repeat(number).sum()
-        case "norm":
-            return torch.ones(number).norm() * x.mean()
         case "more than three":
             return total if len(rows) > 3 else x.sum()
         case "as many":

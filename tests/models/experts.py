@@ -168,7 +168,8 @@ class Mixture(nn.Module):
     def mixed(self, x: Tensor, scores: Tensor, weights: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
         for e in range(self.count):
             (token,) = torch.where(chosen[:, 0] == e)
-            out.index_add_(0, token, self.one(e, x[token].softmax(0)))
+            rows = x[token]
+            out.index_add_(0, token, self.one(e, (rows @ rows.T).softmax(1) @ rows))
         return out
 
     dropped = dropped_normed = places

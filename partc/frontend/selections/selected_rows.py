@@ -36,10 +36,19 @@ class MaskedRows:
         """The mask as booleans."""
         return self.mask if self.mask.dtype is torch.bool else self.mask.ne(0)
 
-    def only(self, x: Tensor) -> Tensor:
-        """x with zeros in place of the rows that are not selected."""
-        zero = False if x.dtype is torch.bool else 0
-        return torch.where(self.chosen.reshape([-1 if dim == self.dim else 1 for dim in range(x.dim())]), x, zero)
+    def only(self, x: Tensor, instead: float = 0) -> Tensor:
+        """x with zeros, or another number, in place of the rows that are not selected."""
+        number = bool(instead) if x.dtype is torch.bool else instead
+        return torch.where(self.chosen.reshape([-1 if dim == self.dim else 1 for dim in range(x.dim())]), x, number)
+
+    def count(self) -> Tensor:
+        """The number of selected rows."""
+        return self.chosen.sum()
+
+    def numbers(self, places: Tensor) -> Tensor:
+        """The numbers among the selected rows of those at some places among all rows."""
+        counted = self.chosen.flatten().cumsum(0) - 1
+        return counted.index_select(0, places.flatten()).reshape(places.shape)
 
 
 class SelectedRows:
@@ -74,6 +83,9 @@ class SelectedRows:
         for x in leaves(made):
             if isinstance(x, Tensor) and self.of(x) is None:
                 places = [dim for dim, size in enumerate(x.shape) if size == count]
+                if len(places) > 1 and x._is_view():  # such as a transposed one
+                    strides = [y.stride(own.dim) for y in operands if (own := self.of(y)) is not None]
+                    places = [dim for dim in places if x.stride(dim) in strides] or places
                 if places:
                     self.hold(x, held.mask, held.dim if held.dim in places else places[0])
 
@@ -213,6 +225,16 @@ class SelectedRows:
     def selected(self, x: Tensor, mask: Any) -> Tensor:
         """x[mask]."""
         made: Tensor = self.read(Tensor.__getitem__, x, mask)
+        return made
+
+    def again(self, x: Tensor, held: MaskedRows) -> Tensor:
+        """The selected rows of a tensor that has a row for each element of a mask."""
+        rows = held.only(x).movedim(held.dim, 0)
+        given = rows.reshape(*held.mask.shape, *rows.shape[1:]), self.places(held.mask)
+        made: Tensor = self.read(Tensor.__getitem__, *given)
+        if held.dim:
+            made = made.movedim(0, held.dim)
+            self.hold(made, held.mask, held.dim)
         return made
 
     def with_constants(self, index: Any) -> tuple[Any, bool]:

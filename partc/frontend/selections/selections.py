@@ -22,7 +22,6 @@ Counts that a model lists (`counts.tolist()`) divide a tensor into parts of cons
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from partc.errors import Source
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.frontend.repeats.marks import MARK
+from partc.frontend.selections import rows_in_order
 from partc.frontend.selections.equal_groups import EqualGroups
 from partc.frontend.selections.mask_counts import SHAPES, MaskCounts
 from partc.frontend.selections.row_counts import (
@@ -46,6 +46,7 @@ from partc.frontend.selections.row_counts import (
     unknown_number,
     without_counts,
 )
+from partc.frontend.selections.row_reductions import CONTRACTIONS, REDUCTIONS, contracted, mean_loss, reduced
 from partc.frontend.selections.selected_parts import SelectedParts
 from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows, leaves
 from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
@@ -200,6 +201,8 @@ class Selections:
         listed = len(args) > first and isinstance(args[first], tuple | list)
         sizes, rest = (args[first], args[first + 1 :]) if listed else (args[first:], ())
         mask = sizes[0]._mask if sizes and isinstance(sizes[0], RowCount) else None
+        if mask is None and sizes and isinstance(sizes[0], Tensor):  # mask.sum()
+            mask = self._counts.counted(sizes[0])
         if mask is None:
             return NotImplemented
         held = self._rows.of(args[0]) if first else None
@@ -251,6 +254,9 @@ class Selections:
             return call.func(x, index)
         if (row := self._groups.read(x, index)) is not NotImplemented:
             return row
+        if (rows := rows_in_order.read(self._rows, x, index)) is not NotImplemented:
+            self._copies[rows] = True
+            return rows
         index, masked = self._rows.with_constants(self._parts.with_places(x, index))
         made = self._rows.read(call.func, x, index)
         # Unlike rows that a slice selects, those of a mask are not views.
@@ -340,7 +346,9 @@ class Selections:
     def _joined(self, call: _TorchCall) -> Any:
         if not isinstance(call.given, tuple | list):
             return NotImplemented
-        return self._parts.joined(call.given, call.argument(1, "dim", 0))
+        dim = call.argument(1, "dim", 0)
+        made = self._parts.joined(call.given, dim)
+        return rows_in_order.joined(self._rows, call.given, dim) if made is NotImplemented else made
 
     def _spread(self, call: _TorchCall) -> Any:
         """Arithmetic on selected rows and a plain tensor with one row for each of them; its rows move to the selected
@@ -360,6 +368,11 @@ class Selections:
         made = call.func(*operands, **call.kwargs)
         self._rows.hold_like(operands, made)
         return made
+
+    def _contracted(self, call: _TorchCall) -> Any:
+        if not self._rows.any:
+            return NotImplemented
+        return contracted(self._rows, call.func, call.name, call.args, call.kwargs)
 
     # -- calls on selected rows ----------------------------------------------------------------------
 
@@ -391,40 +404,17 @@ class Selections:
             return Iterations(self.tests, held.mask, real.tolist(), [*self.tests.source()])
 
     def _reduced(self, call: _TorchCall, held: MaskedRows) -> Any:
-        """The sum or mean of the selected rows, and a count or test of a mask over them."""
-        x, *rest = call.args
-        if call.name not in ("sum", "mean") and x.dtype is not torch.bool:
-            return NotImplemented
-        dims = call.argument(1, "dim")
-        listed = range(x.dim()) if dims is None or dims == () else [dims] if isinstance(dims, int) else dims
-        over = {dim % x.dim() for dim in listed}
-        if held.dim not in over:
-            return NotImplemented
-        only = held.only(x)
-        reduce = torch.sum if call.name == "mean" else call.func
-        total = reduce(only, *rest, **call.kwargs)
-        if call.name != "mean":
-            self._counts.follow(call.name, (only, *rest), call.kwargs, total)
-            return total
-        return total / (held.mask.ne(0).sum() * math.prod(x.shape[dim] for dim in over - {held.dim}))
+        """A reduction over the selected rows."""
+        made = reduced(self._rows, call.func, call.name, call.args, call.kwargs)
+        if made is not NotImplemented and call.given.dtype is torch.bool:
+            self._counts.follow(call.name, (held.only(call.given), *call.args[1:]), call.kwargs, made)
+        return made
+
+    def _ordered(self, call: _TorchCall, _: MaskedRows) -> Any:
+        return rows_in_order.ordered(self._rows, call.func, call.name, call.args, call.kwargs)
 
     def _loss(self, call: _TorchCall, held: MaskedRows) -> Any:
-        """The mean loss of the selected rows: the sum of their losses over their number."""
-        args, kwargs = call.args, call.kwargs
-        given = kwargs.get("reduction", "mean")
-        if given == "none" or held.dim or kwargs.get("weight") is not None or len(args) > 2:
-            return NotImplemented
-        losses = call.func(*args, **{**kwargs, "reduction": "none"})
-        if losses.shape[:1] != (held.mask.numel(),):
-            return NotImplemented
-        total = held.only(losses).sum()
-        if given == "sum":
-            return total
-        target = args[1] if len(args) > 1 else kwargs["target"]
-        if call.name in ("cross_entropy", "nll_loss") and not target.is_floating_point():
-            counted = target.ne(kwargs.get("ignore_index", -100))
-            return total / held.only(counted).sum()
-        return total / (held.mask.ne(0).sum() * (1 if given == "batchmean" else math.prod(losses.shape[1:])))
+        return mean_loss(self._rows, call.func, call.name, call.args, call.kwargs)
 
     # -- numbers of rows -----------------------------------------------------------------------------
 
@@ -582,14 +572,18 @@ _CALLS: Mapping[str, Callable[[Selections, _TorchCall], Any]] = {
     "unique_consecutive": Selections._distinct,
     **_named("masked_scatter masked_scatter_", Selections._scattered),
     **dict.fromkeys(_ARITHMETIC, Selections._spread),
+    **dict.fromkeys(CONTRACTIONS, Selections._contracted),
 }
 # The same for calls whose first argument holds selected rows.
 _CALLS_OF_ROWS: Mapping[str, Callable[[Selections, _TorchCall, MaskedRows], Any]] = {
     **_named("reshape view", Selections._merged),
-    **_named("sum mean any count_nonzero", Selections._reduced),
+    **dict.fromkeys(REDUCTIONS, Selections._reduced),
+    **dict.fromkeys(rows_in_order.ORDERED, Selections._ordered),
     **_named(
         "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy"
-        " binary_cross_entropy_with_logits kl_div",
+        " binary_cross_entropy_with_logits kl_div soft_margin_loss hinge_embedding_loss poisson_nll_loss"
+        " cosine_embedding_loss margin_ranking_loss triplet_margin_loss multi_margin_loss"
+        " multilabel_margin_loss multilabel_soft_margin_loss triplet_margin_with_distance_loss",
         Selections._loss,
     ),
     "unbind": Selections._iterate,

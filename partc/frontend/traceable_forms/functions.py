@@ -6,11 +6,13 @@ linalg.lstsq(a, b)           has a size that values set    ->  linalg.pinv(a) @ 
 deepcopy(weight)             copies memory                 ->  weight.detach().clone().requires_grad_()
 copy(weight)                 makes a tensor of a storage   ->  weight.detach().requires_grad_()
 bincount(x, minlength=8)     has a size that values set    ->  zeros(8).scatter_add(0, x, 1)
+combinations(x)              selects by a mask             ->  x[[[0, 1], [0, 2], …]]
 _foreach_mul_(xs, 0.9)       is one call for many tensors  ->  x.mul_(0.9) for x in xs
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -51,6 +53,12 @@ def fixed_bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0)
         return fixed_bincount(x, torch.ones_like(x, dtype=torch.float64), minlength).to(torch.int64)
     dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
     return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
+
+
+def combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = [place for chosen in choose(range(len(x)), r) for place in chosen]
+    return x.index_select(0, torch.tensor(places, dtype=torch.int64)).reshape(-1, r) if r else x[:0]
 
 
 def for_each(name: str, tensors: Sequence[Tensor], *operands: Any, **named: Any) -> list[Tensor] | None:
@@ -237,6 +245,7 @@ _FORMS: Mapping[str, Callable[..., Any]] = {
     "_sparse_mm": torch.matmul,
     "bincount": fixed_bincount,
     "coalesce": torch.clone,
+    "combinations": combinations,
     "corrcoef": correlation,
     "cov": covariance,
     "fake_quantize_per_tensor_affine": fake_quantized,

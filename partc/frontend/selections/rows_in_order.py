@@ -1,0 +1,118 @@
+"""Rows that a mask selects, by their order: the first and last ones, the largest, and several selections in a row.
+
+x[mask][0]                        the first of the packed rows: selected rows in front, rows of nan behind them
+x[mask][-1]                       the row at place mask.sum() - 1 of the packed rows
+x[mask][:8]                       eight packed rows, of which arange(8) < mask.sum() selects
+x[mask].sort(0)                   all rows with infinity in the others; the first mask.sum() are selected
+torch.cat([x[mask], y[other]])    all rows of both, which both masks select
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows
+
+ORDERED = frozenset({"sort", "topk", "median", "flip"})
+
+
+def read(rows: SelectedRows, x: Tensor, index: Any) -> Any:
+    """x[index] if the index counts selected rows; NotImplemented for other tensors and indices.
+
+    A place beyond the rows, which is an error in eager code, reads nan. Rows of integers have no such number.
+    """
+    held = rows.of(x)
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    if held is None or held.dim or not x.is_floating_point() or rows.value(held.mask) is not None:
+        return NotImplemented
+    if not all(item is None or isinstance(item, int | slice) for item in rest) or isinstance(first, bool):
+        return NotImplemented
+    count, most = held.count(), len(x)
+    if isinstance(first, int) and -most <= first < most:
+        place = torch.tensor(first) if first >= 0 else torch.where(count + first < 0, most - 1, count + first)
+        return _packed(rows, x).index_select(0, place.reshape(1))[(0, *rest)]
+    if isinstance(first, Tensor):
+        if first.dtype not in INTEGERS or first.dim() > 1 or rows.of(first) is not None:
+            return NotImplemented
+        places = torch.where(first < 0, first + count, first).reshape(-1)
+        found = _packed(rows, x).index_select(0, places)
+        return (found if first.dim() else found[0])[(slice(None), *rest) if first.dim() else tuple(rest)]
+    if not isinstance(first, slice) or first == slice(None) or first.step not in (None, 1):
+        return NotImplemented
+    start, stop = first.start or 0, first.stop
+    if not isinstance(start, int) or not isinstance(stop, int | None):
+        return NotImplemented
+    if start < 0:
+        if stop is not None or -start > most:
+            return NotImplemented
+        places = count + start + torch.arange(-start)
+        part, some = _packed(rows, x).index_select(0, places.clamp(min=0)), places >= 0
+    else:
+        stop = most if stop is None else stop
+        part = _packed(rows, x)[start:stop]
+        some = torch.arange(len(part)) < count - (start if stop >= 0 else start - stop)
+    return rows.selected(part[(slice(None), *rest)], some)
+
+
+def joined(rows: SelectedRows, parts: Sequence[Any], dim: int) -> Any:
+    """The concatenation of selected rows, also with plain ones; NotImplemented along other dimensions."""
+    held = [rows.of(x) for x in parts]
+    if not any(held) or any(each is not None and each.dim for each in held) or dim % parts[0].dim():
+        return NotImplemented
+    masks = [
+        torch.ones(len(x), dtype=torch.bool) if each is None else each.chosen.flatten()
+        for x, each in zip(parts, held, strict=True)
+    ]
+    whole = [x if each is None else each.only(x) for x, each in zip(parts, held, strict=True)]
+    return rows.selected(torch.cat(whole), torch.cat(masks))
+
+
+def ordered(
+    rows: SelectedRows, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """sort, topk, median or flip of selected rows; NotImplemented along other dimensions."""
+    x, held = args[0], rows.of(args[0])
+    if held is None or held.dim or not x.is_floating_point():
+        return NotImplemented
+    if name == "flip":
+        dims = args[1:] if len(args) > 1 and isinstance(args[1], int) else kwargs.get("dims", *args[1:2])
+        if not any(dim % x.dim() == 0 for dim in dims):
+            return NotImplemented
+        return rows.selected(func(held.only(x), *args[1:], **kwargs), held.chosen.flatten().flip(0))
+    place = 2 if name == "topk" else 1
+    dim = args[place] if len(args) > place else kwargs.get("dim", None if name == "median" else -1)
+    if name == "median" and dim is None:
+        values = held.only(x, math.inf).flatten().sort().values
+        return values.index_select(0, _middle(held, x[0].numel()))[0]
+    if not isinstance(dim, int) or dim % x.dim():
+        return NotImplemented
+    if name == "median":
+        values, places = held.only(x, math.inf).sort(0)
+        middle = _middle(held, 1)
+        values, places = values.index_select(0, middle), held.numbers(places).index_select(0, middle)
+        kept = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+        return torch.return_types.median((values, places) if kept else (values[0], places[0]))
+    downwards = name == "topk" and (args[3] if len(args) > 3 else kwargs.get("largest", True))
+    downwards |= name == "sort" and (args[2] if len(args) > 2 else kwargs.get("descending", False))
+    made = func(held.only(x, -math.inf if downwards else math.inf), *args[1:], **kwargs)
+    values, places = made[0], held.numbers(made[1])
+    if name == "sort":
+        some = torch.arange(len(x)) < held.count()
+        values, places = rows.selected(values, some), rows.selected(places, some)
+    return type(made)((values, places))
+
+
+def _packed(rows: SelectedRows, x: Tensor) -> Tensor:
+    packed = rows.packed(x)
+    assert packed is not None
+    return packed
+
+
+def _middle(held: MaskedRows, times: int) -> Tensor:
+    """The place of the lower median of `times` sorted numbers for each selected row."""
+    return ((held.count() * times - 1) // 2).clamp(min=0).reshape(1)

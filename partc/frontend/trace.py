@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from partc.errors import PartcError, Source
 from partc.frontend.batch_indices import check_indices, check_writes
 from partc.frontend.branches.outcome_trees import join_paths
-from partc.frontend.branches.random_branches import (
+from partc.frontend.branches.outcomes import (
+    ABOVE,
+    EMPTY,
+    HALF_THE_ROWS,
+    ONE_ROW,
     PARTLY_EMPTY,
-    AnyOutcomes,
-    Branching,
-    Joined,
     Outcomes,
-    RandomBranch,
-    join_outcomes,
     told_apart,
 )
+from partc.frontend.branches.random_branches import Branching, Joined, RandomBranch, join_outcomes
 from partc.frontend.capture import Captured, capture
 from partc.frontend.capture.traced_step import Loss
 from partc.frontend.graph_reader import GraphReader, tensor_type
@@ -205,7 +205,7 @@ def trace_model(
     return Traced(program=program, constants=captured.constants, model_source="", options={}, assumed=captured.assumed)
 
 
-Capture = Callable[[Excluded | None, AnyOutcomes, Collection[str]], Captured]  # joined lines: see ValueWatch
+Capture = Callable[[Excluded | None, Outcomes, Collection[str]], Captured]  # joined lines: see ValueWatch
 
 
 def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
@@ -305,39 +305,43 @@ def _of_branches(
     captured: Capture, excluded: Excluded | None, joined: Collection[str], *, name: str, mesh: Mesh, batches: Batches
 ) -> tuple[Captured, Program]:
     """Trace a model, and both outcomes of its branches on random numbers and of tests on the lines `joined`."""
-    made: dict[AnyOutcomes, tuple[Captured, Program]] = {}
+    made: dict[Outcomes, tuple[Captured, Program]] = {}
+    traced: dict[Outcomes, Branching] = {}
 
-    def trace(outcomes: AnyOutcomes) -> Branching:
+    def trace(outcomes: Outcomes) -> Branching:
+        if outcomes in traced:
+            return traced[outcomes]
         capture = captured(excluded, outcomes, joined)
         program, branches = program_of(capture, name=name, mesh=mesh, batches=batches)
         if branches and program.repetitions:
             raise UnequalError(container_of(program.repetitions[0]))
         made[outcomes] = capture, program
         states = {value.name: value.type for value in program.regions[0].params}
-        return Branching(graph=program.regions[0].forward, states=states, branches=branches)
+        traced[outcomes] = Branching(graph=program.regions[0].forward, states=states, branches=branches)
+        return traced[outcomes]
 
     def without_some(outcomes: Outcomes) -> Graph:
         graph = trace(outcomes).graph
-        full, partly = made[Outcomes.ABOVE][0].passed, made[outcomes][0].passed
+        full, partly = made[ABOVE][0].passed, made[outcomes][0].passed
         if any(not values <= full.get(path, values) for path, values in partly.items()):
             raise WholeTrace  # a whole trace numbers the tests of all calls differently
         return graph
 
-    found = trace(Outcomes.ABOVE)
-    tests = made[Outcomes.ABOVE][0].tests
+    found = trace(ABOVE)
+    tests = made[ABOVE][0].tests
     reached = Reached()
     if tests:
         try:
-            empty = without_some(Outcomes.EMPTY)
+            empty = without_some(EMPTY)
         except RaisedError as error:
             changed = ChangedError("P0206", error.cause, help=error.help, source=error.source)
             changed.line = str(tests[0])
             raise changed from error
         tested = check_empty(found.graph, empty, found.states, tests[0])
-        reached = sometimes_reached(found.graph, empty, _trained(made[Outcomes.ABOVE][1]), tested)
-    numbers = made[Outcomes.ABOVE][0].numbers
+        reached = sometimes_reached(found.graph, empty, _trained(made[ABOVE][1]), tested)
+    numbers = made[ABOVE][0].numbers
     if numbers:
-        for outcomes in (Outcomes.ONE_ROW, Outcomes.HALF_THE_ROWS):
+        for outcomes in (ONE_ROW, HALF_THE_ROWS):
             try:
                 with _unlogged():
                     other = trace(outcomes).graph
@@ -345,7 +349,7 @@ def _of_branches(
                 other = None
             check_numbers(found.graph, other, numbers[0])
     if tests:  # last, because earlier checks most often end in another trace of the whole model
-        for outcomes in PARTLY_EMPTY[: 2 * told_apart(made[Outcomes.ABOVE][0].most_tests, tests)]:
+        for outcomes in PARTLY_EMPTY[: 2 * told_apart(made[ABOVE][0].most_tests, tests)]:
             try:
                 with _unlogged():
                     partly = without_some(outcomes)
@@ -353,11 +357,11 @@ def _of_branches(
                 continue  # if these outcomes occur at all, they also raise eagerly
             check_empty(found.graph, partly, found.states, tests[0])
     graph = found.graph
-    capture, program = made[Outcomes.ABOVE]
+    capture, program = made[ABOVE]
     if found.branches:
         both, program, assumed = _joined(found, trace, made)
         for branch in found.branches:
-            if branch.of_values and any(one.left != made[Outcomes.ABOVE][0].left for one, _ in made.values()):
+            if branch.of_values and any(one.left != made[ABOVE][0].left for one, _ in made.values()):
                 raise PartcError(
                     "P0225",
                     "a branch on the values of a tensor changes Python values, of which a package has only one",
@@ -379,8 +383,8 @@ def _of_branches(
 
 def _joined(
     found: Branching,
-    trace: Callable[[AnyOutcomes], Branching],
-    made: Mapping[AnyOutcomes, tuple[Captured, Program]],
+    trace: Callable[[Outcomes], Branching],
+    made: Mapping[Outcomes, tuple[Captured, Program]],
 ) -> tuple[Joined, Program, tuple[str, ...]]:
     """The joined outcomes of all branches, a program with all parameters that they read, and assumptions. If the
     outcomes differ in more than left-out operations, each path is traced.

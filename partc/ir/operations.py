@@ -30,6 +30,7 @@ class Effects:
 
 
 _NONE = Effects()
+_UNTYPED: Mapping[str, TensorType] = {}
 TABLE: dict[str, Effects] = {}
 
 
@@ -91,8 +92,8 @@ KEEPING = _names_with(lambda each: each.keeps)
 RANDOM = _names_with(lambda each: each.draws)
 
 
-def shares_memory(op: Op, types: Mapping[str, TensorType]) -> bool:
-    """Whether the results may share memory with the first operand; a cast to another type copies."""
+def shares_memory(op: Op, types: Mapping[str, TensorType] = _UNTYPED) -> bool:
+    """Whether the results may share memory with the first operand. With its type, a cast is known to copy."""
     memory = effects(op.name).memory
     if memory != "some":
         return memory == "view"
@@ -100,7 +101,7 @@ def shares_memory(op: Op, types: Mapping[str, TensorType]) -> bool:
     return given is None or any(value.type.dtype == given.dtype for value in op.results)
 
 
-def memory_owner(name: str, made: Mapping[str, Op], types: Mapping[str, TensorType]) -> str:
+def memory_owner(name: str, made: Mapping[str, Op], types: Mapping[str, TensorType] = _UNTYPED) -> str:
     """The value of a traced graph in whose memory another one is: views and changes in place lead to it."""
     while (op := made.get(name)) is not None and (shares_memory(op, types) or is_change(op)):
         name = next(op.refs())

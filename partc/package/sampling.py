@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError
-from partc.frontend.branches.random_branches import TESTS, Outcomes, RandomTests
+from partc.frontend.branches.random_tests import TESTS, RandomTests
 from partc.installed import tested_place
 from partc.runtime.random import Draw, dropout, stream
 from partc.runtime.torch_private import TorchDispatchMode
@@ -122,16 +122,16 @@ class BranchSampling(TorchFunctionMode):
 
 
 class BranchCount(BranchSampling):
-    """Takes one outcome of every branch, and counts the random operations after it."""
+    """Takes the same outcome of every branch, and counts the random operations before it."""
 
-    def __init__(self, sampling: Sampling, outcomes: Outcomes, branches: BranchTests) -> None:
+    def __init__(self, sampling: Sampling, below: bool, branches: BranchTests) -> None:
         super().__init__(sampling, {}, branches)
-        self._outcomes = outcomes
+        self._below = below  # whether all numbers are below their limits
         self.before: list[int] = []  # the number of random operations before each branch
 
     def branch(self, test: Tensor, below: bool) -> bool:
         self.before.append(torch.default_generator.initial_seed())
-        return self._outcomes.below(len(self.before) - 1) == below
+        return self._below == below
 
 
 def shorter_outcomes(run: Callable[[], Any], branches: BranchTests) -> dict[int, dict[bool, int]]:
@@ -143,8 +143,8 @@ def shorter_outcomes(run: Callable[[], Any], branches: BranchTests) -> dict[int,
     """
     behind: list[list[int]] = []
     first = 0
-    for outcomes in (Outcomes.ABOVE, Outcomes.BELOW):
-        with Sampling(0, 0) as sampling, BranchCount(sampling, outcomes, branches) as count:
+    for all_below in (False, True):
+        with Sampling(0, 0) as sampling, BranchCount(sampling, all_below, branches) as count:
             run()
         if not count.before:
             return {}

@@ -17,22 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 
 from partc.errors import PartcError, Source
-from partc.frontend.branches.random_branches import (
-    Branching,
-    Decided,
-    RandomBranch,
-    changed_by,
-    changed_outside,
-    changed_tensor,
-    form,
-    owner,
-)
+from partc.frontend.branches.changes import changed_by, changed_outside, changed_tensor
+from partc.frontend.branches.outcomes import Outcomes, on_path
+from partc.frontend.branches.random_branches import Branching, RandomBranch, alike_at_end, form
 from partc.frontend.trace_errors import RaisedError
 from partc.ir.gradients import reached
 from partc.ir.naming import unique
+from partc.ir.operations import memory_owner
 from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value
 
 MOST_PATHS = 16
@@ -43,7 +36,7 @@ class _Path:
     """The trace of one path. `names` has the joined program's names of its values, as far as these are joined."""
 
     traced: Branching
-    decided: Decided
+    outcomes: Outcomes
     names: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -73,11 +66,11 @@ class JoinedPaths:
 
     graph: Graph
     choices: frozenset[str]
-    paths: tuple[Decided, ...]
+    paths: tuple[Outcomes, ...]
     assumed: tuple[Source, ...]
 
 
-def join_paths(trace: Callable[[Decided], Branching]) -> JoinedPaths:
+def join_paths(trace: Callable[[Outcomes], Branching]) -> JoinedPaths:
     """Trace every path, and join the traces. Raises PartcError P0206 if there are too many, or their results differ in
     type.
     """
@@ -89,7 +82,7 @@ def join_paths(trace: Callable[[Decided], Branching]) -> JoinedPaths:
     return JoinedPaths(
         graph=replace(usual, ops=(*joining.constants.values(), *ops), outputs=outputs),
         choices=frozenset(joining.choices),
-        paths=tuple(path.decided for path in tree.paths),
+        paths=tuple(path.outcomes for path in tree.paths),
         assumed=tuple(explored.assumed),
     )
 
@@ -98,16 +91,16 @@ def join_paths(trace: Callable[[Decided], Branching]) -> JoinedPaths:
 class _Explored:
     """The traces of paths so far."""
 
-    trace: Callable[[Decided], Branching]
+    trace: Callable[[Outcomes], Branching]
     count: int = 0
     assumed: dict[Source, None] = field(default_factory=dict)
 
     def from_here(self, decided: tuple[bool, ...]) -> _Path | _Fork:
         """All paths whose first tests have these outcomes: whether a number is below its limit."""
         self.count += 1
-        given = Decided(decided)
+        given = on_path(decided)
         traced = self.trace(given)
-        found: _Path | _Fork = _Path(traced=traced, decided=given)
+        found: _Path | _Fork = _Path(traced=traced, outcomes=given)
         first: dict[int, tuple[int, RandomBranch]] = {}
         for place, branch in enumerate(traced.branches):
             first.setdefault(branch.number, (place, branch))
@@ -207,6 +200,10 @@ class _Joining:
         path.names[name] = self.constants[key].result.name
         return path.names[name]
 
+    def owner(self, name: str) -> str:
+        """The value in whose memory another one may be."""
+        return memory_owner(name, self.makers)
+
     def is_trained(self, name: str) -> bool:
         return name in self._trained or name in self.states
 
@@ -221,7 +218,7 @@ class _JoinedOutcomes:
 
     def join(self) -> Outcome:
         (usual, usual_outputs), (other, other_outputs) = self._usual, self._other
-        shared = _alike_at_end(usual, other)
+        shared = alike_at_end(usual, other, lambda one, two: form(one) == form(two))
         while isinstance(found := self._pairs(shared), int):
             shared -= found + 1
         bodies = usual[: len(usual) - shared], other[: len(other) - shared]
@@ -274,23 +271,21 @@ class _JoinedOutcomes:
             if not pair(*names):
                 raise self._refusal(f"its outcomes are {self._type(names[0])} and {self._type(names[1])}")
         # A choice is a copy: a later change would be missing in the chosen value, or in the copy.
-        chosen = {owner(name, self._program.makers) for names, name in found.items() if name is None for name in names}
-        return next((place for place, name in reversed(changes) if owner(name, self._program.makers) in chosen), found)
+        chosen = {self._program.owner(name) for names, name in found.items() if name is None for name in names}
+        return next((place for place, name in reversed(changes) if self._program.owner(name) in chosen), found)
 
     def _run(self, ops: Sequence[Op], changed: Collection[str], *, usual: bool) -> None:
         """Add the operations of one outcome. Gradients pass to values outside only where it is taken: elsewhere they
         may be infinite.
         """
         made = {value.name for op in ops for value in op.results}
-        owners = {
-            owner(name, self._program.makers) for name in changed
-        }  # a copy of their memory would keep its old values
+        owners = {*map(self._program.owner, changed)}  # a copy of their memory would keep its old values
         gates: dict[str, str] = {}
         for name in dict.fromkeys(name for op in ops for name in op.refs()):
             type = self._type(name)
             if name in made or not type.differentiable or not self._program.is_trained(name):
                 continue
-            if owner(name, self._program.makers) in owners:
+            if self._program.owner(name) in owners:
                 continue
             still = self._op("detach", name, f"{name}_still", type)
             gates[name] = self._where(*((name, still) if usual else (still, name)), f"{name}_gated")
@@ -339,9 +334,3 @@ def _between(traced: Branching, start: int | None, stop: int | None) -> list[Op]
     first = 0 if start is None else traced.branches[start].position
     last = len(traced.graph.ops) if stop is None else traced.branches[stop].position
     return [op for op in traced.graph.ops[first:last] if op.name != "constant"]
-
-
-def _alike_at_end(one: Sequence[Op], other: Sequence[Op]) -> int:
-    """The number of operations at the end of both lists that are equal but for the names of values."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: form(pair[0]) == form(pair[1]), pairs))

@@ -12,199 +12,27 @@ keeps its old value where the branch is not taken.
 
 from __future__ import annotations
 
-import enum
-import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, takewhile
 from typing import Any
 
-from torch import Tensor
-
 from partc.errors import PartcError, Source
-from partc.frontend.by_tensor import ByTensor
+from partc.frontend.branches.changes import changed_by, changed_outside, changed_tensor
+from partc.frontend.branches.outcomes import (
+    ABOVE,
+    BELOW,
+    FIRST_BELOW,
+    PARTLY_BELOW,
+    SECOND_BELOW,
+    Outcomes,
+    on_path,
+    told_apart,
+)
 from partc.ir.gradients import reached
 from partc.ir.naming import unique
-from partc.ir.operations import effects
+from partc.ir.operations import memory_owner, shares_memory
 from partc.ir.program import Arg, Graph, Op, Ref, TensorType, Value, is_change
-
-_UNIFORM = frozenset({"rand", "rand_like"})
-_SAME = frozenset({"reshape", "view", "squeeze", "to", "float", "double", "__getitem__"})
-_BELOW = frozenset({"lt", "le", "__lt__", "__le__"})
-_ABOVE = frozenset({"ge", "gt", "__ge__", "__gt__"})
-TESTS = frozenset({"__bool__", "is_nonzero"})
-
-
-class Outcomes(enum.Enum):
-    """The outcomes of a trace's branches on random numbers and tests of masks.
-
-    The random number is at least the limit (ABOVE), below it (BELOW), or below it in every second branch. In the traces
-    of `PARTLY_BELOW`, some numbers are below. In a trace of EMPTY all masks select nothing, in those of `PARTLY_EMPTY`
-    some masks, in all others none. In those of ONE_ROW and HALF_THE_ROWS, other integers stand for the numbers of
-    selected rows.
-    """
-
-    ABOVE = (False, False)
-    BELOW = (True, True)
-    FIRST_BELOW = (True, False)
-    SECOND_BELOW = (False, True)
-    EMPTY = (False, False, False)
-    ONE_ROW = (False, False, 1)
-    HALF_THE_ROWS = (False, False, 2)
-    EVEN = (False, False, 1, 0)
-    ODD = (False, False, 1, 1)
-    EVEN_PAIRS = (False, False, 2, 0)
-    ODD_PAIRS = (False, False, 2, 1)
-    EVEN_BITS = (False, False, -1, 0)
-    ODD_BITS = (False, False, -1, 1)
-    EVEN_FOURS = (False, False, 4, 0)
-    ODD_FOURS = (False, False, 4, 1)
-    EVEN_EIGHTS = (False, False, 8, 0)
-    ODD_EIGHTS = (False, False, 8, 1)
-    EVEN_PAIRS_BELOW = (True, True, 2, 0)
-    ODD_PAIRS_BELOW = (True, True, 2, 1)
-    EVEN_BITS_BELOW = (True, True, -1, 0)
-    ODD_BITS_BELOW = (True, True, -1, 1)
-    EVEN_FOURS_BELOW = (True, True, 4, 0)
-    ODD_FOURS_BELOW = (True, True, 4, 1)
-    EVEN_EIGHTS_BELOW = (True, True, 8, 0)
-    ODD_EIGHTS_BELOW = (True, True, 8, 1)
-
-    @property
-    def kept(self) -> bool:
-        """Whether a package may be built from this trace. All other traces are only compared with such a trace."""
-        return self in (Outcomes.ABOVE, Outcomes.BELOW)
-
-    def below(self, branch: int) -> bool:
-        return self._taken_for(branch) if self in PARTLY_BELOW else bool(self.value[branch % 2])
-
-    def selects(self, test: int) -> bool:
-        """Whether the mask of the test with this number selects something."""
-        return self._taken_for(test) if self in PARTLY_EMPTY else self is not Outcomes.EMPTY
-
-    def _taken_for(self, number: int) -> bool:
-        *_, bits, kept = self.value
-        return bool((number & bits).bit_count() % 2 == kept)
-
-
-# For any two of the first 2**n tests, one of the first 2n traces has a mask that selects nothing in the first test and
-# something in the second. For any two branches, in one of FIRST_BELOW, SECOND_BELOW and the first 2n - 2 traces only
-# the first branch is below its limit.
-PARTLY_EMPTY = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 4 and not outcomes.value[0])
-PARTLY_BELOW = tuple(outcomes for outcomes in Outcomes if len(outcomes.value) == 4 and outcomes.value[0])
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """The outcomes of a trace in which the first numbers are below their limits or not, and all further ones are not.
-    All masks select something.
-    """
-
-    first: tuple[bool, ...]
-    kept = True
-
-    def below(self, branch: int) -> bool:
-        return branch < len(self.first) and self.first[branch]
-
-    def selects(self, test: int) -> bool:
-        return True
-
-
-AnyOutcomes = Outcomes | Decided
-
-
-def told_apart(count: int, sources: Iterable[Source | None]) -> int:
-    """The number of bits that distinguish tests. Of many tests on one line, as in a loop over layers, only neighbours
-    are distinguished.
-    """
-    return (min(count, max(8, len(set(sources)))) - 1).bit_length()
-
-
-@dataclass(frozen=True, slots=True)
-class UniformDraw:
-    """A uniform random number from [low, high), or a tensor of them."""
-
-    number: int
-    low: float = 0.0
-    high: float = 1.0
-
-    @property
-    def whole_part(self) -> int | None:
-        """The integer that `int` makes of each such number; None if it makes several."""
-        first = math.trunc(self.low)
-        return first if self.low < self.high and math.trunc(math.nextafter(self.high, self.low)) == first else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomTest:
-    """A comparison of a uniform random number with a limit."""
-
-    draw: UniformDraw
-    limit: float
-    below: bool  # whether numbers below the limit pass
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether all numbers that can be drawn have the same outcome."""
-        return not self.draw.low < self.limit < self.draw.high
-
-    @property
-    def certain_outcome(self) -> bool:
-        return (self.limit >= self.draw.high) == self.below
-
-
-class RandomTests:
-    """The tensors that compare uniform random numbers with limits, in a run of Python code on tensors."""
-
-    def __init__(self) -> None:
-        self._uniform: ByTensor[UniformDraw] = ByTensor()
-        self._tests: ByTensor[RandomTest] = ByTensor()
-        self._draws = 0
-
-    def follow(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Follow a call of the function `name`."""
-        if not isinstance(made, Tensor):
-            return
-        if name.endswith("_") and not name.endswith("__"):
-            self._uniform.pop(made)
-            if name == "uniform_" and (bounds := _bounds(*args[1:], **kwargs)) is not None:
-                self._draw(made, *bounds)
-            return
-        draw = self._uniform.get(args[0]) if args else None
-        if draw is not None and name in _SAME and made.numel() == args[0].numel():
-            self._uniform[made] = draw
-        elif name in _UNIFORM or (draw is not None and name in _SAME):  # an element of several counts as a draw
-            self._draw(made, *(() if draw is None else (draw.low, draw.high)))
-        elif name in _BELOW | _ABOVE and draw is not None and isinstance(args[1], int | float):
-            self._tests[made] = RandomTest(draw=draw, limit=args[1], below=name in _BELOW)
-
-    def is_uniform(self, x: Any) -> bool:
-        return x in self._uniform
-
-    def number(self, x: Tensor) -> Tensor:
-        """A random number in place of its item(), which is unknown in a trace: comparisons of it are tests as well."""
-        made = x.reshape(())
-        self.follow("reshape", (x,), {}, made)
-        return made
-
-    def whole_part(self, x: Any) -> int | None:
-        """The integer that `int` makes of a random number; None if not all numbers that can be drawn have the same."""
-        draw = self._uniform.get(x)
-        return None if draw is None else draw.whole_part
-
-    def of(self, x: Any) -> RandomTest | None:
-        """The test that computed a tensor; None if no test did."""
-        return self._tests.get(x)
-
-    def _draw(self, made: Tensor, *bounds: float) -> None:
-        self._draws += 1
-        self._uniform[made] = UniformDraw(self._draws, *bounds)
-
-
-def _bounds(low: Any = 0.0, high: Any = 1.0, **named: Any) -> tuple[float, float] | None:
-    """The bounds that a call of `uniform_` has as arguments; None if one of them is not a plain number."""
-    low, high = named.get("from", low), named.get("to", high)
-    return (low, high) if isinstance(low, int | float) and isinstance(high, int | float) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,34 +72,36 @@ class Joined:
     """The graph that chooses between the outcomes of every branch, and the outcomes of its operations."""
 
     graph: Graph
-    outcomes: AnyOutcomes
+    outcomes: Outcomes
     choices: frozenset[str] = frozenset()  # the values that are chosen
 
 
-def join_outcomes(found: Branching, trace: Callable[[AnyOutcomes], Branching]) -> Joined:
+def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> Joined:
     """Join the traces of all outcomes.
 
     `found` is the trace of ABOVE. Raises PartcError P0206 if the outcomes differ in more than left-out operations.
     """
-    first = trace(Outcomes.FIRST_BELOW)
-    kept, longer = found, Outcomes.ABOVE
+    first = trace(FIRST_BELOW)
+    kept, longer = found, ABOVE
     of_values = any(branch.of_values for branch in found.branches)
     if not of_values and len(first.graph.ops) > len(found.graph.ops):
-        kept, longer = trace(Outcomes.BELOW), Outcomes.BELOW
-    others: list[tuple[AnyOutcomes, Branching]] = [(Outcomes.FIRST_BELOW, first)]
+        kept, longer = trace(BELOW), BELOW
+    others: list[tuple[Outcomes, Branching]] = [(FIRST_BELOW, first)]
     tests = {branch.number: branch.source for branch in found.branches}
     if of_values and len(tests) > 2:
-        only = [Decided((*(False,) * number, True)) for number in range(len(tests))]
+        only = [on_path((*(False,) * number, True)) for number in range(len(tests))]
         others = [(outcomes, trace(outcomes)) for outcomes in only] + others
     if len(tests) > 1:
-        others.append((Outcomes.SECOND_BELOW, trace(Outcomes.SECOND_BELOW)))
-    elif longer is Outcomes.BELOW:
-        others = [(Outcomes.ABOVE, found)]
+        others.append((SECOND_BELOW, trace(SECOND_BELOW)))
+    elif longer is BELOW:
+        others = [(ABOVE, found)]
     bits = told_apart(len(tests), tests.values())
     others.extend((outcomes, trace(outcomes)) for outcomes in PARTLY_BELOW[: max(0, 2 * bits - 2)])
     merged = _Join(kept)
     for outcomes, other in others:
-        merged.compare(other, [outcomes.below(each.number) != longer.below(each.number) for each in kept.branches])
+        merged.compare(
+            other, [(each.number in outcomes.below) != (each.number in longer.below) for each in kept.branches]
+        )
     return Joined(graph=merged.graph(), outcomes=longer, choices=frozenset(merged.choices))
 
 
@@ -307,7 +137,7 @@ class _Join:
             branch = place - 1
             count, others = 0, 0
             if place and shortened[branch]:
-                alike = _alike_at_end(mine, its, same, {*missing, *constants[0]})
+                alike = alike_at_end(mine, its, _comparison(mine, same, {*missing, *constants[0]}))
                 count, others = len(mine) - alike, len(its) - alike
                 self.left_out[branch] = count
                 self.replaced.setdefault(branch, {})
@@ -431,10 +261,8 @@ class _Join:
             changed = dict.fromkeys(changed_outside(part[:count]))
             gates: dict[str, str] = {}
             if place and self.kept.branches[branch].of_values:
-                owners = {
-                    owner(name, self.makers) for name in changed
-                }  # a copy of their memory would keep its old values
-                outside = {name for name in live if owner(name, self.makers) not in owners}
+                owners = {*map(self._owner, changed)}  # a copy of their memory would keep its old values
+                outside = {name for name in live if self._owner(name) not in owners}
                 ops.extend(self._gates(branch, part[:count], True, outside, gates, current, types))
             for name in changed:
                 type = types[name].type if name in types else self.kept.states[name]
@@ -462,6 +290,10 @@ class _Join:
         outputs = tuple(current.get(name, name) for name in self.kept.graph.outputs)
         return replace(self.kept.graph, ops=tuple(ops), outputs=outputs)
 
+    def _owner(self, name: str) -> str:
+        """The value in whose memory another one may be."""
+        return memory_owner(name, self.makers)
+
     def _check_memory(self, branch: int, behind: Sequence[Op]) -> None:
         """Refuse changes in place behind a branch that only a choice, or only the chosen values, would see: a choice is
         a copy.
@@ -469,18 +301,18 @@ class _Join:
         for made, instead in self.replaced.get(branch, {}).items():
             if changed_tensor(made, self.makers) == changed_tensor(instead, self.makers):
                 continue
-            owners = {owner(made, self.makers), owner(instead, self.makers)}
+            owners = {self._owner(made), self._owner(instead)}
             shared = {made: True}  # values in the memory of the choice (True) or of a chosen value
             changed: set[bool] = set()
             for op in behind:
                 for name in op.refs():
-                    if name not in shared and owner(name, self.makers) in owners:
+                    if name not in shared and self._owner(name) in owners:
                         shared[name] = False
                 if any(name in shared and (not shared[name]) in changed for name in op.refs()):
                     raise self._refusal(branch, f"{op.name} reads values that change in place behind it")
                 changed.update(shared[name] for name in changed_by(op) if name in shared)
                 first = next(op.refs(), "")
-                if first in shared and shares_memory(op):
+                if first in shared and (shares_memory(op) or is_change(op)):
                     shared.update((value.name, shared[first]) for value in op.results)
 
     def _gates(
@@ -546,67 +378,32 @@ class _Join:
         )
 
 
-def changed_by(op: Op) -> Iterator[str]:
-    """The values that an operation changes in place."""
-    changed: Iterable[Arg] = op.args[:1] if is_change(op) else ()
-    if op.name in ("batch_norm", "instance_norm") and op.args[5] is True:
-        changed = op.args[3:5]
-    yield from (each.name for each in changed if isinstance(each, Ref))
-
-
-def changed_outside(ops: Sequence[Op]) -> Iterator[str]:
-    """Yield the values from before some operations that these change in place: for a view, the tensor that it shows."""
-    own = {value.name: op for op in ops for value in op.results}
-    for op in ops:
-        for name in changed_by(op):
-            changed = owner(name, own)
-            if changed not in own:
-                yield changed
-
-
-def changed_tensor(name: str, makers: Mapping[str, Op]) -> str:
-    """The value whose memory a chain of in-place changes has changed; the value itself without any."""
-    return _behind(name, makers, is_change)
-
-
-def owner(name: str, makers: Mapping[str, Op]) -> str:
-    """The value whose memory this one may share."""
-    return _behind(name, makers, shares_memory)
-
-
-def _behind(name: str, makers: Mapping[str, Op], passed: Callable[[Op], bool]) -> str:
-    """The value at the start of a chain of such operations, each on the first operand."""
-    while (op := makers.get(name)) is not None and passed(op):
-        name = next(op.refs())
-    return name
-
-
-def shares_memory(op: Op) -> bool:
-    """Whether an operation's results may be in the memory of its first operand."""
-    return effects(op.name).memory != "own" or is_change(op)
-
-
 def form(op: Op) -> tuple[Any, ...]:
     """An operation without the names of its values."""
     plain = op.renamed(dict.fromkeys(op.refs(), ""))
     return op.name, plain.args, plain.attrs, tuple(value.type for value in op.results)
 
 
-def _alike_at_end(mine: Sequence[Op], its: Sequence[Op], same: Mapping[str, str], free: Container[str]) -> int:
-    """The number of operations at the end of both lists that are equal but for the names of values.
+def alike_at_end(mine: Sequence[Op], its: Sequence[Op], alike: Callable[[Op, Op], bool]) -> int:
+    """The number of operations at the end of both lists that are alike."""
+    pairs = zip(reversed(mine), reversed(its), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: alike(*pair), pairs))
 
-    Operands from before the lists are the same values, except those that are `free`.
+
+def _comparison(mine: Sequence[Op], same: Mapping[str, str], free: Container[str]) -> Callable[[Op, Op], bool]:
+    """A function that tells whether two operations are equal but for the names of values.
+
+    Operands from before the operations `mine` are the same values, except those that are `free`.
     """
     own = {value.name for op in mine for value in op.results}
 
-    def alike(pair: tuple[Op, Op]) -> bool:
-        one, two = pair
+    def alike(one: Op, two: Op) -> bool:
         if form(one) != form(two):
             return False
         operands = zip(one.refs(), two.refs(), strict=True)
         return all(wanted in own or wanted in free or same.get(given, given) == wanted for wanted, given in operands)
 
-    return sum(1 for _ in takewhile(alike, zip(reversed(mine), reversed(its), strict=False)))
+    return alike
 
 
 def _constants(graph: Graph) -> dict[str, Op]:

@@ -32,7 +32,8 @@ from torch.overrides import TorchFunctionMode
 from partc.errors import PartcError, Source
 from partc.frontend.branches.guards import passing_guard, running_call
 from partc.frontend.branches.largest_numbers import LargestNumbers
-from partc.frontend.branches.random_branches import TESTS, AnyOutcomes, Outcomes, RandomTests
+from partc.frontend.branches.outcomes import ABOVE, Outcomes
+from partc.frontend.branches.random_tests import TESTS, RandomTests
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
 from partc.frontend.permissions import BOTH_OUTCOMES, permitted
@@ -80,11 +81,12 @@ _OF_COUNTERS = frozenset({
 # Tests for infinities and NaN, with their outcomes for finite numbers.
 _FINITE = {"isfinite": True, "isinf": False, "isnan": False, "isposinf": False, "isneginf": False}
 RANDOM_BRANCH = "random_branch"
-# The integers that stand for a number of selected rows in traces that are compared with the first one.
-_SHOWN: Mapping[AnyOutcomes, Callable[[int], int]] = {
-    Outcomes.ONE_ROW: lambda rows: 1 if rows > 1 else 3,
+# The integer that stands for a number of selected rows, by the outcomes of a trace.
+_SHOWN: Mapping[str, Callable[[int], int]] = {
+    "own": lambda rows: rows,
+    "one": lambda rows: 1 if rows > 1 else 3,
     # Odd if the number of all rows is even, and even if it is odd.
-    Outcomes.HALF_THE_ROWS: lambda rows: rows // 2 + (rows // 2 - rows + 1) % 2,
+    "half": lambda rows: rows // 2 + (rows // 2 - rows + 1) % 2,
 }
 _library = torch.library.Library("partc", "FRAGMENT")
 _library.define(f"{RANDOM_BRANCH}(Tensor test, int number, bool outcome, bool of_values) -> ()")
@@ -97,7 +99,7 @@ class ValueWatch(TorchFunctionMode):
 
     def __init__(
         self,
-        outcomes: AnyOutcomes = Outcomes.ABOVE,
+        outcomes: Outcomes = ABOVE,
         branching: Callable[[], None] = lambda: None,
         call: Callable[[], int] = lambda: -1,
         *,
@@ -126,9 +128,9 @@ class ValueWatch(TorchFunctionMode):
         self._packed = PackedSequences(self.knows, self.know, largest.longest)
         self._finite: ByTensor[bool] = ByTensor()  # tests for finite numbers -> their outcome if all are finite
         self.selections = Selections(
-            selects=outcomes.selects,
+            selects=outcomes.selecting.__contains__,
             call=call,
-            shown=_SHOWN.get(outcomes, lambda rows: rows),
+            shown=_SHOWN[outcomes.rows],
             value=self._known.get,
             know=self.know,
             guard=self._passed,
@@ -534,7 +536,7 @@ class ValueWatch(TorchFunctionMode):
         """
         self._branching()
         number = self._tests.setdefault(key, len(self._tests))
-        outcome = self._outcomes.below(number) == below
+        outcome = (number in self._outcomes.below) == below
         torch.ops.partc.random_branch.default(test.reshape(()), number, outcome, of_values)
         return outcome
 

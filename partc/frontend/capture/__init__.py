@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
-from partc.frontend.branches.random_branches import AnyOutcomes, Outcomes
+from partc.frontend.branches.outcomes import ABOVE, Outcomes
 from partc.frontend.capture.batch import fake_batch, first_part, integer_parts, made_batch, rows_read_whole
 from partc.frontend.capture.built_model import (
     built_model,
@@ -128,7 +128,7 @@ def capture(
     path: Path | None = None,
     parts: int = 1,
     excluded: Excluded | None = None,
-    outcomes: AnyOutcomes = Outcomes.ABOVE,
+    outcomes: Outcomes = ABOVE,
     joined: Collection[str] = (),
     read: Read | None = None,
 ) -> Captured:

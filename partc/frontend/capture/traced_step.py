@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from partc.errors import PartcError
 from partc.frontend.branches.builtin_numbers import keeping_unknown_integers, using_traceable_builtins
 from partc.frontend.branches.largest_numbers import LargestNumbers
-from partc.frontend.branches.random_branches import AnyOutcomes
+from partc.frontend.branches.outcomes import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
 from partc.frontend.gradients.own_backward import Hook
 from partc.frontend.repeats.marks import Repeats
@@ -56,7 +56,7 @@ class TracedModel:
     names: tuple[str, ...]
     parts: int  # into which the batch is divided
     dtype: torch.dtype
-    outcomes: AnyOutcomes  # of branches on random numbers
+    outcomes: Outcomes  # of branches on random numbers
     joined: Collection[str]  # lines on which tests of masks are branches
     hooks: Mapping[str, Sequence[Hook]]  # of parameters
     weights: ConstructedWeights

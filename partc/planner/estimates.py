@@ -24,7 +24,8 @@ from partc.ir.mesh import (
 from partc.ir.operations import VIEWS
 from partc.ir.program import FLOATING, ITEMSIZE, Program, Region, TensorType
 from partc.passes.stages import staged_calls
-from partc.planner.bounds import Bounds, expert_parameters
+from partc.planner.bounds import Bounds
+from partc.planner.model_sizes import expert_parameters
 from partc.planner.space import expert_axes_of, expert_parts, mesh_of, sharded_over, sizes_of
 from partc.schedules import SCHEDULES
 

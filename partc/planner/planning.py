@@ -23,9 +23,10 @@ from partc.ir.printer import readable
 from partc.ir.program import DType, Program
 from partc.passes.stages import staged_calls
 from partc.planner.batches import batch_size, check_batch, samples, sequence_length
-from partc.planner.bounds import Bounds, expert_count, largest_product
+from partc.planner.bounds import Bounds
 from partc.planner.estimates import Estimates
 from partc.planner.lowering import RegionBodies
+from partc.planner.model_sizes import expert_count, largest_product
 from partc.planner.search import Failure, Outcome, Played, search
 from partc.planner.space import (
     FITTED,

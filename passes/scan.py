@@ -307,7 +307,7 @@ class _Loops:
         return Op(name=str(number), args=tuple(map(Ref, reads)), results=results)
 
     def _with_made(self, op: Op) -> Op:
-        """A stand-in extended by the sequences that rewritten joins read."""
+        """The stand-in of a loop, whose results also are the sequences that rewritten joins read."""
         if not op.name.isdigit():
             return op
         loop = self.found[int(op.name)]

@@ -93,7 +93,7 @@ def staged_calls(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
 
 
 def call_links(program: Program, calls: Sequence[Call]) -> dict[tuple[int, int], bool]:
-    """The pairs of calls of which the second reads a value of the first, by their indices: whether gradients return."""
+    """For each pair of calls, by index, of which the second reads the first: whether gradients return."""
     names = {call.name for call in calls}
     pure = frozenset(call.name for call in program.calls if call.name not in names)
     found: dict[tuple[int, int], bool] = {}

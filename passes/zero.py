@@ -31,7 +31,7 @@ from dataclasses import replace
 from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.program import FLOATING, Parameter, Program, TensorType
 
-FEW = 16384  # parameters of at most so many elements stay whole if parts would have more spare elements than that
+FEW = 16384  # the most elements of a parameter that stays whole if its parts would have more spare elements than that
 
 
 def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) -> Program:

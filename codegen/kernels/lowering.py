@@ -55,7 +55,7 @@ class Lowering:
     over: dict[str, frozenset[sympy.Symbol]] = field(default_factory=dict)  # variable -> the loops over which it varies
     # Symbol of a position in a table -> the variable of its index.
     looked_up: dict[sympy.Symbol, Found] = field(default_factory=dict)
-    # Those that are positions even where the kernel's own element does not exist.
+    # The positions in `looked_up` that are within the table even where the kernel's mask is False.
     everywhere: set[sympy.Symbol] = field(default_factory=set)
     beyond: dict[sympy.Symbol, int] = field(
         default_factory=dict

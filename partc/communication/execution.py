@@ -152,7 +152,7 @@ class Execution:
             yield from self._advance_gather(stage, advance, state)
 
     def _following(self, ahead: Iterable[str]) -> list[tuple[int, ActionStatement, ActionStatement | None]]:
-        """The gathers to which `ahead` refers in some actions: (stage, start, advance to the next level)."""
+        """The early gathers of the actions `ahead`: (stage, its start, its advance to the next level)."""
         return [each for name in ahead for each in self._early(self._bodies[name])]
 
     def _early(self, body: Body) -> list[tuple[int, ActionStatement, ActionStatement | None]]:

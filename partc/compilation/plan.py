@@ -67,7 +67,7 @@ _ATTENTION: Mapping[str, str] = {
 
 _AXIS = re.compile("(pp|dp|cp|ep|tp)[: ]*([0-9]+)")  # an axis and its size without "="
 
-# Megatron-LM's names of what it recomputes.
+# Megatron-LM's names of the modules that it recomputes.
 _RECOMPUTED: Mapping[str, str] = {
     "core_attn": "attention", "layernorm": "rms_norm,layer_norm", "moe_act": "silu,gelu,sigmoid,clamp,mul,to",
     "moe": "experts", "mla_up_proj": "q_b_proj,kv_b_proj,cat,mul,add,neg",

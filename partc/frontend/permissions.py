@@ -27,7 +27,7 @@ UNKNOWN_NUMBERS: ContextVar[Permission] = ContextVar("unknown numbers")  # to us
 
 @contextmanager
 def permission(step: ContextVar[Permission]) -> Iterator[Permission]:
-    """A context for traces whose permission is not decided yet."""
+    """A context in which the step is not allowed yet, and traces may ask for it."""
     found = Permission()
     before = step.set(found)
     try:

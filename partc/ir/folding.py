@@ -25,7 +25,7 @@ from partc.ir.program import Action, ActionStatement
 T = TypeVar("T")
 _FEWEST = 3  # repetitions that make a loop
 _LONGEST = 64  # statements or actions in a loop
-_SHORT = 24  # rows of at most so many actions are written out
+_SHORT = 24  # the most actions of a row that is written out
 _SHAPE = attrgetter(*(name for name in ActionStatement.__slots__ if name not in ("of", "ahead")))
 _NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]*)", re.DOTALL)
 

@@ -14,7 +14,7 @@ _CHOOSING = (torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops
 
 
 class LoadCounts(TorchDispatchMode):
-    """Counts the chosen experts by bias: of all choices that depend on a bias, the last one counts."""
+    """Counts how often each expert is chosen by scores that depend on a bias. Only the last such choice counts."""
 
     def __init__(self, biases: Mapping[str, Tensor]) -> None:
         super().__init__()

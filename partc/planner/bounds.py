@@ -57,8 +57,8 @@ InFlight = tuple[tuple[int, int], ...]
 _Table = TypeVar("_Table")
 
 _LEAST = 1 - 1e-6  # margin for seconds that are added up from rounded numbers of bytes
-_PAIRED = 8  # of at most so many calls, two get the other use at once
-_FITS = 3  # so often are uses fitted, each time to less memory
+_PAIRED = 8  # the most calls among which pairs, too, get the other use
+_FITS = 3  # the most attempts to fit uses, each to less memory
 _MOST_FLIGHT = 4  # rounds of a pipeline after which the microbatches in flight no longer increase
 
 

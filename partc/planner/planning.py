@@ -47,11 +47,11 @@ from partc.schedules.per_stage import RECOMPUTE, stage_kinds
 _COMPUTED: Mapping[str, DType] = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "fp64": "f64"}
 LONG = 16_384  # tokens of a sequence from which context parallelism is tried
 LARGE = 0.05  # share of a rank's memory: if a sample's logits are larger, computing the loss in chunks is tried
-_SOME = 4  # so many numbers of microbatches, and schedules, of a family are tried first
+_SOME = 4  # the most numbers of microbatches, and the most schedules, of a family that are tried first
 _STARTS = 4  # plans that are tried first
 _NEARLY = 1.05  # as a multiple of the least estimate
-OWN_SIZES = 200  # in a space of at most so many plans, each plan's regions are lowered for its own sizes
-# So many neighbours of the best plan are tried next, both of those that share its regions and of others.
+OWN_SIZES = 200  # the most plans of a space in which each plan's regions are lowered for its own sizes
+# The neighbours of the best plan that are tried next: this many that share its regions, and this many others.
 _NEIGHBOURS = 8
 
 

@@ -11,7 +11,7 @@ from partc.planner.planning import PlanChoice
 from partc.planner.search import Played
 from partc.planner.variations import Variation
 
-_LOSSES = 2  # so many parts of a step are named in a reason
+_LOSSES = 2  # the most parts of a step that a reason names
 _WORTH = 0.05  # share of a plan's delay: smaller parts are not named
 _ROUNDING = 1e-6
 
@@ -52,7 +52,7 @@ def differences(best: Played, other: Played) -> dict[str, float]:
 
 
 def parts(played: Played) -> Mapping[str, float]:
-    """The seconds of a step, by what they are spent on, as means over pipeline ranks."""
+    """The seconds of a step by kind of work or waiting, as means over pipeline ranks."""
     found: Any = played.prediction
     causes = {f"wait for {name}": seconds for name, seconds in getattr(found, "causes", {}).items()}
     exposed = getattr(found, "exposed", 0.0)

@@ -150,8 +150,8 @@ class TimedStages:
 
     @cached_property
     def hops(self) -> Sequence[float]:
-        """For each stage, and the end behind the last: the seconds until a value of the previous stage has arrived;
-        infinite for the first stage and the end.
+        """For each stage, the seconds until a value of the previous stage has arrived: infinite for the first one. A
+        last, infinite entry stands for the end behind the stages.
         """
         places, found = self.stages.places, [math.inf]
         for stage, (source, target) in enumerate(pairwise(places), start=1):

@@ -206,7 +206,7 @@ class Tables:
         return self._facts_of(*found).cuts(count)
 
     def links(self, plan: ParallelPlan) -> Mapping[tuple[int, int], bool]:
-        """The pairs of calls of which the second reads a value of the first: whether gradients return."""
+        """For each pair of calls of which the second reads a value of the first: whether gradients return."""
         found = self.bodies.shared(plan)
         assert found is not None
         return self._facts_of(*found).links

@@ -20,7 +20,7 @@ from partc.sharding.integer_program import solve_integer_program
 Array = Any  # numpy's
 
 HIDDEN = 0.6  # the share of computation that can overlap with the gradients' collectives
-_NEARLY = 1.05  # mixed uses are compared if they take at most so many times the seconds of the best single use
+_NEARLY = 1.05  # the most seconds of mixed uses that are compared, as a multiple of the best single use's
 _ALL = 1e-3  # the weight of all ranks' seconds, besides those of the slowest
 _OPTIONS: Mapping[str, float] = {"mip_rel_gap": 1e-6, "time_limit": 5.0}
 

@@ -16,7 +16,7 @@ from partc.planner.search import Played
 Change = Literal["memory", "ranks", "batch", "decisions"]
 MEMORY = 1.1  # as a share of the limit: the search that gives the price of memory
 _LEAST = 0.5  # seconds of a search
-_WAYS = 3  # so many ways of making a plan fit are named
+_WAYS = 3  # the most ways of making a plan fit that are named
 _FRONT = 8  # the most plans of a front
 _STEP = 0.9  # share of a plan's memory that the next plan of a front may hold
 

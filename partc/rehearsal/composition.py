@@ -408,7 +408,7 @@ class _Signatures:
     by_place: dict[int, tuple[_Names, Key]] = field(default_factory=dict)
 
     def at(self, place: int) -> tuple[_Names, Key]:
-        """The signature numbers the names, so it comes before all other uses of them."""
+        """The names of the ranks at a place, and their signature. It numbers the names, so it is made first."""
         if place not in self.by_place:
             names = _Names(self.program, place)
             self.by_place[place] = names, names.signature()

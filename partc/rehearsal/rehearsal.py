@@ -63,8 +63,8 @@ Steps = tuple[Course | Ledger, ...]  # of the ranks at each pipeline coordinate
 KnownSteps = tuple[tuple[Program, Steps], ...]  # with the default optimizer
 Sizes = Mapping[str, int]
 Coordinate = Mapping[str, int]
-_ROWS = 5  # so many rows of a sum show its peak memory
-MOST_COUNTED = 64  # up to so many ranks at a place are examined one by one
+_ROWS = 5  # the rows of a sum that suffice to show its peak memory
+MOST_COUNTED = 64  # the most ranks at a place that are examined one by one
 
 
 def rehearse(

@@ -22,7 +22,7 @@ from partc.reports.schedule_comparison import candidates, figures
 from partc.runtime.optimizer.recipe import DEFAULT
 
 MOST_RANKS = 64  # the largest mesh whose ranks are drawn; a larger mesh is drawn by its axes
-MOST_NAMES = 4  # so many ranks of a group are listed
+MOST_NAMES = 4  # the most ranks of a group that are listed
 MOST_MICROBATCHES = 64
 MOST_BARS = 6000  # of all schedules together; with more, only figures are shown
 

@@ -21,7 +21,7 @@ from partc.cost.memory import CATEGORIES, RESERVE, Account, Moment, RankMemory
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.printer import readable
 
-MOST_ALIVE = 16  # so many entries are listed
+MOST_ALIVE = 16  # the most entries that are listed
 MOST_PLACES = 16  # pipeline ranks
 HEIGHT = 8
 SHORT = {"parameters": "params", "temporaries": "temps", "communication": "comm"}  # for narrow columns

@@ -19,8 +19,8 @@ from partc.quoting import environment, shown_lines
 from partc.reports.plan_choice import duration_text, figure_text, gap_statement, plan_text
 
 WIDE, HIGH = 1000.0, 300.0  # of a chart's area
-STEPS = 4  # so many steps are drawn side by side
-MOST_ROWS = 8  # so many pipeline ranks of a step are drawn
+STEPS = 4  # the steps that are drawn side by side
+MOST_ROWS = 8  # the most pipeline ranks of a step that are drawn
 MOST_BARS = 4000  # of all steps together; with more, only figures are shown
 _TICKS = 5
 _NARROW = 0.4  # of a picture's width of 1000 units: shorter waits are not drawn

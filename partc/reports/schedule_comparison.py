@@ -21,7 +21,7 @@ from partc.cost.simulation import Durations, Timeline, simulate
 from partc.schedules import SCHEDULES, compute_order, stage_ranks
 from partc.schedules.table import Table
 
-MOST_RANKS = 16  # up to so many ranks, each rank's peak is shown
+MOST_RANKS = 16  # the most ranks whose peaks are shown one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

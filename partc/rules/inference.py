@@ -87,7 +87,7 @@ def _type_within(type: TensorType, axes: Set[str], sizes: Sizes) -> TensorType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operation:
-    """An operation with what is known of it: its operands, and the local shapes of its results."""
+    """An operation, the types of its operands, and the local shapes of its results."""
 
     op: Op
     operands: tuple[TensorType, ...]
@@ -100,7 +100,7 @@ class _Operation:
 
     @property
     def sharded(self) -> bool:
-        """Whether it is the form of an operation that knows the axis which cuts its operands."""
+        """Whether this form of the operation is for cut operands: an attribute names the axis that cuts them."""
         return "axis" in dict(self.op.attrs)
 
 

@@ -19,7 +19,7 @@ def order(rank: int, ranks: int, stages: int, microbatches: int) -> list[Compute
     f1, i1, _ = steps_of(back)
     b0: Step = ("B", there)
     b1: Step = ("B", back)
-    half = rank + 1  # so many of the last backward passes are whole; the weights of the others wait
+    half = rank + 1  # the number of last backward passes that are whole; the weights of the others wait
     steps: list[Step] = [
         *[f0] * (2 * after),  # 1
         *[f0, f1] * (rank + 1),  # 2

@@ -25,7 +25,7 @@ from partc.schedules.kind import Compute, ComputeKind
 _ACTION = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,6})", re.ASCII)
 _PASSED_OVER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_SHOWN = 80  # so many characters of a cell are shown in a message
+_SHOWN = 80  # the most characters of a cell in a message
 COMPUTES = ("F", "B", "I", "W")
 
 

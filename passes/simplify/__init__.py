@@ -186,7 +186,7 @@ def _one_row(region: Region) -> Region:
 
 
 def _narrow(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] | None:
-    """The sizes of an expand without its copies along the first dimension; None if it makes none there."""
+    """The shape of an expand with a first dimension of 1; None if the expand makes no copies along it."""
     operand = types[next(op.refs())].shape
     shape = op.result.type.shape
     copies = len(shape) > 1 and shape[0] > 1 and (len(operand) < len(shape) or operand[0] == 1)

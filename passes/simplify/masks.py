@@ -54,7 +54,7 @@ class Seen:
 
     causal: bool
     window: int  # 0: no window
-    chunk: int = 0  # rows only read their own chunk of so many positions; 0: no chunks
+    chunk: int = 0  # positions in a chunk, if rows only read their own chunk; 0: no chunks
 
 
 @dataclass(frozen=True, slots=True)

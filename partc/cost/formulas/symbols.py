@@ -22,7 +22,7 @@ from partc.ir.program import Graph, Op, Program, Region, TensorType, Value
 from partc.rules import flops, resolve_lowered
 from partc.rules.rule import Dims, OpRule
 
-SHORT = 2  # at most so many elements may be cut off a dimension; more is taken as a share of it
+SHORT = 2  # the most elements that may be cut off a dimension; a larger difference is a share of it
 Key = tuple[str, str]  # a region, or "" for the program, and one of its values
 
 

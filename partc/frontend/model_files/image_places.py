@@ -14,8 +14,8 @@ class ImagePlaces:
     token: int
     count: int
     kinds: str  # the argument that says which places are images'; empty if there is none
-    side: int = 0  # patches in each direction, where images are given as rows of patches
-    row: int = 0  # numbers in each of these rows
+    side: int = 0  # patches along each side of an image, if images are given as rows of patches
+    row: int = 0  # numbers in a row of patches
     sized: bool = False  # the model is told the sizes of images
 
 

@@ -27,7 +27,7 @@ from partc.torch_private import STEP_HOOKS, TorchDispatchMode
 
 Build = Callable[[nn.Module], Any]
 _RATE = 1e-3  # train.py's default
-_KEPT = UpdateRule(name="sgd", lr_scale=0.0)  # the update of parameters in no optimizer: none, and no state
+_KEPT = UpdateRule(name="sgd", lr_scale=0.0)  # for parameters of no optimizer: a rate of 0, and no state
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 

@@ -243,11 +243,11 @@ class Axis:
         raise NotImplementedError
 
     def raw_all_gather_many(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending[None]:
-        """Each [...] -> [size * ..., ...], by rank, into contiguous tensors that are there."""
+        """Each [...] -> [size * ..., ...], by rank, into existing contiguous tensors."""
         raise NotImplementedError
 
     def raw_reduce_scatter_many(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Pending[None]:
-        """Each [size * ..., ...] -> [...]: this rank's rows of the sum, into contiguous tensors that are there."""
+        """Each [size * ..., ...] -> [...]: this rank's rows of the sum, into existing contiguous tensors."""
         raise NotImplementedError
 
     def raw_exchange_rows(self, x: Tensor, going: list[int], coming: list[int]) -> Pending[Tensor]:

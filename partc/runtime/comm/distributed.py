@@ -61,8 +61,8 @@ class NcclAxis(Axis):
         return axis
 
     def connect(self, device: torch.device, *, link: bool) -> None:
-        """Run a first operation, in which NCCL connects; later, other operations might be waiting on the GPU for
-        peers.
+        """Run a first operation, because NCCL connects in it. Later, this could wait for a peer whose GPU is occupied
+        by operations that wait for this rank.
         """
         x = torch.zeros(1, device=device)
         if not link:

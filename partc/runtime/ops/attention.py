@@ -517,7 +517,7 @@ def _block_columns(
 
 
 def _hidden(rows: slice, seen: slice, is_causal: bool, window: int, ahead: int, device: torch.device) -> Tensor | None:
-    """The mask of a block's scores that are not read; None if all are read."""
+    """A mask that is true for the scores of a block that attention leaves out; None if it leaves none out."""
     if not is_causal and not window:
         return None
     own, read = (torch.arange(part.start, part.stop, dtype=torch.int32, device=device) for part in (rows, seen))

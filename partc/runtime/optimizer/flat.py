@@ -128,7 +128,6 @@ class FlatSGD:
         return self._moments[name]
 
     def uncut(self, name: str) -> Collection[str]:
-        """The states of other shapes."""
         return [key for key in self.state_of(name) if key not in self.moments]
 
     def by_rows(self, name: str) -> Collection[str]:

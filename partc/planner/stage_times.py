@@ -1,4 +1,4 @@
-"""The seconds and bytes of a plan's stages, as lower bounds."""
+"""Lower bounds on the seconds and bytes of a plan's stages."""
 
 from __future__ import annotations
 

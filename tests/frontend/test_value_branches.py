@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import partc
 from partc import passes
 from partc.errors import PartcError
-from partc.frontend.branches.value_branches import LARGEST, ValueWatch
+from partc.frontend.branches.known_values import LARGEST, KnownValues
 from partc.frontend.capture import capture
 from partc.frontend.trace import Traced, trace_model
 from partc.frontend.traceable_forms.functions import gaussian_nll_loss, multi_margin_loss, multilabel_margin_loss
@@ -345,10 +345,10 @@ def test_sizes_and_numbers_of_constants() -> None:
 
 def test_values_of_large_constants_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask of all pairs of positions would take time and memory by the square of the length."""
-    computed = ValueWatch.computed
+    computed = KnownValues.computed
     sizes: list[int] = []
 
-    def noted(self: ValueWatch, *args: Any) -> Any:
+    def noted(self: KnownValues, *args: Any) -> Any:
         found = computed(self, *args)
         sizes.append(found.numel() if isinstance(found, Tensor) else 0)
         return found
@@ -358,7 +358,7 @@ def test_values_of_large_constants_are_not_computed(monkeypatch: pytest.MonkeyPa
         mask = places[:, None] >= places
         return net.layer(x).sum() * mask.sum()
 
-    monkeypatch.setattr(ValueWatch, "computed", noted)
+    monkeypatch.setattr(KnownValues, "computed", noted)
     traced(step)
     assert 4096 in sizes and max(sizes) <= LARGEST
 

@@ -12,7 +12,7 @@ keeps its old value where the branch is not taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, takewhile
 from typing import Any
@@ -102,7 +102,8 @@ def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> J
         merged.compare(
             other, [(each.number in outcomes.below) != (each.number in longer.below) for each in kept.branches]
         )
-    return Joined(graph=merged.graph(), outcomes=longer, choices=frozenset(merged.choices))
+    joined = _JoinedGraph(merged)
+    return Joined(graph=joined.written(), outcomes=longer, choices=frozenset(joined.choices))
 
 
 @dataclass(slots=True)
@@ -119,7 +120,6 @@ class _Join:
     replaced: dict[int, dict[str, str]] = field(default_factory=dict)  # by branch
     places: dict[str, tuple[int, str]] = field(default_factory=dict)  # replaced value -> branch, replacement
     left_out: dict[int, int] = field(default_factory=dict)  # the number of operations behind each branch
-    choices: set[str] = field(default_factory=set)
     makers: Mapping[str, Op] = field(init=False)
     taken: set[str] = field(init=False)
 
@@ -129,7 +129,7 @@ class _Join:
 
     def compare(self, other: Branching, shortened: Sequence[bool]) -> None:
         if len(other.branches) != len(self.kept.branches):
-            raise self._refusal(0, "it decides whether another branch is reached")
+            raise self.refusal(0, "it decides whether another branch is reached")
         constants = _constants(self.kept.graph), _constants(other.graph)
         same: dict[str, str] = {}  # value of the other trace -> value of the kept one
         missing: dict[str, int] = {}
@@ -147,7 +147,7 @@ class _Join:
             for one, two in zip(mine[count:], its[others:], strict=False):
                 self._pair(one, two, branch, same, missing, constants)
             if len(mine) - count != len(its) - others:
-                raise self._refusal(max(branch, 0), "it changes more than one place")
+                raise self.refusal(max(branch, 0), "it changes more than one place")
         for wanted, given in zip(self.kept.graph.outputs, other.graph.outputs, strict=True):
             last = len(self.kept.branches) - 1
             if given in constants[1] and wanted in missing:
@@ -165,13 +165,13 @@ class _Join:
     ) -> None:
         mine, its = list(one.refs()), list(two.refs())
         if form(one) != form(two):
-            raise self._refusal(max(branch, 0), f"it changes {one.name}, which runs in both cases")
+            raise self.refusal(max(branch, 0), f"it changes {one.name}, which runs in both cases")
         for wanted, given in zip(mine, its, strict=True):
             if wanted in constants[0] and given in constants[1]:
                 if (constants[0][wanted].args, constants[0][wanted].attrs) != (
                     constants[1][given].args, constants[1][given].attrs,
                 ):  # fmt: skip
-                    raise self._refusal(max(branch, 0), f"it changes a constant of {one.name}")
+                    raise self.refusal(max(branch, 0), f"it changes a constant of {one.name}")
             else:
                 if given in constants[1] and wanted in missing:
                     self._import(given, same, constants[1])
@@ -201,7 +201,7 @@ class _Join:
         if branch in self.otherwise:
             known = self.otherwise[branch]
             if [*map(form, known)] != [*map(form, ops)]:
-                raise self._refusal(branch, "its operations depend on another branch")
+                raise self.refusal(branch, "its operations depend on another branch")
             for one, two in zip(known, ops, strict=True):
                 for wanted, given in zip(one.refs(), two.refs(), strict=True):
                     if given not in constants:
@@ -209,7 +209,7 @@ class _Join:
                 same.update((b.name, a.name) for a, b in zip(one.results, two.results, strict=True))
             return
         if len(numbers) > 1 or any(map(is_change, ops)):
-            raise self._refusal(branch, "each of its outcomes has operations of its own")
+            raise self.refusal(branch, "each of its outcomes has operations of its own")
         added = []
         for op in ops:
             for name in op.refs():
@@ -229,7 +229,7 @@ class _Join:
         if instead == wanted:
             return
         if wanted not in missing or instead in missing:
-            raise self._refusal(max(branch, 0), otherwise)
+            raise self.refusal(max(branch, 0), otherwise)
         # The last of the values that this trace leaves out, each of which replaces the one before.
         last = wanted
         while last in missing and last in self.replaced[missing[last]]:
@@ -238,68 +238,138 @@ class _Join:
             # Several branches may have one test, and a later one may make the replacement.
             place = max(missing[last], self.made_otherwise.get(instead, 0))
             if self.places.setdefault(last, (place, instead)) != (place, instead):
-                raise self._refusal(missing[wanted], "one value replaces several")
+                raise self.refusal(missing[wanted], "one value replaces several")
             self.replaced[place][last] = instead
         elif last != instead:
-            raise self._refusal(missing[wanted], "one value replaces several")
+            raise self.refusal(missing[wanted], "one value replaces several")
 
-    def graph(self) -> Graph:
-        """The operations of the longer outcome, with a choice behind those of each branch."""
-        added = {value.name: value for part in self.otherwise.values() for op in part for value in op.results}
-        added.update((op.result.name, op.result) for op in self.constants)
-        types = {**self.kept.graph.definitions(), **added}
-        live = reached(self.kept.graph, self.kept.states)
-        current: dict[str, str] = {}
-        ops: list[Op] = [op for op in self.kept.graph.ops if op.name == "constant"] + self.constants
-        parts = [*self.kept.parts()]
-        for place, part in enumerate(parts):
-            branch = place - 1
-            count = self.left_out.get(branch, 0)
-            if place:
-                self._check_memory(branch, [*part[count:], *chain.from_iterable(parts[place + 1 :])])
-            kept: dict[str, Value] = {}
-            changed = dict.fromkeys(changed_outside(part[:count]))
-            gates: dict[str, str] = {}
-            if place and self.kept.branches[branch].of_values:
-                owners = {*map(self._owner, changed)}  # a copy of their memory would keep its old values
-                outside = {name for name in live if self._owner(name) not in owners}
-                ops.extend(self._gates(branch, part[:count], True, outside, gates, current, types))
-            for name in changed:
-                type = types[name].type if name in types else self.kept.states[name]
-                kept[name] = Value(name=unique(f"{name}_before", self.taken), type=type)
-                ops.extend(self._without_gradient(name, branch, type))
-                before = ops[-1].result.name if name in self.kept.states else current.get(name, name)
-                ops.append(self._op("clone", branch, (Ref(before),), kept[name]))
-            for index, op in enumerate((*part, None)):
-                if index == count and place:
-                    for name, value in kept.items():
-                        made = f"{name}_after"
-                        ops.extend(self._without_gradient(name, branch, value.type))
-                        target = Ref(ops[-1].result.name if name in self.kept.states else current.get(name, name))
-                        after = [replace(value, name=unique(stem, self.taken)) for stem in (made, f"{made}_kept")]
-                        ops.append(self._choice(branch, target, Ref(value.name), after[0]))
-                        ops.append(self._op("copy_", branch, (target, Ref(after[0].name)), after[1]))
-                    others, other_gates = self.otherwise.get(branch, ()), dict(current)
-                    if others and self.kept.branches[branch].of_values:
-                        ops.extend(self._gates(branch, others, False, live, other_gates, current, types))
-                    ops.extend(replace(op.renamed(other_gates), results=op.results) for op in others)
-                    ops.extend(self._choices(branch, current, types))
-                if op is not None:
-                    names = {**current, **gates} if index < count else current
-                    ops.append(replace(op.renamed(names), results=op.results))
-        outputs = tuple(current.get(name, name) for name in self.kept.graph.outputs)
-        return replace(self.kept.graph, ops=tuple(ops), outputs=outputs)
+    def refusal(self, branch: int, cause: str) -> PartcError:
+        of_values = self.kept.branches and self.kept.branches[branch].of_values
+        tested = "the values of a tensor" if of_values else "a random number, flag or counter"
+        return PartcError(
+            "P0206",
+            f"the model does not trace: a branch depends on {tested}, and {cause}",
+            help="choose between two results with torch.where, or let the branch leave a part of the model out",
+            source=self.kept.branches[branch].source if self.kept.branches else None,
+        )
+
+
+class _JoinedGraph:
+    """Writes the operations of the longer outcome, with choices behind those of each branch."""
+
+    def __init__(self, join: _Join) -> None:
+        self._join, self._kept = join, join.kept
+        self._types = {name: value.type for name, value in self._kept.graph.definitions().items()}
+        self._types |= {value.name: value.type for ops in join.otherwise.values() for op in ops for value in op.results}
+        self._types |= {op.result.name: op.result.type for op in join.constants}
+        self._live = reached(self._kept.graph, self._kept.states)
+        self._current: dict[str, str] = {}  # value -> the choice that replaces it
+        self._ops = [op for op in self._kept.graph.ops if op.name == "constant"] + join.constants
+        self.choices: set[str] = set()
+
+    def written(self) -> Graph:
+        first, *parts = self._kept.parts()
+        self._write(first, self._current)
+        for branch, part in enumerate(parts):
+            count = self._join.left_out.get(branch, 0)
+            self._check_memory(branch, [*part[count:], *chain.from_iterable(parts[branch + 1 :])])
+            self._write_both(branch, part[:count])
+            self._write(part[count:], self._current)
+        outputs = tuple(self._current.get(name, name) for name in self._kept.graph.outputs)
+        return replace(self._kept.graph, ops=tuple(self._ops), outputs=outputs)
+
+    def _write(self, ops: Iterable[Op], names: Mapping[str, str]) -> None:
+        """Write operations that read values under these names."""
+        self._ops.extend(replace(op.renamed(names), results=op.results) for op in ops)
+
+    def _write_both(self, branch: int, ops: Sequence[Op]) -> None:
+        """Write the operations of both outcomes of a branch (`ops` are those of this trace), then the choices."""
+        others = self._join.otherwise.get(branch, ())
+        changed = tuple(dict.fromkeys(changed_outside(ops)))
+        gates, other_gates = dict[str, str](), dict[str, str]()
+        if self._kept.branches[branch].of_values:
+            owners = {*map(self._owner, changed)}  # a copy of their memory would keep its old values
+            gates = self._gates(branch, ops, {name for name in self._live if self._owner(name) not in owners}, own=True)
+        before = [self._op("clone", branch, (self._memory(name, branch),), f"{name}_before", name) for name in changed]
+        self._write(ops, {**self._current, **gates})
+        for name, kept in zip(changed, before, strict=True):
+            target = self._memory(name, branch)
+            stems = f"{name}_after", f"{name}_after_kept"
+            after, written = (unique(stem, self._join.taken) for stem in stems)
+            self._choose(branch, target, kept, after, self._type(name))
+            self._add("copy_", branch, (target, Ref(after)), written, self._type(name))
+        if others and self._kept.branches[branch].of_values:
+            other_gates = self._gates(branch, others, self._live, own=False)
+        self._write(others, {**self._current, **other_gates})
+        self._write_choices(branch)
+
+    def _gates(self, branch: int, ops: Sequence[Op], outside: Collection[str], *, own: bool) -> dict[str, str]:
+        """Let gradients of a branch's operations pass to values outside only where it is taken: elsewhere they may be
+        infinite. Returns the names of the gated values. `own` is whether these are the operations of the outcome in
+        this trace.
+        """
+        test = self._kept.branches[branch]
+        made = {value.name for op in ops for value in op.results}
+        gates: dict[str, str] = {}
+        for name in dict.fromkeys(name for op in ops for name in op.refs()):
+            if name not in outside or name in made:
+                continue
+            given = Ref(self._current.get(name, name))
+            still = self._op("detach", branch, (given,), f"{name}_still", name)
+            both = (given, still) if test.outcome is own else (still, given)
+            gates[name] = self._op("where", branch, (Ref(test.test), *both), f"{name}_gated", name).name
+        return gates
+
+    def _memory(self, name: str, branch: int) -> Ref:
+        """The value as which a branch changes memory: a parameter or buffer without its gradient."""
+        if name in self._kept.states:
+            return self._op("detach", branch, (Ref(name),), f"{name}_data", name)
+        return Ref(self._current.get(name, name))
+
+    def _write_choices(self, branch: int) -> None:
+        makers = self._join.makers
+        for made, instead in self._join.replaced.get(branch, {}).items():
+            if changed_tensor(made, makers) == changed_tensor(instead, makers):
+                self._current[made] = self._current.get(instead, instead)
+                continue
+            type, other = self._types[made], self._types.get(instead)
+            if other is not None and type != other:
+                raise self._join.refusal(branch, f"its outcomes are {type} and {other}")
+            both = Ref(self._current.get(made, made)), Ref(self._current.get(instead, instead))
+            chosen = unique(f"{made}_chosen", self._join.taken)
+            self._choose(branch, *both, chosen, type)
+            self._current[made] = chosen
+
+    def _choose(self, branch: int, here: Ref, instead: Ref, result: str, type: TensorType) -> None:
+        """Write the choice between the value of this trace's outcome and the value of the other one."""
+        test = self._kept.branches[branch]
+        self.choices.add(result)
+        both = (here, instead) if test.outcome else (instead, here)
+        self._add("where", branch, (Ref(test.test), *both), result, type)
+
+    def _op(self, kind: str, branch: int, args: tuple[Arg, ...], stem: str, like: str) -> Ref:
+        """Write an operation whose result has the type of a value."""
+        made = unique(stem, self._join.taken)
+        self._add(kind, branch, args, made, self._type(like))
+        return Ref(made)
+
+    def _add(self, kind: str, branch: int, args: tuple[Arg, ...], result: str, type: TensorType) -> None:
+        source = self._kept.branches[branch].source
+        self._ops.append(Op(name=kind, args=args, results=(Value(name=result, type=type),), source=source))
+
+    def _type(self, name: str) -> TensorType:
+        return self._types[name] if name in self._types else self._kept.states[name]
 
     def _owner(self, name: str) -> str:
         """The value in whose memory another one may be."""
-        return memory_owner(name, self.makers)
+        return memory_owner(name, self._join.makers)
 
     def _check_memory(self, branch: int, behind: Sequence[Op]) -> None:
         """Refuse changes in place behind a branch that only a choice, or only the chosen values, would see: a choice is
         a copy.
         """
-        for made, instead in self.replaced.get(branch, {}).items():
-            if changed_tensor(made, self.makers) == changed_tensor(instead, self.makers):
+        for made, instead in self._join.replaced.get(branch, {}).items():
+            if changed_tensor(made, self._join.makers) == changed_tensor(instead, self._join.makers):
                 continue
             owners = {self._owner(made), self._owner(instead)}
             shared = {made: True}  # values in the memory of the choice (True) or of a chosen value
@@ -309,73 +379,11 @@ class _Join:
                     if name not in shared and self._owner(name) in owners:
                         shared[name] = False
                 if any(name in shared and (not shared[name]) in changed for name in op.refs()):
-                    raise self._refusal(branch, f"{op.name} reads values that change in place behind it")
+                    raise self._join.refusal(branch, f"{op.name} reads values that change in place behind it")
                 changed.update(shared[name] for name in changed_by(op) if name in shared)
                 first = next(op.refs(), "")
                 if first in shared and (shares_memory(op) or is_change(op)):
                     shared.update((value.name, shared[first]) for value in op.results)
-
-    def _gates(
-        self,
-        branch: int,
-        ops: Sequence[Op],
-        own: bool,
-        outside: Collection[str],
-        gates: dict[str, str],
-        current: Mapping[str, str],
-        types: Mapping[str, Value],
-    ) -> Iterator[Op]:
-        """Let gradients of a branch's operations pass to values outside only where it is taken: elsewhere they may be
-        infinite. `own` is whether these are the operations of the outcome in this trace.
-        """
-        test = self.kept.branches[branch]
-        made = {value.name for op in ops for value in op.results}
-        for name in dict.fromkeys(name for op in ops for name in op.refs()):
-            if name not in outside or name in made:
-                continue
-            type = types[name].type if name in types else self.kept.states[name]
-            given, still = Ref(current.get(name, name)), Value(name=unique(f"{name}_still", self.taken), type=type)
-            yield self._op("detach", branch, (given,), still)
-            both = (given, Ref(still.name)) if test.outcome is own else (Ref(still.name), given)
-            gates[name] = unique(f"{name}_gated", self.taken)
-            yield self._op("where", branch, (Ref(test.test), *both), Value(name=gates[name], type=type))
-
-    def _without_gradient(self, name: str, branch: int, type: TensorType) -> Iterator[Op]:
-        """A parameter or buffer without its gradient, as which a branch changes it; none for other values."""
-        if name in self.kept.states:
-            yield self._op("detach", branch, (Ref(name),), Value(name=unique(f"{name}_data", self.taken), type=type))
-
-    def _choices(self, branch: int, current: dict[str, str], values: dict[str, Value]) -> Iterator[Op]:
-        for made, instead in self.replaced.get(branch, {}).items():
-            if changed_tensor(made, self.makers) == changed_tensor(instead, self.makers):
-                current[made] = current.get(instead, instead)
-                continue
-            if instead in values and values[made].type != values[instead].type:
-                raise self._refusal(branch, f"its outcomes are {values[made].type} and {values[instead].type}")
-            both = Ref(current.get(made, made)), Ref(current.get(instead, instead))
-            result = replace(values[made], name=unique(f"{made}_chosen", self.taken))
-            yield self._choice(branch, *both, result)
-            current[made] = result.name
-
-    def _choice(self, branch: int, here: Ref, instead: Ref, result: Value) -> Op:
-        """The operation that chooses between the value of this branch and the value of the other one."""
-        test = self.kept.branches[branch]
-        chosen = (here, instead) if test.outcome else (instead, here)
-        self.choices.add(result.name)
-        return self._op("where", branch, (Ref(test.test), *chosen), result)
-
-    def _op(self, name: str, branch: int, args: tuple[Arg, ...], result: Value) -> Op:
-        return Op(name=name, args=args, results=(result,), source=self.kept.branches[branch].source)
-
-    def _refusal(self, branch: int, cause: str) -> PartcError:
-        of_values = self.kept.branches and self.kept.branches[branch].of_values
-        tested = "the values of a tensor" if of_values else "a random number, flag or counter"
-        return PartcError(
-            "P0206",
-            f"the model does not trace: a branch depends on {tested}, and {cause}",
-            help="choose between two results with torch.where, or let the branch leave a part of the model out",
-            source=self.kept.branches[branch].source if self.kept.branches else None,
-        )
 
 
 def form(op: Op) -> tuple[Any, ...]:

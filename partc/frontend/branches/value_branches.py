@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source
 from partc.frontend.branches.guards import passing_guard, running_call
+from partc.frontend.branches.known_values import LARGEST, KnownValues, UnknownError, changed_operand
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.outcomes import ABOVE, Outcomes
 from partc.frontend.branches.random_tests import TESTS, RandomTests
@@ -44,33 +45,17 @@ from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.functions import UNCHECKED, for_each, is_for_each, traceable_form
 from partc.frontend.traceable_forms.packed_sequences import PackedSequences
 from partc.installed import line_of, tested_place, user_frame
-from partc.torch_private import GuardOnValues, checks, lists, outside_functorch, without_modes
+from partc.torch_private import GuardOnValues, checks, lists, without_modes
 
-LARGEST = 1 << 16  # the most elements of a constant whose values are computed
 MOST_BRANCHES = 8  # tests of values in one trace
 CALLS = 4  # the most frames between a value and the statement that tests it
 _TESTS = frozenset({*TESTS, "equal", "allclose"})
 _READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__", "__format__"})
-_DRAWS = frozenset({
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson",
-    "multinomial", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d",
-    "dropout3d", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "rrelu", "gumbel_softmax",
-    "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_",
-})  # fmt: skip
-# Factories that only read the shape and dtype of their operand.
-_SHAPED = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"})
 # Operations whose result has a data-dependent shape.
 _SIZED_BY_VALUES = frozenset({
     "repeat_interleave", "nonzero", "argwhere", "where", "unique", "unique_consecutive", "masked_select", "bincount",
     "combinations",
 })  # fmt: skip
-# Operations that use integer tensors as sizes or indices: in all arguments (factories), or in all but the first.
-_FACTORIES = frozenset({"arange", "linspace", "zeros", "ones", "full", "empty", "eye"})
-_PLACED = frozenset({
-    "new_zeros", "new_ones", "new_full", "narrow", "select", "split", "split_with_sizes", "chunk",
-    "view", "reshape", "unflatten", "expand", "repeat", "tile", "unfold", "pad", "roll", "interpolate",
-})  # fmt: skip
-_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 # The second operand's numbers determine the sizes of results.
 _COUNTED = frozenset({"repeat_interleave", "tensor_split"})
 # The result for a counter or a flag and plain numbers is one as well.
@@ -123,16 +108,16 @@ class ValueWatch(TorchFunctionMode):
         self.branches: dict[tuple[str, int], None] = {}  # the function and the line of each branch on values
         self._flags: ByTensor[bool] = ByTensor()  # booleans that forward changes in some steps, and counters
         self.assumed: dict[tuple[Source, str], None] = {}  # the line and text of each guard
-        self._known: ByTensor[Tensor] = ByTensor()
+        self.known = KnownValues(largest)
         self._largest = largest
-        self._packed = PackedSequences(self.knows, self.know, largest.longest)
+        self._packed = PackedSequences(self.known.knows, self.known.know, largest.longest)
         self._finite: ByTensor[bool] = ByTensor()  # tests for finite numbers -> their outcome if all are finite
         self.selections = Selections(
             selects=outcomes.selecting.__contains__,
             call=call,
             shown=_SHOWN[outcomes.rows],
-            value=self._known.get,
-            know=self.know,
+            value=self.known.get,
+            know=self.known.know,
             guard=self._passed,
             branch=self._branch_on_values,
             joined=joined,
@@ -160,7 +145,7 @@ class ValueWatch(TorchFunctionMode):
         def checked(check: Callable[..., None]) -> Callable[..., None]:
             def run(error: Any, condition: Any, message: Any = None) -> None:
                 if isinstance(condition, Tensor):
-                    condition = self._known.get(condition)
+                    condition = self.known.get(condition)
                     if condition is None:
                         self._assume(sys._getframe(1))
                         return
@@ -196,7 +181,7 @@ class ValueWatch(TorchFunctionMode):
         if tools is None or fake is None:
             yield
             return
-        tools.is_fake_tensor = lambda x: fake(x) and self._known.get(x) is None  # type: ignore[attr-defined]
+        tools.is_fake_tensor = lambda x: fake(x) and self.known.get(x) is None  # type: ignore[attr-defined]
         try:
             yield
         finally:
@@ -225,7 +210,7 @@ class ValueWatch(TorchFunctionMode):
         self._frozen.follow(func, name, args, kwargs)
         args, kwargs = self._frozen.detached(name, (args, kwargs))
         args, kwargs = self.selections.sized(name, args, kwargs)
-        args, kwargs = self._with_known_sizes(name, args, kwargs)
+        args, kwargs = self.known.with_sizes(name, args, kwargs)
         if (generator := kwargs.get("generator")) is not None:
             if generator is not torch.default_generator:
                 return self._drawn_by_own(func, name, args, kwargs)
@@ -241,69 +226,51 @@ class ValueWatch(TorchFunctionMode):
         ):
             made = replacement(func, name, args, kwargs, frame)
             if made is not NotImplemented:
-                if _changed(name, args, kwargs) is not None:
-                    self._follow_values(func, name, args, kwargs, made, known=not self.selections.hold(args))
+                if changed_operand(name, args, kwargs) is not None:
+                    self.known.follow(func, name, args, kwargs, made, known=not self.selections.hold(args))
                 return made
-        self._check_places(name, args, kwargs)
+        self.known.check_places(name, args, kwargs)
         with self._suspended() if isinstance(func, FunctionType) else nullcontext():
             made = func(*args, **kwargs)
         self._follow(func, name, args, kwargs, made, known=self.selections.follow(name, args, kwargs, made))
         return made
 
-    def _with_known_sizes(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments of a call, in which known integer tensors that are sizes or bounds are numbers."""
-        if name in _FACTORIES:
-            return self._numbers(args), self._numbers(kwargs)
-        if name in _PLACED:
-            return (*args[:1], *self._numbers(args[1:])), self._numbers(kwargs)
-        if name == "one_hot" and (classes := self._classes(*args, **kwargs)) is not None:
-            return args[:1], {**kwargs, "num_classes": classes}
-        if name in ("__getitem__", "__setitem__"):
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            bounded = tuple(self._numbers(item) if isinstance(item, slice) else item for item in index)
-            return (args[0], bounded if isinstance(args[1], tuple) else bounded[0], *args[2:]), kwargs
-        return args, kwargs
-
-    def _classes(self, input: Tensor, num_classes: int = -1) -> int | None:
-        """The number of classes that one_hot finds in known labels; None if it is given, or the labels are unknown."""
-        known = self._known.get(input)
-        if num_classes != -1 or known is None or not known.numel():
-            return None
-        with without_modes():
-            return int(known.max()) + 1
-
     def _sized_by_constants(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, _: FrameType) -> Any:
         """The result of a call whose size depends on known values; NotImplemented of other calls."""
         if name in _COUNTED and len(args) > 1 and isinstance(args[1], Tensor):
-            numbers = self._known.get(args[1])
+            numbers = self.known.get(args[1])
             if numbers is not None and numbers.dim():
                 with self:
-                    return self._counted(name, args[0], numbers, *args[2:], **kwargs)
+                    return _counted(name, args[0], numbers, *args[2:], **kwargs)
         listed = name == "tensor" and isinstance(args[0], list) and any(isinstance(x, Tensor) for x in args[0])
         if listed or (name in _SIZED_BY_VALUES and (name != "where" or len(args) == 1)):
-            return self._constant(self.computed(func, name, args, kwargs))
+            return self.known.constant(self.known.computed(func, name, args, kwargs))
         return NotImplemented
 
     def _in_traceable_form(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, frame: FrameType) -> Any:
         """The result of a function that has a form which traces can follow; NotImplemented of others."""
-        unchecked = UNCHECKED.get(name)
         if name == "ctc_loss":
-            words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
-            named = {**dict(zip(words, args, strict=False)), **kwargs}
-            scores, targets, *lengths = (named[word] for word in words[:4])
-            if all(map(self._fits, lengths, (scores.shape[0], targets.shape[-1]))):
-                unchecked = None
+            return self._ctc_loss(args, kwargs, frame)
+        self._assume_checks(name, frame)
+        return traceable_form(name, args, kwargs)
+
+    def _ctc_loss(self, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        words = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+        named = {**dict(zip(words, args, strict=False)), **kwargs}
+        scores, targets, *lengths = (named[word] for word in words[:4])
+        if not all(map(self._fits, lengths, (scores.shape[0], targets.shape[-1]))):
+            self._assume_checks("ctc_loss", frame)
+        return ctc_loss(**{**named, "targets": self.selections.labels(targets, named["target_lengths"])})
+
+    def _assume_checks(self, name: str, frame: FrameType) -> None:
+        """List the checks that a function makes in eager code, and its form in packages does not."""
+        unchecked = UNCHECKED.get(name)
         if unchecked is not None and (caller := user_frame(frame)) is not None:
             self.assumed[line_of(caller), unchecked] = None
-        if name == "ctc_loss":
-            return ctc_loss(**{**named, "targets": self.selections.labels(targets, named["target_lengths"])})
-        return traceable_form(name, args, kwargs)
 
     def _fits(self, lengths: Tensor | Sequence[int], most: int) -> bool:
         """Whether lengths are constants up to `most`."""
-        known = self._known.get(lengths) if isinstance(lengths, Tensor) else lengths
+        known = self.known.get(lengths) if isinstance(lengths, Tensor) else lengths
         with without_modes():
             return known is not None and bool((torch.as_tensor(known) <= most).all())
 
@@ -346,7 +313,7 @@ class ValueWatch(TorchFunctionMode):
         """
         if name not in _READS:
             return NotImplemented
-        real = self.computed(func, name, args, kwargs)
+        real = self.known.computed(func, name, args, kwargs)
         if real is not NotImplemented:
             return real
         passed = self._passed(_calling_frame()) if name in _TESTS else None
@@ -373,7 +340,7 @@ class ValueWatch(TorchFunctionMode):
 
         @functools.wraps(truth)
         def true(x: Tensor) -> bool:
-            passed = self._passed(_calling_frame()) if self._known.get(x) is None else None
+            passed = self._passed(_calling_frame()) if self.known.get(x) is None else None
             return truth(x) if passed is None else passed
 
         Tensor.__bool__ = true  # type: ignore[method-assign, assignment]
@@ -381,72 +348,6 @@ class ValueWatch(TorchFunctionMode):
             yield
         finally:
             Tensor.__bool__ = truth  # type: ignore[method-assign]
-
-    # -- known values --------------------------------------------------------------------------
-
-    def _numbers(self, item: Any) -> Any:
-        """The arguments of a call, with known integer tensors of one element replaced by numbers."""
-        if isinstance(item, Tensor):
-            if item.dim() or item.dtype not in _INTEGERS:
-                return item
-            known = self._known.get(item)
-            if known is None:
-                number = self._largest.number(item)
-                return item if number is None else number
-            with without_modes():
-                return known.item()
-        if isinstance(item, slice):
-            return slice(*map(self._numbers, (item.start, item.stop, item.step)))
-        if isinstance(item, dict):
-            return {key: self._numbers(one) for key, one in item.items()}
-        return type(item)(map(self._numbers, item)) if type(item) in (tuple, list) else item
-
-    def knows(self, x: Tensor) -> bool:
-        """Whether a tensor is a constant whose values are known."""
-        return x in self._known
-
-    def know(self, x: Any, real: Any) -> None:
-        """Note that a tensor is a constant with these values."""
-        if isinstance(x, Tensor) and isinstance(real, Tensor):
-            if x.shape == real.shape and x.dtype == real.dtype and real.device.type == "cpu":
-                self._known[x] = real
-        elif isinstance(x, tuple | list) and isinstance(real, tuple | list):
-            for one, other in zip(x, real, strict=False):
-                self.know(one, other)
-
-    def _constant(self, real: Any) -> Any:
-        """Known integer values as a constant of the trace; NotImplemented for others."""
-        if isinstance(real, tuple | list):
-            found = [self._constant(each) for each in real]
-            return NotImplemented if any(each is NotImplemented for each in found) else tuple(found)
-        if not isinstance(real, Tensor) or real.is_floating_point() or real.is_complex() or real.numel() > LARGEST:
-            return NotImplemented
-        with without_modes():
-            values = real.tolist()
-        made = torch.tensor(values, dtype=real.dtype).reshape(real.shape)
-        self.know(made, real)
-        return made
-
-    def _counted(self, name: str, x: Tensor, numbers: Tensor, dim: int | None = None, **_: Any) -> Any:
-        """tensor_split at known indices, or repeat_interleave by known numbers."""
-        with without_modes():
-            places = numbers.tolist()
-        if name == "tensor_split":
-            return x.tensor_split(places, dim or 0)
-        x, dim = (x.flatten(), 0) if dim is None else (x, dim)
-        rows = places if len(places) > 1 else places * x.shape[dim]
-        return x.index_select(dim, torch.tensor([row for row, count in enumerate(rows) for _ in range(count)]))
-
-    def _check_places(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise IndexError for a lookup at known places outside of a tensor; fake tensors are not checked."""
-        for size, places in _lookups(name, args, kwargs):
-            known = self._known.get(places)
-            if known is None or not known.numel():
-                continue
-            with without_modes():
-                least, most = int(known.min()), int(known.max())
-            if most >= size or least < (0 if name in ("index_select", "gather") else -size):
-                raise IndexError(f"index {most if most >= size else least} is out of bounds for size {size}")
 
     def _drawn_by_own(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -458,9 +359,9 @@ class ValueWatch(TorchFunctionMode):
         """
         filled = name.endswith(("_", "_like"))
         try:
-            given = self._real((args[filled:], dict(kwargs)), shaped=False)
+            given = self.known.operands((args[filled:], dict(kwargs)), shaped=False)
             large = filled and args[0].numel() > LARGEST
-        except _UnknownError:
+        except UnknownError:
             large = True
         real: Tensor | None = None
         with without_modes():
@@ -475,7 +376,7 @@ class ValueWatch(TorchFunctionMode):
         with without_modes():
             values = real.flatten().tolist()
         made = torch.tensor(values, dtype=real.dtype).reshape(real.shape)
-        self.know(made, real)
+        self.known.know(made, real)
         if not name.endswith("_"):
             return made
         with self:
@@ -496,7 +397,7 @@ class ValueWatch(TorchFunctionMode):
         constants.
         """
         if not known:
-            self._follow_values(func, name, args, kwargs, made, known=False)
+            self.known.follow(func, name, args, kwargs, made, known=False)
             return
         self._drawn.follow(name, args, kwargs, made)
         self._largest.follow(func, name, args, kwargs, made)
@@ -504,29 +405,9 @@ class ValueWatch(TorchFunctionMode):
         test = self._drawn.of(made)
         if test is not None and test.is_certain:
             with without_modes():
-                self.know(made, torch.full(made.shape, test.certain_outcome, dtype=torch.bool))
+                self.known.know(made, torch.full(made.shape, test.certain_outcome, dtype=torch.bool))
             return
-        self._follow_values(func, name, args, kwargs, made, known=True)
-
-    def _follow_values(
-        self,
-        func: Callable[..., Any],
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        made: Any,
-        *,
-        known: bool,
-    ) -> None:
-        """Compute the values of a result, also of a change in place; forget them if they are unknown."""
-        changed = _changed(name, args, kwargs)
-        if changed is None and not isinstance(made, Tensor | tuple | list):
-            return
-        real = self.computed(func, name, args, kwargs) if known and _elements(made) <= LARGEST else NotImplemented
-        if real is not NotImplemented:
-            self.know(made, real)
-        elif changed is not None:
-            self._forget(changed)
+        self.known.follow(func, name, args, kwargs, made, known=True)
 
     def _branch(self, test: Tensor, below: bool, key: object, *, of_values: bool = False) -> bool:
         """Choose the outcome of a branch on a random number, flag, counter or other values, and record the branch in
@@ -553,46 +434,6 @@ class ValueWatch(TorchFunctionMode):
     def flag(self, buffer: Tensor) -> None:
         """Note a buffer whose tests are branches."""
         self._flags[buffer] = True
-
-    def _forget(self, written: Tensor) -> None:
-        """Forget the values of a tensor that is changed to unknown values, and of all views of its memory."""
-        held = self._known.get(written)
-        if held is None:
-            return
-        memory = held.untyped_storage().data_ptr()
-        self._known.drop(lambda own: own.untyped_storage().data_ptr() == memory)
-
-    def computed(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result on known values; NotImplemented if an operand is unknown or the result is random."""
-        if name in _DRAWS or kwargs.get("training"):
-            return NotImplemented
-        try:
-            given = self._real((args, dict(kwargs)), shaped=name in _SHAPED)
-        except _UnknownError:
-            return NotImplemented
-        with without_modes(), outside_functorch():  # no_grad would be recorded by the tracer
-            try:
-                return func(*given[0], **given[1])
-            except Exception:  # the traced call has succeeded, or will raise the same
-                return NotImplemented
-
-    def _real(self, item: Any, *, shaped: bool) -> Any:
-        if isinstance(item, Tensor):
-            found = self._known.get(item)
-            if found is None and shaped and not isinstance(item, torch.nn.Parameter):
-                with without_modes():
-                    found = torch.empty((), dtype=item.dtype).expand(tuple(map(int, item.shape)))
-            if found is None or found.numel() > LARGEST:
-                raise _UnknownError
-            return found
-        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise _UnknownError
-        if isinstance(item, dict):
-            return {key: self._real(one, shaped=shaped) for key, one in item.items()}
-        if isinstance(item, tuple | list):
-            made = [self._real(one, shaped=shaped) for one in item]
-            return made if isinstance(item, list) else tuple(made)
-        return item
 
     # -- guards --------------------------------------------------------------------------------
 
@@ -653,14 +494,6 @@ def _without_data(func: Callable[..., Any], x: Tensor, *value: Tensor) -> tuple[
     return Tensor.copy_, (x.detach(), value[0].detach())
 
 
-def _changed(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tensor that a call changes in place."""
-    changed = kwargs.get("out")
-    if changed is None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-        changed = args[0] if args else None
-    return changed if isinstance(changed, Tensor) else None
-
-
 def _calling_frame() -> FrameType | None:
     """The frame that called into this file."""
     frame: FrameType | None = sys._getframe(1)
@@ -669,39 +502,12 @@ def _calling_frame() -> FrameType | None:
     return frame
 
 
-class _UnknownError(Exception):
-    pass
-
-
-def _lookups(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[int, Tensor]]:
-    """The sizes of the dimensions that a call indexes by tensors, with these tensors."""
-    if name == "take":
-        yield args[0].numel(), kwargs.get("index", args[-1])
-    elif name in ("index_select", "gather"):
-        dim, index = (*args[1:3], *(kwargs[word] for word in ("dim", "index") if word in kwargs))
-        yield args[0].shape[dim], index
-    elif name == "__getitem__" and isinstance(args[0], Tensor):
-        items = args[1] if isinstance(args[1], tuple) else (args[1],)
-        dim = 0
-        for place, item in enumerate(items):
-            if item is Ellipsis:
-                dim = args[0].dim() - sum(map(_indexed_dims, items[place + 1 :]))
-                continue
-            if isinstance(item, Tensor) and item.dtype in _INTEGERS and dim < args[0].dim():
-                yield args[0].shape[dim], item
-            dim += _indexed_dims(item)
-
-
-def _indexed_dims(item: Any) -> int:
-    """The number of dimensions that an item of an index takes."""
-    if item is None or isinstance(item, bool):
-        return 0
-    return item.dim() if isinstance(item, Tensor) and item.dtype is torch.bool else 1
-
-
-def _elements(made: Any) -> int:
-    """The number of elements of a result's largest tensor; data-dependent sizes count as large."""
-    if isinstance(made, Tensor):
-        count = made.numel()
-        return count if isinstance(count, int) else LARGEST + 1
-    return max(map(_elements, made), default=0) if isinstance(made, tuple | list) else 0
+def _counted(name: str, x: Tensor, numbers: Tensor, dim: int | None = None, **_: Any) -> Any:
+    """tensor_split at known indices, or repeat_interleave by known numbers."""
+    with without_modes():
+        places = numbers.tolist()
+    if name == "tensor_split":
+        return x.tensor_split(places, dim or 0)
+    x, dim = (x.flatten(), 0) if dim is None else (x, dim)
+    rows = places if len(places) > 1 else places * x.shape[dim]
+    return x.index_select(dim, torch.tensor([row for row, count in enumerate(rows) for _ in range(count)]))

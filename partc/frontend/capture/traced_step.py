@@ -147,7 +147,7 @@ class TracedStep(nn.Module):
                 branches=tuple(values.branches),
             )
         )
-        buffers.keep(self._watch.line_of, values.knows)
+        buffers.keep(self._watch.line_of, values.known.knows)
         return first if traced.read is None else tuple(found.values())
 
     def _watched_forward(self, tensors: Sequence[Tensor], repeats: Repeats, values: ValueWatch) -> Mapping[str, Tensor]:
@@ -186,7 +186,7 @@ class TracedStep(nn.Module):
         for name, constant in constants.items():
             with without_modes():
                 own = self._numbers[name].clone()  # changes in place compute with the values
-            values.know(constant, own)
+            values.known.know(constant, own)
         for name in self._flags:
             values.flag(self.model.get_buffer(name))
         for name, buffer in self.model.named_buffers():

@@ -22,7 +22,7 @@ class Permission:
 
 LARGEST_NUMBERS: ContextVar[Permission] = ContextVar("largest numbers")  # to read them as constants of the trace
 BOTH_OUTCOMES: ContextVar[Permission] = ContextVar("both outcomes")  # to follow branches on values both ways
-UNKNOWN_NUMBERS: ContextVar[Permission] = ContextVar("unknown numbers")  # to use integers of tensors as places
+UNKNOWN_NUMBERS: ContextVar[Permission] = ContextVar("unknown numbers")  # to compute with numbers of tensors
 
 
 @contextmanager

@@ -210,7 +210,7 @@ Capture = Callable[[Excluded | None, Outcomes, Collection[str]], Captured]  # jo
 
 def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tuple[Captured, Program]:
     """Trace a model. If it does not trace otherwise, the largest numbers of entries are constants of the trace,
-    branches on values of tensors are followed both ways, and integers of tensors are places.
+    branches on values of tensors are followed both ways, and numbers of tensors are places and factors.
     """
     with (
         permission(LARGEST_NUMBERS) as reading,
@@ -232,7 +232,7 @@ def _traced(captured: Capture, *, name: str, mesh: Mesh, batches: Batches) -> tu
                 refusal = error
         further = {
             "the model is traced with both outcomes of its branches on values": joining,
-            "the model is traced with integers of tensors as places": placing,
+            "the model is traced with numbers of tensors as places and factors": placing,
         }
         while refusal.code == "P0206":
             sentence = next((text for text, step in further.items() if step.asked), None)

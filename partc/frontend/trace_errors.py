@@ -62,6 +62,11 @@ KNOWN: tuple[Known, ...] = (
         help="keep padded rows and mask them",
     ),
     Known(
+        pattern=r"TypeError: .*Sym(?:Int|Float|Bool)",
+        cause="forward passes a number that a tensor holds to a function outside torch",
+        help="compute with torch's operations on the tensor itself: x.exp() in place of numpy.exp(x.item())",
+    ),
+    Known(
         pattern=r"\.(?:numpy|tolist)\(\) is not supported",
         cause="forward reads the values of a tensor, which has none while it is traced",
         help="compute with torch's operations in place of NumPy's or Python's",

@@ -148,7 +148,7 @@ COUNTED = Path(counted_rows.__file__)
     "style",
     [
         "length", "at least one", "item", "tensor and number", "elements", "unpacked", "bytes", "others", "root",
-        "as a tensor", "ones", "zeros", "expanded", "expanded as", "repeated rows", "viewed", "kind", "integer",
+        "as a tensor", "ones", "zeros", "expanded", "expanded as", "repeated rows", "viewed", "kind", "integer", "floating",
     ],
 )  # fmt: skip
 def test_losses_compute_with_the_number_of_selected_rows(style: str) -> None:
@@ -168,7 +168,7 @@ def test_losses_compute_with_the_number_of_selected_rows(style: str) -> None:
 @pytest.mark.parametrize(
     "style",
     [
-        "shape's elements", "floating", "range", "list", "text", "product", "slice", "half", "filled", "full", "clamped",
+        "shape's elements", "range", "list", "text", "product", "slice", "half", "filled", "full", "clamped",
         "identity", "repeated", "more than three", "as many", "as many as others",
         "threshold", "band", "bits", "a step of many", "key",
     ],

@@ -110,8 +110,8 @@ CASES: dict[str, tuple[Changes, str, int | None]] = {
     "forward exits": (((OUT, "exit()"),), "P0206", 12),
     "forward calls itself": ((("h = ", "h = self.forward(x); h = "),), "P0206", 11),
     "a loop over values": (((OUT, "h.sum() * len([1 for v in h.flatten() if v > 0])"),), "P0206", 12),
-    "item()": (((OUT, "h.sum() * h.max().item()"),), "P0206", 12),
-    "tolist()": (((OUT, "h.sum() * h.sum(0).tolist()[0]"),), "P0206", 12),
+    "item()": (((OUT, "h.sum() * round(h.max().item())"),), "P0206", 12),
+    "tolist()": (((OUT, "h.sum() * round(h.sum(0).tolist()[0])"),), "P0206", 12),
     "numpy()": (((OUT, "h.sum() * float(h.detach().numpy().sum())"),), "P0206", 12),
     "a mask for an index": (((OUT, "h[h > 0].diff().sum()"),), "P0206", 12),
     "unique()": (((OUT, "h.sum() + x.unique().sum()"),), "P0206", 12),
@@ -168,7 +168,7 @@ LINEAR = "self.up = nn.Linear(8, 12)"
 # What stops a trace -> the change, and what the cause and the help say about it.
 CAUSES: dict[str, tuple[Changes, str, str]] = {
     "a branch": (((OUT, "sum(v for v in h.flatten() if v > 0)"),), f"{NO_VALUES}: `return sum(v for v in h.flatten() if v > 0)`", "torch.where"),
-    "item()": (((OUT, "h.sum() * h.max().item()"),), NO_VALUES, "torch.where"),
+    "item()": (((OUT, "h.sum() * round(h.max().item())"),), NO_VALUES, "torch.where"),
     "a selection": (((OUT, "h[h > 0].diff().sum()"),), NO_VALUES, "mask"),
     "numpy()": (((OUT, "h.sum() * float(h.detach().numpy().sum())"),), "reads the values of a tensor", "NumPy"),
     "a plain attribute": (((LINEAR, f"{LINEAR}; self.t = torch.ones(12).requires_grad_()"), (OUT, "(h * self.t).sum()")), "attributes of the model: t", "nn.Parameter"),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.frontend.selections.row_counts import PartSize, RowCount
+from partc.frontend.selections.value_floats import ValueFloat, extreme, with_functions
 from partc.torch_private import FakeTensor, said_class
 
 
@@ -46,6 +47,9 @@ def _extreme(plain: Callable[..., Any], limit: str, both: Callable[[Tensor, Tens
             counts = _listed(args[0]) if isinstance(args[0], list | tuple) else args[0]
             if isinstance(counts, Tensor) and counts.dim() == 1:
                 return getattr(counts, plain.__name__)()
+        listed = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
+        if not kwargs and (found := extreme(listed, both)) is not None:
+            return found
         if len(args) < 2 or kwargs or not any(map(_unknown, args)) or not all(map(_scalar, args)):
             return plain(*args, **kwargs)
         numbers = [x for x in args if not isinstance(x, Tensor | RowCount)]
@@ -66,7 +70,8 @@ class _Kinds(type):
         if issubclass(found, FakeTensor):
             return said_class(args[0])
         found = args[0].__class__ if found.__module__.startswith("partc.") else found  # what a stand-in says it is
-        return _Integer if found is int and permitted(UNKNOWN_NUMBERS).allowed else found
+        known = {int: _Integer, float: _Float} if permitted(UNKNOWN_NUMBERS).allowed else {}
+        return known.get(found, found)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, builtins.type)
@@ -82,8 +87,26 @@ class _Type(type, metaclass=_Kinds):
     """Python's `type`, except that stand-ins, such as a number of rows, have the type that they stand for."""
 
 
-class _Integers(type):
-    """The metaclass of `_Integer`: instance checks, comparisons and calls behave like those of Python's `int`."""
+class _Number(type):
+    """The metaclass of `_Integer` and `_Float`: instance checks and comparisons behave like those of Python's type."""
+
+    plain: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.plain)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.plain)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls.plain or other is cls
+
+    def __hash__(cls) -> int:
+        return hash(cls.plain)
+
+
+class _Integers(_Number):
+    plain = int
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
@@ -94,21 +117,28 @@ class _Integers(type):
                 return x
         return builtins.int(*args, **kwargs)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, builtins.int)
 
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, builtins.int)
+class _Floats(_Number):
+    plain = float
 
-    def __eq__(cls, other: object) -> bool:
-        return other is builtins.int or other is cls
-
-    def __hash__(cls) -> int:
-        return hash(builtins.int)
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            [x] = args
+            if isinstance(x, Tensor) and not x.is_complex():
+                x = x.item()
+            if isinstance(x, RowCount):
+                return ValueFloat(x.tensor().double(), builtins.int(x))
+            if isinstance(x, ValueFloat):
+                return x
+        return builtins.float(*args, **kwargs)
 
 
 class _Integer(int, metaclass=_Integers):
     """Python's `int`, except that a number of a tensor stays a stand-in."""
+
+
+class _Float(float, metaclass=_Floats):
+    """The same for Python's `float`."""
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -127,9 +157,10 @@ def using_traceable_builtins(modules: Iterable[ModuleType], **further: Callable[
 
 
 @contextmanager
-def keeping_unknown_integers(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """A context in which `int` of a tensor is a number of the trace in these modules, if it may be one."""
-    with _replacing(modules, {"int": _Integer, "type": _Type} if permitted(UNKNOWN_NUMBERS).allowed else {}):
+def keeping_unknown_numbers(modules: Iterable[ModuleType]) -> Iterator[None]:
+    """A context in which `int` and `float` of a tensor are numbers of the trace in these modules, if they may be."""
+    kept = {"int": _Integer, "float": _Float, "type": _Type} if permitted(UNKNOWN_NUMBERS).allowed else {}
+    with _replacing(modules, kept), with_functions():
         yield
 
 

@@ -37,7 +37,8 @@ from partc.frontend.branches.outcomes import ABOVE, Outcomes
 from partc.frontend.branches.random_tests import TESTS, RandomTests
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
-from partc.frontend.permissions import BOTH_OUTCOMES, permitted
+from partc.frontend.permissions import BOTH_OUTCOMES, UNKNOWN_NUMBERS, permitted
+from partc.frontend.selections import value_floats
 from partc.frontend.selections.row_counts import Unsettled
 from partc.frontend.selections.selections import Selections
 from partc.frontend.statements import enclosing_nodes, path_to, span_of, tree_of
@@ -207,6 +208,10 @@ class ValueWatch(TorchFunctionMode):
         if is_for_each(name):
             with self:
                 return for_each(name, *args, **kwargs)
+        if permitted(UNKNOWN_NUMBERS).allowed:
+            if (found := value_floats.made(name, args, kwargs)) is not NotImplemented:
+                return found
+            args, kwargs = value_floats.as_tensors(name, args, kwargs)
         self._frozen.follow(func, name, args, kwargs)
         args, kwargs = self._frozen.detached(name, (args, kwargs))
         args, kwargs = self.selections.sized(name, args, kwargs)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from partc.errors import PartcError
-from partc.frontend.branches.builtin_numbers import keeping_unknown_integers, using_traceable_builtins
+from partc.frontend.branches.builtin_numbers import keeping_unknown_numbers, using_traceable_builtins
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.outcomes import Outcomes
 from partc.frontend.branches.value_branches import ValueWatch
@@ -159,7 +159,7 @@ class TracedStep(nn.Module):
                 computing_in(traced.dtype), repeats.rows.with_parts(),
                 traced.weights.known(repeats.rows.left_out, tensors, repeats.identity, self._watch.line_of) as identity,
                 self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
-                keeping_unknown_integers(self._homes()),
+                keeping_unknown_numbers(self._homes()),
                 repeats.marking(), registering({id(vars(x)) for x in self._watch.named.values()}), _conversions(),
                 _inference(), untraceable_modules(),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from partc.errors import PartcError, Source
+from partc.frontend.permissions import UNKNOWN_NUMBERS, permitted
 from partc.installed import line_of, user_frame
 from partc.ir.program import Graph
 
@@ -143,6 +144,8 @@ class RowCount(int):
             made: Tensor = run(self.tensor(), other.tensor() if isinstance(other, RowCount) else other)
             return made
 
+        if isinstance(other, float) and type(other) is not float:
+            return NotImplemented  # a number that a tensor holds
         if isinstance(other, int) and operate not in (operator.truediv, operator.pow):
             whole = run(self.whole, other.whole if isinstance(other, RowCount) else other)
             return RowCount(whole, run(int(self), int(other)), self._selections, tensor)
@@ -152,6 +155,7 @@ class RowCount(int):
         return RowCount(-self.whole, -int(self), self._selections, lambda: -self.tensor())
 
     def __float__(self) -> float:
+        permitted(UNKNOWN_NUMBERS).may()  # asks for a trace with another `float`
         raise unknown_number()
 
 
@@ -210,10 +214,12 @@ class PartSize(RowCount):
         made.counts, made.first, made.last = counts, first, last
         return made
 
-    def _compared(self, name: str, other: Any) -> bool:
+    def _compared(self, name: str, other: Any) -> Any:
         if isinstance(other, int) and not isinstance(other, RowCount) and (name, int(other)) in TESTS_OF_ZERO:
             return TESTS_OF_ZERO[name, int(other)] is bool(self)
-        raise unknown_number()
+        if not permitted(UNKNOWN_NUMBERS).may():
+            raise unknown_number()
+        return getattr(operator, name)(self.tensor(), other.tensor() if isinstance(other, RowCount) else other)
 
     def __bool__(self) -> bool:
         return self._selections.nonempty(self.counts, self.first, self.last)

@@ -28,10 +28,11 @@ _library.define(f"{TESTED}(Tensor[] tested, int first, int last, int loop, str l
 _library.impl(TESTED, lambda tested, first, last, loop, line, outcome: None, "CompositeExplicitAutograd")
 torch.fx.node.has_side_effect(torch.ops.partc.selection_tested.default)
 # Files whose frames lie between a model's code and a test.
-_OWN = tuple(
-    str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("selections", "selected_rows", "selected_parts", "equal_groups", "selection_tests", "row_counts")
+_OWN_NAMES = (
+    "selections selected_rows selected_parts equal_groups selection_tests row_counts row_reductions rows_in_order "
+    "value_floats"
 )
+_OWN = tuple(str(Path(__file__).with_name(f"{name}.py")) for name in _OWN_NAMES.split())
 _Elements = tuple[int, int, int]  # (version of a mask, first element, last element)
 
 

@@ -50,6 +50,7 @@ from partc.frontend.selections.row_reductions import CONTRACTIONS, REDUCTIONS, c
 from partc.frontend.selections.selected_parts import SelectedParts
 from partc.frontend.selections.selected_rows import INTEGERS, MaskedRows, SelectedRows, leaves
 from partc.frontend.selections.selection_tests import Iterations, SelectionTests, caller_frame
+from partc.frontend.selections.value_floats import ValueFloat
 from partc.frontend.statements import enclosing_nodes
 from partc.torch_private import without_modes
 
@@ -78,6 +79,9 @@ _METHODS = (
 )  # fmt: skip
 # Keep the elements of one dimension in order.
 _RESHAPED = frozenset({*SHAPES, "unsqueeze", "to", "long", "contiguous", "clone"})
+
+
+MOST_LISTED = 64  # elements of a tensor whose floats are listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,15 +430,26 @@ class Selections:
         return RowCount(whole, shown, self.tests, counted, mask if times == 1 else None, mask)
 
     def _number_in(self, name: str, x: Tensor) -> Any:
-        """An unknown integer as a place; NotImplemented if the model traces without it, and for other tensors."""
-        if name != "item" or x.dtype not in INTEGERS or x.numel() != 1 or not permitted(UNKNOWN_NUMBERS).may():
+        """An unknown number as a place or factor; NotImplemented if the model traces without it, and for other
+        tensors.
+        """
+        single = name == "item" and x.numel() == 1 and (x.is_floating_point() or x.dtype in INTEGERS)
+        listed = name == "tolist" and x.is_floating_point() and x.numel() <= MOST_LISTED
+        if not (single or listed) or not permitted(UNKNOWN_NUMBERS).may():
             return NotImplemented
         self.numbers.extend(self.tests.source())
+        if listed:
+            return self._listed(x)
+        if x.is_floating_point():
+            return ValueFloat.of(x, self._shown(4))
         return ValueNumber.of(x.reshape(()), 0, self._shown(4), self.tests)
+
+    def _listed(self, x: Tensor) -> Any:
+        return [*map(self._listed, x.unbind(0))] if x.dim() else ValueFloat.of(x, self._shown(4))
 
     def _at_numbers(self, x: Tensor, index: Any) -> tuple[Tensor, Any]:
         """A tensor with the rows at unknown places looked up, and the index that remains."""
-        items = list(index) if isinstance(index, tuple) else [index]
+        items = [self._place(item) for item in (index if isinstance(index, tuple) else (index,))]
         parts = [part for item in items for part in (_bounds(item) if isinstance(item, slice) else (item,))]
         if not any(isinstance(part, ValueNumber) for part in parts) or self._rows.of(x) is not None:
             return x, index
@@ -453,6 +468,12 @@ class Selections:
                     x, items[place] = self._looked_up(x, dim, item.start, length), slice(None)
             dim += item is not None
         return x, tuple(items)
+
+    def _place(self, item: Any) -> Any:
+        """An item of an index; an integer of a list, which may be a count, is a place here."""
+        if not isinstance(item, PartSize):
+            return item
+        return ValueNumber.of(item.tensor(), 0, int(item), self.tests)
 
     def _looked_up(self, x: Tensor, dim: int, start: ValueNumber, length: int) -> Tensor:
         """`length` rows of a dimension from an unknown place, as a copy. A single place may be negative."""
@@ -521,7 +542,7 @@ class Selections:
         """The value of a test whether a mask selects anything, or of a count; NotImplemented for other tensors."""
         if self._value(x) is not None:
             return NotImplemented
-        if name == "__int__":  # whose result is a plain integer; asks for a trace with another `int`
+        if name in ("__int__", "__float__"):  # whose result is a plain number; asks for a trace with another type
             permitted(UNKNOWN_NUMBERS).may()
         listed = self._parts.listed(x)
         if listed is not None and name in ("item", "__int__", "__index__"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sympy
 
 from partc.codegen.kernels.indexing import ZERO, Index
-from partc.codegen.kernels.kernel import WIDE, Configuration, Draft, Kernel, bounds, statement_lines, stored
+from partc.codegen.kernels.kernel import Configuration, Draft, Kernel, is_long, statement_lines, stored
 from partc.codegen.kernels.lowering import STREAMS
 from partc.codegen.kernels.rows import collapsed_rows, row_loops
 from partc.codegen.kernels.spaces import variables
@@ -141,14 +141,13 @@ def cross_entropy(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Cros
         f"tl.store({result.name}_ptr + row, {stored(found, value.type.dtype)})"
         for found, value, result in zip(made, op.results, draft.results, strict=True)
     )
-    places = bounds(statements, ranges)
     first = f"{kernels.rank_axis(pick)}_rank * {classes}" if pick is not None and kernels.rank_axis(pick) else ""
     return CrossEntropy(
         **draft.common_fields(),  # type: ignore[arg-type]
         rows=math.prod(shape[:-1]),
         classes=classes,
         step=step,
-        long=max([math.prod(shape[:-1]) * -(-classes // step) * step, *(bound or 0 for bound in places)]) >= WIDE,
+        long=is_long(math.prod(shape[:-1]) * -(-classes // step) * step, statements, ranges),
         dtype=TRITON[logit.dtype],
         logit=logit.text,
         label=f"{label.text} - {first}" if label and first else label.text if label else "",

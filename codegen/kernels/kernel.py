@@ -30,8 +30,7 @@ from partc.ir.printer import fused_bytes, print_operation, readable
 from partc.ir.program import DType, Op, TensorType
 from partc.rules import kernels
 
-WIDE = 2**31  # from this size on, positions need 64 bits
-_LONG = 96  # the longest expression on one line
+_LONGEST = 96  # the longest expression on one line
 TORCH: Mapping[DType, str] = {name: text.removeprefix("torch.") for name, text in DTYPES.items()}
 
 
@@ -269,14 +268,14 @@ def expressions(statement: Statement) -> Iterator[sympy.Expr]:
     yield from (statement.place,) if isinstance(statement, Load) else statement.places
 
 
-def bounds(statements: Sequence[Statement], ranges: Ranges) -> list[int | None]:
-    """The largest value of each position in loads and computations; None if a stride is unknown."""
+def is_long(reach: int, statements: Sequence[Statement], ranges: Ranges) -> bool:
+    """Whether positions need 64 bits: `reach`, or those in loads and computations, as far as strides are known."""
     places = (
         (statement.place,) if isinstance(statement, Load) else statement.places
         for statement in statements
         if not isinstance(statement, Reduce)
     )
-    return [largest(place, ranges) for several in places for place in several]
+    return max(reach, *(largest(place, ranges) or 0 for several in places for place in several), 0) >= 2**31
 
 
 def statement_lines(statement: Load | Evaluate, ranges: Ranges, mask: str, names: Names) -> Iterator[str]:
@@ -292,7 +291,7 @@ def statement_lines(statement: Load | Evaluate, ranges: Ranges, mask: str, names
     masks += ", other=0" if any(conditions) and both else ""
     parts = terms(statement.place, ranges)
     place = terms_text(parts)
-    if len(statement.source) + len(place) > _LONG and len(parts) > 1:
+    if len(statement.source) + len(place) > _LONGEST and len(parts) > 1:
         place = names.fresh(f"{statement.target}_place")
         yield from _summed(place, parts)
     pointer = f"{statement.source}_ptr + {place}" if parts else f"{statement.source}_ptr"
@@ -309,7 +308,7 @@ def _summed(target: str, parts: Sequence[str]) -> Iterator[str]:
     line: list[str] = []
     sign = "="
     for part in parts:
-        if line and len(target) + len(terms_text([*line, part])) > _LONG:
+        if line and len(target) + len(terms_text([*line, part])) > _LONGEST:
             yield f"{target} {sign} {terms_text(line)}"
             line, sign = [], "+="
         line.append(part)

@@ -10,14 +10,13 @@ import sympy
 
 from partc.codegen.kernels.indexing import ZERO
 from partc.codegen.kernels.kernel import (
-    WIDE,
     Configuration,
     Draft,
     Kernel,
     Result,
     StoredValue,
-    bounds,
     expressions,
+    is_long,
     statement_lines,
     stored,
 )
@@ -36,7 +35,7 @@ class Pointwise(Kernel):
     """A kernel over `count` elements, or over all elements of the argument `rows` if its number depends on the data."""
 
     count: int
-    wide: bool
+    long: bool  # positions need 64 bits
     rows: str
     parts: int  # the number of equal parts that the first result joins
     gathered: int  # the fewest rows of an argument from which rows are selected; 0 if there is none
@@ -102,7 +101,6 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
     whole = sympy.Symbol("index", integer=True, nonnegative=True)
     statements = [folded(statement, few, whole) for statement in statements]
     ranges = {loop.symbol: loop.size for loop in few} | {whole: count} | lowering.beyond
-    places = bounds(statements, ranges)
     rows, most = _counted(op, draft, count)
     mask = "mask" if rows or count % BLOCK else ""
     written = [*_loops(few, statements)]
@@ -116,11 +114,10 @@ def pointwise(op: Op, types: Mapping[str, TensorType], sizes: Sizes, *, rounding
         )
     most *= max(value.count for value in values)
     reach = most + max(BLOCK, *(block for block, _ in OTHERS))  # the last block is partly masked
-    wide = max([reach, *(bound for bound in places if bound is not None)]) >= WIDE
     return Pointwise(
         **draft.common_fields(),  # type: ignore[arg-type]
         count=count,
-        wide=wide,
+        long=is_long(reach, statements, ranges),
         rows=rows,
         parts=values[0].count,
         gathered=min(_gathered(op, draft), default=0),

@@ -16,14 +16,13 @@ import sympy
 from partc.codegen.kernels.indexing import ZERO, Index, Ranges
 from partc.codegen.kernels.kernel import (
     TORCH,
-    WIDE,
     Configuration,
     Draft,
     Kernel,
     Result,
     StoredValue,
-    bounds,
     expressions,
+    is_long,
     statement_lines,
     stored,
 )
@@ -130,7 +129,7 @@ class Rows(Kernel):
     """A kernel over rows. `lines` run for each tile; `before` runs once, for all tiles."""
 
     tiling: Tiling
-    long: bool  # places take 64 bits
+    long: bool  # positions need 64 bits
     before: tuple[str, ...]
     sums: tuple[ColumnSum, ...]
 
@@ -327,7 +326,6 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     ranges = {loop.symbol: loop.size for loops in few for loop in loops}
     ranges |= {row: tiles.rows, column: tiles.columns} | lowering.beyond
     text = _Text(tiles, ranges, over, frozenset((row, *(loop.symbol for loop in few[0]))))
-    places = bounds(statements, ranges)
     before, body = [*row_loops(few[1], statements, "column")], [*row_loops(few[0], statements, "row")]
     for statement in statements:
         fixed = tiles.steps > 1 and not text.differs(statement.target, 0)
@@ -360,7 +358,7 @@ def rows(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Rows:
     return Rows(
         **draft.common_fields(),  # type: ignore[arg-type]
         tiling=tiles,
-        long=max([reach, len(sums) * tiles.parts, *(place or 0 for place in places)]) >= WIDE,
+        long=is_long(max(reach, len(sums) * tiles.parts), statements, ranges),
         before=tuple(before),
         lines=tuple(body),
         sums=tuple(sums),

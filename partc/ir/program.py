@@ -163,6 +163,12 @@ class Op:
         body = tuple(op.renamed(names) for op in self.body)
         return replace(self, args=args, attrs=attrs, results=results, body=body)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """The operation without the names of its values, its source and the choices of its cuts."""
+        plain = self.renamed(dict.fromkeys(self.refs(), ""))
+        return self.name, plain.args, plain.attrs, self.types
+
     def reading(self, names: Iterable[str]) -> Op:
         """The same operation with other operands, in the order of `refs`."""
         given = iter(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -62,7 +63,7 @@ def enough_memory(who: str, clock: Clock) -> Iterator[None]:
     except (MemoryError, RuntimeError, OSError) as error:
         if not _out_of_memory(error):
             raise
-        why = str(error).strip().partition("\n")[0][:200]
+        why = first_line(error)
         rows = f" ({clock.rows})" if clock.rows else ""
         cause = f"{who} has not enough memory in {clock.doing}{rows}{f': {why}' if why else ''}"
         help = (
@@ -70,6 +71,11 @@ def enough_memory(who: str, clock: Clock) -> Iterator[None]:
             + ("; --expert-capacity bounds the rows of experts" if clock.rows else "")
         )
         raise UsageError("P0537", cause, help, exit_code=1) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, without the C++ source location of torch's exceptions."""
+    return re.sub(r"^\[[^]]*\] ", "", str(error).strip().partition("\n")[0])[:200]
 
 
 def _out_of_memory(error: BaseException) -> bool:

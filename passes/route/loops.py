@@ -355,7 +355,7 @@ class Lift:
         operands = [self.lifted(reads) for reads in zip(*(tuple(op.refs()) for op in ops), strict=True)]
         if first.name in RANDOM and not any(each.kind == "rows" for each in operands):
             raise NotEqualError
-        if len({(plain_form(op), op.types) for op in ops}) > 1:
+        if len({*map(_form, ops)}) > 1:
             return self._numbered(ops, operands)
         result = first.results[self.place(names[0])]
         if first.name == SELECTED:
@@ -708,7 +708,6 @@ class Lift:
         return Lifted("rows", w.reshape(made, (*shape[:-1], width), f"{made}_placed"), x.dim)
 
 
-def plain_form(op: Op) -> tuple[object, ...]:
-    """The arguments and attributes of an operation. Names of values are empty, and random operations have no number."""
-    plain = op.renamed(dict.fromkeys(op.refs(), ""))
-    return plain.args[:-1] if op.name in RANDOM else plain.args, plain.attrs
+def _form(op: Op) -> tuple[object, ...]:
+    """The form of an operation, of random ones without their number."""
+    return (replace(op, args=op.args[:-1]) if op.name in RANDOM else op).form

@@ -288,7 +288,7 @@ def test_joined_results_that_end_beyond_32_bits_count_in_64(last: int) -> None:
     after = fuse(program_of(graph, dense=True), kernels="triton").regions[0].forward
     (fused,) = after.ops
     built = kernel(fused, {key: found.type for key, found in after.definitions().items()}, {})
-    assert isinstance(built, Pointwise) and built.wide is bool(last)
+    assert isinstance(built, Pointwise) and built.long is bool(last)
 
 
 def test_a_row_that_all_elements_read_is_one_number(kernels: Kernels) -> None:
@@ -480,8 +480,8 @@ def test_blocks_that_end_beyond_32_bits_count_in_64(count: int) -> None:
     (fused,) = after.ops
     built = kernel(fused, {key: found.type for key, found in after.definitions().items()}, {})
     ends = [-(-count // each["BLOCK"]) * each["BLOCK"] for each in built.candidates]
-    assert isinstance(built, Pointwise) and built.wide == (count > NEAR - 4097)
-    assert built.wide or max(ends) <= NEAR
+    assert isinstance(built, Pointwise) and built.long == (count > NEAR - 4097)
+    assert built.long or max(ends) <= NEAR
 
 
 @pytest.mark.parametrize("rows", [NEAR // 8 + 1, NEAR // 6 - 1, NEAR // 8 - 5, NEAR // 16])

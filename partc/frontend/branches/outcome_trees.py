@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from partc.errors import PartcError, Source
 from partc.frontend.branches.changes import changed_by, changed_outside, changed_tensor
 from partc.frontend.branches.outcomes import Outcomes, on_path
-from partc.frontend.branches.random_branches import Branching, RandomBranch, alike_at_end, form
+from partc.frontend.branches.random_branches import Branching, RandomBranch, alike_at_end
 from partc.frontend.trace_errors import RaisedError
 from partc.ir.gradients import reached
 from partc.ir.naming import unique
@@ -158,7 +158,7 @@ class _Joining:
     def _shared(self, paths: Sequence[_Path], start: int | None, stop: int | None) -> list[Op]:
         """The operations between two branches, which are the same in all of these paths."""
         parts = [_between(path.traced, start, stop) for path in paths]
-        if any([*map(form, part)] != [*map(form, parts[0])] for part in parts):
+        if any([op.form for op in part] != [op.form for op in parts[0]] for part in parts):
             source = paths[0].traced.branches[0].source
             raise PartcError(
                 "P0206",
@@ -193,7 +193,7 @@ class _Joining:
         op = self._own_constants[id(path)].get(name)
         if op is None:
             return name
-        key = form(op), name
+        key = op.form, name
         if key not in self.constants:
             value = replace(op.result, name=unique(name, self.taken))
             self.constants[key] = self.added(replace(op, results=(value,)))
@@ -218,7 +218,7 @@ class _JoinedOutcomes:
 
     def join(self) -> Outcome:
         (usual, usual_outputs), (other, other_outputs) = self._usual, self._other
-        shared = alike_at_end(usual, other, lambda one, two: form(one) == form(two))
+        shared = alike_at_end(usual, other, lambda one, two: one.form == two.form)
         while isinstance(found := self._pairs(shared), int):
             shared -= found + 1
         bodies = usual[: len(usual) - shared], other[: len(other) - shared]

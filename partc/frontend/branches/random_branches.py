@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, takewhile
-from typing import Any
 
 from partc.errors import PartcError, Source
 from partc.frontend.branches.changes import changed_by, changed_outside, changed_tensor
@@ -164,7 +163,7 @@ class _Join:
         constants: tuple[Mapping[str, Op], Mapping[str, Op]],
     ) -> None:
         mine, its = list(one.refs()), list(two.refs())
-        if form(one) != form(two):
+        if one.form != two.form:
             raise self.refusal(max(branch, 0), f"it changes {one.name}, which runs in both cases")
         for wanted, given in zip(mine, its, strict=True):
             if wanted in constants[0] and given in constants[1]:
@@ -200,7 +199,7 @@ class _Join:
         numbers = {each.number for each, other in zip(self.kept.branches, shortened, strict=True) if other}
         if branch in self.otherwise:
             known = self.otherwise[branch]
-            if [*map(form, known)] != [*map(form, ops)]:
+            if [op.form for op in known] != [op.form for op in ops]:
                 raise self.refusal(branch, "its operations depend on another branch")
             for one, two in zip(known, ops, strict=True):
                 for wanted, given in zip(one.refs(), two.refs(), strict=True):
@@ -386,12 +385,6 @@ class _JoinedGraph:
                     shared.update((value.name, shared[first]) for value in op.results)
 
 
-def form(op: Op) -> tuple[Any, ...]:
-    """An operation without the names of its values."""
-    plain = op.renamed(dict.fromkeys(op.refs(), ""))
-    return op.name, plain.args, plain.attrs, tuple(value.type for value in op.results)
-
-
 def alike_at_end(mine: Sequence[Op], its: Sequence[Op], alike: Callable[[Op, Op], bool]) -> int:
     """The number of operations at the end of both lists that are alike."""
     pairs = zip(reversed(mine), reversed(its), strict=False)
@@ -406,7 +399,7 @@ def _comparison(mine: Sequence[Op], same: Mapping[str, str], free: Container[str
     own = {value.name for op in mine for value in op.results}
 
     def alike(one: Op, two: Op) -> bool:
-        if form(one) != form(two):
+        if one.form != two.form:
             return False
         operands = zip(one.refs(), two.refs(), strict=True)
         return all(wanted in own or wanted in free or same.get(given, given) == wanted for wanted, given in operands)

@@ -484,6 +484,4 @@ def _is_test(op: Op) -> bool:
 
 
 def _form(op: Op) -> tuple[Any, ...]:
-    plain = op.renamed(dict.fromkeys(op.refs(), ""))
-    args = plain.args[:-1] if op.name == TESTED else plain.args
-    return op.name, args, plain.attrs, [value.type for value in op.results], op.source
+    return (replace(op, args=op.args[:-1]) if op.name == TESTED else op).form, op.source

@@ -20,7 +20,7 @@ from typing import NoReturn
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ..errors import UsageError, tell
+from ..errors import UsageError, first_line, tell
 from ..torch_private import connected_store, lone_store
 from .processes import end_stopped, process_place, run_state, siblings
 from .signals import TERMINATING, Caught
@@ -108,7 +108,7 @@ class WatchedStore:
         while thread.is_alive():
             self._pause()
         if isinstance(self._error, DistError):
-            self._leave(f"{store_holder()} died ({_first_line(self._error)})", 1)
+            self._leave(f"{store_holder()} died ({first_line(self._error)})", 1)
         if self._error is not None:
             raise self._error
         assert self._found is not None
@@ -126,7 +126,7 @@ class WatchedStore:
         try:
             return self._connected()
         except DistError as error:
-            cause = f"rank 0 cannot open port {self._world.port} for the ranks' store: {_first_line(error)}"
+            cause = f"rank 0 cannot open port {self._world.port} for the ranks' store: {first_line(error)}"
             if "EADDRINUSE" in str(error):
                 cause = f"port {self._world.port}, on which rank 0 is to open the ranks' store, is in use"
             raise UsageError("P0536", cause, "set MASTER_PORT to a free port, the same for all ranks") from None
@@ -288,7 +288,3 @@ def _number(name: str, default: int | None, least: int, most: int) -> int:
 def _environment(cause: str) -> UsageError:
     help = "start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process"
     return UsageError("P0536", cause, help)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200]

@@ -12,7 +12,6 @@ counted in seconds in which the listener itself runs, so a job that is suspended
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
@@ -25,7 +24,7 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from ..clock import Clock
-from ..errors import PeerLost, UsageError, tell
+from ..errors import PeerLost, UsageError, first_line, tell
 from ..torch_private import clone_store
 from .interruption import Interruption
 from .processes import end_stopped, process_place, run_state, siblings
@@ -99,14 +98,14 @@ class Watchdog:
             self._publish(_SUSPECT, "")
             time.sleep(HURRY + 5 * self._interval)
             self._note(
-                f"rank {self._rank} lost its connection in {self.clock.doing}: {_first_line(error)}{self.busy_ranks()}"
+                f"rank {self._rank} lost its connection in {self.clock.doing}: {first_line(error)}{self.busy_ranks()}"
             )
             time.sleep(2 * self._interval)
         elif error is not None and not alike:
             why = (
                 error.cause
                 if isinstance(error, UsageError)
-                else f"{kind.__name__ if kind else ''}: {_first_line(error)}"
+                else f"{kind.__name__ if kind else ''}: {first_line(error)}"
             )
             self._note(f"rank {self._rank} failed in {self.clock.doing}: {why}")
         self._done.set()
@@ -137,14 +136,14 @@ class Watchdog:
         try:
             self.store.compare_set(key, "", text)
         except RuntimeError as error:
-            tell(f"rank {self._rank}: cannot reach the other ranks' store: {_first_line(error)}")
+            tell(f"rank {self._rank}: cannot reach the other ranks' store: {first_line(error)}")
 
     def _run(self, store: Store) -> None:
         try:
             self._look_around(store)
         except RuntimeError as error:
             if not self._done.is_set():
-                self._stop(f"{store_holder()} died ({_first_line(error)})", 1)
+                self._stop(f"{store_holder()} died ({first_line(error)})", 1)
 
     def _guard(self) -> None:
         """End this process if the store does not answer. Counts only seconds in which this process runs."""
@@ -316,7 +315,3 @@ def _break_off(leaving: Sequence[Callable[[], None]]) -> None:
 def _place(sign: str) -> str:
     """The place of the process that wrote a sign."""
     return sign.split(" ", 2)[1] if sign else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return re.sub(r"^\[[^]]*\] ", "", str(error).strip().partition("\n")[0])[:200]  # without the C++ source location

@@ -260,9 +260,21 @@ def alternatives(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss + F.cross_entropy(net.words(y[rows]), y[rows]) if rows.sum() > 0 else loss * 0.0
 
 
-def test_both_outcomes_of_branches_on_values_are_in_the_package() -> None:
-    package = partc.compile(Net(alternatives), batch(), mesh="dp=2", precision="fp64")
-    found = package.verify(steps=2)
+def labelled(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """One outcome selects rows, the other has a constant."""
+    z, rows = net.layer(x), (y > 3).nonzero()
+    if rows.size(0) > 0:
+        return F.cross_entropy(z.gather(0, rows.expand(rows.size(0), z.size(1))), y.gather(0, rows.view(-1)))
+    return z.sum() * torch.tensor(3).to(z)
+
+
+@pytest.mark.parametrize("step", [alternatives, labelled])
+@pytest.mark.parametrize("label", [-1, 0])
+def test_both_outcomes_of_branches_on_values_are_in_the_package(step: Step, label: int) -> None:
+    entries = batch()
+    if label >= 0:
+        entries["y"] = torch.full_like(entries["y"], label)
+    found = partc.compile(Net(step), entries, mesh="dp=2", precision="fp64").verify(steps=2)
     assert found.ok, str(found.worst)
 
 

@@ -385,6 +385,69 @@ def test_writes_into_constants_change_their_values() -> None:
     equals_eager(Written, batches)
 
 
+class Cells(nn.Module):
+    """Writes at places of selected rows: in columns of a mask, and in cells of a grid that several rows may hit."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.style, self.layer, self.other = style, nn.Linear(5, 6), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor, k: Tensor) -> Tensor:
+        y, z, some = self.layer(x), self.other(x), k > 2  # x: 8 x 4 x 5, k: 8 x 4
+        if self.style == "columns":
+            y[:, :, some[0].any() & (k[:6, 0] > 1)] = z[:, :, some[0].any() & (k[:6, 0] > 1)]
+        elif self.style == "columns of one":
+            y[:, some[0]] = z.mean(1, keepdim=True)
+        elif self.style == "columns of a vector":
+            y[:, some[0]] = z[0, 0]
+        elif self.style == "elements as rows":
+            wide = some.unsqueeze(-1).expand_as(y)
+            return F.smooth_l1_loss(y[wide].view(-1, 6), z[wide].reshape(-1, 6), reduction="sum") + y[some].sum()
+        else:
+            first, second = some.nonzero(as_tuple=True)
+            rows, columns = (k[first, second] * 2 + second) % 3, k[first, second] - 4
+            grid = z.new_zeros(8, 3, 5, 2)
+            if self.style == "cells":
+                grid[first, rows, columns] = 1.0
+            elif self.style == "vectors":
+                grid[first, rows, columns] = y[first, second, :2].detach()
+            elif self.style == "cells by number":
+                grid[first, rows, columns, 1] = y[first, second, 0].detach()
+            elif self.style == "with gradients":
+                grid[first, rows, columns] = y[first, second, :2]
+            return (grid * z[:, :3, :5, None]).square().sum() + y.square().mean()
+        return y.square().mean()
+
+
+CELLS = [
+    {"x": torch.randn(8, 4, 5, dtype=torch.float64), "k": k}
+    for k in (torch.arange(32).reshape(8, 4) % 5, torch.zeros(8, 4, dtype=torch.int64), torch.full((8, 4), 4))
+]
+
+
+@pytest.mark.parametrize(
+    "style",
+    ["columns", "columns of one", "columns of a vector", "elements as rows", "cells", "vectors"],
+)
+def test_columns_and_cells_of_selected_rows(style: str) -> None:
+    """A mask selects some, none or all rows. With all, several rows hit each cell: the last one counts."""
+    equals_eager(lambda: Cells(style), CELLS)
+
+
+@pytest.mark.parametrize("style", ["cells by number", "with gradients"])
+def test_other_writes_into_cells_are_refused(style: str) -> None:
+    with pytest.raises(PartcError) as error:
+        equals_eager(lambda: Cells(style), CELLS)
+    assert error.value.code == "P0206" and error.value.source is not None
+
+
+@pytest.mark.parametrize("style", ["columns", "elements as rows", "cells", "vectors"])
+def test_columns_and_cells_train_like_one_device(style: str) -> None:
+    torch.manual_seed(0)
+    found = partc.compile(Cells(style), CELLS[0], mesh="dp=2,tp=2", precision="fp64").verify(steps=2)
+    assert found.ok, str(found.worst)
+
+
 def test_constant_masks_are_places() -> None:
     equals_eager(ConstantMasks, [{"x": torch.randn(8, 6, 8, dtype=torch.float64)}])
 

@@ -268,7 +268,15 @@ def labelled(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return z.sum() * torch.tensor(3).to(z)
 
 
-@pytest.mark.parametrize("step", [alternatives, labelled])
+def in_each_layer(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    for _ in range(9):
+        if x.abs().max() > 1.5:
+            x = x / x.abs().max()
+        x = x + net.layer(x).tanh()
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("step", [alternatives, labelled, in_each_layer])
 @pytest.mark.parametrize("label", [-1, 0])
 def test_both_outcomes_of_branches_on_values_are_in_the_package(step: Step, label: int) -> None:
     entries = batch()

@@ -83,15 +83,26 @@ def _quiet_outcome(statement: ast.If | ast.Assert) -> bool | None:
     return True if statement.orelse and _speaks(statement.orelse) else None
 
 
+def runs_in_while(frame: FrameType | None, runner: str) -> bool:
+    """Whether a frame's running statement is in a while loop of the model, in its function or in a caller."""
+    return any(isinstance(node, ast.While) for node, _ in _around(frame, runner))
+
+
 def _is_caught(frame: FrameType | None, runner: str) -> bool:
     """Whether the model catches exceptions around the running statement, in its function or in a caller."""
+    return any(
+        isinstance(node, ast.Try) and node.handlers and inner in node.body for node, inner in _around(frame, runner)
+    )
+
+
+def _around(frame: FrameType | None, runner: str) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """The model's syntax nodes around the value that a frame computes, each with the next inner one; then those of its
+    callers.
+    """
     while frame is not None and frame.f_code.co_filename != runner:
         if not is_machinery(frame.f_code.co_filename):
-            for node, inner in pairwise(enclosing_nodes(frame)):
-                if isinstance(node, ast.Try) and node.handlers and inner in node.body:
-                    return True
+            yield from pairwise(enclosing_nodes(frame))
         frame = frame.f_back
-    return False
 
 
 def _speaks(body: list[ast.stmt]) -> bool:

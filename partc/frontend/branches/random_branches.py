@@ -85,22 +85,23 @@ def join_outcomes(found: Branching, trace: Callable[[Outcomes], Branching]) -> J
     of_values = any(branch.of_values for branch in found.branches)
     if not of_values and len(first.graph.ops) > len(found.graph.ops):
         kept, longer = trace(BELOW), BELOW
-    others: list[tuple[Outcomes, Branching]] = [(FIRST_BELOW, first)]
+    others: list[Outcomes] = [FIRST_BELOW]
     tests = {branch.number: branch.source for branch in found.branches}
     if of_values and len(tests) > 2:
-        only = [on_path((*(False,) * number, True)) for number in range(len(tests))]
-        others = [(outcomes, trace(outcomes)) for outcomes in only] + others
+        others = [*(on_path((*(False,) * number, True)) for number in range(len(tests))), *others]
     if len(tests) > 1:
-        others.append((SECOND_BELOW, trace(SECOND_BELOW)))
+        others.append(SECOND_BELOW)
     elif longer is BELOW:
-        others = [(ABOVE, found)]
+        others = [ABOVE]
     bits = told_apart(len(tests), tests.values())
-    others.extend((outcomes, trace(outcomes)) for outcomes in PARTLY_BELOW[: max(0, 2 * bits - 2)])
+    others.extend(PARTLY_BELOW[: max(0, 2 * bits - 2)])
+    known: Mapping[Outcomes, Branching] = {ABOVE: found, FIRST_BELOW: first}
     merged = _Join(kept)
-    for outcomes, other in others:
-        merged.compare(
-            other, [(each.number in outcomes.below) != (each.number in longer.below) for each in kept.branches]
-        )
+    merged.check_branches(first)
+    for outcomes in others:
+        other = known[outcomes] if outcomes in known else trace(outcomes)
+        shortened = [(each.number in outcomes.below) != (each.number in longer.below) for each in kept.branches]
+        merged.compare(other, shortened)
     joined = _JoinedGraph(merged)
     return Joined(graph=joined.written(), outcomes=longer, choices=frozenset(joined.choices))
 
@@ -126,9 +127,12 @@ class _Join:
         self.makers = self.kept.graph.makers()
         self.taken = {*self.kept.graph.definitions(), *self.kept.states}
 
-    def compare(self, other: Branching, shortened: Sequence[bool]) -> None:
+    def check_branches(self, other: Branching) -> None:
         if len(other.branches) != len(self.kept.branches):
             raise self.refusal(0, "it decides whether another branch is reached")
+
+    def compare(self, other: Branching, shortened: Sequence[bool]) -> None:
+        self.check_branches(other)
         constants = _constants(self.kept.graph), _constants(other.graph)
         same: dict[str, str] = {}  # value of the other trace -> value of the kept one
         missing: dict[str, int] = {}

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source
-from partc.frontend.branches.guards import passing_guard, running_call
+from partc.frontend.branches.guards import passing_guard, running_call, runs_in_while
 from partc.frontend.branches.known_values import LARGEST, KnownValues, UnknownError, changed_operand
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.outcomes import ABOVE, Outcomes
@@ -48,7 +48,8 @@ from partc.frontend.traceable_forms.packed_sequences import PackedSequences
 from partc.installed import line_of, tested_place, user_frame
 from partc.torch_private import GuardOnValues, checks, lists, without_modes
 
-MOST_BRANCHES = 8  # tests of values in one trace
+MOST_BRANCHES = 32  # tests of values in one trace
+MOST_TURNS = 8  # the same, of a test in a while loop: in a trace, such a loop may never end
 CALLS = 4  # the most frames between a value and the statement that tests it
 _TESTS = frozenset({*TESTS, "equal", "allclose"})
 _READS = frozenset({*_TESTS, "item", "tolist", "__int__", "__float__", "__index__", "__contains__", "__format__"})
@@ -331,7 +332,7 @@ class ValueWatch(TorchFunctionMode):
             return number
         found = self.selections.answer(name, args[0])
         if found is NotImplemented:
-            if name in TESTS and len(self._tests) < MOST_BRANCHES and permitted(BOTH_OUTCOMES).may():
+            if name in TESTS and self._may_branch() and permitted(BOTH_OUTCOMES).may():
                 return self._branch_on_values(args[0])
             return func(*args, **kwargs)
         return format(found, *args[1:]) if name == "__format__" else found
@@ -435,6 +436,10 @@ class ValueWatch(TorchFunctionMode):
             known = self._tested[x] = {}
         key = known.setdefault(x._version, object())
         return self._branch(x.detach().ne(0).any(), False, key, of_values=True)
+
+    def _may_branch(self) -> bool:
+        repeated = runs_in_while(_calling_frame(), self._runner)
+        return len(self._tests) < (MOST_TURNS if repeated else MOST_BRANCHES)
 
     def flag(self, buffer: Tensor) -> None:
         """Note a buffer whose tests are branches."""

@@ -62,6 +62,9 @@ class SelectedRows:
         self._within: ByTensor[tuple[Tensor, Tensor]] = ByTensor()
         self._constants: ByTensor[bool] = ByTensor()  # constants that are places found by nonzero()
         self._numbered: ByTensor[int] = ByTensor()  # row numbers 0, 1, … of selected rows -> their dimension
+        self._widened: ByTensor[Tensor] = ByTensor()  # mask with further dimensions that it is constant along -> mask
+        # Elements that a widened mask selected -> the indexed tensor, its version then, and the mask of its rows.
+        self._elements: ByTensor[tuple[Tensor, int, Tensor]] = ByTensor()
 
     @property
     def any(self) -> bool:
@@ -188,6 +191,29 @@ class SelectedRows:
         self.hold(made, held.mask, dim)
         return made
 
+    # -- masks with further dimensions ---------------------------------------------------------------
+
+    def widen(self, name: str, args: Sequence[Any], made: Any) -> None:
+        """Follow masks that get further dimensions: mask.unsqueeze(-1).expand_as(x), and tests of several of them."""
+        x = args[0] if args else None
+        if not isinstance(x, Tensor) or not isinstance(made, Tensor) or x.dtype is not torch.bool:
+            return
+        source = self._widened.get(x)
+        if name == "unsqueeze" and len(args) > 1 and args[1] in (-1, x.dim()):
+            self._widened[made] = x if source is None else source
+        elif name in ("expand", "expand_as") and source is not None and made.shape[: source.dim()] == source.shape:
+            self._widened[made] = source
+
+    def regrouped(self, x: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """y[mask.unsqueeze(-1).expand_as(y)].view(-1, width) as y[mask]; None for other tensors and shapes."""
+        found = self._elements.get(x)
+        if found is None or found[0]._version != found[1]:
+            return None
+        source, _, mask = found
+        if tuple(shape) != (-1, *source.shape[mask.dim() :]):
+            return None
+        return self.selected(source, mask)
+
     # -- indexing ------------------------------------------------------------------------------------
 
     def read(self, func: Callable[..., Any], x: Tensor, index: Any) -> Any:
@@ -215,6 +241,8 @@ class SelectedRows:
                 return NotImplemented
         made = func(x, numbers if isinstance(index, tuple) or len(numbers) > 1 else numbers[0])
         self.hold_like([*(item for item in numbers if isinstance(item, Tensor)), x], made)
+        if (mask := self._widened.get(items[0])) is not None and items[0].shape == x.shape:
+            self._elements[made] = x, x._version, mask
         if not any(isinstance(item, Tensor) for item in items):
             self.number_like(x, made)
             if (real := self.value(x)) is not None:
@@ -310,6 +338,30 @@ class SelectedRows:
         func(view.movedim(dims, tuple(range(len(dims)))), tuple(places), value)
         return None
 
+    def moved(self, x: Tensor, index: Any, value: Any) -> tuple[Tensor, Tensor, Any] | None:
+        """x[:, mask] = value as x.movedim(1, 0)[mask] = value.movedim(1, 0): the view, the mask and the value; None for
+        other indices.
+        """
+        items = index if isinstance(index, tuple) else (index,)
+        first, mask = len(items) - 1, items[-1] if items else None
+        if not first or not isinstance(mask, Tensor) or mask.dtype is not torch.bool or not mask.dim():
+            return None
+        if self.value(mask) is not None:
+            return None
+        if any(item != slice(None) if isinstance(item, slice) else True for item in items[:-1]):
+            return None
+        behind = x.dim() - first - mask.dim()
+        if isinstance(value, Tensor) and value.dim() > behind:
+            held, dim = self.of(value), value.dim() - behind - 1
+            if held is not None and held.dim == dim == first:
+                value = value.movedim(dim, 0)
+                self.hold(value, held.mask, 0)
+            elif held is None and value.shape[dim] == 1:
+                value = value.squeeze(dim)
+            else:
+                return None
+        return x.movedim(tuple(range(first, first + mask.dim())), tuple(range(mask.dim()))), mask, value
+
     def written_alike(self, func: Callable[..., Any], x: Tensor, index: Any, value: Any) -> Any:
         """x[rows, …] = value for all rows, and x[rows, columns] = value with a column for each row.
 
@@ -340,14 +392,39 @@ class SelectedRows:
                 value = self.read(Tensor.__getitem__, same.expand(*mask.shape, *shape), places)
             func(x, places, value)
             return None
-        if len(rest) != 1 or self.of(rest[0]) is None or rest[0].dim() != 1:
+        if any(self.of(item) is None or item.dim() != 1 for item in rest):
             return NotImplemented
-        rows = self.read(Tensor.__getitem__, x, places)
-        columns = torch.where(rest[0] < 0, rest[0] + rows.shape[1], rest[0])[:, None]
-        chosen = (columns == torch.arange(rows.shape[1])).reshape(*rows.shape[:2], *(1 for _ in rows.shape[2:]))
-        made = torch.where(chosen, value if own is None else value.unsqueeze(1), rows).to(x.dtype)
-        self.hold(made, selecting, 0)
-        func(x, places, made)
+        return self._written_at_columns(x, mask, len(places), rest, value)
+
+    def _written_at_columns(self, x: Tensor, mask: Tensor, count: int, columns: Sequence[Tensor], value: Any) -> Any:
+        """x[rows, …, columns, …] = value, where the mask's first `count` dimensions are those of x that `rows` are
+        places of, and `columns` has each selected row's place along a further dimension of x.
+
+        Of several rows with the same places and columns, the last one is written, as on CPUs.
+        """
+        own = self.of(value)
+        given, sizes, inner = mask.shape[:count], x.shape[count : count + len(columns)], x.shape[count + len(columns) :]
+        several = math.prod(mask.shape[count:])  # rows with the same places
+        if own is not None and several > 1 and value.requires_grad:  # eagerly, all of them have the gradient of one
+            return NotImplemented
+        if own is None and isinstance(value, Tensor) and value.dim() > len(inner):
+            return NotImplemented
+        positive = [torch.where(item < 0, item + size, item) for item, size in zip(columns, sizes, strict=True)]
+        column = positive[0]
+        for item, size in zip(positive[1:], sizes[1:], strict=True):
+            column = column * size + item
+        width, selected = math.prod(sizes), MaskedRows(mask, 0)
+        column = selected.only(column)
+        hit = column.reshape(*given, several, 1) == torch.arange(width)
+        hit = hit & mask.ne(0).reshape(*given, several, 1)
+        wide = (*given, width, *(1 for _ in inner))
+        if own is not None:
+            last = (hit * torch.arange(several)[:, None]).amax(count)
+            rows = selected.only(value).reshape(*given, several, *value.shape[1:])
+            last = last.reshape(wide).expand(*given, width, *value.shape[1:])
+            value = rows.expand(*given, several, *value.shape[1:]).gather(count, last)
+        old = x.reshape(*given, width, *inner)
+        x.copy_(torch.where(hit.any(count).reshape(wide), value, old).reshape(x.shape))
         return None
 
     def _numbers_all(self, item: Any, mask: Tensor) -> bool:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -175,6 +175,7 @@ class Selections:
         """Follow any other call; return whether its result may be computed from the values of constants."""
         self._groups.check((args, kwargs))
         self._counts.follow(name, args, kwargs, made)
+        self._rows.widen(name, args, made)
         if name in ("unbind", "__getitem__") and args[0].dim() == 1 and args[0].dtype in INTEGERS:
             self._parts.follow(args[0], made, args[1:])
         if not self._rows.any:
@@ -268,6 +269,8 @@ class Selections:
 
     def _written(self, call: _TorchCall) -> Any:
         x, index, value = call.args
+        if (moved := self._rows.moved(x, index, value)) is not None:
+            return self._written(replace(call, args=moved))
         places, masked = self._rows.with_constants(self._parts.with_places(x, index))
         if masked or self._rows.of(value) is not None:
             indices = self._rows.as_indices(x, places)
@@ -385,6 +388,8 @@ class Selections:
         shape = tuple(args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:])
         if (groups := self._groups.grouped(call.given, shape)) is not NotImplemented:
             return groups
+        if (rows := self._rows.regrouped(call.given, shape)) is not None:
+            return rows
         merged = None if held.dim else self._rows.merged(call.given, shape)
         if merged is None:
             return NotImplemented

@@ -159,7 +159,7 @@ def _lookups(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
     if name == "embedding" and isinstance(node.args[1], fx.Node):
         yield shape[0], node.args[1]
     elif name in _BY_DIM and len(node.args) > 2 and isinstance(node.args[1], int) and isinstance(node.args[2], fx.Node):
-        yield shape[node.args[1]], node.args[2]
+        yield shape[node.args[1]] if shape else 1, node.args[2]
     elif name in ("index", "index_put") and isinstance(node.args[1], list | tuple):
         for dim, index in enumerate(node.args[1]):
             if isinstance(index, fx.Node) and index.meta["val"].dtype not in _MASKS:

@@ -54,8 +54,13 @@ def resolve(op: Op, types: Mapping[str, TensorType]) -> OpRule | None:
     entry = TABLE.get(op.name)
     if entry is None or any(0 in value.type.shape for value in op.results):
         return None
+    operands = tuple(types[name] for name in op.refs())
     try:
-        return entry.build(op, tuple(types[name] for name in op.refs()))
+        return entry.build(op, operands)
+    except (IndexError, ZeroDivisionError):
+        if all(type.shape for type in operands):
+            raise
+        return None  # the row names a dimension, and a number has none
     except NotationError as error:
         if not entry.user:
             return None

@@ -17,6 +17,7 @@ from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.operations import KEEPING, spelling
 from partc.ir.program import Arg, Op, TensorType
 from partc.rules import resolve_lowered
+from partc.rules.kernels import CONSTANTS, fill
 from partc.rules.rule import Dims, OpRule, integers, number
 
 Pieces = tuple[SubDim, ...]
@@ -130,7 +131,7 @@ def _inferred(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Results:
 
 
 def _constant(known: _Operation) -> Results | None:
-    return None if known.operands else (_filled(known.shapes[0], known.op.args[1], known.sizes),)
+    return None if known.operands else (_filled(known.shapes[0], fill(known.op), known.sizes),)
 
 
 def _incoming_gradient(known: _Operation) -> Results:
@@ -236,7 +237,7 @@ _SPECIAL: Mapping[str, _Special] = {
     **dict.fromkeys(COLLECTIVES.keys() | _SAME, lambda known: (_moved(known.op, known.layouts[0], known.sizes),)),
     **dict.fromkeys(ROUTED, lambda known: _routed(known.op, known.operands)),
     **dict.fromkeys(BY_TABLE, lambda known: _by_table(known.op, known.operands)),
-    "full": _constant,
+    **dict.fromkeys(CONSTANTS, _constant),
     "incoming_gradient": _incoming_gradient,
     "own_gradient": _like_operands,
     "permute": _permuted,

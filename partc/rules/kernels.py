@@ -100,7 +100,8 @@ def arguments(op: Op) -> tuple[Arg, ...]:
 
 def fill(op: Op) -> Arg:
     """The number with which a constant is filled."""
-    return {"zeros": 0, "ones": 1}.get(op.name, op.args[-1])
+    known = {"zeros": 0, "ones": 1}
+    return known[op.name] if op.name in known else op.args[op.name == "full"]
 
 
 def cat_operands(op: Op) -> tuple[tuple[str, ...], int]:

@@ -34,25 +34,12 @@ _FILLED: Mapping[str, int | None] = {
 _BILINEAR = frozenset(
     {"mul", "mm", "bmm", "linear_grad_input", "linear_grad_weight", "matmul_grad_left", "matmul_grad_right"}
 )
-_LINEAR = frozenset(
-    {
-        "linear_grad_bias",
-        "reduce_scatter",
-        "all_gather",
-        "take",
-        "put",
-        "neg",
-        "add",
-        "sub",
-        "sum",
-        "expand",
-        "permute",
-        "t",
-        "transpose",
-        "_to_copy",
-        "all_reduce",
-    }
-)
+# Operations that compute zeros if all their operands are zeros.
+_LINEAR = frozenset(COLLECTIVES) | {
+    "linear_grad_bias", "take", "put", "neg", "add", "sub", "sum", "expand", "permute", "t", "transpose", "_to_copy",
+    "stack", "cat", "slice", "select", "unbind", "split", "split_with_sizes", "squeeze", "unsqueeze", "slice_backward",
+    "select_backward", "index_select", "repeat", "flip", "roll",
+}  # fmt: skip
 _IGNORED_ATTRS = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit"})
 # Arguments that are attributes in the IR.
 NAMED = ("rows", "ring", "order", "sinks", "limits", "keys", "reads", "ordered")
@@ -78,9 +65,10 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
     given = dict(zip(placeholders, arguments, strict=False))
     starts = (*tangents, *_own_gradients(nodes, region, given))
     behind = _dependents(nodes, starts)
-    wanted = _wanted(region, dict(zip(arguments, gradients, strict=False)), roots, behind)
+    zeros = _zero_nodes(nodes)
+    wanted = _wanted(region, dict(zip(arguments, gradients, strict=False)), roots, behind | zeros)
 
-    reader = _Reader(region, sizes, behind)
+    reader = _Reader(region, sizes, behind, zeros)
     reader.claim_all(zip(placeholders, arguments, strict=False))
     reader.claim_all(zip(tangents, (f"grad_{name}" for name in carrying), strict=True))
     reader.claim_all((node, f"grad_{name}") for name, node in wanted.items())
@@ -133,16 +121,17 @@ def _following(graph: Graph, outputs: tuple[str, ...], returned: tuple[str, ...]
 
 
 def _wanted(
-    region: Region, gradients: Mapping[str, fx.Node | None], roots: frozenset[str], dependents: set[fx.Node]
+    region: Region, gradients: Mapping[str, fx.Node | None], roots: frozenset[str], known: Set[fx.Node]
 ) -> dict[str, fx.Node]:
     """The gradients to return, by the name of their input or parameter.
 
-    An unused parameter has none. A gradient that depends on no incoming gradient, and on none that the model defines
-    itself, is refused: training would silently be wrong (nll_loss on meta tensors loses its gradient in this way).
+    An unused parameter has none. `known` are the nodes that depend on incoming gradients or on ones that the model
+    defines itself, and those of zeros. Others are refused: training would silently be wrong (nll_loss on meta tensors
+    loses its gradient in this way).
     """
     wanted = {name: node for name, node in gradients.items() if name in roots and node is not None}
     for name, node in wanted.items():
-        if node not in dependents and not _is_zero(node):
+        if node not in known:
             raise InternalError(f"{region.name}: the gradient of {name} depends on no gradient of an output")
     lost = [name for name in roots & _carriers(region, roots) if name not in wanted]
     if lost:
@@ -157,21 +146,30 @@ def _own_gradients(nodes: Iterable[fx.Node], region: Region, given: Mapping[fx.N
     yield from (node for node, name in given.items() if name in names)
 
 
-def _is_zero(node: fx.Node) -> bool:
-    """Whether a gradient consists of zeros, like that of a piecewise constant operation."""
-    name = _packet(node)
-    if name in _FILLED or name in ("zeros", "full"):
-        number = 0 if name == "zeros" else node.args[-1] if _FILLED.get(name) is None else _FILLED[name]
-        return isinstance(number, int | float) and number == 0
-    if name in _BILINEAR:
-        return any(map(_is_zero, node.all_input_nodes))
-    return _is_linear(node) and all(map(_is_zero, node.all_input_nodes))
+def _zero_nodes(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The nodes that consist of zeros, like the gradient of a piecewise constant operation and what follows from it."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        name, operands = _packet(node), node.all_input_nodes
+        if name in _FILLED or name in ("zeros", "full"):
+            number = 0 if name == "zeros" else node.args[-1] if _FILLED.get(name) is None else _FILLED[name]
+            zero = isinstance(number, int | float) and number == 0
+        elif name in _BILINEAR:
+            zero = not found.isdisjoint(operands)
+        elif name.endswith("_backward") and name not in _LINEAR:  # linear in its first operand
+            zero = bool(operands) and node.args[0] in found
+        else:
+            zero = _is_linear(node) and found.issuperset(operands)
+        if zero:
+            found.add(node)
+    return frozenset(found)
 
 
 def _is_linear(node: fx.Node) -> bool:
     """Whether a node computes zeros from zeros."""
     name = _packet(node)
-    return bool(node.all_input_nodes) and (name in _NOTHING or name in _RESHAPES or name in _LINEAR)
+    plain = node.target is operator.getitem or name in _NOTHING or name in _RESHAPES or name in _LINEAR
+    return bool(node.all_input_nodes) and plain
 
 
 def _carriers(region: Region, roots: frozenset[str]) -> set[str]:
@@ -226,8 +224,9 @@ def _gradient(type: TensorType) -> TensorType:
 class _Reader:
     """Translates fx nodes to IR operations, named by the marks."""
 
-    def __init__(self, region: Region, sizes: Sizes, behind: Set[fx.Node]) -> None:
-        """`behind` are the nodes that depend on gradients."""
+    def __init__(self, region: Region, sizes: Sizes, behind: Set[fx.Node], zeros: Set[fx.Node]) -> None:
+        """`behind` are the nodes that depend on gradients, `zeros` those that consist of zeros."""
+        self._zeros = zeros
         values = {value.name: value for value in region.params} | region.forward.definitions()
         self.types = {name: value.type for name, value in values.items()}
         self._sizes = sizes
@@ -311,7 +310,8 @@ class _Reader:
         )
 
     def _operation(self, node: fx.Node) -> Op:
-        name, args, attrs = _zeros(node) or _canonical(node, self._arg)
+        zeros = node in self._zeros and _is_linear(node) and not _is_tuple(node)
+        name, args, attrs = _filled_with_zeros(node) if zeros else _canonical(node, self._arg)
         results = self._laid_out(Op(name=name, args=args, attrs=attrs, results=self._results(node)), self._heir(node))
         if effects(name).extra or len(results) > 1:
             source = next((self._sources[value.name] for value in results if value.name in self._sources), None)
@@ -422,10 +422,8 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
-def _zeros(node: fx.Node) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]] | None:
-    """A constant in place of an operation that computes zeros from zeros; it may have the layout of any gradient."""
-    if _is_tuple(node) or not _is_linear(node) or not _is_zero(node):
-        return None
+def _filled_with_zeros(node: fx.Node) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """A constant in place of an operation on zeros; it may have the layout of any gradient."""
     tensor: torch.Tensor = node.meta["val"]
     return "full", (tuple(tensor.shape), 0), (("dtype", DTypeArg(DTYPE_NAMES[tensor.dtype])),)
 

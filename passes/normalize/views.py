@@ -20,7 +20,7 @@ def reshape(w: Writer, op: Op) -> None:
 def permute(order: Callable[[Op, int], tuple[int, ...]]) -> Rewrite:
     def rewrite(w: Writer, op: Op) -> None:
         rank = len(op.result.type.shape)
-        dims = order(op, rank)
+        dims = order(op, rank) if rank else ()
         if dims == tuple(range(rank)):
             w.drop(op)
         else:

@@ -68,6 +68,14 @@ VECTORS = (VECTOR, "q = nn.Parameter(torch.randn(8))")
 CUBE = "torch.randn(8, 4, 8)"
 BAG = "torch.randint(10, (8, 3))"
 EYE = "F.logsigmoid((2 * torch.eye(x.shape[0]) - 1) * (w(x) @ x.t()))"
+NUMBERS = (  # operations along the dimension of a number, which has none
+    "t.gather(-1, t.argsort(-1))", "t.index_select(0, z[None])", "t.scatter(0, z, t * 2)", "t.scatter_add(0, z, t * 2)",
+    "t.index_add(0, z, t)", "t.index_copy(0, z, t * 3)", "t.index_fill(0, z, 2.0) * t", "t.take(z)", "t.sort(-1)[0]",
+    "t.topk(1)[0]", "t.cumsum(0)", "t.cummax(0)[0]", "t.logcumsumexp(0)", "t.softmax(-1) * t", "t.logsumexp(0)",
+    "t.amax(0)", "t.max(-1, keepdim=True)[0]", "t.median(0)[0]", "t.kthvalue(1)[0]", "t.sum((0,))", "t.mean(-1)", "t.norm(dim=0)",
+    "t.flip(0)", "t.roll(1)", "t.movedim(0, 0)", "t.transpose(-1, 0)", "t.swapaxes(0, 0)", "t.squeeze(0)", "t.unfold(0, 1, 1)",
+    "t.masked_select(t > -9).sum()", "t.argmax(-1) * t", "t.quantile(0.5)", "t.repeat(2).sum()", "torch.einsum(',->', t, t)",
+)  # fmt: skip
 HOLDS = {
     "vector @ vector": Case(body="w(x) * (p @ q)", init=VECTORS),
     "activation @ vector": Case(body="w(x).sum(0) @ p", init=VECTORS),
@@ -114,9 +122,28 @@ HOLDS = {
         body="w(x) + self.c(self.h(x))", init=("h = nn.Linear(8, 0)", "c = nn.Linear(0, 8)"), mesh="2x2"
     ),
     "copysign of a parameter": Case(body="w(x) * torch.copysign(torch.ones_like(p), p)", init=VECTORS),
+    "copysign of one number": Case(
+        body="w(x) * torch.copysign(torch.ones(()), self.n)", init=("n = nn.Parameter(torch.randn(()))",), mesh="2x2"
+    ),
     "copysign of a layer": Case(body="x * torch.copysign(p, w(x))", init=VECTORS),
     "sgn of a parameter": Case(body="w(x) * torch.sgn(p)", init=VECTORS),
     "floor of a parameter": Case(body="w(x) * torch.floor(p)", init=VECTORS),
+    **{
+        f"a gradient of zeros through {layer} steps on {mesh}": Case(
+            body="self.cell(w(x))[0].sgn() * p",
+            init=(VECTOR, "cell = nn.LSTM(8, 8)"),
+            batch=f"torch.randn({layer}, 4, 8)",
+            mesh=mesh,
+        )
+        for layer, mesh in ((3, "dp=3"), (3, "tp=2"), (64, "dp=2,tp=2"))
+    },
+    **{
+        f"a number without dimensions on {mesh}": Case(
+            body=f"t, z = w(x).mean(), torch.zeros((), dtype=torch.long); return (x * ({' + '.join(NUMBERS)})).square().mean()",
+            mesh=mesh,
+        )
+        for mesh in ("dp=2", "tp=2")
+    },
     "repeats with a size": Case(
         body="torch.repeat_interleave(w(x).view(2, 4, 4, 2), 3, 2, output_size=12)", batch="torch.randn(2, 4, 8)"
     ),

@@ -201,7 +201,7 @@ def _lookups(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
         yield args[0].numel(), kwargs.get("index", args[-1])
     elif name in ("index_select", "gather"):
         dim, index = (*args[1:3], *(kwargs[word] for word in ("dim", "index") if word in kwargs))
-        yield args[0].shape[dim], index
+        yield args[0].shape[dim] if args[0].dim() else 1, index
     elif name == "__getitem__" and isinstance(args[0], Tensor):
         items = args[1] if isinstance(args[1], tuple) else (args[1],)
         dim = 0

@@ -306,8 +306,11 @@ class Selections:
                 known = known.expand(mask.shape)
             self._know(mask, known)
             return self._read(_TorchCall(Tensor.__getitem__, "__getitem__", (x, mask), {}))
+        if not mask.dim():
+            x, mask = x[None], mask[None]
         made = self._rows.selected(x, mask)
-        self._packed[made] = x, mask
+        if made is not NotImplemented:
+            self._packed[made] = x, mask
         return made
 
     def _scattered(self, call: _TorchCall) -> Any:

@@ -201,36 +201,25 @@ class Tables:
 
     def cuts(self, plan: ParallelPlan, count: int) -> tuple[tuple[int, int], ...]:
         """The first call of each stage, and the end of its calls."""
-        found = self.bodies.shared(plan)
-        assert found is not None
-        return self._facts_of(*found).cuts(count)
+        return self._facts_in(plan).cuts(count)
 
     def links(self, plan: ParallelPlan) -> Mapping[tuple[int, int], bool]:
         """For each pair of calls of which the second reads a value of the first: whether gradients return."""
-        found = self.bodies.shared(plan)
-        assert found is not None
-        return self._facts_of(*found).links
+        return self._facts_in(plan).links
 
     def stage_links(self, plan: ParallelPlan, cuts: Sequence[tuple[int, int]]) -> Sequence[Link]:
         """The pairs of stages of which the second reads values of the first, with their gradients."""
-        found = self.bodies.shared(plan)
-        assert found is not None
-        return self._facts_of(*found).stage_links(tuple(cuts))
+        return self._facts_in(plan).stage_links(tuple(cuts))
 
     def places(self, plan: ParallelPlan) -> tuple[int, ...]:
         """The places between calls where stages may begin and end."""
-        found = self.bodies.shared(plan)
-        assert found is not None
-        return (0, *(end for _, end in self._facts_of(*found).runs))
+        return (0, *(end for _, end in self._facts_in(plan).runs))
 
     def looked_up(self, plan: ParallelPlan) -> Collection[int]:
         """The positions of calls that look up embeddings, whose exchanges depend on the size of the local batch."""
-        found = self.bodies.shared(plan)
-        assert found is not None
-        looking = {
-            region.name for region in found[1].regions if any(op.name.startswith(LOOKUP) for op in region.forward.ops)
-        }
-        return [i for i, call in enumerate(self._facts_of(*found).calls) if call.region in looking]
+        regions = self.program(plan).regions
+        looking = {region.name for region in regions if any(op.name.startswith(LOOKUP) for op in region.forward.ops)}
+        return [i for i, call in enumerate(self._facts_in(plan).calls) if call.region in looking]
 
     def _table(
         self,
@@ -321,6 +310,11 @@ class Tables:
             saved=_sums(whole[call.region][0] for call in calls),
             alive=tuple((*whole[call.region][1:], parted[call.region][2]) for call in calls),
         )
+
+    def _facts_in(self, plan: ParallelPlan) -> _Facts:
+        found = self.bodies.shared(plan)
+        assert found is not None
+        return self._facts_of(*found)
 
     def _facts_of(self, body: RegionBody, program: Program) -> _Facts:
         if body.number not in self._facts:

@@ -576,7 +576,7 @@ class _BatchedExperts(_Experts):
         return found
 
     def _carries(self, index: int, cut: Mapping[str, int]) -> str | None:
-        """The factor by which an operation keeps the dimension of experts of its operands; None if it does not."""
+        """The factor that is the dimension of experts in all operands and results of an operation; None without one."""
         op = self.ops[index]
         rule = resolve(op, self.types) if not cut.keys().isdisjoint(op.refs()) and op.name not in RANDOM else None
         if rule is None:

@@ -302,7 +302,7 @@ class _LongerRegion:
         return True
 
     def _drawing(self, new: Op, op: Op, rule: OpRule, dims: frozenset[int]) -> Op:
-        """The operation with random numbers numbered by true positions."""
+        """The operation with its random numbers numbered by the positions before sequences are extended."""
         for dim in drawn_dims(op, dims):
             new = numbered(new, (dim,), self.found.places[op.results[0].name, dim][1].true)
         attention = Attention.of(op)

@@ -72,7 +72,7 @@ def _gathered_for_microbatches(program: Program) -> set[str]:
     inside, outside = set[str](), set[str]()
     for call in program.calls:
         (inside if program.region(call.region).phase == "microbatch" else outside).update(call.params)
-    # Few numbers: biases of routers, which are compared with each other, and counts, which every rank reads.
+    # Small ones stay whole: biases of routers, which are compared with each other, and counts, which every rank reads.
     whole = {item.name for item in program.parameters if item.balance or item.counts}
     return inside - outside - whole - {buffer for buffer, _ in program.updates}
 

@@ -326,7 +326,7 @@ class ClusterRates:
         cluster = self.cluster
 
         def leaving(devices: int) -> int:
-            """The number of the coordinate's ranks that send out of the first rank's block of `devices` devices."""
+            """The number of senders in the first rank's block of `devices` devices whose targets are outside of it."""
             block = range(first // devices * devices, min(first // devices * devices + devices, mesh.size))
             mine = (rank for rank in block if rank // stride % mesh.axis(PIPELINE_AXIS) == source)
             return sum(1 for rank in mine if (rank + apart) // devices != rank // devices)

@@ -104,7 +104,7 @@ class Bounds:
         self._calls = len(calls)
         tables, experts = set(looked_up_parameters(self.annotated)), set(expert_parameters(self.annotated))
         sizes = {
-            item.name: floating_bytes(item)
+            item.name: floating_bytes(item.type)
             for item in self.annotated.parameters
             if item.trainable and item.name not in tables
         }

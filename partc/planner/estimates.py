@@ -22,10 +22,10 @@ from partc.ir.mesh import (
     is_tensor_axis,
 )
 from partc.ir.operations import VIEWS
-from partc.ir.program import FLOATING, ITEMSIZE, Program, Region, TensorType
+from partc.ir.program import Program, Region
 from partc.passes.stages import staged_calls
 from partc.planner.bounds import Bounds
-from partc.planner.model_sizes import expert_parameters
+from partc.planner.model_sizes import expert_parameters, floating_bytes
 from partc.planner.space import expert_axes_of, expert_parts, mesh_of, sharded_over, sizes_of
 from partc.schedules import SCHEDULES
 
@@ -62,15 +62,15 @@ class Estimates:
         """The facts of a program with shapes of the whole batch."""
         types, calls = program.value_types(), staged_calls(program)[0]
         ops = [op for call in calls for op in program.region(call.region).forward.ops if op.name not in VIEWS]
-        trained = {item.name: _bytes(item.type) for item in program.parameters if item.trainable}
+        trained = {item.name: floating_bytes(item.type) for item in program.parameters if item.trainable}
         experts = sum(trained.get(name, 0) for name in set(expert_parameters(program)))
         rows = [found for call in calls if (found := _rows(program.region(call.region)))]
         return cls(
             bounds=bounds,
             rates=rates,
             launch=launch,
-            between=sum(_bytes(types[name]) for call in calls for name in call.results),
-            made=sum(_bytes(value.type) for op in ops for value in op.results),
+            between=sum(floating_bytes(types[name]) for call in calls for name in call.results),
+            made=sum(floating_bytes(value.type) for op in ops for value in op.results),
             parameters=sum(trained.values()) - experts,
             experts=experts,
             rows=sum(rows),
@@ -185,8 +185,4 @@ def _rows(region: Region) -> int:
     products = [product for op in region.forward.ops if (product := ExpertMatmul.of(op))]
     # The first product of each choice of experts.
     first = {product.chosen: product.rows for product in reversed(products)}
-    return sum(_bytes(types[rows]) for rows in first.values())
-
-
-def _bytes(type: TensorType) -> int:
-    return math.prod(type.shape) * ITEMSIZE[type.dtype] if type.dtype in FLOATING else 0
+    return sum(floating_bytes(types[rows]) for rows in first.values())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from partc.ir.expert_products import ExpertMatmul
-from partc.ir.program import FLOATING, ITEMSIZE, Parameter, Program, Region
+from partc.ir.program import FLOATING, ITEMSIZE, Program, Region, TensorType
 from partc.planner.tables import LOOKUP
 from partc.sharding.placements import expert_weights
 
@@ -53,6 +53,6 @@ def expert_parameters(program: Program) -> Iterator[str]:
         yield from (name for value, name in zip(region.params, call.params, strict=True) if value.name in weights)
 
 
-def floating_bytes(parameter: Parameter) -> int:
-    """The bytes of a parameter; 0 if its elements are integers."""
-    return math.prod(parameter.type.shape) * ITEMSIZE[parameter.type.dtype] if parameter.type.dtype in FLOATING else 0
+def floating_bytes(type: TensorType) -> int:
+    """The bytes of a tensor; 0 if its elements are integers."""
+    return math.prod(type.shape) * ITEMSIZE[type.dtype] if type.dtype in FLOATING else 0

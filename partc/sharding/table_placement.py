@@ -224,7 +224,7 @@ class _Program:
                 yield row, free, 0
 
     def placement(self, solution: Any) -> dict[str, int]:
-        """The ranks of whole tables."""
+        """The rank that holds each whole table."""
         found: dict[str, int] = {}
         for index, equal in enumerate(self._sets):
             left = iter(equal)

@@ -1,6 +1,7 @@
-"""The outcomes of branches and tests of masks in one trace, which runs one of them of each.
+"""The outcomes of the branches and of the tests of masks in one trace.
 
-A program that chooses at run time is made of several traces of a model, which differ in these outcomes.
+A trace follows one outcome of each branch. Traces with different outcomes are joined to a program that chooses at run
+time.
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     ),
     "P0212": CodeExplanation(
         "an in-place operation that others would see",
-        "Changing a reshape in place, which may be a view or a copy, changes other tensors too; a change under "
-        "no_grad of a value that has a gradient changes the value, but not its gradient. Use the operation without the "
-        "underscore and the value that it returns.",
+        "Changing a reshape in place, which may be a view or a copy, changes other tensors too; a change by `.data` or "
+        "`detach()` of a value that a backward pass reads, as relu's reads its result, changes gradients as well. Use "
+        "the operation without the underscore and the value that it returns.",
     ),
     "P0213": CodeExplanation(
         "an operation's arguments are not as expected",

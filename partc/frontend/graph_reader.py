@@ -27,7 +27,7 @@ from partc.ir.gradients import reached
 from partc.ir.naming import identifier, unique, unreserved
 from partc.ir.operations import memory_owner
 from partc.ir.operators import DTYPE_NAMES
-from partc.ir.program import NO_GRAD, Arg, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
+from partc.ir.program import NO_GRAD, PASSED_BY, Arg, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
 from partc.torch_private import OpOverload
 
 LITERAL = 4096  # elements of a constant that is written down
@@ -391,14 +391,16 @@ class GraphReader:
         for user in node.users:
             if user.target is operator.getitem:
                 index: int = user.args[1]  # type: ignore[assignment]
-                keeps = node.args[0] is not False or _returned(results[index]) in places
-                self._names[user] = outputs[index] if keeps else self._stopped(user, outputs[index])
+                changed = _changed_tensor(results[index])
+                if node.args[0] is not False:
+                    self._names[user] = outputs[index]
+                elif changed in places:
+                    self._names[user] = self._names[changed]
+                else:
+                    self._names[user] = self._stopped(user, outputs[index])
 
     def _silence(self, start: int) -> None:
-        """Mark changes in place under no_grad, whose new values have no gradient.
-
-        Raises PartcError P0212 where a gradient would reach the tensor's value before the change.
-        """
+        """Mark changes in place under no_grad, whose new values have no gradient."""
         changes = [place for place in range(start, len(self._ops)) if is_change(self._ops[place])]
         if not changes:
             return
@@ -413,15 +415,9 @@ class GraphReader:
         for place in changes:
             op = self._ops[place]
             target = memory_owner(next(op.refs()), inside, types)
-            if target in outside and target not in parameters:
-                raise PartcError(
-                    "P0212",
-                    f"{op.name} changes a tensor under no_grad whose gradient would pass by the change",
-                    help=f"use {op.name.removesuffix('_')} and the value it returns, detached",
-                    source=op.source,
-                )
-            if not live.isdisjoint(op.refs()):
-                self._ops[place] = replace(op, attrs=(*op.attrs, (NO_GRAD, True)))
+            passed = ((PASSED_BY, True),) if target in outside and target not in parameters else ()
+            if passed or not live.isdisjoint(op.refs()):
+                self._ops[place] = replace(op, attrs=(*op.attrs, (NO_GRAD, True), *passed))
 
     def _of_pairs(self, node: fx.Node, name: str) -> None:
         """Replace an operation on complex numbers by operations on pairs of real ones."""
@@ -444,13 +440,7 @@ class GraphReader:
             self._names[user] = made[user.args[1]]  # type: ignore[index]
 
     def _stopped(self, user: fx.Node, made: str) -> str:
-        """Detach a value that was computed under no_grad; a parameter that was changed there is itself."""
-        makers = {value.name: op for op in self._ops for value in op.results}
-        same = made
-        while (op := makers.get(same)) is not None and is_change(op):
-            same = next(op.refs())
-        if same in {value.name for value in self.params}:
-            return same
+        """Detach a value that was computed under no_grad."""
         value = Value(name=f"{user.name}_stopped", type=tensor_type(user.meta["val"], user.name))
         self._add("detach", (Ref(made),), (), (value,), source_of(user))
         return value.name
@@ -541,6 +531,14 @@ def _returned(node: fx.Node) -> fx.Node:
     """
     while (operand := _operand(node)) is not None and _form(node) == _form(operand):
         node = operand
+    return node
+
+
+def _changed_tensor(node: fx.Node) -> fx.Node:
+    """The tensor that the code has as this node, before the changes in place that end in the node."""
+    node = _returned(node)
+    while _name(node).endswith("_") and isinstance(node.target, OpOverload):
+        node = _returned(node.all_input_nodes[0])
     return node
 
 

@@ -26,6 +26,7 @@ ITEMSIZE: Mapping[str, int] = {
 }  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")  # the types of computation
 NO_GRAD = "no_grad"  # marks a traced change in place whose new values have no gradient
+PASSED_BY = "passed_by"  # also marks it if the changed tensor has a gradient, which passes by the change
 SPARSE = "sparse"  # marks a table's gradient that is kept as rows
 RAGGED = "ragged"  # a kernel's argument whose number of rows depends on the data
 SCAN = "scan"  # a loop over time: `scan(starts, sequences, constants, step=…)`, see `Scan`

@@ -95,7 +95,8 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
         nexts[buffer] = _next_value(writer, buffer, writer.same.get(made, made))
     forward = replace(graph, ops=tuple(writer.ops), outputs=(*outputs, *nexts.values())).without_dead()
     forward = with_solves(with_joins(forward), writer.types)
-    return replace(region, forward=with_dims(forward, writer.types)), writer.drawn, nexts
+    all_types = {**writer.types, **{name: value.type for name, value in forward.definitions().items()}}
+    return replace(region, forward=with_dims(forward, all_types)), writer.drawn, nexts
 
 
 def _next_value(w: Writer, buffer: str, made: str) -> str:

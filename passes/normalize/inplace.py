@@ -11,8 +11,9 @@ A changed view (a slice, a row, a transpose, a diagonal) is put back into its te
 the new value, and a view that is read after a change of its tensor is recomputed, as torch's functionalization does.
 The last value of a buffer or a parameter is the first value of the next microbatch. A change is refused if it reaches a
 tensor by a view that may be a copy (reshape, flatten, contiguous, to) and the tensor is read afterwards. A change of an
-input only affects this step. A change with the attribute `no_grad` writes values without a gradient. Readers of a
-changed parameter give their gradients to the parameter, as in eager mode:
+input only affects this step. A change with the attribute `no_grad`, or by `detach`, writes values without a gradient.
+Readers of a tensor that is changed in this way, and of a changed parameter, give their gradients to the tensor's value
+before the change, as in eager mode:
 
     clamp_(w, 0, 1)                w_new = clamp(w, 0, 1)
     y = mul(x, w)           ->     w_now = own_gradient((w_new,), (w,), (incoming_gradient(w_new),))
@@ -21,7 +22,7 @@ changed parameter give their gradients to the parameter, as in eager mode:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,12 +31,14 @@ from partc.errors import PartcError
 from partc.ir.naming import unique
 from partc.ir.operations import effects, shares_memory, spelling
 from partc.ir.operators import DTYPE_NAMES, DTYPES, torch_argument, torch_operator
-from partc.ir.program import NO_GRAD, Arg, DType, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
+from partc.ir.program import NO_GRAD, PASSED_BY, Arg, DType, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
+from partc.rules import resolve
 
 _FUNCTIONAL = {"normal_": "normal_functional"}  # `normal` draws from tensors of means and deviations
 _RESHAPES = frozenset(name for name in spelling("reshape") if effects(name).memory == "view")
 _TRANSPOSES = spelling("permute") - {"permute", "movedim"}  # each is its own inverse
 _SPANS = spelling("split") - {"unbind"}
+_MARKS = (NO_GRAD, PASSED_BY)
 _COMPARISONS = frozenset({
     "eq", "ne", "gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "not_equal", "logical_not",
     "logical_and", "logical_or", "logical_xor",
@@ -78,6 +81,9 @@ class _Functionalization:
         self._trained = trained
         self._types = {**states, **{name: value.type for name, value in graph.definitions().items()}}
         self._last = _last_reads(graph)
+        self._live = _live(graph, self._types, trained)
+        self._makers = graph.makers()
+        self._owners = _owners(graph, self._types)
         self._taken = set(self._types)
         self._roots: dict[str, str] = {}  # view -> the value whose memory it shares
         self._views: dict[str, _View] = {}
@@ -142,6 +148,8 @@ class _Functionalization:
         root = self._roots.get(target, target)
         if root not in (target, *wholes):
             self._check_unread(op, {target, *wholes}, root, index)
+        silent = root not in self._states and root in (target, *wholes) and self._is_silent(op, target, index)
+        old = self._latest(root) if silent else root
         done = self._of_own_type(op, _functional(self._renewed(op)))
         if (NO_GRAD, True) in op.attrs:
             written = replace(op.result, name=unique(f"{op.result.name}_written", self._taken))
@@ -162,13 +170,13 @@ class _Functionalization:
                 now = made.name
             self._current[name], self._seen[name] = now, count
             part = name
-        if root in self._trained:
-            self._give_gradient(root, now, op)
+        if root in self._trained or silent:
+            self._give_gradient(root, old, now, op)
             # To be recomputed, with the gradient.
             self._seen.update(dict.fromkeys({target, *wholes} - {root}, count - 1))
         same = Op(name="alias", args=(Ref(target),), results=op.results, source=op.source)
         self._shows(op.result.name, _View(target, same))
-        if root in self._trained:
+        if root in self._trained or silent:
             self._seen[op.result.name] = count - 1  # likewise, if the model reads what the change returns
 
     def _of_own_type(self, change: Op, functional: Op) -> Op:
@@ -185,16 +193,53 @@ class _Functionalization:
         args = (Ref(wide.name), DTypeArg(change.result.type.dtype))
         return Op(name="to", args=args, results=change.results, source=change.source, attrs=change.attrs)
 
-    def _give_gradient(self, weight: str, now: str, change: Op) -> None:
-        """Let readers of a changed weight read `now`, whose gradient goes to the weight."""
-        values = [
-            Value(name=unique(f"{weight}_{word}", self._taken), type=self._types[weight]) for word in ("grad", "now")
-        ]
+    def _is_silent(self, op: Op, target: str, index: int) -> bool:
+        """Whether autograd does not see a change of a tensor that has a gradient, so that this passes by the change.
+
+        Raises PartcError P0212 if a backward pass may read the changed values; after changes under no_grad, it would
+        fail in eager mode.
+        """
+        root = self._roots.get(target, target)
+        if (NO_GRAD, True) in op.attrs:
+            return (PASSED_BY, True) in op.attrs
+        names = [target]
+        while names[-1] in self._views:
+            names.append(self._views[names[-1]].base)
+        if root not in self._live or not any(self._views[name].op.name == "detach" for name in names[:-1]):
+            return False
+        more = not self._live.isdisjoint([*op.refs()][1:])  # whose gradients only readers of the detached tensor give
+        maker = self._makers[root]
+        if root not in self._graph.outputs and not any(self._live_readers(root, len(self._graph.ops))):
+            return False  # no backward pass runs through it
+        if more or not self._linear(maker) or any(map(self._saves, self._live_readers(root, index))):
+            raise _refusal(op)
+        return True
+
+    def _live_readers(self, root: str, index: int) -> Iterator[Op]:
+        """The operations before `index` that read the memory of `root` and give it a gradient."""
+        for op in self._graph.ops[:index]:
+            silent = shares_memory(op, self._types) or (NO_GRAD, True) in op.attrs
+            if not silent and any(x in self._live and self._owners.get(x, x) == root for x in op.refs()):
+                yield op
+
+    def _saves(self, op: Op) -> bool:
+        """Whether the backward pass of an operation may read an operand."""
+        linear = self._linear(_functional(op) if is_change(op) else op)
+        return effects(op.name).differentiable and [*map(len, linear)] != [len([*op.refs()])]
+
+    def _linear(self, op: Op) -> Sequence[Collection[int]]:
+        """The groups of operands in which an operation is linear: then its backward pass does not read its result."""
+        rule = resolve(op, self._types)
+        return () if rule is None else rule.linear
+
+    def _give_gradient(self, name: str, before: str, now: str, change: Op) -> None:
+        """Let readers of a changed tensor read `now`, whose gradient goes to the value `before`."""
+        values = [Value(name=unique(f"{name}_{word}", self._taken), type=self._types[name]) for word in ("grad", "now")]
         gradient = Op(name="incoming_gradient", args=(Ref(now),), results=(values[0],), source=change.source)
-        args = ((Ref(now),), (Ref(weight),), (Ref(values[0].name),))
+        args = ((Ref(now),), (Ref(before),), (Ref(values[0].name),))
         given = Op(name="own_gradient", args=args, results=(values[1],), source=change.source)
         self._ops += (gradient, given)
-        self._current[weight] = values[1].name
+        self._current[name] = values[1].name
 
     def _containers(self, name: str) -> list[str]:
         """The tensors that contain a value, innermost first, as far as a change can be written back to them."""
@@ -206,10 +251,8 @@ class _Functionalization:
 
     def _is_part(self, name: str) -> bool:
         view = self._views[name]
-        if view.op.name == "detach":  # otherwise a gradient would bypass the change
-            return self._roots[name] in self._states
         base, own = Ref(view.base), Value(name=name, type=self._types[view.base])
-        return view.op.name == "alias" or _put_back(view, base, Ref(name), own) is not None
+        return view.op.name in ("alias", "detach") or _put_back(view, base, Ref(name), own) is not None
 
     def _check_unread(self, op: Op, known: set[str], root: str, index: int) -> None:
         """Refuse a change of a view that may be a copy, if its memory is read afterwards."""
@@ -294,7 +337,7 @@ def _span(view: _View) -> tuple[str, tuple[Arg, ...]] | None:
 
 def _recorded(op: Op) -> Op:
     """An operation without the mark of torch.no_grad()."""
-    return replace(op, attrs=tuple(item for item in op.attrs if item[0] != NO_GRAD))
+    return replace(op, attrs=tuple(item for item in op.attrs if item[0] not in _MARKS))
 
 
 def _functional(op: Op) -> Op:
@@ -309,9 +352,35 @@ def _functional_type(op: Op, types: Mapping[str, TensorType]) -> DType | None:
     if op.name not in _COMPARISONS and len({types[name].dtype for name in op.refs()}) == 1:
         return None
     known = {name: torch.empty(types[name].shape, dtype=DTYPES[types[name].dtype], device="meta") for name in op.refs()}
-    options = {key: torch_argument(arg, known) for key, arg in op.attrs if key != NO_GRAD}
+    options = {key: torch_argument(arg, known) for key, arg in op.attrs if key not in _MARKS}
     made = torch_operator(op.name)(*(torch_argument(arg, known) for arg in op.args), **options)
     return DTYPE_NAMES[made.dtype]
+
+
+def _live(graph: Graph, types: Mapping[str, TensorType], trained: Collection[str]) -> set[str]:
+    """The values whose gradient reaches `trained` weights, also through changes in place."""
+    live, makers = set(trained), graph.makers()
+    for op in graph.ops:
+        if not effects(op.name).differentiable or live.isdisjoint(op.refs()):
+            continue
+        live.update(value.name for value in op.results if value.type.differentiable)
+        name = next(op.refs()) if is_change(op) and (NO_GRAD, True) not in op.attrs else ""
+        while name:
+            live.add(name)
+            maker = makers.get(name)
+            shown = maker is not None and maker.name != "detach" and (is_change(maker) or shares_memory(maker, types))
+            name = next(maker.refs(), "") if maker is not None and shown else ""
+    return live
+
+
+def _owners(graph: Graph, types: Mapping[str, TensorType]) -> dict[str, str]:
+    """The value whose memory each view, and each result of a change in place, has."""
+    owners: dict[str, str] = {}
+    for op in graph.ops:
+        first = next(op.refs(), None)
+        if first is not None and (is_change(op) or shares_memory(op, types)):
+            owners.update(dict.fromkeys((value.name for value in op.results), owners.get(first, first)))
+    return owners
 
 
 def _last_reads(graph: Graph) -> dict[str, int]:

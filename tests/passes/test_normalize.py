@@ -376,6 +376,14 @@ def test_a_changed_entry_of_the_batch_is_the_steps_own() -> None:
     check(Function(forward), X)
 
 
+def test_detached_tensors_share_memory() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x.sin()
+        return (y.detach().mul_(2) * m.v).sum() + y.sum()
+
+    check(Function(forward), X)
+
+
 def observed(x: Tensor, least: Tensor) -> Tensor:
     """x by torch's fake quantization, which writes the least number and others."""
     on, most, scale, zero = torch.ones(1, dtype=torch.int64), least + 1, least + 0, torch.zeros(1, dtype=torch.int32)
@@ -388,7 +396,7 @@ def observed(x: Tensor, least: Tensor) -> Tensor:
         (lambda m, x: torch.poisson(x).sum(), "P0207"),
         (lambda m, x: (lambda y: y.flatten().add_(1).sum() + y.sum())(x.sin()), "P0212"),
         (lambda m, x: (lambda y: y.flatten() + y.add_(1).flatten())(x.sin()).sum(), "P0212"),
-        (lambda m, x: (lambda y: y.detach().mul_(2).sum() + y.sum())(x.sin()), "P0212"),
+        (lambda m, x: (lambda y: y.detach().mul_(2).sum() + y.sum())((x * m.v).sin()), "P0212"),
         (lambda m, x: observed(x.sin(), x.mean().detach()).sum(), "P0212"),
     ],
 )

@@ -501,6 +501,12 @@ def _without_data(func: Callable[..., Any], x: Tensor, *value: Tensor) -> tuple[
         return Tensor.detach, (x,)
     if (x.shape, x.dtype) != (value[0].shape, value[0].dtype):
         return func, (x, *value)
+    if x.requires_grad and not isinstance(x, torch.nn.Parameter):
+        raise PartcError(
+            "P0212",
+            "forward assigns other values to the data of a computed tensor, whose earlier views keep the old ones",
+            help="use x.data.copy_(values), which changes views too, or a new tensor",
+        )
     return Tensor.copy_, (x.detach(), value[0].detach())
 
 

@@ -59,6 +59,31 @@ def scaled(h: Tensor) -> Tensor:
     return (h * number).square().mean() / (number + 1) if number > 3 else h.sin().mean() * number
 
 
+def ragged(h: Tensor) -> Tensor:
+    """Parts whose lengths are data: up to a place, from a place, between two places, and counted from the end."""
+    lengths = (h.detach().mean(2) > 0).sum(1) + 1
+    means = torch.stack([rows[:length].mean(0) for rows, length in zip(h, lengths, strict=True)])
+    spread = sum(h[i, lengths[i] - 1 :].var() + h[i, -lengths[i] :, 2].amax() for i in range(4))
+    return means.std() + spread + h[2, : lengths[2]].logsumexp(0).sum() + h[:, : int(lengths[3])].square().mean()
+
+
+def unchanged(h: Tensor) -> Tensor:
+    """A loop that ends when its values stay as they are."""
+    for _ in range(3):
+        further = (h * 0.5).tanh()
+        if torch.allclose(further, h, atol=0.9):
+            break
+        h = further
+    return h.square().mean() if torch.equal(h, h.abs()) else h.mean()
+
+
+@pytest.mark.parametrize(("step", "mesh"), [(ragged, "dp=2,tp=2"), (ragged, "pp=2"), (unchanged, "dp=2")])
+def test_parts_end_at_unknown_places(step: Callable[[Tensor], Tensor], mesh: str) -> None:
+    torch.manual_seed(0)
+    found = partc.compile(Net(step), batch(), mesh=mesh, precision="fp64").verify(steps=3)
+    assert found.ok, str(found.worst)
+
+
 @pytest.mark.parametrize(
     ("step", "mesh"), [(cropped, "dp=2,tp=2"), (rolled, "tp=2"), (picked, "dp=2"), (scaled, "dp=2,tp=2")]
 )
@@ -91,7 +116,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "added": added,
     "divided": divided,
     "assigned": lambda h: h.clone().__setitem__((0, slice(int(best(h)), int(best(h)) + 2)), 0),
-    "a size": lambda h: h[:, : int(best(h))].mean(),
+    "a size": lambda h: torch.zeros(int(best(h))).sum() * h.mean(),
     "a list": lambda h: [h.sin(), h.cos(), h.exp(), h.tanh(), h.relu(), h.square()][int(best(h)) % 6].mean(),
     "a loop": lambda h: sum(h.sin().mean() for _ in range(int(best(h)))),
     "a dimension": lambda h: h.sum(int(best(h)) // 8).mean(),

@@ -332,8 +332,8 @@ class ValueWatch(TorchFunctionMode):
             return number
         found = self.selections.answer(name, args[0])
         if found is NotImplemented:
-            if name in TESTS and self._may_branch() and permitted(BOTH_OUTCOMES).may():
-                return self._branch_on_values(args[0])
+            if name in _TESTS and self._may_branch() and permitted(BOTH_OUTCOMES).may():
+                return self._branch_on_values(args[0] if name in TESTS else _alike(name, *args, **kwargs))
             return func(*args, **kwargs)
         return format(found, *args[1:]) if name == "__format__" else found
 
@@ -508,6 +508,13 @@ def _without_data(func: Callable[..., Any], x: Tensor, *value: Tensor) -> tuple[
             help="use x.data.copy_(values), which changes views too, or a new tensor",
         )
     return Tensor.copy_, (x.detach(), value[0].detach())
+
+
+def _alike(name: str, one: Tensor, other: Tensor, *tolerances: Any, **named: Any) -> Tensor:
+    """The result of torch.equal or torch.allclose as a tensor."""
+    if name == "allclose":
+        return torch.isclose(one, other, *tolerances, **named).all()
+    return (one == other).all() if one.shape == other.shape else torch.zeros((), dtype=torch.bool)
 
 
 def _calling_frame() -> FrameType | None:

@@ -256,7 +256,11 @@ class Selections:
     def _read(self, call: _TorchCall) -> Any:
         x, index = self._at_numbers(*call.args)
         if x is not call.given:
-            return call.func(x, index)
+            rest = _TorchCall(call.func, call.name, (x, index), {})
+            made = self._read(rest)
+            return rest.run() if made is NotImplemented else made
+        if (part := self._between(x, index)) is not NotImplemented:
+            return part
         if (row := self._groups.read(x, index)) is not NotImplemented:
             return row
         if (rows := rows_in_order.read(self._rows, x, index)) is not NotImplemented:
@@ -477,6 +481,52 @@ class Selections:
             dim += item is not None
         return x, tuple(items)
 
+    def _between(self, x: Tensor, index: Any) -> Any:
+        """x[:, a:b] with unknown bounds: the selected rows between them; NotImplemented for other indices."""
+        items = index if isinstance(index, tuple) else (index,)
+        found: list[tuple[int, int, int]] = []  # place in the index, dimension, dimension of the result
+        dim, kept = 0, 0
+        for place, item in enumerate(items):
+            if item is Ellipsis:
+                skipped = x.dim() - dim - sum(each is not None for each in items[place + 1 :])
+                dim, kept = dim + skipped, kept + skipped
+                continue
+            if not (item is None or isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool))):
+                return NotImplemented
+            if isinstance(item, slice) and self._is_bounded(item):
+                found.append((place, dim, kept))
+            dim, kept = dim + (item is not None), kept + (not isinstance(item, int))
+        if len(found) != 1 or self._rows.of(x) is not None or not permitted(UNKNOWN_NUMBERS).may():
+            return NotImplemented
+        [(place, dim, kept)] = found
+        size, part = x.shape[dim], items[place]
+        places = torch.arange(size)
+        mask = places >= _bound(0 if part.start is None else part.start, size)
+        if part.stop is not None:
+            mask = mask & (places < _bound(part.stop, size))
+        whole = x[(*items[:place], slice(None), *items[place + 1 :])]
+        rows = self._rows.selected(whole, (*(slice(None),) * kept, mask))
+        self._rows.hold(rows, mask, kept)
+        self._copies[rows] = True
+        self.numbers.extend(self.tests.source())
+        return rows
+
+    def _is_bounded(self, part: slice) -> bool:
+        """Whether a bound of a slice is an unknown integer. Slices by the sizes of parts are read elsewhere."""
+        start, stop, step = _bounds(part)
+        if step not in (None, 1) or isinstance(start, PartSize):
+            return False
+        if isinstance(stop, PartSize):
+            return (start is None or (type(start) is int and start == 0)) and stop.last == stop.first + 1
+        unknown = [
+            isinstance(x, ValueNumber)
+            or (isinstance(x, Tensor) and not x.dim() and x.dtype in INTEGERS and self._value(x) is None)
+            for x in (start, stop)
+        ]
+        return any(unknown) and all(
+            known or x is None or type(x) is int for known, x in zip(unknown, (start, stop), strict=True)
+        )
+
     def _place(self, item: Any) -> Any:
         """An item of an index; an integer of a list, which may be a count, is a place here."""
         if not isinstance(item, PartSize):
@@ -572,6 +622,15 @@ class Selections:
 def _changes_in_place(name: str) -> bool:
     """Whether a function changes its first argument: `add_`, `x[i] = y` or `x += y`."""
     return name in _OPERATORS_IN_PLACE if name.endswith("__") else name.endswith("_")
+
+
+def _bound(number: Any, size: int) -> Any:
+    """A bound of a slice, which counts from the end if it is negative."""
+    if isinstance(number, RowCount):
+        number = number.tensor()
+    if isinstance(number, Tensor):
+        return torch.where(number < 0, number + size, number)
+    return number if number >= 0 else number + size
 
 
 def _bounds(item: slice) -> tuple[Any, Any, Any]:

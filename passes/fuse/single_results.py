@@ -151,9 +151,9 @@ def _derivative(op: Op, read: Collection[str], types: Mapping[str, TensorType], 
             write("mul", grad, part, makes=op.result)
         case "_prelu_kernel_backward", (grad, x, slope):
             above = write("gt", x, 0.0, word="above", like=x)
-            write("where", above, grad, write("mul", grad, slope, word="part", like=x), makes=op.results[0])
+            write("where", above, grad, write("mul", grad, slope, word="part", like=grad), makes=op.results[0])
             if op.results[1].name in read:
-                write("where", above, 0.0, write("mul", grad, x, word="terms", like=x), makes=op.results[1])
+                write("masked_fill", write("mul", grad, x, word="terms", like=grad), above, 0.0, makes=op.results[1])
         case _:
             steps.append(op)
     yield from steps

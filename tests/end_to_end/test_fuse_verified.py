@@ -11,6 +11,7 @@ from tests.zoo import MODELS
 
 WIDE = Path(__file__).parents[1] / "models" / "wide.py"
 ACTIVATIONS = Path(__file__).parents[1] / "models" / "activations.py"
+ONE_VECTOR = Path(__file__).parents[1] / "independent" / "models" / "one_vector.py"
 BY_HAND = Path(__file__).parents[1] / "models" / "by_hand.py"
 SMALL = {"batch": 2, "seq": 4}
 
@@ -34,6 +35,12 @@ def test_packages_with_kernels_equal_the_single_device_model(tmp_path: Path, nam
     assert text.count("kernels.") >= 3
     assert "kernels.embedding_grad" in text and "functional.embedding_shard_add_grad" not in text
     assert "functional.dropout" not in text and text.count("comm.counter(") == (6 if "dropout" in name else 0)
+
+
+def test_derivatives_of_one_vector_that_ranks_hold_parts_of() -> None:
+    """The mean of a batch that dp cuts: the gradients of norms and slopes of it are partial sums."""
+    result = partc.compile(ONE_VECTOR, kernels="triton", mesh="dp=2", precision="fp64").verify(virtual=True, steps=2)
+    assert result.ok and result.worst.rel_err < 1e-13, result.worst
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ CHEAP = {
     "stored_keys": (5,),
     "forked_paths": (0,),
     "types_in_place": (1,),
+    "one_vector": (1, 4),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

@@ -192,10 +192,10 @@ def rms_norm_backward(
         wanted = [True, weight is not None]
         grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward.default(grad, x, shape, rstd, weight, wanted)
         return grad_x, grad_weight
-    dims, rows = tuple(range(-len(shape), 0)), tuple(range(x.dim() - len(shape)))
+    dims = tuple(range(-len(shape), 0))
     unit = x * rstd
     grad_unit = grad if weight is None else grad * weight
-    grad_weight = None if weight is None else (grad * unit).sum(rows).to(weight.dtype)
+    grad_weight = None if weight is None else (grad * unit).reshape(-1, *shape).sum(0).to(weight.dtype)
     along = (grad_unit * unit).mean(dims, keepdim=True)
     return unit.mul_(along).sub_(grad_unit).mul_(-rstd).to(x.dtype), grad_weight
 

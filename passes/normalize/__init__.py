@@ -97,7 +97,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     read = {name for op in region.forward.ops for name in op.refs()}
     still = {name for op in forward.ops for name in op.refs()} | {*forward.outputs}
     lost = [name for name in types if name in trained and name in read - still and 0 not in types[name].shape]
-    if lost:
+    if lost and not trained.isdisjoint(still):  # a loss without any gradient is refused later
         loss = _with_zero_gradients(writer, outputs[0], lost)
         forward = replace(forward, ops=(*forward.ops, *loss), outputs=(loss[-1].result.name, *forward.outputs[1:]))
     forward = with_solves(with_joins(forward), writer.types)

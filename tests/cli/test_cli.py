@@ -271,7 +271,7 @@ def test_wrong_input_is_a_coded_error(
         (("import torch\n", "import torch\nthis is no python\n"), "P0202", 3),
         (("return Net()", "return 1 / 0"), "P0205", 15),
         (("return Net()", "return 'a net'"), "P0205", None),
-        (("self.down(torch.relu(self.up(x))).sum()", "self.up(x).sum() * float(x.sum())"), "P0206", 12),
+        (("self.down(torch.relu(self.up(x))).sum()", "self.up(x).sum() * round(float(x.sum()))"), "P0206", 12),
         ((".sum()", ""), "P0208", None),
         ((".sum()", ".sum() + torch.poisson(x).sum()"), "P0207", 12),
     ],

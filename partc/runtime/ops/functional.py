@@ -192,12 +192,17 @@ def rms_norm_backward(
         wanted = [True, weight is not None]
         grad_x, grad_weight = torch.ops.aten._fused_rms_norm_backward.default(grad, x, shape, rstd, weight, wanted)
         return grad_x, grad_weight
-    dims = tuple(range(-len(shape), 0))
+    dims, rows = tuple(range(-len(shape), 0)), tuple(range(x.dim() - len(shape)))
     unit = x * rstd
     grad_unit = grad if weight is None else grad * weight
-    grad_weight = None if weight is None else (grad * unit).reshape(-1, *shape).sum(0).to(weight.dtype)
+    grad_weight = None if weight is None else _summed(grad * unit, rows).to(weight.dtype)
     along = (grad_unit * unit).mean(dims, keepdim=True)
     return unit.mul_(along).sub_(grad_unit).mul_(-rstd).to(x.dtype), grad_weight
+
+
+def _summed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The sum over these dimensions; torch sums over all if there are none."""
+    return x.sum(dims) if dims else x
 
 
 def layer_norm(

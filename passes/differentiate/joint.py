@@ -20,6 +20,7 @@ from partc.ir.parser import parse_graph
 from partc.ir.program import SCAN, Arg, DTypeArg, Graph, Op, Ref, Region, TensorType, Value, needed
 from partc.passes.differentiate.products import with_cheaper_products
 from partc.rules.inference import Inferred, inferred, local
+from partc.rules.rule import integers
 from partc.torch_private import OpOverload
 
 _RESHAPES = spelling("reshape")
@@ -302,12 +303,31 @@ class _Reader:
     def read(self, nodes: list[fx.Node], incoming: Iterable[Value]) -> tuple[Op, ...]:
         """The operations of all nodes; `incoming` are the gradients of the outputs."""
         self._made.update((value.name, value.type) for value in incoming)
-        return tuple(
+        ops = [
             self._operation(node)
             for node in nodes
             if node.op == "call_function" and node.target is not operator.getitem and _origin(node) is node
             if "val" in node.meta  # an assertion has no result
-        )
+        ]
+        return tuple(self._settled(ops))
+
+    def _settled(self, ops: Sequence[Op]) -> Iterator[Op]:
+        """The operations; a doubtful layout whose permutation is known from the forward pass follows from it."""
+        known = {
+            next(op.refs()): (op.result.type.layout, integers(op.args[1]))
+            for op in ops
+            if op.name == "permute" and op.result.name in self._known
+        }
+        for op in ops:
+            name = op.results[0].name
+            if name in known and name not in self._known and op.name == "reshape":
+                layout, order = known[name]
+                before = replace(layout, dims=tuple(layout.dims[order.index(dim)] for dim in range(len(order))))
+                (made,) = inferred(op, self._made, self._sizes)
+                if made is not None and made.doubtful and made.allows(before, self._sizes):
+                    op = replace(op, results=(replace(op.result, type=replace(op.result.type, layout=before)),))
+                    self._made[name] = op.result.type
+            yield op
 
     def _operation(self, node: fx.Node) -> Op:
         zeros = node in self._zeros and _is_linear(node) and not _is_tuple(node)

@@ -82,6 +82,12 @@ HOLDS = {
     "matrix @ vector": Case(body="w(x) @ p", init=VECTORS),
     "vector @ matrix": Case(body="p @ w(x)", init=VECTORS),
     "vector @ batch of matrices": Case(body="p[:4] @ w(x)", init=VECTORS, batch=CUBE, mesh="2x2"),
+    **{
+        f"vector @ transposed matrix of each {part}": Case(
+            body="p @ w(x).mT", init=(VECTOR,), batch="torch.randn(2, 4, 8)", mesh=mesh, microbatches=count
+        )
+        for part, mesh, count in (("rank", "dp=2", 1), ("microbatch", "1", 2), ("rank of tp", "dp=2,tp=2", 1))
+    },
     "batch of matrices @ vector": Case(body="w(x) @ p", init=VECTORS, batch=CUBE, mesh="2x2"),
     "distances of the batch's own rows": Case(body="torch.cdist(w(x), w(x) + 1)", mesh="2"),
     "distances of batches": Case(body="torch.cdist(w(x), x)", batch=CUBE, mesh="2x2"),

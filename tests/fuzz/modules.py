@@ -45,8 +45,8 @@ MESHES = (
     "dp_out=2,dp_in=2,tp=1",
 )
 # Refusals of what plain PyTorch trains, each for its reason: batches that do not divide, too few calls, budgets too
-# small, draws, changes in place, gradients that reach nothing.
-PLAUSIBLE = frozenset({"P0401", "P0403", "P0404", "P0413", "P0415", "P0212", "P0217", "P0302", "P0105"})
+# small, draws, changes in place, gradients that reach nothing, weights as long as the whole batch.
+PLAUSIBLE = frozenset({"P0401", "P0403", "P0404", "P0413", "P0415", "P0212", "P0217", "P0302", "P0105", "P0222"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,19 @@ from partc.ir.gradients import reached
 from partc.ir.naming import identifier, unique, unreserved
 from partc.ir.operations import memory_owner
 from partc.ir.operators import DTYPE_NAMES
-from partc.ir.program import NO_GRAD, PASSED_BY, Arg, DTypeArg, Graph, Op, Ref, TensorType, Value, is_change
+from partc.ir.program import (
+    NO_GRAD,
+    PASSED_BY,
+    Arg,
+    DTypeArg,
+    Graph,
+    Op,
+    Ref,
+    TensorType,
+    Value,
+    is_change,
+    is_in_place,
+)
 from partc.torch_private import OpOverload
 
 LITERAL = 4096  # elements of a constant that is written down
@@ -519,7 +531,7 @@ def _name(node: fx.Node) -> str:
 def _writes_operands(node: fx.Node) -> bool:
     """Whether an operation other than a change in place writes into an operand, as observers of quantization do."""
     schema, name = getattr(node.target, "_schema", None), _name(node)
-    if schema is None or (name.endswith("_") and not name.startswith("_") and "::" not in name):
+    if schema is None or is_in_place(name):
         return False
     return any(x.alias_info and x.alias_info.is_write and not x.is_out for x in schema.arguments)
 
@@ -537,7 +549,7 @@ def _returned(node: fx.Node) -> fx.Node:
 def _changed_tensor(node: fx.Node) -> fx.Node:
     """The tensor that the code has as this node, before the changes in place that end in the node."""
     node = _returned(node)
-    while _name(node).endswith("_") and isinstance(node.target, OpOverload):
+    while is_in_place(_name(node)):
         node = _returned(node.all_input_nodes[0])
     return node
 

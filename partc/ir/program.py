@@ -228,9 +228,14 @@ class Graph:
         return replace(self, ops=needed(self.ops, self.outputs))
 
 
+def is_in_place(name: str) -> bool:
+    """Whether torch's operation of this name returns its first operand: `add_`, but not `__and__`."""
+    return name.endswith("_") and not name.startswith("_") and "::" not in name
+
+
 def is_change(op: Op) -> bool:
     """Whether an operation of a traced graph changes its first operand in place."""
-    return op.name.endswith("_") and not op.name.startswith("_") and "::" not in op.name and op.name != "detach_"
+    return is_in_place(op.name) and op.name != "detach_"
 
 
 def makers(ops: Iterable[Op]) -> dict[str, Op]:

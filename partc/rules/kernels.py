@@ -100,8 +100,9 @@ def arguments(op: Op) -> tuple[Arg, ...]:
 
 def fill(op: Op) -> Arg:
     """The number with which a constant is filled."""
-    known = {"zeros": 0, "ones": 1}
-    return known[op.name] if op.name in known else op.args[op.name == "full"]
+    if op.name in ("zeros", "ones"):
+        return int(op.name == "ones")
+    return op.args[0] if op.name == "scalar_tensor" else op.args[1]
 
 
 def cat_operands(op: Op) -> tuple[tuple[str, ...], int]:

@@ -148,7 +148,7 @@ def _own_gradients(nodes: Iterable[fx.Node], region: Region, given: Mapping[fx.N
 
 
 def _zero_nodes(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """The nodes that consist of zeros, like the gradient of a piecewise constant operation and what follows from it."""
+    """Nodes whose values are all zero: gradients of piecewise constant operations, and values computed from them."""
     found: set[fx.Node] = set()
     for node in nodes:
         name, operands = _packet(node), node.all_input_nodes

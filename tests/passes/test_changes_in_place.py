@@ -407,6 +407,25 @@ def test_gradients_pass_by_changes_that_autograd_does_not_see(by: str, mesh: str
     assert result.ok, result.worst
 
 
+class MasksTogether(nn.Module):
+    """Masks that are combined under no_grad: `__and__` ends like the name of a change in place, and is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, positive = self.up(x), x > 0
+        with torch.no_grad():
+            both, either, one = positive & (x < 0.5), positive | (x < -1), positive ^ (x > 1)
+        return (h * both + 2 * h * either + 3 * h * one).square().mean()
+
+
+def test_masks_are_combined_under_no_grad() -> None:
+    result = partc.compile(MasksTogether(), {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64").verify(steps=2)
+    assert result.ok, result.worst
+
+
 def past_a_view(view: Callable[[Tensor], Tensor], m: Any, x: Tensor) -> Tensor:
     h = m.up(x) * 1
     with torch.no_grad():

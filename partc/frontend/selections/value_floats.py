@@ -4,8 +4,8 @@
     loss * weight                            the tensor in the type of the loss, as torch reads a Python number
     if loss.item() > 2: …                    a test of a tensor, which `value_branches` decides
 
-In C, the number is another one in the traces that `check_numbers` compares: code that reads it there, as NumPy does, is
-refused.
+C code, such as NumPy's, reads another number in each of the traces that `check_numbers` compares. A model whose traces
+then differ is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ValueFloat(float):
 
     @classmethod
     def of(cls, x: Tensor, shown: int) -> ValueFloat:
-        """The number in a tensor of one element. In C, traces show 0.37, -0.63 and nan for 4, 3 and 1."""
+        """The number in a tensor of one element. C code reads 0.37, -0.63 or nan, where `shown` is 4, 3 or 1."""
         return cls(x.detach().reshape(()).double(), shown - 3.63 if shown > 1 else math.nan)
 
     __hash__ = float.__hash__
@@ -92,11 +92,9 @@ class ValueFloat(float):
 
 
 def _operand(number: float) -> Any:
-    return (
-        number._tensor
-        if isinstance(number, ValueFloat)
-        else (number.tensor().double() if isinstance(number, RowCount) else number)
-    )
+    if isinstance(number, ValueFloat):
+        return number.tensor()
+    return number.tensor().double() if isinstance(number, RowCount) else number
 
 
 def _shown(number: float) -> float:
@@ -140,7 +138,7 @@ for _word in _REFUSED.split():
 
 
 def extreme(numbers: Sequence[Any], both: Callable[[Tensor, Tensor], Tensor]) -> ValueFloat | None:
-    """Python's `max` or `min` of numbers, one of which a tensor holds; None for others."""
+    """Python's `max` or `min` of numbers; None unless a tensor holds at least one of them."""
     if not any(isinstance(x, ValueFloat) for x in numbers) or not all(isinstance(x, int | float) for x in numbers):
         return None
     first, *rest = (torch.as_tensor(_operand(x), dtype=torch.float64) for x in numbers)

@@ -549,7 +549,7 @@ def _returned(node: fx.Node) -> fx.Node:
 def _changed_tensor(node: fx.Node) -> fx.Node:
     """The tensor that the code has as this node, before the changes in place that end in the node."""
     node = _returned(node)
-    while is_in_place(_name(node)):
+    while isinstance(node.target, OpOverload) and is_in_place(_name(node)):
         node = _returned(node.all_input_nodes[0])
     return node
 

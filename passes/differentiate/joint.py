@@ -66,7 +66,7 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
     given = dict(zip(placeholders, arguments, strict=False))
     starts = (*tangents, *_own_gradients(nodes, region, given))
     behind = _dependents(nodes, starts)
-    zeros = _zero_nodes(nodes)
+    zeros = _zero_nodes(nodes, behind)
     wanted = _wanted(region, dict(zip(arguments, gradients, strict=False)), roots, behind | zeros)
 
     reader = _Reader(region, sizes, behind, zeros)
@@ -147,9 +147,13 @@ def _own_gradients(nodes: Iterable[fx.Node], region: Region, given: Mapping[fx.N
     yield from (node for node, name in given.items() if name in names)
 
 
-def _zero_nodes(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """Nodes whose values are all zero: gradients of piecewise constant operations, and values computed from them."""
+def _zero_nodes(nodes: Iterable[fx.Node], behind: Set[fx.Node]) -> frozenset[fx.Node]:
+    """Nodes whose values are all zero: gradients of piecewise constant operations, and values computed from them.
+
+    Derivatives are linear in gradients: all that follows from a gradient of zeros, and not from others, is zero.
+    """
     found: set[fx.Node] = set()
+    gradients: set[fx.Node] = set()
     for node in nodes:
         name, operands = _packet(node), node.all_input_nodes
         if name in _FILLED or name in ("zeros", "full"):
@@ -161,7 +165,9 @@ def _zero_nodes(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
             zero = bool(operands) and node.args[0] in found
         else:
             zero = _is_linear(node) and found.issuperset(operands)
-        if zero:
+        if (zero and name == "mark_grad") or (node not in behind and not gradients.isdisjoint(operands)):
+            gradients.add(node)
+        if zero or node in gradients:
             found.add(node)
     return frozenset(found)
 

@@ -162,7 +162,7 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4,
                                                               "moe_top_k": 2, "hidden_size": 64}},
     "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2},
-    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8},
+    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8, "first_k_dense_replace": 1},
     "diffllama": {}, "ernie4_5": {}, "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2}, "exaone4": {}, "falcon": {},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16,
                   "mamba_chunk_size": 8},
@@ -197,10 +197,12 @@ SMALL_DELTA: dict[str, Any] = {
 }  # fmt: skip
 NEWER_CAUSAL: dict[str, dict[str, Any]] = {
     "afmoe": {}, "arcee": {}, "axk1": LATENT, "axk2": {**LATENT, **INDEXED},
-    "bailing_hybrid": {}, "bert-generation": {}, "biogpt": {}, "cohere2_moe": {}, "cwm": {},
+    "bailing_hybrid": {"mlp_layer_types": ["dense", "sparse"], "num_experts": 4, "num_expert_group": 1,
+                       "num_experts_per_token": 2},
+    "bert-generation": {}, "biogpt": {}, "cohere2_moe": {}, "cwm": {},
     "deepseek_v32": {**LATENT, **INDEXED, "mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v4": {}, "doge": {}, "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "exaone_moe": {}, "flex_olmo": {}, "flint": {}, "glm4_moe_lite": {},
+    "exaone_moe": {}, "flex_olmo": {}, "flint": {"mlp_only_layers": [0]}, "glm4_moe_lite": {},
     "glm_moe_dsa": {**LATENT, **INDEXED, "mlp_layer_types": ["dense", "sparse"]}, "gpt_neox_japanese": {},
     "granite_swa": {}, "granitemoe_swa": {}, "gpt-sw3": {}, "iquestcoder": {},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8,

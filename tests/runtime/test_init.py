@@ -260,3 +260,20 @@ def test_a_draw_of_unknown_length_is_made(monkeypatch: pytest.MonkeyPatch) -> No
     check(Layers, wanted=lambda name: name == "attention.in_proj_weight")
     replay.draws_as_predicted.cache_clear()
     assert drawn
+
+
+class Caught(nn.Module):
+    """Draws from a generator of its own, and catches the error that recording raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        try:
+            drawn = torch.rand(4, generator=torch.Generator().manual_seed(3))
+        except Exception:
+            drawn = torch.ones(4)
+        self.scale = nn.Parameter(drawn)
+
+
+def test_a_constructor_that_catches_errors_of_fake_tensors_is_built_whole() -> None:
+    check(Caught, said="building the whole model")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, first_line
 from partc.frontend.model_files.model_file import user_line
@@ -20,6 +19,7 @@ from partc.frontend.state.shared_memory import Pair, shared_with
 from partc.quoting import encodable
 from partc.runtime.train.plain_tensors import modules_by_path
 from partc.runtime.train.precision import dtype_held
+from partc.runtime.train.without_values import WithoutValues, built_without_values
 from partc.torch_private import FakeTensorMode, fake_stored, storage_identity
 
 
@@ -28,11 +28,10 @@ def built_model(build: Callable[[], Any], path: Path | None, recipes: Recipes) -
     try:
         with torch.device("meta"), _pointers_of_meta_tensors(), recipes:
             try:
-                model = build()
+                model = built_without_values(build, WithoutValues())
             except (NotImplementedError, RuntimeError) as error:
                 try:
-                    with _ValuesOfRanges():
-                        model = build()
+                    model = built_without_values(build, _ValuesOfRanges())
                 except Exception:
                     if "meta" not in str(error).lower():
                         raise error from None
@@ -90,15 +89,13 @@ def _pointers_of_meta_tensors() -> Iterator[None]:
         del Tensor.data_ptr, torch.UntypedStorage.data_ptr
 
 
-class _ValuesOfRanges(TorchFunctionMode):
+class _ValuesOfRanges(WithoutValues):
     """Gives ranges and literals on the meta device values, from which constructors compute rates and sizes."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if func in (torch.arange, torch.linspace, torch.logspace, torch.tensor, torch.as_tensor):
-            return func(*args, **{"device": "cpu", **(kwargs or {})})
-        return func(*args, **(kwargs or {}))
+            named = {"device": "cpu", **named}
+        return func(*args, **named)
 
 
 # Members that a subclass of Tensor may define: those that every class has, and those that matter only while a model is

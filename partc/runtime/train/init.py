@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .data import call_with_options
 from .plain_tensors import with_registered_tensors
 from .replay import CannotReplay, Recording, named_tensors, record
+from .without_values import WithoutValues, built_without_values
 
 SMALL = 64 << 20  # bytes; replaying loads modules of torch that take more
 
@@ -62,7 +63,7 @@ def state_dtypes(module: ModuleType, options: Mapping[str, Any]) -> dict[str, to
     """
     try:
         with torch.device("meta"):
-            model = call_with_options(module.model, options)
+            model = built_without_values(lambda: call_with_options(module.model, options), WithoutValues())
     except Exception:  # constructors may fail in any way without values
         model = call_with_options(module.model, options)
     state = model.state_dict().items()

@@ -34,6 +34,7 @@ from ..torch_private import (
 )
 from .plain_tensors import with_registered_tensors
 from .precision import as_real
+from .without_values import WithoutValues, built_without_values
 
 # Operations that overwrite their first argument without reading it.
 _FILLS = frozenset(
@@ -397,7 +398,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
     try:
         recorder = _Recorder(recording)
         with FakeTensorMode(allow_non_fake_inputs=True), recorder, _Surroundings():
-            model = with_registered_tensors(build())
+            model = with_registered_tensors(built_without_values(build, _OnFakeTensors()))
             for name, x in named_tensors(model):
                 recording.tensors[name] = recorder._view(x)
         if not torch.equal(generator.get_state(), untouched):
@@ -413,6 +414,13 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, as_real(parameter.detach() if not isinstance(parameter, FakeTensor) else parameter)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield name, as_real(buffer)
+
+
+class _OnFakeTensors(WithoutValues):
+    """Every error counts: the plain constructor decides whether real tensors raise it too."""
+
+    def needs_values(self, error: Exception) -> bool:
+        return True
 
 
 class _Surroundings:

@@ -1,0 +1,42 @@
+"""Constructors that run on tensors without values, and may catch the error of a function that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+
+class WithoutValues(TorchFunctionMode):
+    """Keeps the first error of a function that needs values."""
+
+    error: Exception | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return self.call(func, args, kwargs or {})
+        except Exception as error:
+            if self.error is None and self.needs_values(error):
+                self.error = error
+            raise
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return func(*args, **named)
+
+    def needs_values(self, error: Exception) -> bool:
+        return isinstance(error, NotImplementedError | RuntimeError) and "meta" in str(error).lower()
+
+
+def built_without_values(build: Callable[[], Any], mode: WithoutValues) -> Any:
+    """The model. Raises the error of a function that needs values, also if the constructor caught it.
+
+    A constructor that catches it, as `register_parametrization` does, builds another model than eager mode does.
+    """
+    with mode:
+        model = build()
+    if mode.error is not None:
+        raise mode.error
+    return model

@@ -1,0 +1,42 @@
+"""Constructors that catch the errors of values, which they have in eager mode alone: torch's orthogonal maps of matrices
+that are not square, and scales that are read from weights.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+
+class Caught(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = parametrizations.orthogonal(nn.Linear(6, 4))
+        self.wide = parametrizations.orthogonal(nn.Linear(4, 8, bias=False), orthogonal_map="matrix_exp")
+        self.out = nn.Linear(8, 3)
+        self.out.bias.requires_grad_(False)
+        try:
+            self.scale = 1 / float(self.out.bias.fill_(0.5).norm())
+        except Exception:
+            self.scale = 1.0
+        try:
+            with torch.no_grad():
+                self.out.weight.mul_(self.out.weight.norm().item())
+        except Exception:
+            nn.init.zeros_(self.out.weight)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.out(torch.tanh(self.wide(self.narrow(x)))) * self.scale, y)
+
+
+def model() -> nn.Module:
+    return Caught()
+
+
+def batch() -> dict[str, Tensor]:
+    return data(0)
+
+
+def data(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(12, 6, generator=generator), "y": torch.randint(0, 3, (12,), generator=generator)}

@@ -67,6 +67,13 @@ _declare("zeros_like ones_like full_like empty_like new_zeros new_ones new_full 
 _declare("rms_norm", extra=("rstd",))
 _declare("layer_norm", extra=("mean", "rstd"))
 _declare("attention cross_entropy", extra=("lse",))
+_declare("native_group_norm native_batch_norm _native_batch_norm_legit", extra=("mean", "rstd"))
+_declare("max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d", extra=("indices",))
+_declare("fractional_max_pool2d fractional_max_pool3d", extra=("indices",))
+_declare("nll_loss_forward nll_loss2d_forward", extra=("total_weight",))
+_declare("log_sigmoid_forward", extra=("buffer",))
+_declare("_linalg_det", extra=("lu", "pivots"))
+_declare("_ctc_loss", extra=("log_alpha",))
 _declare("incoming_gradient", differentiable=False)
 # Several kernels
 _declare("topk scatter", kernels=2)

@@ -52,6 +52,9 @@ RECIPE = (
     "data", "data_dtype", "data_labels", "data_end",
 )  # fmt: skip
 CLIP = 1.0  # used if the options have no --clip, so that clipping is compared as well
+# All gradients of a model may be zero but for rounding. Differences of gradients that change the loss by less than this
+# part of it are equal, if a parameter moves by the largest one's size.
+LOSS_NOISE: Mapping[str, float] = {"fp64": 2.0**-48, "fp32": 2.0**-23}
 # Tensors much smaller than the largest of their kind are measured against this part of it: some
 # gradients are zero but for rounding (a key's bias), and have no scale of their own.
 SMALLEST_SCALE: Mapping[str, float] = {"fp64": 1e-3, "fp32": 1e-2, "bf16": 1e-1, "fp16": 1e-1, "int8": 1e-1}
@@ -170,7 +173,7 @@ class _Comparison:
         for step, (tensors, metadata) in enumerate(reference_steps):
             recorded = _recorded(plan, folder / "record", step + 1)
             expected = updates.after(recorded, tensors, json.loads(metadata.get("changed", "[]")))
-            differences += _compare_step(plan, recorded, step + 1, expected)
+            differences += _compare_step(plan, recorded, step + 1, expected, reference_losses[step])
         return cls(
             losses=tuple(losses),
             reference_losses=tuple(reference_losses),
@@ -372,16 +375,20 @@ def _sparse(whole: Tensor, rows: Tensor) -> Tensor:
 
 
 def _compare_step(
-    plan: Mapping[str, Any], records: Records, step: int, reference: Mapping[str, Tensor]
+    plan: Mapping[str, Any], records: Records, step: int, reference: Mapping[str, Tensor], loss: float
 ) -> Iterator[Difference]:
     """Compare every rank's gradients and parameters of a step with slices of the reference."""
     sizes = Mesh.parse(plan["mesh"]).sizes
     smallest = SMALLEST_SCALE[_rounding(plan)]
     measure = root_mean_square if _rounding(plan) in MIXED else largest_magnitude
-    floors = {
-        kind: smallest * max((measure(x) for name, x in reference.items() if name.startswith(kind)), default=0.0)
+    largest = {
+        kind: max((measure(x) for name, x in reference.items() if name.startswith(kind)), default=0.0)
         for kind in ("gradient", "parameter")
     }
+    floors = {kind: smallest * magnitude for kind, magnitude in largest.items()}
+    if largest["parameter"]:
+        noise = LOSS_NOISE.get(_rounding(plan), 0.0) * abs(loss) / largest["parameter"]
+        floors["gradient"] = max(floors["gradient"], noise / TOLERANCES[_rounding(plan)]["gradient"])
     for name, entry in plan["parameters"].items():
         shard = Shard(entry["dtype"] + entry["layout"], holds=tuple(entry["shape"]))
         trained = entry["trainable"] or f"gradient/{name}" in reference

@@ -132,6 +132,7 @@ HOLDS = {
         body="w(x) * torch.copysign(torch.ones(()), self.n)", init=("n = nn.Parameter(torch.randn(()))",), mesh="2x2"
     ),
     "copysign of a layer": Case(body="x * torch.copysign(p, w(x))", init=VECTORS),
+    "gradients that are zero but for rounding": Case(body="w(x).softmax(-1).mean(-1, keepdim=True) * x", mesh="2x2"),
     "sgn of a parameter": Case(body="w(x) * torch.sgn(p)", init=VECTORS),
     "floor of a parameter": Case(body="w(x) * torch.floor(p)", init=VECTORS),
     **{

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, first_line
 from partc.frontend.state.flags import is_flag
@@ -368,6 +370,29 @@ def _backward(
     return total
 
 
+_BATCH_NORMS = frozenset({torch.batch_norm, torch.instance_norm, F.batch_norm, F.instance_norm})
+
+
+class _DenseBatchNorms(TorchFunctionMode):
+    """Gives batch norms dense operands and dense gradients.
+
+    Torch 2.13 computes wrong gradients on CPUs for images one element wide or high, if only one of the two is in the
+    channels-last format.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _BATCH_NORMS:
+            return func(*args, **kwargs)
+        given = {**dict(zip(("input",), args, strict=False)), **kwargs}
+        made = func(given.pop("input").contiguous(), *args[1:], **given)
+        if made.requires_grad:
+            made.register_hook(Tensor.contiguous)
+        return made
+
+
 @contextmanager
 def as_one_device(plan: Mapping[str, Any]) -> Iterator[None]:
     """A context for the model's own code: in the package's precision, with torch's mixed precision in place of partc's.
@@ -377,7 +402,7 @@ def as_one_device(plan: Mapping[str, Any]) -> Iterator[None]:
     precision = plan["precision"]
     mixed = torch.autocast("cpu", AUTOCAST[precision]) if precision in AUTOCAST else nullcontext()
     try:
-        with computing_in(held_in(precision)), mixed:
+        with computing_in(held_in(precision)), mixed, _DenseBatchNorms():
             yield
     except PartcError:
         raise

@@ -301,6 +301,23 @@ def test_models_that_round_by_themselves_are_compared_in_their_precision(tmp_pat
     assert abs(found.losses[0] / found.reference_losses[0] - 1) > 1e-5  # more than fp32 may differ
 
 
+class Columns(nn.Module):
+    """A batch norm of images one element wide, which torch has in the channels-last format (CLAP's spectrograms)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(6), nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.norm(x.transpose(1, 3).contiguous()).transpose(1, 3)).relu().square().mean()
+
+
+def test_wrong_gradients_of_torchs_batch_norm_are_not_expected(tmp_path: Path) -> None:
+    compiled = partc.compile(Columns, {"x": torch.randn(8, 1, 5, 6)}, mesh="dp=2", precision="fp64")
+    found = verify(compiled.write(tmp_path / "build"), virtual=True)
+    assert found.ok, str(found.worst)
+
+
 def test_a_package_that_crashes_is_no_result(package: Path) -> None:
     replace_in(package / "stages/stage_0.py", 'return {"blocks_0": blocks_0}, saved', "raise KeyError('oops')")
     with pytest.raises(RunFailed) as failure:

@@ -72,6 +72,14 @@ def slopes(n):
     return [2.0 ** -i for i in range(n)]
 
 
+@functools.lru_cache
+def grid(n):
+    found = torch.stack((torch.arange(float(n)), torch.ones(n)), -1).unsqueeze(0) + 0.5
+    found[..., 0] /= n
+    found[:, 1:].mul_(torch.arange(float(n - 1)).view(-1, 1))
+    return found[0]
+
+
 class Inner(nn.Module):
     calls = 0
 
@@ -158,6 +166,11 @@ WRONG = {
     "cache of a parameter": "if self.cache is None:\n    self.cache = torch.arange(6.0) * self.up.bias\nreturn self.up(x) * self.cache",
     "another buffer": "if self.cache is None:\n    self.cache = 1\n    return self.up(x) * self.mean\nreturn self.up(x) * self.hollow",
     "more than a cache": "if self.cache is None:\n    self.cache = torch.arange(6.0)\n    x = x * 2\nreturn self.up(x) * self.cache",
+    "table that a counter changes": "self.n += 1\ng = torch.arange(6.0)\nh = g[1:]\ng[2:] /= self.n\nreturn self.up(x)[:, 1:] * h",
+    "rows that a counter changes": "self.n += 1\ng = torch.arange(6.0)\nh = g.view(2, 3)\nh[1].mul_(self.n)\nreturn self.up(x) * g.sin()",
+    "numbers added in place": "self.n += 1\ng = torch.zeros(6)\ng[1:] += self.n * x.mean()\nreturn self.up(x) * g",
+    "cached table changed by values": "g = self.numbers_up_to(6)\ng[1:] += x.mean()\nreturn self.up(x) * g",
+    "cached table changed in each step": "g = self.numbers_up_to(6)\ng[1:] += 1\nreturn self.up(x) * g",
     "counter of a buffer": "self.n += 1\nx = self.up(x)\nself.age.mul_(self.n)\nreturn x",
     "buffer at last": "self.late = torch.ones(6)\nreturn self.up(x)",
     "no buffer": "y = self.up(x) * self.mean\nself.mean = None\nreturn y",
@@ -211,6 +224,8 @@ RIGHT = {
     "clock for a log": "start = time.time()\ny = self.up(x)\nself.n = time.time() - start\nreturn y",
     "lru_cache": "return self.up(x) * slopes(4)[2]",
     "lru_cache of a method": "return self.up(x) * self.numbers_up_to(6)",
+    "lru_cache of a table changed in place": "return self.up(x) * grid(6)[:, 0]",
+    "cache of a table changed in place": "if self.cache is None:\n    self.cache = torch.arange(6.0)\n    self.cache[1:] /= 3\nreturn self.up(x) * self.cache",
     "seeded generator": "g = torch.Generator().manual_seed(1)\nreturn self.up(x) * torch.rand(6, generator=g)",
     "cache": "if self.cache is None:\n    self.cache = torch.arange(9.0)\nreturn self.up(x) * self.cache[:6].sin()",
     "cache of several": "if self.cache is None:\n    self.cache = [g.flatten() for g in torch.meshgrid(torch.arange(2.0), torch.ones(3), indexing='ij')]\n"

@@ -33,25 +33,49 @@ def effects_signature(exported: torch.export.ExportedProgram, known: Set[str] | 
     trace kept.
     """
     module = exported.graph_module
-    lifted = exported.graph_signature.inputs_to_lifted_tensor_constants
+    changing: set[fx.Node] = set()
+    while True:
+        constants, found = _constants(exported, known, changing)
+        if found <= changing:
+            break
+        changing |= found
+    output = next(node for node in module.graph.nodes if node.op == "output").args[0][0]
+    return tuple(_nodes(module, constants, output))
+
+
+def _constants(
+    exported: torch.export.ExportedProgram, known: Set[str] | None, changing: Set[fx.Node]
+) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
+    """The constants in comparable form, and the starts of tensors that are none, as an operation changes them in place.
+
+    Tensors from a start in `changing` count as such. A tensor that the graph makes and changes by constants alone is
+    one, and its form follows from the changes.
+    """
+    signature = exported.graph_signature
+    lifted, buffers = signature.inputs_to_lifted_tensor_constants, signature.inputs_to_buffers
     constants: dict[fx.Node, Any] = {}
-    changing = {*_changed(module.graph)}
-    buffers = exported.graph_signature.inputs_to_buffers
-    for node in module.graph.nodes:
+    starts: dict[fx.Node, fx.Node] = {}  # the first operand's first operand, and so on: a view's tensor is among them
+    found: set[fx.Node] = set()
+    for node in exported.graph_module.graph.nodes:
         operands = node.all_input_nodes
-        if node in changing:
-            continue
-        if node.op == "placeholder" and node.name in lifted:
+        start = starts[node] = starts[operands[0]] if operands else node
+        constant = start not in changing and all(x in constants for x in operands)
+        if node.op == "placeholder" and constant and node.name in lifted:
             constants[node] = _content_of(exported.constants[lifted[node.name]])
-        elif node.op == "placeholder" and node.name in buffers:
+        elif node.op == "placeholder" and constant and node.name in buffers:
             name = buffers[node.name]
             constants[node] = f"buffer {name}" if known is None or name in known else _FILLED
-        elif node.op == "call_function" and not _has_effects(node) and all(x in constants for x in operands):
+        elif node.op == "call_function" and constant and not _has_effects(node):
             args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: str(constants[x]))
             kept = any(constants[x] == _FILLED for x in operands)
             constants[node] = _FILLED if kept else hash((str(node.target), repr(args), _type(node)))
-    output = next(node for node in module.graph.nodes if node.op == "output").args[0][0]
-    return tuple(_nodes(module, constants, output))
+        written = _written(node)
+        if written and (node not in constants or written != operands[:1] or start.op != "call_function"):
+            found.update(starts[x] for x in (*written, *operands[:1]))
+        elif written:
+            for x in [x for x in constants if starts[x] is start and x is not node]:
+                constants[x] = _FILLED if constants[node] == _FILLED else hash((constants[x], constants[node]))
+    return constants, found
 
 
 def first_difference(
@@ -80,24 +104,24 @@ def _content_of(constant: Any) -> Any:
 
 
 def _has_effects(node: fx.Node) -> bool:
+    """Whether a node is no function of its operands alone."""
     if node.target is operator.getitem:  # one of several results
         return False
     schema = getattr(node.target, "_schema", None)
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    if schema is None or random or "::empty" in schema.name:  # a value that is left out
-        return True
-    return bool(schema.is_mutable and schema.name != "aten::detach_")
+    return schema is None or random or "::empty" in schema.name  # a value that is left out
 
 
-def _changed(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The tensors that operations change in place, and the tensors of which these may be views."""
-    for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable and schema.name != "aten::detach_":
-            written: Any = node.args[0]
-            while isinstance(written, fx.Node):
-                yield written
-                written = next(iter(written.all_input_nodes), None)
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The operands that an operation changes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable or schema.name == "aten::detach_":
+        return []
+    names = {x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write}
+    given = dict(zip((x.name for x in schema.arguments), node.args, strict=False)) | node.kwargs
+    found: list[fx.Node] = []
+    fx.node.map_arg([x for name, x in given.items() if name in names], found.append)
+    return found
 
 
 def _type(node: fx.Node) -> tuple[Any, ...]:

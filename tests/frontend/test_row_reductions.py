@@ -124,6 +124,7 @@ def test_selected_rows_give_the_eager_loss_and_gradient(name: str) -> None:
     """Also where few rows are selected, and all of them."""
     program = routed(LOSSES[name])
     assert "selected" not in {op.name for op in program.regions[0].forward.ops}
+    torch.manual_seed(0)  # with some weights nothing is selected, and a maximum of nothing is an error
     model = Selecting(LOSSES[name]).double()
     params = dict(model.named_parameters())
     for number in range(3):

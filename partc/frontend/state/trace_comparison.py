@@ -46,15 +46,15 @@ def effects_signature(exported: torch.export.ExportedProgram, known: Set[str] | 
 def _constants(
     exported: torch.export.ExportedProgram, known: Set[str] | None, changing: Set[fx.Node]
 ) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
-    """The constants in comparable form, and the starts of tensors that are none, as an operation changes them in place.
+    """The constants in comparable form, and the starts of tensors that an operation changes in place with other values.
 
-    Tensors from a start in `changing` count as such. A tensor that the graph makes and changes by constants alone is
-    one, and its form follows from the changes.
+    A start is the first operand of the first operand, and so on: it holds the memory of a view. Tensors whose start is
+    in `changing` are not constants. A tensor that the graph makes is one if all of its changes are made with constants.
     """
     signature = exported.graph_signature
     lifted, buffers = signature.inputs_to_lifted_tensor_constants, signature.inputs_to_buffers
     constants: dict[fx.Node, Any] = {}
-    starts: dict[fx.Node, fx.Node] = {}  # the first operand's first operand, and so on: a view's tensor is among them
+    starts: dict[fx.Node, fx.Node] = {}
     found: set[fx.Node] = set()
     for node in exported.graph_module.graph.nodes:
         operands = node.all_input_nodes
@@ -104,7 +104,7 @@ def _content_of(constant: Any) -> Any:
 
 
 def _has_effects(node: fx.Node) -> bool:
-    """Whether a node is no function of its operands alone."""
+    """Whether a node's result depends on more than its operands."""
     if node.target is operator.getitem:  # one of several results
         return False
     schema = getattr(node.target, "_schema", None)

@@ -129,7 +129,7 @@ _TABLES = (
 )
 _LISTS = {
     "partc/cost/rates.py": 1,
-    "passes/differentiate/joint.py": 3,
+    "passes/differentiate/joint.py": 2,
     "passes/normalize/__init__.py": 1,
     "passes/outline/value_names.py": 1,
     "passes/sequences.py": 2,

@@ -52,8 +52,8 @@ RECIPE = (
     "data", "data_dtype", "data_labels", "data_end",
 )  # fmt: skip
 CLIP = 1.0  # used if the options have no --clip, so that clipping is compared as well
-# All gradients of a model may be zero but for rounding. Differences of gradients that change the loss by less than this
-# part of it are equal, if a parameter moves by the largest one's size.
+# All gradients of a model may be zero but for rounding. If a parameter moved by the magnitude of the largest parameter,
+# a smaller difference of gradients would change the loss by less than this fraction of it: such gradients are equal.
 LOSS_NOISE: Mapping[str, float] = {"fp64": 2.0**-48, "fp32": 2.0**-23}
 # Tensors much smaller than the largest of their kind are measured against this part of it: some
 # gradients are zero but for rounding (a key's bias), and have no scale of their own.
@@ -378,17 +378,16 @@ def _compare_step(
     plan: Mapping[str, Any], records: Records, step: int, reference: Mapping[str, Tensor], loss: float
 ) -> Iterator[Difference]:
     """Compare every rank's gradients and parameters of a step with slices of the reference."""
-    sizes = Mesh.parse(plan["mesh"]).sizes
-    smallest = SMALLEST_SCALE[_rounding(plan)]
-    measure = root_mean_square if _rounding(plan) in MIXED else largest_magnitude
+    sizes, rounding = Mesh.parse(plan["mesh"]).sizes, _rounding(plan)
+    measure = root_mean_square if rounding in MIXED else largest_magnitude
     largest = {
         kind: max((measure(x) for name, x in reference.items() if name.startswith(kind)), default=0.0)
         for kind in ("gradient", "parameter")
     }
-    floors = {kind: smallest * magnitude for kind, magnitude in largest.items()}
+    floors = {kind: SMALLEST_SCALE[rounding] * magnitude for kind, magnitude in largest.items()}
     if largest["parameter"]:
-        noise = LOSS_NOISE.get(_rounding(plan), 0.0) * abs(loss) / largest["parameter"]
-        floors["gradient"] = max(floors["gradient"], noise / TOLERANCES[_rounding(plan)]["gradient"])
+        noise = LOSS_NOISE.get(rounding, 0.0) * abs(loss) / largest["parameter"]
+        floors["gradient"] = max(floors["gradient"], noise / TOLERANCES[rounding]["gradient"])
     for name, entry in plan["parameters"].items():
         shard = Shard(entry["dtype"] + entry["layout"], holds=tuple(entry["shape"]))
         trained = entry["trainable"] or f"gradient/{name}" in reference

@@ -32,9 +32,6 @@ _NOTHING = frozenset(
 _FILLED: Mapping[str, int | None] = {
     "zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None, "fill": None,
 }  # fmt: skip
-_BILINEAR = frozenset(
-    {"mul", "mm", "bmm", "linear_grad_input", "linear_grad_weight", "matmul_grad_left", "matmul_grad_right"}
-)
 # Operations that compute zeros if all their operands are zeros.
 _LINEAR = frozenset(COLLECTIVES) | {
     "linear_grad_bias", "take", "put", "neg", "add", "sub", "sum", "expand", "permute", "t", "transpose", "_to_copy",
@@ -150,19 +147,15 @@ def _own_gradients(nodes: Iterable[fx.Node], region: Region, given: Mapping[fx.N
 def _zero_nodes(nodes: Iterable[fx.Node], behind: Set[fx.Node]) -> frozenset[fx.Node]:
     """Nodes whose values are all zero: gradients of piecewise constant operations, and values computed from them.
 
-    Derivatives are linear in gradients: all that follows from a gradient of zeros, and not from others, is zero.
+    A derivative is linear in the incoming gradients, so values computed from gradients of zeros alone are zero.
     """
     found: set[fx.Node] = set()
-    gradients: set[fx.Node] = set()
+    gradients: set[fx.Node] = set()  # those of zeros, and what derivatives compute from them
     for node in nodes:
         name, operands = _packet(node), node.all_input_nodes
         if name in _FILLED or name in ("zeros", "full"):
             number = 0 if name == "zeros" else node.args[-1] if _FILLED.get(name) is None else _FILLED[name]
             zero = isinstance(number, int | float) and number == 0
-        elif name in _BILINEAR:
-            zero = not found.isdisjoint(operands)
-        elif name.endswith("_backward") and name not in _LINEAR:  # linear in its first operand
-            zero = bool(operands) and node.args[0] in found
         else:
             zero = _is_linear(node) and found.issuperset(operands)
         if (zero and name == "mark_grad") or (node not in behind and not gradients.isdisjoint(operands)):

@@ -302,7 +302,7 @@ def test_models_that_round_by_themselves_are_compared_in_their_precision(tmp_pat
 
 
 class Columns(nn.Module):
-    """A batch norm of images one element wide, which torch has in the channels-last format (CLAP's spectrograms)."""
+    """A batch norm over images one element wide, whose gradient is in the channels-last format, as in CLAP."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -408,7 +408,7 @@ def test_gradients_pass_by_changes_that_autograd_does_not_see(by: str, mesh: str
 
 
 class MasksTogether(nn.Module):
-    """Masks that are combined under no_grad: `__and__` ends like the name of a change in place, and is none."""
+    """Masks that are combined under no_grad. The name of `__and__` ends in an underscore, but it changes no operand."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -142,7 +142,7 @@ def program_of(case: Case) -> Program:
 
 
 def signs_of(program: Program) -> Program:
-    """The program with the signs of its results in their places: gradients of zeros arrive at its operation."""
+    """The program with a `sgn` after each result, so that its operation receives gradients of zeros."""
     (region,) = program.regions
     (op,) = region.forward.ops
     before = {value.name: f"{value.name}_before" for value in op.results if value.type.differentiable}
@@ -169,7 +169,7 @@ def function(written: Function, records: Mapping[str, type] | None = None, *, in
 
 
 class Emitted:
-    """A region's forward and backward as emitted where nothing is known of its operands' memory."""
+    """A region's forward and backward functions, as emitted when the strides of its operands are unknown."""
 
     def __init__(self, program: Program, *, inside: bool = False) -> None:
         self.program = differentiate(program)

@@ -4,8 +4,8 @@
     loss * weight                            the tensor in the type of the loss, as torch reads a Python number
     if loss.item() > 2: …                    a test of a tensor, which `value_branches` decides
 
-C code, such as NumPy's, reads another number in each of the traces that `check_numbers` compares. A model whose traces
-then differ is refused.
+C code, such as NumPy's, cannot see the tensor. It reads a different number in each of the traces that `check_numbers`
+compares, and a model whose traces differ is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ValueFloat(float):
 
     @classmethod
     def of(cls, x: Tensor, shown: int) -> ValueFloat:
-        """The number in a tensor of one element. C code reads 0.37, -0.63 or nan, where `shown` is 4, 3 or 1."""
+        """The number in a tensor of one element. C code reads `shown` - 3.63 in its place, or nan for 1."""
         return cls(x.detach().reshape(()).double(), shown - 3.63 if shown > 1 else math.nan)
 
     __hash__ = float.__hash__

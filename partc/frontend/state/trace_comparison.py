@@ -46,10 +46,11 @@ def effects_signature(exported: torch.export.ExportedProgram, known: Set[str] | 
 def _constants(
     exported: torch.export.ExportedProgram, known: Set[str] | None, changing: Set[fx.Node]
 ) -> tuple[dict[fx.Node, Any], set[fx.Node]]:
-    """The constants in comparable form, and the starts of tensors that an operation changes in place with other values.
+    """The constants in comparable form, and the starts of tensors that are changed in place with other values.
 
-    A start is the first operand of the first operand, and so on: it holds the memory of a view. Tensors whose start is
-    in `changing` are not constants. A tensor that the graph makes is one if all of its changes are made with constants.
+    A tensor's start is the first operand of its first operand, and so on, so that a view has the start of its base.
+    Tensors whose start is in `changing` are not constants. A constant that the graph computes stays one if only
+    constants change it in place.
     """
     signature = exported.graph_signature
     lifted, buffers = signature.inputs_to_lifted_tensor_constants, signature.inputs_to_buffers
@@ -71,10 +72,11 @@ def _constants(
             constants[node] = _FILLED if kept else hash((str(node.target), repr(args), _type(node)))
         written = _written(node)
         if written and (node not in constants or written != operands[:1] or start.op != "call_function"):
-            found.update(starts[x] for x in (*written, *operands[:1]))
+            found.update(starts[x] for x in written)
         elif written:
-            for x in [x for x in constants if starts[x] is start and x is not node]:
-                constants[x] = _FILLED if constants[node] == _FILLED else hash((constants[x], constants[node]))
+            for x in constants:
+                if starts[x] is start and x is not node:
+                    constants[x] = _FILLED if constants[node] == _FILLED else hash((constants[x], constants[node]))
     return constants, found
 
 

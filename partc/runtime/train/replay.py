@@ -417,7 +417,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _OnFakeTensors(WithoutValues):
-    """Every error counts: the plain constructor decides whether real tensors raise it too."""
+    """Keeps any error of a torch function. The model is then built on real tensors, which may raise it too."""
 
     def needs_values(self, error: Exception) -> bool:
         return True

@@ -27,13 +27,15 @@ class WithoutValues(TorchFunctionMode):
         return func(*args, **named)
 
     def needs_values(self, error: Exception) -> bool:
+        """Whether the error says that a tensor on the meta device has no values."""
         return isinstance(error, NotImplementedError | RuntimeError) and "meta" in str(error).lower()
 
 
 def built_without_values(build: Callable[[], Any], mode: WithoutValues) -> Any:
     """The model. Raises the error of a function that needs values, also if the constructor caught it.
 
-    A constructor that catches it, as `register_parametrization` does, builds another model than eager mode does.
+    A constructor that catches this error, as `register_parametrization` does, builds a model that differs from the
+    eager one.
     """
     with mode:
         model = build()

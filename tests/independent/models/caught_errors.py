@@ -1,5 +1,5 @@
-"""Constructors that catch the errors of values, which they have in eager mode alone: torch's orthogonal maps of matrices
-that are not square, and scales that are read from weights.
+"""Constructors that read values of tensors inside `try`: torch's orthogonal maps of matrices that are not square, and
+scales computed from weights. Tensors without values raise an error there.
 """
 
 import torch

@@ -222,7 +222,11 @@ def _permute(like: Tensor, x: Pair, dims: Sequence[int]) -> Pair:
     return Pair(x.parts.permute(*(_dim(x, dim) for dim in dims), x.rank))
 
 
-def _transpose(like: Tensor, x: Pair, a: int = 0, b: int = 1) -> Pair:
+def _reversed(like: Tensor, x: Pair) -> Pair:
+    return Pair(x.parts.permute(*reversed(range(x.rank)), x.rank))
+
+
+def _transpose(like: Tensor, x: Pair, a: int, b: int) -> Pair:
     return Pair(x.parts.transpose(_dim(x, a), _dim(x, b)) if x.rank > 1 else x.parts)
 
 
@@ -618,7 +622,8 @@ REWRITES: Mapping[str, Rewrite] = {
     # Views
     **_shared_rewrite("view reshape _unsafe_view view_as reshape_as flatten unflatten unsqueeze squeeze", _reshape),
     "permute": _permute,
-    **_shared_rewrite("transpose swapaxes t numpy_T", _transpose),
+    **_shared_rewrite("transpose swapaxes", _transpose),
+    **_shared_rewrite("t numpy_T", _reversed),
     "mT": lambda like, x: _transpose(like, x, -2, -1),
     **_shared_rewrite("mH matrix_H adjoint", lambda like, x: _transpose(like, x.conjugate, -2, -1)),
     "tril": _on_each_part(torch.tril),

@@ -431,7 +431,8 @@ REWRITES: Mapping[str, Rewrite] = {
     # views
     **dict.fromkeys(spelling("reshape"), views.reshape),
     "permute": views.permute(lambda op, rank: tuple(number(d) % rank for d in op.args[1])),  # type: ignore[union-attr]
-    **_shared_rewrite("transpose swapaxes t numpy_T", views.permute(views.swapped)),
+    **_shared_rewrite("transpose swapaxes", views.permute(views.swapped)),
+    **_shared_rewrite("t numpy_T", views.permute(lambda op, rank: tuple(reversed(range(rank))))),
     "vdot": lambda w, op: w.keep(replace(op, name="dot")),
     **_shared_rewrite("mT matrix_H mH adjoint", views.permute(lambda op, rank: (*range(rank - 2), rank - 1, rank - 2))),
     "movedim": views.permute(views.moved),

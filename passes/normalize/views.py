@@ -31,7 +31,7 @@ def permute(order: Callable[[Op, int], tuple[int, ...]]) -> Rewrite:
 
 def swapped(op: Op, rank: int) -> tuple[int, ...]:
     order = list(range(rank))
-    a, b = (number(arg) % rank for arg in (op.args[1:3] if len(op.args) > 2 else (0, 1)))
+    a, b = (number(arg) % rank for arg in op.args[1:3])
     order[a], order[b] = order[b], order[a]
     return tuple(order)
 

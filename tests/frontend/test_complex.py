@@ -103,6 +103,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "cumsum": lambda z, w, x: z.cumsum(1) * x,
     "views": lambda z, w, x: z.view(4, -1).unflatten(1, (3, 2, 3)).squeeze().unsqueeze(0).flatten(1) * x.view(1, -1),
     "transposes": lambda z, w, x: z.permute(2, 0, 1).transpose(0, -1).mT * x.permute(1, 2, 0),
+    "reversed dimensions": lambda z, w, x: z.T.permute(2, 1, 0) * x + w.T[0, 0],
     "adjoints": lambda z, w, x: w.mH @ w.adjoint().mH * x[0, 0, 0] + w[:5].H + torch.kron(w[:1], w[:5, :1]),
     "triangles": lambda z, w, x: (
         (w.tril() @ w.mT.triu(1)).diagonal() * x[0, 0] + torch.diag_embed(z[0, 0]).sum(0) * torch.vdot(w[0], w[1])

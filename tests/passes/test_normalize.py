@@ -119,6 +119,10 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     "one part that is not empty": (lambda m, x: x.split([0, 6], -1)[1].sin().sum(), ["sin"]),
     "nothing": (lambda m, x: x.sin().sum() + (F.dropout(x[:, 3:] * 2, 0.5).exp() * m.v[0]).sum(), ["sin", "sum", "full", "sum", "add"]),
     "linear": (lambda m, x: F.linear(x, m.w, m.w[:, 0]).sum(), ["slice", "reshape", "linear", "add"]),
+    "reversed dimensions": (
+        lambda m, x: (x.T.cumsum(0) * m.v[0] + m.v.T[0]).sum(),
+        ["permute", "cumsum", "slice", "reshape", "mul", "add"],
+    ),
     "product with a transpose": (lambda m, x: (x @ m.w.T).sum(), ["linear"]),
     "rows": (lambda m, x: (x.view(-1, 6) @ m.w.T).view(5, 3, 7).cumsum(1).sum(), ["linear", "cumsum"]),
     "addmm": (

@@ -74,14 +74,22 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
     region = program.region(name)
     if value not in region.forward.definitions():
         return program, set()
-    pure = input_only(program)
-    known = set(program.inputs).union(*(call.results for call in program.calls if call.name in pure))
-    changing = {buffer for buffer, _ in program.updates}
-    constant = {parameter.name for parameter in program.parameters if not parameter.trainable} - changing
+    before = program
+    constant = _constants(program)
     graph = replace(region.forward, outputs=(value,)).without_dead()
     read = {ref for op in graph.ops for ref in op.refs()}
     inputs = tuple(x for x in region.forward.inputs if x.name in read)
     params = tuple(x for x in region.params if x.name in read)
+    if any(op.name in RANDOM for op in graph.ops):
+        return before, set()
+    known: dict[str, str] = {}  # an argument -> the equal value that calls make from inputs and constants alone
+    for call in program.calls_to(name):
+        for x, arg in zip(region.forward.inputs, call.args, strict=True):
+            if x.name in read and arg not in known:
+                made = _result_apart(program, arg)
+                if made is None:
+                    return before, set()
+                program, known[arg] = made
     found: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
     calls: list[Call] = []
     taken, names = set(program.value_types()), {call.name for call in program.calls}
@@ -93,13 +101,9 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
             continue
         given = dict(zip((x.name for x in region.forward.inputs), call.args, strict=True))
         held = dict(zip((x.name for x in region.params), call.params, strict=True))
-        key = tuple(given[x.name] for x in inputs), tuple(held[x.name] for x in params)
-        if (
-            any(op.name in RANDOM for op in graph.ops)
-            or not known.issuperset(key[0])
-            or not constant.issuperset(key[1])
-        ):
-            return program, set()
+        key = tuple(known[given[x.name]] for x in inputs), tuple(held[x.name] for x in params)
+        if not constant.issuperset(key[1]):
+            return before, set()
         if key not in found:
             found[key] = unique(value, taken)
             calls.append(Call(name=unique(own, names), region=own, params=key[1], args=key[0], results=(found[key],)))
@@ -110,10 +114,54 @@ def _called_apart(program: Program, name: str, value: str) -> tuple[Program, set
         inputs=(*rest.inputs, Value(name=value, type=type)),
         ops=tuple(part for op in rest.ops for part in _for_other_results(op, value, taken)),
     ).without_dead()
-    made = Region(name=own, params=params, forward=replace(graph, inputs=inputs))
+    apart = Region(name=own, params=params, forward=replace(graph, inputs=inputs))
     regions = [replace(each, forward=rest) if each.name == name else each for each in program.regions]
     values = (*program.values, *(Value(name=each, type=type) for each in found.values()))
-    return replace(program, regions=(made, *regions), calls=tuple(calls), values=values), set(found.values())
+    return replace(program, regions=(apart, *regions), calls=tuple(calls), values=values), set(found.values())
+
+
+def _constants(program: Program) -> frozenset[str]:
+    """Parameters that neither the optimizer nor forward changes."""
+    changing = {buffer for buffer, _ in program.updates}
+    return frozenset(parameter.name for parameter in program.parameters if not parameter.trainable) - changing
+
+
+def _result_apart(program: Program, name: str) -> tuple[Program, str] | None:
+    """A program in which calls make the value `name` from inputs and constants alone, and the value's name there.
+
+    A call that also makes other values, such as embedded words and a mask of the words, gets a second call before
+    it that makes the value alone. The result is None if the value depends on anything else.
+    """
+    if name in program.inputs:
+        return program, name
+    call = next(call for call in program.calls if name in call.results)
+    if call.name in input_only(program):
+        return program, name
+    region, own = _restricted(program, call, (name,))
+    if any(op.name in RANDOM for op in region.forward.ops) or not _constants(program).issuperset(own.params):
+        return None
+    args = []
+    for arg in own.args:
+        made = _result_apart(program, arg)
+        if made is None:
+            return None
+        program = made[0]
+        args.append(made[1])
+    types = program.value_types()
+    result = unique(f"{name}_known", {*types})
+    region = replace(region, name=unique(f"{region.name}_known", {each.name for each in program.regions}))
+    calls = list(program.calls)
+    own = replace(
+        own, name=unique(f"{call.name}_known", {each.name for each in calls}), region=region.name,
+        args=tuple(args), results=(result,),
+    )  # fmt: skip
+    calls.insert(calls.index(call), own)
+    return replace(
+        program,
+        regions=(region, *program.regions),
+        calls=tuple(calls),
+        values=(*program.values, Value(name=result, type=types[name])),
+    ), result
 
 
 def _for_other_results(op: Op, value: str, taken: set[str]) -> tuple[Op, ...]:
@@ -127,11 +175,8 @@ def _for_other_results(op: Op, value: str, taken: set[str]) -> tuple[Op, ...]:
 
 
 def _restricted_call(program: Program, call: Call, results: tuple[str, ...]) -> tuple[Region, Call]:
-    """A region and call that compute only some of a call's results, under the same names."""
-    region = program.region(call.region)
-    outputs = dict(zip(call.results, region.forward.outputs, strict=True))
-    graph = replace(region.forward, outputs=tuple(outputs[name] for name in results)).without_dead()
-    random = next((op for op in region.forward.ops if op.name in RANDOM), None)
+    """`_restricted` for a call whose other results are computed apart. Raises PartcError P0402 if it draws numbers."""
+    random = next((op for op in program.region(call.region).forward.ops if op.name in RANDOM), None)
     if random is not None:
         raise PartcError(
             "P0402",
@@ -139,6 +184,14 @@ def _restricted_call(program: Program, call: Call, results: tuple[str, ...]) -> 
             help="use --microbatches 1",
             source=random.source,
         )
+    return _restricted(program, call, results)
+
+
+def _restricted(program: Program, call: Call, results: tuple[str, ...]) -> tuple[Region, Call]:
+    """A region and call that compute only some of a call's results, under the same names."""
+    region = program.region(call.region)
+    outputs = dict(zip(call.results, region.forward.outputs, strict=True))
+    graph = replace(region.forward, outputs=tuple(outputs[name] for name in results)).without_dead()
     read = {ref for op in graph.ops for ref in op.refs()}.union(graph.outputs)
     args = [pair for pair in zip(graph.inputs, call.args, strict=True) if pair[0].name in read]
     params = [pair for pair in zip(region.params, call.params, strict=True) if pair[0].name in read]

@@ -993,3 +993,38 @@ def test_masks_choose_among_places_that_a_mask_has_found(style: str) -> None:
     batches = [flagged(some, ~some), flagged(none, some), flagged(~none, some)]
     batches[1]["x"] = -batches[1]["x"].abs()
     equals_eager(lambda: Narrowed(style), batches)
+
+
+class AddedInLayers(nn.Module):
+    """Rows of pictures, packed over all examples, are added at their places after each layer."""
+
+    drops = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.seen, self.drop = nn.Embedding(9, 8), nn.Linear(4, 8), nn.Dropout(self.drops)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, ids: Tensor, features: Tensor) -> Tensor:
+        places, rows = ids == 7, self.seen(features)
+        x = self.drop(self.words(ids))
+        for layer in self.layers:
+            x = layer(x)
+            added = x[places] + rows
+            x = x.clone()
+            x[places] = added
+        return (x * torch.arange(8)).square().mean()
+
+
+class AddedAndDropped(AddedInLayers):
+    drops = 0.1
+
+
+@pytest.mark.parametrize(("mesh", "kind"), [("dp=2,pp=2", AddedInLayers), ("dp=2,tp=2", AddedAndDropped)])
+def test_packed_rows_are_added_in_every_layer(mesh: str, kind: type[nn.Module]) -> None:
+    """The call that embeds the words also makes the places, and each microbatch has to know those of the whole batch."""
+    torch.manual_seed(0)
+    rows = torch.randn(8 * 2, 4, dtype=torch.float64)
+    made = partc.compile(kind, packed(rows), mesh=mesh, microbatches=2, precision="fp64")
+    assert not made.warnings
+    assert made.verify(steps=2).ok

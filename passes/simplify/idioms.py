@@ -29,13 +29,17 @@ from partc.rules.shapes import slice_bounds
 
 def _grouped_heads(match: Match) -> Op | None:
     """Attention on keys and values shared by groups of query heads, without the expanded copies for each head."""
-    for name, copies in (("k", "k_copies"), ("v", "v_copies")):
-        shape, inner, wide = match.shape(name), match.shape(f"{name}_inner"), match.shape(copies)
-        if shape is None or inner is None or wide is None or len(shape) != 4 or len(wide) != 5:
+    groups = set()
+    for name in ("k", "v"):
+        shape, inner, copies, heads = (match.shape(f"{name}{part}") for part in ("", "_inner", "_copies", "_heads"))
+        if shape is None or copies is None or len(shape) != 4 or len(copies) != 5:
             return None
-        b, g, t, d = shape
-        if inner != (b, g, 1, t, d) or wide != (b, g, wide[2], t, d):
-            return None
+        (b, g, t, d), n = shape, copies[2]
+        if (inner, copies, heads) != ((b, g, 1, t, d), (b, g, n, t, d), (b, g * n, t, d)):
+            return None  # the last view may also join b and g: then every group is an example with n heads
+        groups.add(g)
+    if len(groups) > 1:
+        return None
     return replace(match.root, args=(match["q"], match["k"], match["v"], *match["rest"]))
 
 
@@ -184,8 +188,9 @@ IDIOMS = (
     Rewrite(
         name="grouped heads",
         pattern=Pattern(
-            "(attention | attention_dropout)(q, reshape((k_copies := expand((k_inner := reshape(k, _)), _)), _),"
-            " reshape((v_copies := expand((v_inner := reshape(v, _)), _)), _), *rest)"
+            "(attention | attention_dropout)(q,"
+            " (k_heads := reshape((k_copies := expand((k_inner := reshape(k, _)), _)), _)),"
+            " (v_heads := reshape((v_copies := expand((v_inner := reshape(v, _)), _)), _)), *rest)"
         ),
         instead=_grouped_heads,
     ),

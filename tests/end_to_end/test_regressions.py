@@ -427,6 +427,29 @@ def test_attention_of_a_query_that_examples_share() -> None:
     _equal(SharedQuery, _batch(), "dp=2,tp=2")
 
 
+class GroupsInADimension(nn.Module):
+    """Query heads whose groups are a dimension of their own, and keys of more groups than values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(6, 24), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None] * torch.linspace(1, 2, 4)[:, None]
+        q = self.q(x).view(-1, 4, 2, 4, 3).permute(0, 2, 3, 1, 4)
+        k = self.k(x).view(-1, 4, 2, 3).transpose(1, 2)
+        v = self.v(x)[:, None]
+        keys, values = (each[:, :, None].expand(-1, -1, 8 // each.shape[1], -1, -1) for each in (k, v))
+        apart = F.scaled_dot_product_attention(q, keys, keys)
+        joined = F.scaled_dot_product_attention(q.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2))
+        return apart.square().mean() + joined.square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["1", "dp=2,tp=2"])
+def test_attention_whose_groups_are_a_dimension(mesh: str) -> None:
+    _equal(GroupsInADimension, _batch(), mesh)
+
+
 class SplitExamples(nn.Module):
     """The batch is split into its examples, which are read apart: each microbatch needs all of them."""
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from partc.codegen.function_bodies import BodyWriter
-from partc.codegen.names import Names, RegionNames, identifier
+from partc.codegen.names import Names, RegionNames, emitted_name
 from partc.codegen.operands import Operands
 from partc.codegen.source import Argument, Function, Line, Record, RegionCode
 from partc.codegen.views import without_idle_views
@@ -310,7 +310,7 @@ class _RegionWriter:
 def _record(name: str, fields: Names, graph: Graph, values: Sequence[str], results: Sequence[str]) -> str:
     """The call that creates a record. Fields are named after the variables that fill them."""
     for value, result in zip(values, results, strict=True):
-        fields.bind(value, fields.fresh(result if result.isidentifier() else identifier(value)))
+        fields.bind(value, fields.fresh(result if result.isidentifier() else emitted_name(value)))
     given = dict(zip(values, results, strict=True))
     return f"{name}({', '.join(f'{fields[value]}={given[value]}' for value in _as_made(graph, values))})"
 

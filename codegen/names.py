@@ -58,7 +58,7 @@ _TAKEN = frozenset(
 )
 
 
-def identifier(name: str) -> str:
+def emitted_name(name: str) -> str:
     """`attn.wq.weight` as `attn_wq_weight`, `0.weight` (of a Sequential) as `m0_weight`; never a keyword.
 
     None starts with an underscore: fields of a NamedTuple may not.
@@ -69,7 +69,7 @@ def identifier(name: str) -> str:
 
 def class_name(name: str) -> str:
     """`layer_norm.2` as `LayerNorm2`."""
-    return "".join(part[:1].upper() + part[1:] for part in identifier(name).split("_")) or "Region"
+    return "".join(part[:1].upper() + part[1:] for part in emitted_name(name).split("_")) or "Region"
 
 
 class Names:
@@ -81,7 +81,7 @@ class Names:
 
     def __getitem__(self, name: str) -> str:
         if name not in self._given:
-            self._given[name] = self.fresh(identifier(name))
+            self._given[name] = self.fresh(emitted_name(name))
         return self._given[name]
 
     def fresh(self, wanted: str) -> str:
@@ -147,7 +147,7 @@ def region_names(regions: Iterable[str]) -> dict[str, RegionNames]:
     found: dict[str, RegionNames] = {}
     taken = set(_TAKEN)
     for region in regions:
-        stem, number = identifier(region)[:_LONGEST_STEM], 1
+        stem, number = emitted_name(region)[:_LONGEST_STEM], 1
         names = _region_names(stem)
         while not taken.isdisjoint(names.every):
             number += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from partc.codegen.calls import Run, runs
-from partc.codegen.names import Names, identifier
+from partc.codegen.names import Names, emitted_name
 from partc.codegen.source import Function, RegionCode
 from partc.communication.exchanges import Exchanges
 from partc.errors import InternalError
@@ -100,7 +100,7 @@ class StageFacts:
         for run in self.every_run:
             for kind in ("", "grad ") if run.region.params else ():
                 key = kind + self._called(run)
-                names.bind(key, names.fresh(identifier(key)))
+                names.bind(key, names.fresh(emitted_name(key)))
         return names
 
     @cached_property
@@ -110,7 +110,7 @@ class StageFacts:
         found.update((transfer.value, f"received[{literal(transfer.value)}]") for transfer in self.received)
         once = [call for phase in PHASES[:2] for run in self.runs[phase] for call in run.calls]
         made = [name for call in once for name in call.results]
-        return found | {name: f"self.{self._attributes.fresh(identifier(name))}" for name in made}
+        return found | {name: f"self.{self._attributes.fresh(emitted_name(name))}" for name in made}
 
     def arguments(self, function: Function, run: Run, args: Iterable[str], p: str = "", g: str = "") -> str:
         """The arguments of a region's function: comm, p, g and number if it takes them, then values."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from partc.codegen.access import LOCALS, Access, access
 from partc.codegen.calls import Run
-from partc.codegen.names import Names, identifier
+from partc.codegen.names import Names, emitted_name
 from partc.codegen.operands import DTYPES
 from partc.codegen.source import Function, Line, RegionCode
 from partc.codegen.stage_facts import StageFacts
@@ -97,7 +97,7 @@ class ForwardWriter:
 
     def _bind(self, name: str) -> str:
         """A new local variable for a program value."""
-        self.places[name] = self.names.fresh(identifier(self.wanted.get(name, name)))
+        self.places[name] = self.names.fresh(emitted_name(self.wanted.get(name, name)))
         return self.places[name]
 
     def _forward_loop(self, run: Run) -> list[Line]:
@@ -110,7 +110,7 @@ class ForwardWriter:
             if place.isidentifier() and _only_reader(self.facts, start, first):
                 variable = place
             else:
-                variable = self.names.fresh(identifier(run.region.forward.inputs[argument].name))
+                variable = self.names.fresh(emitted_name(run.region.forward.inputs[argument].name))
                 lines.append(Line(code=f"{variable} = {place}"))
             variables[argument] = variable
             self.places[last.results[result]] = variable
@@ -179,7 +179,7 @@ class BackwardWriter:
             return self.grads.pop(name)
         dtype = f"dtype={DTYPES[self.facts.types[name].dtype]}"
         shape = self.facts.types[name].layout.local_shape(self.facts.program.sizes)
-        variable = self.names.fresh(identifier(f"grad_{self.wanted.get(name, name)}"))
+        variable = self.names.fresh(emitted_name(f"grad_{self.wanted.get(name, name)}"))
         if name == self.facts.program.loss and self._scaled():
             spread = f".expand({shape})" if shape else ""
             code = f"{variable} = self.comm.scale_here.to({dtype}, copy=True){spread}"
@@ -215,7 +215,7 @@ class BackwardWriter:
             if name not in self.owed:
                 targets.append("_")
                 continue
-            wanted = identifier(f"grad_{self.wanted.get(name, name)}")
+            wanted = emitted_name(f"grad_{self.wanted.get(name, name)}")
             if name in self.grads:
                 part = self.names.fresh(f"{wanted}_part")
                 total = self.names.fresh(wanted) if not self.grads[name].isidentifier() else self.grads[name]
@@ -240,7 +240,7 @@ class BackwardWriter:
             place = self._incoming(last.results[index], lines)
             if index in by_result:
                 variable = (
-                    self.names.fresh(identifier(f"grad_{run.region.forward.inputs[by_result[index]].name}"))
+                    self.names.fresh(emitted_name(f"grad_{run.region.forward.inputs[by_result[index]].name}"))
                     if not place.isidentifier()
                     else place
                 )
@@ -257,7 +257,7 @@ class BackwardWriter:
             if name not in self.owed:
                 targets[index] = "_"
                 continue
-            wanted = identifier(f"grad_{name}")
+            wanted = emitted_name(f"grad_{name}")
             total = self.names.fresh(wanted)
             part = self.names.fresh(f"{wanted}_part")
             lines.append(Line(code=f"{total} = {self.grads.get(name, '0.0')}"))

@@ -28,7 +28,7 @@ from partc.codegen.kernels.statements import (
     computed_in,
     constant,
 )
-from partc.codegen.names import Names, identifier
+from partc.codegen.names import Names, emitted_name
 from partc.errors import InternalError
 from partc.ir.layout import Sizes
 from partc.ir.program import FLOATING, Arg, DType, Op, Ref, TensorType
@@ -223,7 +223,7 @@ class Lowering:
         name = next(op.refs())
         first = len(self.shape(name)) - len(self.columns)
         source = self.value(name, (*index[:first], *self.columns))
-        target = self.names.fresh(identifier(op.result.name))
+        target = self.names.fresh(emitted_name(op.result.name))
         self.statements.append(Reduce(target=target, source=source, how=op.name))
         along = frozenset().union(*(part.free_symbols for part in self.columns))
         return Found(target, source.dtype, over=source.over - along)
@@ -314,7 +314,7 @@ class Lowering:
         return Found(target, value.dtype, over=frozenset(value.over | index[dim].free_symbols))
 
     def _statement(self, name: str, text: str, guards: Guards = (), places: tuple[sympy.Expr, ...] = ()) -> str:
-        target = self.names.fresh(identifier(name))
+        target = self.names.fresh(emitted_name(name))
         self.statements.append(Evaluate(target=target, text=text, guards=guards, places=places))
         return target
 

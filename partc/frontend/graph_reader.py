@@ -24,7 +24,7 @@ from partc.frontend.selections.selection_tests import TESTED
 from partc.frontend.state.generator_states import KEPT, RETURNED
 from partc.frontend.strided_views import windows
 from partc.ir.gradients import reached
-from partc.ir.naming import identifier, unique, unreserved
+from partc.ir.naming import unique, unreserved
 from partc.ir.operations import memory_owner
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.program import (
@@ -40,6 +40,7 @@ from partc.ir.program import (
     is_change,
     is_in_place,
 )
+from partc.quoting import identifier
 from partc.torch_private import OpOverload
 
 LITERAL = 4096  # elements of a constant that is written down

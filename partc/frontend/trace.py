@@ -43,7 +43,7 @@ from partc.frontend.selections.row_counts import check_numbers
 from partc.frontend.state.shared_memory import check_changes
 from partc.frontend.trace_errors import RaisedError
 from partc.ir.mesh import Mesh
-from partc.ir.naming import identifier, unique
+from partc.ir.naming import unique
 from partc.ir.program import (
     Call,
     Graph,
@@ -56,7 +56,7 @@ from partc.ir.program import (
     Value,
 )
 from partc.ir.repetitions import UnlikeError, check
-from partc.quoting import shown
+from partc.quoting import identifier, shown
 from partc.runtime.train.plain_tensors import modules_by_path, named_tensors
 from partc.settings import PASSES, tell
 from partc.torch_private import not_compiling, optimized_execution

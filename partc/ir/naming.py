@@ -1,23 +1,15 @@
-"""Names: identifiers, unique ones, paths of modules."""
+"""Names: unique ones, paths of modules."""
 
 from __future__ import annotations
 
-import keyword
 import re
 from functools import lru_cache
 
-_PLAIN = re.compile(r"\W+", re.ASCII)
 _NUMBERS = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # whole parts of a path
 # Suffixes of the names of values that passes derive from others.
 WHOLE = "_whole"  # the value in its shape before a view joined dimensions
 PRODUCT = "_product"  # the product of a linear operation, before its bias is added
 EXTENDED, ZIGZAG, COUNTED = "_extended", "_zigzag", "_counted"  # sequences that are padded or reordered
-
-
-def identifier(text: str) -> str:
-    """A Python identifier similar to `text`."""
-    name = _PLAIN.sub("_", text).strip("_") or "value"
-    return f"_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
 
 
 def unreserved(name: str) -> str:

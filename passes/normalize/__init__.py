@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from partc.errors import PartcError
-from partc.ir.naming import PRODUCT, identifier, unique
+from partc.ir.naming import PRODUCT, unique
 from partc.ir.operations import spelling
 from partc.ir.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
 from partc.passes.normalize import lookups, losses, views
@@ -37,6 +37,7 @@ from partc.passes.normalize.recurrent import recurrent
 from partc.passes.normalize.solves import with_solves
 from partc.passes.normalize.writer import Rewrite, Writer, ref, with_dtypes
 from partc.passes.normalize.writes import with_joins
+from partc.quoting import identifier
 from partc.rules.rule import argument, number
 
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from partc.ir.gradients import input_only
-from partc.ir.naming import identifier, is_number, unique, unreserved
+from partc.ir.naming import is_number, unique, unreserved
 from partc.ir.operations import KEEPING, RANDOM
 from partc.ir.program import Arg, Call, Graph, Program, Ref, Region, Value
 from partc.ir.repetitions import Unfolding, UnlikeError, like_templates
@@ -49,6 +49,7 @@ from partc.passes.outline.segments import (
 )
 from partc.passes.outline.updates import move_updates_ahead, with_old_values
 from partc.passes.outline.value_names import name_values
+from partc.quoting import identifier
 
 
 def outline(program: Program, *, places: tuple[int, ...] = ()) -> Program:

@@ -11,8 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from partc.errors import Source
-from partc.ir.naming import COUNTED, EXTENDED, PRODUCT, WHOLE, ZIGZAG, identifier, unique, unreserved
+from partc.ir.naming import COUNTED, EXTENDED, PRODUCT, WHOLE, ZIGZAG, unique, unreserved
 from partc.ir.program import Op, makers
+from partc.quoting import identifier
 
 # Values that passes derive from a loss; their names are descriptive already.
 _GIVEN = frozenset(

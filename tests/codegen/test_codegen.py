@@ -22,7 +22,7 @@ from partc.codegen.expressions import expression
 from partc.codegen.formatting import formatted
 from partc.codegen.functions import region_code
 from partc.codegen.lifetimes import deletions
-from partc.codegen.names import Names, class_name, identifier, region_names
+from partc.codegen.names import Names, class_name, emitted_name, region_names
 from partc.codegen.operands import Operands
 from partc.codegen.package import emit, files, render
 from partc.codegen.views import without_idle_views
@@ -455,8 +455,8 @@ def test_a_broken_line_means_the_same() -> None:
 
 
 def test_names_are_identifiers_and_never_shadow() -> None:
-    assert identifier("attn.wq.weight") == "attn_wq_weight"
-    assert [identifier(name) for name in ("lambda", "torch", "3d", "F")] == ["lambda_", "torch_", "m3d", "F_"]
+    assert emitted_name("attn.wq.weight") == "attn_wq_weight"
+    assert [emitted_name(name) for name in ("lambda", "torch", "3d", "F")] == ["lambda_", "torch_", "m3d", "F_"]
     assert class_name("layer_norm.2") == "LayerNorm2"
     names = Names(("x",))
     assert [names["x"], names["a.b"], names["a_b"], names["a.b"]] == ["x_2", "a_b", "a_b_2", "a_b"]

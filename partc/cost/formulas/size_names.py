@@ -8,9 +8,7 @@ up = 256   rows of up.weight; 4·h in this model
 
 from __future__ import annotations
 
-import keyword
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +18,7 @@ from partc.cost.formulas.symbols import Dimensions, Product
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import unique
 from partc.ir.program import FLOATING, ITEMSIZE
+from partc.quoting import identifier
 from partc.sharding.choices import batch_axes
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ class SizeNames:
         self, sizes: Sequence[int], wanted: str, meaning: str, *, width: bool = False, product: bool = True
     ) -> str:
         """Name the unnamed part of a product, or the largest factor of it; its other sizes stay numbers."""
-        name = unique(_identifier(wanted), {*self._named, *self.dimensions.program.sizes})
+        name = unique(identifier(wanted), {*self._named, *self.dimensions.program.sizes})
         left = [size for size in sizes if size not in self._of]
         size = max(left, key=lambda size: self.dimensions.sizes.value[size])
         others = math.prod(self.dimensions.sizes.value[other] for other in left if other != size and product)
@@ -276,8 +275,3 @@ class SizeNames:
                         wanted = parts[-2] if len(parts) > 1 else parts[0] if parts[0] not in _PLAIN else region.name
                         meaning = f"{place} of {region.name}'s {value.name}"
                         self._name(whole, wanted, meaning, width=True, product=False)
-
-
-def _identifier(text: str) -> str:
-    name = re.sub(r"\W", "_", text)
-    return name if name.isidentifier() and not keyword.iskeyword(name) else f"n_{name}"

@@ -252,7 +252,7 @@ class _RunWriter:
             yield Line(code="del g")
         else:
             here = column.items == tuple(call.name for call in self.calls)
-            unit = self.unit(column.items, "unit" if here else _VARIABLES[verb, subject])
+            unit = self.unit(column.items, "unit" if here else _VARIABLES.get((verb, subject), "unit"))
             yield Line(code=f"{unit}.{_METHODS.get((verb, subject), verb)}()", notes=notes)
 
     def loop(self, function: Function, kind: GraphKind, parted: bool) -> list[Line]:

@@ -533,3 +533,33 @@ def losses_at_their_edges() -> nn.Module:
 @pytest.mark.parametrize("mesh", ["dp=2", "cp=2", "tp=3"])
 def test_losses_at_their_edges_have_torchs_slopes(mesh: str) -> None:
     _equal(losses_at_their_edges, _batch(), mesh, microbatches=2)
+
+
+class SharedLayer(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+class OneWeight(nn.Module):
+    """Layers with one weight: the copies of it that a step updates are waited for once, before the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = nn.Linear(8, 8)
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(SharedLayer(linear) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,dp=2", "pp=2,dp=3"])
+def test_layers_with_one_weight_wait_once_for_it(mesh: str) -> None:
+    _equal(OneWeight, {"x": torch.randn(12, 8)}, mesh, microbatches=2, zero=1)

@@ -19,17 +19,24 @@ wants it so, unless forward changes it or averages it into another one. The opti
 microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training, sections 3.1 and 3.3). If a table has
 sparse gradients, only the rows that a step looks up are cast. Constants, and values computed once per step, are
 unchanged.
+
+An operation with a number that 16 bits cannot hold runs in fp32, and its result stays fp32. Models hide scores behind
+the least number of their type, which the trace has as fp32's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+
+import torch
 
 from partc.errors import PartcError, Source
 from partc.ir.expert_products import ExpertMatmul
 from partc.ir.naming import unique
 from partc.ir.operations import VIEWS
+from partc.ir.operators import DTYPES
 from partc.ir.program import FLOATING, SCAN, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
 from partc.ir.scans import scan_of
 from partc.rules import Precision, is_matmul, precision_of
@@ -57,6 +64,20 @@ def precision(program: Program, *, low: DType | None = None, casts: Mapping[str,
     return _Mixed(program, low, casts or {}).run()
 
 
+def _beyond(region: Region, low: DType, given: frozenset[int]) -> set[str]:
+    """The values of a region with a finite number that this type of 16 bits cannot hold; `given` are such inputs."""
+    most = torch.finfo(DTYPES[low]).max
+    types = region.types(region.forward)
+    found = {region.forward.inputs[index].name for index in given}
+    for op in region.forward.ops:
+        reads = [*op.refs()]
+        copies = op.name in _VIEWS or not all(types[name].shape for name in reads)
+        written = any(isinstance(arg, float) and most < abs(arg) < math.inf for arg in op.args)
+        if written or (copies and not found.isdisjoint(reads)):
+            found.update(value.name for value in op.results)
+    return found
+
+
 class _Mixed:
     """A walk over the calls in order; a region called with other input types gets a variant."""
 
@@ -64,7 +85,8 @@ class _Mixed:
         self.program = program
         self.low = low
         self.casts = casts
-        self.variants: dict[tuple[str, tuple[DType, ...], tuple[bool, ...]], Region] = {}
+        self.variants: dict[tuple[str, tuple[DType, ...], tuple[bool, ...], frozenset[int]], Region] = {}
+        self.beyond: set[str] = set()  # values with numbers that 16 bits cannot hold
         self.tables = {parameter.name for parameter in program.parameters if parameter.sparse}
         self._read_low = {region.name: tuple(dict.fromkeys(self._reads_low(region))) for region in program.regions}
         self.types = {name: type.dtype for name, type in program.value_types().items()}
@@ -83,20 +105,33 @@ class _Mixed:
         region = self.program.region(call.region)
         given = tuple(self.types[name] for name in call.args)
         lows = tuple(name in self.low_parameters for name in call.params)
-        key = (region.name, given, lows)
+        over = frozenset(index for index, name in enumerate(call.args) if name in self.beyond)
+        beyond = _beyond(region, self.low, over)
+        key = (region.name, given, lows, over)
         if key not in self.variants:
             taken = {variant.name for variant in self.variants.values()}
             name = unique(region.name, taken)
             kept = {out for out, made in zip(region.forward.outputs, call.results, strict=True) if made in self.updates}
             mixed = region.phase == "microbatch"
-            self.variants[key] = replace(self._region(region, given, lows, kept) if mixed else region, name=name)
+            self.variants[key] = replace(
+                self._region(region, given, lows, beyond, kept) if mixed else region, name=name
+            )
         variant = self.variants[key]
         made = variant.forward.definitions() | {value.name: value for value in variant.params}
         for name, output in zip(call.results, variant.forward.outputs, strict=True):
             self.types[name] = made[output].type.dtype
+        outputs = zip(call.results, region.forward.outputs, strict=True)
+        self.beyond.update(name for name, output in outputs if output in beyond)
         return replace(call, region=variant.name)
 
-    def _region(self, region: Region, given: tuple[DType, ...], lows: tuple[bool, ...], kept: set[str]) -> Region:
+    def _region(
+        self,
+        region: Region,
+        given: tuple[DType, ...],
+        lows: tuple[bool, ...],
+        beyond: set[str],
+        kept: set[str],
+    ) -> Region:
         inputs = tuple(
             replace(value, type=replace(value.type, dtype=dtype))
             for value, dtype in zip(region.forward.inputs, given, strict=True)
@@ -105,11 +140,14 @@ class _Mixed:
             replace(value, type=replace(value.type, dtype=self.low)) if low else value
             for value, low in zip(region.params, lows, strict=True)
         )
-        writer = _CastWriter(self.low, (*inputs, *params), {*region.forward.definitions(), *(v.name for v in params)})
+        taken = {*region.forward.definitions(), *(value.name for value in params)}
+        writer = _CastWriter(self.low, (*inputs, *params), taken, beyond)
         for op, wanted in self._wanted(region):
             writer.operation(op, wanted)
         outputs = tuple(
-            name if name in kept else writer.as_dtype(name, self.low if self._travels(writer.types[name]) else _WIDE)
+            name
+            if name in kept or name in writer.beyond
+            else writer.as_dtype(name, self.low if self._travels(writer.types[name]) else _WIDE)
             for name in region.forward.outputs
         )
         forward = replace(region.forward, inputs=inputs, ops=tuple(writer.ops), outputs=outputs)
@@ -180,8 +218,9 @@ class _Mixed:
 class _CastWriter:
     """Rewrites a region's operations, with casts for operands of other types."""
 
-    def __init__(self, low: DType, given: tuple[Value, ...], taken: set[str]) -> None:
+    def __init__(self, low: DType, given: tuple[Value, ...], taken: set[str], beyond: set[str]) -> None:
         self.low = low
+        self.beyond = beyond  # values with numbers that 16 bits cannot hold
         self.types = {value.name: value.type for value in given}
         self.taken = taken
         self.sources: dict[str, Source | None] = {}
@@ -204,10 +243,11 @@ class _CastWriter:
         # A single number takes the type of the other operand, as in torch.
         tensors = [name for name in operands if self.types[name].shape] or operands
         mixed = {self.types[name].dtype for name in tensors} & {self.low, _WIDE}
+        beyond = not self.beyond.isdisjoint(value.name for value in op.results)
         dtype: DType | None = None
         if wanted == "low" and operands:
             dtype = self.low
-        elif (wanted == "high" and operands) or len(mixed) > 1:
+        elif (wanted == "high" and operands) or len(mixed) > 1 or (beyond and mixed):
             dtype = _WIDE
         elif mixed:
             (dtype,) = mixed

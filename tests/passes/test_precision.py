@@ -195,6 +195,43 @@ def test_packages_train_like_autocast(name: str, mesh: str, options: dict[str, o
     assert result.ok, result.worst
 
 
+HIDING = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, hide):
+        scores = torch.einsum("bid,bjd->bij", self.q(x), self.k(x))
+        least, hide = torch.finfo(scores.dtype).min, hide[:, None]
+        number = torch.full((), least, dtype=scores.dtype)
+        filled = scores.masked_fill(hide, least).view(-1, 2, 2, 4)
+        weights = [filled.softmax(-1).flatten(1, 2), torch.where(hide, least, scores).softmax(-1)]
+        weights += [torch.where(hide, number, scores).softmax(-1), scores.clamp(least, -least).softmax(-1)]
+        best = F.pad(scores, (1, 1), value=least).unfold(2, 3, 1).amax(-1)
+        return (sum(weights).relu() @ self.v(x) + best.tanh().mean(-1, keepdim=True) - x).square().mean() / 64  # fp16's loss scale is 65,536
+
+def model():
+    return Pairs()
+
+def batch():
+    return {"x": torch.randn(8, 4, 6), "hide": torch.arange(4) >= torch.arange(8)[:, None] % 4}
+"""
+
+
+@pytest.mark.parametrize(("kind", "mesh"), [("bf16", "dp=2"), ("fp16", "pp=2")])
+def test_scores_hidden_by_the_least_number_of_their_type(kind: str, mesh: str, tmp_path: Path) -> None:
+    """Rows that are hidden as a whole have equal weights, which infinities would make NaN."""
+    (tmp_path / "pairs.py").write_text(HIDING)
+    package = partc.compile(tmp_path / "pairs.py", mesh=mesh, precision=kind, microbatches=2)  # type: ignore[arg-type]
+    result = verify(package.write(tmp_path / "build"), steps=2, virtual=True)
+    assert result.ok and torch.tensor(result.losses).isfinite().all(), result.worst
+
+
 LEARNABLE = """
 import torch
 from torch import nn

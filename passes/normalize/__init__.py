@@ -33,7 +33,7 @@ from partc.passes.normalize.inplace import without_mutation
 from partc.passes.normalize.norms import plain_norms
 from partc.passes.normalize.own_gradients import with_dims
 from partc.passes.normalize.random import RANDOM, draws_random_numbers, refuse_unknown
-from partc.passes.normalize.recurrent import recurrent
+from partc.passes.normalize.recurrent import gru_cell, lstm_cell, recurrent, rnn_cell
 from partc.passes.normalize.solves import with_solves
 from partc.passes.normalize.writer import Rewrite, Writer, ref, with_dtypes
 from partc.passes.normalize.writes import with_joins
@@ -507,4 +507,7 @@ REWRITES: Mapping[str, Rewrite] = {
     # random numbers
     **RANDOM,
     **_shared_rewrite("lstm gru rnn_tanh rnn_relu", recurrent),
+    "lstm_cell": lstm_cell,
+    "gru_cell": gru_cell,
+    **_shared_rewrite("rnn_tanh_cell rnn_relu_cell", rnn_cell),
 }

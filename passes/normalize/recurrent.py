@@ -1,10 +1,20 @@
-"""Recurrent networks with dropout between layers: one operation for each layer, with a dropout after all but the last.
+"""Recurrent networks.
 
+With dropout between layers, a network becomes one operation for each layer, with a dropout after all but the last.
 Torch transposes the operands so that time comes first; elements are counted in that order.
+
+A cell, which computes one step, becomes its products and gates, so that their rules cut the batch and the weights:
+
+    h1, c1 = lstm_cell(x, (h, c), w, u, b, v)
+  ->
+    i, f, g, o = split(x @ w.T + b + h @ u.T + v)
+    c1         = sigmoid(f) * c + sigmoid(i) * tanh(g)
+    h1         = sigmoid(o) * tanh(c1)
 """
 
 from __future__ import annotations
 
+from partc.ir.naming import PRODUCT
 from partc.ir.program import Arg, Op, Ref, Value
 from partc.passes.normalize.random import dropped, refuse_unknown
 from partc.passes.normalize.writer import Writer, ref
@@ -66,3 +76,73 @@ def _transposed(w: Writer, name: str, shape: tuple[int, ...], like: Value) -> Va
 def _value_like(w: Writer, name: str, like: Value, *, rows: int | None = None) -> Value:
     shape = like.type.shape
     return w.value(name, shape if rows is None else (rows, *shape[1:]), like.type.dtype)
+
+
+class _Cell:
+    """The writer of one cell: elementwise operations on values of one dtype, named after the cell's first result."""
+
+    def __init__(self, w: Writer, op: Op) -> None:
+        self.w, self.op, self.like = w, op, op.results[0]
+
+    def value(self, word: str, shape: tuple[int, ...]) -> Value:
+        return self.w.value(f"{self.like.name}_{word}", shape, self.like.type.dtype)
+
+    def add(self, name: str, *args: Arg, word: str = "", result: Value | None = None) -> Ref:
+        """An elementwise operation; its result has the shape of its first operand."""
+        return self.w.add(self.op, name, args, result or self.value(word or name, self.w.shape(args[0])))
+
+    def product(self, word: str, x: Arg, weight: Arg, bias: Arg) -> Ref:
+        """A row of the gates: x @ weight.T + bias."""
+        shape = (*self.w.shape(x)[:-1], self.w.shape(weight)[0])
+        name = word if bias is None else f"{word}{PRODUCT}"
+        made = self.w.add(self.op, "linear", (x, weight), self.value(name, shape))
+        return made if bias is None else self.add("add", made, bias, word=word)
+
+    def products(self, state: Arg) -> tuple[Ref, Ref]:
+        """The products of the input and of the state."""
+        x, _, weight, recurrent_weight = self.op.args[:4]
+        biases = (argument(self.op, index, name) for index, name in ((4, "b_ih"), (5, "b_hh")))
+        return (
+            self.product("input", x, weight, next(biases)),
+            self.product("state", state, recurrent_weight, next(biases)),
+        )
+
+    def gates(self, row: Ref, words: str) -> tuple[Ref, ...]:
+        """Equal parts of a row of gates."""
+        *lead, width = self.w.shape(row)
+        names = words.split()
+        parts = tuple(self.value(word, (*lead, width // len(names))) for word in names)
+        sizes = tuple(part.type.shape[-1] for part in parts)
+        self.w.keep(Op(name="split", args=(row, sizes, len(lead)), results=parts, source=self.op.source))
+        return tuple(Ref(part.name) for part in parts)
+
+
+def lstm_cell(w: Writer, op: Op) -> None:
+    """lstm_cell(x, (h, c), weight, recurrent_weight, bias, recurrent_bias)"""
+    cell, states = _Cell(w, op), op.args[1]
+    assert isinstance(states, tuple)
+    before, memory = states
+    written, held, news, shown = cell.gates(cell.add("add", *cell.products(before), word="gates"), "i f g o")
+    kept = cell.add("mul", cell.add("sigmoid", held), memory, word="kept")
+    added = cell.add("mul", cell.add("sigmoid", written), cell.add("tanh", news), word="added")
+    now = cell.add("add", kept, added, result=op.results[1])
+    cell.add("mul", cell.add("sigmoid", shown), cell.add("tanh", now), result=op.results[0])
+
+
+def gru_cell(w: Writer, op: Op) -> None:
+    """gru_cell(x, h, weight, recurrent_weight, bias, recurrent_bias): (h - n) * z + n"""
+    cell, before = _Cell(w, op), op.args[1]
+    given, known = cell.products(before)
+    reset, update, new = cell.gates(given, "r z n")
+    own_reset, own_update, own_new = cell.gates(known, "own_r own_z own_n")
+    opened = cell.add("sigmoid", cell.add("add", reset, own_reset, word="reset"))
+    held = cell.add("sigmoid", cell.add("add", update, own_update, word="update"))
+    found = cell.add("tanh", cell.add("add", new, cell.add("mul", opened, own_new), word="new"))
+    cell.add("add", cell.add("mul", cell.add("sub", before, found), held), found, result=op.results[0])
+
+
+def rnn_cell(w: Writer, op: Op) -> None:
+    """rnn_tanh_cell(x, h, weight, recurrent_weight, bias, recurrent_bias), and rnn_relu_cell"""
+    cell = _Cell(w, op)
+    total = cell.add("add", *cell.products(op.args[1]), word="sum")
+    cell.add(op.name.removeprefix("rnn_").removesuffix("_cell"), total, result=op.results[0])

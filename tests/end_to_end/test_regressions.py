@@ -563,3 +563,27 @@ class OneWeight(nn.Module):
 @pytest.mark.parametrize("mesh", ["pp=2,dp=2", "pp=2,dp=3"])
 def test_layers_with_one_weight_wait_once_for_it(mesh: str) -> None:
     _equal(OneWeight, {"x": torch.randn(12, 8)}, mesh, microbatches=2, zero=1)
+
+
+class Steps(nn.Module):
+    """Cells that read their own states at the next step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru, self.plain = nn.LSTMCell(6, 4), nn.GRUCell(4, 4), nn.RNNCell(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, second, total = None, None, x.new_zeros(())
+        for step in range(3):
+            state = self.lstm(x + step, state)
+            second = self.gru(state[0], second)
+            total = total + F.mse_loss(self.plain(second), x)
+        return total
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
+def test_cells_treat_examples_alike(mesh: str) -> None:
+    made = partc.compile(Steps, _batch(), mesh=mesh, microbatches=2, precision="fp64")
+    assert not made.warnings
+    assert made.coverage.ops == 1
+    assert made.verify(steps=2).ok

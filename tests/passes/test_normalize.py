@@ -229,6 +229,31 @@ def test_spelling(name: str) -> None:
     assert (found[:-1] if found[-1] == "sum" and expected != found else found) == expected
 
 
+class Steps(nn.Module):
+    """A cell that runs three steps, from a state of zeros and then from its own."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, total = None, torch.zeros(())
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            total = total + (state if isinstance(state, Tensor) else sum(state)).square().mean()
+        return total
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("cell", ["LSTMCell", "GRUCell", "tanh", "relu"])
+def test_cells_are_products_and_gates(cell: str, bias: bool) -> None:
+    torch.manual_seed(1)
+    made = getattr(nn, cell)(5, 4, bias=bias) if "Cell" in cell else nn.RNNCell(5, 4, bias=bias, nonlinearity=cell)
+    found = names(check(Steps(made), {"x": torch.randn(6, 3, 5)}))
+    assert found.count("linear") == 6
+    assert not any(name.endswith("_cell") for name in found)
+
+
 def test_sizes_and_dimensions_are_explicit() -> None:
     program = check(Function(lambda m, x: x.view(-1, 2).transpose(-1, -2).cumsum(-1).sum()), X)
     reshape, permute, *_ = ops(program)

@@ -51,6 +51,8 @@ CHEAP = {
     "forked_paths": (0,),
     "types_in_place": (1,),
     "one_vector": (1, 4),
+    "selected_blocks": (0,),
+    "nearly_attention": (1,),
 }
 PAIRS = [
     pytest.param(name, SETTINGS[index], marks=() if index < 2 else (pytest.mark.slow,))

@@ -75,6 +75,10 @@ class _RowWriter:
         assert isinstance(arg, Ref)
         return self.known.get(arg.name) or self.types[arg.name]
 
+    def results(self, count: int) -> tuple[Value | None, ...]:
+        """The results; None for those that only a derivative would read, in a region without backward."""
+        return (*self.op.results, *[None] * (count - len(self.op.results)))
+
     def shape(self, arg: Arg) -> tuple[int, ...]:
         return self.type_of(arg).layout.local_shape(self.sizes)
 
@@ -112,14 +116,15 @@ class _RowWriter:
 
 
 def _rms_norm(w: _RowWriter, x: Ref, shape: tuple[int, ...], weight: Arg, eps: Arg) -> None:
-    made, rstd = w.op.results
+    made, rstd = w.results(2)
     small = (
         eps
         if eps is not None
         else {"f64": 2.0**-52, "bf16": 2.0**-7, "f16": 2.0**-10}.get(w.type_of(x).dtype, 2.0**-23)
     )
     var = w.do("add", w.mean(w.do("mul", x, x, word="square"), len(shape), "mean"), small, word="var")
-    unit = w.do("mul", x, w.do("rsqrt", var, makes=rstd), word="unit", makes=made if weight is None else None)
+    scale = w.do("rsqrt", var, word="rstd", makes=rstd)
+    unit = w.do("mul", x, scale, word="unit", makes=made if weight is None else None)
     if weight is not None:
         w.do("mul", unit, weight, makes=made)
 
@@ -145,11 +150,11 @@ def _rms_norm_grad_weight(w: _RowWriter, grad: Ref, x: Ref, shape: tuple[int, ..
 
 
 def _layer_norm(w: _RowWriter, x: Ref, shape: tuple[int, ...], weight: Arg, bias: Arg, eps: Arg) -> None:
-    made, mean, rstd = w.op.results
-    average = w.do("mul", w.sum(x, len(shape), "sum"), 1 / math.prod(shape), makes=mean)
+    made, mean, rstd = w.results(3)
+    average = w.do("mul", w.sum(x, len(shape), "sum"), 1 / math.prod(shape), word="mean", makes=mean)
     centered = w.do("sub", x, average, word="centered")
     spread = w.mean(w.do("mul", centered, centered, word="square"), len(shape), "spread")
-    scale = w.do("rsqrt", w.do("add", spread, eps, word="var"), makes=rstd)
+    scale = w.do("rsqrt", w.do("add", spread, eps, word="var"), word="rstd", makes=rstd)
     steps = [("mul", scale), *([("mul", weight)] if weight is not None else []), *([("add", bias)] if bias else [])]
     for number, (name, other) in enumerate(steps):
         last = number == len(steps) - 1

@@ -20,15 +20,17 @@ from dataclasses import replace
 
 from partc import fuel
 from partc.ir.layout import Layout
+from partc.ir.naming import unique
 from partc.ir.program import Graph, Op, Ref, Region, TensorType, Value
 from partc.rules import kernels
 
 
 def with_drawn_masks(region: Region) -> Region:
     """The region with masks drawn by separate operations, in every graph that reads them."""
-    forward = _split(region.forward)
-    backward = region.backward and _split(region.backward)
-    weight = region.weight and _split(region.weight)
+    taken = set().union(*(region.types(graph) for graph in region.graphs))
+    forward = _split(region.forward, taken)
+    backward = region.backward and _split(region.backward, taken)
+    weight = region.weight and _split(region.weight, taken)
     if backward is None:
         return replace(region, forward=forward)
     drawn = {op.result.name: op for graph in (backward, forward) for op in graph.ops if op.name == "drawn"}
@@ -59,24 +61,25 @@ def _drawing(graph: Graph, again: Mapping[str, Op], drawn: Mapping[str, Op]) -> 
     return replace(graph, inputs=inputs, ops=(*first, *graph.ops))
 
 
-def _split(graph: Graph) -> Graph:
-    return replace(graph, ops=tuple(step for op in graph.ops for step in _steps(op)))
+def _split(graph: Graph, taken: set[str]) -> Graph:
+    return replace(graph, ops=tuple(step for op in graph.ops for step in _steps(op, taken)))
 
 
-def _steps(op: Op) -> Iterator[Op]:
-    """A dropout as a mask and its application."""
+def _steps(op: Op, taken: set[str]) -> Iterator[Op]:
+    """A dropout as a mask and its application. Its mask has a name unless its region has no backward."""
     drops = op.name == "dropout" and isinstance(op.args[1], float) and 0 < op.args[1] < 1 and not op.attrs
     if not drops or not fuel.may_rewrite("drawn mask", op.source):
         yield op
         return
     x, p, dims, number = op.args
-    made, kept = op.results
+    made, *masks = op.results
+    kept = masks[0].name if masks else unique(f"{made.name}_kept", taken)
     assert isinstance(dims, int)
     cut = made.type.layout.dims
     whole = Layout((*cut[:dims], *Layout.replicated((1,) * (len(cut) - dims)).dims))
-    mask = Value(name=kept.name, type=TensorType(dtype="bool", layout=whole))
+    mask = Value(name=kept, type=TensorType(dtype="bool", layout=whole))
     yield Op(name="drawn", args=(p, number), results=(mask,), source=op.source)
-    yield Op(name="drop", args=(x, Ref(kept.name), p), results=(made,), source=op.source)
+    yield Op(name="drop", args=(x, Ref(kept), p), results=(made,), source=op.source)
 
 
 def _read_by_kernels(name: str, graph: Graph) -> bool:

@@ -587,3 +587,21 @@ def test_cells_treat_examples_alike(mesh: str) -> None:
     assert not made.warnings
     assert made.coverage.ops == 1
     assert made.verify(steps=2).ok
+
+
+class FrozenNorms(nn.Module):
+    """A frozen body in a region without backward: norms have no statistics, and dropouts no masks, to save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Dropout(0.2), nn.RMSNorm(6), nn.GELU())
+        self.body.requires_grad_(False)
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["1", "dp=2,tp=2"])
+def test_kernels_of_a_frozen_body(mesh: str) -> None:
+    _equal(FrozenNorms, _batch(), mesh, kernels="triton")

@@ -346,6 +346,28 @@ def _neutral(number: int) -> Rewrite:
     return rewrite
 
 
+def _index_put(w: Writer, op: Op) -> None:
+    """x[mask] = y, where y is the same for all selected elements or rows, as where(mask, y, x).
+
+    Other masks select rows of y by their number, so that examples depend on each other.
+    """
+    x, indices, y = op.args[:3]
+    assert isinstance(indices, tuple)
+    mask, shape = indices[0], op.result.type.shape
+    alike = len(indices) == 1 and isinstance(mask, Ref) and w.types[mask.name].dtype == "bool"
+    inner = len(shape) - len(w.shape(mask)) if alike else 0
+    if not alike or len(w.shape(y)) > inner or argument(op, 3, "accumulate", False):
+        _keep_with_dtypes(w, op)
+        return
+    name, dtype = op.result.name, op.result.type.dtype
+    column = (*w.shape(mask), *(1 for _ in range(inner)))
+    if inner:
+        mask = w.add(op, "reshape", (mask, column), w.value(f"{name}_mask", column, "bool"))
+    if w.shape(y) != shape:
+        y = w.add(op, "expand", (y, shape), w.value(f"{name}_same", shape, dtype))
+    w.add(op, "where", (mask, y, x))
+
+
 def _glu(w: Writer, op: Op) -> None:
     """The first half, multiplied by the sigmoid of the second."""
     shape, dtype = op.result.type.shape, op.result.type.dtype
@@ -504,6 +526,7 @@ REWRITES: Mapping[str, Rewrite] = {
     ),
     "constant": _written_out,
     "copy": _copy,
+    "index_put": _index_put,
     # random numbers
     **RANDOM,
     **_shared_rewrite("lstm gru rnn_tanh rnn_relu", recurrent),

@@ -605,3 +605,28 @@ class FrozenNorms(nn.Module):
 @pytest.mark.parametrize("mesh", ["1", "dp=2,tp=2"])
 def test_kernels_of_a_frozen_body(mesh: str) -> None:
     _equal(FrozenNorms, _batch(), mesh, kernels="triton")
+
+
+class Overwritten(nn.Module):
+    """Elements and rows that a mask selects get one value: a number, a constant and a trained row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.row = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        y[x > 0.5] = 0
+        z = self.layer(y).clone()
+        z[x < -0.5] = torch.tensor(2.0)
+        z[x[:, 0] > 0] = self.row
+        return (z * x).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
+def test_one_value_for_all_selected_elements_keeps_examples_apart(mesh: str) -> None:
+    torch.manual_seed(0)
+    made = partc.compile(Overwritten, _batch(), mesh=mesh, microbatches=2, precision="fp64")
+    assert not made.warnings
+    assert made.coverage.ops == 1
+    assert made.verify(steps=2).ok

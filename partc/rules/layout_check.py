@@ -87,8 +87,15 @@ def _faults(op: Op, found: Sequence[Inferred | None], sizes: Sizes) -> Iterator[
 
 
 def _faults_within(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[str]:
-    """The faults of the operations inside a fused one."""
+    """The faults of the operations inside a fused one, but for operations on doubtful layouts."""
     known = {name: types[name] for name in op.refs()}
+    doubtful: set[str] = set()
     for step in op.body:
-        yield from _faults(step, inferred(step, known, sizes), sizes)
+        found = inferred(step, known, sizes)
+        if doubtful.isdisjoint(step.refs()):
+            yield from _faults(step, found, sizes)
+            made = zip(step.results, found, strict=False)
+            doubtful.update(value.name for value, each in made if each is not None and each.doubtful)
+        else:
+            doubtful.update(value.name for value in step.results)
         known.update((value.name, value.type) for value in step.results)

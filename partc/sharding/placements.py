@@ -122,8 +122,14 @@ class _PlacementProgram:
         self.n = self.sizes[axis]
         self.calls = {r.name: len(program.calls_to(r.name)) for r in program.regions}
         self.owners = _merged_slots(program)
+        cut = {
+            item.name
+            for item in program.parameters
+            if any(pin.matches(item.name) and isinstance(placement, Shard) for pin, placement in self.pins)
+        }
         calls = input_only(program)
-        self.pure = {call.region for call in program.calls if call.name in calls}  # cheap, so they are replicated
+        # The regions without weights, which are cheap, so that they are replicated; a pin cuts those that read its buffer.
+        self.pure = {c.region for c in program.calls if c.name in calls and cut.isdisjoint(c.params)}
         self.needs = gradient_inputs(program)
         self.trainable = trainable_params(program)
         self.small = _most_repeated(program)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partc
+from tests.fuzz.model import Fuzzed
 
 
 def _equal(build: object, batch: dict[str, Tensor], mesh: str, **options: object) -> None:
@@ -17,7 +18,7 @@ def _equal(build: object, batch: dict[str, Tensor], mesh: str, **options: object
 
 
 def _batch() -> dict[str, Tensor]:
-    return {"x": torch.randn(8, 6)}
+    return {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(5))}
 
 
 class FrozenBlock(nn.Module):
@@ -630,3 +631,11 @@ def test_one_value_for_all_selected_elements_keeps_examples_apart(mesh: str) -> 
     assert not made.warnings
     assert made.coverage.ops == 1
     assert made.verify(steps=2).ok
+
+
+def test_kernels_of_values_with_doubtful_layouts() -> None:
+    """Four places on three ranks of a sequence, and one example: shapes of keys on a rank fit several layouts."""
+    model = Fuzzed((), (("attention", 5),), repeat=1, width=4, vocabulary=24, ties=0)
+    draws = torch.Generator().manual_seed(5)
+    batch = {name: torch.randint(24, (4, 4), generator=draws) for name in ("ids", "labels")}
+    _equal(model, batch, "tp=2,cp=3", microbatches=4, kernels="triton")

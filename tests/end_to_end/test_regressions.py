@@ -639,3 +639,12 @@ def test_kernels_of_values_with_doubtful_layouts() -> None:
     draws = torch.Generator().manual_seed(5)
     batch = {name: torch.randint(24, (4, 4), generator=draws) for name in ("ids", "labels")}
     _equal(model, batch, "tp=2,cp=3", microbatches=4, kernels="triton")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_copies_of_weights_get_the_same_compressed_gradient(zero: int) -> None:
+    """Ranks of tp hold copies of the biases and weights that 3 does not divide, beside parts of others."""
+    torch.manual_seed(0)
+    model = Fuzzed((("mlp", 4),), (), repeat=2, width=4, vocabulary=13, ties=0)
+    batch = {name: torch.randint(13, (12, 4)) for name in ("ids", "labels")}
+    _equal(model, batch, "dp=2,tp=3", zero=zero, compress_grads="int8")

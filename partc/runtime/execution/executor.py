@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.comm import Axis, Comm, Pending
-from ..layout import Returned, Shard
+from ..layout import Returned, Shard, cutting
 from ..ops.accumulation import Gradient, materialized
 from ..ops.row_gradients import RowGradient
 from .parts import NOTHING, Unit, whole_shape, without_spare
@@ -337,12 +337,14 @@ def gradient_memory(
     sizes: Mapping[str, int] | None = None,
     *,
     compiled: bool = False,
+    compressed: bool = False,
 ) -> GradientMemory:
     """Allocate the gradients of a rank's parameters; `sizes` are the mesh's axes.
 
     Gradients that are reduced over the same axes share a buffer, so that one collective moves them. If torch.compile
     compiles the functions that add to them, they are plain tensors, to which even the first gradient is added. Sparse
-    gradients have no buffer.
+    gradients have no buffer. Gradients that are compressed share a buffer with those of parameters that the same axes
+    cut, since numbers that share a scale must be the same on all ranks with copies of them.
 
     A step's sums of whole gradients are no longer read after they have been scattered. The gradients of a bucket's
     parts then reuse the beginning of the bucket's memory, as in Megatron-LM's distributed optimizer.
@@ -356,7 +358,8 @@ def gradient_memory(
         elif shard.trainable:
             # A shared weight has its own buffer: on the ranks that share it, its neighbours differ.
             alone = name if shard.shared else None
-            key = (shard.reduce, parameters[name].dtype, alone, bucket_of.get(name))
+            cut = cutting(shard.dims) if compressed else None
+            key = (shard.reduce, parameters[name].dtype, alone, bucket_of.get(name), cut)
             together.setdefault(key, []).append(name)
     buffers: dict[tuple[str, ...], Tensor] = {}
     sums: dict[str, Tensor] = {}

@@ -144,7 +144,8 @@ class Parts:
         name.
         """
         going: list[Pending[dict[str, Tensor]]] = []
-        for levels, together in self._joint_groups({name: self._gradients[name].dtype for name in gradients}):
+        dtypes = {name: self._gradients[name].dtype for name in gradients}
+        for levels, together in self._joint_groups(dtypes, apart=bool(self._compress)):
             dtype = self._wire or self._gradients[together[0]].dtype
             wide = {name: self._with_spare(name, gradients[name], levels) for name in together}
             if not self.compressed and (axis := self._direct(levels, together)) is not None:
@@ -249,13 +250,18 @@ class Parts:
         ways = Levels.of(self._comm, self._shards[name].gather, self._near).size
         return without_spare(make(whole_shape(self._held[name].shape, self._seams[name], ways)), self._seams[name])
 
-    def _joint_groups(self, moved: Mapping[str, torch.dtype]) -> Iterator[tuple[Levels, list[str]]]:
-        """Groups of names of sharded parameters whose tensors can share a collective."""
-        found: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+    def _joint_groups(
+        self, moved: Mapping[str, torch.dtype], *, apart: bool = False
+    ) -> Iterator[tuple[Levels, list[str]]]:
+        """Groups of names of sharded parameters whose tensors can share a collective; with `apart`, the same axes cut
+        all parameters of a group.
+        """
+        found: dict[tuple[tuple[str, ...], torch.dtype, frozenset[str]], list[str]] = {}
         for name, dtype in moved.items():
-            if self._shards[name].gather:
-                found.setdefault((self._shards[name].gather, dtype), []).append(name)
-        for (axes, _), together in found.items():
+            shard = self._shards[name]
+            if shard.gather:
+                found.setdefault((shard.gather, dtype, cutting(shard.dims) if apart else frozenset()), []).append(name)
+        for (axes, *_), together in found.items():
             yield Levels.of(self._comm, axes, self._near), together
 
 

@@ -125,7 +125,12 @@ class _Trained:
     @classmethod
     def of(cls, job: Job, rank: Rank, comm: Comm) -> _Trained:
         memory = gradient_memory(
-            rank.shards, rank.parameters, rank.stage_classes.values(), job.sizes, compiled=rank.compiled
+            rank.shards,
+            rank.parameters,
+            rank.stage_classes.values(),
+            job.sizes,
+            compiled=rank.compiled,
+            compressed=job.plan["command"].get("compress_grads", "") not in ("", "none"),
         )
         view = ModelView(rank.shards, job.sizes, rank.place.coordinate)
         parameters, gradients = view.tensors(rank.parameters), view.tensors(memory.gradients)

@@ -60,11 +60,12 @@ def stages(
         users = [call.name for call in main if call.name in shared.get(buffer, ())]
         updates = dict(program.updates)
         why = "which forward changes" if buffer in updates else "the numbers of rows that reach their parameters"
+        most = f"pp={len(runs)} or less" if len(runs) > 1 else "pp=1"
         because = f"; {users[0]} to {users[-1]} share {buffer}, {why}" if users else ""
         raise PartcError(
             "P0403",
             f"{count} pipeline stages need as many calls, and there {'are' if len(runs) > 1 else 'is'} {len(runs)}",
-            help=f"use {'fewer stages' if own else f'pp={len(runs)} or less'};"
+            help=f"use {'fewer stages' if own else most};"
             f" the calls are {', '.join(call.name for call in main[:8])}{because}",
             source=program.source_of(updates[buffer]) if buffer in updates else None,
         )

@@ -64,6 +64,10 @@ class Case:
     recompute: str = "none"
     bucket: str = "25MB"
     nodes: int | None = None
+    kernels: str = "auto"
+    compress_grads: str = "none"
+    loss_chunks: int = 1
+    eval_every: int = 0
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -82,10 +86,11 @@ def cases(draw: st.DrawFn) -> Case:
     """Small ones first: hypothesis shrinks towards the start of every list."""
     steps = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 5)), max_size=5).map(tuple)
     sizes = {name: draw(st.sampled_from((1, 1, 2, 2, 3, 4))) for name in ("pp", "dp", "tp")}
+    sizes["cp"] = draw(st.sampled_from((1, 1, 1, 2, 3)))
     while math.prod(sizes.values()) > 16:
         largest = max(sizes, key=lambda name: sizes[name])
         sizes[largest] //= 2
-    order = draw(st.permutations(("pp", "dp", "tp")))
+    order = draw(st.permutations(tuple(sizes)))
     schedule = draw(st.sampled_from(("1f1b", *SCHEDULES))) if sizes["pp"] > 1 else "1f1b"
     microbatches = draw(st.sampled_from((1, 2, 3, 4)))
     stages = sizes["pp"] * SCHEDULES[schedule].stages_per_rank
@@ -107,11 +112,16 @@ def cases(draw: st.DrawFn) -> Case:
         recompute=draw(st.sampled_from(("none", "selective", "full", "50KB", "200KB"))),
         bucket=draw(st.sampled_from(("25MB", "0B", "500B"))),
         nodes=draw(st.sampled_from((None, None, 2, 4))),
+        kernels=draw(st.sampled_from(("auto", "triton"))),
+        compress_grads=draw(st.sampled_from(("none", "none", "none", "int8"))),
+        loss_chunks=draw(st.sampled_from((1, 1, 1, 2))),
+        eval_every=draw(st.sampled_from((0, 0, 1))),
     )
 
 
-# Nodes that don't fit, pins and budgets that can't be met, more stages than calls.
-REFUSALS = ("P0105", "P0302", "P0303", "P0304", "P0403", "P0415")
+# Nodes that don't fit, pins and budgets that can't be met, more stages than calls, losses and evaluations that can't be
+# computed so.
+REFUSALS = ("P0105", "P0302", "P0303", "P0304", "P0403", "P0415", "P0418", "P0420")
 
 
 def run(case: Case) -> str:
@@ -138,6 +148,10 @@ def run(case: Case) -> str:
             recompute=case.recompute,
             bucket=case.bucket,
             nodes=case.nodes,
+            kernels=case.kernels,
+            compress_grads=case.compress_grads,
+            loss_chunks=case.loss_chunks,
+            eval_every=case.eval_every,
         )
     except PartcError as error:
         assert error.code in REFUSALS, f"{error}"

@@ -88,8 +88,8 @@ def _together_in(sums: GradientSums, after: Mapping[str, str], apart: bool) -> I
 def _cut(parameter: Parameter, apart: bool) -> frozenset[str]:
     """The axes that cut a parameter, if gradients of differently cut ones are kept `apart`.
 
-    Numbers that are compressed together share a scale. The copies of a parameter on several ranks need the same
-    gradient, and so the same neighbours, which parameters that their axis cuts are not.
+    Numbers that are compressed together share a scale. Ranks with copies of a parameter must round its gradient alike,
+    so they must also have copies of its neighbours.
     """
     return frozenset(parameter.type.layout.sharded_axes) if apart else frozenset()
 

@@ -21,7 +21,7 @@ sparse gradients, only the rows that a step looks up are cast. Constants, and va
 unchanged.
 
 An operation with a number that 16 bits cannot hold runs in fp32, and its result stays fp32. Models hide scores behind
-the least number of their type, which the trace has as fp32's.
+the least number of their type, which is that of fp32 in a trace.
 """
 
 from __future__ import annotations

@@ -343,8 +343,8 @@ def gradient_memory(
 
     Gradients that are reduced over the same axes share a buffer, so that one collective moves them. If torch.compile
     compiles the functions that add to them, they are plain tensors, to which even the first gradient is added. Sparse
-    gradients have no buffer. Gradients that are compressed share a buffer with those of parameters that the same axes
-    cut, since numbers that share a scale must be the same on all ranks with copies of them.
+    gradients have no buffer. Compressed gradients share a buffer only with those of parameters that the same axes
+    cut, so that ranks with copies of a parameter round its gradient alike.
 
     A step's sums of whole gradients are no longer read after they have been scattered. The gradients of a bucket's
     parts then reuse the beginning of the bucket's memory, as in Megatron-LM's distributed optimizer.

@@ -11,9 +11,8 @@ A gradient is complete when the last microbatch has passed the backward of the l
 Gradients that are summed over the same axes collect in a bucket. Its sum starts right after the call that completes it
 (Li et al. 2020, PyTorch Distributed, section 3.2.3), and is waited for at the step's end. ZeRO 1 scatters buckets in
 the same way, where whole gradients count towards the size; ZeRO 2 and 3 scatter gradients after every microbatch.
-Compressed gradients collect only with those of parameters that the same axes cut.
-Gradients of weights that several stages share are summed at the step's end: if several stages of a rank use a weight,
-by the last of them.
+Compressed gradients collect only with those of parameters that the same axes cut. Gradients of weights that several
+stages share are summed at the step's end: if several stages of a rank use a weight, by the last of them.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def bucket(
     for stage in range(program.stages):
         early = program.zero < 2
         split = halves or stage in program.split_stages
-        after = dict(_of_stage(program, stage, bucket, split, bool(compress))) if early else {}
-        for each, names in _together_in(exchanges.sums(stage), after, bool(compress)):
+        after = dict(_of_stage(program, stage, bucket, split, transport)) if early else {}
+        for each, names in _together_in(exchanges.sums(stage), after, transport):
             name = each.after or f"stage.{stage}"
             name = f"{'_'.join(each.over)}.{name}" if name in taken else name
             buckets.append(replace(each, name=unique(name, taken)))
@@ -68,40 +67,35 @@ def bucket(
     return replace(program, parameters=parameters, transport=transport, buckets=tuple(buckets))
 
 
-def _together_in(sums: GradientSums, after: Mapping[str, str], apart: bool) -> Iterator[tuple[Bucket, list[str]]]:
+def _together_in(
+    sums: GradientSums, after: Mapping[str, str], transport: Transport
+) -> Iterator[tuple[Bucket, list[str]]]:
     """The buckets of a stage with their parameters: first the scattered ones, which every stage that uses a weight has,
     then the summed ones.
     """
     found: dict[tuple[bool, tuple[str, ...], str, str, frozenset[str]], list[str]] = {}
     for parameter in sums.trained:
         scattered, last, dtype = parameter.zero == 1, after.get(parameter.name, ""), parameter.type.dtype
-        cut = _cut(parameter, apart)
+        apart = transport.apart(parameter)
         if scattered:
-            found.setdefault((True, parameter.gather, last, dtype, cut), []).append(parameter.name)
+            found.setdefault((True, parameter.gather, last, dtype, apart), []).append(parameter.name)
         if over := sums.axes(parameter):
-            found.setdefault((False, over, "" if scattered else last, dtype, cut), []).append(parameter.name)
+            found.setdefault((False, over, "" if scattered else last, dtype, apart), []).append(parameter.name)
     for key in sorted(found, key=lambda key: not key[0]):
         scattered, over, last, *_ = key
         yield Bucket(name="", stage=sums.stage, over=over, after=last, scattered=scattered), found[key]
 
 
-def _cut(parameter: Parameter, apart: bool) -> frozenset[str]:
-    """The axes that cut a parameter, if gradients of differently cut ones are kept `apart`.
-
-    Numbers that are compressed together share a scale. Ranks with copies of a parameter must round its gradient alike,
-    so they must also have copies of its neighbours.
-    """
-    return frozenset(parameter.type.layout.sharded_axes) if apart else frozenset()
-
-
-def _of_stage(program: Program, stage: int, bucket: int, halves: bool, apart: bool) -> Iterator[tuple[str, str]]:
+def _of_stage(
+    program: Program, stage: int, bucket: int, halves: bool, transport: Transport
+) -> Iterator[tuple[str, str]]:
     """The parameters that only this stage uses, each with the call that completes its bucket."""
     holders = program.holders()
     waiting: dict[tuple[object, ...], list[str]] = {}
     call = ""
     for call, names in _completed(program, stage, halves):
         for name in names:
-            key = _bucket_key(program.parameter(name), program.sizes, apart)
+            key = _bucket_key(program.parameter(name), program.sizes, transport)
             if key and holders[name] == (stage,):
                 waiting.setdefault(key, []).append(name)
         for key, found in list(waiting.items()):
@@ -117,10 +111,10 @@ def _is_full(parameters: Sequence[Parameter], sizes: Sizes, bucket: int) -> bool
     return part >= max(bucket / ways, min(bucket, _PART))
 
 
-def _bucket_key(parameter: Parameter, sizes: Sizes, apart: bool) -> tuple[object, ...]:
+def _bucket_key(parameter: Parameter, sizes: Sizes, transport: Transport) -> tuple[object, ...]:
     """The key of a gradient's bucket; empty for a gradient that is not summed over ranks."""
     over = parameter.gather or tuple(axis for axis in parameter.reduce if sizes[axis] > 1)
-    key = bool(parameter.gather), over, parameter.type.dtype, _cut(parameter, apart)
+    key = bool(parameter.gather), over, parameter.type.dtype, transport.apart(parameter)
     return key if parameter.trainable and over else ()
 
 

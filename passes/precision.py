@@ -20,8 +20,8 @@ microbatches, stay fp32 (Micikevicius et al. 2018, Mixed Precision Training, sec
 sparse gradients, only the rows that a step looks up are cast. Constants, and values computed once per step, are
 unchanged.
 
-An operation with a number that 16 bits cannot hold runs in fp32, and its result stays fp32. Models hide scores behind
-the least number of their type, which is that of fp32 in a trace.
+An operation with a number that 16 bits cannot hold runs in fp32, and its result stays fp32. Models mask scores with
+the least number of their type, which a trace records as that of fp32.
 """
 
 from __future__ import annotations

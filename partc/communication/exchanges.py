@@ -94,7 +94,8 @@ class Exchanges:
 
     def gather(self, names: Iterable[str]) -> Chains:
         """The all-gathers of parameters."""
-        sizes = self._sizes([(self.read_dtypes[item.name], item) for item in self._sharded_parameters(names)])
+        none: frozenset[str] = frozenset()
+        sizes = self._sizes([(self.read_dtypes[item.name], none, item) for item in self._sharded_parameters(names)])
         return tuple(self._gathered(dtype, over, size) for (dtype, over, _), size in sizes.items())
 
     def scatter(self, call: Call, kind: GraphKind) -> Chains:
@@ -103,9 +104,9 @@ class Exchanges:
 
     def reduce_scatters(self, parameters: Iterable[Parameter]) -> Chains:
         """The reduce-scatters of gradients of whole parameters."""
-        wire = self.program.transport.wire
-        moved = [(wire or item.type.dtype, item) for item in parameters if item.trainable]
-        sizes = self._sizes(moved, apart=bool(self.program.transport.compress))
+        transport = self.program.transport
+        trained = [item for item in parameters if item.trainable]
+        sizes = self._sizes([(transport.wire or item.type.dtype, transport.apart(item), item) for item in trained])
         return tuple(self._cut(dtype, over, size) for (dtype, over, _), size in sizes.items())
 
     def _sharded_parameters(self, names: Iterable[str]) -> list[Parameter]:
@@ -113,19 +114,17 @@ class Exchanges:
         return [converted[name] for name in dict.fromkeys(names) if name in converted]
 
     def _sizes(
-        self, moved: Iterable[tuple[DType, Parameter]], *, apart: bool = False
+        self, moved: Iterable[tuple[DType, frozenset[str], Parameter]]
     ) -> dict[tuple[DType, tuple[str, ...], frozenset[str]], int]:
-        """The number of elements of whole parameters, spare ones included, by (element type, axes); with `apart`, also
-        by the axes that cut the parameters.
-        """
+        """The number of elements of whole parameters, spare ones too, by (element type, axes, `Transport.apart`)."""
         sizes: dict[tuple[DType, tuple[str, ...], frozenset[str]], int] = {}
         known = self._whole_elements
-        for dtype, item in moved:
+        for dtype, apart, item in moved:
             if item.gather:
                 held = id(item.type), item.gather
                 if held not in known:
                     known[held] = item.type.local_elements(self.program.sizes) * self.group_size(item.gather)
-                key = dtype, item.gather, frozenset(item.type.layout.sharded_axes) if apart else frozenset()
+                key = dtype, item.gather, apart
                 sizes[key] = sizes[key] + known[held] if key in sizes else known[held]
         return sizes
 
@@ -276,9 +275,8 @@ class GradientSums:
     def pieces(self, bucket: Bucket) -> list[tuple[DType, int]]:
         """The element type and length of each contiguous piece of memory that holds a bucket's gradients.
 
-        Gradients that are summed over the same axes are adjacent, in order of use; compressed ones only to those of
-        parameters that the same axes cut. Each gradient of a weight that
-        several pipeline ranks share is separate.
+        Gradients that are summed over the same axes are adjacent, in order of use, unless compression keeps them apart
+        (`Transport.apart`). Each gradient of a weight that several pipeline ranks share is separate.
         """
         return self._pieces.get(bucket.name, [])
 
@@ -289,16 +287,11 @@ class GradientSums:
         found: dict[str, list[tuple[DType, int]]] = {}
         # The buckets of the preceding gradient with this key.
         beside: dict[tuple[tuple[str, ...], str, frozenset[str]], set[str]] = {}
-        apart = bool(self.program.transport.compress)
         for parameter in self.trained:
             here = next(stage for stage in holders[parameter.name] if self.program.place(stage) == place)
             # The first stage that uses a weight has the memory of its gradient.
             alone = here != self.stage or bool(self.sharers(parameter))
-            key = (
-                parameter.reduce,
-                parameter.type.dtype,
-                frozenset(parameter.type.layout.sharded_axes) if apart else frozenset(),
-            )
+            key = parameter.reduce, parameter.type.dtype, self.program.transport.apart(parameter)
             before = beside.setdefault(key, set())
             for name in parameter.buckets:
                 size = parameter.type.local_elements(self.program.sizes)

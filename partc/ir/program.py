@@ -424,6 +424,14 @@ class Transport:
     wire: DType | Literal[""] = ""  # the element type in which gradients are sent; "": their own
     compress: str = ""  # bf16 or int8, for gradients between nodes, or everywhere if `near` is empty; "" for none
 
+    def apart(self, parameter: Parameter) -> frozenset[str]:
+        """The axes that cut a parameter, if its gradient is compressed: only gradients with equal ones travel together.
+
+        Numbers that are compressed together share a scale. Ranks with copies of a parameter must round its gradient
+        alike, so they must also have copies of its neighbours.
+        """
+        return frozenset(parameter.type.layout.sharded_axes) if self.compress else frozenset()
+
     def levels(self, over: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Split axes into those inside nodes and those between nodes."""
         return tuple(axis for axis in over if axis in self.near), tuple(axis for axis in over if axis not in self.near)

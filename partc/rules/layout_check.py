@@ -61,8 +61,7 @@ class Verifier:
                     yield from (f"{region.name}: {fault}" for fault in faults)
                     if faults:
                         continue
-                    made = zip(op.results, found, strict=False)
-                    unsure = {value.name for value, each in made if each is not None and each.doubtful}
+                    unsure = _unsure(op, found)
                     self._held[id(op)] = (op, operands, unsure)
             doubtful.update(
                 value.name for value in op.results if value.name in unsure and not _is_given(value, types, hidden)
@@ -80,6 +79,12 @@ def _is_given(value: Value, types: Mapping[str, TensorType], hidden: Set[str]) -
     return known is not None and name not in hidden and value.type.layout in (known.layout, known.layout.dual())
 
 
+def _unsure(op: Op, found: Sequence[Inferred | None]) -> set[str]:
+    """The results whose inferred layouts are doubtful."""
+    made = zip(op.results, found, strict=False)
+    return {value.name for value, each in made if each is not None and each.doubtful}
+
+
 def _faults(op: Op, found: Sequence[Inferred | None], sizes: Sizes) -> Iterator[str]:
     for value, made in zip(op.results, found, strict=False):
         if made is not None and not made.allows(value.type.layout, sizes):
@@ -87,15 +92,14 @@ def _faults(op: Op, found: Sequence[Inferred | None], sizes: Sizes) -> Iterator[
 
 
 def _faults_within(op: Op, types: Mapping[str, TensorType], sizes: Sizes) -> Iterator[str]:
-    """The faults of the operations inside a fused one, but for operations on doubtful layouts."""
+    """The faults of the operations inside a fused one. Operations on doubtful layouts are skipped."""
     known = {name: types[name] for name in op.refs()}
     doubtful: set[str] = set()
     for step in op.body:
         found = inferred(step, known, sizes)
         if doubtful.isdisjoint(step.refs()):
             yield from _faults(step, found, sizes)
-            made = zip(step.results, found, strict=False)
-            doubtful.update(value.name for value, each in made if each is not None and each.doubtful)
+            doubtful |= _unsure(step, found)
         else:
             doubtful.update(value.name for value in step.results)
         known.update((value.name, value.type) for value in step.results)

@@ -128,7 +128,7 @@ class _PlacementProgram:
             if any(pin.matches(item.name) and isinstance(placement, Shard) for pin, placement in self.pins)
         }
         calls = input_only(program)
-        # Regions without weights are cheap, so they are replicated; a pin cuts those that read its buffer.
+        # Regions without weights are cheap: they are replicated, unless a pin cuts a buffer that they read.
         self.pure = {c.region for c in program.calls if c.name in calls and cut.isdisjoint(c.params)}
         self.needs = gradient_inputs(program)
         self.trainable = trainable_params(program)

@@ -27,6 +27,8 @@ from partc.rules import kernels
 
 def with_drawn_masks(region: Region) -> Region:
     """The region with masks drawn by separate operations, in every graph that reads them."""
+    if not any(op.name == "dropout" for graph in region.graphs for op in graph.ops):
+        return region
     taken = set().union(*(region.types(graph) for graph in region.graphs))
     forward = _split(region.forward, taken)
     backward = region.backward and _split(region.backward, taken)
@@ -66,7 +68,7 @@ def _split(graph: Graph, taken: set[str]) -> Graph:
 
 
 def _steps(op: Op, taken: set[str]) -> Iterator[Op]:
-    """A dropout as a mask and its application. Its mask has a name unless its region has no backward."""
+    """A dropout as a mask and its application. In a region without backward, the mask gets a new name."""
     drops = op.name == "dropout" and isinstance(op.args[1], float) and 0 < op.args[1] < 1 and not op.attrs
     if not drops or not fuel.may_rewrite("drawn mask", op.source):
         yield op

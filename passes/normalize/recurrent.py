@@ -101,11 +101,8 @@ class _Cell:
     def products(self, state: Arg) -> tuple[Ref, Ref]:
         """The products of the input and of the state."""
         x, _, weight, recurrent_weight = self.op.args[:4]
-        biases = (argument(self.op, index, name) for index, name in ((4, "b_ih"), (5, "b_hh")))
-        return (
-            self.product("input", x, weight, next(biases)),
-            self.product("state", state, recurrent_weight, next(biases)),
-        )
+        given = self.product("input", x, weight, argument(self.op, 4, "b_ih"))
+        return given, self.product("state", state, recurrent_weight, argument(self.op, 5, "b_hh"))
 
     def gates(self, row: Ref, words: str) -> tuple[Ref, ...]:
         """Equal parts of a row of gates."""

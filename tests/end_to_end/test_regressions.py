@@ -634,7 +634,7 @@ def test_one_value_for_all_selected_elements_keeps_examples_apart(mesh: str) -> 
 
 
 def test_kernels_of_values_with_doubtful_layouts() -> None:
-    """Four places on three ranks of a sequence, and one example: shapes of keys on a rank fit several layouts."""
+    """Four positions on three ranks of a sequence, one example at a time: a rank's shapes fit several layouts."""
     model = Fuzzed((), (("attention", 5),), repeat=1, width=4, vocabulary=24, ties=0)
     draws = torch.Generator().manual_seed(5)
     batch = {name: torch.randint(24, (4, 4), generator=draws) for name in ("ids", "labels")}

@@ -119,8 +119,8 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-# Nodes that don't fit, pins and budgets that can't be met, more stages than calls, losses and evaluations that can't be
-# computed so.
+# Nodes that do not fit, pins and budgets that cannot be met, more stages than calls, losses without chunks, and
+# evaluations that the training's stages cannot run.
 REFUSALS = ("P0105", "P0302", "P0303", "P0304", "P0403", "P0415", "P0418", "P0420")
 
 

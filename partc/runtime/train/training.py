@@ -130,7 +130,7 @@ class _Trained:
             rank.stage_classes.values(),
             job.sizes,
             compiled=rank.compiled,
-            compressed=job.plan["command"].get("compress_grads", "") not in ("", "none"),
+            compressed="compress_grads" in job.plan["command"],
         )
         view = ModelView(rank.shards, job.sizes, rank.place.coordinate)
         parameters, gradients = view.tensors(rank.parameters), view.tensors(memory.gradients)

@@ -37,7 +37,7 @@ def place_codes(program: Program, evaluation: Program | None = None) -> Iterator
         axes = dict.fromkeys(",".join(group) for each in sums for group in each.groups())
         shared = dict.fromkeys(held for each in sums for held in each.shared())
         groups = (*axes, *(f"{PIPELINE_AXIS} {','.join(map(str, held))}" for held in shared))
-        links = ", ".join(f"{link}: {other}" for link, other in _links(program, place))
+        links = ", ".join(f"{link}: {other}" for link, other in _links(program, evaluation, place))
         yield PlaceCode(
             place=place,
             ranks=f"Ranks at {PIPELINE_AXIS}={place}" if places > 1 else "All ranks",
@@ -56,10 +56,14 @@ def _tuple(items: Iterable[str]) -> str:
     return f"({', '.join(found)}{',' * (len(found) == 1)})" if found else ""
 
 
-def _links(program: Program, index: int) -> tuple[tuple[tuple[int, int], int], ...]:
-    """The links of a pipeline coordinate: (from stage, to stage), and the coordinate of the other end."""
+def _links(program: Program, evaluation: Program | None, index: int) -> tuple[tuple[tuple[int, int], int], ...]:
+    """The links of a pipeline coordinate: (from stage, to stage), and the coordinate of the other end.
+
+    An evaluation may send values between stages that exchange none in the training.
+    """
     ends = {(t.source, t.target) for t in program.sent}
     ends |= {(t.target, t.source) for t in program.sent if t.gradient}
+    ends |= set() if evaluation is None else {(t.source, t.target) for t in evaluation.sent}
     places = {(a, b): (program.place(a), program.place(b)) for a, b in sorted(ends)}
     return tuple((link, b if a == index else a) for link, (a, b) in places.items() if index in (a, b))
 

@@ -422,8 +422,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0420": CodeExplanation(
         "a program that only runs forward, and that the ranks cannot run",
         "evaluate(model, batch) of the model file runs forward on the ranks of the training, with the parameters where "
-        "they are: its layouts and stages must be the training's. It draws no random numbers, and makes its results on "
-        "the ranks that make the loss. infer(model, batch) draws none either.",
+        "they are: its layouts must be the training's, and stages are sent only what earlier stages hold. It draws no "
+        "random numbers, and makes its results on the ranks that make the loss. infer(model, batch) draws none either.",
     ),
     "P0421": CodeExplanation(
         "decisions by stage that do not fit the stages",

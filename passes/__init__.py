@@ -279,7 +279,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="calls are assigned to pipeline stages; values that cross stages are sent",
         requires=("local",),
         ensures=("stages",),
-        options=("places", "stage_calls", "held_by"),
+        options=("places", "stage_calls", "held_by", "home"),
     ),
     Pass(
         name="chunk",
@@ -359,7 +359,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="ZeRO: parameters, gradients and optimizer state are sharded over dp",
         requires=("local",),
         ensures=("parts",),
-        options=("zero", "zero_axes"),
+        options=("zero", "zero_axes", "whole"),
         optional=True,
     ),
     Pass(

@@ -15,7 +15,7 @@ the stage of the call that changes it; calls after that one read a copy (partc.p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -24,7 +24,8 @@ import numpy as np
 from partc.errors import PartcError
 from partc.ir.gradients import arguments_with_gradients, gradient_inputs, input_only
 from partc.ir.mesh import PIPELINE_AXIS
-from partc.ir.program import Call, Program, Region, Transfer
+from partc.ir.naming import unique
+from partc.ir.program import Call, Graph, Op, Program, Ref, Region, Transfer, Value
 from partc.rules import flops, resolve
 
 
@@ -34,14 +35,15 @@ def stages(
     places: tuple[int, ...] = (),
     stage_calls: tuple[int, ...] = (),
     held_by: Mapping[str, Sequence[int]] | None = None,
+    home: int = 0,
 ) -> Program:
     """Set every call's stage and the program's transfers.
 
     `places` holds the pipeline coordinate of every stage, if there are more stages than coordinates. `stage_calls` are
     the user's numbers of calls, in place of balanced ones. `held_by` maps parameters to the stages that already hold
-    them; calls are then placed with their parameters. Raises PartcError P0217 (no call at all), P0403 (too many
-    stages), P0421 (numbers of calls that do not fit) and P0420 (a call reads parameters of several stages, or of an
-    earlier one).
+    them, in a program without gradients; calls are then placed with their parameters, results on the stage `home`, and
+    a parameter of an earlier stage is sent. Raises PartcError P0217 (no call at all), P0403 (too many stages), P0421
+    (numbers of calls that do not fit) and P0420 (parameters that no stage holds, or that cannot be sent).
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     own = () if places == tuple(range(count)) else places
@@ -77,9 +79,12 @@ def stages(
         )
         stage_of = {call.name: stage for stage, (start, end) in enumerate(cut) for call in main[start:end]}
     else:
-        stage_of = _stage_by_parameters(main, held_by)
+        stage_of = _stage_by_parameters(program, main, held_by, home)
     calls = _placed(program, stage_of)
-    return replace(program, calls=calls, transfers=_transfers(program, calls, pure), places=own)
+    program = replace(program, calls=calls)
+    if held_by is not None:
+        program = _with_sent_parameters(program, held_by)
+    return replace(program, transfers=_transfers(program, program.calls, pure), places=own)
 
 
 def staged_calls(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
@@ -169,22 +174,103 @@ def _runs(calls: Sequence[Call], users: Sequence[frozenset[str]]) -> list[tuple[
     return runs
 
 
-def _stage_by_parameters(calls: Sequence[Call], held_by: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The stage of each call: one that holds its parameters, and not before the stage of an earlier call."""
+def _stage_by_parameters(
+    program: Program, main: Sequence[Call], held_by: Mapping[str, Sequence[int]], home: int
+) -> dict[str, int]:
+    """The stage of each call: the first one that holds its parameters, else one that they can be sent to.
+
+    A call comes after those whose results it reads, and returned values are computed on the stage `home`. Parameters of
+    calls on inputs alone count for the calls that read the results, with which they are repeated.
+    """
+    placed = {call.name for call in main}
+    read: dict[str, set[str]] = {}  # the parameters behind each result of a call on inputs alone
+    made: dict[str, int] = {}
     found: dict[str, int] = {}
-    least = 0
-    for call in calls:
-        held = [set(held_by.get(name, ())) for name in call.params]
-        possible = set.intersection(*held) if held else {least}
-        least = min((stage for stage in possible if stage >= least), default=-1)
-        if least < 0:
-            raise PartcError(
-                "P0420",
-                f"{call.name} of evaluate() reads parameters that no stage of the training holds, in this order",
-                help="run the model's parts in the order of training, or evaluate on a mesh without pp",
-            )
-        found[call.name] = least
+    for call in program.calls:
+        params = set(call.params).union(*(read.get(name, ()) for name in call.args))
+        if call.name not in placed:
+            read.update(dict.fromkeys(call.results, params))
+            continue
+        least = max((made[name] for name in call.args if name in made), default=0)
+        if not set(program.returned).isdisjoint(call.results):
+            least = max(least, home)
+        held = [held_by[name] for name in params if held_by.get(name)]
+        common = set.intersection(*map(set, held)) if held else {least}
+        sent = max(least, *map(min, held)) if held else least
+        found[call.name] = min((stage for stage in common if stage >= least), default=sent)
+        made.update(dict.fromkeys(call.results, found[call.name]))
     return found
+
+
+def _with_sent_parameters(program: Program, held_by: Mapping[str, Sequence[int]]) -> Program:
+    """Let calls read copies of the parameters that their stage does not hold; calls on a stage that does make them.
+
+    call norm = norm(h; mean) -> out stage 1   ->   call mean = held(; mean) -> mean_held
+                                                    call norm = norm_2(h, mean_held; ) -> out stage 1
+    """
+    taken = {
+        *program.value_types(),
+        *(call.name for call in program.calls),
+        *(region.name for region in program.regions),
+    }
+    regions, values = {region.name: region for region in program.regions}, [*program.values]
+    changed = {value: buffer for buffer, value in program.updates}
+    copies: dict[tuple[str, int], str] = {}
+    variants: dict[tuple[str, frozenset[int]], str] = {}
+    # Results of calls that run for every microbatch, as what they read may be sent or gathered, and not once before.
+    dependent: set[tuple[int, str]] = set()
+    first, found = list[Call](), list[Call]()  # copies come first: a call reads a buffer's value before its change
+    for call in program.calls:
+        region = regions[call.region]
+        away = frozenset(
+            at for at, name in enumerate(call.params) if held_by.get(name) and call.stage not in held_by[name]
+        )
+        before = region.phase == "setup"
+        if not away and not (before and (call.params or any((call.stage, name) in dependent for name in call.args))):
+            found.append(call)
+            continue
+        dependent.update((call.stage, name) for name in call.results if before)
+        args = list(call.args)
+        for name, param in ((call.params[at], region.params[at]) for at in sorted(away)):
+            source = max((stage for stage in held_by[name] if stage < call.stage), default=-1)
+            if source < 0 or region.phase == "step" or name in map(changed.get, call.results):
+                raise PartcError(
+                    "P0420",
+                    f"evaluate() reads or changes {name} in stage {call.stage}, which does not hold it in training",
+                    help="use it in the part of the model that uses it in training, or evaluate on a mesh without pp",
+                )
+            if (name, source) not in copies:
+                value = replace(param, name=unique(f"{name}_held", taken))
+                copy = _copying(unique("held", taken), param)
+                regions[copy.name], copies[name, source] = copy, value.name
+                values.append(value)
+                made = Call(name=unique(name, taken), region=copy.name, params=(name,), args=(), results=(value.name,))
+                first.append(replace(made, stage=source))
+            args.append(copies[name, source])
+        if (region.name, away) not in variants:
+            variant = _reading_values(region, unique(region.name, taken), away)
+            regions[variant.name], variants[region.name, away] = variant, variant.name
+        params = tuple(name for at, name in enumerate(call.params) if at not in away)
+        found.append(replace(call, region=variants[region.name, away], params=params, args=tuple(args)))
+    calls = (*first, *found)
+    used = {call.region for call in calls}
+    kept = tuple(region for region in regions.values() if region.name in used)
+    return replace(program, regions=kept, values=tuple(values), calls=calls)
+
+
+def _copying(name: str, param: Value) -> Region:
+    """A region whose result is a copy of its parameter."""
+    copy = replace(param, name=unique(f"{param.name}_held", {param.name}))
+    op = Op(name="clone", args=(Ref(param.name),), results=(copy,))
+    return Region(name=name, params=(param,), forward=Graph(inputs=(), ops=(op,), outputs=(copy.name,)))
+
+
+def _reading_values(region: Region, name: str, moved: Collection[int]) -> Region:
+    """The region with some of its parameters as inputs behind its own."""
+    inputs = tuple(value for at, value in enumerate(region.params) if at in moved)
+    params = tuple(value for at, value in enumerate(region.params) if at not in moved)
+    forward = replace(region.forward, inputs=(*region.forward.inputs, *inputs))
+    return replace(region, name=name, params=params, forward=forward, backward=None, saved=(), phase="microbatch")
 
 
 def call_work(program: Program, calls: Sequence[Call]) -> list[float]:

@@ -34,12 +34,14 @@ from partc.ir.program import FLOATING, Parameter, Program, TensorType
 FEW = 16384  # the most elements of a parameter that stays whole if its parts would have more spare elements than that
 
 
-def zero(program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = ()) -> Program:
-    """Shard parameters over `zero_axes`, at ZeRO level `zero`."""
+def zero(
+    program: Program, *, zero: int = 0, zero_axes: tuple[str, ...] = (), whole: frozenset[str] = frozenset()
+) -> Program:
+    """Shard parameters over `zero_axes`, at ZeRO level `zero`; those named in `whole` stay whole."""
     axes = tuple(axis for axis in program.mesh.names if axis in zero_axes and program.sizes[axis] > 1)
     if not zero or not axes:
         return program
-    usable = _gathered_for_microbatches(program)
+    usable = _gathered_for_microbatches(program) - whole
     held: dict[object, tuple[TensorType, tuple[str, ...]] | None] = {}  # layers that are equal share types
     parameters = tuple(
         _cut(parameter, axes, program.sizes, zero, held)

@@ -28,8 +28,8 @@ _REGIONS, _PARAMETERS = "stages", "zero"
 def evaluation(trace: Trace, training: Program, options: Options) -> tuple[Program, tuple[str, ...]]:
     """The finished program of `evaluate` for a finished training, and warnings; `trace` returns its trace.
 
-    Each stage holds the parameters of the training's stage. Raises PartcError P0420 if parameters cannot stay where the
-    training has them, and the errors of the trace.
+    Each stage holds the parameters of the training's stage, and is sent others. Raises PartcError P0420 if parameters
+    cannot stay where the training has them, and the errors of the trace.
     """
     trained = {name for parameter in training.parameters if parameter.trainable for name in parameter.names}
 
@@ -93,6 +93,8 @@ def _untrained(program: Program) -> Program:
 def _finished(traced: Program, training: Program, options: Options) -> Program:
     pins = tuple(_pin(parameter) for parameter in training.parameters)
     known = {**options.for_passes, "pins": pins, "held_by": training.holders()}
+    known["home"] = training.maker(training.loss).stage
+    known["whole"] = frozenset(item.name for item in training.parameters if not item.gather)
     known["cut_tables"] = {item.name: cut for item in training.parameters if (cut := table_cut(item, training.sizes))}
     known["stacks"] = tuple(item for item in training.parameters if item.members)
     try:
@@ -119,10 +121,9 @@ def _pin(parameter: Parameter) -> Pin:
 
 
 def _check_shared(program: Program, training: Program) -> None:
-    """Check that both programs hold the same parts of each parameter. Raises PartcError P0420."""
-    links, here = ({(each.source, each.target) for each in p.transfers} for p in (training, program))
-    if not here <= links:
-        raise _moved_error("evaluate() sends values between stages that exchange none in the training")
+    """Check that each stage of an evaluation holds parts of parameters that it holds in training, and that results are
+    where the loss is. Raises PartcError P0420.
+    """
     if _home(program) != _home(training):
         raise _moved_error("evaluate() makes a result on another pipeline rank than the loss")
     theirs = {parameter.name: parameter for parameter in training.parameters}
@@ -135,7 +136,8 @@ def _check_shared(program: Program, training: Program) -> None:
             held = "none" if other is None else str(other.type)
             raise _moved_error(f"{parameter.name} is {parameter.type} in evaluate(), and {held} in the training")
         if not set(homes[parameter.name]) <= set(stages.get(parameter.name, ())):
-            raise _moved_error(f"evaluate() reads {parameter.name}, which no stage of the training holds there")
+            cause = f"evaluate() reads {parameter.name}, which the training does not read"
+            raise PartcError("P0420", cause, help="read it in the loss, too, or make it an entry of eval_data")
 
 
 def _home(program: Program) -> int:

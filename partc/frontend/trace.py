@@ -494,7 +494,7 @@ def program_of(
     made = {value.name: value for op in graph.ops for value in op.results}
     if not captured.results:
         _check_loss(graph, made[graph.outputs[0]])
-    taken = {*inputs}
+    taken = {*inputs, *(name for item in parameters for name in (item.name, *item.aliases))}
     stems = [identifier(path) if path else "result" for path in captured.results] or ["loss"]
     named = {output: unique(stem, taken) for output, stem in reversed([*zip(graph.outputs, stems, strict=True)])}
     results = tuple((path, named[output]) for path, output in zip(captured.results, graph.outputs, strict=False))

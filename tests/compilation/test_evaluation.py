@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,101 @@ def test_an_evaluation_equals_that_of_one_device(tmp_path: Path, case: str) -> N
     assert list(found) == [3, 5]
     for step, checkpoint in zip((5, 3), checkpoints(tmp_path / "save"), strict=True):
         assert found[step] == pytest.approx(on_one_device(package, checkpoint, [1000, 1001, 1002]), rel=1e-12), step
+
+
+# Stages of the evaluation read weights and statistics that other stages hold in training, in another order.
+ORDERED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16, momentum=None)
+        self.head = nn.Linear(16, 24, bias=False)
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        if self.training:
+            with torch.no_grad():
+                self.seen.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        for layer in (self.a, self.b, self.c):
+            x = x + F.gelu(layer(x))
+        return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def model():
+    return Net()
+
+
+def made(generator=None):
+    ids = torch.randint(24, (16, 6), generator=generator)
+    return {"ids": ids, "labels": torch.randint(24, (16, 6), generator=generator)}
+
+
+def batch():
+    return made()
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def evaluate(model, batch):
+    x = model.embed(batch["ids"]) - model.seen
+    by_head = x @ model.head.weight.t() @ model.c.weight.sum(0).expand(24, 16)
+    return {
+        "early": x.square().mean(),
+        "weights": model.embed.weight.norm() + model.norm.running_var.rsqrt().sum() + model.seen.square().sum(),
+        "loss": loss(model, batch),
+        "seen": (batch["labels"] > 0).sum(),
+        "back": by_head.square().mean(),
+        "twice": model.b(model.b(model.c(x))).mean(),
+    }
+
+
+def eval_data(step):
+    return made(torch.Generator().manual_seed(1000 + step))
+"""
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": "pp=2,dp=2", "microbatches": 2, "zero": 3},
+        {"mesh": "pp=4", "microbatches": 2},
+        {"mesh": "pp=2", "microbatches": 4, "schedule": "zbv"},
+        {"mesh": "pp=2,tp=2", "microbatches": 2, "schedule": "interleaved"},
+        {"mesh": "dp=2", "zero": 3},
+    ],
+    ids=lambda options: options["mesh"],
+)
+def test_stages_are_sent_what_they_do_not_hold(tmp_path: Path, options: dict[str, Any]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(ORDERED)
+    package = partc.compile(file, precision="fp64", **options).write(tmp_path / "build")
+    trained(package, "--steps", 2, "--eval-every", 2, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000])
+    assert evaluations(tmp_path / "m")[2] == pytest.approx(expected, rel=1e-12)
+
+
+def test_state_that_only_the_evaluation_reads_or_moves_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    own = ORDERED.replace('"early": x', '"early": model.own * x').replace(
+        'self.register_buffer("seen"',
+        'self.register_buffer("own", torch.ones(()))\n        self.register_buffer("seen"',
+    )
+    for text, name in ((own, "own"), (ORDERED.replace("if self.training:", "if True:"), "seen")):
+        file.write_text(text)
+        with pytest.raises(PartcError, match=rf"evaluate\(\) reads.* {name}\b") as refused:
+            partc.compile(file, mesh="pp=2", microbatches=2)
+        assert refused.value.code == "P0420"
 
 
 @pytest.mark.slow

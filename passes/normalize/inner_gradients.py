@@ -150,7 +150,7 @@ class _Expansion:
         names = dict(zip(places, given, strict=True))
         ends = graph.graph.output_node().args[0]
         targets = {node: f"d_{name}" for node, name in zip(ends, present, strict=True)}  # type: ignore[arg-type]
-        known = {(each.name, each.args, each.attrs): each.results[0].name for each in self.ops if each.results}
+        known = {(each.name, each.args, each.attrs): each.results for each in self.ops if each.results}
         for node in graph.graph.nodes:
             if node.op == "get_attr":
                 names[node] = self._constant(getattr(graph, str(node.target)), call)
@@ -171,7 +171,7 @@ class _Expansion:
         node: fx.Node,
         names: dict[fx.Node, str],
         targets: Mapping[fx.Node, str],
-        known: dict[Any, str],
+        known: Mapping[Any, tuple[Value, ...]],
         call: Op,
     ) -> None:
         name, args = _spelled(node)
@@ -182,12 +182,10 @@ class _Expansion:
         attrs = tuple((key, _argument(arg, names)) for key, arg in node.kwargs.items() if key not in _NOT_KEPT)
         found = node.meta["val"]
         made = found if isinstance(found, tuple | list) else (found,)
-        twin = known.get((name, converted, attrs))
-        if twin is not None and len(made) == 1:
-            names[node] = twin
-            return
-        results = tuple(self._value(targets.get(node, f"d_{node.name}"), _type(x)) for x in made)
-        self.ops.append(Op(name=name, args=converted, attrs=attrs, results=results, source=call.source))
+        results = known.get((name, converted, attrs), ())
+        if len(results) != len(made):
+            results = tuple(self._value(targets.get(node, f"d_{node.name}"), _type(x)) for x in made)
+            self.ops.append(Op(name=name, args=converted, attrs=attrs, results=results, source=call.source))
         names[node] = results[0].name
         if found is not made:
             return

@@ -144,6 +144,15 @@ def _by_transforms(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     return slope.square().mean() + value + turn.square().mean()
 
 
+def _weighed(net: Any, x: Tensor, ids: Tensor) -> Tensor:
+    """Two losses, weighed by how much each changes the last kernel, as VQGAN does: their gradients share parts."""
+    images = x.repeat(1, 6)[:, :32].view(-1, 2, 4, 4)
+    made = net.conv(images)
+    near, far = made.square().mean(), (made - 1).abs().mean()
+    slopes = [grad(loss, net.conv.weight, retain_graph=True)[0].norm() for loss in (near, far)]
+    return near + (slopes[0] / (slopes[1] + 1e-4)).clamp(0, 1e4).detach() * far
+
+
 LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "activations": _penalty(lambda net, x: net.down(F.gelu(F.silu(F.softplus(net.up(x)))))),
     "norms": _penalty(lambda net, x: F.rms_norm(net.norm(net.up(x)), [8], None, 1e-5)),
@@ -161,6 +170,7 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "copies of weights": _copied,
     "unused": _unused,
     "parameters": _named,
+    "weights of losses": _weighed,
     "changes in place within transforms": _by_transforms,
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from partc.codegen.operands import Operands
 from partc.codegen.source import Argument, Function, Line, Record, RegionCode
 from partc.codegen.views import without_idle_views
 from partc.ir.layout import Sizes
+from partc.ir.naming import gradient_name
 from partc.ir.program import Graph, Op, Region, Value
 from partc.ir.routers import choices
 from partc.ir.scans import scan_of
@@ -76,12 +77,12 @@ def region_code(
         gradient_inputs=tuple(
             index
             for index, value in enumerate(region.forward.inputs)
-            if region.backward and f"grad_{value.name}" in region.backward.outputs
+            if region.backward and gradient_name(value.name) in region.backward.outputs
         ),
         gradient_outputs=tuple(
             index
             for index, output in enumerate(outputs)
-            if region.backward and f"grad_{output}" in {value.name for value in region.backward.inputs}
+            if region.backward and gradient_name(output) in {value.name for value in region.backward.inputs}
         ),
     )
 
@@ -149,7 +150,7 @@ class _RegionWriter:
             names[value.name]
         count = len(original) - len(self.region.kept)
         made = dict(zip(original[:count], graph.outputs, strict=False))
-        gradients = (f"grad_{value.name}" for value in self.region.forward.inputs)
+        gradients = (gradient_name(value.name) for value in self.region.forward.inputs)
         wanted = [made[name] for name in gradients if name in made]
         kept = graph.outputs[count:]
         outputs = (*wanted, *given.values(), *kept)
@@ -245,7 +246,7 @@ class _RegionWriter:
 
     def _gradients(self, original: tuple[str, ...], graph: Graph) -> tuple[dict[str, list[str]], dict[str, str]]:
         """The gradient buffers to which each value is added, or the gradients of parameters to return."""
-        params = {f"grad_{value.name}": value.name for value in self.region.params}
+        params = {gradient_name(value.name): value.name for value in self.region.params}
         buffers: dict[str, list[str]] = {}
         given: dict[str, str] = {}
         for output, made in zip(original, graph.outputs, strict=True):

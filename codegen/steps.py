@@ -10,6 +10,7 @@ from partc.codegen.names import Names, emitted_name
 from partc.codegen.operands import DTYPES
 from partc.codegen.source import Function, Line, RegionCode
 from partc.codegen.stage_facts import StageFacts
+from partc.ir.naming import gradient_name
 from partc.ir.program import Call, GraphKind
 from partc.quoting import literal
 
@@ -179,7 +180,7 @@ class BackwardWriter:
             return self.grads.pop(name)
         dtype = f"dtype={DTYPES[self.facts.types[name].dtype]}"
         shape = self.facts.types[name].layout.local_shape(self.facts.program.sizes)
-        variable = self.names.fresh(emitted_name(f"grad_{self.wanted.get(name, name)}"))
+        variable = self.names.fresh(emitted_name(gradient_name(self.wanted.get(name, name))))
         if name == self.facts.program.loss and self._scaled():
             spread = f".expand({shape})" if shape else ""
             code = f"{variable} = self.comm.scale_here.to({dtype}, copy=True){spread}"
@@ -215,7 +216,7 @@ class BackwardWriter:
             if name not in self.owed:
                 targets.append("_")
                 continue
-            wanted = emitted_name(f"grad_{self.wanted.get(name, name)}")
+            wanted = emitted_name(gradient_name(self.wanted.get(name, name)))
             if name in self.grads:
                 part = self.names.fresh(f"{wanted}_part")
                 total = self.names.fresh(wanted) if not self.grads[name].isidentifier() else self.grads[name]
@@ -240,7 +241,7 @@ class BackwardWriter:
             place = self._incoming(last.results[index], lines)
             if index in by_result:
                 variable = (
-                    self.names.fresh(emitted_name(f"grad_{run.region.forward.inputs[by_result[index]].name}"))
+                    self.names.fresh(emitted_name(gradient_name(run.region.forward.inputs[by_result[index]].name)))
                     if not place.isidentifier()
                     else place
                 )
@@ -257,7 +258,7 @@ class BackwardWriter:
             if name not in self.owed:
                 targets[index] = "_"
                 continue
-            wanted = emitted_name(f"grad_{name}")
+            wanted = emitted_name(gradient_name(name))
             total = self.names.fresh(wanted)
             part = self.names.fresh(f"{wanted}_part")
             lines.append(Line(code=f"{total} = {self.grads.get(name, '0.0')}"))

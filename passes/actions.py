@@ -20,6 +20,7 @@ from typing import Literal
 
 from partc.communication.exchanges import Chains, Exchanges, GradientSums, graph_of, in_turn
 from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.naming import gradient_name
 from partc.ir.program import (
     ActionKind,
     ActionStatement,
@@ -129,7 +130,7 @@ class _BodyWriter:
             names = list(dict.fromkeys(transfer.value for transfer in found))
             found.sort(key=lambda transfer: names.index(transfer.value))
         for transfer in found:
-            name = transfer.value if forward else f"grad_{transfer.value}"
+            name = transfer.value if forward else gradient_name(transfer.value)
             peer = transfer.target if leaving else transfer.source
             yield ActionStatement(verb=verb, subject="value", of=name, peer=peer)
 

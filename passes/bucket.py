@@ -24,7 +24,7 @@ from typing import Literal
 
 from partc.communication.exchanges import Exchanges, GradientSums
 from partc.ir.layout import Sizes
-from partc.ir.naming import unique
+from partc.ir.naming import gradient_name, unique
 from partc.ir.program import Bucket, Call, DType, Graph, Parameter, Program, Transport, Value
 
 BUCKET = 25_000_000  # the least number of bytes in a bucket
@@ -146,4 +146,4 @@ def _completed(program: Program, stage: int, split: bool) -> Iterator[tuple[str,
 def _gradients(call: Call, graph: Graph | None, params: tuple[Value, ...]) -> list[str]:
     """The parameters whose gradients this graph computes."""
     made = set(graph.outputs) if graph is not None else set()
-    return [name for value, name in zip(params, call.params, strict=True) if f"grad_{value.name}" in made]
+    return [name for value, name in zip(params, call.params, strict=True) if gradient_name(value.name) in made]

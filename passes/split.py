@@ -35,7 +35,7 @@ from dataclasses import replace
 from partc.errors import InternalError
 from partc.ir.collectives import COLLECTIVES
 from partc.ir.layout import Sizes
-from partc.ir.naming import unique
+from partc.ir.naming import gradient_name, unique
 from partc.ir.program import Graph, Program, Region, needed
 
 
@@ -90,7 +90,7 @@ def _split(region: Region) -> Region:
     if region.weight is not None:
         raise InternalError(f"{region.name} is split already")
     graph = region.backward
-    of_inputs = {f"grad_{value.name}" for value in region.forward.inputs}
+    of_inputs = {gradient_name(value.name) for value in region.forward.inputs}
     first = needed(graph.ops, [name for name in graph.outputs if name in of_inputs])
     made = {value.name for op in first for value in op.results}
     now = tuple(name for name in graph.outputs if name in of_inputs or name in made)

@@ -13,6 +13,7 @@ from partc.communication.execution import Execution, StatementRun
 from partc.errors import Source
 from partc.ir.collectives import MOVING, ROUTED, collectives_inside
 from partc.ir.mesh import PIPELINE_AXIS, Mesh
+from partc.ir.naming import gradient_owner
 from partc.ir.program import (
     ITEMSIZE,
     Action,
@@ -88,7 +89,7 @@ def message(program: Program, step: StatementRun) -> Message | None:
     if each.subject != "value" or each.peer is None:
         return None
     types = program.value_types()
-    type = types[each.of if each.of in types else each.of.removeprefix("grad_")]
+    type = types[each.of if each.of in types else gradient_owner(each.of)]
     kinds: Mapping[str, Literal["send", "recv", "wait"]] = {"send": "send", "receive": "recv", "wait": "wait"}
     return Message(
         kind=kinds[each.verb],

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 
+from partc.ir.naming import gradient_name
 from partc.ir.program import Bucket, Call, Collective, DType, Graph, GraphKind, Parameter, Program, Region
 
 Chain = tuple[Collective, ...]  # consecutive collectives
@@ -74,7 +75,7 @@ class Exchanges:
         graph = graph_of(region, kind)
         made = set(graph.outputs) if graph is not None else set()
         pairs = zip(region.params, call.params, strict=True)
-        return [name for value, name in pairs if f"grad_{value.name}" in made]
+        return [name for value, name in pairs if gradient_name(value.name) in made]
 
     def whole_copies(self, stage: int) -> dict[str, list[str]]:
         """Parameters that ranks also keep whole, by the first call that reads them."""

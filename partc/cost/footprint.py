@@ -20,6 +20,7 @@ from partc.ir.collectives import collectives_inside, num_blocks
 from partc.ir.gradients import touched_rows
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
+from partc.ir.naming import gradient_name
 from partc.ir.operations import SHOWING
 from partc.ir.program import ITEMSIZE, SPARSE, Call, Graph, GraphKind, Op, Parameter, Program, Ref, Region, TensorType
 
@@ -217,7 +218,7 @@ def _most_alive(region: Region, graph: Graph, kind: GraphKind, sizes: Sizes) -> 
 
     given = {value.name for value in (*region.params, *graph.inputs)}
     saved = set(region.saved)
-    added = {f"grad_{value.name}" for value in region.params}
+    added = {gradient_name(value.name) for value in region.params}
     last: dict[str, int] = {}
     for index, op in enumerate(graph.ops):
         if op.name in SHOWING and op.args and isinstance(op.args[0], Ref):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
+from partc.ir.naming import gradient_name
 from partc.ir.operations import effects
 from partc.ir.program import SPARSE, Graph, Program, Region
 
@@ -55,7 +56,7 @@ def touched_rows(program: Program, stages: Collection[int]) -> dict[str, list[in
 
 def _lookups(program: Program, region: Region) -> Iterator[tuple[str, int]]:
     """The parameters of a region with sparse gradients, each with the rows that one run adds."""
-    params = {f"grad_{value.name}": value.name for value in region.params}
+    params = {gradient_name(value.name): value.name for value in region.params}
     for graph in {id(graph): graph for graph in region.graphs}.values():
         for op in graph.ops:
             attrs = dict(op.attrs)
@@ -83,7 +84,7 @@ def gradient_inputs(program: Program) -> dict[str, frozenset[str]]:
             if key not in lives:
                 lives[key] = reached(region.forward, needs[region.name] | trainable[region.name])
                 taken = {value.name for value in region.backward.inputs} if region.backward else set()
-                lives[key] |= {out for out in region.forward.outputs if f"grad_{out}" in taken}  # by own gradients
+                lives[key] |= {out for out in region.forward.outputs if gradient_name(out) in taken}  # by own gradients
             live = lives[key]
             owing.update(name for name, out in zip(call.results, region.forward.outputs, strict=True) if out in live)
         if sum(map(len, needs.values())) == before:
@@ -113,7 +114,7 @@ def arguments_with_gradients(program: Program) -> frozenset[tuple[str, str, int]
 
 
 def _may_return(region: Region, value: str) -> bool:
-    return region.backward is None or f"grad_{value}" in region.backward.outputs
+    return region.backward is None or gradient_name(value) in region.backward.outputs
 
 
 def reached(graph: Graph, roots: Iterable[str]) -> set[str]:

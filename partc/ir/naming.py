@@ -1,4 +1,4 @@
-"""Names: unique ones, paths of modules."""
+"""Names: of gradients, unique ones, paths of modules."""
 
 from __future__ import annotations
 
@@ -12,9 +12,27 @@ PRODUCT = "_product"  # the product of a linear operation, before its bias is ad
 EXTENDED, ZIGZAG, COUNTED = "_extended", "_zigzag", "_counted"  # sequences that are padded or reordered
 
 
+_GRADIENT = "grad_"  # prefix of the gradients' names
+
+
+def gradient_name(value: str) -> str:
+    """The name of a value's gradient."""
+    return f"{_GRADIENT}{value}"
+
+
+def is_gradient(name: str) -> bool:
+    """Whether a name is that of a gradient; no other value has one of these names."""
+    return name.startswith(_GRADIENT)
+
+
+def gradient_owner(name: str) -> str:
+    """The name of the value whose gradient has this name; other names unchanged."""
+    return name.removeprefix(_GRADIENT)
+
+
 def unreserved(name: str) -> str:
     """The name, changed if it looks like the name of a gradient."""
-    return f"own_{name}" if name.startswith("grad_") else name
+    return f"own_{name}" if is_gradient(name) else name
 
 
 def is_number(part: str) -> bool:

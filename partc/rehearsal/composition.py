@@ -21,7 +21,7 @@ from typing import Any
 
 from partc.communication.execution import Execution, StatementRun
 from partc.cost.memory import Moment, RankMemory, StepPosition, grouped_by_name
-from partc.ir.naming import numbered
+from partc.ir.naming import gradient_owner, numbered
 from partc.ir.program import Action, ActionStatement, Bucket, Program
 from partc.passes.prefetch import gathering_ahead
 from partc.rehearsal.ledger import RELEASED, Entry, Label, Ledger
@@ -299,7 +299,7 @@ class _Names:
     def value(self, name: str) -> Key:
         if name in self.program.inputs:
             return ("input", name)
-        bare = name.removeprefix("grad_")
+        bare = gradient_owner(name)
         gradient = bare != name and bare in self._types
         plain = bare if gradient else name
         return self.values.setdefault(plain, len(self.values)), gradient, self._types.get(plain)

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from partc.errors import InternalError
 from partc.ir.layout import Sizes
 from partc.ir.mesh import TIME_AXIS
+from partc.ir.naming import gradient_owner, is_gradient
 from partc.ir.program import Graph, Op, Program, Region, TensorType, Value
 from partc.ir.verifier import changed_regions, verify_program
 from partc.rules.inference import Inferred, inferred
-
-_GRADIENT = "grad_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +66,12 @@ class Verifier:
                 value.name for value in op.results if value.name in unsure and not _is_given(value, types, hidden)
             )
             if unsure or not hidden.isdisjoint(op.refs()):
-                hidden.update(value.name for value in op.results if not value.name.startswith(_GRADIENT))
+                hidden.update(value.name for value in op.results if not is_gradient(value.name))
 
 
 def _is_given(value: Value, types: Mapping[str, TensorType], hidden: Set[str]) -> bool:
     """Whether the forward pass gives the layout: of the value itself, or of the known value whose gradient it is."""
-    name = value.name.removeprefix(_GRADIENT)
+    name = gradient_owner(value.name)
     if name == value.name:
         return True
     known = types.get(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from partc.ir.collectives import MOVING
+from partc.ir.naming import gradient_name
 from partc.ir.program import Graph, Op, Program, Ref, Region
 from partc.rules import kernels
 
@@ -43,13 +44,13 @@ def _strided(program: Program, found: Mapping[str, frozenset[str]]) -> Iterable[
         )
         made = () if region.backward is None else region.backward.outputs
         for name, value in zip(call.args, region.forward.inputs, strict=True):
-            if f"grad_{value.name}" in made and f"grad_{value.name}" not in found[region.name]:
+            if gradient_name(value.name) in made and gradient_name(value.name) not in found[region.name]:
                 back.add(name)
     for call in program.calls:
         region = program.region(call.region)
         yield region.name, {v.name for name, v in zip(call.args, region.forward.inputs, strict=True) if name in unknown}
         outputs = zip(call.results, region.forward.outputs, strict=False)
-        yield region.name, {f"grad_{output}" for name, output in outputs if name in back}
+        yield region.name, {gradient_name(output) for name, output in outputs if name in back}
 
 
 def _dense_in(region: Region, strided: Collection[str]) -> frozenset[str]:

@@ -39,7 +39,7 @@ from partc.ir import operators
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Sizes, SubDim
 from partc.ir.mesh import TIME_AXIS
-from partc.ir.naming import unique
+from partc.ir.naming import gradient_name, unique
 from partc.ir.operations import shares_memory
 from partc.ir.program import (
     SCAN,
@@ -169,7 +169,7 @@ def _with_rows(program: Program, optimizer: str, group: Sequence[str]) -> Progra
         region = program.region(call.region)
         for value, name in zip(region.params, call.params, strict=True):
             if name in sparse:
-                marked.setdefault(region.name, {})[f"grad_{value.name}"] = name
+                marked.setdefault(region.name, {})[gradient_name(value.name)] = name
     regions = []
     for region in program.regions:
         names = marked.get(region.name, {}).keys() & {*(region.backward.outputs if region.backward else ())}

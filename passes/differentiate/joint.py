@@ -14,6 +14,7 @@ from partc.errors import InternalError, Source
 from partc.ir.collectives import COLLECTIVES, ROUTED
 from partc.ir.gradients import reached
 from partc.ir.layout import Sizes
+from partc.ir.naming import gradient_name, gradient_owner
 from partc.ir.operations import RANDOM, effects, spelling
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.parser import parse_graph
@@ -68,10 +69,10 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
 
     reader = _Reader(region, sizes, behind, zeros)
     reader.claim_all(zip(placeholders, arguments, strict=False))
-    reader.claim_all(zip(tangents, (f"grad_{name}" for name in carrying), strict=True))
-    reader.claim_all((node, f"grad_{name}") for name, node in wanted.items())
+    reader.claim_all(zip(tangents, (gradient_name(name) for name in carrying), strict=True))
+    reader.claim_all((node, gradient_name(name)) for name, node in wanted.items())
     reader.name(nodes)
-    incoming = tuple(Value(name=f"grad_{name}", type=_gradient(reader.types[name])) for name in carrying)
+    incoming = tuple(Value(name=gradient_name(name), type=_gradient(reader.types[name])) for name in carrying)
     ops = with_cheaper_products(reader.read(nodes, incoming), reader.fresh)
 
     found = tuple(reader.name_of(node) for node in outputs)
@@ -86,12 +87,12 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
     returned = tuple(was if was in again else now for was, now in pairs)
     forward = needed(ops, returned)
     backward, finals = _backward(ops, forward, wanted, reader, given=frozenset(arguments))
-    saved = _saved((*backward, *finals), tuple(f"grad_{name}" for name in wanted), region, incoming)
+    saved = _saved((*backward, *finals), tuple(gradient_name(name) for name in wanted), region, incoming)
     values = {value.name: value for op in ops for value in op.results} | {v.name: v for v in region.forward.inputs}
     graph = Graph(
         inputs=(*incoming, *(values[name] for name in saved)),
         ops=(*backward, *finals),
-        outputs=tuple(f"grad_{name}" for name in wanted),
+        outputs=tuple(gradient_name(name) for name in wanted),
     )
     return replace(
         region,
@@ -108,7 +109,7 @@ def _following(graph: Graph, outputs: tuple[str, ...], returned: tuple[str, ...]
     """
     names: dict[str, str] = {}
     for was, now in zip(outputs, returned, strict=True):
-        old, new = f"grad_{was}", f"grad_{now}"
+        old, new = gradient_name(was), gradient_name(now)
         if was != now and old not in names and new not in (*names, *graph.outputs):
             names |= {old: new, new: old}
     return Graph(
@@ -200,9 +201,13 @@ def _backward(
     made = {value.name for op in forward if any(True for _ in op.refs()) for value in op.results}
     sources = {name: reader.name_of(node) for name, node in wanted.items()}
     finals = tuple(
-        Op(name="alias", args=(Ref(source),), results=(Value(name=f"grad_{name}", type=_gradient(reader.types[name])),))
+        Op(
+            name="alias",
+            args=(Ref(source),),
+            results=(Value(name=gradient_name(name), type=_gradient(reader.types[name])),),
+        )
         for name, source in sources.items()
-        if source != f"grad_{name}"
+        if source != gradient_name(name)
     )
     return needed(ops, sources.values(), given=made | given), finals
 
@@ -236,7 +241,7 @@ class _Reader:
         self._holders: dict[str, fx.Node] = {}
         self._labels: dict[fx.Node, str] = {}
         # A gradient's name identifies its value: no other value may have it.
-        self._taken: set[str] = {*values, *(f"grad_{name}" for name in values)}
+        self._taken: set[str] = {*values, *(gradient_name(name) for name in values)}
         self._gradients: dict[str, str] = {}  # name of a gradient -> the value to which it belongs
         self._known: set[str] = set()  # values whose layout is known from the forward pass
         self._made = dict(self.types)  # the types of all values that have been read
@@ -275,7 +280,8 @@ class _Reader:
         The gradient of a partial sum is whole on every rank: `grad_y_full` for `y_partial`. If the region also reads an
         output, its gradient is the incoming one plus others: a `_total`.
         """
-        found = f"grad_{name.removesuffix('_partial')}_full" if name.endswith("_partial") else f"grad_{name}"
+        whole = f"{name.removesuffix('_partial')}_full" if name.endswith("_partial") else name
+        found = gradient_name(whole)
         holder = self._holders.setdefault(found, _origin(node))
         if holder is not _origin(node) and _origin(node) not in self._names:
             found = self.fresh(f"{found}_total")
@@ -367,7 +373,7 @@ class _Reader:
 
     def _source(self, name: str, node: fx.Node) -> Source | None:
         label = self._labels.get(node, name)
-        belongs = self._gradients.get(label, label.removeprefix("grad_"))
+        belongs = self._gradients.get(label, gradient_owner(label))
         return self._sources.get(name) or self._sources.get(belongs)
 
     def _results(self, node: fx.Node) -> tuple[Value, ...]:
@@ -400,7 +406,7 @@ class _Reader:
         """The type of a forward value or of its gradient, by name; None for other names."""
         if name in self.types:
             return self.types[name]
-        owner = self._gradients.get(name, name.removeprefix("grad_"))
+        owner = self._gradients.get(name, gradient_owner(name))
         return _gradient(self.types[owner]) if owner in self.types else None
 
     def _arg(self, arg: Any) -> Arg:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from partc.ir.gradients import reached
-from partc.ir.naming import unique
+from partc.ir.naming import gradient_name, unique
 from partc.ir.printer import print_graph
 from partc.ir.program import DTypeArg, Graph, Op, Ref, Region, Value, needed
 from partc.ir.scans import Scan, scan_of
@@ -84,9 +84,9 @@ class _DerivativeBuilder:
         scan = self.scan
         states, constants, elements = map(self._with_gradient, (scan.states, scan.fixed, scan.elements))
         made = tuple(i for i, name in enumerate(scan.made) if name in self.inside)
-        of_states = [self._value(f"grad_{scan.states[i].name}_next", scan.states[i]) for i in states]
+        of_states = [self._value(gradient_name(f"{scan.states[i].name}_next"), scan.states[i]) for i in states]
         sums = [self._value(f"sum_{scan.fixed[i].name}", scan.fixed[i]) for i in constants]
-        of_made = [self._value(f"grad_{scan.made[i]}_t", self._known(scan.made[i])) for i in made]
+        of_made = [self._value(gradient_name(f"{scan.made[i]}_t"), self._known(scan.made[i])) for i in made]
         incoming: dict[str, list[str]] = {}  # value of the forward step -> its gradients from outside of the step
         for i, value in zip(states, of_states, strict=True):
             incoming.setdefault(scan.following[i], []).append(value.name)
@@ -138,8 +138,8 @@ class _DerivativeBuilder:
         backward = self.region.backward
         given = backward.outputs if backward is not None else ()
         found = [*incoming.get(value.name, ())] if value.name not in self.outputs else []
-        found += [f"grad_{value.name}"] if f"grad_{value.name}" in given else []
-        return self._total(found, self._value(f"grad_{value.name}_total", value))
+        found += [gradient_name(value.name)] if gradient_name(value.name) in given else []
+        return self._total(found, self._value(gradient_name(f"{value.name}_total"), value))
 
     def _without_aliases(self, found: Sequence[str]) -> tuple[tuple[Op, ...], tuple[str, ...]]:
         """The operations that the outputs `found` need, and the outputs, with aliases replaced by their operands."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from partc.ir.layout import Layout, SubDim
+from partc.ir.naming import gradient_owner
 from partc.ir.program import Graph, Op, Program, Region, TensorType, Value
 from partc.rules import flops, resolve_lowered
 from partc.rules.rule import Dims, OpRule
@@ -162,7 +163,7 @@ class Dimensions:
             tuple(SizedSubDim(size=self.sizes.new(sub.size), axes=sub.axes) for sub in dim)
             for dim in value.type.layout.dims
         )
-        of = self.dims.get((region, value.name.removeprefix("grad_")), ())
+        of = self.dims.get((region, gradient_owner(value.name)), ())
         if len(of) == len(self.dims[key]):
             self._match(self.dims[key], of)  # a gradient has the size of its value
 

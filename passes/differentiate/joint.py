@@ -14,7 +14,7 @@ from partc.errors import InternalError, Source
 from partc.ir.collectives import COLLECTIVES, ROUTED
 from partc.ir.gradients import reached
 from partc.ir.layout import Sizes
-from partc.ir.naming import gradient_name, gradient_owner
+from partc.ir.naming import gradient_name, gradient_owner, is_gradient
 from partc.ir.operations import RANDOM, effects, spelling
 from partc.ir.operators import DTYPE_NAMES
 from partc.ir.parser import parse_graph
@@ -262,14 +262,19 @@ class _Reader:
                 self._taken.add(name)
 
     def name(self, nodes: list[fx.Node]) -> None:
-        """Name every node: by its mark, else after the next named value that depends on it."""
+        """Name every node: by its mark, else after the next named value that depends on it.
+
+        Forward values are named after forward values; those that only derivatives read, by their operations.
+        """
         for node in nodes:
             if _packet(node) in ("mark", "mark_grad"):
                 name = str(node.args[1])
                 self.claim_all([(node, self._gradient_name(name, node) if _packet(node) == "mark_grad" else name)])
         for node in reversed(nodes):
-            heir = next((self._labels[user] for user in node.users if user in self._labels), "value")
-            self._labels[node] = self._names.get(_origin(node), heir)
+            heirs = [self._labels[user] for user in node.users if user in self._labels]
+            if node not in self._behind:
+                heirs.sort(key=is_gradient)
+            self._labels[node] = self._names.get(_origin(node), next(iter(heirs), "value"))
         for node in nodes:
             if node.op == "call_function" and _origin(node) not in self._names and not _is_tuple(node):
                 self._names[_origin(node)] = self.fresh(self._unmarked_name(_origin(node)))
@@ -295,6 +300,8 @@ class _Reader:
             extras = effects(_packet(call)).extra
             if first in self._names and 0 < index <= len(extras):
                 return f"{self._names[first]}_{extras[index - 1]}"
+        if node not in self._behind and is_gradient(self._labels[node]):
+            return _packet(_item(node)[0] if node.target is operator.getitem else node)
         return self._labels[node]
 
     def fresh(self, stem: str) -> str:
@@ -429,7 +436,7 @@ def _packet(node: fx.Node) -> str:
 
 
 def _item(node: fx.Node) -> tuple[fx.Node, int]:
-    """The operand and the operation of a getitem."""
+    """The call whose result a getitem selects, and the index of the result."""
     call, index = node.args[:2]
     if not isinstance(call, fx.Node) or not isinstance(index, int):
         raise InternalError(f"{node.name} does not select a result")

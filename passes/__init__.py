@@ -53,6 +53,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="canonical operations: views, casts and composites each in one form, no-ops dropped",
         requires=("traced",),
         ensures=("canonical",),
+        options=("forward_only",),
         reads=(),
     ),
     Pass(
@@ -223,7 +224,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="embedding tables are cut over dp, cp and ep, or each lies whole on one rank; vectors are exchanged",
         requires=("layouts",),
         ensures=("tables",),
-        options=("zero", "pins", "optimizer", "group", "cut_tables", "stacks"),
+        options=("zero", "pins", "optimizer", "group", "cut_tables", "sparse_tables", "stacks"),
         optional=True,
     ),
     Pass(
@@ -264,7 +265,7 @@ PIPELINE: tuple[Pass, ...] = (
         does="every region gets its backward graph and its saved values",
         requires=("local",),
         ensures=("backward",),
-        options=("optimizer", "group", "derivatives"),
+        options=("optimizer", "group", "forward_only", "derivatives"),
     ),
     Pass(
         name="expand",

@@ -96,6 +96,7 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
     known["home"] = training.maker(training.loss).stage
     known["whole"] = frozenset(item.name for item in training.parameters if not item.gather)
     known["cut_tables"] = {item.name: cut for item in training.parameters if (cut := table_cut(item, training.sizes))}
+    known["sparse_tables"] = {name for item in training.parameters if item.sparse for name in item.names}
     known["stacks"] = tuple(item for item in training.parameters if item.members)
     try:
         finished = forward_only(traced, known)[-1].program

@@ -74,12 +74,18 @@ _Named = Callable[[Tensor, str], Tensor]  # gives a tensor and its gradient a na
 
 
 def differentiate(
-    program: Program, *, optimizer: str = DEFAULT, group: Sequence[str] = (), derivatives: Derivatives | None = None
+    program: Program,
+    *,
+    optimizer: str = DEFAULT,
+    group: Sequence[str] = (),
+    forward_only: bool = False,
+    derivatives: Derivatives | None = None,
 ) -> Program:
     """Give a backward graph to every region that a gradient passes through.
 
     `derivatives` has derivatives of other programs' regions, and receives this program's. One is used for a region that
-    differs only in local sizes or lacks some of its batch axes.
+    differs only in local sizes or lacks some of its batch axes. With `forward_only`, gradients are traced for the form
+    of the regions alone, and none is kept as rows.
 
     Raises PartcError P0422 for a dense gradient whose optimizer needs a sparse one.
     """
@@ -94,7 +100,8 @@ def differentiate(
         else:
             found = _known(*given, program.sizes, derivatives)
         made.append(_with_copies(found, changed.get(region.name, frozenset())))
-    return _with_rows(replace(program, regions=tuple(made)), optimizer, group)
+    program = replace(program, regions=tuple(made))
+    return program if forward_only else _with_rows(program, optimizer, group)
 
 
 def _known(

@@ -41,14 +41,14 @@ from partc.quoting import identifier
 from partc.rules.rule import argument, number
 
 
-def normalize(program: Program) -> Program:
-    """Apply the table to every region, then drop dead operations.
+def normalize(program: Program, *, forward_only: bool = False) -> Program:
+    """Apply the table to every region, then drop dead operations. With `forward_only`, no parameter is trained.
 
     Raises PartcError P0207 (random numbers that cannot be drawn by position), P0212 (an in-place change of a view or an
     input), P0213.
     """
     (main,), (call,) = program.regions, program.calls
-    region, drawn, updated = _normalized(main, program)
+    region, drawn, updated = _normalized(main, program, forward_only)
     stored = dict(zip((value.name for value in region.params), call.params, strict=True))
     types = {name: value.type for name, value in region.forward.definitions().items()}
     taken = {value.name for value in program.values}
@@ -67,7 +67,7 @@ def normalize(program: Program) -> Program:
     )
 
 
-def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str, str]]:
+def _normalized(region: Region, program: Program, forward_only: bool) -> tuple[Region, int, dict[str, str]]:
     """The normalized region, its number of random operations, and the next values of the buffers that it updates.
 
     The next values are the region's outputs after the loss.
@@ -98,7 +98,7 @@ def _normalized(region: Region, program: Program) -> tuple[Region, int, dict[str
     read = {name for op in region.forward.ops for name in op.refs()}
     still = {name for op in forward.ops for name in op.refs()} | {*forward.outputs}
     lost = [name for name in types if name in trained and name in read - still and 0 not in types[name].shape]
-    if lost and not trained.isdisjoint(still):  # a loss without any gradient is refused later
+    if lost and not forward_only and not trained.isdisjoint(still):  # a loss without any gradient is refused later
         loss = _with_zero_gradients(writer, outputs[0], lost)
         forward = replace(forward, ops=(*forward.ops, *loss), outputs=(loss[-1].result.name, *forward.outputs[1:]))
     forward = with_solves(with_joins(forward), writer.types)

@@ -22,7 +22,7 @@ well. Pins decide first. Rows of zeros are added where an axis does not divide t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from partc import fuel
@@ -47,16 +47,23 @@ def tables(
     optimizer: str = DEFAULT,
     group: Sequence[str] = (),
     cut_tables: Mapping[str, Cut] | None = None,
+    sparse_tables: Collection[str] = (),
     stacks: Sequence[Parameter] = (),
 ) -> Program:
     """Place tables, and decide which gradients are sparse.
 
-    `cut_tables` and `stacks` are the cuts and stacks of whole tables of a training, for its evaluation.
+    `cut_tables`, `sparse_tables` and `stacks` are the cuts, the sparse gradients and the stacks of whole tables of a
+    training, for its evaluation.
 
     Raises PartcError P0422 for a sparse gradient that is not possible.
     """
     rules = updates(program, optimizer, group)
-    placement = _placement(program, zero, pins, rules, densify=cut_tables is None)
+    if cut_tables is None:
+        placement = _placement(program, zero, pins, rules, densify=True)
+    else:
+        parameters = tuple(replace(item, sparse=item.name in sparse_tables) for item in program.parameters)
+        lookups = find(with_own_parameters(replace(program, parameters=parameters)))
+        placement = Stacks(Choices(lookups, Costs(lookups, zero), pins, rules))
     lookups, choices = placement.lookups, placement.choices
     program = lookups.program
     cuts = choices.chosen() if cut_tables is None else cut_tables

@@ -12,7 +12,7 @@ from functools import cached_property
 from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import FLOATING, ITEMSIZE, TensorType
-from partc.passes.tables.lookups import ROWS, Cut, Lookup, Lookups, Slot, cut_type
+from partc.passes.tables.lookups import ROWS, Cut, Lookup, Lookups, Slot, columns, cut_type
 from partc.rules import resolve
 from partc.sharding.choices import layouts
 from partc.sharding.reshard import plan
@@ -83,6 +83,7 @@ class Costs:
             or others
             or factor != ROWS
             or axis not in home
+            or any(choice.axis in home for choice in columns(op))
             or any(sub.axes for sub in types[slot[1]].layout.dims[0])
         ):
             return math.inf

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.naming import unique
 from partc.ir.program import Arg, DTypeArg, Op, Ref, TensorType, Value
+from partc.passes.tables.lookups import columns
 from partc.passes.tables.writing import Writing
 from partc.rules.inference import inferred
 from partc.sharding.choices import axis_order
@@ -173,7 +174,8 @@ class _Exchange(Writing):
         table, (count,) = next(op.refs()), self.types[wanted.name].shape
         shape, kind = (count, self.types[table].shape[1]), op.result.type.dtype
         args, attrs = (Ref(table), wanted), (("groups", self._group_size),)
-        found = self.plain("embedding", args, f"{op.result.name}_found", shape, kind, attrs=attrs)
+        more = columns(op)
+        found = self.plain("embedding", args, f"{op.result.name}_found", shape, kind, attrs=attrs, more=more)
         if (cast := self.casts.get(op.result.name)) is None:
             return found
         dtype = cast.result.type.dtype

@@ -266,6 +266,11 @@ def _reduces(op: Op, vectors: Value) -> bool:
     return op.name in _REDUCING and op.result.type.shape[-1:] == vectors.type.shape[-1:]
 
 
+def columns(op: Op) -> tuple[Choice, ...]:
+    """The choices of the axes that cut the columns of a lookup."""
+    return tuple(choice for choice in op.choices if choice.factor == COLUMNS)
+
+
 def _kept_factor(rule: OpRule, position: int, factor: str) -> str | None:
     """The factor under which an operation on vectors keeps them cut by columns, or partial for a cut by rows; else
     None.

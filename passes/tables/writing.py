@@ -35,13 +35,14 @@ class Writing:
         attrs: tuple[tuple[str, Arg], ...] = (),
         read: Layout | None = None,
         keep: Ref | None = None,
+        more: tuple[Choice, ...] = (),
         new: bool = True,
     ) -> Ref:
         """Write an operation under the layout of one operand (the last, or `keep`), or under the layout `read` of
-        it.
+        it; `more` has choices of axes that do not cut this operand.
         """
         names = [unique(made, self.taken) if new else made]
-        (ref,) = self.several(name, args, names, [shape], dtype, attrs, read, keep)
+        (ref,) = self.several(name, args, names, [shape], dtype, attrs, read, keep, more)
         return ref
 
     def several(
@@ -54,6 +55,7 @@ class Writing:
         attrs: tuple[tuple[str, Arg], ...] = (),
         read: Layout | None = None,
         keep: Ref | None = None,
+        more: tuple[Choice, ...] = (),
     ) -> Sequence[Ref]:
         values = tuple(
             Value(name=each, type=TensorType.replicated(dtype, shape)) for each, shape in zip(made, shapes, strict=True)
@@ -66,7 +68,7 @@ class Writing:
         place = len(refs) - 1 if keep is None else refs.index(keep.name)
         rows = refs[place]
         layout = read or self.types[rows].layout
-        op = replace(op, choices=tuple(self._following(layout, rule.operands[place], rule)))
+        op = replace(op, choices=(*self._following(layout, rule.operands[place], rule), *more))
         found = layouts(op, rule, self.types, self.sizes)
         if found is None:
             raise InternalError(f"{name} of {self.types[rows]} is cut in a way that its sizes do not allow")

@@ -349,3 +349,42 @@ def test_weights_that_evaluations_do_not_read_stay_cut(tmp_path: Path) -> None:
     trained(package, "--steps", 1, "--eval-every", 1, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
     expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000])
     assert evaluations(tmp_path / "m") == {1: pytest.approx(expected, rel=1e-12)}
+
+
+SUMMED = """x, total = model.embed(batch["ids"]), 0
+    for block in model.blocks:
+        x = block(x)
+        total = total + x.square().mean() + (x > 0.5).double().mean()
+    return {"loss": loss(model, batch), "total": total}"""
+FROZEN = "self.embed.requires_grad_(False), self.blocks[0].requires_grad_(False)"
+SPARSE = "self.embed.sparse = True; self.head.weight = self.embed.weight"
+
+
+@pytest.mark.parametrize(
+    ("tie", "options"),
+    [
+        ("", {"mesh": "pp=2,dp=2", "microbatches": 2}),
+        (FROZEN, {"mesh": "pp=2"}),
+        (FROZEN, {"mesh": "pp=4", "microbatches": 2, "schedule": "gpipe"}),
+        (SPARSE, {"mesh": "cp=4"}),
+        (SPARSE, {"mesh": "dp=2", "optimizer": "adagrad"}),
+    ],
+)
+def test_parts_that_the_training_treats_otherwise(tmp_path: Path, tie: str, options: dict[str, object]) -> None:
+    """Sums over all blocks, frozen blocks that several stages compute, a table that only the evaluation looks up."""
+    file = written(tmp_path, SUMMED, tie=tie, norm="LayerNorm")
+    package = partc.compile(file, precision="fp64", **options).write(tmp_path / "build")  # type: ignore[arg-type]
+    trained(package, "--steps", 1, "--eval-every", 1, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000])
+    assert evaluations(tmp_path / "m") == {1: pytest.approx(expected, rel=1e-12)}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_stages_that_only_an_evaluation_connects(tmp_path: Path) -> None:
+    """Real ranks: the first stage sends its sum to the last one, to which it sends nothing in a training step."""
+    file = written(tmp_path, SUMMED, tie=FROZEN, norm="LayerNorm")
+    package = partc.compile(file, mesh="pp=4", microbatches=2, precision="fp64").write(tmp_path / "build")
+    for real in (False, True):
+        trained(package, "--steps", 3, "--eval-every", 2, "--metrics", tmp_path / f"m{real}", real=real)
+    assert evaluations(tmp_path / "mTrue") == evaluations(tmp_path / "mFalse") and evaluations(tmp_path / "mTrue")

@@ -242,3 +242,10 @@ def test_real_ranks_write_the_same_files(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     files = [[path.read_bytes() for path in sorted((tmp_path / f"out{real}").iterdir())] for real in (False, True)]
     assert files[0] == files[1] and len(files[0]) == 2
+
+
+def test_layers_whose_results_are_not_read_are_left_out(tmp_path: Path) -> None:
+    unread = 'def infer(model, batch):\n    x = model.embed(batch["ids"])\n    model.norm(x)\n    return model.head(x)'
+    package = partc.compile(written(tmp_path, infer=unread), mesh="dp=2,tp=2", precision="fp64", forward_only=True)
+    assert package.verify(steps=1).ok
+    assert not any(name.startswith("norm") for call in package.program.calls for name in call.params)

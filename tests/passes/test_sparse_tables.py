@@ -449,3 +449,29 @@ def test_a_gradient_that_is_dense_against_the_model_is_said() -> None:
 
 def _warnings(make: Any, optimizer: str) -> tuple[str, ...]:
     return partc.compile(make, _ids, loss=squared, mesh="dp=2", optimizer=optimizer).warnings
+
+
+class Columns(nn.Module):
+    """Tables of unequal heights, looked up by columns of one entry, and a table of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.tables = nn.ModuleList(nn.Embedding(7 + 5 * index, 8) for index in range(3))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
+        found = sum(table(tags[:, index]) for index, table in enumerate(self.tables))
+        return self.head(self.words(ids) + found[:, None]).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2,dp=2", "dp=2,cp=2,tp=2", "tp=2,ep=2"])
+def test_ids_travel_to_tables_whose_columns_tp_cuts(mesh: str) -> None:
+    """Each rank looks up its columns of its rows: no table is gathered over tp, and its gradient stays sparse."""
+    batch = {"ids": torch.randint(12, (8, 4)), "tags": torch.randint(7, (8, 3))}
+    package = partc.compile(Columns, batch, mesh=mesh, precision="fp64", group=ROWWISE)
+    ops = [op for region in package.program.regions for op in region.forward.ops]
+    assert any(op.name == "dispatch" for op in ops)
+    assert not any(op.name == "unshard" and any(name.startswith("tables") for name in op.refs()) for op in ops)
+    assert all(item.sparse for item in package.program.parameters if item.name.startswith("tables"))
+    assert package.verify(steps=2).ok

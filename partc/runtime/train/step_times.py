@@ -174,13 +174,17 @@ class _Lateness:
         return (mine - quickest) // 2
 
     def _exchanged(self, said: Mapping[Link, Sequence[int]], counts: Mapping[Link, int]) -> dict[Link, list[int]]:
-        """Exchange numbers over links: `said` is sent over outgoing ones; returns those received over incoming ones."""
+        """Exchange numbers over links: `said` is sent over outgoing ones; returns those received over incoming ones.
+
+        Links that only evaluations use have no numbers.
+        """
         device = self._comm.device
         for link, numbers in said.items():
-            self._comm.send(to_device(torch.tensor(numbers, dtype=torch.int64), device), link)
-        heard = {link: self._comm.recv((count,), torch.int64, link) for link, count in counts.items()}
+            if numbers:
+                self._comm.send(to_device(torch.tensor(numbers, dtype=torch.int64), device), link)
+        heard = {link: self._comm.recv((count,), torch.int64, link) for link, count in counts.items() if count}
         self._comm.drain()
-        return {link: x.wait().tolist() for link, x in heard.items()}
+        return {link: heard[link].wait().tolist() if link in heard else [] for link in counts}
 
 
 def _link_intervals(intervals: Sequence[Interval], kind: str, link: Link) -> list[Interval]:

@@ -65,6 +65,8 @@ def _starts(w: Writer, op: Op, states: Arg, layer: int, ways: int) -> Arg:
     """A layer's rows of the initial states."""
     if isinstance(states, tuple):
         return tuple(_starts(w, op, state, layer, ways) for state in states)
+    if w.shape(states)[0] == ways:
+        return states
     value = w.value(f"{ref(states).name}_layer", (ways, *w.shape(states)[1:]), w.types[ref(states).name].dtype)
     return w.add(op, "slice", (states, 0, layer * ways, (layer + 1) * ways, 1), value)
 

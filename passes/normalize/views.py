@@ -103,6 +103,9 @@ def split(w: Writer, op: Op) -> None:
 def select(w: Writer, op: Op) -> None:
     shape = w.shape(op.args[0])
     dim, index = number(op.args[1]) % len(shape), number(op.args[2])
+    if shape[dim] == 1:
+        w.add(op, "reshape", (op.args[0], op.result.type.shape))
+        return
     index %= shape[dim]
     part = w.value(f"{op.result.name}_row", (*shape[:dim], 1, *shape[dim + 1 :]), op.result.type.dtype)
     w.add(op, "slice", (op.args[0], dim, index, index + 1, 1), part)

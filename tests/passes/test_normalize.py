@@ -98,6 +98,7 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     "one part": (lambda m, x: x.sin().chunk(1, -1)[0].sum(), ["sin"]),
     "one row": (lambda m, x: x.sum(1, keepdim=True).unbind(1)[0].sin().sum(), ["sum", "sin"]),
     "select": (lambda m, x: (x[:, -1] * 3).sum(), ["slice", "mul"]),
+    "select of one": (lambda m, x: (x.sum(1, keepdim=True)[:, 0] * 3).sum(), ["sum", "mul"]),
     "slice": (lambda m, x: (x[:, 1:, ::2] * 3).sum(), ["slice", "slice", "mul"]),
     "whole slice": (lambda m, x: x[:, 0:100].sum(), []),
     "stack": (

@@ -78,6 +78,8 @@ def _broken(line: str) -> list[str]:
 
 
 def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[int]) -> list[str]:
+    if code.startswith("del ") and commas:
+        return _exploded(indent, "del (", _items(code[4:], [comma - 4 for comma in commas]), ")")
     assigned = re.match(r"(return) |([^=()\[\]{}]+?) = ", code)
     if assigned and any(comma >= assigned.end() and comma < len(code) - 1 for comma in commas):
         items = _items(code[assigned.end() :], [comma - assigned.end() for comma in commas if comma >= assigned.end()])
@@ -91,28 +93,31 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
             chain = [value] if whole else [code[left:right] for left, right in itertools.pairwise(starts)]
             steps = (step for each in chain for step in _fitted(indent + _INDENT, each))
             return [f"{indent}{code[: assigned.end()]}(", *steps, f"{indent})"]
-    full = [bracket for bracket in brackets if bracket.end > bracket.start + 1]
+    full = [each for each in brackets if each.end > each.start + 1 and len(indent) + each.start < WIDTH]
     if full:
         bracket = full[0] if code.startswith(("def ", "class ")) else full[-1]
         head, inside, tail = code[: bracket.start + 1], code[bracket.start + 1 : bracket.end], code[bracket.end :]
-        if len(indent) + len(head) <= WIDTH:
-            is_call = bracket.start > 0 and re.match(r"[\w\])]", code[bracket.start - 1]) is not None
-            if is_call and len(indent) + len(_INDENT) + len(inside) <= WIDTH and not inside.endswith(","):
-                return [indent + head, f"{indent}{_INDENT}{inside}", *_fitted(indent, tail)]
-            clauses = _clauses(inside)
-            if len(clauses) > 1:
-                whole = len(indent) + len(_INDENT) + len(inside) <= WIDTH
-                lines = [f"{indent}{_INDENT}{clause}" for clause in ([inside] if whole else clauses)]
-                return [indent + head, *lines, *_fitted(indent, tail)]
-            if not is_call and not bracket.commas and head.endswith("("):  # a trailing comma would turn it into a tuple
-                return [indent + head, *_fitted(indent + _INDENT, inside), *_fitted(indent, tail)]
-            return _exploded(
-                indent, head, _items(inside, [comma - bracket.start - 1 for comma in bracket.commas]), tail
-            )
+        is_call = bracket.start > 0 and re.match(r"[\w\])]", code[bracket.start - 1]) is not None
+        if is_call and len(indent) + len(_INDENT) + len(inside) <= WIDTH and not inside.endswith(","):
+            return [indent + head, f"{indent}{_INDENT}{inside}", *_fitted(indent, tail)]
+        clauses = _clauses(inside)
+        if len(clauses) > 1:
+            whole = len(indent) + len(_INDENT) + len(inside) <= WIDTH
+            lines = [f"{indent}{_INDENT}{clause}" for clause in ([inside] if whole else clauses)]
+            return [indent + head, *lines, *_fitted(indent, tail)]
+        if not is_call and not bracket.commas and head.endswith("("):  # a trailing comma would turn it into a tuple
+            return [indent + head, *_fitted(indent + _INDENT, inside), *_fitted(indent, tail)]
+        return _exploded(indent, head, _items(inside, [comma - bracket.start - 1 for comma in bracket.commas]), tail)
     if assigned and assigned.group(2) and "," in assigned.group(2):
         targets = [target.strip() for target in assigned.group(2).split(",") if target.strip()]
         lines = _exploded(indent, "(", targets, f") = {code[assigned.end() :]}")
         return [*lines[:-1], *_fitted(indent, lines[-1].lstrip())]
+    if assigned and len(indent) + len(code) > WIDTH:
+        value = code[assigned.end() :]
+        if " " in value:
+            whole = len(indent) + len(_INDENT) + len(value) <= WIDTH
+            lines = [f"{indent}{_INDENT}{term}" for term in ([value] if whole else _terms(value))]
+            return [f"{indent}{code[: assigned.end()]}(", *lines, f"{indent})"]
     return [indent + code]
 
 
@@ -124,6 +129,15 @@ def _links(code: str, start: int, brackets: list[_Bracket]) -> list[int]:
     if not all(re.fullmatch(r"[\w.]*", text) for text in between):
         return []
     return [bracket.end + 1 for bracket in after if code[bracket.end + 1 : bracket.end + 2] == "."]
+
+
+def _terms(code: str) -> list[str]:
+    """The terms of a sum, or the factors of a product without brackets, each with the operator before it."""
+    for operators in (r" (?=[+-] )", r" (?=(?:\*|//?|@|%) )"):
+        terms = re.split(operators, code)
+        if len(terms) > 1:
+            return terms
+    return [code]
 
 
 def _clauses(code: str) -> list[str]:

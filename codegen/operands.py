@@ -133,6 +133,8 @@ def argument_text(arg: Arg, name: Callable[[str], str]) -> str:
             return tuple_text([argument_text(item, name) for item in arg])
         case float() if not math.isfinite(arg):
             return "math.nan" if math.isnan(arg) else "math.inf" if arg > 0 else "-math.inf"
+        case float():
+            return repr(arg).replace("e+", "e")
         case str():
             return literal(arg)
     return repr(arg)

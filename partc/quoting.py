@@ -68,10 +68,15 @@ def shown_lines(text: str) -> str:
     return "\n".join(map(shown, _lines(text)))
 
 
-def docstring(text: str) -> str:
-    """The text on one line inside a docstring."""
+def docstring(text: str, indent: int | None = None) -> str:
+    """The text inside a docstring; on several lines if these are indented and it does not fit between its quotes."""
     found = shown(text).replace("\\", "\\\\")
-    return found.replace('"', '\\"') if '"""' in found or found.endswith('"') else found
+    found = found.replace('"', '\\"') if '"""' in found or found.endswith('"') else found
+    quotes = len('"""')
+    if indent is None or indent + quotes + len(found) + quotes <= WIDTH:
+        return found
+    lines = textwrap.wrap(found, WIDTH - indent - quotes, break_long_words=False, break_on_hyphens=False)
+    return f"\n{' ' * indent}".join(lines)
 
 
 def comment(text: str, indent: int = 0, prefix: str = "# ") -> str:

@@ -41,6 +41,7 @@ def test_literals_have_the_text_as_their_value(text: str) -> None:
 def test_what_people_read_stays_on_its_line(text: str) -> None:
     assert shown(text).isprintable() and markdown(text).isprintable()
     assert ast.parse(f'"""of {docstring(text)}"""\n{comment(text, prefix="# ")}\nx = 1 # {shown(text)}\n').body[1:]
+    assert len(ast.parse(f'def f():\n    """of {docstring(f"{text} " * 40, 4)}"""\n    x = 1').body[0].body) == 2  # type: ignore[attr-defined]
     assert identifier(text).isidentifier() and not identifier(text).startswith("_")
 
 

@@ -103,7 +103,7 @@ def _bracketed(indent: str, code: str, brackets: list[_Bracket], commas: list[in
         clauses = _clauses(inside)
         if len(clauses) > 1:
             whole = len(indent) + len(_INDENT) + len(inside) <= WIDTH
-            lines = [f"{indent}{_INDENT}{clause}" for clause in ([inside] if whole else clauses)]
+            lines = [line for each in ([inside] if whole else clauses) for line in _fitted(indent + _INDENT, each)]
             return [indent + head, *lines, *_fitted(indent, tail)]
         if not is_call and not bracket.commas and head.endswith("("):  # a trailing comma would turn it into a tuple
             return [indent + head, *_fitted(indent + _INDENT, inside), *_fitted(indent, tail)]
@@ -162,7 +162,8 @@ def _items(text: str, commas: list[int]) -> list[str]:
 
 
 def _exploded(indent: str, head: str, items: list[str], tail: str) -> list[str]:
-    comma = "" if len(items) == 1 and (" for " in items[0] or head.endswith("[")) else ","
+    alone = len(items) == 1 and (" for " in items[0] or items[0].startswith("*") or head.endswith("["))
+    comma = "" if alone else ","
     lines = [indent + head]
     for item in items:
         lines.extend(_fitted(indent + _INDENT, f"{item}{comma}"))

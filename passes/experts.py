@@ -27,6 +27,7 @@ inserts the all-to-alls.
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from partc.ir.layout import Layout, Shard, Sizes, SubDim
 from partc.ir.naming import unique
 from partc.ir.operations import RANDOM
 from partc.ir.program import Choice, Op, Parameter, Program, Ref, Region, TensorType, Value
+from partc.passes.tables.lookups import COLUMNS, ROWS, find
 from partc.rules import OpRule, placements, resolve
 from partc.rules.rule import argument, integers
 from partc.sharding.choices import axis_order, choice_on, layouts, weight_axes
@@ -104,10 +106,13 @@ def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, 
                 help=f"leave {axis} out of the mesh",
             )
     if not any(found.weights for found in regions) and not held:
+        pin = _table_pin(program, axis) if tables else ""
         raise PartcError(
             "P0107",
             f"no experts in a form that {axis}={program.sizes[axis]} can cut were found in the model",
-            help="docs/experts.md names these forms; without experts, give the ranks to dp",
+            help="docs/experts.md names these forms; "
+            + (f"--shard '{pin}' cuts an embedding table; " if pin else "")
+            + "without experts, give the ranks to dp",
         )
     parameters = tuple(
         replace(item, type=replace(item.type, layout=layout))
@@ -115,6 +120,14 @@ def _cut(program: Program, axis: str, earlier: frozenset[str], how: tuple[bool, 
         for layout in (next(iter(slots[item.name]), None) or item.type.layout,)
     )
     return replace(program, parameters=parameters, regions=tuple(found.cut() for found in regions))
+
+
+def _table_pin(program: Program, axis: str) -> str:
+    """A pin that cuts an embedding table over an axis; empty if no table can be cut."""
+    lookups = find(program)
+    texts = {ROWS: f"[@{axis}, _]", COLUMNS: f"[_, @{axis}]"}
+    cuts = ((name, dict(cut)) for name in lookups.slots for cut in lookups.cuts([name]))
+    return next((f"{glob.escape(name)}={texts[cut[axis]]}" for name, cut in cuts if axis in cut), "")
 
 
 def expert_layout(type: TensorType, axis: str, place: Shard, sizes: Sizes) -> Layout | None:

@@ -21,7 +21,8 @@ sparse gradients, only the rows that a step looks up are cast. Constants, and va
 unchanged.
 
 An operation with a number that 16 bits cannot hold runs in fp32, and its result stays fp32. Models mask scores with
-the least number of their type, which a trace records as that of fp32.
+the least number of their type, which a trace records as that of fp32. An elementwise operation with a number that
+16 bits would round to zero likewise runs in fp32: models add and clamp to such numbers before logarithms and quotients.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from partc.ir.operations import VIEWS
 from partc.ir.operators import DTYPES
 from partc.ir.program import FLOATING, SCAN, Call, DType, DTypeArg, Op, Program, Ref, Region, TensorType, Value
 from partc.ir.scans import scan_of
-from partc.rules import Precision, is_matmul, precision_of
+from partc.rules import Precision, is_elementwise, is_matmul, precision_of
 
 _WIDE: DType = "f32"
 _VIEWS = VIEWS | {"cat", "repeat"}
@@ -65,14 +66,19 @@ def precision(program: Program, *, low: DType | None = None, casts: Mapping[str,
 
 
 def _beyond(region: Region, low: DType, given: frozenset[int]) -> set[str]:
-    """The values of a region with a finite number that this type of 16 bits cannot hold; `given` are such inputs."""
-    most = torch.finfo(DTYPES[low]).max
+    """The values of a region with a finite number that this type of 16 bits cannot hold, or that it would round to
+    zero; `given` are such inputs.
+    """
+    limits = torch.finfo(DTYPES[low])
+    most, least = limits.max, limits.smallest_normal * limits.eps / 2
     types = region.types(region.forward)
     found = {region.forward.inputs[index].name for index in given}
     for op in region.forward.ops:
         reads = [*op.refs()]
         copies = op.name in _VIEWS or not all(types[name].shape for name in reads)
-        written = any(isinstance(arg, float) and most < abs(arg) < math.inf for arg in op.args)
+        numbers = [abs(arg) for arg in op.args if isinstance(arg, float)]
+        written = any(most < number < math.inf for number in numbers)
+        written = written or (is_elementwise(op.name) and any(0 < number <= least for number in numbers))
         if written or (copies and not found.isdisjoint(reads)):
             found.update(value.name for value in op.results)
     return found

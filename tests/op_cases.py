@@ -583,6 +583,8 @@ def solve_cases() -> list[Case]:
     return [
         case("linalg_solve_triangular", a, x[..., :4], upper=False),
         case("linalg_solve_triangular", a, x, upper=False, left=False, unitriangular=True),
+        case("linalg_solve_triangular", a[0, 0], x[..., :4], upper=False),
+        case("linalg_solve_triangular", a, x[:1, :, :4], upper=False, left=False),
     ]
 
 

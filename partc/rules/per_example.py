@@ -9,29 +9,32 @@ from partc.rules.rule import Dims, OpRule, argument, integers, make
 from partc.rules.shapes import Builder, Types, named_dims
 
 
-def examples(*slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int = 1) -> Builder:
+def examples(
+    *slots: int, dims: Sequence[tuple[int, str, int]] = (), least: int = 1, of_result: bool = False
+) -> Builder:
     """The rule of operations that treat the examples along their first dimension alike, in the operands at `slots`.
 
-    A first operand of fewer than `least` dimensions is a single example.
+    An operand at the first of these slots of fewer than `least` dimensions is a single example.
 
     `dims` are the arguments that name the dimensions along which they work, as (position, name, default): the first
-    dimension may not be among these.
+    dimension may not be among these. They are dimensions of the first operand, or `of_result`.
     """
 
     def build(op: Op, types: Types) -> OpRule | None:
-        first = types[0].shape
+        first = types[slots[0]].shape
+        rank = len(op.results[0].type.shape if of_result else types[0].shape)
         if len(first) < least:
             return None
         for position, name, default in dims:
             given = argument(op, position, name, default)
             named = integers(given) if given is not None else (0,)
-            if any(dim % len(first) == 0 for dim in named):
+            if any(dim % rank == 0 for dim in named):
                 return None
         known: dict[str, int] = {"b": first[0]} if first else {}
         cut = [
             index for index, type in enumerate(types) if index in slots and type.shape[:1] == first[:1] and type.shape
         ]
-        if 0 not in cut or any(not value.type.shape or value.type.shape[0] != first[0] for value in op.results):
+        if slots[0] not in cut or any(not value.type.shape or value.type.shape[0] != first[0] for value in op.results):
             return None
 
         def named_from(shape: tuple[int, ...], prefix: str, *, batch: bool) -> Dims:

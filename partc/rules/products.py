@@ -142,6 +142,23 @@ def distances(op: Op, types: Types) -> OpRule:
     return make([(left, types[0]), (right, types[1])], [(*names, ("s",), ("t",))], sizes, blocked={"d"})
 
 
+def triangular_solve(op: Op, types: Types) -> OpRule:
+    """linalg_solve_triangular(a, x, left=True): a [*batch, n, n], x [*batch, n, k], or [*batch, k, n]; batches
+    broadcast.
+    """
+    a, x = types[0].shape, types[1].shape
+    whole = op.results[0].type.shape[:-2]
+    names, sizes = named_dims(whole)
+    left = bool(argument(op, 3, "left", True))
+    sizes.update({"i": a[-2], "j": a[-1], "k": x[-1] if left else x[-2]})
+    last: Dims = (("i",), ("k",)) if left else (("k",), ("i",))
+    operands: list[tuple[Dims, TensorType]] = [
+        ((*broadcast_dims(a[:-2], whole), ("i",), ("j",)), types[0]),
+        ((*broadcast_dims(x[:-2], whole), *last), types[1]),
+    ]
+    return make(operands, [(*names, *last)], sizes, blocked={"i", "j"}, linear=[(1,)])
+
+
 def _batched(shape: Sequence[int]) -> tuple[Sequence[int], Dims, dict[str, int]]:
     """All dimensions but the last two, one factor each."""
     names, sizes = named_dims(shape[:-2])

@@ -375,14 +375,7 @@ build(
     heavy=True,
     precision="high",
 )
-rule(
-    "linalg_solve_triangular",
-    "a[*b i j], x[*b i k] -> [*b i k]",
-    blocked=lambda op: "i j" if argument(op, 3, "left", True) else "i j k",
-    linear="x",
-    heavy=True,
-    precision="high",
-)
+build("linalg_solve_triangular", products.triangular_solve, heavy=True, precision="high")
 build("cdist", products.distances, heavy=True, precision="high")
 build("bilinear", examples(0, 1, least=2), heavy=True, precision="high")
 build("pairwise_distance", examples(0, 1), precision="high")
@@ -390,7 +383,7 @@ build("cosine_similarity", examples(0, 1, dims=((2, "dim", 1),)), precision="hig
 build("unfold", examples(0, dims=((1, "dimension", 0),)))
 build("diagonal", examples(0, dims=((2, "dim1", 0), (3, "dim2", 1))))
 build("diagonal_scatter", examples(0, 1, dims=((3, "dim1", 0), (4, "dim2", 1))))
-build("diag_embed", examples(0, dims=((2, "dim1", -2), (3, "dim2", -1))))
+build("diag_embed", examples(0, dims=((2, "dim1", -2), (3, "dim2", -1)), of_result=True))
 build("var_mean std_mean", examples(0, dims=((1, "dim", 0),)), precision="high")
 build("scatter scatter_reduce", examples(0, 1, 2, dims=((1, "dim", 0),)), heavy=True)
 build("scatter_add", scatter_add, heavy=True)

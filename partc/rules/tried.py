@@ -46,13 +46,14 @@ def batch_operands(op: Op, types: Mapping[str, TensorType]) -> tuple[int, ...] |
 
 @lru_cache(maxsize=1024)
 def _tried(op: Op, operands: tuple[tuple[str, DType, tuple[int, ...]], ...]) -> tuple[int, ...] | None:
-    """All operands whose first dimension is the results', or the first operand alone, whichever passes."""
+    """All operands whose first dimension is the results', or the first of them alone, whichever passes."""
     types = {name: TensorType.replicated(dtype, shape) for name, dtype, shape in operands}
     shapes = [types[name].shape for name in op.refs()]
-    if any(not isinstance(arg, Ref) and _reads(arg) for arg in op.args) or not shapes[0]:
+    rows = op.results[0].type.shape[:1]
+    alike = tuple(index for index, shape in enumerate(shapes) if shape[:1] == rows)
+    if any(not isinstance(arg, Ref) and _reads(arg) for arg in op.args) or not rows or not alike:
         return None
-    alike = tuple(index for index, shape in enumerate(shapes) if shape[:1] == shapes[0][:1])
-    for slots in dict.fromkeys((alike, (0,))):
+    for slots in dict.fromkeys((alike, alike[:1])):
         build = examples(*slots)
         try:
             found = trial(op, types, lambda op, types: build(op, tuple(types[name] for name in op.refs())))  # noqa: B023

@@ -20,10 +20,29 @@ def cross_entropy(w: Writer, op: Op) -> None:
     weight, smoothing = argument(op, 2, "weight"), argument(op, 5, "label_smoothing", 0.0)
     ignore = argument(op, 4, "ignore_index", -100)
     if w.types[ref(labels).name].dtype not in ("i64", "i32"):
-        w.keep(op)  # class probabilities have no rule, so the operation is reported
+        _of_probabilities(w, op)
         return
     args = (_classes_last(w, op, logits), labels, weight, ignore, smoothing)
     _over_counted(w, op, lambda result: w.add(op, "cross_entropy", args, result))
+
+
+def _of_probabilities(w: Writer, op: Op) -> None:
+    """The cross-entropy of class probabilities: -(p log q) by row, with p mixed with equal ones for label smoothing."""
+    logits, target = op.args[:2]
+    weight, smoothing = argument(op, 2, "weight"), argument(op, 5, "label_smoothing", 0.0)
+    assert isinstance(smoothing, int | float)
+    shape, dtype = w.shape(logits), op.result.type.dtype
+    dim = min(len(shape) - 1, 1)
+    step = _Steps(w, op)
+    if smoothing:
+        target = step("add", (step("mul", (target, 1 - smoothing)), smoothing / shape[dim]))
+    loss = step("mul", (step("log_softmax", (logits, dim)), target))
+    if weight is not None:
+        column = (shape[dim], *[1] * (len(shape) - dim - 1))
+        loss = step("mul", (loss, w.add(op, "reshape", (weight, column), w.value("class_weights", column, dtype))))
+    rows = (*shape[:dim], *shape[dim + 1 :])
+    total = w.add(op, "sum", (loss, (dim,), False), w.value("loss_by_row", rows, dtype))
+    _reduced(w, op, 3, w.add(op, "neg", (total,), w.value("losses", rows, dtype)))
 
 
 def nll_loss(w: Writer, op: Op) -> None:

@@ -15,7 +15,6 @@ operation. Scores of experts multiply the operand of their last product where it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -28,6 +27,7 @@ from partc.ir.operations import RANDOM
 from partc.ir.program import Arg, Graph, Op, Program, Ref, Region, TensorType, Value
 from partc.passes.simplify.decided import decided_masks
 from partc.passes.simplify.idioms import IDIOMS
+from partc.passes.simplify.indexing import plain_indexing
 from partc.passes.simplify.label_losses import label_losses
 from partc.passes.simplify.masks import known_masks
 from partc.passes.simplify.routing import unsorted_experts
@@ -48,7 +48,7 @@ def simplify(program: Program) -> Program:
 def _simplified(region: Region) -> Region:
     for rewrite in (
         decided_masks,
-        _plain_indexing,
+        plain_indexing,
         unsorted_experts,
         _one_row,
         written_attention,
@@ -68,89 +68,6 @@ def _simplified(region: Region) -> Region:
 def _rebuilt(region: Region, ops: list[Op], same: Mapping[str, str]) -> Region:
     outputs = tuple(same.get(name, name) for name in region.forward.outputs)
     return replace(region, forward=Graph(inputs=region.forward.inputs, ops=tuple(ops), outputs=outputs))
-
-
-def _plain_indexing(region: Region) -> Region:
-    """Replace x[arange(n)[:, None], arange(m)[None, :]] by x, up to dimensions of size 1; other indexing by aranges
-    becomes gathers.
-    """
-    types = region.types(region.forward)
-    counting: dict[str, int] = {}  # values that are 0, 1, … along one dimension -> their count
-    ops = []
-    for op in region.forward.ops:
-        first = op.args[0] if op.args else None
-        picked: list[Op] = []
-        match op.name:
-            case "arange" if len(op.args) == 1 and isinstance(first, int):
-                counting[op.result.name] = first
-            case "add" if isinstance(first, Ref) and first.name in counting and op.args[1] == 0:
-                counting[op.result.name] = counting[first.name]
-            case "reshape" if isinstance(first, Ref) and first.name in counting:
-                if counting[first.name] in op.result.type.shape:
-                    counting[op.result.name] = counting[first.name]
-            case "index" if isinstance(first, Ref):
-                shaped = _as_reshape(op, types[first.name].shape, types, counting)
-                picked = [shaped] if shaped is not None else _as_gather(op, types, counting)
-                picked = picked if picked and fuel.may_rewrite("plain indexing", op.source) else []
-        ops.extend(picked or [op])
-    return _rebuilt(region, ops, {})
-
-
-def _as_reshape(
-    op: Op, shape: tuple[int, ...], types: Mapping[str, TensorType], counting: Mapping[str, int]
-) -> Op | None:
-    """An indexing as a reshape, if every index counts through its whole dimension in order; else None."""
-    indices = op.args[1]
-    if not isinstance(indices, tuple) or len(indices) != len(shape):
-        return None
-    rank, places = len(op.result.type.shape), []
-    for size, index in zip(shape, indices, strict=True):
-        if not isinstance(index, Ref) or counting.get(index.name) != size:
-            return None
-        found = types[index.name].shape
-        place = [dim + rank - len(found) for dim, extent in enumerate(found) if extent != 1]
-        if size != 1 and len(place) != 1:
-            return None
-        places += place
-    if places != sorted(places) or math.prod(op.result.type.shape) != math.prod(shape):
-        return None
-    return replace(op, name="reshape", args=(op.args[0], op.result.type.shape), attrs=())
-
-
-def _as_gather(op: Op, types: Mapping[str, TensorType], counting: Mapping[str, int]) -> list[Op]:
-    """x[arange(b), j]: from each row, one element along the next dimension."""
-    indices = op.args[1]
-    if op.name != "index" or not isinstance(indices, tuple) or len(indices) != 2:
-        return []
-    x, (rows, chosen) = op.args[0], indices
-    if not (isinstance(x, Ref) and isinstance(rows, Ref) and isinstance(chosen, Ref)):
-        return []
-    count, size, *rest = types[x.name].shape
-    if counting.get(rows.name) != count or types[rows.name].shape != (count,) or types[chosen.name].shape != (count,):
-        return []
-    made = op.result.name
-    # Indexing accepts negative indices, a gather does not.
-    steps: tuple[tuple[str, str, tuple[Arg, ...], tuple[int, ...], str], ...] = (
-        ("remainder", f"{made}_index", (chosen, size), (count,), chosen.name),
-        (
-            "reshape",
-            f"{made}_rows",
-            (Ref(f"{made}_index"), (count, 1, *(1 for _ in rest))),
-            (count, 1, *(1 for _ in rest)),
-            chosen.name,
-        ),
-        ("expand", f"{made}_each", (Ref(f"{made}_rows"), (count, 1, *rest)), (count, 1, *rest), chosen.name),
-        ("gather", f"{made}_one", (x, 1, Ref(f"{made}_each")), (count, 1, *rest), x.name),
-        ("reshape", made, (Ref(f"{made}_one"), (count, *rest)), (count, *rest), x.name),
-    )
-    return [
-        Op(name=name, args=args, results=(_replicated_value(result, types[like], shape),), source=op.source)
-        for name, result, args, shape, like in steps
-    ]
-
-
-def _replicated_value(name: str, like: TensorType, shape: tuple[int, ...]) -> Value:
-    return Value(name=name, type=TensorType.replicated(like.dtype, shape))
 
 
 def _one_row(region: Region) -> Region:

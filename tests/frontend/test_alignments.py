@@ -14,6 +14,7 @@ from partc import passes
 from partc.frontend.trace import trace_model
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.functions import (
+    affine_grid,
     combinations,
     correlation,
     covariance,
@@ -156,6 +157,19 @@ def test_covariances_equal_those_of_torch() -> None:
         torch.testing.assert_close(covariance(each), torch.cov(each))
         torch.testing.assert_close(correlation(each), torch.corrcoef(each))
     torch.testing.assert_close(covariance(x, correction=0), torch.cov(x, correction=0))
+
+
+@pytest.mark.parametrize("size", [(2, 3, 4, 5), (2, 3, 1, 4), (2, 1, 3, 2, 4)])
+@pytest.mark.parametrize("align_corners", [True, False])
+def test_grids_equal_those_of_torch(size: tuple[int, ...], align_corners: bool) -> None:
+    dims = len(size) - 2
+    theta = torch.randn(2, dims, dims + 1, dtype=torch.float64)
+    found = []
+    for function in (F.affine_grid, affine_grid):
+        leaf = theta.clone().requires_grad_()
+        made = function(leaf, list(size), align_corners=align_corners)
+        found += [made, *torch.autograd.grad(made.sin().sum(), leaf)]
+    torch.testing.assert_close(found[:2], found[2:], rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize(("r", "again"), [(2, False), (3, False), (2, True), (7, False), (0, False)])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import partc
 from partc.errors import PartcError
@@ -250,3 +251,46 @@ def test_values_that_do_not_fit_their_places_are_refused() -> None:
     with pytest.raises(PartcError, match=r"of shape \(4, 4\) to places of shape \(4, 8\)") as caught:
         partc.compile(Queue(), {"x": torch.zeros(8, 4)}, mesh="1", microbatches=2)
     assert caught.value.source is not None
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    rows, best = torch.arange(x.shape[0]), x.topk(2, -1).indices
+    y = x * 2
+    y[rows, best[:, 0]] = 0.5
+    y[rows[:, None], best] += x[:, :2]
+    y[:, [1, 3]] = x[:, :2]
+    return y
+
+
+# Functions that treat examples alike.
+ALIKE = {
+    "affine_grid": lambda x: F.affine_grid(x.view(-1, 2, 3), [x.shape[0], 1, 4, 5], align_corners=False),
+    "cross_entropy of probabilities": lambda x: F.cross_entropy(x, x.detach().softmax(-1), label_smoothing=0.1),
+    "writes at numbers of rows": _in_rows,
+    "reads at numbers of rows": lambda x: x[torch.arange(x.shape[0])[:, None], x.topk(2, -1).indices],
+    "diag_embed": torch.diag_embed,
+    "triangular solve": lambda x: torch.linalg.solve_triangular(
+        torch.diag_embed(x.exp()), torch.eye(6, dtype=x.dtype), upper=True
+    ),
+    "igamma": lambda x: torch.special.gammainc(torch.ones((), dtype=x.dtype), x.abs()),
+}
+
+
+class Alike(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.up, self.scale = name, nn.Linear(6, 6), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = ALIKE[self.name](self.up(x))
+        return made * self.scale if not made.dim() else (made * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_functions_that_treat_examples_alike_couple_none(name: str) -> None:
+    batch = {"x": torch.randn(8, 6)}
+    package = partc.compile(Alike(name), batch, mesh="dp=2", microbatches=2, precision="fp64")
+    assert not package.program.separate_batches
+    gathered = [op for region in package.program.regions for op in region.forward.ops if op.name == "all_gather"]
+    assert not gathered
+    assert package.verify(steps=2).ok

@@ -232,6 +232,41 @@ def test_scores_hidden_by_the_least_number_of_their_type(kind: str, mesh: str, t
     assert result.ok and torch.tensor(result.losses).isfinite().all(), result.worst
 
 
+SMALL = """
+import torch
+from torch import nn
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 8, bias=False)
+
+    def forward(self, x):
+        h = self.up(x)
+        kept = h.relu()
+        share = kept / (kept + 1e-9) + kept / kept.clamp(min=torch.finfo(h.dtype).tiny)
+        return (share * h).square().mean() / 64
+
+def model():
+    return Shares()
+
+def batch():
+    return {"x": torch.cat([torch.zeros(4, 6), torch.randn(4, 6)])}
+"""
+
+
+def test_numbers_that_fp16_rounds_to_zero_are_added_in_fp32(tmp_path: Path) -> None:
+    """Quotients of zeros stay finite, as in fp32."""
+    (tmp_path / "shares.py").write_text(SMALL)
+    losses = {}
+    for kind in ("fp32", "fp16"):
+        package = partc.compile(tmp_path / "shares.py", mesh="dp=2", precision=kind)  # type: ignore[arg-type]
+        result = verify(package.write(tmp_path / kind), steps=3, virtual=True)  # torch's own fp16 divides by zero
+        losses[kind] = torch.tensor(result.losses)
+    assert losses["fp16"].isfinite().all()
+    torch.testing.assert_close(losses["fp16"], losses["fp32"], rtol=2e-2, atol=1e-3)
+
+
 LEARNABLE = """
 import torch
 from torch import nn

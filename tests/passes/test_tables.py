@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import partc
 from partc.api import compilation
 from partc.compilation.options import Options
+from partc.errors import PartcError
 from partc.ir.layout import Shard
 from partc.passes.tables import costs
 
@@ -240,3 +241,26 @@ def _large_batch() -> dict[str, Tensor]:
 
 def large_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(model(batch["ids"])[:, 0], batch["target"])
+
+
+class Few(nn.Module):
+    """A small table in a model that consists of other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user_ids = nn.ModuleDict({"a [b]": nn.Embedding(6, 4)})
+        self.tower = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.tower(self.user_ids["a [b]"](ids)).square().mean()
+
+
+def test_a_mesh_for_experts_without_any_names_a_pin_that_works() -> None:
+    batch = {"ids": torch.randint(6, (8,))}
+    with pytest.raises(PartcError) as refused:
+        partc.compile(Few(), batch, mesh="ep=2", precision="fp64")
+    assert refused.value.code == "P0107"
+    pin = refused.value.help.partition("--shard '")[2].partition("'")[0]
+    package = partc.compile(Few(), batch, mesh="ep=2", precision="fp64", shard=[pin])
+    assert "@ep" in str(package.program.parameter("user_ids.a [b].weight").type)
+    assert package.verify(steps=2).ok

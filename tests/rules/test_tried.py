@@ -37,6 +37,8 @@ def batch(batch: int = 8):
 
 ALIKE = [
     case("hypot", normal(8, 4), normal(8, 4)),
+    case("hypot", normal(1, 4), normal(8, 4)),  # of one row and all others
+    case("igamma", normal().abs(), normal(8, 4).abs()),
     case("softshrink", normal(8, 4), 0.5),
     case("channel_shuffle", normal(8, 6, 2), 3),
     case("__lshift__", whole(5, 8, 4), 2),
@@ -44,7 +46,6 @@ ALIKE = [
 ]
 COUPLED = [
     case("renorm", normal(8, 4), 2, 1, 0.5),  # the norm of a column of all examples
-    case("hypot", normal(1, 4), normal(8, 4)),  # of one row and all others
     case("rot90", normal(8, 8)),
     case("flipud", normal(8, 4)),
     case("quantile", normal(8), 0.5),

@@ -7,6 +7,7 @@ deepcopy(weight)             copies memory                 ->  weight.detach().c
 copy(weight)                 makes a tensor of a storage   ->  weight.detach().requires_grad_()
 bincount(x, minlength=8)     has a size that values set    ->  zeros(8).scatter_add(0, x, 1)
 combinations(x)              selects by a mask             ->  x[[[0, 1], [0, 2], …]]
+affine_grid(theta, size)     reads the batch's length      ->  (grid @ theta.mT).view(-1, height, width, 2)
 _foreach_mul_(xs, 0.9)       is one call for many tensors  ->  x.mul_(0.9) for x in xs
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partc.torch_private import said_class, say_class
@@ -127,6 +129,20 @@ def dense_by_rows(starts: Any, columns: Any, values: Any, size: Any = None, **na
         return NotImplemented
     rows = torch.repeat_interleave(starts.diff(), output_size=len(columns))
     return dense_by_places(torch.stack([rows, columns]), values, size, **named)
+
+
+def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Tensor:
+    """F.affine_grid; torch's operation has no rule that says that it treats examples alike."""
+    F.affine_grid(theta, list(size), align_corners)  # checks the operands, and is then dead code
+    space = [*size[2:]]
+
+    def positions(n: int) -> Tensor:
+        ends = torch.linspace(-1, 1, n, dtype=theta.dtype) if n > 1 else torch.zeros(1, dtype=theta.dtype)
+        return ends if align_corners else ends * ((n - 1) / n)
+
+    places = torch.meshgrid(*map(positions, space), indexing="ij")
+    grid = torch.stack([*reversed(places), torch.ones_like(places[0])], -1).flatten(0, -2)
+    return (grid @ theta.mT).view(size[0], *space, len(space))
 
 
 class LeastSquares(NamedTuple):
@@ -243,6 +259,8 @@ _FORMS: Mapping[str, Callable[..., Any]] = {
     "__deepcopy__": deep_copied,
     "__reduce_ex__": copied,
     "_sparse_mm": torch.matmul,
+    "affine_grid": affine_grid,
+    "affine_grid_generator": affine_grid,
     "bincount": fixed_bincount,
     "coalesce": torch.clone,
     "combinations": combinations,

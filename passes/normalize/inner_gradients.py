@@ -52,8 +52,7 @@ def with_inner_gradients(graph: Graph, params: Mapping[str, TensorType]) -> Grap
             writer.expand(op)
         else:
             writer.ops.append(op)
-    found, _ = without_mutation(replace(graph, ops=tuple(writer.ops)), {}, ())  # torch's derivatives change values too
-    return found
+    return replace(graph, ops=tuple(writer.ops))
 
 
 @dataclass(slots=True)
@@ -150,13 +149,36 @@ class _Expansion:
         names = dict(zip(places, given, strict=True))
         ends = graph.graph.output_node().args[0]
         targets = {node: f"d_{name}" for node, name in zip(ends, present, strict=True)}  # type: ignore[arg-type]
-        known = {(each.name, each.args, each.attrs): each.results for each in self.ops if each.results}
+        written: list[Op] = []
         for node in graph.graph.nodes:
             if node.op == "get_attr":
                 names[node] = self._constant(getattr(graph, str(node.target)), call)
             elif node.op == "call_function" and node.target is not getitem and "val" in node.meta:  # no check of values
-                self._write(node, names, targets, known, call)
-        return [(name, names[node]) for node, name in zip(ends, present, strict=True)]  # type: ignore[arg-type]
+                written += self._converted(node, names, targets, call)
+        made_grads = self._shared(written, tuple(names[node] for node in ends))  # type: ignore[union-attr]
+        return [*zip(present, made_grads, strict=True)]
+
+    def _shared(self, derivative: Sequence[Op], outputs: tuple[str, ...]) -> tuple[str, ...]:
+        """Write the operations of a derivative that the graph does not have yet; returns the names of its outputs.
+
+        Torch's derivatives change some of their values in place. Before values are shared, these changes become new
+        values: others may read the unchanged ones.
+        """
+        own = {value.name for op in derivative for value in op.results}
+        read = dict.fromkeys(name for op in derivative for name in op.refs() if name not in own)
+        inputs = tuple(Value(name=name, type=self.types[name]) for name in read)
+        pure, _ = without_mutation(Graph(inputs=inputs, ops=tuple(derivative), outputs=outputs), {}, ())
+        known = {(op.name, op.args, op.attrs): op.results for op in self.ops if op.results}
+        same: dict[str, str] = {}
+        for op in pure.ops:
+            same.update((x.name, self._value(x.name, x.type).name) for x in op.results if x.name not in own)
+            op = op.renamed(same)
+            twin = known.get((op.name, op.args, op.attrs), ())
+            if len(twin) == len(op.results):
+                same.update((value.name, other.name) for value, other in zip(op.results, twin, strict=True))
+            else:
+                self.ops.append(op)
+        return tuple(same.get(name, name) for name in pure.outputs)
 
     def _constant(self, x: Tensor, call: Op) -> str:
         type = TensorType.replicated(operators.DTYPE_NAMES[x.dtype], tuple(x.shape))
@@ -166,31 +188,23 @@ class _Expansion:
         self.ops.append(Op(name="constant", args=args, attrs=attrs, results=(value,), source=call.source))
         return value.name
 
-    def _write(
-        self,
-        node: fx.Node,
-        names: dict[fx.Node, str],
-        targets: Mapping[fx.Node, str],
-        known: Mapping[Any, tuple[Value, ...]],
-        call: Op,
-    ) -> None:
+    def _converted(
+        self, node: fx.Node, names: dict[fx.Node, str], targets: Mapping[fx.Node, str], call: Op
+    ) -> tuple[Op, ...]:
+        """The operation of a node, if it computes anything; `names` gets the names of its results."""
         name, args = _spelled(node)
         if name in _SAME:
             names[node] = names[node.args[0]]  # type: ignore[index]
-            return
+            return ()
         converted = tuple(_argument(arg, names) for arg in args)
         attrs = tuple((key, _argument(arg, names)) for key, arg in node.kwargs.items() if key not in _NOT_KEPT)
         found = node.meta["val"]
         made = found if isinstance(found, tuple | list) else (found,)
-        results = known.get((name, converted, attrs), ())
-        if len(results) != len(made):
-            results = tuple(self._value(targets.get(node, f"d_{node.name}"), _type(x)) for x in made)
-            self.ops.append(Op(name=name, args=converted, attrs=attrs, results=results, source=call.source))
+        results = tuple(self._value(targets.get(node, f"d_{node.name}"), _type(x)) for x in made)
         names[node] = results[0].name
-        if found is not made:
-            return
-        for user in node.users:
-            names[user] = results[user.args[1]].name  # type: ignore[index]
+        if found is made:
+            names.update((user, results[user.args[1]].name) for user in node.users)  # type: ignore[index]
+        return (Op(name=name, args=converted, attrs=attrs, results=results, source=call.source),)
 
 
 def _names(arg: Arg) -> Iterable[str]:

@@ -144,6 +144,15 @@ def _by_transforms(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     return slope.square().mean() + value + turn.square().mean()
 
 
+def _kept(net: Any, x: Tensor, ids: Tensor) -> Tensor:
+    """A mask and magnitudes that gradients compute as well, and then change in place."""
+    x = x.detach().requires_grad_(True)
+    h = net.up(x)
+    positive, size = h >= 0, h.abs()
+    slopes = grad(h.clamp(0, 0.3).sum() + h.norm(p=3.5, dim=1).sum(), x, create_graph=True)[0]
+    return slopes.square().mean() + (positive * h + size.sqrt()).mean()
+
+
 def _weighed(net: Any, x: Tensor, ids: Tensor) -> Tensor:
     """Two losses, weighed by how much each changes the last kernel, as VQGAN does: their gradients share parts."""
     images = x.repeat(1, 6)[:, :32].view(-1, 2, 4, 4)
@@ -171,6 +180,7 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "unused": _unused,
     "parameters": _named,
     "weights of losses": _weighed,
+    "values that gradients change": _kept,
     "changes in place within transforms": _by_transforms,
 }  # fmt: skip
 

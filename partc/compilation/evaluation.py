@@ -111,10 +111,16 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
 
 
 def _pin(parameter: Parameter) -> Pin:
-    """The parameter's placement over tp, as a pin, without the rows that the cut of a table adds later."""
+    """The parameter's placement over tp, as a pin, without the rows that the cut of a table adds later, and without
+    the cuts of ZeRO.
+    """
+
+    def placed(axis: str) -> bool:
+        return is_tensor_axis(axis) and axis not in parameter.gather
+
     dims = tuple(
-        tuple((sub.size, tuple(filter(is_tensor_axis, sub.axes))) for sub in dim)
-        if any(is_tensor_axis(axis) for sub in dim for axis in sub.axes)
+        tuple((sub.size, tuple(filter(placed, sub.axes))) for sub in dim)
+        if any(placed(axis) for sub in dim for axis in sub.axes)
         else ((None, ()),)
         for dim in parameter.type.layout.dims
     )

@@ -241,14 +241,6 @@ class _PlacementProgram:
         elif rule is not None and not experts.isdisjoint(op.refs()):
             rows = {name for dims in rule.results for name in dims[0][-1:]}
             repeated, spread = [], [choice for choice in spread if choice.factor in rows]
-            if not spread:
-                raise PartcError(
-                    "P0107",
-                    f"{self.axis} cannot cut the experts of {region.name}: their {op.result.type.shape[0]} rows do not "
-                    f"divide over the {self.n} ranks of {self.axis}",
-                    help="use a batch or a sequence that divides, or fewer ranks for experts",
-                    source=op.source,
-                )
         elif self.by_matrix and op.name == "expert_matmul":
             spread = [choice for choice in spread if choice.factor in ("i", "o")] or spread
         alternatives: dict[tuple[Hashable, ...], Alternative] = {}
@@ -256,6 +248,15 @@ class _PlacementProgram:
             found = self._alternative(region, op, rule, choice, types, live)
             if found is not None and (found.wants, found.makes) not in alternatives:
                 alternatives[found.wants, found.makes] = found
+        if not alternatives and not repeated:
+            count = op.result.type.layout.local_shape(self.sizes)[0]
+            raise PartcError(
+                "P0107",
+                f"{self.axis} cannot cut the experts of {region.name}: their {count} rows of a microbatch do not "
+                f"divide over the {self.n} ranks of {self.axis}",
+                help="use a batch or a sequence that divides, or fewer microbatches, or fewer ranks for experts",
+                source=op.source,
+            )
         kept = list(alternatives.values())
         for position, value in enumerate(op.results):
             kept = self._pinned(f"{region.name}.{value.name}", value.type, kept, _result(position))

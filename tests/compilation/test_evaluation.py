@@ -368,6 +368,7 @@ SPARSE = "self.embed.sparse = True; self.head.weight = self.embed.weight"
         (FROZEN, {"mesh": "pp=4", "microbatches": 2, "schedule": "gpipe"}),
         (SPARSE, {"mesh": "cp=4"}),
         (SPARSE, {"mesh": "dp=2", "optimizer": "adagrad"}),
+        ("", {"mesh": "dp=2,tp=2", "zero": 3, "batch_over": "tp=embed,blocks.0"}),
     ],
 )
 def test_parts_that_the_training_treats_otherwise(tmp_path: Path, tie: str, options: dict[str, object]) -> None:

@@ -790,3 +790,26 @@ def test_torch_takes_the_rows_whose_products_are_gradients_of_weights(rows: int,
         found = torch.nn.functional.grouped_mm(x.mT, grad, offs=ends.int())
         each = [x[start:end].mT @ grad[start:end] for start, end in pairwise((0, *ends.tolist()))]
         torch.testing.assert_close(found, torch.stack(each), rtol=0.02, atol=0.02)
+
+
+class Sevens(nn.Module):
+    """Sequences of seven tokens, each of which chooses one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 2)
+        self.up = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        score, chosen = self.router(tokens).softmax(-1).max(-1)
+        return (torch.einsum("ti,tio->to", tokens, self.up[chosen]) * score[:, None]).square().mean()
+
+
+def test_rows_of_a_microbatch_that_the_ranks_do_not_divide() -> None:
+    batch = {"x": torch.randn(4, 7, 4)}
+    how: dict[str, Any] = {"mesh": "cp=2", "experts": "ep=2@cp", "precision": "fp64"}
+    assert partc.compile(Sevens, batch, microbatches=2, **how).verify(steps=2).ok  # of two examples
+    with pytest.raises(PartcError, match="their 7 rows of a microbatch") as refused:
+        partc.compile(Sevens, batch, microbatches=4, **how)
+    assert refused.value.code == "P0107" and refused.value.source is not None

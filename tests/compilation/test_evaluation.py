@@ -151,6 +151,47 @@ def test_an_evaluation_equals_that_of_one_device(tmp_path: Path, case: str) -> N
         assert found[step] == pytest.approx(on_one_device(package, checkpoint, [1000, 1001, 1002]), rel=1e-12), step
 
 
+LEFT_OUT = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.more = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, x, hard):
+        h = self.enter(x)
+        if hard.any():
+            h = h.index_put((hard.nonzero().squeeze(1),), self.more(h[hard]))
+        return h.square().mean()
+
+
+def model():
+    return Net()
+
+
+def made(generator=None):
+    return {"x": torch.randn(8, 4, generator=generator).double(), "hard": torch.rand(8, generator=generator) > 0.4}
+
+
+def batch():
+    return made()
+
+
+def loss(model, batch):
+    return model(batch["x"], batch["hard"])
+
+
+def evaluate(model, batch):
+    return loss(model, batch)
+
+
+def eval_data(step):
+    return made(torch.Generator().manual_seed(1000 + step))
+"""
+
 # Stages of the evaluation read weights and statistics that other stages hold in training, in another order.
 ORDERED = """
 import torch
@@ -318,6 +359,18 @@ def test_a_package_without_an_evaluation_says_so(tmp_path: Path) -> None:
     package = partc.compile(file, mesh="dp=2").write(tmp_path / "build")
     stopped = train(package, "--eval-every", 1)
     assert stopped.returncode == 2 and "P0546" in stopped.stderr
+
+
+def test_counters_of_the_training_are_no_part_of_an_evaluation(tmp_path: Path) -> None:
+    """A layer may be left out by all rows of a step, which the training counts."""
+    file = tmp_path / "mine.py"
+    file.write_text(LEFT_OUT)
+    package = partc.compile(file, mesh="dp=2", precision="fp64")
+    assert any(item.counts for item in package.program.parameters)
+    package.write(tmp_path / "build")
+    trained(tmp_path / "build", "--steps", 2, "--eval-every", 2, "--metrics", tmp_path / "m", "--save", tmp_path / "s")
+    expected = on_one_device(tmp_path / "build", checkpoints(tmp_path / "s")[0], [1000])
+    assert evaluations(tmp_path / "m")[2] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_model_object_is_evaluated(tmp_path: Path) -> None:

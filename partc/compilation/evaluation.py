@@ -92,8 +92,9 @@ def _untrained(program: Program) -> Program:
 
 def _finished(traced: Program, training: Program, options: Options) -> Program:
     model = {name for item in traced.parameters for name in item.names}
-    # The training's own counters of rows are no parameters of the model.
-    pins = tuple(_pin(item) for item in training.parameters if not model.isdisjoint(item.names))
+    # The training's own counters of rows are no parameters of the model; whole tables are placed by `stacks`.
+    pinned = [item for item in training.parameters if not (item.members or model.isdisjoint(item.names))]
+    pins = tuple(map(_pin, pinned))
     known = {**options.for_passes, "pins": pins, "held_by": training.holders()}
     known["home"] = training.maker(training.loss).stage
     known["whole"] = frozenset(item.name for item in training.parameters if not item.gather)

@@ -71,3 +71,13 @@ def test_weights_whose_gradients_are_constants_on_a_split_schedule() -> None:
         train={"optimizer": "sgd", "lr": 0.01, "weight-decay": 0.0},
     )
     assert modules.run(case, shared()) == "holds"
+
+
+@pytest.mark.parametrize(("mesh", "eval_every"), [("tp=2,dp=2", 0), ("dp=2,cp=2", 1)])
+def test_tables_with_row_wise_updates(mesh: str, eval_every: int) -> None:
+    """Found by the search: columns that tp cuts, and an evaluation of tables that lie whole on ranks."""
+    case = Case(
+        steps=(("mlp", 1),), last=(), repeat=2, width=8, vocabulary=8, ties=0, rows=8, length=4, mesh=mesh,
+        microbatches=2, schedule="1f1b", shard=(), eval_every=eval_every, tables=2,
+    )  # fmt: skip
+    assert run(case) == ""

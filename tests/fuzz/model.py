@@ -116,13 +116,23 @@ class Body(nn.Module):
 
 
 class Fuzzed(nn.Module):
-    """An embedding, repeated bodies, another body, and a head; weights may be tied or frozen."""
+    """An embedding, repeated bodies, another body, and a head; weights may be tied or frozen. Tables of columns of the
+    ids are added to the embedding.
+    """
 
     def __init__(
-        self, steps: tuple[Step, ...], last: tuple[Step, ...], repeat: int, width: int, vocabulary: int, ties: int
+        self,
+        steps: tuple[Step, ...],
+        last: tuple[Step, ...],
+        repeat: int,
+        width: int,
+        vocabulary: int,
+        ties: int,
+        tables: int = 0,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
+        self.tables = nn.ModuleList(nn.Embedding(vocabulary + index, width) for index in range(tables))
         self.shared = nn.Linear(width, width)
         self.blocks = nn.ModuleList(Body(steps, width, self.shared) for _ in range(repeat))
         self.last = Body(last, width, self.shared)
@@ -136,6 +146,8 @@ class Fuzzed(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
+        for index, table in enumerate(self.tables):
+            x = x + table(ids[:, index % ids.shape[1]])[:, None]
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.last(x))

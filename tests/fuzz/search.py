@@ -68,6 +68,7 @@ class Case:
     compress_grads: str = "none"
     loss_chunks: int = 1
     eval_every: int = 0
+    tables: int = 0  # with row-wise updates
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -116,6 +117,7 @@ def cases(draw: st.DrawFn) -> Case:
         compress_grads=draw(st.sampled_from(("none", "none", "none", "int8"))),
         loss_chunks=draw(st.sampled_from((1, 1, 1, 2))),
         eval_every=draw(st.sampled_from((0, 0, 1))),
+        tables=draw(st.sampled_from((0, 0, 0, 2, 3))),
     )
 
 
@@ -127,7 +129,7 @@ REFUSALS = ("P0105", "P0302", "P0303", "P0304", "P0403", "P0415", "P0418", "P042
 def run(case: Case) -> str:
     """Compile, verify, print and parse. Returns the code of a refusal, or "". Raises AssertionError."""
     torch.manual_seed(case.rows)
-    model = Fuzzed(case.steps, case.last, case.repeat, case.width, case.vocabulary, case.ties)
+    model = Fuzzed(case.steps, case.last, case.repeat, case.width, case.vocabulary, case.ties, case.tables)
     labels = torch.randint(case.vocabulary, (case.rows, case.length))
     ignored = torch.rand(labels.shape) < 0.3
     ignored[:, 0] = False
@@ -152,6 +154,7 @@ def run(case: Case) -> str:
             compress_grads=case.compress_grads,
             loss_chunks=case.loss_chunks,
             eval_every=case.eval_every,
+            group=["tables.*:optimizer=rowwise_adagrad"] if case.tables else [],
         )
     except PartcError as error:
         assert error.code in REFUSALS, f"{error}"

@@ -28,6 +28,7 @@ from partc.ir.operations import spelling
 from partc.ir.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
 from partc.passes.normalize import lookups, losses, views
 from partc.passes.normalize.attention import attention
+from partc.passes.normalize.identities import IDENTITIES
 from partc.passes.normalize.inner_gradients import with_inner_gradients
 from partc.passes.normalize.inplace import without_mutation
 from partc.passes.normalize.norms import plain_norms
@@ -269,6 +270,9 @@ def _dims(w: Writer, op: Op) -> tuple[tuple[int, ...], bool]:
 def _mean(w: Writer, op: Op) -> None:
     dims, keep = _dims(w, op)
     count = math.prod(w.shape(op.args[0])[dim] for dim in dims)
+    if count == 1:
+        w.add(op, "sum", (_as_float(w, op), dims, keep))
+        return
     total = w.value(f"{op.result.name}_sum", op.result.type.shape, op.result.type.dtype)
     w.add(op, "sum", (_as_float(w, op), dims, keep), total)
     w.add(op, "div", (Ref(total.name), count))
@@ -331,19 +335,6 @@ def _copy(w: Writer, op: Op) -> None:
         w.alias(op.result.name, ref(source).name)
     else:
         w.add(op, "expand", (source, type.shape))
-
-
-def _neutral(number: int) -> Rewrite:
-    """Drop an addition of 0 or a multiplication by 1, unless it casts."""
-
-    def rewrite(w: Writer, op: Op) -> None:
-        same = isinstance(op.args[0], Ref) and op.result.type == w.types[op.args[0].name]
-        if same and not op.attrs and not isinstance(op.args[1], Ref | bool) and op.args[1] == number:
-            w.drop(op)
-        else:
-            _keep_with_dtypes(w, op)
-
-    return rewrite
 
 
 def _index_put(w: Writer, op: Op) -> None:
@@ -465,6 +456,7 @@ REWRITES: Mapping[str, Rewrite] = {
     **dict.fromkeys(spelling("split"), views.split),
     "select": views.select,
     "slice": views.slice_,
+    "narrow": views.narrow,
     "slice_scatter": views.slice_scatter,
     "select_scatter": views.select_scatter,
     **_shared_rewrite("cat concat concatenate", views.cat),
@@ -475,8 +467,7 @@ REWRITES: Mapping[str, Rewrite] = {
     **_shared_rewrite("contiguous alias clone lift_fresh_copy view_of identity", lambda w, op: w.drop(op)),
     **_shared_rewrite("detach detach_", _detach),
     **_shared_rewrite("to _to_copy type_as float double", _cast),
-    **_shared_rewrite("add sub", _neutral(0)),
-    **_shared_rewrite("mul div", _neutral(1)),
+    **IDENTITIES,
     # products
     "linear": _linear,
     "addmm": _addmm,

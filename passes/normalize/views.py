@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from partc.ir.program import Arg, DTypeArg, Op, Ref
+from partc.passes.normalize.identities import IDENTITIES
 from partc.passes.normalize.writer import Rewrite, Writer, ref
 from partc.rules.rule import argument, number
 
@@ -124,6 +125,14 @@ def slice_(w: Writer, op: Op) -> None:
         w.add(op, "slice", (op.args[0], dim, first, max(first, last), stride))
 
 
+def narrow(w: Writer, op: Op) -> None:
+    """narrow(x, dim, start, length) as a slice."""
+    shape = w.shape(op.args[0])
+    dim, start, length = (number(arg) for arg in op.args[1:4])
+    start %= shape[dim]
+    slice_(w, replace(op, name="slice", args=(op.args[0], dim, start, start + length, 1), attrs=()))
+
+
 def cat(w: Writer, op: Op) -> None:
     """Drop parts without elements, such as an empty cache."""
     dim = number(argument(op, 1, "dim", 0)) % len(op.result.type.shape)
@@ -139,6 +148,9 @@ def stack(w: Writer, op: Op) -> None:
     shape = op.result.type.shape
     dim = number(argument(op, 1, "dim", 0)) % len(shape)
     assert isinstance(op.args[0], tuple)
+    if len(op.args[0]) == 1:
+        w.add(op, "reshape", (op.args[0][0], shape))
+        return
     single = (*shape[:dim], 1, *shape[dim + 1 :])
     parts = []
     for part in op.args[0]:
@@ -171,7 +183,8 @@ def tile(w: Writer, op: Op) -> None:
     """tile(x, times) as a repeat; missing leading counts are 1."""
     times = op.args[1]
     assert isinstance(times, tuple)
-    w.add(op, "repeat", (op.args[0], (*(1 for _ in w.shape(op.args[0])[len(times) :]), *times)))
+    whole = (*(1 for _ in w.shape(op.args[0])[len(times) :]), *times)
+    IDENTITIES["repeat"](w, replace(op, name="repeat", args=(op.args[0], whole), attrs=()))
 
 
 def slice_scatter(w: Writer, op: Op) -> None:

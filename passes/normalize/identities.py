@@ -39,7 +39,7 @@ def _keep(w: Writer, op: Op) -> None:
 
 def _rolls_by_whole_turns(op: Op, shape: tuple[int, ...]) -> bool:
     shifts, dims = _numbers(op, 1), _numbers(op, 2)
-    sizes = [shape[dim] for dim in dims] or [math.prod(shape)]
+    sizes = [shape[dim] for dim in dims if shape] or [math.prod(shape)]
     return all(shift % size == 0 for shift, size in zip(shifts, sizes, strict=True))
 
 
@@ -49,7 +49,7 @@ def _numbers(op: Op, index: int) -> tuple[int, ...]:
 
 
 def _clamp(w: Writer, op: Op) -> None:
-    """Leave out an infinite bound beside a finite one. A clamp without bounds is no operation of torch."""
+    """Leave out an infinite bound if there is another one. torch has no clamp without bounds."""
     low, high = argument(op, 1, "min"), argument(op, 2, "max")
     bounds = (None if low == -math.inf else low), (None if high == math.inf else high)
     if w.types[ref(op.args[0]).name] == op.result.type and any(bound is not None for bound in bounds):
@@ -64,7 +64,7 @@ IDENTITIES: Mapping[str, Rewrite] = {
         ("repeat", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"), _dropped(lambda *_: True)
     ),
     "roll": _dropped(_rolls_by_whole_turns),
-    "flip": _dropped(lambda op, shape: all(shape[dim] == 1 for dim in _numbers(op, 1))),
+    "flip": _dropped(lambda op, shape: all(shape[dim] == 1 for dim in _numbers(op, 1) if shape)),
     "rot90": _dropped(lambda op, _: number(argument(op, 1, "k", 1)) % 4 == 0),
     **dict.fromkeys(("add", "sub"), neutral(0)),
     **dict.fromkeys(("mul", "div", "pow"), neutral(1)),

@@ -119,7 +119,12 @@ KNOWN: tuple[Known, ...] = (
 
 
 class RaisedError(PartcError):
-    """The error P0206 for an exception that forward itself raises: with other values, it may not."""
+    """The error P0206 for an exception that forward itself raises: with other values, it may not.
+
+    `tests` is the number of tests whose outcomes lead to it.
+    """
+
+    tests: int = 0
 
 
 def explained_error(

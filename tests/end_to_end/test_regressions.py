@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -648,3 +650,42 @@ def test_copies_of_weights_get_the_same_compressed_gradient(zero: int) -> None:
     model = Fuzzed((("mlp", 4),), (), repeat=2, width=4, vocabulary=13, ties=0)
     batch = {name: torch.randint(13, (12, 4)) for name in ("ids", "labels")}
     _equal(model, batch, "dp=2,tp=3", zero=zero, compress_grads="int8")
+
+
+class Decoder(nn.Module):
+    """Decodes until every example has ended. The loss accepts one step, by broadcasting, or all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.Linear(10, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        state, token = torch.zeros_like(x), torch.zeros(x.shape[0], dtype=torch.long)
+        steps: list[Tensor] = []
+        ended = torch.zeros(x.shape[0], dtype=torch.bool)
+        for _ in range(4):
+            state = torch.tanh(self.cell(torch.cat([state, F.one_hot(token, 4).to(x)], 1))) + x
+            steps.append(self.out(state))
+            token = steps[-1].argmax(1)
+            ended = ended | (token == 3)
+            if ended.all():
+                break
+        return F.mse_loss(torch.stack(steps, 1), y)
+
+
+def decoder() -> nn.Module:
+    torch.manual_seed(0)
+    return Decoder()
+
+
+def ended_decoder() -> nn.Module:
+    model = decoder()
+    assert isinstance(model, Decoder)
+    with torch.no_grad():
+        model.out.bias[3] += 50.0
+    return model
+
+
+@pytest.mark.parametrize("build", [decoder, ended_decoder])
+def test_paths_behind_one_on_which_forward_raises_are_in_the_package(build: Callable[[], nn.Module]) -> None:
+    _equal(build, {**_batch(), "y": torch.randn(8, 4, 4)}, "dp=2")

@@ -96,32 +96,55 @@ class _Explored:
     assumed: dict[Source, None] = field(default_factory=dict)
 
     def from_here(self, decided: tuple[bool, ...]) -> _Path | _Fork:
-        """All paths whose first tests have these outcomes: whether a number is below its limit."""
+        """All paths whose first tests have these outcomes: whether a number is below its limit.
+
+        Raises RaisedError if forward raises on each of them.
+        """
         self.count += 1
         given = on_path(decided)
-        traced = self.trace(given)
-        found: _Path | _Fork = _Path(traced=traced, outcomes=given)
-        first: dict[int, tuple[int, RandomBranch]] = {}
-        for place, branch in enumerate(traced.branches):
-            first.setdefault(branch.number, (place, branch))
-        for number, (place, branch) in reversed(first.items()):
-            if number < len(decided):
-                break
+        found: _Path | _Fork | None = None
+        raised: RaisedError | None = None
+        try:
+            traced = self.trace(given)
+        except RaisedError as error:  # further tests may have another outcome behind which it does not raise
+            raised, numbers = error, [*range(error.tests)]
+        else:
+            found, numbers = _Path(traced=traced, outcomes=given), sorted({each.number for each in traced.branches})
+        for number in reversed([number for number in numbers if number >= len(decided)]):
             if self.count == MOST_PATHS:
                 raise PartcError(
                     "P0206",
                     f"the model does not trace: its branches on values have over {MOST_PATHS} paths",
                     help="choose between results with torch.where",
-                    source=branch.source,
+                    source=_branch(found, number)[1].source if found is not None else None,
                 )
             try:
                 other = self.from_here((*decided, *(False,) * (number - len(decided)), True))
             except RaisedError:
-                if branch.source is not None:  # if this path occurs at all, it also raises eagerly
-                    self.assumed[branch.source] = None
+                if found is not None:
+                    self._assume(_branch(found, number)[1])
                 continue
-            found = _Fork(branch=branch, place=place, usual=found, other=other)
+            if found is None:
+                self._assume(_branch(other, number)[1])
+                found = other
+            else:
+                place, branch = _branch(found, number)
+                found = _Fork(branch=branch, place=place, usual=found, other=other)
+        if found is None:
+            assert raised is not None
+            raise raised
         return found
+
+    def _assume(self, branch: RandomBranch) -> None:
+        """Note a branch of which forward raises on each path behind one outcome, as it does eagerly."""
+        if branch.source is not None:
+            self.assumed[branch.source] = None
+
+
+def _branch(tree: _Path | _Fork, number: int) -> tuple[int, RandomBranch]:
+    """The first branch on a test, and its place among the branches of each path."""
+    branches = tree.paths[0].traced.branches
+    return next((place, branch) for place, branch in enumerate(branches) if branch.number == number)
 
 
 Outcome = tuple[list[Op], tuple[str, ...]]  # the operations of an outcome, and the outputs of the program

@@ -126,6 +126,11 @@ class ValueWatch(TorchFunctionMode):
         )
 
     @property
+    def test_count(self) -> int:
+        """The number of tests so far whose outcomes this trace has chosen."""
+        return len(self._tests)
+
+    @property
     def sentences(self) -> tuple[str, ...]:
         """The guards, for the user."""
         return tuple(f"Packages do not run the guard `{text}` ({source})." for source, text in self.assumed)

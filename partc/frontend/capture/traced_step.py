@@ -29,7 +29,7 @@ from partc.frontend.state.flags import is_counter, is_flag
 from partc.frontend.state.frozen_state import StateWatch
 from partc.frontend.state.replaced_buffers import Buffers, registering
 from partc.frontend.state.weight_identity import ConstructedWeights
-from partc.frontend.trace_errors import explained_error
+from partc.frontend.trace_errors import RaisedError, explained_error
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
 from partc.runtime.train.entries import of_model, rebuilt_batch
@@ -168,7 +168,10 @@ class TracedStep(nn.Module):
         except (PartcError, UnequalError, WholeTrace):
             raise
         except Exception as error:  # torch.export would also print the graph so far, or a long message
-            raise explained_error(error, self.model, traced.path, traced.parts, values.selections.any) from error
+            explained = explained_error(error, self.model, traced.path, traced.parts, values.selections.any)
+            if isinstance(explained, RaisedError):
+                explained.tests = values.test_count
+            raise explained from error
         for sentence in values.sentences:
             self._assume(sentence)
         return found

@@ -452,6 +452,26 @@ def test_constant_masks_are_places() -> None:
     equals_eager(ConstantMasks, [{"x": torch.randn(8, 6, 8, dtype=torch.float64)}])
 
 
+class ConstantsOfMasks(nn.Module):
+    """SimCLR's pairs: elements that a constant mask selects from a constant are the next mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.normalize(self.layer(x), dim=1)
+        labels, own = torch.arange(4).repeat(2), torch.eye(8, dtype=torch.bool)
+        pairs = (labels[None] == labels[:, None]).float()[~own].view(8, -1).bool()
+        scores = (y @ y.T)[~own].view(8, -1)
+        near, far = scores[pairs].view(8, -1), scores.masked_select(mask=~pairs).view(8, -1)
+        return F.cross_entropy(torch.cat([near, far], 1) / 0.1, torch.zeros(8, dtype=torch.int64))
+
+
+def test_constants_that_masks_select_are_constants() -> None:
+    equals_eager(ConstantsOfMasks, [{"x": torch.randn(8, 4, dtype=torch.float64)}])
+
+
 @pytest.mark.parametrize("style", padded_pictures.STYLES)
 def test_pictures_that_a_mask_selects_are_counted_as_eagerly(style: str) -> None:
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from partc.errors import PartcError, Source
 from partc.frontend.branches.guards import passing_guard, running_call, runs_in_while
-from partc.frontend.branches.known_values import LARGEST, KnownValues, UnknownError, changed_operand
+from partc.frontend.branches.known_values import LARGEST, KnownValues, UnknownError
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.branches.outcomes import ABOVE, Outcomes
 from partc.frontend.branches.random_tests import TESTS, RandomTests
@@ -237,8 +237,7 @@ class ValueWatch(TorchFunctionMode):
         ):
             made = replacement(func, name, args, kwargs, frame)
             if made is not NotImplemented:
-                if changed_operand(name, args, kwargs) is not None:
-                    self.known.follow(func, name, args, kwargs, made, known=not self.selections.hold(args))
+                self.known.follow(func, name, args, kwargs, made, known=not self.selections.hold((args, kwargs)))
                 return made
         self.known.check_places(name, args, kwargs)
         with self._suspended() if isinstance(func, FunctionType) else nullcontext():

@@ -16,7 +16,8 @@
 Backward repeats the product with the head's weight, a third of the product's total time, and at most one chunk of
 logits is in memory (Hsu et al. 2024, Liger Kernel, section 3.2; Wijmans et al. 2025, Cut Your Losses). If an axis cuts
 the classes, the chunks consist of each rank's own classes, and the same three numbers a row are combined. Casts, a bias
-or a mask of classes, and views and slices of rows may stand between the product and the loss.
+or a mask of classes, and views and slices of rows may stand between the product and the loss. If the weight is not
+trained, `linear_cross_entropy_grad_input` computes the gradient of x alone.
 """
 
 from __future__ import annotations
@@ -185,8 +186,10 @@ class _Losses:
                     todo.append(op.result.name)
                 else:
                     return self._refuse(f"{op.name} reads the gradient of its logits", linear)
-        if 0 not in ends or 1 not in ends:
-            return self._refuse("the weight or the input of its head is not trained", linear)
+        if 0 not in ends:
+            return self._refuse("the input of its head has no gradient", linear)
+        if 2 in ends and 1 not in ends:
+            return self._refuse("the bias of its head is trained, but not the weight", linear)
         classes = self.types[linear.result.name].shape[-1]
         if 2 in ends and ends[2].result.type.shape != (classes,):
             return self._refuse(f"{ends[2].name} reads the gradient of its logits", linear)
@@ -318,7 +321,7 @@ class _Losses:
                 made, type=replace(made.type, layout=replace(made.type.layout, partial=wanted.type.layout.partial))
             )
         yield Op(
-            name="linear_cross_entropy_backward",
+            name="linear_cross_entropy_backward" if 1 in head.ends else "linear_cross_entropy_grad_input",
             args=(grad, rows, head.linear.args[1], bias, labels, lse, *rest),
             attrs=(("chunks", self.chunks), *self._class_axis(head)),
             results=(made, *(head.ends[end].result for end in sorted(head.ends) if end)),

@@ -156,6 +156,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": lambda x, w, bias, labels, weight: F.linear(x, w, bias).amax(-1),
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "linear_cross_entropy_grad_input": _linear_cross_entropy_backward,
     "rms_norm": F.rms_norm,
     "fourier": lambda x, dims, inverse: torch.view_as_real(
         torch.fft.fftn(torch.view_as_complex(x), dim=dims)
@@ -373,7 +374,10 @@ def norm_and_loss_cases() -> list[Case]:
     found += [
         case("linear_cross_entropy", rows, head, None, known, None),
         case("linear_cross_entropy", rows, head, normal(12), known, None),
-        case("linear_cross_entropy_backward", normal(2, 3), rows, head, None, known, normal(2, 3), None, -100, 0.0),
+        *(
+            case(f"linear_cross_entropy_{made}", normal(2, 3), rows, head, None, known, normal(2, 3), None, -100, 0.0)
+            for made in ("backward", "grad_input")
+        ),
     ]
     return [*found, case("cross_entropy", logits.reshape(6, 12), labels.reshape(6), normal(12).abs(), -100, 0.0)]
 

@@ -44,7 +44,8 @@ COMPOSITES = frozenset(
     }
 )  # fmt: skip
 STREAMED = frozenset({"shard_max", "sum_exp", "pick", "smooth_sum"})  # reductions that read long rows once
-CHUNKED = frozenset({"linear_cross_entropy", "linear_cross_entropy_backward"})  # computed by kernels of the runtime
+# Computed by kernels of the runtime.
+CHUNKED = frozenset({"linear_cross_entropy", "linear_cross_entropy_backward", "linear_cross_entropy_grad_input"})
 TABLES = frozenset(
     {"embedding_dense_backward", "embedding_shard_backward"}
 )  # their gradients have kernels of their own

@@ -253,6 +253,13 @@ rule(
     work="* + * + *",  # logits are made again
     heavy=True,
 )
+rule(
+    "linear_cross_entropy_grad_input",
+    "grad[*b], x[*b i], w[o i], bias?[o], labels[*b], lse[*b], weight?[c] -> [*b i]",
+    blocked="i o c",
+    work="* + *",
+    heavy=True,
+)
 build("matmul_grad_left", products.matmul_grad_left, matmul=True)
 build("matmul_grad_right", products.matmul_grad_right, matmul=True)
 rule(

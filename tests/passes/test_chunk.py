@@ -329,6 +329,30 @@ def test_a_loss_with_class_weights_stays_with_its_head(tmp_path: Path) -> None:
     assert "linear_cross_entropy" in {op.name for op in program.regions[-1].forward.ops}
 
 
+@pytest.mark.parametrize("kernels", ["aten", "triton"])
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=3", "pp=2"])
+def test_a_head_that_is_not_trained(mesh: str, kernels: str, tmp_path: Path) -> None:
+    """Its products are two thirds of those of a trained head; its gradient has no memory."""
+    frozen = APART.replace(
+        "        self.register_buffer(", "        self.head.requires_grad_(False)\n        self.register_buffer("
+    )
+    (tmp_path / "m.py").write_text(frozen)
+    given: dict[str, Any] = {"mesh": mesh, "microbatches": 2, "precision": "fp64", "kernels": kernels}
+    package = partc.compile(tmp_path / "m.py", loss_chunks=3, **given)
+    backward = package.program.regions[-1].backward
+    assert backward is not None
+    assert "linear_cross_entropy_grad_input" in {op.name for op in backward.ops}
+    found = package.verify(virtual=True, steps=2)
+    assert found.ok and found.worst.rel_err < 1e-12
+
+
+def test_a_bias_whose_weight_is_not_trained_is_named(tmp_path: Path) -> None:
+    frozen = "self.head.weight.requires_grad_(False)\n        self.register_buffer("
+    (tmp_path / "m.py").write_text(APART.replace("self.register_buffer(", frozen))
+    with pytest.raises(PartcError, match="the bias of its head is trained, but not the weight"):
+        partc.compile(tmp_path / "m.py", mesh="2", loss_chunks=2)
+
+
 def test_a_head_elsewhere_is_named(tmp_path: Path) -> None:
     text = APART.replace("nn.Linear(6, 9)", "nn.Linear(6, 9)\n        self.scale = nn.Parameter(torch.ones(9))")
     text = text.replace("weight=model.classes)", "weight=model.classes) + model.scale.sum()")

@@ -48,7 +48,8 @@ ITS_LIMITS = {
 # Left out: it replicates all but the batch of a convolution, a mask of ours isn't a DTensor, and it has no
 # strategy for the others, or gathers.
 UNKNOWN = (
-    *("linear_cross_entropy", "linear_cross_entropy_backward", "incoming_gradient", "own_gradient"),
+    *("linear_cross_entropy", "linear_cross_entropy_backward", "linear_cross_entropy_grad_input"),
+    *("incoming_gradient", "own_gradient"),
     "times_loss_scale",
     *("attention", "attention_backward", "conv1d", "conv2d", "conv3d"),
     *("scatter_reduce", "cdist", "bilinear", "gru", "unfold", "diagonal", "diagonal_scatter", "diag_embed", "rnn_tanh"),

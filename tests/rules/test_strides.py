@@ -51,6 +51,7 @@ ELSEWHERE = {
         "bag_max_grad",
     ),  # whose bags follow one another, and whose equal numbers have one largest
     *("attention_backward", "mask_classes", "linear_cross_entropy", "linear_cross_entropy_backward"),
+    "linear_cross_entropy_grad_input",
 }
 
 

@@ -68,19 +68,20 @@ def gradients_of_logits(
     bias: Tensor | None,
     chunks: int,
     gradient: Gradient,
-    into: Tensor,
+    into: Tensor | None,
     bias_into: Tensor | None,
     *,
     even: bool,
 ) -> Tensor:
-    """The gradient of x; those of weight and bias are added to `into` and to `bias_into`, if there is one."""
+    """The gradient of x; those of weight and bias are added to `into` and to `bias_into`, if there are any."""
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     products = _Products(x, weight, bias, chunks, even)
     cut = _cut(chunks, x, labels, grad, lse)
     for rows, own, grad_rows, lse_rows, made in zip(*cut, *_cut(chunks, grad_x), strict=True):
         grad_logits = gradient(grad_rows, products.of(rows), own, lse_rows)
         torch.mm(grad_logits, weight, out=made)
-        add_product(into, grad_logits.t(), rows)
+        if into is not None:
+            add_product(into, grad_logits.t(), rows)
         if bias_into is not None:
             bias_into.add_(grad_logits.sum(0))
         del grad_logits

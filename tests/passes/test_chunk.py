@@ -213,6 +213,16 @@ def test_models_in_chunks(name: str, mesh: str, more: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.slow
+def test_the_memory_of_a_head_that_is_not_trained(tmp_path: Path) -> None:
+    frozen = "self.head.requires_grad_(False)\n        self.register_buffer("
+    text = APART.replace("self.register_buffer(", frozen).replace("9", "4000")
+    (tmp_path / "m.py").write_text(text)
+    package = partc.compile(tmp_path / "m.py", mesh="1", loss_chunks=4, kernels="aten")
+    assert package.memory is not None
+    assert alone(package.write(tmp_path / "b")) == package.memory.worst.peak
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 def test_less_memory_to_the_byte(tmp_path: Path, kernels: str) -> None:
     options = {"vocabulary": 4000, "seq": 16}

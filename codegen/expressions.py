@@ -450,7 +450,7 @@ _TABLE: Mapping[str, Emit] = {
     "cross_entropy_rows": losses.cross_entropy_rows,
     "linear_cross_entropy": losses.linear_cross_entropy,
     "linear_cross_entropy_backward": losses.linear_cross_entropy_backward,
-    "linear_cross_entropy_grad_input": losses.linear_cross_entropy_grad_input,
+    "linear_cross_entropy_grad_input": lambda o: losses.linear_cross_entropy_add_grad(("None",), o),
     "cross_entropy_backward": losses.cross_entropy_backward,
     "clone": lambda o: f"{o.args[0]}.clone()",
     # random numbers

@@ -59,10 +59,6 @@ def linear_cross_entropy_backward(o: Operands) -> str:
     return f"{o.named('functional.linear_cross_entropy_backward')}({', '.join((*_of_losses(o), *trained))})"
 
 
-def linear_cross_entropy_grad_input(o: Operands) -> str:
-    return f"{o.named('functional.linear_cross_entropy_grad_input')}({', '.join(_of_losses(o))})"
-
-
 def linear_cross_entropy_add_grad(gradients: Sequence[str], o: Operands) -> str:
     weight, *bias = gradients
     more = [f"bias_into={name}" for name in bias]

@@ -217,7 +217,7 @@ def _with_sent_parameters(program: Program, held_by: Mapping[str, Sequence[int]]
     changed = {value: buffer for buffer, value in program.updates}
     copies: dict[tuple[str, int], str] = {}
     variants: dict[tuple[str, frozenset[int]], str] = {}
-    # Results of calls that run for every microbatch, as what they read may be sent or gathered, and not once before.
+    # Results of setup calls that run for every microbatch instead, since their operands may be sent or gathered.
     dependent: set[tuple[int, str]] = set()
     first, found = list[Call](), list[Call]()  # copies come first: a call reads a buffer's value before its change
     for call in program.calls:

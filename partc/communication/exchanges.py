@@ -277,7 +277,7 @@ class GradientSums:
         """The element type and length of each contiguous piece of memory that holds a bucket's gradients.
 
         Gradients that are summed over the same axes are adjacent, in order of use, unless compression keeps them apart
-        (`Transport.apart`). Each gradient of a weight that several pipeline ranks share is separate.
+        (`Transport.apart`). The gradient of a weight that several pipeline ranks share has a sum of its own.
         """
         return self._pieces.get(bucket.name, [])
 

@@ -143,8 +143,9 @@ def distances(op: Op, types: Types) -> OpRule:
 
 
 def triangular_solve(op: Op, types: Types) -> OpRule:
-    """linalg_solve_triangular(a, x, left=True): a [*batch, n, n], x [*batch, n, k], or [*batch, k, n]; batches
-    broadcast.
+    """linalg_solve_triangular(a, x): a [*batch, n, n], x [*batch, n, k], or [*batch, k, n] if not `left`.
+
+    The batches broadcast.
     """
     a, x = types[0].shape, types[1].shape
     whole = op.results[0].type.shape[:-2]

@@ -28,15 +28,15 @@ from partc.ir.operations import spelling
 from partc.ir.program import Arg, DTypeArg, Op, Program, Ref, Region, Value
 from partc.passes.normalize import lookups, losses, views
 from partc.passes.normalize.attention import attention
-from partc.passes.normalize.identities import IDENTITIES
+from partc.passes.normalize.identities import IDENTITIES, keep
 from partc.passes.normalize.inner_gradients import with_inner_gradients
 from partc.passes.normalize.inplace import without_mutation
 from partc.passes.normalize.norms import plain_norms
 from partc.passes.normalize.own_gradients import with_dims
-from partc.passes.normalize.random import RANDOM, draws_random_numbers, refuse_unknown
+from partc.passes.normalize.random import RANDOM, draws_random_numbers
 from partc.passes.normalize.recurrent import gru_cell, lstm_cell, recurrent, rnn_cell
 from partc.passes.normalize.solves import with_solves
-from partc.passes.normalize.writer import Rewrite, Writer, ref, with_dtypes
+from partc.passes.normalize.writer import Rewrite, Writer, ref
 from partc.passes.normalize.writes import with_joins
 from partc.quoting import identifier
 from partc.rules.rule import argument, number
@@ -90,7 +90,7 @@ def _normalized(region: Region, program: Program, forward_only: bool) -> tuple[R
     graph, updated = without_mutation(plain_norms(region.forward, types), types, trained)
     for op in with_inner_gradients(graph, types | {value.name: value.type for value in values}).ops:
         op = replace(op.renamed(writer.same), name=_ALIASES.get(op.name, op.name))
-        (_without_elements if _is_empty(op) else REWRITES.get(op.name, _keep_with_dtypes))(writer, op)
+        (_without_elements if _is_empty(op) else REWRITES.get(op.name, keep))(writer, op)
     outputs = tuple(writer.same.get(name, name) for name in graph.outputs)
     nexts: dict[str, str] = {}
     for buffer, made in updated.items():
@@ -153,11 +153,6 @@ def _is_empty(op: Op) -> bool:
 def _without_elements(w: Writer, op: Op) -> None:
     for value in op.results:
         w.add(op, "full", (value.type.shape, 0), value, dtype=DTypeArg(value.type.dtype))
-
-
-def _keep_with_dtypes(w: Writer, op: Op) -> None:
-    refuse_unknown(op)
-    w.keep(with_dtypes(w, op))
 
 
 def _cast(w: Writer, op: Op) -> None:
@@ -348,7 +343,7 @@ def _index_put(w: Writer, op: Op) -> None:
     alike = len(indices) == 1 and isinstance(mask, Ref) and w.types[mask.name].dtype == "bool"
     inner = len(shape) - len(w.shape(mask)) if alike else 0
     if not alike or len(w.shape(y)) > inner or argument(op, 3, "accumulate", False):
-        _keep_with_dtypes(w, op)
+        keep(w, op)
         return
     name, dtype = op.result.name, op.result.type.dtype
     column = (*w.shape(mask), *(1 for _ in range(inner)))

@@ -14,7 +14,7 @@ from partc.rules.rule import argument, number
 _Test = Callable[[Op, tuple[int, ...]], bool]  # of an operation and its operand's shape
 
 
-def neutral(value: int) -> Rewrite:
+def _neutral(value: int) -> Rewrite:
     """Drop an operation whose second operand is its neutral number, such as a multiplication by 1, unless it casts."""
     return _dropped(lambda op, _: not op.attrs and type(op.args[1]) in (int, float) and op.args[1] == value)
 
@@ -27,12 +27,13 @@ def _dropped(changes_nothing: _Test) -> Rewrite:
         if same and changes_nothing(op, w.shape(op.args[0])):
             w.drop(op)
         else:
-            _keep(w, op)
+            keep(w, op)
 
     return rewrite
 
 
-def _keep(w: Writer, op: Op) -> None:
+def keep(w: Writer, op: Op) -> None:
+    """Keep an operation, with an explicit dtype where its result would have the default one of torch."""
     refuse_unknown(op)
     w.keep(with_dtypes(w, op))
 
@@ -54,7 +55,7 @@ def _clamp(w: Writer, op: Op) -> None:
     bounds = (None if low == -math.inf else low), (None if high == math.inf else high)
     if w.types[ref(op.args[0]).name] == op.result.type and any(bound is not None for bound in bounds):
         op = replace(op, args=(op.args[0], *bounds), attrs=())
-    _keep(w, op)
+    keep(w, op)
 
 
 IDENTITIES: Mapping[str, Rewrite] = {
@@ -66,7 +67,7 @@ IDENTITIES: Mapping[str, Rewrite] = {
     "roll": _dropped(_rolls_by_whole_turns),
     "flip": _dropped(lambda op, shape: all(shape[dim] == 1 for dim in _numbers(op, 1) if shape)),
     "rot90": _dropped(lambda op, _: number(argument(op, 1, "k", 1)) % 4 == 0),
-    **dict.fromkeys(("add", "sub"), neutral(0)),
-    **dict.fromkeys(("mul", "div", "pow"), neutral(1)),
+    **dict.fromkeys(("add", "sub"), _neutral(0)),
+    **dict.fromkeys(("mul", "div", "pow"), _neutral(1)),
     "clamp": _clamp,
 }

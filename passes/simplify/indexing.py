@@ -4,8 +4,8 @@
     index = index(x, (rows, j))             ->  gather(x, 1, j)
     put   = index_put(x, (rows, j), y)      ->  scatter(x, 1, j, y)
 
-The indices of leading dimensions count through these dimensions; so do absent indices of a write. Other indices are
-numbers along the next dimensions, which are joined into one.
+The indices of the leading dimensions select every row in order: each is an arange along its own dimension, or absent in
+a write. The other indices select elements along the next dimensions, which are joined into one.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _places(
 ) -> _Places | None:
     """The places that an indexing reads or writes in each row; None if it does not go by rows.
 
-    Reads without an index of rows have a rule.
+    A read without an index of rows stays an `index`, for which the rule table has a rule.
     """
     while indices and indices[-1] is None:
         indices = indices[:-1]

@@ -39,7 +39,7 @@ class Writing:
         new: bool = True,
     ) -> Ref:
         """Write an operation under the layout of one operand (the last, or `keep`), or under the layout `read` of
-        it; `more` has choices of axes that do not cut this operand.
+        it; `more` are the choices for axes that do not cut this operand.
         """
         names = [unique(made, self.taken) if new else made]
         (ref,) = self.several(name, args, names, [shape], dtype, attrs, read, keep, more)

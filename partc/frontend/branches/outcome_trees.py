@@ -96,7 +96,7 @@ class _Explored:
     assumed: dict[Source, None] = field(default_factory=dict)
 
     def from_here(self, decided: tuple[bool, ...]) -> _Path | _Fork:
-        """All paths whose first tests have these outcomes: whether a number is below its limit.
+        """All paths whose first tests have the outcomes `decided`: True if the tested number is below its limit.
 
         Raises RaisedError if forward raises on each of them.
         """
@@ -106,7 +106,7 @@ class _Explored:
         raised: RaisedError | None = None
         try:
             traced = self.trace(given)
-        except RaisedError as error:  # further tests may have another outcome behind which it does not raise
+        except RaisedError as error:  # with another outcome of a further test, forward may not raise
             raised, numbers = error, [*range(error.tests)]
         else:
             found, numbers = _Path(traced=traced, outcomes=given), sorted({each.number for each in traced.branches})

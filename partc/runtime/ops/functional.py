@@ -426,41 +426,6 @@ def linear_cross_entropy_backward(
     return (grad_x, into) if bias_into is None else (grad_x, into, bias_into)
 
 
-def linear_cross_entropy_grad_input(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    lse: Tensor,
-    *,
-    chunks: int,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    offset: int = 0,
-    num_classes: int = 0,
-    kernels: ModuleType | None = None,
-) -> Tensor:
-    """The gradient of x alone: the weight is not trained. The arguments are as in `linear_cross_entropy_backward`."""
-    return linear_cross_entropy_add_grad(
-        None,
-        grad,
-        x,
-        weight,
-        labels,
-        lse,
-        chunks=chunks,
-        bias=bias,
-        class_weight=class_weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        offset=offset,
-        num_classes=num_classes,
-        kernels=kernels,
-    )
-
-
 def linear_cross_entropy_add_grad(
     into: Tensor | None,
     grad: Tensor,
@@ -479,7 +444,10 @@ def linear_cross_entropy_add_grad(
     num_classes: int = 0,
     kernels: ModuleType | None = None,
 ) -> Tensor:
-    """The same with the gradients of weight and bias added to buffers, if there are any; returns the gradient of x."""
+    """The same with the gradients of weight and bias added to buffers; returns the gradient of x.
+
+    A weight or bias that is not trained has no buffer.
+    """
     whole = num_classes or len(weight)
     total = class_weight.to(lse.dtype).sum() if kernels and class_weight is not None and label_smoothing else None
 

@@ -174,7 +174,7 @@ class _Lateness:
         return (mine - quickest) // 2
 
     def _exchanged(self, said: Mapping[Link, Sequence[int]], counts: Mapping[Link, int]) -> dict[Link, list[int]]:
-        """Exchange numbers over links: `said` is sent over outgoing ones; returns those received over incoming ones.
+        """Send the numbers `said` over outgoing links, and return those that arrive over incoming ones.
 
         Links that only evaluations use have no numbers.
         """

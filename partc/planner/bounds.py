@@ -370,7 +370,8 @@ class Bounds:
         bodies = self.tables.bodies
         several = plan.microbatches > 1, *key
         if several not in self._separate:  # whether microbatches are separate does not depend on their number
-            self._separate[several] = bodies.separate_batches(_uniform_stages(plan))
+            unmixed = _used(plan, False) if plan.batch_over in MIXED else plan  # uses are not fitted yet
+            self._separate[several] = bodies.separate_batches(_uniform_stages(unmixed))
         key = several if bodies.everywhere else (plan.microbatches, *key)
         if self._separate[several]:
             plan, tables = replace(plan, microbatches=1), self.linkless

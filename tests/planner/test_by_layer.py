@@ -147,6 +147,22 @@ def test_no_mix_of_uses_is_quicker(model: str, options: dict[str, int], cluster:
         assert choice.best.seconds <= least * (1 + 1e-9) and not choice.outcome.wrong
 
 
+def test_mixes_of_uses_are_compared_for_all_numbers_of_microbatches() -> None:
+    """Whether microbatches are batches of their own is found before uses are fitted."""
+    options = {"batch": 16, "width": 64, "hidden": 128, "depth": 1}
+    some = planner("examples/mlp.py", "2xRTX4090-24GB", options, microbatches=("2", "4"), tp=("2",), zero=("0",))
+    mixed = [plan for plan in some.space.plans() if plan.batch_over in MIXED]
+    assert {plan.microbatches for plan in mixed} == {2, 4}
+    choice = some.choice()
+    assert choice.outcome.complete and not choice.outcome.wrong
+    for plan in mixed:
+        fitted = some.suited(plan, some.request.limit)
+        if fitted is not None:
+            bound = some.bounds.wide(plan, some.bounds.simple(plan))
+            assert Played(plan=fitted, bound=bound, prediction=some.predicted(fitted)).holds
+            assert some.predicted(fitted).step_seconds >= choice.best.seconds * (1 - 1e-9)
+
+
 def test_convolutions_by_the_batch_and_linear_layers_by_weights() -> None:
     """Krizhevsky 2014, One weird trick for parallelizing convolutional neural networks."""
     choice = planner("tests/models/vgg.py", "4xRTX4090-24GB", VGG | {"batch": 128}, zero=("0", "1")).choice()

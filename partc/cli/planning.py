@@ -111,7 +111,7 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
     """
     from partc.package.output import check_target
     from partc.planner.automatic import decisions, record
-    from partc.planner.replanning import checkpoint_to_continue, data_of, nodes_of, request_of
+    from partc.planner.replanning import checkpoint_to_continue, data_of, nodes_of, planner_of, request_of
 
     check_cluster(given["cluster"])
     check_target(output)
@@ -121,10 +121,10 @@ def replan_command(directory: Path, checkpoint: Path | None, output: Path, as_js
     if checkpoint is not None:
         source = checkpoint_to_continue(directory, checkpoint, lambda line: console.echo(line, err=True))
     with console.progress_spinner("planning", quiet=as_json):
-        from partc.planner.planning import Planner
         from partc.planner.variations import required_choice
 
-        choice = required_choice(Planner(request_of(directory, checkpoint=source, **search_options(given))))
+        request = request_of(directory, checkpoint=source, **search_options(given))
+        choice = required_choice(planner_of(directory, request))
     best = choice.best.plan
     if not as_json:
         _print_choice(choice)

@@ -35,6 +35,7 @@ from partc.planner.space import (
     Family,
     Fixed,
     Space,
+    divisors,
     inner_axes,
     mesh_of,
     parse_fixed,
@@ -235,6 +236,13 @@ class Planner:
         self._promises: dict[tuple[object, ...], tuple[bool, float]] = {}
         self._predictions: dict[ParallelPlan, Prediction | Failure] = {}
         self._own_predictions: dict[ParallelPlan, Prediction | Failure] = {}
+
+    def couples_examples(self) -> bool:
+        """Whether the model couples the examples of a batch, so that each of several microbatches is a batch of its
+        own.
+        """
+        count = next(iter(divisors(self.space.batch)[1:]), 1)
+        return self.simulator.couples_examples(replace(self.space.base, microbatches=count), everywhere=False)
 
     def starting_plans(self) -> Iterator[ParallelPlan]:
         """The plans that are tried first.

@@ -13,7 +13,7 @@ from partc.compilation.plan import REDUCED
 from partc.errors import PartcError
 from partc.frontend.origin import BATCH, WEIGHTS
 from partc.package.launch import check_trains, read_package
-from partc.planner.planning import Request
+from partc.planner.planning import Planner, Request
 from partc.runtime.checkpoint.restore import Checkpoint, newest
 from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
@@ -21,6 +21,8 @@ from partc.runtime.torch_private import lone_store
 if TYPE_CHECKING:
     from partc.cluster.cluster import Cluster
     from partc.compilation.plan import ParallelPlan
+
+ONE = ("1",)  # the decision for one microbatch
 
 
 def checkpoint_to_continue(directory: Path, checkpoint: Path, say: Callable[[str], None]) -> Checkpoint:
@@ -75,6 +77,25 @@ def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint |
         **{name: command[name] for name in REDUCED if name in command},
         **given,
     )
+
+
+def planner_of(directory: Path, request: Request) -> Planner:
+    """The planner of a request for a package's training.
+
+    If the package computes the whole batch at once, and the model couples its examples, so does every plan: with more
+    microbatches, each would be a batch of its own, which is another training. Raises PartcError P0503 and P0811.
+    """
+    planner = Planner(request)
+    if read_package(directory)["microbatches"] > 1 or not planner.couples_examples():
+        return planner
+    if request.fixed.get("microbatches", ONE) != ONE:
+        raise PartcError(
+            "P0811",
+            f"--fix decides on microbatches, but the model couples examples, and {directory} computes the whole batch "
+            "at once",
+            help="leave it out: microbatches=1 stays",
+        )
+    return Planner(replace(request, fixed={**request.fixed, "microbatches": ONE}), planner.simulator)
 
 
 def nodes_of(directory: Path, plan: ParallelPlan, cluster: Cluster) -> int | None:

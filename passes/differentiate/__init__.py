@@ -344,6 +344,7 @@ def _trace_joint(region: Region, roots: frozenset[str], live: set[str], sizes: S
         tensors = [_empty(value.type, sizes, needs=value.name in roots) for value in arguments]
         incoming = [_empty(types[name], sizes, needs=False) for name in region.forward.outputs if name in live]
     with warnings.catch_warnings(record=True) as said, closing(Recorder((*tensors, *incoming))) as recorder:
+        warnings.simplefilter("always")  # whatever the user's filters: the warnings name the operation that fails
         try:
             with python_decompositions(), mode, recorder:
                 outputs = local_forward(*tensors, named=recorder.named)

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -214,6 +215,15 @@ def test_what_torch_refuses_is_refused_at_its_line(name: str, tmp_path: Path) ->
     assert error.code == code and said in error.cause and error.help
     first = next(n for n, line in enumerate(path.read_text().splitlines(), 1) if "def forward" in line)
     assert error.source is not None and error.source.file == str(path) and error.source.line > first
+
+
+def test_a_refusal_does_not_depend_on_filters_of_warnings(tmp_path: Path) -> None:
+    case, code, said = REFUSED["an index of the whole batch"]
+    path = case.write(tmp_path)
+    with warnings.catch_warnings(), pytest.raises(PartcError, match=said) as failure:
+        warnings.simplefilter("ignore")  # as PYTHONWARNINGS=ignore does
+        partc.compile(path, mesh="2", microbatches=case.microbatches)
+    assert failure.value.code == code
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from partc.planner.replanning import nodes_of, request_of
 from partc.planner.search import Played
 from partc.planner.variations import front, price, required_choice, variations
 from tests.durable import losses, trained, whole
+from tests.independent.plain import Recipe, train
 
 MLP = str(Path(__file__).parents[2] / "examples" / "mlp.py")
 FIX = "schedule=1f1b,recompute=none,zero=0|1"
@@ -217,6 +218,45 @@ def test_a_training_goes_on_on_fewer_ranks(tmp_path: Path, capsys: pytest.Captur
     ):
         assert main(["replan", *map(str, arguments), "--json"]) == 2
         assert json.loads(capsys.readouterr().out)["error"]["code"] == code
+
+
+COUPLED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def model():
+    blocks = [nn.Sequential(nn.Linear(256, 256, bias=False), nn.BatchNorm1d(256), nn.GELU()) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(256, 2))
+
+def data(step):
+    x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return {"x": x, "labels": (x.sum(1) > 0).long()}
+
+def batch():
+    return data(0)
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["labels"])
+"""
+
+
+def test_a_batch_that_was_whole_stays_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batch norms over microbatches would be another training, though a pipeline would be quicker with them."""
+    file = tmp_path / "coupled.py"
+    file.write_text(COUPLED)
+    first, second, saves = tmp_path / "first", tmp_path / "second", tmp_path / "saves"
+    partc.compile(file, mesh="dp=2", precision="fp64").write(first)
+    trained(first, "--steps", 2, "--lr", 0.01, "--save", saves)
+    given = ["replan", str(first), "--cluster", "2xCPU", "--checkpoint", str(saves), "-o", str(second), "--json"]
+    assert main([*given, "--fix", "pp=2,microbatches=2"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "P0811"
+    assert main([*given, "--fix", "pp=2"]) == 0
+    trained(second, "--steps", 4, "--lr", 0.01, "--save", saves, "--resume")
+    expected = train(file, Recipe(steps=4, lr=0.01)).state
+    held = whole(saves / "step_00000004")
+    for name, parameter in expected.items():
+        torch.testing.assert_close(held[name], parameter, rtol=1e-9, atol=1e-11)
 
 
 def test_the_form_of_gradient_sums_stays_on_the_new_cluster(tmp_path: Path) -> None:

@@ -100,14 +100,12 @@ def integer_parts(make: Callable[[], Any], parts: int) -> tuple[dict[str, Tensor
     with without_modes():
         every = {name: x for name, x in entries(make()).items() if isinstance(x, Tensor)}
         rows = example_count(every)
-        return tuple(
-            {
-                name: x.chunk(parts)[part] if x.dim() and x.shape[0] == rows else x
-                for name, x in every.items()
-                if not (x.is_floating_point() or x.is_complex() or _is_fake(x))
-            }
-            for part in range(parts)
-        )
+        cut = {
+            name: x.chunk(parts) if x.dim() and x.shape[0] == rows else (x,) * parts
+            for name, x in every.items()
+            if not (x.is_floating_point() or x.is_complex() or _is_fake(x))
+        }
+        return tuple({name: pieces[part] for name, pieces in cut.items()} for part in range(parts))
 
 
 def _is_fake(x: Tensor) -> bool:

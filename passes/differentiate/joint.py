@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from partc import fuel
 from partc.errors import InternalError, Source
 from partc.ir.collectives import COLLECTIVES, ROUTED
 from partc.ir.gradients import reached
@@ -200,6 +201,8 @@ def _backward(
     """
     made = {value.name for op in forward if any(True for _ in op.refs()) for value in op.results}
     sources = {name: reader.name_of(node) for name, node in wanted.items()}
+    merged, same = _merged(needed(ops, sources.values(), given=made | given))
+    sources = {name: same.get(source, source) for name, source in sources.items()}
     finals = tuple(
         Op(
             name="alias",
@@ -209,7 +212,25 @@ def _backward(
         for name, source in sources.items()
         if source != gradient_name(name)
     )
-    return needed(ops, sources.values(), given=made | given), finals
+    return merged, finals
+
+
+def _merged(ops: Iterable[Op]) -> tuple[tuple[Op, ...], dict[str, str]]:
+    """Merge equal operations, such as those that compute the gradients of both factors of `x * x`.
+
+    Returns the operations that are left, and the remaining name of each value that was merged.
+    """
+    known: dict[tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...], tuple[TensorType, ...]], Op] = {}
+    same: dict[str, str] = {}
+    left: list[Op] = []
+    for op in ops:
+        op = op.renamed(same)
+        first = op if op.name in RANDOM or op.body else known.setdefault((op.name, op.args, op.attrs, op.types), op)
+        if first is op or not fuel.may_rewrite("equal gradient", op.source):
+            left.append(op)
+        else:
+            same.update((new.name, old.name) for new, old in zip(op.results, first.results, strict=True))
+    return tuple(left), same
 
 
 def _saved(

@@ -1,6 +1,8 @@
-"""The pass `differentiate`: names of values in forward and backward graphs."""
+"""The pass `differentiate`: names of values in forward and backward graphs, and equal operations."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
@@ -39,3 +41,25 @@ def test_no_forward_value_has_a_name_of_a_gradient(build: type[nn.Module]) -> No
     made = {value.name for region in program.regions for op in region.forward.ops for value in op.results}
     assert made
     assert not {name for name in made if is_gradient(name)}
+
+
+class Squared(nn.Module):
+    """Both factors of a product are one value, whose gradients are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        scaled = self.second(hidden * hidden)
+        return (scaled * scaled * scaled.sigmoid()).mean()
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "pp=2"])
+def test_backward_graphs_have_no_equal_operations(mesh: str) -> None:
+    compiled = partc.compile(Squared(), {"x": torch.ones(4, 4)}, mesh=mesh, precision="fp64")
+    for region in compiled.program.regions:
+        equal = Counter((op.name, op.args, op.attrs) for op in region.backward.ops)
+        assert not [op for op, count in equal.items() if count > 1]
+    assert compiled.verify(steps=2).ok

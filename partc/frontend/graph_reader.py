@@ -20,6 +20,7 @@ from partc.frontend.complex_numbers import is_complex, real_operations
 from partc.frontend.node_sources import module_of, source_of
 from partc.frontend.repeats.copies import RepeatedOps
 from partc.frontend.repeats.marks import MARK
+from partc.frontend.returned_operands import returned
 from partc.frontend.selections.selection_tests import TESTED
 from partc.frontend.state.generator_states import KEPT, RETURNED
 from partc.frontend.strided_views import windows
@@ -47,11 +48,6 @@ LITERAL = 4096  # elements of a constant that is written down
 _IGNORED = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 _NUMBERS = (bool, int, float)  # types of the values of operations on constants
 _INLINED = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
-# Operations that return their operand itself if it has the wanted form, or if they drop nothing.
-_RETURNING = frozenset({
-    "to", "type_as", "contiguous", "flatten", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
-    "resolve_conj", "resolve_neg", "real", "positive", "atleast_1d", "atleast_2d", "atleast_3d", "sum_to_size",
-})  # fmt: skip
 _AUTOCAST = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -537,36 +533,9 @@ def _writes_operands(node: fx.Node) -> bool:
     return any(x.alias_info and x.alias_info.is_write and not x.is_out for x in schema.arguments)
 
 
-def _returned(node: fx.Node) -> fx.Node:
-    """The tensor that the code has as this node: some operations return an operand if nothing is to be done.
-
-    From there on, in later code too, the trace has their results for the operand.
-    """
-    while (operand := _operand(node)) is not None and _form(node) == _form(operand):
-        node = operand
-    return node
-
-
 def _changed_tensor(node: fx.Node) -> fx.Node:
     """The tensor that the code has as this node, before the changes in place that end in the node."""
-    node = _returned(node)
+    node = returned(node)
     while isinstance(node.target, OpOverload) and is_in_place(_name(node)):
-        node = _returned(node.all_input_nodes[0])
+        node = returned(node.all_input_nodes[0])
     return node
-
-
-def _operand(node: fx.Node) -> fx.Node | None:
-    """The operand that an operation returns if it has the wanted form."""
-    if node.target is operator.getitem:
-        made: Any = node.args[0]
-        return made.args[0][node.args[1]] if _name(made) == "broadcast_tensors" else None
-    if _name(node) not in _RETURNING or not isinstance(node.target, OpOverload):
-        return None
-    names = (argument.name for argument in node.target._schema.arguments)
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return None if given.get("copy") else node.all_input_nodes[0]
-
-
-def _form(node: Any) -> tuple[Any, ...]:
-    x: Tensor = node.meta["val"]
-    return x.dtype, x.device, x.shape, x.stride()

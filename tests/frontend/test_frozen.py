@@ -101,7 +101,7 @@ class Inner(nn.Module):
         self.register_buffer("short", torch.zeros(4), persistent=False)
         self.generator = torch.Generator()
         self.register_buffer("hollow", torch.zeros(6))
-        self.extra_loss, self.shown = torch.tensor(0.0), torch.zeros(1)
+        self.extra_loss, self.shown, self.angles = torch.tensor(0.0), torch.zeros(1), torch.arange(6.0)
 
     def forward(self, x):
 """
@@ -113,6 +113,10 @@ TAIL = """
     @functools.lru_cache
     def numbers_up_to(self, n):
         return torch.arange(float(n))
+
+    @functools.lru_cache
+    def first_angles(self, n, device):
+        return self.angles.to(device)[:n] * 2
 
     @functools.cached_property
     def norms(self):
@@ -224,6 +228,7 @@ RIGHT = {
     "clock for a log": "start = time.time()\ny = self.up(x)\nself.n = time.time() - start\nreturn y",
     "lru_cache": "return self.up(x) * slopes(4)[2]",
     "lru_cache of a method": "return self.up(x) * self.numbers_up_to(6)",
+    "lru_cache of an attribute": "x = self.up(x) * self.first_angles(3, x.device).sum()\nreturn x * self.angles.to(x.device).sin()",
     "lru_cache of a table changed in place": "return self.up(x) * grid(6)[:, 0]",
     "cache of a table changed in place": "if self.cache is None:\n    self.cache = torch.arange(6.0)\n    self.cache[1:] /= 3\nreturn self.up(x) * self.cache",
     "seeded generator": "g = torch.Generator().manual_seed(1)\nreturn self.up(x) * torch.rand(6, generator=g)",

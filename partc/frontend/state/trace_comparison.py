@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from partc.errors import Source
 from partc.frontend.node_sources import source_of
+from partc.frontend.returned_operands import returned
 from partc.torch_private import without_modes
 
 _FILLED = "filled"  # replaces the values of a tensor that the first trace kept
@@ -66,6 +67,8 @@ def _constants(
         elif node.op == "placeholder" and constant and node.name in buffers:
             name = buffers[node.name]
             constants[node] = f"buffer {name}" if known is None or name in known else _FILLED
+        elif constant and (operand := returned(node)) is not node:
+            constants[node] = constants[operand]
         elif node.op == "call_function" and constant and not _has_effects(node):
             args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda x: str(constants[x]))
             kept = any(constants[x] == _FILLED for x in operands)

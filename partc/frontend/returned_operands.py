@@ -1,0 +1,47 @@
+"""Operations that return their operand itself, such as `x.to(x.dtype)` and `x.contiguous()` of a contiguous tensor.
+
+From there on, in later code too, a trace has their results for the operand.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, fx
+
+from partc.torch_private import OpOverload
+
+# They return their operand if it has the wanted form, or if they drop nothing.
+_RETURNING = frozenset({
+    "to", "type_as", "contiguous", "flatten", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+    "resolve_conj", "resolve_neg", "real", "positive", "atleast_1d", "atleast_2d", "atleast_3d", "sum_to_size",
+})  # fmt: skip
+
+
+def returned(node: fx.Node) -> fx.Node:
+    """The tensor that the code has as this node: the operand, where an operation has nothing to do."""
+    while (operand := _operand(node)) is not None and _form(node) == _form(operand):
+        node = operand
+    return node
+
+
+def _operand(node: fx.Node) -> fx.Node | None:
+    """The operand that an operation returns if it has the wanted form."""
+    if node.target is operator.getitem:
+        made: Any = node.args[0]
+        return made.args[0][node.args[1]] if _name(made) == "broadcast_tensors" else None
+    if not isinstance(node.target, OpOverload) or _name(node) not in _RETURNING:
+        return None
+    names = (argument.name for argument in node.target._schema.arguments)
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return None if given.get("copy") else node.all_input_nodes[0]
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name.removeprefix("aten::") if isinstance(node.target, OpOverload) else ""
+
+
+def _form(node: Any) -> tuple[Any, ...]:
+    x: Tensor = node.meta["val"]
+    return x.dtype, x.device, x.shape, x.stride()

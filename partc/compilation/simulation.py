@@ -207,7 +207,11 @@ class Simulator:
         over = {use.axis for use in options.batch_uses}
         for axes in ((), *((axis,) for axis in over)):
             check_divisible(ready(start), axes)
-        cut = self._cut((*trace_key, options.batch_uses), ready(start), given, over) if everywhere else ready(start)
+        cut = ready(start)
+        if everywhere and separate and options.microbatches == 1:  # further microbatches would part the examples
+            cut = _halved_batch(cut, over)
+        elif everywhere:
+            cut = self._cut((*trace_key, options.batch_uses), cut, given, over)
         # Layouts do not depend on the size of ep.
         placed = _halved_batch(cut, over, experts=True) if everywhere else cut
 

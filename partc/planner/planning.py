@@ -138,13 +138,16 @@ class PlanChoice:
     def nothing_fits(self) -> PartcError:
         """The error P0813, which names the plan that comes closest."""
         outcome, limit = self.outcome, self.request.limit
+        compiled = [played for played in outcome.others if played.error is None]
         if not outcome.complete:
+            cause = f"no plan that fits {readable(limit)} was found in {outcome.seconds:.0f} s, of {outcome.space:,}"
+            if outcome.others and not compiled:
+                cause += f"; those that were tried do not compile: {outcome.others[0].error}"
             return PartcError(
                 "P0813",
-                f"no plan that fits {readable(limit)} was found in {outcome.seconds:.0f} s, of {outcome.space:,}",
+                cause,
                 help="give more --max-seconds, or restrict the space with --fix, such as recompute=full",
             )
-        compiled = [played for played in outcome.others if played.error is None]
         if not compiled and outcome.closest is None:
             first = outcome.others[0].error if outcome.others else "the space is empty"
             return PartcError("P0813", f"none of {outcome.space:,} plans compiles: {first}", help="try one with --fix")

@@ -522,9 +522,23 @@ def test_a_search_ends_with_a_plan_however_little_time_it_has() -> None:
     assert choice.best.bytes <= choice.request.limit
 
 
-@pytest.mark.parametrize(("model", "bodies"), [(GPT, 1), (str(ROUTED.with_name("packed.py")), 3)])
+def test_a_search_without_a_result_says_why_its_plans_do_not_compile() -> None:
+    request = Request.checked(
+        str(ROUTED.with_name("contrastive.py")), "2xCPU", precision="fp32", fix="loss_chunks=2", max_seconds=1e-9
+    )
+    choice = Planner(request).choice()
+    assert choice.outcome.best is None and not choice.outcome.complete
+    assert "those that were tried do not compile: P0418" in choice.nothing_fits().cause
+
+
+@pytest.mark.parametrize(
+    ("model", "bodies"),
+    [(GPT, 1), (str(ROUTED.with_name("packed.py")), 3), (str(ROUTED.with_name("contrastive.py")), 4)],
+)
 def test_regions_are_lowered_once_for_all_parts_of_the_batch(model: str, bodies: int) -> None:
-    """Also for whole batches, unless the model has further calls where microbatches cut its batch."""
+    """Also for whole batches, unless the model has further calls where microbatches cut its batch, or couples its
+    examples.
+    """
     cluster = preset("4xH100-80GB")
     shared, alone = (Simulator(model, cluster, calibration(cluster)) for _ in range(2))
     found = set()

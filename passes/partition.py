@@ -42,6 +42,7 @@ _SUFFIX = {
     "take": "shard",
 }
 _REDUCING = frozenset({"all_reduce", "reduce_scatter"})
+_SPREADING = frozenset({"put", "spread"})  # reshards of a whole or cut value to a partial one
 # Reshards that need no other microbatch; for values without a gradient, also `shard`.
 _IN_TIME = frozenset({"settle", "spread", "take"})
 
@@ -241,9 +242,13 @@ def _with_plain_names(region: Region) -> Region:
 
 
 def _with_biases(region: Region) -> Region:
-    """Join `add(linear(x, w), bias)` if no reduction stands between: one kernel computes both."""
+    """Join `add(linear(x, w), bias)` if no reduction stands between: one kernel computes both.
+
+    Of a partial sum, a rank's bias may be its part of a parameter between zeros.
+    """
     graph, uses = region.forward, _uses(region)
-    params = {value.name: value.type for value in region.params}
+    biases = {value.name for value in region.params if len(value.type.shape) == 1}
+    biases |= {op.result.name for op in graph.ops if op.name in _SPREADING and not biases.isdisjoint(op.refs())}
     products: Mapping[str, Op] = {
         op.result.name: op
         for op in graph.ops
@@ -253,9 +258,7 @@ def _with_biases(region: Region) -> Region:
     dropped: set[str] = set()
     for op in graph.ops:
         match op.name, op.args:
-            case "add", (Ref(name=product), Ref(name=bias)) if (
-                product in products and len(params[bias].shape if bias in params else ()) == 1
-            ):
+            case "add", (Ref(name=product), Ref(name=bias)) if product in products and bias in biases:
                 joined[op.result.name] = replace(
                     products[product], args=(*products[product].args, Ref(bias)), results=op.results
                 )

@@ -351,7 +351,8 @@ class _PlacementProgram:
     ) -> Callable[[Hashable, Hashable], Price | None]:
         """A function from (made, wanted) to the price of a value's change of placement, in bytes sent per microbatch.
 
-        A weight's gradient is reduced once per step; everything else moves for every microbatch.
+        A weight's gradient is reduced once per step; everything else moves for every microbatch. A weight that is added
+        to a partial sum, such as a bias, stays in its place: the other ranks add zeros.
         """
         size = self._bytes(type) * times
 
@@ -362,7 +363,8 @@ class _PlacementProgram:
             once = weight and isinstance(source, Replicated) and isinstance(target, Varying)
             back = backward / self.program.microbatches if once else backward
             sent = {"communication": size * (forward + (back if live else 0.0))}
-            return sent if once or not weight else sent | {"moved_weights": size}
+            moves = weight and not once and not isinstance(target, Partial)
+            return sent | {"moved_weights": size} if moves else sent
 
         return price
 

@@ -470,9 +470,22 @@ def _is_tuple(node: fx.Node) -> bool:
 
 def _origin(node: fx.Node) -> fx.Node:
     """The node whose value this one returns unchanged."""
-    while _packet(node) in _NOTHING:
-        node = node.args[0]  # type: ignore[assignment]
+    while (source := _unchanged(node)) is not None:
+        node = source
     return node
+
+
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    """The operand that a node returns unchanged, or that it restores; None if it computes anything."""
+    name, (operand, *rest) = _packet(node), (*node.args, None)
+    if not isinstance(operand, fx.Node):
+        return None
+    if name in _NOTHING or (name == "pow" and rest[0] == 1 and node.meta["val"].dtype == operand.meta["val"].dtype):
+        return operand
+    gathered = _origin(operand) if name == "take" else None  # a rank's own part of a gathered tensor
+    if gathered is not None and _packet(gathered) == "all_gather" and gathered.args[1:] == node.args[1:]:
+        return gathered.args[0]  # type: ignore[return-value]
+    return None
 
 
 def _filled_with_zeros(node: fx.Node) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:

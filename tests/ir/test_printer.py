@@ -191,16 +191,16 @@ def test_a_region_as_people_read_it() -> None:
         print_region(replace(region, backward=None), sizes=package.program.sizes),
         """\
 region block phase microbatch:
-  param norm.weight: f32[16] vary(dp,tp)
-  param norm.bias: f32[16] vary(dp,tp)
+  param norm.weight: f32[16] vary(dp)
+  param norm.bias: f32[16] vary(dp)
   param up.weight: f32[32@tp, 16] vary(dp)
   param up.bias: f32[32@tp] vary(dp)
   param down.weight: f32[16, 32@tp] vary(dp)
   param down.bias: f32[16@tp] vary(dp)
   forward:
     input x: f32[8@dp, 16@tp]
-    x_full                     = all_gather(x, dim=1, outer=1, axis="tp")                         # f32[8@dp, 16] vary(tp) | 128 B over tp
-    norm, norm_mean, norm_rstd = layer_norm(x_full, (16,), norm.weight, norm.bias, 1e-05)         # f32[8@dp, 16] vary(tp) ; f32[8@dp, 1] ; f32[8@dp, 1]
+    x_full                     = all_gather(x, dim=1, outer=1, axis="tp")                         # f32[8@dp, 16] | 128 B over tp
+    norm, norm_mean, norm_rstd = layer_norm(x_full, (16,), norm.weight, norm.bias, 1e-05)         # f32[8@dp, 16] ; f32[8@dp, 1] ; f32[8@dp, 1]
     up                         = linear(norm, up.weight, up.bias)                                 # f32[8@dp, 32@tp]
     hidden                     = gelu(up)                                                         # f32[8@dp, 32@tp]
     down_product_partial       = linear(hidden, down.weight)                                      # f32[8@dp, 16] partial(tp)

@@ -220,3 +220,55 @@ def test_weights_that_products_read_scaled_are_cut_for_any_number_of_microbatche
     program = compilation(_Scaled(), batch, options, model_options={}, until="annotate").program
     cut = {p.name: any(sub.axes == ("tp",) for dim in p.type.layout.dims for sub in dim) for p in program.parameters}
     assert cut == {"up": True, "down": True}
+
+
+class _Parallel(torch.nn.Module):
+    """Attention and an MLP side by side, as in GPT-J, GPT-NeoX and Phi: their results and biases are added to x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(32)
+        self.qkv, self.o = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+        self.up, self.down = torch.nn.Linear(32, 128), torch.nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(normed).chunk(3, -1))
+        heads = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(heads.transpose(1, 2).flatten(2)) + self.down(self.up(normed).relu())
+
+
+class _ParallelBlocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, 32)
+        self.blocks = torch.nn.ModuleList(_Parallel() for _ in range(4))
+        self.norm = torch.nn.LayerNorm(32)
+        self.head = torch.nn.Linear(32, 64, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _parallel_blocks() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return _ParallelBlocks()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=4"])
+def test_parallel_branches_with_biases_are_reduced_together(mesh: str) -> None:
+    batch = {"ids": torch.randint(64, (8, 64), generator=torch.Generator().manual_seed(1))}
+    package = partc.compile(_parallel_blocks, batch, mesh=mesh, precision="fp64")
+    (block,) = (region for region in package.program.regions if any(v.name == "down.weight" for v in region.params))
+    assert _moves(block) == (["all_gather", "reduce_scatter"], ["all_gather", "reduce_scatter"])
+    assert block.backward is not None
+    wide = [op for op in block.backward.ops if op.name == "take" and len(op.result.type.shape) > 1]
+    assert not wide, "a rank's part of a gathered gradient is the gradient that was gathered"
+    products = [op for op in block.forward.ops if op.name == "linear"]
+    assert [len(op.args) for op in products] == [3] * 4, "the kernels of the products add the biases"
+    result = package.verify(steps=2)
+    assert result.ok, result.worst

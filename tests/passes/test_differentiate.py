@@ -63,3 +63,22 @@ def test_backward_graphs_have_no_equal_operations(mesh: str) -> None:
         equal = Counter((op.name, op.args, op.attrs) for op in region.backward.ops)
         assert not [op for op, count in equal.items() if count > 1]
     assert compiled.verify(steps=2).ok
+
+
+class Squares(nn.Module):
+    """A square, whose derivative torch writes as a first power."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x * self.weight) ** 2).mean()
+
+
+def test_derivatives_contain_no_first_powers() -> None:
+    package = partc.compile(Squares(), {"x": torch.ones(4, 4)}, mesh="dp=2", precision="fp64")
+    graphs = [region.backward for region in package.program.regions if region.backward is not None]
+    powers = [op for graph in graphs for op in graph.ops if op.name == "pow"]
+    assert graphs and not powers
+    assert package.verify(steps=2).ok

@@ -25,7 +25,7 @@ from partc.errors import PartcError
 from partc.ir.gradients import arguments_with_gradients, gradient_inputs, input_only
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.naming import unique
-from partc.ir.program import Call, Graph, Op, Program, Ref, Region, Transfer, Value
+from partc.ir.program import Call, Graph, Op, Phase, Program, Ref, Region, Transfer, Value
 from partc.rules import flops, resolve
 
 
@@ -216,9 +216,10 @@ def _with_sent_parameters(program: Program, held_by: Mapping[str, Sequence[int]]
     regions, values = {region.name: region for region in program.regions}, [*program.values]
     changed = {value: buffer for buffer, value in program.updates}
     copies: dict[tuple[str, int], str] = {}
-    variants: dict[tuple[str, frozenset[int]], str] = {}
-    # Results of setup calls that run for every microbatch instead, since their operands may be sent or gathered.
-    dependent: set[tuple[int, str]] = set()
+    variants: dict[tuple[str, frozenset[int], Phase], str] = {}
+    # Results of setup calls that run in every step instead, since their operands may be gathered, or for every
+    # microbatch, since their operands are sent.
+    dependent: dict[tuple[int, str], Phase] = {}
     first, found = list[Call](), list[Call]()  # copies come first: a call reads a buffer's value before its change
     for call in program.calls:
         region = regions[call.region]
@@ -226,19 +227,20 @@ def _with_sent_parameters(program: Program, held_by: Mapping[str, Sequence[int]]
             at for at, name in enumerate(call.params) if held_by.get(name) and call.stage not in held_by[name]
         )
         before = region.phase == "setup"
-        if not away and not (before and (call.params or any((call.stage, name) in dependent for name in call.args))):
+        read = {name: dependent[call.stage, name] for name in call.args if (call.stage, name) in dependent}
+        late = [call.params[at] for at in sorted(away)] + [name for name in read if read[name] == "microbatch"]
+        if region.phase == "step" and late:
+            raise _unheld_error(late[0], call)
+        if not away and not (before and (call.params or read)):
             found.append(call)
             continue
-        dependent.update((call.stage, name) for name in call.results if before)
+        phase: Phase = "microbatch" if late or not before else "step"
+        dependent.update(((call.stage, name), phase) for name in call.results if before)
         args = list(call.args)
         for name, param in ((call.params[at], region.params[at]) for at in sorted(away)):
             source = max((stage for stage in held_by[name] if stage < call.stage), default=-1)
-            if source < 0 or region.phase == "step" or name in map(changed.get, call.results):
-                raise PartcError(
-                    "P0420",
-                    f"evaluate() reads or changes {name} in stage {call.stage}, which does not hold it in training",
-                    help="use it in the part of the model that uses it in training, or evaluate on a mesh without pp",
-                )
+            if source < 0 or name in map(changed.get, call.results):
+                raise _unheld_error(name, call)
             if (name, source) not in copies:
                 value = replace(param, name=unique(f"{name}_held", taken))
                 copy = _copying(unique("held", taken), param)
@@ -247,15 +249,23 @@ def _with_sent_parameters(program: Program, held_by: Mapping[str, Sequence[int]]
                 made = Call(name=unique(name, taken), region=copy.name, params=(name,), args=(), results=(value.name,))
                 first.append(replace(made, stage=source))
             args.append(copies[name, source])
-        if (region.name, away) not in variants:
-            variant = _reading_values(region, unique(region.name, taken), away)
-            regions[variant.name], variants[region.name, away] = variant, variant.name
+        if (region.name, away, phase) not in variants:
+            variant = replace(_reading_values(region, unique(region.name, taken), away), phase=phase)
+            regions[variant.name], variants[region.name, away, phase] = variant, variant.name
         params = tuple(name for at, name in enumerate(call.params) if at not in away)
-        found.append(replace(call, region=variants[region.name, away], params=params, args=tuple(args)))
+        found.append(replace(call, region=variants[region.name, away, phase], params=params, args=tuple(args)))
     calls = (*first, *found)
     used = {call.region for call in calls}
     kept = tuple(region for region in regions.values() if region.name in used)
     return replace(program, regions=kept, values=tuple(values), calls=calls)
+
+
+def _unheld_error(name: str, call: Call) -> PartcError:
+    return PartcError(
+        "P0420",
+        f"evaluate() reads or changes {name} in stage {call.stage}, which does not hold it in training",
+        help="use it in the part of the model that uses it in training, or evaluate on a mesh without pp",
+    )
 
 
 def _copying(name: str, param: Value) -> Region:
@@ -270,7 +280,7 @@ def _reading_values(region: Region, name: str, moved: Collection[int]) -> Region
     inputs = tuple(value for at, value in enumerate(region.params) if at in moved)
     params = tuple(value for at, value in enumerate(region.params) if at not in moved)
     forward = replace(region.forward, inputs=(*region.forward.inputs, *inputs))
-    return replace(region, name=name, params=params, forward=forward, backward=None, saved=(), phase="microbatch")
+    return replace(region, name=name, params=params, forward=forward, backward=None, saved=())
 
 
 def call_work(program: Program, calls: Sequence[Call]) -> list[float]:

@@ -373,6 +373,71 @@ def test_counters_of_the_training_are_no_part_of_an_evaluation(tmp_path: Path) -
     assert evaluations(tmp_path / "m")[2] == pytest.approx(expected, rel=1e-12)
 
 
+CONTRASTED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mixed = nn.Embedding(12, 4), nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 12)
+        self.embed.requires_grad_(False)
+        self.mixed.requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return x + F.linear(x, self.mixed.weight.T).sin()
+
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def made(generator=None):
+    return {"ids": torch.randint(12, (8, 3), generator=generator)}
+
+
+def batch():
+    return made()
+
+
+def loss(model, batch):
+    x = model(batch["ids"])
+    z = F.normalize(x.mean(1), dim=-1)
+    return F.cross_entropy(z @ z.T / 0.5, torch.arange(len(z))) + model.head(x).square().mean()
+
+
+def evaluate(model, batch):
+    return {"loss": loss(model, batch), "mean": model(batch["ids"]).mean()}
+
+
+def eval_data(step):
+    return made(torch.Generator().manual_seed(1000 + step))
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": "dp=1", "microbatches": 4},
+        {"mesh": "dp=2,tp=2", "microbatches": 2, "zero": 3},
+        {"mesh": "pp=2,dp=2", "microbatches": 2, "zero": 3},
+    ],
+)
+def test_frozen_weights_behind_values_of_the_whole_batch(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Similarities of all examples, of frozen weights alone, are computed once a step, from a transposed weight."""
+    file = tmp_path / "mine.py"
+    file.write_text(CONTRASTED)
+    package = partc.compile(file, precision="fp64", **options).write(tmp_path / "build")
+    trained(package, "--steps", 2, "--eval-every", 2, "--metrics", tmp_path / "m", "--save", tmp_path / "s")
+    expected = on_one_device(package, checkpoints(tmp_path / "s")[0], [1000])
+    assert evaluations(tmp_path / "m")[2] == pytest.approx(expected, rel=1e-12)
+
+
 def test_a_model_object_is_evaluated(tmp_path: Path) -> None:
     batch = {"x": torch.randn(8, 5)}
     model, functions = given_models.Net(), {"loss": given_models.loss, "evaluate": given_models.judge}

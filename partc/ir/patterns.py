@@ -4,8 +4,8 @@
 
 A name matches any argument, and the same argument wherever it occurs; `_` matches any argument each time. A number
 matches an equal number, and a tuple a tuple. `(e := exp(x))` also names the value, `(amax | max)(x, d)` matches either
-operation, and `*rest` matches the remaining arguments. Operands of `add` and `mul` match in either order. Inside a
-pattern only operations without attributes match.
+operation, `(pow(x, 2) | mul(x, x))` either tree, and `*rest` matches the remaining arguments. Operands of `add` and
+`mul` match in either order. Inside a pattern only operations without attributes match.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ def _argument(node: ast.expr, arg: Any, makers: Mapping[str, Op], bound: Binding
         case ast.NamedExpr(target=ast.Name(id=name), value=inner):
             for found in _argument(inner, arg, makers, bound):
                 yield {**found, name: arg}
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            for either in (left, right):
+                yield from _argument(either, arg, makers, bound)
         case ast.Tuple(elts=nodes):
             if isinstance(arg, tuple):
                 yield from _match_arguments(nodes, arg, makers, bound)

@@ -51,13 +51,15 @@ def _repeated_heads(match: Match) -> Op | None:
 
 
 def _rms_norm(match: Match) -> Op | None:
-    w, x = match["w"], match["x"]
-    shape, weight = match.shape("x"), match.shape("w")
-    if not shape or weight != shape[-1:] or w.name in match.makers or not isinstance(match["eps"], float):
+    x, w = match["x"], match.bound.get("w")
+    shape = match.shape("x")
+    if not shape or not isinstance(match["eps"], float) or match.bound.get("power", -0.5) != -0.5:
+        return None
+    if w is not None and (match.shape("w") != shape[-1:] or w.name in match.makers):
         return None
     if match["dims"] != (len(shape) - 1,) or match["n"] != shape[-1]:
         return None
-    return replace(match.root, name="rms_norm", args=(x, weight, w, match["eps"]), attrs=())
+    return replace(match.root, name="rms_norm", args=(x, shape[-1:], w, match["eps"]), attrs=())
 
 
 def _gelu(match: Match) -> Op | None:
@@ -183,6 +185,17 @@ def _column(match: Match, op: Op, base: Ref) -> tuple[Ref, range] | None:
     return maker.args[0], range(found[1].start, whole[-1], shape[-1])
 
 
+_MEAN = "add(div(sum((pow(x, 2) | mul(x, x) | square(x)), dims, True), n), eps)"  # of squares
+_FACTOR, _DIVISOR = f"(rsqrt({_MEAN}) | pow({_MEAN}, power))", f"sqrt({_MEAN})"
+# Those with a weight come first: the others are parts of them.
+_RMS_NORMS = (
+    f"mul(w, (mul(x, {_FACTOR}) | div(x, {_DIVISOR})))",
+    f"mul(mul(w, x), {_FACTOR})",
+    f"div(mul(w, x), {_DIVISOR})",
+    f"mul(x, {_FACTOR})",
+    f"div(x, {_DIVISOR})",
+)
+
 IDIOMS = (
     Rewrite(name="part", pattern=Pattern("slice((whole := cat(parts, dim)), *cut)"), instead=_part_of_whole),
     Rewrite(
@@ -201,11 +214,7 @@ IDIOMS = (
         ),
         instead=_repeated_heads,
     ),
-    Rewrite(
-        name="rms_norm",
-        pattern=Pattern("mul(w, mul(x, rsqrt(add(div(sum(pow(x, 2), dims, True), n), eps))))"),
-        instead=_rms_norm,
-    ),
+    *(Rewrite(name="rms_norm", pattern=Pattern(form), instead=_rms_norm) for form in _RMS_NORMS),
     Rewrite(
         name="gelu",
         pattern=Pattern("mul(mul(x, 0.5), add(tanh(mul(add(x, mul(pow(x, 3), 0.044715)), 0.7978845608028654)), 1))"),

@@ -79,6 +79,15 @@ def quotient(x: Tensor, most: Tensor) -> Tensor:
 
 
 # Each function's operations after normalize and simplify, the sum that makes a number of it left out.
+NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "weight first": lambda w, x: w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6),
+    "a product": lambda w, x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * w,
+    "a quotient": lambda w, x: x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w,
+    "a quotient of the weighted": lambda w, x: (x * w) / ((x**2).sum(-1, keepdim=True) / 6 + 1e-6).sqrt(),
+    "without weight": lambda w, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "a quotient without weight": lambda w, x: x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6),
+    "a power": lambda w, x: w * (x * ((x * x).mean(-1, keepdim=True) + 1e-6) ** -0.5),
+}
 FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
     "view": (lambda m, x: x.view(5, -1, 2).sin().sum(), ["reshape", "sin"]),
     "meshgrid": (lambda m, x: torch.meshgrid(m.v, m.v.sin())[1].sum(), ["sin", "reshape", "expand"]),
@@ -201,6 +210,7 @@ FUNCTIONS: Mapping[str, tuple[Forward, list[str]]] = {
         lambda m, x: (m.v * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))).sum(),
         ["rms_norm"],
     ),
+    **{f"written norm, {form}": (lambda m, x, norm=norm: norm(m.v, x).sum(), ["rms_norm"]) for form, norm in NORMS.items()},
     "written softmax": (lambda m, x: quotient(x, x.max(-1, keepdim=True).values), ["softmax", "pow"]),
     "written softmax of weights, detached": (
         lambda m, x: (lambda y: quotient(y, y.amax(-1, True).detach()))(x * m.v),

@@ -185,7 +185,7 @@ CAUSES: dict[str, tuple[Changes, str, str]] = {
     "no end": ((("h = ", "h = self.forward(x); h = "),), "deeper than Python's recursion limit", "calls itself"),
     "another name": ((('{"x":', '{"y":'),), "unexpected keyword argument 'y'", "entries of batch()"),
     "no loss": (((f"return {OUT}", OUT),), "the model returns NoneType", "return a tensor"),
-    "derivatives by torch.func": (((OUT, "torch.func.jacrev(torch.sin)(h[0]).sum()"),), "Jacobians by torch.func", "torch.autograd.grad"),
+    "derivatives by torch.func": (((OUT, "torch.func.jacrev(torch.sin)(h[0]).sum()"),), "products with a Jacobian at once by torch.func", "torch.autograd.grad"),
     "nested tensors": (((OUT, "torch.nested.nested_tensor([h[0], h[1]]).sum()"),), "torch cannot trace the operation _nested", "dense"),
     "words that cannot be read": ((("class Net", "class Odd(Exception):\n    def __str__(self):\n        return 1 / 0\n    @classmethod\n    def throw(cls):\n        raise cls\n\nclass Net"), (OUT, "Odd.throw()")), "Odd", PLAIN_RUN),
     "a complex value": (((OUT, "torch.fft.rfft(h).asin().abs().sum()"),), "asin of complex tensors", "view_as_real"),

@@ -3,8 +3,10 @@
     torch.vmap(scores)(rows)                     ->    the operations of scores, with a dimension of rows
     torch.func.jvp(f, (x,), (t,))                ->    those of f and of its derivative
     torch.func.grad(f)(x)                        ->    those of f and of its gradient
+    y, pull = torch.func.vjp(f, x); pull(g)      ->    those of f and of torch.autograd.grad(y, x, g)
 
-torch's own batching and derivative rules produce the operations, in a separate trace of the call.
+torch's own batching and derivative rules produce the operations, in a separate trace of the call; a product with a
+Jacobian is a gradient within the model's own trace.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from partc.torch_private import (
 def following_transforms(*, whole: bool) -> Iterator[None]:
     """A context in which transforms are traced, also those that modules have imported by name.
 
-    Raises PartcError P0216 for vjp and jacrev outside another transform. Unless the trace is `whole`, gradients raise
+    Raises PartcError P0216 for jacrev outside another transform. Unless the trace is `whole`, gradients raise
     WholeTrace: calls that the trace leaves out have none.
     """
     own = {name: getattr(module, attribute) for name, (module, attribute) in TRANSFORMS.items()}
@@ -62,14 +64,53 @@ def _followed(name: str, function: Callable[..., Any], whole: bool) -> Callable[
         if inside_functorch():
             return function(*args, **kwargs)
         if name == "vjp":
-            raise PartcError(
-                "P0216",
-                "forward computes products with Jacobians by torch.func, which partc cannot follow",
-                help="call torch.autograd.grad(values, inputs, vectors, create_graph=True)",
-            )
+            if "argnums" in kwargs:  # jacrev pulls all vectors at once, in a vmap
+                raise _batched_pull()
+            return _with_pull(*args, **kwargs)
         return _traced(function, args, kwargs)
 
     return run
+
+
+def _batched_pull() -> PartcError:
+    return PartcError(
+        "P0216",
+        "forward computes several products with a Jacobian at once by torch.func, which partc cannot follow",
+        help="call torch.autograd.grad(values, inputs, vector, create_graph=True) for each vector, or jacrev in a vmap",
+    )
+
+
+def _with_pull(function: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
+    """`torch.func.vjp`: the results, and the function from their gradients to those of the operands.
+
+    The operands are aliases, so that a gradient that reaches them past `function` does not count.
+    """
+    leaves, form = tree_flatten(primals)
+    outside = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in leaves]
+        made = function(*tree_unflatten(inputs, form))
+    results, *aux = made if has_aux else (made,)
+    values, shape = tree_flatten(results)
+
+    def pull(gradients: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+        if inside_functorch():
+            raise _batched_pull()
+        pairs = [pair for pair in zip(values, tree_flatten(gradients)[0], strict=True) if pair[0].requires_grad]
+        found: Sequence[Tensor] = [torch.zeros_like(x) for x in leaves]
+        if pairs:
+            found = torch.autograd.grad(
+                [value for value, _ in pairs],
+                inputs,
+                [gradient for _, gradient in pairs],
+                retain_graph=retain_graph,
+                create_graph=torch.is_grad_enabled() if create_graph is None else create_graph,
+                materialize_grads=True,
+            )
+        return tree_unflatten([*found], form)
+
+    seen = values if outside else [x.detach() for x in values]
+    return tree_unflatten(seen, shape), pull, *aux
 
 
 def _traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,8 @@ factor and the placement of every value that crosses calls. Its objectives, in o
 tables are cut by rows like the output layer, so that tied and untied models are stored alike.
 
 2. The fewest bytes are communicated (forward, backward and gradient reductions). A byte that ranks compute redundantly
-counts as a quarter of a byte sent, so that norms are cut along the sequence.
+counts as a quarter of a byte sent, so that norms are cut along the sequence. A collective itself counts as a hundredth
+of the largest value that crosses calls, which stands for its latency: a small value is gathered before it is split.
 
 3. The least memory is used.
 
@@ -47,7 +48,7 @@ from partc.sharding.placements import Places, build, placement_text
 OBJECTIVES: Sequence[Mapping[str, float]] = (
     {"repeated_flops": 1.0},
     {"replicated_weights": 1.0, "moved_weights": 1.0, "table_columns": 0.5},
-    {"communication": 1.0, "repeated_bytes": 0.25, "memory": 1e-3, "nesting": 1e-3},
+    {"communication": 1.0, "collectives": 0.01, "repeated_bytes": 0.25, "memory": 1e-3, "nesting": 1e-3},
 )
 _NAMES = "use a parameter's full name, a program value, or region.value"
 

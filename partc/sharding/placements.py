@@ -133,6 +133,8 @@ class _PlacementProgram:
         self.needs = gradient_inputs(program)
         self.trainable = trainable_params(program)
         self.small = _most_repeated(program)
+        crossing = [type for type in program.value_types().values() if type.dtype in FLOATING]
+        self.largest = max(map(self._bytes, crossing), default=0.0)  # of the values that cross calls
         ops = [op for region in program.regions for op in region.forward.ops if _is_ordered(op)]
         # Lengths of sequences with an early and a late half.
         self.halved = {op.results[0].type.shape[ROWS] for op in ops}
@@ -359,10 +361,13 @@ class _PlacementProgram:
         def price(source: Hashable, target: Hashable) -> Price | None:
             if source != target and isinstance(target, Partial) and type.dtype not in FLOATING:
                 return None
-            forward, backward = reshard.price(source, target, self.n)
+            forward, backward = reshard.traffic(source, target, self.n)
             once = weight and isinstance(source, Replicated) and isinstance(target, Varying)
-            back = backward / self.program.microbatches if once else backward
-            sent = {"communication": size * (forward + (back if live else 0.0))}
+            back = 0.0 if not live else 1 / self.program.microbatches if once else 1.0
+            sent = {
+                "communication": size * (forward.bytes + back * backward.bytes),
+                "collectives": times * self.largest * (forward.collectives + back * backward.collectives),
+            }
             moves = weight and not once and not isinstance(target, Partial)
             return sent | {"moved_weights": size} if moves else sent
 

@@ -54,16 +54,32 @@ def transition(source: Placement, target: Placement) -> tuple[str, ...]:
     return _TRANSITIONS[type(source), type(target)]
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The bytes that a rank sends for a change of placement, per byte of the value before the axis cuts it, and the
+    number of collectives.
+    """
+
+    bytes: float
+    collectives: int
+
+
 @cache
-def price(source: Placement, target: Placement, n: int) -> tuple[float, float]:
-    """The bytes that a rank sends, forward and backward, per byte of the value before the axis cuts it."""
+def traffic(source: Placement, target: Placement, n: int) -> tuple[Traffic, Traffic]:
+    """The traffic of a change of placement, forward and backward."""
     whole = n * n
-    local, forward, backward = whole // n if isinstance(source, Shard) else whole, 0, 0
+    local = whole // n if isinstance(source, Shard) else whole
+    forward: list[int] = []
+    backward: list[int] = []
     for op in transition(source, target):
-        forward += cost(op, n, local)
-        backward += backward_cost(op, n, local)
+        forward.append(cost(op, n, local))
+        backward.append(backward_cost(op, n, local))
         local = resized(op, n, local)
-    return forward / whole, backward / whole
+    return _traffic(forward, whole), _traffic(backward, whole)
+
+
+def _traffic(sent: Sequence[int], whole: int) -> Traffic:
+    return Traffic(sum(sent) / whole, sum(map(bool, sent)))
 
 
 _TRANSITIONS: Mapping[tuple[type, type], tuple[str, ...]] = {

@@ -272,3 +272,40 @@ def test_parallel_branches_with_biases_are_reduced_together(mesh: str) -> None:
     assert [len(op.args) for op in products] == [3] * 4, "the kernels of the products add the biases"
     result = package.verify(steps=2)
     assert result.ok, result.worst
+
+
+class _Modulated(torch.nn.Module):
+    """A block of a diffusion transformer: one linear layer makes the scales, shifts and gates of a condition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(16, elementwise_affine=False) for _ in range(2))
+        self.condition, self.mix = torch.nn.Linear(16, 6 * 16), torch.nn.Linear(16, 16)
+        self.up, self.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        made = self.condition(condition).unsqueeze(1).chunk(6, -1)
+        x = x + made[2] * self.mix(self.norms[0](x) * (1 + made[1]) + made[0])
+        return x + made[5] * self.down(self.up(self.norms[1](x) * (1 + made[4]) + made[3]).relu())
+
+
+class _Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(_Modulated() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, condition)
+        return x.square().mean()
+
+
+def test_a_small_value_is_gathered_before_it_is_split() -> None:
+    batch = {"x": torch.ones(4, 64, 16), "condition": torch.ones(4, 16)}
+    program = partc.compile(_Blocks(), batch, mesh="tp=2").program
+    [block] = [region for region in program.regions if len(program.calls_to(region.name)) == 2]
+    sizes = {value.name: math.prod(value.type.shape) for value in block.forward.definitions().values()}
+    sizes |= {value.name: math.prod(value.type.shape) for op in block.backward.ops for value in op.results}
+    gathers = [op for op in block.forward.ops if op.name == "all_gather" and sizes[op.result.name] <= 4 * 6 * 16]
+    sums = [op for op in block.backward.ops if op.name == "reduce_scatter" and sizes[op.result.name] <= 4 * 6 * 16]
+    assert (len(gathers), len(sums)) == (1, 1)

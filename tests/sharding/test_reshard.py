@@ -16,7 +16,7 @@ from partc.errors import InternalError
 from partc.ir.collectives import COLLECTIVES, backward_cost, cost
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, SubDim, Varying
 from partc.sharding import reshard
-from partc.sharding.reshard import plan, price, transition
+from partc.sharding.reshard import plan, traffic, transition
 from tests.virtual_ops import Coordinate, assemble, coordinates, cut, named, run, shard
 
 SIZES = {"a": 2, "b": 3, "c": 2}
@@ -264,7 +264,7 @@ def test_transition_on_one_axis_agrees_with_plans(source: Placement, target: Pla
     src, dst = (Layout.build((8, 12), {"a": placement}, sizes) for placement in (source, target))
     assert src is not None and dst is not None
     steps = plan(src, dst, sizes=sizes, itemsize=2)
-    priced = tuple(round(96 * 2 * sent) for sent in price(source, target, 4))
+    priced = tuple(round(96 * 2 * sent.bytes) for sent in traffic(source, target, 4))
     assert sum(priced) >= sum(step.forward + step.backward for step in steps)
     assert len(steps) <= len(transition(source, target)) or sum(priced) > 0
     if len(transition(source, target)) == len(steps):

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification in plain operations, against torch's function."""
+"""Traceable forms, such as that of connectionist temporal classification, against torch's functions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from partc.frontend.trace import trace_model
 from partc.frontend.traceable_forms.alignments import ctc_loss
 from partc.frontend.traceable_forms.functions import (
     affine_grid,
+    circular_padding,
     combinations,
     correlation,
     covariance,
@@ -22,6 +23,7 @@ from partc.frontend.traceable_forms.functions import (
     dense_by_rows,
     fake_quantized,
     least_squares,
+    traceable_form,
 )
 from partc.ir.interpreter import evaluate_program
 from partc.ir.mesh import Mesh
@@ -189,3 +191,59 @@ def test_fake_quantization_equals_that_of_torch(dtype: torch.dtype) -> None:
         assert leaf.grad is not None
         found += [made.detach(), leaf.grad]
     torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pad"), [((2, 3, 5), (2, 5)), ((2, 3, 5, 4), (1, 2, 0, 3)), ((2, 3, 2, 5, 4), (4, 0, 0, 0, 1, 2))]
+)
+def test_circular_padding_equals_that_of_torch(shape: tuple[int, ...], pad: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64)
+    found: list[Tensor] = []
+    for function in (F.pad, circular_padding):
+        leaf = x.clone().requires_grad_()
+        made = function(leaf, pad, mode="circular")
+        found += [made, *torch.autograd.grad(made.sin().sum(), leaf)]
+    torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=0)
+    assert circular_padding(x, (1, 1)) is NotImplemented
+    assert circular_padding(x, (9, 0, *pad[2:]), "circular") is NotImplemented, "torch says what is wrong"
+
+
+CALLS = {
+    "bincount": (torch.bincount, {"input": torch.tensor([1, 2, 1]), "weights": torch.rand(3), "minlength": 4}),
+    "combinations": (torch.combinations, {"input": torch.rand(4), "r": 3, "with_replacement": True}),
+    "corrcoef": (torch.corrcoef, {"input": torch.rand(2, 5)}),
+    "cov": (torch.cov, {"input": torch.rand(2, 5), "correction": 0}),
+    "fake_quantize_per_tensor_affine": (
+        torch.fake_quantize_per_tensor_affine,
+        {"input": torch.rand(9), "scale": 0.1, "zero_point": 3, "quant_min": 0, "quant_max": 9},
+    ),
+    "gaussian_nll_loss": (F.gaussian_nll_loss, {"input": torch.rand(3), "target": torch.rand(3), "var": torch.ones(3)}),
+    "linalg_lstsq": (torch.linalg.lstsq, {"input": torch.rand(4, 2), "b": torch.rand(4, 1)}),
+    "multi_margin_loss": (F.multi_margin_loss, {"input": torch.rand(3, 4), "target": torch.tensor([1, 0, 2])}),
+    "multilabel_margin_loss": (
+        F.multilabel_margin_loss,
+        {"input": torch.rand(1, 4), "target": torch.tensor([[1, 0, -1, 2]])},
+    ),
+    "pad": (F.pad, {"input": torch.rand(1, 2, 5), "pad": (1, 2), "mode": "circular"}),
+    "sparse_coo_tensor": (
+        torch.sparse_coo_tensor,
+        {"indices": torch.tensor([[0, 1]]), "values": torch.rand(2), "size": (3,)},
+    ),
+    "sparse_csr_tensor": (
+        torch.sparse_csr_tensor,
+        {
+            "crow_indices": torch.tensor([0, 1, 2]), "col_indices": torch.tensor([1, 0]),
+            "values": torch.rand(2), "size": (2, 2),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("name", CALLS)
+def test_forms_take_the_keywords_of_torch(name: str) -> None:
+    function, named = CALLS[name]
+    found, expected = traceable_form(name, (), named), function(**named)  # type: ignore[operator]
+    if isinstance(found, tuple):
+        found, expected = found[0], expected[0]
+    torch.testing.assert_close(found, expected.to_dense() if expected.layout is not torch.strided else expected)

@@ -67,6 +67,9 @@ calls.number = 0
 VAR = contextvars.ContextVar("n", default=0)
 
 
+EVERYTHING, LIBRARIES = globals(), {"torch": torch}
+
+
 @functools.lru_cache
 def slopes(n):
     return [2.0 ** -i for i in range(n)]
@@ -101,6 +104,7 @@ class Inner(nn.Module):
         self.register_buffer("short", torch.zeros(4), persistent=False)
         self.generator = torch.Generator()
         self.register_buffer("hollow", torch.zeros(6))
+        self.library = torch
         self.extra_loss, self.shown, self.angles = torch.tensor(0.0), torch.zeros(1), torch.arange(6.0)
 
     def forward(self, x):

@@ -38,6 +38,7 @@ from partc.frontend.branches.random_tests import TESTS, RandomTests
 from partc.frontend.by_tensor import ByTensor
 from partc.frontend.gradients.frozen_weights import FrozenWeights
 from partc.frontend.permissions import BOTH_OUTCOMES, UNKNOWN_NUMBERS, permitted
+from partc.frontend.positional_arguments import by_position
 from partc.frontend.selections import value_floats
 from partc.frontend.selections.row_counts import Unsettled
 from partc.frontend.selections.selections import Selections
@@ -211,6 +212,7 @@ class ValueWatch(TorchFunctionMode):
                 help="compute gradients in forward by torch.autograd.grad",
             )
         name = getattr(func, "__name__", "")
+        args, kwargs = by_position(func, name, args, kwargs)
         if is_for_each(name):
             with self:
                 return for_each(name, *args, **kwargs)

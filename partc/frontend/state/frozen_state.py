@@ -172,10 +172,11 @@ class State:
         for cache in caches(named.values(), modules):
             if clear_caches:
                 cache.cache_clear()
-            values = cached_values(cache)
-            if _has_tensors(copy(values)):
+            values = copy(cached_values(cache))
+            if _has_tensors(values):
                 function = cache.__wrapped__
-                state._add(("cache", getattr(function, "__qualname__", str(function))), values, function)
+                key = "cache", getattr(function, "__qualname__", str(function))
+                state.values[key], state.owners[key] = values, function
         state._add(("torch", "default dtype"), str(torch.get_default_dtype()), None)
         state._add(("torch", "generator"), torch.initial_seed(), None)
         state._add(("random", "state"), hash(random.getstate()), None)
@@ -246,9 +247,12 @@ def _content(cell: Any) -> Any:
 
 
 def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, Any]) -> Any:
-    """A copy of the value that can be compared later."""
+    """A copy of the value that can be compared later. Python modules, whose globals may be many, are compared by
+    identity.
+    """
     if id(value) in known:
         return known[id(value)]
+    copy = lambda item: comparable_copy(item, kept, depth - 1, known)  # noqa: E731
     if isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value))
     if isinstance(value, Tensor):
@@ -257,17 +261,19 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
     if isinstance(value, torch.Generator):
         with without_modes():
             return ("generator", tuple(value.get_state().tolist()))
-    if depth and isinstance(value, Mapping) and len(value) <= ITEMS:
-        items = ((repr(key)[:200], comparable_copy(item, kept, depth - 1, known)) for key, item in value.items())
-        return ("mapping", tuple(items))
-    if depth and isinstance(value, list | tuple | deque) and len(value) <= ITEMS:
-        return ("items", tuple(comparable_copy(item, kept, depth - 1, known) for item in value))
+    if depth and isinstance(value, Mapping | list | tuple | deque) and len(value) <= ITEMS:
+        kept.append(value)
+        known[id(value)] = ("again", id(value))  # it may contain itself, or stand in many places
+        if isinstance(value, Mapping):
+            return ("mapping", tuple((repr(key)[:200], copy(item)) for key, item in value.items()))
+        return ("items", tuple(map(copy, value)))
     if isinstance(value, set | frozenset) and len(value) <= ITEMS:
         return ("set", tuple(sorted(repr(item)[:200] for item in value)))
     kept.append(value)
     known[id(value)] = ("object", id(value))
-    if depth and not isinstance(value, nn.Module) and not callable(value) and hasattr(value, "__dict__"):
-        inside = ((n, comparable_copy(x, kept, depth - 1, known)) for n, x in vars(value).items() if n[:2] != "__")
+    opaque = isinstance(value, nn.Module | types.ModuleType) or callable(value)
+    if depth and not opaque and hasattr(value, "__dict__"):
+        inside = ((name, copy(item)) for name, item in vars(value).items() if name[:2] != "__")
         known[id(value)] = ("object", id(value), tuple(inside))
     return known[id(value)]
 

@@ -1,4 +1,4 @@
-"""Functions of torch that a trace cannot follow, in operations that it can.
+"""Functions of torch that a trace cannot follow, in operations that it can. Their parameters have torch's names.
 
 cov(x)                       compares values               ->  centered @ centered.T / (n - 1)
 sparse_coo_tensor(ij, v, n)  makes a sparse tensor         ->  zeros(n).index_put(ij, v, accumulate=True)
@@ -8,6 +8,7 @@ copy(weight)                 makes a tensor of a storage   ->  weight.detach().r
 bincount(x, minlength=8)     has a size that values set    ->  zeros(8).scatter_add(0, x, 1)
 combinations(x)              selects by a mask             ->  x[[[0, 1], [0, 2], …]]
 affine_grid(theta, size)     reads the batch's length      ->  (grid @ theta.mT).view(-1, height, width, 2)
+pad(x, (1, 2), "circular")   writes into an empty tensor   ->  cat([x[..., -1:], x, x[..., :2]], -1)
 _foreach_mul_(xs, 0.9)       is one call for many tensors  ->  x.mul_(0.9) for x in xs
 """
 
@@ -44,7 +45,7 @@ def is_for_each(name: str) -> bool:
     return name.startswith(_FOREACH)
 
 
-def fixed_bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+def fixed_bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
     """bincount with a `minlength`, which fixes the size of the result; NotImplemented without it.
 
     A number of `minlength` or more is an error in the step that reads it.
@@ -52,15 +53,15 @@ def fixed_bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0)
     if not minlength:
         return NotImplemented
     if weights is None:
-        return fixed_bincount(x, torch.ones_like(x, dtype=torch.float64), minlength).to(torch.int64)
+        return fixed_bincount(input, torch.ones_like(input, dtype=torch.float64), minlength).to(torch.int64)
     dtype = weights.dtype if weights.dtype == torch.float32 else torch.float64
-    return torch.zeros(minlength, dtype=dtype).scatter_add(0, x.to(torch.int64), weights.to(dtype))
+    return torch.zeros(minlength, dtype=dtype).scatter_add(0, input.to(torch.int64), weights.to(dtype))
 
 
-def combinations(x: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
     choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
-    places = [place for chosen in choose(range(len(x)), r) for place in chosen]
-    return x.index_select(0, torch.tensor(places, dtype=torch.int64)).reshape(-1, r) if r else x[:0]
+    places = [place for chosen in choose(range(len(input)), r) for place in chosen]
+    return input.index_select(0, torch.tensor(places, dtype=torch.int64)).reshape(-1, r) if r else input[:0]
 
 
 def for_each(name: str, tensors: Sequence[Tensor], *operands: Any, **named: Any) -> list[Tensor] | None:
@@ -80,51 +81,51 @@ def for_each(name: str, tensors: Sequence[Tensor], *operands: Any, **named: Any)
     return None if name.endswith("_") else found
 
 
-def fake_quantized(x: Tensor, scale: Any, zero: Any, low: int, high: int) -> Any:
+def fake_quantized(input: Tensor, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
     """torch.fake_quantize_per_tensor_affine in fp32; torch has no kernel for tensors without memory.
 
     NotImplemented if the scale or the zero point is a tensor.
     """
-    if isinstance(scale, Tensor) or isinstance(zero, Tensor):
+    if isinstance(scale, Tensor) or isinstance(zero_point, Tensor):
         return NotImplemented
     single = torch.tensor(scale, dtype=torch.float32)
     step, inverse = float(single), float(1 / single)
-    number = torch.round(x.detach() * inverse) + zero
-    inside = (number >= low) & (number <= high)
-    passed = torch.where(inside, x, x.detach())
-    value = (number.clamp(low, high) - zero).to(torch.float32) * step
-    return value.to(x.dtype) + (passed - passed.detach())
+    number = torch.round(input.detach() * inverse) + zero_point
+    inside = (number >= quant_min) & (number <= quant_max)
+    passed = torch.where(inside, input, input.detach())
+    value = (number.clamp(quant_min, quant_max) - zero_point).to(torch.float32) * step
+    return value.to(input.dtype) + (passed - passed.detach())
 
 
-def covariance(x: Tensor, *, correction: int = 1, **weights: Any) -> Any:
+def covariance(input: Tensor, *, correction: int = 1, **weights: Any) -> Any:
     """torch.cov; torch's own function compares values. NotImplemented with weights."""
     if weights:
         return NotImplemented
-    x = x if x.dim() == 2 else x.reshape(1, -1)
-    centered = x - x.mean(1, keepdim=True)
-    return (centered @ centered.T / max(x.shape[1] - correction, 0)).squeeze()
+    input = input if input.dim() == 2 else input.reshape(1, -1)
+    centered = input - input.mean(1, keepdim=True)
+    return (centered @ centered.T / max(input.shape[1] - correction, 0)).squeeze()
 
 
-def correlation(x: Tensor) -> Tensor:
+def correlation(input: Tensor) -> Tensor:
     """torch.corrcoef."""
-    found: Tensor = covariance(x)
+    found: Tensor = covariance(input)
     if not found.dim():
         return found / found
     deviations = found.diagonal().sqrt()
     return (found / deviations[:, None] / deviations).clamp(-1, 1)
 
 
-def dense_by_places(places: Any, values: Any, size: Any = None, *, dtype: Any = None, **_: Any) -> Any:
+def dense_by_places(indices: Any, values: Any, size: Any = None, *, dtype: Any = None, **_: Any) -> Any:
     """torch.sparse_coo_tensor as a dense tensor. NotImplemented without a size, which places would determine."""
     if size is None:
         return NotImplemented
-    places, values = torch.as_tensor(places), torch.as_tensor(values, dtype=dtype)
-    return values.new_zeros(size).index_put(places.unbind(0), values, accumulate=True)
+    indices, values = torch.as_tensor(indices), torch.as_tensor(values, dtype=dtype)
+    return values.new_zeros(size).index_put(indices.unbind(0), values, accumulate=True)
 
 
-def dense_by_rows(starts: Any, columns: Any, values: Any, size: Any = None, **named: Any) -> Any:
+def dense_by_rows(crow_indices: Any, col_indices: Any, values: Any, size: Any = None, **named: Any) -> Any:
     """torch.sparse_csr_tensor of a matrix as a dense tensor."""
-    starts, columns = torch.as_tensor(starts), torch.as_tensor(columns)
+    starts, columns = torch.as_tensor(crow_indices), torch.as_tensor(col_indices)
     if starts.dim() != 1:
         return NotImplemented
     rows = torch.repeat_interleave(starts.diff(), output_size=len(columns))
@@ -145,6 +146,25 @@ def affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None =
     return (grid @ theta.mT).view(size[0], *space, len(space))
 
 
+def circular_padding(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+    """F.pad with the mode `circular`. NotImplemented for other modes, and for paddings that torch refuses or that cut.
+
+    torch's own decomposition copies the tensor once more for each side.
+    """
+    sizes = input.shape[2:]
+    pairs = [*zip(pad[::2], pad[1::2], strict=False)][::-1]  # torch begins with the last dimension
+    fits = len(pad) == 2 * len(sizes) and all(
+        0 <= side <= size for pair, size in zip(pairs, sizes, strict=False) for side in pair
+    )
+    if mode != "circular" or not fits:
+        return NotImplemented
+    for dim, (before, after) in enumerate(pairs, 2):
+        ends = input.narrow(dim, input.shape[dim] - before, before), input.narrow(dim, 0, after)
+        if before or after:
+            input = torch.cat([part for part in (ends[0], input, ends[1]) if part.shape[dim]], dim)
+    return input
+
+
 class LeastSquares(NamedTuple):
     """The result of torch.linalg.lstsq."""
 
@@ -154,17 +174,17 @@ class LeastSquares(NamedTuple):
     singular_values: Tensor
 
 
-def least_squares(a: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
+def least_squares(input: Tensor, b: Tensor, rcond: Any = None, *, driver: str | None = None) -> Any:
     """torch.linalg.lstsq by the pseudoinverse, of which torch's own gradient is computed too. NotImplemented for
     drivers other than the default one.
     """
     if driver not in (None, "gelsy"):
         return NotImplemented
-    vectors = b.dim() == a.dim() - 1 and b.shape == a.shape[:-1]
+    vectors = b.dim() == input.dim() - 1 and b.shape == input.shape[:-1]
     columns = b.unsqueeze(-1) if vectors else b
-    solution = torch.linalg.pinv(a, rtol=rcond) @ columns
-    rank = torch.linalg.matrix_rank(a, rtol=rcond)
-    none = a.new_zeros(0)  # this driver returns neither residuals nor singular values
+    solution = torch.linalg.pinv(input, rtol=rcond) @ columns
+    rank = torch.linalg.matrix_rank(input, rtol=rcond)
+    none = input.new_zeros(0)  # this driver returns neither residuals nor singular values
     return LeastSquares(solution.squeeze(-1) if vectors else solution, none, rank, none)
 
 
@@ -271,6 +291,7 @@ _FORMS: Mapping[str, Callable[..., Any]] = {
     "linalg_lstsq": least_squares,
     "multi_margin_loss": multi_margin_loss,
     "multilabel_margin_loss": multilabel_margin_loss,
+    "pad": circular_padding,
     "sparse_coo_tensor": dense_by_places,
     "sparse_csr_tensor": dense_by_rows,
 }

@@ -217,8 +217,8 @@ def _with_sent_parameters(program: Program, held_by: Mapping[str, Sequence[int]]
     changed = {value: buffer for buffer, value in program.updates}
     copies: dict[tuple[str, int], str] = {}
     variants: dict[tuple[str, frozenset[int], Phase], str] = {}
-    # Results of setup calls that run in every step instead, since their operands may be gathered, or for every
-    # microbatch, since their operands are sent.
+    # The new phases of results of setup calls. A call whose operands may be gathered runs in every step; a call whose
+    # operands are sent runs for every microbatch.
     dependent: dict[tuple[int, str], Phase] = {}
     first, found = list[Call](), list[Call]()  # copies come first: a call reads a buffer's value before its change
     for call in program.calls:

@@ -208,7 +208,7 @@ class Simulator:
         for axes in ((), *((axis,) for axis in over)):
             check_divisible(ready(start), axes)
         cut = ready(start)
-        if everywhere and separate and options.microbatches == 1:  # further microbatches would part the examples
+        if everywhere and separate and options.microbatches == 1:  # more microbatches would separate the examples
             cut = _halved_batch(cut, over)
         elif everywhere:
             cut = self._cut((*trace_key, options.batch_uses), cut, given, over)

@@ -16,7 +16,7 @@ _FIRST = {"self": "input"}  # the name in Python of a schema's first argument
 def by_position(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments of a call, with its first tensors by position where all were given by keyword."""
+    """The arguments of a call. If all of them were given by keyword, its leading tensors are moved to positions."""
     if args or not kwargs or isinstance(func, FunctionType):
         return args, kwargs
     orders = [order for order in _orders(name) if order[0] in kwargs]
@@ -38,7 +38,7 @@ def _is_operand(value: Any) -> bool:
 
 @cache
 def _orders(name: str) -> tuple[tuple[str, ...], ...]:
-    """The names of the positional arguments of each overload of an operation, as Python has them."""
+    """The names of the positional arguments of each overload of an operation, as Python spells them."""
     packet = getattr(torch.ops.aten, name, None)
     found: dict[tuple[str, ...], None] = {}
     for overload in packet.overloads() if packet is not None else ():

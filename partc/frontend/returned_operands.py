@@ -1,6 +1,6 @@
 """Operations that return their operand itself, such as `x.to(x.dtype)` and `x.contiguous()` of a contiguous tensor.
 
-From there on, in later code too, a trace has their results for the operand.
+After such an operation, a trace reads its result wherever the code reads the operand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RETURNING = frozenset({
 
 
 def returned(node: fx.Node) -> fx.Node:
-    """The tensor that the code has as this node: the operand, where an operation has nothing to do."""
+    """The node whose tensor the user's code holds: the operand, if the operation returned that one itself."""
     while (operand := _operand(node)) is not None and _form(node) == _form(operand):
         node = operand
     return node

@@ -165,6 +165,11 @@ class Op:
         return replace(self, args=args, attrs=attrs, results=results, body=body)
 
     @property
+    def content(self) -> tuple[object, ...]:
+        """The operation without the names of its results and its source: equal operations have equal contents."""
+        return self.name, self.args, self.attrs, self.types
+
+    @property
     def form(self) -> tuple[object, ...]:
         """The operation without the names of its values, its source and the choices of its cuts."""
         plain = self.renamed(dict.fromkeys(self.refs(), ""))

@@ -66,7 +66,7 @@ class Traffic:
 
 @cache
 def traffic(source: Placement, target: Placement, n: int) -> tuple[Traffic, Traffic]:
-    """The traffic of a change of placement, forward and backward."""
+    """The traffic of a change of placement in the forward pass, and in the backward pass."""
     whole = n * n
     local = whole // n if isinstance(source, Shard) else whole
     forward: list[int] = []

@@ -220,12 +220,12 @@ def _merged(ops: Iterable[Op]) -> tuple[tuple[Op, ...], dict[str, str]]:
 
     Returns the operations that are left, and the remaining name of each value that was merged.
     """
-    known: dict[tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...], tuple[TensorType, ...]], Op] = {}
+    known: dict[tuple[object, ...], Op] = {}
     same: dict[str, str] = {}
     left: list[Op] = []
     for op in ops:
         op = op.renamed(same)
-        first = op if op.name in RANDOM or op.body else known.setdefault((op.name, op.args, op.attrs, op.types), op)
+        first = op if op.name in RANDOM or op.body else known.setdefault(op.content, op)
         if first is op or not fuel.may_rewrite("equal gradient", op.source):
             left.append(op)
         else:
@@ -476,7 +476,9 @@ def _origin(node: fx.Node) -> fx.Node:
 
 
 def _unchanged(node: fx.Node) -> fx.Node | None:
-    """The operand that a node returns unchanged, or that it restores; None if it computes anything."""
+    """The earlier node whose value this one has: its operand, or the part that was gathered and is cut out again. None
+    if the node computes a new value.
+    """
     name, (operand, *rest) = _packet(node), (*node.args, None)
     if not isinstance(operand, fx.Node):
         return None

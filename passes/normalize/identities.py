@@ -33,7 +33,7 @@ def _dropped(changes_nothing: _Test) -> Rewrite:
 
 
 def keep(w: Writer, op: Op) -> None:
-    """Keep an operation, with an explicit dtype where its result would have the default one of torch."""
+    """Keep an operation. If torch would give its result the default dtype, its attributes state the dtype."""
     refuse_unknown(op)
     w.keep(with_dtypes(w, op))
 

@@ -306,7 +306,7 @@ def _merged(graph: Graph) -> Graph:
             same[op.result.name] = next(op.refs())
             continue
         if op.name not in RANDOM and op.results and not any(value.type.differentiable for value in op.results):
-            found = known.setdefault((op.name, op.args, op.attrs, op.types), op)
+            found = known.setdefault(op.content, op)
             if found is not op:
                 same.update((new.name, old.name) for new, old in zip(op.results, found.results, strict=True))
                 continue

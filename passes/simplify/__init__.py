@@ -181,7 +181,7 @@ def _merged(region: Region) -> Region:
             kept.update(value.name for value in op.results)
     fed = {value.name for value in region.forward.inputs}
     weighted = {value.name for value in region.params}
-    known: dict[tuple[str | None, str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]], Op] = {}
+    known: dict[tuple[str | None, tuple[object, ...]], Op] = {}
     same: dict[str, str] = {}
     ops = []
     for op in region.forward.ops:
@@ -190,9 +190,8 @@ def _merged(region: Region) -> Region:
         unfed, plain = fed.isdisjoint(op.refs()), op.name not in RANDOM and not op.body
         if (unfed or plain) and kept.isdisjoint(value.name for value in op.results):
             shared = unfed or weighted.isdisjoint(op.refs())
-            key = (None if shared else module, op.name, op.args, op.attrs)
-            alike = key in known and known[key].types == op.types
-            if alike and fuel.may_rewrite("constant made once", op.source):
+            key = None if shared else module, op.content
+            if key in known and fuel.may_rewrite("constant made once", op.source):
                 same.update((new.name, old.name) for new, old in zip(op.results, known[key].results, strict=True))
                 continue
             known[key] = op

@@ -187,7 +187,7 @@ def _column(match: Match, op: Op, base: Ref) -> tuple[Ref, range] | None:
 
 _MEAN = "add(div(sum((pow(x, 2) | mul(x, x) | square(x)), dims, True), n), eps)"  # of squares
 _FACTOR, _DIVISOR = f"(rsqrt({_MEAN}) | pow({_MEAN}, power))", f"sqrt({_MEAN})"
-# Those with a weight come first: the others are parts of them.
+# Forms with a weight come first, since they contain the others.
 _RMS_NORMS = (
     f"mul(w, (mul(x, {_FACTOR}) | div(x, {_DIVISOR})))",
     f"mul(mul(w, x), {_FACTOR})",

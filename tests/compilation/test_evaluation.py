@@ -254,6 +254,16 @@ def eval_data(step):
 
 
 @pytest.mark.sampled
+def _evaluates_as_one_device(model: str, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Train a package of the model file for two steps, and compare its evaluation."""
+    file = tmp_path / "mine.py"
+    file.write_text(model)
+    package = partc.compile(file, precision="fp64", **options).write(tmp_path / "build")
+    trained(package, "--steps", 2, "--eval-every", 2, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000])
+    assert evaluations(tmp_path / "m")[2] == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -266,12 +276,7 @@ def eval_data(step):
     ids=lambda options: options["mesh"],
 )
 def test_stages_are_sent_what_they_do_not_hold(tmp_path: Path, options: dict[str, Any]) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(ORDERED)
-    package = partc.compile(file, precision="fp64", **options).write(tmp_path / "build")
-    trained(package, "--steps", 2, "--eval-every", 2, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
-    expected = on_one_device(package, checkpoints(tmp_path / "save")[0], [1000])
-    assert evaluations(tmp_path / "m")[2] == pytest.approx(expected, rel=1e-12)
+    _evaluates_as_one_device(ORDERED, tmp_path, options)
 
 
 def test_state_that_only_the_evaluation_reads_or_moves_is_named(tmp_path: Path) -> None:
@@ -430,12 +435,7 @@ def eval_data(step):
 )
 def test_frozen_weights_behind_values_of_the_whole_batch(tmp_path: Path, options: dict[str, Any]) -> None:
     """Similarities of all examples, of frozen weights alone, are computed once a step, from a transposed weight."""
-    file = tmp_path / "mine.py"
-    file.write_text(CONTRASTED)
-    package = partc.compile(file, precision="fp64", **options).write(tmp_path / "build")
-    trained(package, "--steps", 2, "--eval-every", 2, "--metrics", tmp_path / "m", "--save", tmp_path / "s")
-    expected = on_one_device(package, checkpoints(tmp_path / "s")[0], [1000])
-    assert evaluations(tmp_path / "m")[2] == pytest.approx(expected, rel=1e-12)
+    _evaluates_as_one_device(CONTRASTED, tmp_path, options)
 
 
 def test_a_model_object_is_evaluated(tmp_path: Path) -> None:

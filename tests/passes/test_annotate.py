@@ -223,7 +223,7 @@ def test_weights_that_products_read_scaled_are_cut_for_any_number_of_microbatche
 
 
 class _Parallel(torch.nn.Module):
-    """Attention and an MLP side by side, as in GPT-J, GPT-NeoX and Phi: their results and biases are added to x."""
+    """Attention and an MLP in parallel, as in GPT-J, GPT-NeoX and Phi: the outputs of both are added to x."""
 
     def __init__(self) -> None:
         super().__init__()

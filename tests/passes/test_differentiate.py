@@ -44,7 +44,7 @@ def test_no_forward_value_has_a_name_of_a_gradient(build: type[nn.Module]) -> No
 
 
 class Squared(nn.Module):
-    """Both factors of a product are one value, whose gradients are equal."""
+    """Products of a value with itself: the gradients of both factors are equal."""
 
     def __init__(self) -> None:
         super().__init__()

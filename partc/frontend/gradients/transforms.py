@@ -83,7 +83,7 @@ def _batched_pull() -> PartcError:
 def _with_pull(function: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     """`torch.func.vjp`: the results, and the function from their gradients to those of the operands.
 
-    The operands are aliases, so that a gradient that reaches them past `function` does not count.
+    `function` gets aliases of the operands, so that gradients from other uses of the operands are left out.
     """
     leaves, form = tree_flatten(primals)
     outside = torch.is_grad_enabled()

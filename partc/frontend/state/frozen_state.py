@@ -252,7 +252,6 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
     """
     if id(value) in known:
         return known[id(value)]
-    copy = lambda item: comparable_copy(item, kept, depth - 1, known)  # noqa: E731
     if isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value))
     if isinstance(value, Tensor):
@@ -261,6 +260,7 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
     if isinstance(value, torch.Generator):
         with without_modes():
             return ("generator", tuple(value.get_state().tolist()))
+    copy = lambda item: comparable_copy(item, kept, depth - 1, known)  # noqa: E731
     if depth and isinstance(value, Mapping | list | tuple | deque) and len(value) <= ITEMS:
         kept.append(value)
         known[id(value)] = ("again", id(value))  # it may contain itself, or stand in many places

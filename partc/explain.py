@@ -310,7 +310,8 @@ CATALOGUE: Mapping[str, CodeExplanation] = {
     "P0401": CodeExplanation(
         "the batch does not divide",
         "Each of the dp ranks trains the same number of examples in each microbatch, so the batch must be a "
-        "multiple of dp x microbatches.",
+        "multiple of dp x microbatches. Where each microbatch is a batch of its own (P0402), a list of constants with "
+        "one for each example is cut too, and has to be equal in all microbatches.",
     ),
     "P0402": CodeExplanation(
         "an operation needs the whole batch inside a microbatch",

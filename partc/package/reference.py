@@ -32,7 +32,7 @@ from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.optimizer.kinds import kind_of, options_of
 from partc.runtime.optimizer.recipe import Group, parse_recipe
 from partc.runtime.train.data import Tokens, call_with_options, load_model_file, source
-from partc.runtime.train.entries import entries, of_model, rebuilt_batch
+from partc.runtime.train.entries import batches_of_parts, entries, of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members, with_registered_tensors
 from partc.runtime.train.precision import as_real, computing_in, dtype_held, held_in
 
@@ -431,7 +431,10 @@ def _microbatches(batch: Any, plan: dict[str, Any]) -> list[Any]:
     tensors = {name: x for name, x in entries(batch).items() if isinstance(x, Tensor) and x.dim()}
     rows = next(x.shape[0] for x in tensors.values())
     cut = {name: x.chunk(count) for name, x in tensors.items() if x.shape[0] == rows}
-    return [rebuilt_batch(batch, {name: pieces[index] for name, pieces in cut.items()}) for index in range(count)]
+    forms = batches_of_parts(batch, rows, count)
+    return [
+        rebuilt_batch(form, {name: pieces[index] for name, pieces in cut.items()}) for index, form in enumerate(forms)
+    ]
 
 
 def loss_of(module: Any, model: nn.Module, batch: Any) -> Tensor:

@@ -16,7 +16,11 @@ from partc.package.verify import verify
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import constants_as_text, entries, rebuilt_batch
 from tests.durable import train, trained
+from tests.independent.plain import Recipe
+from tests.independent.plain import train as plainly_trained
+from tests.independent.trainings import differences, packaged
 from tests.models import nested
+from tests.prefork import shared
 
 NESTED = Path(nested.__file__)
 HEAD = """
@@ -191,3 +195,59 @@ def test_batches_that_cannot_be_compiled(tmp_path: Path, batch: str, message: st
     with pytest.raises(PartcError, match=message) as refused:
         partc.compile(file, mesh="dp=2")
     assert refused.value.code == "P0205"
+
+
+SIZES = """
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Linear(4, 3)
+
+
+def batch():
+    return data(0)
+
+
+def data(step):
+    x = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(step))
+    return {{"x": x, "sizes": {sizes}, "scales": {scales}}}
+
+
+def of_batch(model, x, sizes, scales):
+    rows = model(x).cumsum(0)
+    means = [each[:size].mean(0) for each, size in zip(rows, sizes)]
+    return (torch.stack(means) * torch.tensor(scales).sum()).square().mean()
+
+
+def loss(model, batch):
+    {loss}
+"""
+WHOLE = "return of_batch(model, **batch)"
+HALVES = """x, scales = batch["x"], batch["scales"]
+    return (of_batch(model, x[:2], [2, 3], scales) + of_batch(model, x[2:], [2, 3], scales)) / 2"""
+
+
+def test_a_list_of_constants_is_cut_with_the_examples(tmp_path: Path) -> None:
+    """Each microbatch is a batch of its own: the loss is the mean of those of the halves, with half of the list each."""
+    file, halves = tmp_path / "sizes.py", tmp_path / "halves.py"
+    sizes, scales = "[2, 3, 2, 3]", "(0.5, 1.0, 2.0, 3.0)"
+    file.write_text(SIZES.format(sizes=sizes, scales=scales, loss=WHOLE))
+    halves.write_text(SIZES.format(sizes=sizes, scales=scales, loss=HALVES))
+    recipe = Recipe(weight_decay=0.1, clip=0.5)
+    built = partc.compile(file, mesh="dp=2", microbatches=2, precision="fp64")
+    assert built.program.separate_batches
+    build = built.write(tmp_path / "build")
+    found = packaged(build, recipe, tmp_path, shared())
+    assert max(error for _, error in differences(found, plainly_trained(halves, recipe))) < 1e-12
+    assert verify(build, virtual=True).ok
+
+
+def test_a_list_with_other_constants_in_each_microbatch_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "sizes.py"
+    file.write_text(SIZES.format(sizes="[2, 3, 3, 2]", scales="1.0", loss=WHOLE))
+    with pytest.raises(PartcError, match=r"list of the entry sizes\.0 has other constants.*: 2 and 3") as refusal:
+        partc.compile(file, mesh="dp=2", microbatches=2)
+    assert refusal.value.code == "P0401"
+    partc.compile(file, mesh="dp=2")

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from partc.errors import PartcError, Source
 from partc.frontend.branches.outcomes import ABOVE, Outcomes
-from partc.frontend.capture.batch import fake_batch, first_part, integer_parts, made_batch, rows_read_whole
+from partc.frontend.capture.batch import (
+    example_count,
+    fake_batch,
+    first_part,
+    form_of_part,
+    integer_parts,
+    made_batch,
+    rows_read_whole,
+)
 from partc.frontend.capture.built_model import (
     built_model,
     check_members,
@@ -170,7 +178,7 @@ def capture(
             loss=loss,
             read=read,
             path=path,
-            form=form,
+            form=form_of_part(form, example_count(every), parts),
             names=tuple(batch),
             parts=parts,
             dtype=dtype,

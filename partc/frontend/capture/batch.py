@@ -13,7 +13,7 @@ from partc.errors import PartcError, first_line
 from partc.frontend.model_files.model_file import user_line
 from partc.quoting import encodable
 from partc.runtime.documents import Malformed
-from partc.runtime.train.entries import entries
+from partc.runtime.train.entries import batches_of_parts, constants_as_text, entries
 from partc.runtime.train.precision import dtype_held
 from partc.torch_private import FakeTensorMode, without_modes
 
@@ -83,6 +83,25 @@ def first_part(batch: dict[str, Tensor], parts: int) -> dict[str, Tensor]:
         name: x[: rows // parts].clone() if parts > 1 and x.dim() and x.shape[0] == rows else x
         for name, x in batch.items()
     }
+
+
+def form_of_part(batch: Any, rows: int, parts: int) -> Any:
+    """The batch with the constants of one of `parts` equal parts.
+
+    Raises PartcError P0401 if the parts have different constants, as one program computes all of them.
+    """
+    forms = batches_of_parts(batch, rows, parts)
+    texts = [constants_as_text(entries(form)) for form in forms]
+    for text in texts[1:]:
+        for name, constant in text.items():
+            if constant != texts[0][name]:
+                raise PartcError(
+                    "P0401",
+                    f"each of {parts} microbatches is a batch of its own, and the list of the entry {name} has other "
+                    f"constants in the later ones: {texts[0][name]} and {constant}",
+                    help="make the list a tensor, or a tuple if it is not about examples, or use --microbatches 1",
+                )
+    return forms[0]
 
 
 def rows_read_whole(batch: Mapping[str, Tensor], whole: Iterable[str]) -> Iterator[str]:

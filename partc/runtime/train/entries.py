@@ -56,6 +56,33 @@ def rebuilt_batch(batch: Any, found: Mapping[str, Any]) -> Any:
     return _mapped(batch, "", lambda path, item: found.get(path, item))
 
 
+def batches_of_parts(batch: Any, rows: int, parts: int) -> list[Any]:
+    """The batch once for each of `parts` equal parts: lists of constants, one for each of its `rows` examples, are cut.
+
+    Tensors are those of the whole batch.
+    """
+    size = rows // parts
+
+    def piece(part: int, item: Any) -> Any:
+        return item[part * size : (part + 1) * size] if isinstance(item, list) else item
+
+    def of_part(part: int) -> Any:
+        return _mapped(batch, "", lambda _, item: piece(part, item), lambda item: _of_examples(item, rows))
+
+    return [of_part(part) for part in range(parts)]
+
+
+def _of_examples(item: Any, rows: int) -> bool:
+    """Whether an item of a batch is a list of constants, nested or not, with one for each example."""
+    return type(item) is list and len(item) == rows and not any(isinstance(x, Tensor) for x in _leaves(item))
+
+
+def _leaves(item: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(item, "", lambda _, leaf: found.append(leaf))
+    return found
+
+
 def of_model(model: nn.Module, batch: Any) -> Any:
     """The model's result for a batch without a loss function: entries are arguments, by name or by position."""
     if isinstance(batch, Mapping):
@@ -84,17 +111,22 @@ def short_text(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _mapped(item: Any, path: str, leaf: Callable[[str, Any], Any]) -> Any:
+def _mapped(
+    item: Any, path: str, leaf: Callable[[str, Any], Any], is_leaf: Callable[[Any], bool] = lambda item: False
+) -> Any:
+    """The item with `leaf` of each tensor, constant and container for which `is_leaf` is true."""
+    if is_leaf(item):
+        return leaf(path, item)
     if isinstance(item, Mapping):
-        return _mapping(item, {key: _mapped(x, _joined(path, key), leaf) for key, x in item.items()})
+        return _mapping(item, {key: _mapped(x, _joined(path, key), leaf, is_leaf) for key, x in item.items()})
     if isinstance(item, list | tuple):
-        made = [_mapped(x, _joined(path, index), leaf) for index, x in enumerate(item)]
+        made = [_mapped(x, _joined(path, index), leaf, is_leaf) for index, x in enumerate(item)]
         return item._make(made) if hasattr(item, "_make") else type(item)(made)
     if _is_dataclass(item):
         made_of = copy.copy(item)
         for field in dataclasses.fields(item):
             held = getattr(item, field.name)
-            value = _mapped(held, _joined(path, field.name), leaf)
+            value = _mapped(held, _joined(path, field.name), leaf, is_leaf)
             if value is not held:
                 object.__setattr__(made_of, field.name, value)  # also in frozen dataclasses
         return made_of

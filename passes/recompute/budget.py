@@ -3,11 +3,11 @@
     stage 0: blocks.0 to blocks.3 of block        ->    blocks.0 of block_2, which saves less
     (two microbatches in flight, 18 GB)                 blocks.1 to blocks.3 of block
 
-The choice is exact, in two steps. Each region has a frontier: the choices that no other choice beats in both bytes and
-time. Each rank assigns points of the frontiers to its calls, so that its memory fits at all times of the step, in the
-least time. A stage uses at most two points for the calls of a region: two bodies to read, two loops. The calls that
-save least come first: their backward passes, which need the most temporary memory, run when others have released their
-saved values.
+The choice has two steps. Each region has a frontier: the choices that no other choice beats in both bytes and time.
+Each rank assigns points of the frontiers to its calls, so that its memory fits at all times of the step, in the least
+time. Both are exact, but a frontier of a large region has only some of its points (`frontier`). A stage uses at most
+two points for the calls of a region: two bodies to read, two loops. The calls that save least come first: their
+backward passes, which need the most temporary memory, run when others have released their saved values.
 """
 
 from __future__ import annotations

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from partc.errors import InternalError
+
+WORK = 4 * 10**6  # a frontier is complete up to this number of points times the square of the number of variables
+NODES = 1000  # the most nodes of the search for a solution; ordinary models take a few
+CORNERS = 100  # the most corners of a frontier that is not complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,20 +58,35 @@ def least_saved(choice: SavingProblem, *, worth: int) -> frozenset[str]:
 
 
 def frontier(choice: SavingProblem) -> tuple[Point, ...]:
-    """All efficient choices, from most to fewest saved bytes."""
+    """The efficient choices, from most to fewest saved bytes.
+
+    A frontier has all of them unless its integer programs are large, since their time grows with their size. Of a
+    large frontier, it has the corners of the convex hull, which are quickly found minimum cuts, and points at equal
+    distances.
+    """
     problem = _Constraints(choice)
+    most = WORK // problem.size**2
+    found = list(itertools.islice(problem.sweep(), most + 1))
+    if len(found) > most:
+        corners = problem.corners()
+        apart = (corners[0].bytes - corners[-1].bytes) // (most + 1)
+        found += [*corners, *itertools.islice(problem.sweep(apart), most)]
+    return _efficient(found)
+
+
+def _efficient(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The points that no other beats, from most to fewest bytes."""
     found: list[Point] = []
-    limit: int | None = None
-    while True:
-        quick = problem.solve(problem.effort, bytes=limit)
-        if quick is None:
-            return tuple(found)
-        smaller = problem.solve(problem.bytes, effort=quick.effort)
-        point = smaller if smaller is not None and smaller.bytes < quick.bytes else quick
-        while found and found[-1].effort >= point.effort:
-            found.pop()
-        found.append(point)
-        limit = point.bytes - 1
+    for point in sorted(points, key=lambda point: (point.bytes, point.effort)):
+        if not found or found[-1].effort > point.effort:
+            found.append(point)
+    return tuple(reversed(found))
+
+
+def _area(gap: tuple[Point, Point]) -> int:
+    """The largest gain of a point between two points, in bytes times effort."""
+    first, last = gap
+    return (first.bytes - last.bytes) * (last.effort - first.effort)
 
 
 class _Limit:
@@ -111,6 +130,42 @@ class _Constraints:
         self.lower = np.array([1.0 if reader is None else 0.0 for _, reader in pairs])
         self.effort = np.array([*choice.effort, *(0 for _ in self.values)], dtype=float)
         self.bytes = np.array([*(0 for _ in choice.ops), *(choice.bytes[name] for name in self.values)], dtype=float)
+        self.size = max(1, len(self.bytes))
+
+    def corners(self) -> list[Point]:
+        """The corners of the convex hull of the efficient choices, from most to fewest bytes; at most `CORNERS`."""
+        first, last = self._ends()
+        points, gaps = [first, last], [(first, last)]
+        while gaps and len(points) < CORNERS:
+            first, last = max(gaps, key=_area)
+            gaps.remove((first, last))
+            chord = self.bytes * (last.effort - first.effort) + self.effort * (first.bytes - last.bytes)
+            point = self.solve(chord)
+            if point and first.bytes > point.bytes > last.bytes and first.effort < point.effort < last.effort:
+                points.append(point)
+                gaps += [(first, point), (point, last)]
+        return sorted(points, key=lambda point: -point.bytes)
+
+    def _ends(self) -> tuple[Point, Point]:
+        """The efficient choices of the least effort and of the fewest bytes."""
+        quick, small = self.solve(self.effort), self.solve(self.bytes)
+        if quick is None or small is None:
+            raise InternalError("backward needs a value that is neither saved nor computed")
+        return (
+            self.solve(self.bytes, effort=quick.effort) or quick,
+            self.solve(self.effort, bytes=small.bytes) or small,
+        )
+
+    def sweep(self, apart: int = 1) -> Iterator[Point]:
+        """Efficient choices, from most to fewest bytes: each saves at least `apart` bytes less than the one before."""
+        limit: int | None = None
+        while limit is None or limit >= 0:
+            quick = self.solve(self.effort, bytes=limit)
+            if quick is None:
+                return
+            point = self.solve(self.bytes, effort=quick.effort) or quick
+            yield min(point, quick, key=lambda point: point.bytes)
+            limit = min(point.bytes, quick.bytes) - apart
 
     def solve(self, prices: Any, *, bytes: int | None = None, effort: int | None = None) -> Point | None:
         """The cheapest choice within these limits; None if there is none.
@@ -145,7 +200,7 @@ class _Constraints:
             constraints=constraints,
             integrality=np.ones(len(prices)),
             bounds=Bounds(0, 1),
-            options={"mip_rel_gap": 0.0},
+            options={"mip_rel_gap": 0.0, "node_limit": NODES},
         )
         return None if found.x is None else self._point(found.x > 0.5)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import scipy.optimize
 from expecttest import assert_expected_inline
 
 from partc.cost.roofline import H100, seconds
@@ -25,9 +27,10 @@ from partc.ir.parser import parse
 from partc.ir.printer import print_program
 from partc.ir.program import Call, Program, Value
 from partc.ir.verifier import verify_program
+from partc.passes.recompute import choice as choices
 from partc.passes.recompute import recompute
 from partc.passes.recompute.budget import MOST_POINTS, Row, solve
-from partc.passes.recompute.choice import Point, frontier
+from partc.passes.recompute.choice import Point, SavingProblem, frontier
 from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.table import Table
 from partc.schedules.table import parse as parse_table
@@ -121,6 +124,49 @@ def test_the_frontier_is_all_that_nothing_beats(seed: int) -> None:
     points = frontier(choice)
     assert {(point.bytes, point.effort) for point in points} == best and len(points) == len(best)
     assert all(outcome(choice, point.saved) == (point.bytes, point.effort) for point in points)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_large_frontier_has_the_ends_and_the_corners(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its points is one that nothing beats, with the bytes and the effort that it states."""
+    choice = random_choice(random.Random(seed))
+    every = [(point.bytes, point.effort) for point in frontier(choice)]
+    monkeypatch.setattr(choices, "WORK", 0)
+    points = frontier(choice)
+    assert all(outcome(choice, point.saved) == (point.bytes, point.effort) for point in points)
+    found = [(point.bytes, point.effort) for point in points]
+    assert found == sorted(found, reverse=True) and set(found) <= set(every)
+    assert (found[0], found[-1]) == (every[0], every[-1])
+    for bytes, effort in set(every) - set(found):
+        chords = [(a, b) for a, b in itertools.combinations(every, 2) if a[0] > bytes > b[0]]
+        above = [(a[0] - bytes) * (b[1] - effort) - (bytes - b[0]) * (effort - a[1]) for a, b in chords]
+        assert min(above) <= 0, "a corner of the hull is missing"
+
+
+def test_a_large_frontier_takes_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of 200 products with 200 norms, from which backward needs all: it has thousands of efficient choices."""
+    rng = random.Random(0)
+    names = [f"v{index}" for index in range(400)]
+    choice = SavingProblem(
+        needed=tuple(names),
+        bytes={"x": 64, **{name: 64 * rng.randint(1, 4) for name in names}},
+        ops=tuple((name,) for name in names),
+        reads=tuple(zip(["x", *names[:-1]])),
+        effort=tuple(rng.choice((4000, 4001, 9000)) for _ in names),
+    )
+    solved = 0
+    once = scipy.optimize.milp
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal solved
+        solved += 1
+        return once(*args, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", counted)
+    points = frontier(choice)
+    assert len(points) > 10 and solved < 400
+    assert all(outcome(choice, point.saved) == (point.bytes, point.effort) for point in points)
+    assert (points[0].effort, points[-1].bytes) == (0, 64)
 
 
 def _points(rng: random.Random) -> list[Point]:

@@ -60,6 +60,9 @@ _NEIGHBOURS = 8
 class Request:
     """A model on a cluster, and the user's decisions; `limit` is the memory of a rank in bytes.
 
+    A request that continues a training has `kept`: the decisions in `fixed` that are part of the training, as its batch
+    is.
+
     A model that is a Python object comes with a batch and functions, as for partc.compile.
     """
 
@@ -72,6 +75,7 @@ class Request:
     options: Mapping[str, Scalar] = field(default_factory=dict)
     global_batch: str | None = None
     fixed: Fixed = field(default_factory=dict)
+    kept: Fixed | None = None
     per_layer: bool = False
     precision: str = "bf16"
     kernels: str = "auto"

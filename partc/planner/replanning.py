@@ -14,6 +14,7 @@ from partc.errors import PartcError
 from partc.frontend.origin import BATCH, WEIGHTS
 from partc.package.launch import check_trains, read_package
 from partc.planner.planning import Planner, Request
+from partc.planner.space import Fixed
 from partc.runtime.checkpoint.restore import Checkpoint, newest
 from partc.runtime.processes.agreement import Together
 from partc.runtime.torch_private import lone_store
@@ -53,22 +54,12 @@ def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint |
     plan = read_package(directory)
     check_trains(directory)
     command: Mapping[str, Any] = plan["command"]
-    fix = given.pop("fix", "")
-    if plan["repeated"]:
-        kept = f"microbatches={plan['microbatches']}"
-        if "microbatches" in fix:
-            raise PartcError(
-                "P0811",
-                f"--fix {fix} decides on microbatches, each of which is a batch of its own in {directory}",
-                help=f"leave it out: {kept} stays",
-            )
-        fix = ",".join(filter(None, (fix, kept)))
+    kept: Fixed = {"microbatches": (str(plan["microbatches"]),)} if plan["repeated"] else {}
     kernels = command.get("kernels", "")
     found = cluster_of(cluster) if isinstance(cluster, str) else cluster
-    return Request.checked(
+    request = Request.checked(
         str(directory / "model.py"),
         found,
-        fix=fix,
         options=plan["options"],
         precision=plan["precision"],
         kernels=kernels if kernels == "inductor" else "auto",
@@ -77,6 +68,13 @@ def request_of(directory: Path, cluster: str | Cluster, checkpoint: Checkpoint |
         **{name: command[name] for name in REDUCED if name in command},
         **given,
     )
+    if kept and "microbatches" in request.fixed:
+        raise PartcError(
+            "P0811",
+            f"--fix {given['fix']} decides on microbatches, each of which is a batch of its own in {directory}",
+            help=f"leave it out: microbatches={plan['microbatches']} stays",
+        )
+    return replace(request, fixed={**request.fixed, **kept}, kept=kept)
 
 
 def planner_of(directory: Path, request: Request) -> Planner:
@@ -95,7 +93,8 @@ def planner_of(directory: Path, request: Request) -> Planner:
             "at once",
             help="leave it out: microbatches=1 stays",
         )
-    return Planner(replace(request, fixed={**request.fixed, "microbatches": ONE}), planner.simulator)
+    kept: Fixed = {"microbatches": ONE}
+    return Planner(replace(request, fixed={**request.fixed, **kept}, kept=kept), planner.simulator)
 
 
 def nodes_of(directory: Path, plan: ParallelPlan, cluster: Cluster) -> int | None:

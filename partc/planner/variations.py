@@ -143,8 +143,9 @@ def _variation(planner: Planner, name: str, change: Change, request: Request, se
 
 
 def _decided(planner: Planner) -> Iterator[_Wanted]:
-    if planner.request.fixed:
-        yield "without --fix", "decisions", replace(planner.request, fixed={})
+    kept = planner.request.kept or {}
+    if planner.request.fixed != kept:
+        yield "without --fix", "decisions", replace(planner.request, fixed=kept)
 
 
 def _recorded(planner: Planner) -> Iterator[_Wanted]:
@@ -175,7 +176,7 @@ def _larger(planner: Planner) -> Iterator[_Wanted]:
 
 def _smaller(planner: Planner) -> Iterator[_Wanted]:
     batch = planner.space.batch
-    if batch % 2 == 0:
+    if batch % 2 == 0 and planner.request.kept is None:
         yield f"half the batch, {batch // 2:,}", "batch", _with_batch(planner, batch // 2)
 
 

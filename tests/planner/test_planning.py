@@ -23,7 +23,7 @@ from partc.compilation.plan import ParallelPlan
 from partc.errors import PartcError
 from partc.planner.planning import PlanChoice, Planner, Request
 from partc.planner.reasons import binding_constraint, differences, parts
-from partc.planner.replanning import nodes_of, request_of
+from partc.planner.replanning import nodes_of, planner_of, request_of
 from partc.planner.search import Played
 from partc.planner.variations import front, price, required_choice, variations
 from tests.durable import losses, trained, whole
@@ -229,12 +229,12 @@ def model():
     blocks = [nn.Sequential(nn.Linear(256, 256, bias=False), nn.BatchNorm1d(256), nn.GELU()) for _ in range(3)]
     return nn.Sequential(*blocks, nn.Linear(256, 2))
 
-def data(step):
-    x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+def data(step, batch=1024):
+    x = torch.randn(batch, 256, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
     return {"x": x, "labels": (x.sum(1) > 0).long()}
 
-def batch():
-    return data(0)
+def batch(batch=1024):
+    return data(0, batch)
 
 def loss(model, batch):
     return F.cross_entropy(model(batch["x"]), batch["labels"])
@@ -257,6 +257,23 @@ def test_a_batch_that_was_whole_stays_whole(tmp_path: Path, capsys: pytest.Captu
     held = whole(saves / "step_00000004")
     for name, parameter in expected.items():
         torch.testing.assert_close(held[name], parameter, rtol=1e-9, atol=1e-11)
+
+
+def test_what_would_make_a_continued_training_fit_continues_it(tmp_path: Path) -> None:
+    """Whole batches stay whole, separate batches as many, and as large, in each plan that the message names."""
+    file = tmp_path / "coupled.py"
+    file.write_text(COUPLED)
+    for name, microbatches, decided, free in (("whole", 1, "20MB", "12MB"), ("separate", 2, "12MB", "8MB")):
+        package, fix = tmp_path / name, "dp=1,tp=2,zero=0,recompute=none"
+        partc.compile(file, mesh="dp=2", microbatches=microbatches, precision="fp64").write(package)
+        for memory, given in ((decided, {"fix": fix}), (free, {})):
+            with pytest.raises(PartcError) as caught:
+                required_choice(planner_of(package, request_of(package, "2xCPU", None, memory=memory, **given)))
+            help = caught.value.help
+            assert caught.value.code == "P0813" and "twice the ranks" in help and "the batch" not in help
+            assert ("without --fix: " in help) is bool(given)
+            counts = re.findall("--mesh [^ ]+(?: --microbatches ([0-9]+))?", help)
+            assert counts == [str(microbatches) if microbatches > 1 else ""] * len(counts), help
 
 
 def test_the_form_of_gradient_sums_stays_on_the_new_cluster(tmp_path: Path) -> None:

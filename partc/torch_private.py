@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from traceback import StackSummary
 from types import CodeType, SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as 
 from torch._library import simple_registry
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import _trace as export_traces
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnValues
@@ -70,6 +71,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "aot_export_joint_simple",
+    "attributes_kept_by",
     "backward_decompositions",
     "below_autograd",
     "checkpoint",
@@ -298,6 +300,20 @@ def recorded_stacks(stack: Callable[[], StackSummary]) -> Iterator[None]:
         yield
     finally:
         home.CapturedTraceback, home.TracerBase._filter_traceback_frames = captured, filtered
+
+
+@contextmanager
+def attributes_kept_by(kept: Callable[[torch.nn.Module], AbstractContextManager[None]]) -> Iterator[None]:
+    """A context in which exports run the model's forward inside `kept(model)`, in place of torch's own context that
+    restores attributes.
+    """
+    home: Any = export_traces
+    plain = home._detect_attribute_assignment
+    home._detect_attribute_assignment = kept
+    try:
+        yield
+    finally:
+        home._detect_attribute_assignment = plain
 
 
 @contextmanager

@@ -689,3 +689,28 @@ def ended_decoder() -> nn.Module:
 @pytest.mark.parametrize("build", [decoder, ended_decoder])
 def test_paths_behind_one_on_which_forward_raises_are_in_the_package(build: Callable[[], nn.Module]) -> None:
     _equal(build, {**_batch(), "y": torch.randn(8, 4, 4)}, "dp=2")
+
+
+class Wheel(nn.Module):
+    """Blocks of which one is called again later: its weights are gathered by then, its call waits for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(3)
+        )
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 1, 2, 0):
+            x = x + self.blocks[number](x)
+        return self.head(x).square().mean()
+
+
+def wheel() -> nn.Module:
+    return Wheel()
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 1), ("dp=2", 2), ("dp=2", 3), ("pp=2,dp=2", 2)])
+def test_blocks_that_are_called_again(mesh: str, zero: int) -> None:
+    _equal(wheel, _batch(), mesh, zero=zero, microbatches=2)

@@ -105,6 +105,10 @@ class Inner(nn.Module):
         self.generator = torch.Generator()
         self.register_buffer("hollow", torch.zeros(6))
         self.library = torch
+        self.ring, self.log, self.recent = [self.items], LOG, collections.deque(maxlen=9)
+        self.ring.append(self.ring)
+        for _ in range(40):
+            self.ring[0] = [self.ring[0], self.ring[0]]
         self.extra_loss, self.shown, self.angles = torch.tensor(0.0), torch.zeros(1), torch.arange(6.0)
 
     def forward(self, x):
@@ -147,6 +151,9 @@ WRONG = {
     "counter": "self.n += 1\nreturn self.up(x) * self.n",
     "counter of hooks": "self.hooked = getattr(self, 'hooked', 0) + 1\nreturn self.up(x) * self.hooked",
     "first call": "if self.first:\n    self.first = False\n    x = x * 2\nreturn self.up(x)",
+    "deque": "self.recent.append(1)\nreturn self.up(x) * len(self.recent)",
+    "list of two names": "self.log.append(1)\nreturn self.up(x) * len(LOG)",
+    "list in a ring": "self.ring[1].append(1)\nreturn self.up(x) * len(self.ring)",
     "list": "self.items.append(1)\nreturn self.up(x) * len(self.items)",
     "dict": "self.known['n'] = self.known.get('n', 0) + 1\nreturn self.up(x) * self.known['n']",
     "global": "global COUNT\nCOUNT += 1\nreturn self.up(x) * COUNT",
@@ -228,6 +235,8 @@ RIGHT = {
     "log of every tenth call": "self.n += 1\nx = self.up(x)\nif self.n % 10 == 0:\n    print(x.mean().item())\nreturn x",
     "loop on a counter": "self.n += 1\nx = self.up(x)\nwhile self.n < 0:\n    self.n -= 1\nreturn x",
     "list for a log": "self.items.append(x.shape)\nreturn self.up(x)",
+    "log of two names": "before = len(LOG)\nself.log.append(1)\nreturn self.up(x) * (len(LOG) - before)",
+    "deque for a log": "self.recent.append(x.shape)\nreturn self.up(x)",
     "global log": "LOG.append(1)\nreturn self.up(x)",
     "clock for a log": "start = time.time()\ny = self.up(x)\nself.n = time.time() - start\nreturn y",
     "lru_cache": "return self.up(x) * slopes(4)[2]",

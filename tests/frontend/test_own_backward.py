@@ -126,6 +126,33 @@ def test_a_reentrant_checkpoint_of_inputs_trains_nothing() -> None:
     assert {p.name for p in traced.program.parameters if p.trainable} == trained
 
 
+class Nested(nn.Module):
+    """A checkpoint inside another one: torch's hooks switch gradients off as they keep the inner one's argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def outer(h: Tensor, *, scale: float) -> Tensor:
+            return checkpoint(self.second, h, use_reentrant=False) * scale  # type: ignore[no-any-return]
+
+        h = checkpoint(outer, self.first(x), scale=0.5, use_reentrant=False)
+        return self.third(h).square().mean()  # type: ignore[no-any-return]
+
+
+def nested() -> nn.Module:
+    return Nested()
+
+
+def test_checkpoints_in_checkpoints_are_trained() -> None:
+    package = partc.compile(nested, {"x": torch.randn(8, 4)}, mesh="dp=2,tp=2", precision="fp64")
+    assert {p.name for p in package.program.parameters if p.trainable} == {
+        name for name, _ in Nested().named_parameters()
+    }
+    assert package.verify(steps=2).ok
+
+
 @pytest.mark.parametrize(
     ("what", "mesh", "microbatches"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from partc.frontend.selections.selections import Selections
 from partc.frontend.state.constant_buffers import Recipe, recomputed
 from partc.frontend.state.flags import is_counter, is_flag
 from partc.frontend.state.frozen_state import StateWatch
+from partc.frontend.state.kept_attributes import kept_attributes
 from partc.frontend.state.replaced_buffers import Buffers, registering
 from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import RaisedError, explained_error
@@ -35,7 +35,7 @@ from partc.frontend.traceable_forms.untraceable_modules import untraceable_modul
 from partc.runtime.train.entries import of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members
 from partc.runtime.train.precision import computing_in
-from partc.torch_private import without_modes
+from partc.torch_private import attributes_kept_by, without_modes
 
 Loss = Callable[[Any, Any], Any]
 
@@ -108,7 +108,7 @@ class TracedStep(nn.Module):
         """Trace the step. Buffers that turn out to change are no constants when it is traced again."""
         while True:
             try:
-                with _without_advice():
+                with attributes_kept_by(kept_attributes):
                     return torch.export.export(self, tuple(batch.values()), strict=False)
             except _ChangedError as error:
                 self._flags.extend(name for name in error.args if is_flag(self._numbers[name]))
@@ -258,14 +258,6 @@ def parameters_with_gradient(model: nn.Module, loss: Tensor, repeats: Repeats) -
     """
     leaves = repeats.leaves(loss)
     return frozenset(name for name, x in model.named_parameters(remove_duplicate=False) if id(x) in leaves)
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """A context without torch.export's advice on attributes, which partc checks and reports by itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export", UserWarning)
-        yield
 
 
 @contextmanager

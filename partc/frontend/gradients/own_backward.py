@@ -17,7 +17,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -46,6 +46,7 @@ from partc.torch_private import (
 
 _OWN = "forward computes gradients itself"
 Hook = Callable[[Tensor], Tensor | None]
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]  # of forward and recomputation
 
 
 def own_hooks(modules: Mapping[str, nn.Module]) -> Mapping[str, tuple[Hook, ...]]:
@@ -231,9 +232,11 @@ def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole:
         place = "" if frame is None else f" at {line_of(frame)}"
         say(f"{name}{place} changes nothing: --recompute decides what is computed again.")
 
-    def own_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    def own_checkpoint(
+        function: Any, keeps_random_state: bool, contexts: Contexts, *_: Any, **__: Any
+    ) -> Iterator[None]:
         report(sys._getframe(1))
-        return without_reentrance(*args, **kwargs)
+        return _unpacked(contexts)
 
     def own_packing(hooks: saved_tensors_hooks) -> None:
         if isinstance(hooks, save_on_cpu):
@@ -269,6 +272,17 @@ def following_own_backward(say: Callable[[str], None], parts: int = 1, *, whole:
         torch.autograd.grad, torch.autograd.backward = grad, backward
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         Tensor.register_hook = hook  # type: ignore[method-assign]
+
+
+def _unpacked(contexts: Contexts) -> Iterator[None]:
+    """Runs a checkpointed function, between the yield and the end, without hooks on the tensors that backward reads.
+
+    Torch's hooks switch gradients off as they pack a tensor. Inside another checkpoint, the trace would not record that
+    they are on again.
+    """
+    forward, _ = contexts()
+    with forward:
+        yield
 
 
 def register_hook(x: Tensor, hook: Hook, parts: int = 1) -> RemovableHandle:

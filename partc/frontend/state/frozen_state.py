@@ -33,6 +33,7 @@ from torch import Tensor, fx, nn
 from partc.errors import PartcError, Source
 from partc.frontend.state.caches import cached_values, caches
 from partc.frontend.state.generator_states import KeptStates
+from partc.frontend.state.kept_attributes import Contents
 from partc.frontend.state.opposite_numbers import opposite
 from partc.frontend.state.stateful_code import CLOCKS, may_keep_state, stateful_lines, user_modules
 from partc.frontend.state.trace_comparison import TracedNode, effects_signature, first_difference
@@ -263,10 +264,12 @@ def comparable_copy(value: Any, kept: list[Any], depth: int, known: dict[int, An
     copy = lambda item: comparable_copy(item, kept, depth - 1, known)  # noqa: E731
     if depth and isinstance(value, Mapping | list | tuple | deque) and len(value) <= ITEMS:
         kept.append(value)
-        known[id(value)] = ("again", id(value))  # it may contain itself, or stand in many places
+        known[id(value)] = ("again", id(value))  # it may contain itself
         if isinstance(value, Mapping):
-            return ("mapping", tuple((repr(key)[:200], copy(item)) for key, item in value.items()))
-        return ("items", tuple(map(copy, value)))
+            known[id(value)] = ("mapping", tuple((repr(key)[:200], copy(item)) for key, item in value.items()))
+        else:
+            known[id(value)] = ("items", tuple(map(copy, value)))
+        return known[id(value)]
     if isinstance(value, set | frozenset) and len(value) <= ITEMS:
         return ("set", tuple(sorted(repr(item)[:200] for item in value)))
     kept.append(value)
@@ -373,6 +376,7 @@ class StateWatch:
     changes: dict[tuple[str, str], Change] = field(default_factory=dict)
     # (store, name, value) of attributes as forward left them.
     ends: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    contents: Contents = field(default_factory=lambda: Contents.reached(()))  # of lists and dicts among them
     state: State | None = None
     modules: tuple[types.ModuleType, ...] = ()  # the user's own
     again: bool = False  # whether the next trace starts where the last one ended
@@ -400,6 +404,7 @@ class StateWatch:
                 store: Any = module._buffers if name in module._buffers else vars(module)
                 if name in store:
                     self.ends.append((store, name, store[name]))
+        self.contents = Contents.reached(value for _, _, value in self.ends)
 
     def left(self) -> dict[tuple[str, str], Any]:
         """The Python values that forward has changed, as it left them; None for tensors.
@@ -420,16 +425,16 @@ class StateWatch:
         self.again = True
         for store, name, value in self.ends:
             store[name] = _renewed(value)
+        self.contents.restore(_renewed)
         self.ends.clear()
         self.changes.clear()
 
 
 def _renewed(value: Any) -> Any:
+    """The value with new tensors in place of those that it is or has in tuples."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype)
-    if type(value) in (list, tuple):
-        return type(value)(map(_renewed, value))
-    return {key: _renewed(item) for key, item in value.items()} if type(value) is dict else value
+    return tuple(map(_renewed, value)) if type(value) is tuple else value
 
 
 def check(
@@ -467,7 +472,9 @@ def check(
         if (node := first_difference(plain, other, filled=settled)) is not None:
             still = [change for key, change in first.items() if key in watch.changes] or list(first.values())
             source = node.source if other else None
-            raise refusal(next(iter(still), None), state, source)
+            # An object may have several names, of which the user's lines change one.
+            located = (change for change in still if change_source(change, state) is not None)
+            raise refusal(next(located, next(iter(still), None)), state, source)
     _check_counters(plain, known, watch, again)
 
 
@@ -520,12 +527,16 @@ def _counters(watch: StateWatch) -> Iterator[tuple[Change, Callable[[Any], None]
 
 @contextmanager
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
-    """A context after which the attributes and buffers of the model's modules are the objects that they were."""
+    """A context after which the attributes and buffers of the model's modules are the objects that they were, and lists
+    and dicts among them have the contents that they had.
+    """
     stores = (store for module in model.modules() for store in (vars(module), module._buffers))
     before = [(store, dict(store)) for store in stores if isinstance(store, dict)]
+    contents = Contents.reached(value for _, held in before for value in held.values())
     try:
         yield
     finally:
+        contents.restore()
         for store, held in before:
             store.clear()
             store.update(held)

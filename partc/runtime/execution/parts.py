@@ -327,7 +327,7 @@ class Kept(Unit):
 
 
 class Nothing(Unit):
-    """A unit without parameters: a placeholder if no later action gathers."""
+    """A unit without parameters: a placeholder in loops over calls, and if no later action gathers."""
 
     def __init__(self) -> None:
         pass
@@ -336,6 +336,9 @@ class Nothing(Unit):
         pass
 
     def advance(self) -> None:
+        pass
+
+    def wait(self) -> None:
         pass
 
 

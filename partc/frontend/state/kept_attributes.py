@@ -1,0 +1,70 @@
+"""Attributes of modules that have their old values again after an export.
+
+`torch.export` does this with copies: two attributes that are one list become two lists, a list that contains itself
+ends in a RecursionError, and lists that are shared at many depths take exponential time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_LISTS, _MAPPINGS = (list, deque), (dict, OrderedDict, defaultdict)
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A snapshot of the contents of lists and dicts."""
+
+    lists: tuple[tuple[Any, tuple[Any, ...]], ...]
+    mappings: tuple[tuple[Any, dict[Any, Any]], ...]
+
+    @classmethod
+    def reached(cls, values: Iterable[Any]) -> Contents:
+        """The contents of every list and dict that these values are or hold."""
+        seen: dict[int, Any] = {}
+        waiting = [*values]
+        while waiting:
+            value = waiting.pop()
+            if not isinstance(value, (*_LISTS, *_MAPPINGS, tuple)) or id(value) in seen:
+                continue
+            seen[id(value)] = value
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+        lists = tuple((each, tuple(each)) for each in seen.values() if type(each) in _LISTS)
+        mappings = tuple((each, {**each}) for each in seen.values() if type(each) in _MAPPINGS)
+        return cls(lists, mappings)
+
+    def restore(self, renewed: Callable[[Any], Any] = lambda value: value) -> None:
+        """Give each list and dict its contents again, each value as `renewed` returns it."""
+        for values, items in self.lists:
+            values.clear()
+            values.extend(map(renewed, items))
+        for mapping, held in self.mappings:
+            mapping.clear()
+            mapping.update((key, renewed(value)) for key, value in held.items())
+
+
+@contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """A context after which every attribute is the same object again, and lists and dicts among them have their old
+    contents. Attributes that are new stay.
+    """
+    before = [(vars(module), _attributes(module)) for module in model.modules()]
+    contents = Contents.reached(value for _, attributes in before for value in attributes.values())
+    try:
+        yield
+    finally:
+        for store, attributes in before:
+            store.update(attributes)
+        contents.restore()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, without its members and hooks."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES}

@@ -49,6 +49,13 @@ class Alternating(Block):
         return super().forward(x) if self.wide else x * torch.sigmoid(self.second(self.first(x)))
 
 
+class Container(Block):
+    """A container of its own kind: it has no truth value, as blocks under torch.compile have none."""
+
+    def __len__(self) -> int:
+        raise TypeError("Container does not support len()")
+
+
 class ByDictionary(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * vars(self)["index"]
@@ -299,6 +306,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether calls are
     "one module": (lambda: Stack(Block, 6, shared=True), True),
     "by index": (lambda: Stack(ByIndex, 5), True),  # the norms are equal
     "alternating": (lambda: Stack(Alternating, 8), True),
+    "without truth values": (lambda: Stack(Container, 5), True),
     "by dictionary": (lambda: Stack(ByDictionary, 5), True),
     "leaking": (lambda: Stack(Leaking, 5), True),
     "detached": (lambda: Stack(Detached, 5), True),

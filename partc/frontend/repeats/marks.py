@@ -489,7 +489,7 @@ def _grouped(modules: Mapping[str, nn.Module], constants: Mapping[str, Hashable]
 
     for index, module in enumerate(modules.values()):
         found = number(module)
-        if index and any(module.children()):
+        if index and any(True for _ in module.children()):  # a module may be false, or raise
             yield id(vars(module)), found
 
 

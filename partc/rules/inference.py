@@ -27,7 +27,8 @@ _SAME = KEEPING - spelling("reshape") - spelling("permute") - spelling("expand")
 @dataclass(frozen=True, slots=True)
 class Inferred:
     """The layout of a result. The operation alone does not determine how the `open` dimensions are cut, nor whether the
-    result is partial over the `loose` axes. Nothing is known about axes over which an operand is local.
+    result is partial over the `loose` axes. Nothing is known about axes over which an operand is local. If the result
+    is `in_order`, its elements have the order of this layout, however its dimensions are cut.
 
     `doubtful` says that the operands' local shapes allow several layouts, of which this one is the most probable.
     """
@@ -36,6 +37,7 @@ class Inferred:
     open: frozenset[int] = frozenset()
     loose: frozenset[str] = frozenset()
     doubtful: bool = False
+    in_order: bool = False
 
     def allows(self, stated: Layout, sizes: Sizes) -> bool:
         """Whether a stated layout agrees with this one."""
@@ -46,8 +48,22 @@ class Inferred:
         loose = self.loose.union(axis for dim in ones for axis in _axes(found.dims[dim]))
         dims = zip(found.dims, stated.dims, strict=True)
         same = all(a == b or dim in self.open or dim in ones for dim, (a, b) in enumerate(dims))
+        if self.in_order and _order(found, sizes) != _order(stated, sizes):
+            return False
         partial = {*found.partial}
         return same and partial - loose <= {*stated.partial} <= partial | loose
+
+
+def _order(layout: Layout, sizes: Sizes) -> tuple[int | str, ...]:
+    """The factors of a layout's elements, the major one first: axes, and numbers of elements on a rank."""
+    found: list[int | str] = [1]
+    for sub in (sub for dim in layout.dims for sub in dim):
+        *_, last = found
+        if sub.axes or isinstance(last, str):
+            found += [*sub.axes, sub.part(sizes)]
+        else:
+            found[-1] = last * sub.size
+    return tuple(factor for factor in found if factor != 1)
 
 
 def _layout_within(layout: Layout, axes: Set[str], sizes: Sizes) -> Layout:
@@ -477,7 +493,7 @@ def reshaped(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> Inferred |
     # element.
     starts = [dim for dim, pieces in enumerate(dims) if dim and pieces[0].axes]
     unsure = frozenset(starts) | frozenset(dim - 1 for dim in starts)
-    return Inferred(replace(layout, dims=dims), unsure, doubtful=bool(unsure))
+    return Inferred(replace(layout, dims=dims), unsure, doubtful=bool(unsure), in_order=True)
 
 
 def _with_ones(layout: Layout, shape: tuple[int, ...], sizes: Sizes) -> list[Pieces] | None:

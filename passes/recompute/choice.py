@@ -17,7 +17,7 @@ import numpy as np
 
 from partc.errors import InternalError
 
-WORK = 4 * 10**6  # a frontier is complete up to this number of points times the square of the number of variables
+WORK = 10**6  # a frontier is complete up to this number of points times the square of the number of variables
 NODES = 1000  # the most nodes of the search for a solution; ordinary models take a few
 CORNERS = 100  # the most corners of a frontier that is not complete
 

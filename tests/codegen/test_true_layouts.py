@@ -69,6 +69,26 @@ def test_dimensions_of_one_element_take_no_cut_from_their_neighbours() -> None:
     assert found is not None and found.layout == Layout.parse("[8@dp, 8 · 4@tp, 1, 16]")
 
 
+def test_elements_keep_their_order_in_the_same_local_shape() -> None:
+    """A cut may move to the end of the dimension before, but not in front of it."""
+    found = reshaped(Layout.parse("[4, 8@dp, 12]"), (4, 4, 12), SIZES)
+    assert found is not None and found.layout == Layout.parse("[4, 8@dp, 12]")
+    for layout, allowed in (("[4 · 2@dp, 4, 12]", True), ("[8@dp, 4, 12]", False), ("[4, 4 · 2@dp, 12]", False)):
+        assert found.allows(Layout.parse(layout), SIZES) is allowed, layout
+
+
+def test_a_time_step_is_no_row_where_a_rank_has_as_many_of_both(tmp_path: Path) -> None:
+    """The values of a frozen recurrent layer are cut over dp where its rows are, whatever the number of a rank's rows."""
+    cut = {}
+    for rows in (8, 12):
+        file = tmp_path / f"recurrent_{rows}.py"
+        file.write_text(RECURRENT.format(rows=rows))
+        regions = partc.compile(file, mesh="dp=2", precision="fp64").program.regions
+        types = [value.type for region in regions for op in region.forward.ops for value in op.results]
+        cut[rows] = [str(type.layout).replace(str(rows), "rows") for type in types]
+    assert cut[8] == cut[12] and not any("local" in layout for layout in cut[8])
+
+
 def test_a_layout_that_its_operands_do_not_make_is_refused() -> None:
     program = partc.compile(MODELS["gpt"].source(EXAMPLES), mesh="1x2x2", microbatches=2).program
     Verifier()(program, frozenset({"local"}), "schedule")
@@ -87,6 +107,19 @@ def test_a_layout_that_its_operands_do_not_make_is_refused() -> None:
         Verifier()(replace(program, regions=tuple(regions)), frozenset({"local"}), "schedule")
 
 
+RECURRENT = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(10, 10), nn.RNN(10, 5, batch_first=True, bidirectional=True).requires_grad_(False))
+
+def batch():
+    return {{"x": torch.randn({rows}, 4, 10)}}
+
+def loss(model, batch):
+    return model(batch["x"])[0].square().mean()
+"""
 RUN = """
 import runpy, sys, threading
 from pathlib import Path

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -361,6 +362,39 @@ def test_sizes_and_numbers_of_constants() -> None:
     torch.manual_seed(0)
     package = partc.compile(Net(sized_by_constants), batch(), mesh="dp=2", precision="fp64")
     assert package.verify(steps=2).ok and not package.replicated_ops
+
+
+CONSTRUCTORS: dict[str, Callable[[list[int]], Tensor]] = {
+    "LongTensor": lambda numbers: torch.LongTensor(numbers),
+    "Tensor": lambda numbers: torch.Tensor(numbers).long(),
+    "from_numpy": lambda numbers: torch.from_numpy(np.array(numbers)),
+    "of an array": lambda numbers: torch.LongTensor(np.array(numbers)),
+    "new": lambda numbers: torch.ones(1).new(numbers).long(),
+}
+
+
+class Streaming(nn.Module):
+    """The mask of chunks in which streaming transducers, such as Phi-4's audio encoder, attend."""
+
+    def __init__(self, constructor: str) -> None:
+        super().__init__()
+        self.layer, self.constructor = nn.Linear(8, 8), constructor
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        starts = F.pad(CONSTRUCTORS[self.constructor]([3, 6]), (1, 0))
+        place = torch.arange(8)[:, None]
+        chunk = ((place < F.pad(starts[1:], (0, 1), value=8)) & (place >= starts)).nonzero()[:, 1] - 1
+        chunk[chunk < 0] = 0
+        assert chunk.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+        seen = torch.arange(8) >= starts[chunk][:, None]
+        hidden = self.layer(x)
+        return hidden.masked_fill(~seen[0], 0.0).square().mean() + (hidden @ seen.to(x.dtype)).sin().sum()
+
+
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_tensors_by_constructors_have_values_while_a_model_is_traced(constructor: str) -> None:
+    torch.manual_seed(0)
+    assert partc.compile(Streaming(constructor), batch(), mesh="dp=2,tp=2", precision="fp64").verify(steps=2).ok
 
 
 def test_values_of_large_constants_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from partc.frontend.branches.largest_numbers import LargestNumbers
 from partc.frontend.by_tensor import ByTensor
-from partc.torch_private import outside_functorch, without_modes
+from partc.torch_private import FakeTensor, outside_functorch, without_modes
 
 LARGEST = 1 << 16  # the most elements of a constant whose values are computed
 _DRAWS = frozenset({
@@ -27,6 +27,8 @@ _PLACED = frozenset({
     "new_zeros", "new_ones", "new_full", "narrow", "select", "split", "split_with_sizes", "chunk",
     "view", "reshape", "unflatten", "expand", "repeat", "tile", "unfold", "pad", "roll", "interpolate",
 })  # fmt: skip
+# The operations by which torch.Tensor(...), torch.LongTensor(...) and torch.from_numpy(...) bring values into a trace.
+_BROUGHT = frozenset({"lift_fresh.default", "lift_fresh_copy.default"})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -151,6 +153,9 @@ class KnownValues:
         """The result on known values; NotImplemented if an operand is unknown or the result is random."""
         if name in _DRAWS or kwargs.get("training"):
             return NotImplemented
+        if name in _BROUGHT and not isinstance(args[0], FakeTensor):
+            with without_modes():
+                return args[0].clone()
         try:
             given = self.operands((args, dict(kwargs)), shaped=name in _SHAPED)
         except UnknownError:

@@ -593,6 +593,11 @@ def refusal(change: Change | None, state: State, source: Source | None = None) -
         )
         if change.always:
             helped = "do so in the constructor, or in model() before it returns"
+        if change.key[1] == "parameters":
+            helped = (
+                "make parameters in the constructor, and change their values in place, as weight.data.copy_(values) "
+                "does: an optimizer does not know a parameter that forward makes"
+            )
         if change.key[0] in ("random", "numpy.random") or change.key == ("torch", "generator"):
             what = f"forward takes {change.what}" if change.key[0] != "torch" else f"forward sets {change.what}"
             helped = "draw with torch.rand, torch.randn or dropout, which packages draw anew in every step"

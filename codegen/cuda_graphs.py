@@ -70,7 +70,7 @@ def _reads_device_numbers(op: Op, types: Mapping[str, TensorType], sizes: Sizes)
         return any(_reads_device_numbers(step, inside, sizes) for step in op.body)
     if op.name in _PRODUCTS:
         return not _is_one_kernel(op, types, sizes)
-    if op.name == "route":
+    if op.name in ("route", "linear_sum_assignment"):
         return True
     import torch
 

@@ -399,6 +399,7 @@ _TABLE: Mapping[str, Emit] = {
     "expert_order": _function("functional.expert_order"),
     "permute_rows": lambda o: f"{o.args[0]}.index_select(0, {' // '.join((o.args[1], *o.args[3:]))})",
     "selected_places": _function("functional.selected_places"),
+    "linear_sum_assignment": _function("functional.linear_sum_assignment"),
     "times_loss_scale": lambda o: f"{o.named('comm')}.times_scale({o.args[0]})",
     "expert_rows": lambda o: f"{o.args[1]}[{o.args[0]}]",
     **{name: _function(f"functional.{name}") for name in ("bag_max", "bag_max_grad", "bag_sum", "bag_sum_grad")},

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from partc.ir.parser import parse_graph
 from partc.ir.program import Arg, DType, DTypeArg, Graph, Op, Ref, TensorType, Value
+from partc.runtime.ops.assignment import linear_sum_assignment
 from partc.runtime.ops.attention import attention_sinks_backward
 from partc.runtime.ops.rotary import rotary, rotary_backward
 
@@ -195,6 +196,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "linalg_qr": torch.linalg.qr,
     "linalg_eigh": torch.linalg.eigh,
     "linalg_cholesky": torch.linalg.cholesky,
+    "linear_sum_assignment": linear_sum_assignment,
     "linalg_slogdet": torch.linalg.slogdet,
     "linalg_pinv": torch.linalg.pinv,
     "inverse": torch.inverse,
@@ -305,6 +307,7 @@ def product_cases() -> list[Case]:
     found += [case("expert_rows", torch.arange(12) % 3, normal(4, 6))]
     found += [case("expert_places", torch.randint(3, (6, 12))), case("times_loss_scale", torch.randn(4, 6))]
     found += [case("selected_places", torch.rand(6, 12).argsort(1) < 5, 5)]
+    found += [case("linear_sum_assignment", normal(6, 4)), case("linear_sum_assignment", normal(4, 6), True)]
     starts, ends = torch.tensor([0, 0, 3, 3, 8, 11]), torch.tensor([0, 3, 3, 8, 11, 12])
     found += [case("bucketize", normal(6, 4), torch.arange(3.0))]
     found += [case(f"_{f}_backward_data", x, x, 1, torch.float64) for f in ("softmax", "log_softmax")]

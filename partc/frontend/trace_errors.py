@@ -25,7 +25,8 @@ _ROWS = (
 )
 _PART = (
     "forward couples examples, so that each of the {0} microbatches is a batch of its own: call the model on that part "
-    "of a batch in plain PyTorch, without partc, or use fewer microbatches"
+    "of a batch in plain PyTorch, without partc, or use fewer microbatches; a list of tensors, one for each example, "
+    "stays whole: let loss() make it from an entry with a row for each"
 )
 
 
@@ -69,7 +70,8 @@ KNOWN: tuple[Known, ...] = (
     Known(
         pattern=r"\.(?:numpy|tolist)\(\) is not supported",
         cause="forward reads the values of a tensor, which has none while it is traced",
-        help="compute with torch's operations in place of NumPy's or Python's",
+        help="compute with torch's operations in place of NumPy's or Python's; scipy's linear_sum_assignment takes the "
+        "tensor itself, and gives tensors",
         inside=True,
     ),
     Known(

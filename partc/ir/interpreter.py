@@ -14,6 +14,7 @@ from partc.ir.operators import torch_argument, torch_operator
 from partc.ir.program import SCAN, Graph, Op, Program
 from partc.ir.scans import scan_of
 from partc.runtime.ops import bags
+from partc.runtime.ops.assignment import linear_sum_assignment
 
 
 def evaluate(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -187,6 +188,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
         experts[order],
     ),
     "permute_rows": lambda x, order, inverse, copies=1: x[order // copies],
+    "linear_sum_assignment": linear_sum_assignment,
     "selected_places": lambda mask, count: (mask.cumsum(1) - 1).clamp_min(0),
     "divide_rows": lambda x, counts, shares: x.split(counts[1].view(-1, len(shares)).sum(0).tolist()),
     "join_rows": lambda parts, counts, shares: torch.cat(parts),

@@ -74,7 +74,7 @@ _declare("nll_loss_forward nll_loss2d_forward", extra=("total_weight",))
 _declare("log_sigmoid_forward", extra=("buffer",))
 _declare("_linalg_det", extra=("lu", "pivots"))
 _declare("_ctc_loss", extra=("log_alpha",))
-_declare("incoming_gradient", differentiable=False)
+_declare("incoming_gradient linear_sum_assignment", differentiable=False)
 # Several kernels
 _declare("topk scatter", kernels=2)
 _declare("expert_matmul expert_matmul_grad_rows", kernels=3)

@@ -15,9 +15,10 @@ from torch import Tensor
 from partc.ir.parser import parse_graph
 from partc.ir.program import Arg, DType, DTypeArg, Op, Ref, TensorType
 from partc.ir.scans import with_time
+from partc.runtime.ops.assignment import linear_sum_assignment
 from partc.runtime.ops.attention import row_dtype
 from partc.runtime.ops.rotary import joined, pairs
-from partc.torch_private import OpOverloadPacket, below_autograd, overload_name
+from partc.torch_private import FakeTensor, OpOverloadPacket, below_autograd, overload_name
 
 Shapes = Callable[..., Tensor | tuple[Tensor, ...] | list[Tensor]]
 Gradients = Callable[..., Sequence[Tensor | None]]  # (grads of results, args, results) -> grads of args
@@ -58,6 +59,14 @@ def _operator(name: str, schema: str, shapes: Shapes, gradients: Gradients | Non
 
 def _empty_like(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _assigned(cost: Tensor, maximize: bool = False) -> tuple[Tensor, Tensor]:
+    """Values of constants are computed while a model is traced; other operands have none."""
+    if isinstance(cost, FakeTensor):
+        rows, columns = (cost.new_empty(min(cost.shape), dtype=torch.int64) for _ in range(2))
+        return rows, columns
+    return linear_sum_assignment(cost, maximize)
 
 
 def _scaled(x: Tensor, dim: int, times: int = 1, over: int = 1) -> Tensor:
@@ -173,6 +182,7 @@ def _define_experts() -> None:
         "(Tensor mask, int count) -> Tensor",
         lambda mask, count: torch.empty_like(mask, dtype=torch.int64),
     )
+    _operator("linear_sum_assignment", "(Tensor cost, bool maximize=False) -> (Tensor, Tensor)", _assigned)
     _operator("times_loss_scale", "(Tensor x) -> Tensor", torch.empty_like)
     _operator(
         "expert_matmul_grad_rows",

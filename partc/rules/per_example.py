@@ -48,6 +48,19 @@ def examples(
     return build
 
 
+def undivided(op: Op, types: Types) -> OpRule:
+    """The rule of operations whose results depend on their operands as a whole."""
+    sizes: dict[str, int] = {}
+
+    def dims(shape: tuple[int, ...], prefix: str) -> Dims:
+        sizes.update((f"{prefix}{i}", size) for i, size in enumerate(shape))
+        return tuple((f"{prefix}{i}",) for i in range(len(shape)))
+
+    operands = [(dims(type.shape, f"x{i}_"), type) for i, type in enumerate(types)]
+    results = [dims(value.type.shape, f"y{i}_") for i, value in enumerate(op.results)]
+    return make(operands, results, sizes, blocked=set(sizes))
+
+
 def histogram(op: Op, types: Types) -> OpRule | None:
     """histc(x, bins, min, max): each rank counts its own elements; the counts are partial sums.
 

@@ -12,7 +12,7 @@ from partc.errors import PartcError
 from partc.ir.program import DType, Op, TensorType
 from partc.rules import products, shapes
 from partc.rules.notation import Notation, NotationError, bind, parse
-from partc.rules.per_example import examples, histogram, recurrent, scatter_add
+from partc.rules.per_example import examples, histogram, recurrent, scatter_add, undivided
 from partc.rules.rule import OpRule, argument, is_ref, make
 from partc.rules.shapes import Builder, Types, last_dims, whole_dims
 
@@ -382,6 +382,7 @@ build(
     heavy=True,
     precision="high",
 )
+build("linear_sum_assignment", undivided, precision="high")
 build("linalg_solve_triangular", products.triangular_solve, heavy=True, precision="high")
 build("cdist", products.distances, heavy=True, precision="high")
 build("bilinear", examples(0, 1, least=2), heavy=True, precision="high")

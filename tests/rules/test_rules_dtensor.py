@@ -54,6 +54,7 @@ UNKNOWN = (
     *("attention", "attention_backward", "conv1d", "conv2d", "conv3d"),
     *("scatter_reduce", "cdist", "bilinear", "gru", "unfold", "diagonal", "diagonal_scatter", "diag_embed", "rnn_tanh"),
     *("im2col", "col2im", "rnn_relu", "expert_places", "selected_places", "bag_sum", "bag_max", "bag_sum_grad"),
+    "linear_sum_assignment",
     "bag_max_grad",
 )
 

@@ -30,6 +30,7 @@ from partc.frontend.state.kept_attributes import kept_attributes
 from partc.frontend.state.replaced_buffers import Buffers, registering
 from partc.frontend.state.weight_identity import ConstructedWeights
 from partc.frontend.trace_errors import RaisedError, explained_error
+from partc.frontend.traceable_forms.assignments import traceable_assignments
 from partc.frontend.traceable_forms.masked_spans import traceable_spans
 from partc.frontend.traceable_forms.untraceable_modules import untraceable_modules
 from partc.runtime.train.entries import of_model, rebuilt_batch
@@ -161,7 +162,7 @@ class TracedStep(nn.Module):
                 self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
                 keeping_unknown_numbers(self._homes()),
                 repeats.marking(), registering({id(vars(x)) for x in self._watch.named.values()}), _conversions(),
-                _inference(), untraceable_modules(),
+                _inference(), untraceable_modules(), traceable_assignments(self._watch.modules),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip
                 found = self._forward(batch)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..random import dropout, dropout_backward
 from .accumulation import add_product, add_sum, add_sums, in_rows, materialized
+from .assignment import linear_sum_assignment
 from .attention import (
     attention,
     attention_backward,
@@ -103,6 +104,7 @@ __all__ = [
     "linear_cross_entropy_backward",
     "linear_grad_bias",
     "linear_grad_weight",
+    "linear_sum_assignment",
     "log_sum_exp",
     "mask_classes",
     "materialized",

@@ -80,6 +80,11 @@ def binding_constraint(choice: PlanChoice, found: Sequence[Variation] = ()) -> s
     more = next((each for each in found if each.change == "memory" and each.best is not None), None)
     if more is not None and more.best is not None:
         gain = 1 - more.best.seconds / best.seconds
+        if gain > _ROUNDING and more.best.bytes <= limit:
+            return (
+                f"the search ended too early: a plan that fits takes {gain:.1%} less ({more.best.plan.flags}); give "
+                "more --max-seconds"
+            )
         if gain > _ROUNDING:
             return f"memory binds: with {more.name}, a step would take {gain:.1%} less ({more.best.plan.flags})"
         if not quicker:

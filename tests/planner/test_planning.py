@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,21 @@ def test_a_variation_is_the_best_plan_of_its_own_request(planner: Planner, choic
     tight = planner.choice(limit=int(choice.best.bytes / 1.05))  # the best plan holds a little too much
     gain = 1 - choice.best.seconds / tight.best.seconds
     assert gain > 0 and f"a step would take {gain:.1%} less" in binding_constraint(tight, [price(planner, tight)])
+
+
+def test_a_quicker_plan_that_fits_does_not_say_that_memory_binds(planner: Planner, choice: PlanChoice) -> None:
+    """The price of memory takes a search of its own, which may find what the first one had no time for."""
+    more = price(planner, choice)
+    assert more.best is not None and more.best.bytes <= choice.request.limit
+    every = ((plan, planner.predicted(plan)) for plan in planner.plans())
+    slower = max(
+        (Played(plan=plan, bound=choice.best.bound, prediction=each) for plan, each in every),
+        key=lambda played: played.seconds,
+    )
+    assert slower.seconds > 1.01 * choice.best.seconds
+    hasty = replace(choice, outcome=replace(choice.outcome, fitting=(slower,), others=(), complete=False))
+    text = binding_constraint(hasty, [more])
+    assert text.startswith("the search ended too early: a plan that fits takes ") and more.best.plan.flags in text
 
 
 def test_the_front_has_the_plans_that_no_other_beats(planner: Planner, choice: PlanChoice) -> None:

@@ -76,6 +76,7 @@ __all__ = [
     "below_autograd",
     "checkpoint",
     "checks",
+    "disabled_autocast_untraced",
     "fake_stored",
     "graphs_without_code",
     "inside_functorch",
@@ -300,6 +301,21 @@ def recorded_stacks(stack: Callable[[], StackSummary]) -> Iterator[None]:
         yield
     finally:
         home.CapturedTraceback, home.TracerBase._filter_traceback_frames = captured, filtered
+
+
+@contextmanager
+def disabled_autocast_untraced() -> Iterator[None]:
+    """A context in which an autocast that is disabled does nothing. `torch.export` would record it as a call of a
+    submodule, and forget which operations inside it ran under no_grad.
+    """
+    kind: Any = torch.autocast
+    enter, leave = kind.__enter__, kind.__exit__
+    kind.__enter__ = lambda region: enter(region) if region._enabled else region
+    kind.__exit__ = lambda region, *error: leave(region, *error) if region._enabled else None
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave
 
 
 @contextmanager

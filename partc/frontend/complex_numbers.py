@@ -56,8 +56,14 @@ Rewritten = Pair | Tensor | Sequence[Pair | Tensor]
 Rewrite = Callable[..., Rewritten]
 
 
-def is_complex(node: fx.Node) -> bool:
-    """Whether an operation has a complex operand or result."""
+# Transforms of half of a symmetric spectrum to real numbers, whose operand may be real as well.
+_TO_REAL = frozenset(f"fft_{kind}{dims}" for kind in ("irfft", "hfft") for dims in ("", "2", "n"))
+
+
+def is_complex(node: fx.Node, name: str) -> bool:
+    """Whether an operation has a complex operand or result, or takes its real operand for complex numbers."""
+    if name in _TO_REAL:
+        return True
     found = [node.meta.get("val"), *(other.meta.get("val") for other in node.all_input_nodes)]
     flat = [item for value in found for item in (value if isinstance(value, tuple | list) else (value,))]
     return any(isinstance(item, Tensor) and item.is_complex() for item in flat)
@@ -109,7 +115,8 @@ def real_operations(node: fx.Node, name: str) -> fx.GraphModule:
         fakes = [_of_parts(other.meta["val"]) for other in operands]
     # Integers times numbers have the default dtype, which differs after the trace.
     every, _ = tree_flatten((like, [other.meta["val"] for other in operands]))
-    held = next(x.dtype.to_real() for x in every if isinstance(x, Tensor) and x.is_complex())
+    tensors = [x for x in every if isinstance(x, Tensor)]
+    held = next((x for x in tensors if x.is_complex()), tensors[0]).dtype.to_real()
     with computing_in(held):
         body: fx.GraphModule = make_fx(run, pre_dispatch=True)(*fakes)
     for inner in body.graph.nodes:
@@ -461,6 +468,23 @@ def _fourier(dims: int | None, *, inverse: bool, real: bool = False) -> Rewrite:
     return rewrite
 
 
+def _hermitian(dims: int | None, *, inverse: bool) -> Rewrite:
+    """The transforms of a signal that is symmetric in time: those of the conjugate in the other direction, whose
+    division by the number of elements they do not have.
+    """
+    other = _fourier(dims, inverse=not inverse, real=True)
+    norms = {None: "forward", "backward": "forward", "forward": "backward", "ortho": "ortho"}
+
+    def rewrite(like: Tensor, x: Operand, size: Any = None, dim: Any = None, norm: str | None = None) -> Rewritten:
+        if not inverse:
+            return other(like, _as_pair(x, like).conjugate, size, dim, norms[norm])
+        found = other(like, x, size, dim, norms[norm])
+        assert isinstance(found, Pair)
+        return found.conjugate
+
+    return rewrite
+
+
 def _short_time(
     like: Tensor,
     x: Operand,
@@ -674,6 +698,12 @@ REWRITES: Mapping[str, Rewrite] = {
     "fft_ifftn": _fourier(None, inverse=True),
     "fft_rfftn": _fourier(None, inverse=False, real=True),
     "fft_irfftn": _fourier(None, inverse=True, real=True),
+    "fft_hfft": _hermitian(1, inverse=False),
+    "fft_ihfft": _hermitian(1, inverse=True),
+    "fft_hfft2": _hermitian(2, inverse=False),
+    "fft_ihfft2": _hermitian(2, inverse=True),
+    "fft_hfftn": _hermitian(None, inverse=False),
+    "fft_ihfftn": _hermitian(None, inverse=True),
     "stft": _short_time,
     "istft": _short_time_inverse,
 }

@@ -230,7 +230,7 @@ class GraphReader:
             return
         if name == "as_strided" and self._is_windows(node):
             return
-        if is_complex(node):
+        if is_complex(node, name):
             self._of_pairs(node, name)
             return
         try:

@@ -714,3 +714,27 @@ def wheel() -> nn.Module:
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=2", 1), ("dp=2", 2), ("dp=2", 3), ("pp=2,dp=2", 2)])
 def test_blocks_that_are_called_again(mesh: str, zero: int) -> None:
     _equal(wheel, _batch(), mesh, zero=zero, microbatches=2)
+
+
+class Autocast(nn.Module):
+    """Values computed under no_grad where an autocast is disabled: torch.export forgets the no_grad there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        with torch.autocast("cpu", enabled=False):
+            with torch.no_grad():
+                spread = x.std()
+            x = x * spread
+        return x.square().mean()
+
+
+def autocast() -> nn.Module:
+    return Autocast()
+
+
+def test_no_gradient_inside_a_disabled_autocast() -> None:
+    _equal(autocast, _batch(), "dp=2")

@@ -141,6 +141,21 @@ FUNCTIONS: Mapping[str, Function] = {
         z, 3, 1, window=torch.hann_window(3, dtype=x.dtype) + 0.5, center=False, onesided=False, return_complex=True
     ),
     "rfft of two": lambda z, w, x: torch.fft.rfft2(x, norm="ortho") * z[..., :4],
+    "irfft of real numbers": lambda z, w, x: (
+        torch.fft.irfft(z.real)
+        + torch.fft.irfft2(z.imag, s=(3, 10)).sum(1, keepdim=True)
+        + torch.fft.irfftn(x * z.real, norm="forward").sum()
+    ),
+    "hfft": lambda z, w, x: (
+        torch.fft.hfft(z)
+        + torch.fft.hfft(x, norm="ortho") * torch.fft.hfft(z, n=9, norm="forward").sum(-1, keepdim=True)
+    ),
+    "hfft of two": lambda z, w, x: (
+        torch.fft.hfft2(z, s=(3, 7)) + torch.fft.hfftn(x, s=(3, 7), dim=(1, 2), norm="ortho")
+    ),
+    "ihfft": lambda z, w, x: (
+        torch.fft.ihfft(x * z.real) + torch.fft.ihfft2(z.imag, norm="ortho") * torch.fft.ihfftn(x, norm="forward").sum()
+    ),
     "irfft of two": lambda z, w, x: torch.fft.irfft2(z, s=(3, 7)) + torch.fft.irfftn(z, s=(3, 4), dim=(1, 2)).sum(),
 }
 

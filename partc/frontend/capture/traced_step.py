@@ -36,7 +36,7 @@ from partc.frontend.traceable_forms.untraceable_modules import untraceable_modul
 from partc.runtime.train.entries import of_model, rebuilt_batch
 from partc.runtime.train.plain_tensors import Members
 from partc.runtime.train.precision import computing_in
-from partc.torch_private import attributes_kept_by, without_modes
+from partc.torch_private import attributes_kept_by, disabled_autocast_untraced, without_modes
 
 Loss = Callable[[Any, Any], Any]
 
@@ -162,7 +162,8 @@ class TracedStep(nn.Module):
                 self._watch.watching(), using_traceable_builtins(self._watch.modules, id=identity), values.watching(),
                 keeping_unknown_numbers(self._homes()),
                 repeats.marking(), registering({id(vars(x)) for x in self._watch.named.values()}), _conversions(),
-                _inference(), untraceable_modules(), traceable_assignments(self._watch.modules),
+                _inference(), disabled_autocast_untraced(),
+                untraceable_modules(), traceable_assignments(self._watch.modules),
                 traceable_spans(self._watch.named.values()), self._with_masks(), traced.members.current(),
             ):  # fmt: skip
                 found = self._forward(batch)

@@ -210,6 +210,12 @@ def test_files_are_written_as_a_whole() -> None:
     assert {path.name for path in MODULES.values() if _WRITES.search(path.read_text())} <= _PARTS
 
 
+def test_integer_programs_are_solved_in_one_place() -> None:
+    """The place that keeps the solver's text off standard output, where a command writes its JSON."""
+    found = [path.name for path in MODULES.values() if re.search(r"\b(milp|linprog)\b", path.read_text())]
+    assert found == ["integer_program.py"]
+
+
 def test_nothing_unfinished_and_no_folders_of_one_machine() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:

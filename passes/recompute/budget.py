@@ -25,6 +25,7 @@ from partc.ir.naming import unique
 from partc.ir.printer import readable
 from partc.ir.program import Call, Program, Region
 from partc.passes.recompute.choice import Point
+from partc.sharding.integer_program import solve_integer_program
 
 MOST_POINTS = 2  # the most points that a stage uses for a region
 FINEST = 10**8  # numbers up to which the solver is exact
@@ -258,10 +259,10 @@ class _BudgetProgram:
         return found
 
     def _solved(self, prices: Any, rows: Sequence[tuple[Any, float, float]], upper: Any) -> list[dict[int, int]] | None:
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.optimize import Bounds, LinearConstraint
 
         matrix, lower, most = (np.array(each) for each in zip(*rows, strict=True))
-        found = milp(
+        found = solve_integer_program(
             prices,
             constraints=LinearConstraint(matrix, lower, most),
             integrality=np.ones(len(upper)),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from partc.errors import InternalError
+from partc.sharding.integer_program import solve_integer_program
 
 WORK = 10**6  # a frontier is complete up to this number of points times the square of the number of variables
 NODES = 1000  # the most nodes of the search for a solution; ordinary models take a few
@@ -190,12 +191,12 @@ class _Constraints:
         return None
 
     def _solved(self, prices: Any, limits: Sequence[_Limit]) -> Point | None:
-        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.optimize import Bounds, LinearConstraint
 
         constraints = [LinearConstraint(self.matrix, self.lower, np.inf)]
         constraints += [LinearConstraint(limit.row[None, :], -np.inf, limit.room + 0.5) for limit in limits]
         unit = math.gcd(*map(int, prices)) or 1
-        found = milp(
+        found = solve_integer_program(
             prices / unit,
             constraints=constraints,
             integrality=np.ones(len(prices)),

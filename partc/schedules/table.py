@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from partc.errors import PartcError, Source
+from partc.runtime.documents import Malformed, contents
 from partc.schedules.kind import Compute, ComputeKind
 
 _ACTION = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,6})", re.ASCII)
@@ -61,10 +62,10 @@ class Table:
 def read(path: Path, *, ranks: int, microbatches: int) -> Table:
     """Read and check a table for these numbers of pipeline ranks and microbatches. Raises PartcError P0407 to P0411."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise PartcError("P0407", f"cannot read the schedule {path}: {reason}", help=_SHAPE) from None
+        text = contents(path).decode("utf-8")
+    except (Malformed, UnicodeDecodeError) as error:
+        reason = error if isinstance(error, Malformed) else "is not text"
+        raise PartcError("P0407", f"the schedule {path} {reason}", help=_SHAPE) from None
     return parse(text, file=str(path), ranks=ranks, microbatches=microbatches)
 
 

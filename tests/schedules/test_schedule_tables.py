@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -224,3 +225,16 @@ def test_odd_files(tmp_path: Path, data: bytes) -> None:
         with pytest.raises(PartcError, match=r"P04(07|08|09|10)") as caught:
             read(path, ranks=1, microbatches=1)
         assert len(str(caught.value)) < 500 + 2 * len(str(tmp_path))
+
+
+@pytest.mark.parametrize(("device", "cause"), [("pipe", "not a regular file"), ("/dev/zero", "not a regular file")])
+def test_a_table_is_a_file(tmp_path: Path, device: str, cause: str) -> None:
+    """A pipe would block until someone writes to it, and a device may have no end."""
+    path = tmp_path / "mine.csv"
+    if device == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(device)
+    with pytest.raises(PartcError, match=cause) as caught:
+        read(path, ranks=2, microbatches=2)
+    assert caught.value.code == "P0407"

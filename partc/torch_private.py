@@ -20,7 +20,8 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as outside_functorch
 from torch._library import simple_registry
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import _trace as export_traces
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
@@ -99,6 +100,13 @@ __all__ = [
     "without_order",
     "without_overriding",
 ]
+
+
+class FakeTensorMode(fake_tensor.FakeTensorMode):
+    """Torch's mode, which deep copies of its tensors share: a second one would free torch's weak references twice."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FakeTensorMode":
+        return self
 
 
 def fake_stored(mode: FakeTensorMode, like: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:

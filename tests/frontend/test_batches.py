@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from partc.errors import PartcError
 from partc.package.verify import verify
 from partc.runtime.documents import Malformed
 from partc.runtime.train.entries import constants_as_text, entries, rebuilt_batch
+from partc.torch_private import FakeTensorMode
 from tests.durable import train, trained
 from tests.independent.plain import Recipe
 from tests.independent.plain import train as plainly_trained
@@ -251,3 +253,10 @@ def test_a_list_with_other_constants_in_each_microbatch_is_refused(tmp_path: Pat
         partc.compile(file, mesh="dp=2", microbatches=2)
     assert refusal.value.code == "P0401"
     partc.compile(file, mesh="dp=2")
+
+
+def test_copies_of_modules_without_values_share_their_mode() -> None:
+    """batch() may build a model that copies its layers; with a mode of its own, each copy crashed the process."""
+    with FakeTensorMode() as mode:
+        layer = copy.deepcopy(nn.Linear(2, 2))
+    assert layer.weight.fake_mode is mode

@@ -228,6 +228,14 @@ PIPELINE: tuple[Pass, ...] = (
         optional=True,
     ),
     Pass(
+        name="norms",
+        label="Norms cut",
+        does="norms whose rows are cut over tp are written out, with sums over the ranks",
+        requires=("layouts",),
+        ensures=("norms",),
+        after=("tables",),
+    ),
+    Pass(
         name="experts",
         label="Dispatched",
         does="experts are cut over ep: rows travel to the ranks of their experts, and back",
@@ -240,7 +248,7 @@ PIPELINE: tuple[Pass, ...] = (
         name="partition",
         label="Partitioned",
         does="collectives where layouts differ, local sizes, gradient reductions",
-        requires=("layouts",),
+        requires=("layouts", "norms"),
         ensures=("local",),
     ),
     Pass(

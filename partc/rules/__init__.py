@@ -100,17 +100,25 @@ def localize(op: Op, rule: OpRule | None, sizes: Sizes) -> Op:
 
 
 def choices(
-    op: Op, rule: OpRule, axis: str, n: int, cuts: Mapping[str, Collection[int]] | None = None
+    op: Op,
+    rule: OpRule,
+    axis: str,
+    n: int,
+    cuts: Mapping[str, Collection[int]] | None = None,
+    *,
+    normalized: bool = False,
 ) -> tuple[Choice, ...]:
     """All ways to distribute the operation over an axis of size `n`; replication is not among them.
 
-    `cuts` gives additional values of `outer` for each factor (see `factor_cuts`).
+    `cuts` gives additional values of `outer` for each factor (see `factor_cuts`). With `normalized`, the dimensions
+    over which a norm sums may be cut as well.
     """
     found = [Choice(axis=axis, factor=None)]
     sharded = dict(rule.sharded)
     taken = {choice.factor for choice in op.choices if choice.axis != axis}
     for factor in rule.factors:
-        if factor.kind == "blocked" or (factor.name in sharded and factor.name in taken):
+        whole = factor.kind == "blocked" and not (normalized and factor.name in rule.normalized)
+        if whole or (factor.name in sharded and factor.name in taken):
             continue
         outers = {1} if factor.name in sharded else {1, *(cuts or {}).get(factor.name, ())}
         found += [
@@ -185,7 +193,8 @@ def _placements(op: Op, rule: OpRule, choice: Choice | None) -> tuple[tuple[Plac
         made = Partial()
     else:
         factor = rule.factor(choice.factor)
-        if factor.kind == "blocked":
+        everywhere = factor.kind == "parallel" or factor.name in rule.normalized  # in every result
+        if factor.kind == "blocked" and not everywhere:
             raise InternalError(f"{op.name} cannot be cut along {factor.name}")
         combined = factor.name in rule.combined
         others: Placement = Replicated() if combined else Varying()
@@ -194,7 +203,7 @@ def _placements(op: Op, rule: OpRule, choice: Choice | None) -> tuple[tuple[Plac
             _shard(dims, rule, choice) or (Partial() if index in sums else others)
             for index, dims in enumerate(rule.operands)
         ]
-        if factor.kind == "parallel":
+        if everywhere:
             return _invariant_without_gradient(asked, rule), tuple(_cut(dims, rule, choice) for dims in rule.results)
         made = Replicated() if combined else Partial()
     results = (

@@ -48,6 +48,7 @@ class OpRule:
     makes_gradients: bool = False  # the results are gradients as well
     unread: tuple[int, ...] = ()  # operands whose values are not read; partial if they lack the cut factor
     ring: tuple[str, ...] = ()  # factors that are cut together if the operation runs as a ring
+    normalized: tuple[str, ...] = ()  # blocked factors that may be cut all the same: the pass `norms` writes their sums
     work: tuple[tuple[str, ...], ...] = ()  # one product of factors per matrix product in the operation
 
     @property
@@ -71,6 +72,7 @@ def make(
     combined: Sequence[str] = (),
     sharded: Mapping[str, str] | None = None,
     ring: Sequence[str] = (),
+    normalized: Collection[str] = (),
     work: Sequence[Sequence[str]] = (),
 ) -> OpRule:
     """Build a rule from factor names and sizes; the kind of each factor follows from its positions.
@@ -106,6 +108,7 @@ def make(
         combined=tuple(combined),
         sharded=tuple(sorted((sharded or {}).items())),
         ring=tuple(ring) if all(name in names for name in ring) else (),
+        normalized=tuple(name for name in names if name in normalized),
         integral=tuple(index for index, (_, type) in enumerate(operands) if type.dtype not in FLOATING),
         work=tuple(tuple(name for name in product if name in names) for product in work),
     )

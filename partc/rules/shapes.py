@@ -178,14 +178,15 @@ def pad(op: Op, types: Types) -> OpRule:
 
 
 def normalized(op: Op, types: Types) -> OpRule:
-    """rms_norm, layer_norm(x, normalized_shape, ...): the normalized dimensions must be whole."""
+    """rms_norm, layer_norm(x, normalized_shape, ...): cutting a normalized dimension needs sums over the ranks."""
     shape = types[0].shape
     dims, sizes = named_dims(shape)
     count = len(integers(argument(op, 1, "normalized_shape")))
     tail = dims[len(shape) - count :]
     blocked = {name for dim in tail for name in dim}
     weights = [(tail, type) for type in types[1:]]
-    return make([(dims, types[0]), *weights], [dims] * len(op.results), sizes, blocked=blocked)
+    results = [dims] * len(op.results)
+    return make([(dims, types[0]), *weights], results, sizes, blocked=blocked, normalized=blocked)
 
 
 def rotary(op: Op, types: Types) -> OpRule:

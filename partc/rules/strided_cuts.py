@@ -55,7 +55,7 @@ def tensors(op: Op, rule: OpRule) -> Iterator[tuple[str, Dims]]:
 def _places(tensors: Iterable[tuple[str, Dims]], rule: OpRule) -> Iterator[tuple[str, int, int, str, int]]:
     """For every factor that may be cut: value, dimension, product of the more major sizes, factor and size."""
     sizes = {factor.name: factor.size for factor in rule.factors}
-    free = {factor.name for factor in rule.factors if factor.kind != "blocked"}
+    free = {factor.name for factor in rule.factors if factor.kind != "blocked"}.union(rule.normalized)
     for name, dims in tensors:
         for dim, factors in enumerate(dims):
             before = 1

@@ -13,7 +13,7 @@ from partc.ir.expert_products import ExpertMatmul
 from partc.ir.gradients import gradient_inputs, input_only, reached, trainable_params
 from partc.ir.layout import Layout, Partial, Placement, Replicated, Shard, Sizes, Varying
 from partc.ir.mesh import PIPELINE_AXIS, cuts_batch, holds_weights_whole
-from partc.ir.operations import VIEWS
+from partc.ir.operations import VIEWS, effects
 from partc.ir.program import FLOATING, ITEMSIZE, Choice, Graph, Op, Parameter, Program, Region, TensorType
 from partc.rules import RING, Cuts, OpRule, choices, factor_cuts, flops, is_matmul, propagate_cuts
 from partc.rules.tried import rule_of
@@ -30,6 +30,7 @@ _LARGE_SHARE, LARGE_BYTES = 0.01, 1 << 26
 # Floating-point operations that a device computes while a link moves a byte: an H100 has 6e14 flops and 3e11 bytes a
 # second.
 _FLOPS_PER_BYTE = 2000.0
+_AWAITED = 10  # a sum inside a norm counts as this many collectives, because nothing overlaps with it
 _SEEN = 0.05  # the share of a ring's bytes that products do not hide
 
 
@@ -234,7 +235,8 @@ class _PlacementProgram:
             batch = {  # dimensions that the batch axes cut are excluded, except for rows that travel
                 (choice.factor, choice.outer) for choice in op.choices if not experts and cuts_batch(choice.axis)
             }
-            every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts))
+            along = not holds_weights_whole(self.axis)
+            every = choices(op, rule, self.axis, self.n, factor_cuts(op, rule, cuts), normalized=along)
             spread = [choice for choice in every if (choice.factor, choice.outer) not in batch or choice.factor is None]
             if self.axis in region.batch_over:
                 spread = [replace(choice, axis=self.axis) for choice in op.choices if cuts_batch(choice.axis)][:1]
@@ -287,9 +289,8 @@ class _PlacementProgram:
             self._axis_placement(layout, v.name in live) for layout, v in zip(found[1], op.results, strict=True)
         )
         label = None if choice is None else (choice.factor, choice.outer)
-        return Alternative(
-            label=label, wants=wants, makes=makes, price=self._price(region, op, rule, choice, found, makes, types)
-        )
+        price = self._price(region, op, rule, choice, found, makes, types, live)
+        return Alternative(label=label, wants=wants, makes=makes, price=price)
 
     def _axis_placement(self, layout: Layout, live: bool) -> Placement:
         """The placement on this axis; Varying counts as Replicated for values without a gradient."""
@@ -305,6 +306,7 @@ class _PlacementProgram:
         found: tuple[tuple[Layout, ...], tuple[Layout, ...]],
         makes: tuple[Placement, ...],
         types: Mapping[str, TensorType],
+        live: set[str],
     ) -> Price:
         times = self.calls[region.name]
         spare = 1 - 1 / self.n
@@ -319,6 +321,9 @@ class _PlacementProgram:
             price["repeated_bytes"] = times * sum(size) * spare
         if op.name == "cross_entropy" and not repeated and not any(isinstance(made, Shard) for made in makes):
             price["communication"] = times * 3 * 2 * spare * sum(size)  # a maximum, a sum and a pick, all reduced
+        if rule is not None and choice is not None and choice.factor in rule.normalized:
+            sums = self._sums_price(op, rule, any(value.name in live for value in op.results))
+            price |= {name: times * amount for name, amount in sums.items()}
         if rule is not None and choice is not None and choice.factor in (RING, *rule.ring):
             price["communication"] = times * self._rows_price(op, rule, choice, types)
         if any(
@@ -329,6 +334,18 @@ class _PlacementProgram:
         ):
             price["nesting"] = times * sum(size)
         return price
+
+    def _sums_price(self, op: Op, rule: OpRule, live: bool) -> Price:
+        """The price of a norm whose rows are cut: its sums in the forward pass, and as many in the backward pass."""
+        made = op.results[0].type
+        whole = [dim for dim, names in enumerate(rule.results[0]) if not {*names} & {*rule.normalized}]
+        local = made.layout.local_shape(self.sizes)
+        rows = math.prod(local[dim] for dim in whole) * max(4, ITEMSIZE[made.dtype])
+        sums = len(effects(op.name).extra) * (2 if live else 1)  # one for each statistic
+        return {
+            "communication": sums * 2 * (1 - 1 / self.n) * rows,
+            "collectives": sums * _AWAITED * self.largest,
+        }
 
     def _rows_price(self, op: Op, rule: OpRule, choice: Choice, types: Mapping[str, TensorType]) -> float:
         """The bytes of a ring that products do not hide, and the price of unequal work under a causal mask."""

@@ -59,6 +59,11 @@ def in_fp32(region: Region) -> Region:
     return region.mapped(graph_of)
 
 
+def epsilon(dtype: DType) -> float:
+    """The distance from 1 to the next number: what rms_norm adds if no epsilon is given."""
+    return {"f64": 2.0**-52, "bf16": 2.0**-7, "f16": 2.0**-10}.get(dtype, 2.0**-23)
+
+
 @dataclass(slots=True, kw_only=True)
 class _RowWriter:
     """Writes operations on rows: all but the last `along` dimensions of x number the rows."""
@@ -117,11 +122,7 @@ class _RowWriter:
 
 def _rms_norm(w: _RowWriter, x: Ref, shape: tuple[int, ...], weight: Arg, eps: Arg) -> None:
     made, rstd = w.results(2)
-    small = (
-        eps
-        if eps is not None
-        else {"f64": 2.0**-52, "bf16": 2.0**-7, "f16": 2.0**-10}.get(w.type_of(x).dtype, 2.0**-23)
-    )
+    small = epsilon(w.type_of(x).dtype) if eps is None else eps
     var = w.do("add", w.mean(w.do("mul", x, x, word="square"), len(shape), "mean"), small, word="var")
     scale = w.do("rsqrt", var, word="rstd", makes=rstd)
     unit = w.do("mul", x, scale, word="unit", makes=made if weight is None else None)

@@ -8,14 +8,15 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, inner: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
+        self.inner = nn.RMSNorm(4 * width, eps=1e-6) if inner else nn.Identity()
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.down(self.inner(F.gelu(self.up(self.norm(x)))))
 
 
 class Turned(nn.Module):
@@ -31,10 +32,12 @@ class Turned(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, width: int, depth: int, words: int, turned: bool, masked: bool, grouped: bool) -> None:
+    def __init__(
+        self, width: int, depth: int, words: int, turned: bool, masked: bool, grouped: bool, inner: bool
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Turned(width) if turned else Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(Turned(width) if turned else Block(width, inner) for _ in range(depth))
         self.masked, self.grouped = masked, grouped
         self.head = nn.Linear(width, words, bias=False)
 
@@ -52,9 +55,15 @@ class Stack(nn.Module):
 
 
 def model(
-    width: int = 8, depth: int = 2, words: int = 13, turned: bool = False, masked: bool = False, grouped: bool = False
+    width: int = 8,
+    depth: int = 2,
+    words: int = 13,
+    turned: bool = False,
+    masked: bool = False,
+    grouped: bool = False,
+    inner: bool = False,
 ) -> nn.Module:
-    return Stack(width, depth, words, turned, masked, grouped)
+    return Stack(width, depth, words, turned, masked, grouped, inner)
 
 
 def batch(batch: int = 8, words: int = 13) -> dict[str, Tensor]:

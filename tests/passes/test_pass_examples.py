@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "batch": (Case(how={"mesh": "dp=2", "microbatches": 2}),),
     "annotate": (Case(how={"mesh": "tp=2"}),),
     "tables": (Case(how={"mesh": "dp=2", "shard": ("embed.weight=[_, @dp]",)}, options={"words": 16}),),
+    "norms": (Case(how={"mesh": "tp=2"}, options={"inner": True}),),
     "experts": (Case(model="routed", how={"mesh": "ep=2"}),),
     "partition": (Case(how={"mesh": "tp=2"}),),
     "outermost": (Case(how={"mesh": "tp=2"}),),

@@ -20,7 +20,8 @@ Results that only a `cat` reads are written side by side.
 
 Two groups are joined if that saves time by the roofline: a launch, and the bytes of values that one passes to the other
 or that both read. Values that others read, or that are saved, are still written. Values that backward kernels can
-compute from their other operands are no longer saved (rematerialize.py). An operation with a second result for its
+compute from their other operands are no longer saved (rematerialize.py), and values that kernels on both sides of a
+collective read are made by each (cheaper_reads.py). An operation with a second result for its
 derivative is replaced by one without it (single_results.py). No group extends across a matrix product, attention or a
 collective: no operation outside a group may depend on one part of it and be read by another.
 """
@@ -33,6 +34,7 @@ from dataclasses import replace
 from partc.ir.layout import Sizes
 from partc.ir.mesh import PIPELINE_AXIS
 from partc.ir.program import Kernels, Op, Program, Region
+from partc.passes.fuse.cheaper_reads import with_cheaper_reads
 from partc.passes.fuse.cross_entropy import with_streaming_kernels
 from partc.passes.fuse.dropout import with_drawn_masks
 from partc.passes.fuse.groups import fused
@@ -74,7 +76,8 @@ def fuse(program: Program, *, kernels: Kernels = "aten", fusions: Fusions | None
 def _grouped(region: Region, sizes: Sizes) -> Region:
     region, rotations = spelled_rotary(region, sizes)
     region = with_drawn_masks(with_shared_weight_sums(with_plain_derivatives(region, sizes)))
-    return fused(with_streaming_kernels(with_fewer_saved(region, sizes), sizes), sizes, rotations)
+    region = with_streaming_kernels(with_fewer_saved(region, sizes), sizes)
+    return fused(with_cheaper_reads(region, sizes), sizes, rotations)
 
 
 def _chunked(region: Region) -> Region:

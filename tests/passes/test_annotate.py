@@ -116,7 +116,7 @@ def test_pins_win_and_change_what_is_explained() -> None:
         ("*.attn.wq.weight=[@tp @tp]", "P0301", "parse"),
         ("nothing.like.this=[@tp, _]", "P0303", "matches no"),
         ("*.attn.wk.weight=[3 * _@tp, _]", "P0302", "along dimension 0"),
-        ("*.norm1.weight=[@tp]", "P0302", "legal"),
+        ("ids=[_, @tp]", "P0302", "legal"),
     ],
 )
 def test_pins_that_cannot_be_met_say_why(pin: str, code: str, says: str) -> None:

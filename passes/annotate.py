@@ -24,6 +24,9 @@ once, before it is split.
 Over cp weights stay whole, so that repeating no matrix product means that sequences are cut. Attention changes to heads
 and back (Jacobs et al. 2023, DeepSpeed-Ulysses, section 3).
 
+A value that several calls read, such as an encoder's results, may be whole and vary over the ranks: it is gathered
+once, and the calls' gradients are added up before they are summed over the ranks.
+
 The `--shard` pins restrict the choice and take precedence.
 """
 
@@ -214,6 +217,7 @@ def _attention(program: Program, node: Hashable) -> bool:
 def _kind(seen: Callable[[Alternative], Placement], attends: bool, choice: Alternative) -> tuple[Placement, str]:
     """An alternative's placement of the value, and the form of the attention that computes it, as in pins."""
     placement = seen(choice)
+    placement = Replicated() if isinstance(placement, Varying) else placement
     if not attends or not isinstance(placement, Shard) or not isinstance(choice.label, tuple):
         return placement, ""
     rows = "gathered" if placement.dim == 2 else "(heads)" if placement.dim == 1 else ""

@@ -123,6 +123,7 @@ class _PlacementProgram:
         self.n = self.sizes[axis]
         self.calls = {r.name: len(program.calls_to(r.name)) for r in program.regions}
         self.owners = _merged_slots(program)
+        self.shared = self._shared_values()
         cut = {
             item.name
             for item in program.parameters
@@ -149,6 +150,16 @@ class _PlacementProgram:
         self.travelled: set[Hashable] = set()  # weights of experts, to whose ranks rows travel over this axis
         self.looked_up: set[Hashable] = set()
         self.pins_met: set[str] = set()
+
+    def _shared_values(self) -> set[Hashable]:
+        """The values that several calls read, such as an encoder's results: if these calls use them differently on each
+        rank, they are gathered once, and their gradients are added up before one reduction.
+        """
+        readers = Counter(name for call in self.program.calls for name in dict.fromkeys(call.args))
+        names = {value.name for value in self.program.values}
+        alone: set[Slot] = {("value", name) for name in names if readers[name] < 2 or name in self.program.returned}
+        alone |= {slot for slot in self.owners if slot[0] == "parameter"}
+        return {self.owners["value", name] for name in names} - {self.owners[slot] for slot in alone}
 
     def build(self) -> Places:
         for region in self.program.regions:
@@ -394,7 +405,7 @@ class _PlacementProgram:
 
     def _offer(self, owner: Hashable, placements: Sequence[Placement]) -> None:
         for placement in placements:
-            if not isinstance(placement, Varying):
+            if not isinstance(placement, Varying) or owner in self.shared:
                 self.states[owner][placement] = None
 
     def _cross(self, slot: Slot, type: TensorType, live: bool) -> Hashable:

@@ -583,7 +583,7 @@ class Composer:
         for effect in effects[: drained + 1]:
             left.update(effect.counted())
         frame = Frame(base, named[:begin], named[begin + len(actions) : drained], +left, named[drained + 1 :])
-        equal.doubtful |= any(sign != "-" for sign, *_ in effects[drained].entries) or min(left.values()) < 0
+        equal.doubtful |= any(sign != "-" for sign, *_ in effects[drained].entries) or min(left.values(), default=0) < 0
         equal.doubtful |= equal.frames.setdefault(start, frame) != frame
         for key, effect, count in zip(keys, effects[begin : begin + len(actions)], releases, strict=True):
             one = effect.releasing(count, 1)

@@ -24,7 +24,7 @@ from partc.ir.program import Graph, Op, Region, Value
 from partc.rules import kernels
 
 _MOST = 6  # operations by which a value is made again
-_LARGER = 1.1  # the bytes that are read instead, at most, as a multiple of the value's: statistics of rows are small
+_LARGER = 1.1  # the bytes that are read instead, as a multiple of the value's: statistics of rows are small
 
 
 def with_cheaper_reads(region: Region, sizes: Sizes) -> Region:
@@ -44,7 +44,7 @@ def with_cheaper_reads(region: Region, sizes: Sizes) -> Region:
 
 
 class _Reads:
-    """The readers of a graph's values, and what they could read instead."""
+    """The readers of a graph's values, and the smaller values that they could read instead."""
 
     def __init__(self, graph: Graph, kept: Collection[str], values: Mapping[str, Value], sizes: Sizes) -> None:
         self.graph = graph

@@ -53,25 +53,25 @@ def _written(region: Region, sizes: Sizes) -> Region:
 
 
 def _parts(op: Op, types: _Types, taken: set[str]) -> Iterator[tuple[int, Op]]:
-    """The operations of a norm with unsharded results, each with the number of the norm's operand whose dimensions it
-    has; values of 16 bits are cast around them.
+    """The norm's operations, with unsharded results. Each comes with the number of an operand of the norm that has the
+    same dimensions. Operands of other types, and values of 16 bits, are cast around them.
     """
-    made, dtype = op.result, op.result.type.dtype
-    wide: dict[str, str] = {}
+    made, x = op.result, next(op.refs())
+    dtype: DType = "f32" if made.type.dtype in ("bf16", "f16") else made.type.dtype
     if op.name == "rms_norm" and op.args[3] is None:
-        op = replace(op, args=(*op.args[:3], epsilon(made.type.dtype)))
-    if dtype in ("bf16", "f16"):
-        dtype = "f32"
-        for number, name in enumerate(op.refs()):
-            wide[name] = unique(f"{name}_wide", taken)
-            yield number, _cast(op, name, types[name].shape, dtype, wide[name])
-    whole = {wide.get(name, name): types[name].shape for name in op.refs()}
-    result = unique(f"{made.name}_wide", taken) if wide else made.name
-    op = replace(op.renamed(wide), results=(_value(result, dtype, made.type.shape),), choices=())
-    for part in spelled_out(op, {name: _value(name, dtype, shape).type for name, shape in whole.items()}, {}, taken):
+        op = replace(op, args=(*op.args[:3], epsilon(types[x].dtype)))
+    cast: dict[str, str] = {}
+    for number, name in enumerate(op.refs()):
+        if types[name].dtype != dtype:
+            cast[name] = unique(f"{name}_wide", taken)
+            yield number, _cast(op, name, types[name].shape, dtype, cast[name])
+    plain = {cast.get(name, name): TensorType.replicated(dtype, types[name].shape) for name in op.refs()}
+    result = made.name if made.type.dtype == dtype else unique(f"{made.name}_wide", taken)
+    op = replace(op.renamed(cast), results=(_value(result, dtype, made.type.shape),), choices=())
+    for part in spelled_out(op, plain, {}, taken):
         yield 0, part
-    if wide:
-        yield 0, _cast(op, op.result.name, made.type.shape, made.type.dtype, made.name)
+    if result != made.name:
+        yield 0, _cast(op, result, made.type.shape, made.type.dtype, made.name)
 
 
 def _value(name: str, dtype: DType, shape: tuple[int, ...]) -> Value:

@@ -18,7 +18,7 @@ import numpy as np
 from partc.errors import InternalError
 from partc.sharding.integer_program import solve_integer_program
 
-WORK = 10**6  # a frontier is complete up to this number of points times the square of the number of variables
+WORK = 10**6  # a frontier is complete while its points, times the square of the variables, are within this number
 NODES = 1000  # the most nodes of the search for a solution; ordinary models take a few
 CORNERS = 100  # the most corners of a frontier that is not complete
 

@@ -1,4 +1,4 @@
-"""Set prediction: the Hungarian assignment of scipy, under its own and another name, with padded and spare objects."""
+"""Set prediction with scipy's Hungarian assignment, imported by its own name and by another; some objects are padding."""
 
 from __future__ import annotations
 

@@ -7,9 +7,10 @@
                                                 transfer out 0 -> 1 gradient
 
 Stages are runs of consecutive calls. They minimise the largest number of floating-point operations of a stage, or have
-the user's numbers of calls. Values that depend on inputs or constants only are computed in every stage that reads them.
-A value that a later stage reads is sent there directly from the stage that computes it. Calls that read a buffer are in
-the stage of the call that changes it; calls after that one read a copy (partc.passes.outline.updates).
+the user's numbers of calls. Calls that depend on inputs or constants only, and change no buffer, are repeated in every
+stage that reads their results. Any other value that a later stage reads is sent there directly from the stage that
+computes it. Calls that read a buffer are in the stage of the call that changes it; calls after that one read a copy
+(partc.passes.outline.updates).
 """
 
 from __future__ import annotations
@@ -90,10 +91,13 @@ def stages(
 def staged_calls(program: Program) -> tuple[list[Call], list[tuple[int, int]]]:
     """The calls to be divided among stages, in order, and the runs of them that must not be cut.
 
-    Calls that depend on inputs alone are repeated in every stage that reads them.
+    Calls that depend on inputs alone are repeated in every stage that reads them, unless they change a buffer: two
+    stages of one rank would change it twice.
     """
     users = tuple(_inseparable(program).values())
-    pure = input_only(program) - frozenset().union(*users)
+    updates = {value for _, value in program.updates}
+    changing = {call.name for call in program.calls if not updates.isdisjoint(call.results)}
+    pure = input_only(program) - changing.union(*users)
     main = [call for call in program.calls if call.name not in pure]
     return main, _runs(main, users)
 

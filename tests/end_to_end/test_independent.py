@@ -43,6 +43,7 @@ CHEAP = {
     "one_key_head": (1,),
     "plain_tensors": (1, 2),
     "tensors_in_lists": (0, 6),
+    "states_in_dicts": (0, 4),
     "attributes_in_rings": (0, 6),
     "own_recomputation": (1, 4),
     "adversarial": (0, 4),

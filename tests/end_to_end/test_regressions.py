@@ -738,3 +738,29 @@ def autocast() -> nn.Module:
 
 def test_no_gradient_inside_a_disabled_autocast() -> None:
     _equal(autocast, _batch(), "dp=2")
+
+
+class InputStatistics(nn.Module):
+    """A counter and a mean of inputs, which the first and the last stage read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.register_buffer("mean", torch.ones(6))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+        self.count += 1
+        y = self.down(self.up(x / self.mean).relu())
+        return ((y - self.mean) / (1 - 0.9 ** self.count.to(x.dtype))).square().mean()
+
+
+def input_statistics() -> nn.Module:
+    return InputStatistics()
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_statistics_of_inputs_change_once(schedule: str) -> None:
+    """Two stages of one rank read them."""
+    _equal(input_statistics, _batch(), "pp=2", microbatches=2, schedule=schedule)

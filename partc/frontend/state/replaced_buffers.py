@@ -117,10 +117,11 @@ class Buffers:
                 cause = f"forward replaces the tensor {each.name} {wrong}"
                 raise ReplacedError(each.name, cause, help, line(each.name))
         memory = {storage_key(each.buffer) for each in replaced if each.buffer is not None}
+        once = {id(each.buffer): each for each in replaced}.values()  # buffers of several names
         with torch.no_grad():
             found = [
                 (each.buffer, each.now.clone() if storage_key(each.now) in memory else each.now)
-                for each in replaced
+                for each in once
                 if each.buffer is not None and each.now is not None
             ]
             for buffer, now in found:

@@ -114,46 +114,49 @@ class PlainTensor:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Parameters and buffers to which places within attributes refer: each place with the weight's owner and name."""
+    """Parameters and buffers to which places within attributes refer: each place with all names of its weight, as
+    modules that share a dict of tensors have them as buffers each.
+    """
 
-    found: tuple[tuple[PlainTensor, nn.Module, str], ...]
+    found: tuple[tuple[PlainTensor, tuple[tuple[nn.Module, str], ...]], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Members:
         places = [place for place in places_of(model) if place.path]
-        owners = {
-            id(x): (part, name)
-            for part in (modules_by_path(model).values() if places else ())
-            for store in (part._parameters, part._buffers)
-            for name, x in store.items()
-        }
-        return cls(tuple((place, *owners[id(place.held)]) for place in places if id(place.held) in owners))
+        names: dict[int, tuple[tuple[nn.Module, str], ...]] = {}
+        for part in modules_by_path(model).values() if places else ():
+            for store in (part._parameters, part._buffers):
+                for name, x in store.items():
+                    names[id(x)] = (*names.get(id(x), ()), (part, name))
+        return cls(tuple((place, names[id(place.held)]) for place in places if id(place.held) in names))
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """A context in which the places have the tensors that are the weights now."""
         weights = [
-            (place, owner._parameters.get(name, owner._buffers.get(name)), owner, name)
-            for place, owner, name in self.found
+            (place, owner._parameters.get(name, owner._buffers.get(name)), names)
+            for place, names in self.found
+            for owner, name in names[:1]
         ]
-        put = Members(
-            tuple((replace(place, held=x), owner, name) for place, x, owner, name in weights if x is not None)
-        )
-        for place, _, _ in put.found:
+        put = Members(tuple((replace(place, held=x), names) for place, x, names in weights if x is not None))
+        for place, _ in put.found:
             place.put(place.held)
         try:
             yield
             put.take()
         finally:
-            for place, _, _ in self.found:
+            for place, _ in self.found:
                 if isinstance(place.now, Tensor):
                     place.put(place.held)
 
     def take(self) -> None:
-        """Tensors that forward has put in the places of buffers become these buffers."""
-        for place, owner, name in self.found:
-            if isinstance(place.now, Tensor) and place.now is not place.held and name in owner._buffers:
-                owner._buffers[name] = place.now
+        """Tensors that forward has put in the places of buffers become these buffers, under all of their names."""
+        for place, names in self.found:
+            now = place.now
+            if isinstance(now, Tensor) and now is not place.held:
+                for owner, name in names:
+                    if name in owner._buffers:
+                        owner._buffers[name] = now
 
 
 def places_of(model: nn.Module) -> Iterator[PlainTensor]:

@@ -25,7 +25,7 @@ from partc.sharding.pins import Pin
 Slot = tuple[
     str, ...
 ]  # ("value", name) | ("parameter", name) | ("in" | "out", region, index) | ("weight", region, name)
-# An embedding may be replicated if it is smaller than this share of a pipeline stage and than this number of bytes.
+# A table may be replicated if it is smaller than this share of a pipeline stage and than this number of bytes.
 _LARGE_SHARE, LARGE_BYTES = 0.01, 1 << 26
 # Floating-point operations that a device computes while a link moves a byte: an H100 has 6e14 flops and 3e11 bytes a
 # second.
@@ -94,8 +94,8 @@ def large_parts(program: Program) -> frozenset[tuple[TensorType, int]]:
     read = {
         (region.name, params[region.name].index(name))
         for region in program.regions
-        for op in region.forward.ops
-        if op.name == "embedding" and (name := next(op.refs())) in params[region.name]
+        for name in _looked_up(region) | _transformed(region)
+        if name in params[region.name]
     }
     tables = {name for call in program.calls for index, name in enumerate(call.params) if (call.region, index) in read}
     types = {item.type: _stored(item) for item in program.parameters if item.name in tables}
@@ -106,6 +106,27 @@ def large_parts(program: Program) -> frozenset[tuple[TensorType, int]]:
         for count in range(1, counts[type] + 1)
     }
     return frozenset(found)
+
+
+def _looked_up(region: Region) -> set[str]:
+    """The tables whose rows the region looks up by number."""
+    return {next(op.refs()) for op in region.forward.ops if op.name == "embedding"}
+
+
+def _transformed(region: Region) -> set[str]:
+    """The parameters that the region multiplies by other parameters alone, such as tables of relative positions."""
+    weights = _weights(region)
+    products = (op for op in region.forward.ops if is_matmul(op) and weights.keys() >= {*op.refs()})
+    return {weights[next(op.refs())] for op in products}
+
+
+def _weights(region: Region) -> dict[str, str]:
+    """Each parameter, and each value that is computed from one parameter alone, with that parameter."""
+    found = {value.name: value.name for value in region.params}
+    for op in region.forward.ops:
+        if len(read := {found.get(name) for name in op.refs()}) == 1 and (only := read.pop()) is not None:
+            found.update((value.name, only) for value in op.results)
+    return found
 
 
 def _stored(parameter: Parameter) -> int:
@@ -147,6 +168,7 @@ class _PlacementProgram:
         self.states: dict[Hashable, dict[Placement, None]] = {}
         self.crossing: dict[Hashable, tuple[TensorType, bool]] = {}
         self.multiplied: set[Hashable] = set()
+        self.transformed: set[Hashable] = set()  # weights that are multiplied by other weights alone
         self.travelled: set[Hashable] = set()  # weights of experts, to whose ranks rows travel over this axis
         self.looked_up: set[Hashable] = set()
         self.pins_met: set[str] = set()
@@ -197,22 +219,20 @@ class _PlacementProgram:
         made: dict[str, tuple[Node, int]] = {}
         experts = expert_weights(graph, types) if self.by_rows else frozenset()
         self.travelled.update(owners[name] for name in experts if name in owners)
-        # Parameters, and values that are computed from one parameter alone.
-        weights = {value.name: value.name for value in region.params}
+        weights = _weights(region)
+        self.transformed |= {owners[name] for name in _transformed(region)}
+        self.looked_up |= {owners[name] for name in _looked_up(region) if name in owners}
         for index, op in enumerate(graph.ops):
             node = self._operation(region, index, op, types, live, cuts, experts)
             self.nodes.append(node)
             made.update((value.name, (node, output)) for output, value in enumerate(op.results))
-            if len(read := {weights.get(name) for name in op.refs()}) == 1 and (only := read.pop()) is not None:
-                weights.update((value.name, only) for value in op.results)
+            alone = weights.keys() >= {*op.refs()}  # no activation is read
             for position, name in enumerate(op.refs()):
                 readers.setdefault(name, []).append((node.name, position))
-                if is_matmul(op) and name in weights:
+                if is_matmul(op) and name in weights and (position > 0 or not alone):
                     self.multiplied.add(owners[weights[name]])
                 if name in owners:
                     self._offer(owners[name], [choice.wants[position] for choice in node.alternatives])  # type: ignore[misc]
-                    if op.name == "embedding" and position == 0:
-                        self.looked_up.add(owners[name])
         for index, name in enumerate(graph.outputs):
             owner = self._cross(("out", region.name, str(index)), types[name], name in live)
             readers.setdefault(name, []).append((owner, self.writers.get(owner, 0)))
@@ -473,7 +493,7 @@ class _PlacementProgram:
         large = owner in self.multiplied or weights * size > self.small
         if holds_weights_whole(self.axis):
             return price
-        if owner in self.looked_up | self.multiplied and large and not isinstance(state, Shard):
+        if owner in self.looked_up | self.transformed | self.multiplied and large and not isinstance(state, Shard):
             price["replicated_weights"] = weights * size
         if owner in self.looked_up and isinstance(state, Shard) and state.dim != 0:
             price["table_columns"] = weights * size

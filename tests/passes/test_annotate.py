@@ -309,3 +309,67 @@ def test_a_small_value_is_gathered_before_it_is_split() -> None:
     gathers = [op for op in block.forward.ops if op.name == "all_gather" and sizes[op.result.name] <= 4 * 6 * 16]
     sums = [op for op in block.backward.ops if op.name == "reduce_scatter" and sizes[op.result.name] <= 4 * 6 * 16]
     assert (len(gathers), len(sums)) == (1, 1)
+
+
+class _Placed(torch.nn.Module):
+    """Attention whose keys get projections of a table of positions, as in DeBERTa."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(64)
+        self.q, self.k, self.v, self.o, self.place = (torch.nn.Linear(64, 64) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        keys = self.k(normed) + self.place(table)
+        q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (self.q(normed), keys, self.v(normed)))
+        heads = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(heads.transpose(1, 2).flatten(2))
+
+
+class _PlacedBlocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = torch.nn.Parameter(torch.randn(8, 64))
+        self.blocks = torch.nn.ModuleList(_Placed() for _ in range(4))
+        self.up, self.down = torch.nn.Linear(64, 512), torch.nn.Linear(512, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.places)
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def _placed_blocks() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return _PlacedBlocks()
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=4"])
+def test_a_small_table_that_weights_multiply_is_not_gathered_in_every_layer(mesh: str) -> None:
+    package = partc.compile(_placed_blocks, {"x": torch.randn(8, 8, 64)}, mesh=mesh, precision="fp64")
+    [block] = [region for region in package.program.regions if len(package.program.calls_to(region.name)) == 4]
+    assert _moves(block) == (["all_reduce"], ["all_reduce"])
+    layouts = {parameter.name: str(parameter.type.layout) for parameter in package.program.parameters}
+    assert (layouts["places"], layouts["blocks.0.place.weight"]) == ("[8, 64]", "[64@tp, 64]")
+    result = package.verify(steps=2)
+    assert result.ok, result.worst
+
+
+class _Coordinates(torch.nn.Module):
+    """A bias for each place, computed from constant coordinates, as in Swin v2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("coordinates", torch.linspace(-1, 1, 32).view(16, 2))
+        self.up, self.down = torch.nn.Linear(2, 256), torch.nn.Linear(256, 16)
+        self.mix = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.mix(x) + self.down(self.up(self.coordinates).relu())).square().mean()
+
+
+def test_a_constant_that_weights_multiply_is_whole() -> None:
+    program = partc.compile(_Coordinates(), {"x": torch.ones(8, 16, 16)}, mesh="tp=2").program
+    layouts = {parameter.name: str(parameter.type.layout) for parameter in program.parameters}
+    assert (layouts["coordinates"], layouts["up.weight"]) == ("[16, 2]", "[256@tp, 2]")

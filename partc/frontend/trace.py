@@ -311,7 +311,8 @@ def _of_branches(
     def trace(outcomes: Outcomes) -> Branching:
         if outcomes in traced:
             return traced[outcomes]
-        capture = captured(excluded, outcomes, joined)
+        tried = frozenset(made[ABOVE][0].left) if made else frozenset()
+        capture = captured(excluded, replace(outcomes, tried=tried), joined)
         program, branches = program_of(capture, name=name, mesh=mesh, batches=batches)
         if branches and program.repetitions:
             raise UnequalError(container_of(program.repetitions[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from partc.errors import PartcError
 from partc.frontend.capture import capture
 from partc.frontend.model_files.model_file import load
+from partc.frontend.trace import trace_model
+from partc.ir.mesh import Mesh
 
 HEAD = """
 import collections, contextvars, datetime, functools, itertools, random, time, uuid
@@ -307,3 +310,46 @@ def test_a_model_is_traced_once_where_nothing_changes(tmp_path: Path, monkeypatc
     file = load(path, {})
     capture(file.model, file.batch, file.loss, precision="fp32", path=file.path)
     assert count == 1
+
+
+class Noting(torch.nn.Module):
+    """Experts for the rows that masks select; forward may note the type of its input in an attribute."""
+
+    def __init__(self, notes: bool) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(6, 4)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
+        self.notes = notes
+        self.given: torch.dtype | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.notes:
+            self.given = x.dtype
+        chosen, made = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows) > 0:
+                made = made.index_add(0, rows, expert(x[rows]))
+        return made.square().mean()
+
+
+def traces(monkeypatch: pytest.MonkeyPatch, notes: bool) -> int:
+    count = 0
+    export = torch.export.export
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal count
+        count += 1
+        return export(*args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.export, "export", counted)
+        trace_model(partial(Noting, notes), lambda: {"x": torch.zeros(8, 6)}, name="noting", mesh=Mesh.parse("dp=2"))
+    return count
+
+
+def test_changes_of_state_are_tried_in_one_of_the_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traces of other outcomes of tests, with which the first trace is compared, do not try them again."""
+    plain = traces(monkeypatch, notes=False)
+    assert plain > 2, "tests of masks have several outcomes"
+    assert traces(monkeypatch, notes=True) <= plain + 1

@@ -37,6 +37,7 @@ class Outcomes:
     selecting: Container[int] = _ALL  # the tests whose mask selects something
     rows: Literal["own", "one", "half"] = "own"  # the integers that stand for the numbers of selected rows
     kept: bool = False  # whether a package may have operations of this trace; all others are only compared with it
+    tried: frozenset[tuple[str, str]] = frozenset()  # state whose changes proved to have no effect in another trace
 
 
 ABOVE = Outcomes(kept=True)

@@ -256,7 +256,8 @@ def _exported(
             with rows.absent():
                 exported = step.exported(batch)
                 found, left = findings[-1], watch.left()
-                check(exported, watch, lambda: step.exported(batch), kept=traced.outcomes.kept)
+                outcomes = traced.outcomes
+                check(exported, watch, lambda: step.exported(batch), kept=outcomes.kept, tried=outcomes.tried)
     except PartcError as error:
         error.source = error.source or innermost_user_line(error)
         raise

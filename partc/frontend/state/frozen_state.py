@@ -443,11 +443,13 @@ def check(
     again: Callable[[], torch.export.ExportedProgram],
     *,
     kept: bool,
+    tried: Set[tuple[str, str]] = frozenset(),
 ) -> None:
     """Refuse changes and random draws in forward that affect the trace. Raises PartcError P0225.
 
     `again` traces once more. It is called only if something has changed, or if a package may be built from the trace
-    (`kept`) and the code names clocks or random numbers, or may keep state.
+    (`kept`) and the code names clocks or random numbers, or may keep state. Where no package is built from the trace,
+    changes of state that another trace has `tried` do not count.
     """
     state, first = watch.state, dict(watch.changes)
     if state is None:
@@ -456,7 +458,8 @@ def check(
         seeds = change.key == ("torch", "generator")
         if change.always or (seeds and draws_random_numbers(exported)):
             raise refusal(change, state)
-    if not first and not (kept and may_keep_state(state.modules)):
+    changed = first.keys() if kept else first.keys() - tried
+    if not changed and not (kept and may_keep_state(state.modules)):
         return
     plain, known = effects_signature(exported), {*exported.graph_signature.inputs_to_buffers.values()}
     drawn = {key[0] for key in first} & {"random", "numpy.random"}

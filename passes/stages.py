@@ -43,21 +43,22 @@ def stages(
     `places` holds the pipeline coordinate of every stage, if there are more stages than coordinates. `stage_calls` are
     the user's numbers of calls, in place of balanced ones. `held_by` maps parameters to the stages that already hold
     them, in a program without gradients; calls are then placed with their parameters, results on the stage `home`, and
-    a parameter of an earlier stage is sent. Raises PartcError P0217 (no call at all), P0403 (too many stages), P0421
-    (numbers of calls that do not fit) and P0420 (parameters that no stage holds, or that cannot be sent).
+    a parameter of an earlier stage is sent. Stages of such a program may have no calls. Raises PartcError P0217 (no
+    call at all), P0403 (too many stages), P0421 (numbers of calls that do not fit) and P0420 (parameters that no stage
+    holds, or that cannot be sent).
     """
     count = len(places) or program.mesh.axis(PIPELINE_AXIS)
     own = () if places == tuple(range(count)) else places
     main, runs = staged_calls(program)
     names = {call.name for call in main}
     pure = frozenset(call.name for call in program.calls if call.name not in names)
-    if not runs:
+    if held_by is None and not runs:
         raise PartcError(
             "P0217",
             "the loss is a constant: no operation is left that reads parameters or the batch",
             help="check the batch's sizes: the mean over no elements, for example, is not a number",
         )
-    if count > len(runs):
+    if held_by is None and count > len(runs):
         shared = _inseparable(program)
         buffer = max(shared, key=lambda name: len(shared[name]), default="")
         users = [call.name for call in main if call.name in shared.get(buffer, ())]
@@ -81,7 +82,7 @@ def stages(
         stage_of = {call.name: stage for stage, (start, end) in enumerate(cut) for call in main[start:end]}
     else:
         stage_of = _stage_by_parameters(program, main, held_by, home)
-    calls = _placed(program, stage_of)
+    calls = _placed(program, stage_of, max(stage_of.values()) if held_by is None else home)
     program = replace(program, calls=calls)
     if held_by is not None:
         program = _with_sent_parameters(program, held_by)
@@ -333,9 +334,11 @@ def balanced_runs(work: Sequence[float], count: int) -> tuple[tuple[int, int], .
     return tuple(zip(cuts, (*cuts[1:], items), strict=True))
 
 
-def _placed(program: Program, stage_of: dict[str, int]) -> tuple[Call, ...]:
-    """Every call with its stage; calls on inputs alone are repeated in each stage that reads their results."""
-    readers: dict[str, set[int]] = {name: {max(stage_of.values())} for name in program.returned}
+def _placed(program: Program, stage_of: Mapping[str, int], last: int) -> tuple[Call, ...]:
+    """Every call with its stage; calls on inputs alone are repeated in each stage that reads their results, which is
+    the `last` for returned values.
+    """
+    readers: dict[str, set[int]] = {name: {last} for name in program.returned}
     placed: list[list[Call]] = []
     for call in reversed(program.calls):
         if call.name in stage_of:

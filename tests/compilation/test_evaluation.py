@@ -80,6 +80,7 @@ METRICS = """logits, labels = model(batch["ids"]), batch["labels"]
     own = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     return {"loss": own, "accuracy": right.double().sum() / (labels >= 0).sum(), "right": right.sum(), "wide": own.double()}"""
 ACCURACY = 'return (model(batch["ids"]).argmax(-1) == batch["labels"]).double().mean()'
+FEW_CALLS = 'return {"norm": model.embed(batch["ids"]).square().mean(), "tokens": (batch["labels"] >= 0).sum()}'
 DATA = "def eval_data(step):\n    return made(torch.Generator().manual_seed(1000 + step))"
 IN_ORDER = "eval_data = [made(torch.Generator().manual_seed(1000 + step)) for step in range(2)]"
 
@@ -127,6 +128,8 @@ CASES = {
     "pp=2,dp=2, zero 3": {"mesh": "pp=2,dp=2", "microbatches": 2, "zero": 3},
     "pp=2, zbv": {"mesh": "pp=2", "microbatches": 4, "schedule": "zbv"},
     "dp=2, zero 1, recomputed": {"mesh": "dp=2", "zero": 1, "recompute": "full", "loss_chunks": 2},
+    "pp=4, few calls": {"mesh": "pp=4", "microbatches": 2},
+    "pp=2, zbv, few calls": {"mesh": "pp=2", "microbatches": 2, "schedule": "zbv"},
 }
 
 
@@ -135,6 +138,8 @@ EVALUATED = {
     "pp=2,tp=2, interleaved": METRICS,
     "pp=2,dp=2, zero 3": METRICS,
     "dp=4, zero 3": ACCURACY,
+    "pp=4, few calls": FEW_CALLS,
+    "pp=2, zbv, few calls": 'return batch["ids"].double().mean()',
 }
 
 

@@ -173,6 +173,16 @@ def test_stages_without_weights_run_beside_parts(schedule: str) -> None:
     _equal(bare, _batch(), "pp=2,dp=2", microbatches=4, schedule=schedule, zero=3)
 
 
+def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(batch["x"])
+    return loss
+
+
+def test_stages_that_hold_nothing_are_evaluated() -> None:
+    package = partc.compile(bare, _batch(), mesh="pp=4", microbatches=8, evaluate=_loss)
+    assert package.memory.ranks
+
+
 class FrozenAttention(nn.Module):
     """Attention without a gradient: its result alone is wanted, not what backward would need."""
 

@@ -252,6 +252,7 @@ def test_a_configuration_with_a_kernel_from_elsewhere_is_refused() -> None:
                 model_source("hf:config.json")
 
 
+@pytest.mark.slow
 def test_tables_of_hostile_actions(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in NAMES:
         Path("table.csv").write_text(f"0F0,{text},0B0\n1F0,1B0\n", encoding="utf-8", newline="")

@@ -143,6 +143,7 @@ EVALUATED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_an_evaluation_equals_that_of_one_device(tmp_path: Path, case: str) -> None:
@@ -269,6 +270,7 @@ def _evaluates_as_one_device(model: str, tmp_path: Path, options: dict[str, Any]
     assert evaluations(tmp_path / "m")[2] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -284,6 +286,7 @@ def test_stages_are_sent_what_they_do_not_hold(tmp_path: Path, options: dict[str
     _evaluates_as_one_device(ORDERED, tmp_path, options)
 
 
+@pytest.mark.slow
 def test_state_that_only_the_evaluation_reads_or_moves_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     own = ORDERED.replace('"early": x', '"early": model.own * x').replace(
@@ -466,6 +469,7 @@ def test_without_a_function_the_loss_is_evaluated_where_asked_for(tmp_path: Path
     assert evaluations(tmp_path / "m") == {2: pytest.approx(expected, rel=1e-12)}
 
 
+@pytest.mark.slow
 def test_weights_that_evaluations_do_not_read_stay_cut(tmp_path: Path) -> None:
     file = written(tmp_path, "return model.blocks(model.embed(batch['ids'])).square().mean()")
     package = partc.compile(file, mesh="dp=2,tp=2", zero=1, precision="fp64").write(tmp_path / "build")
@@ -483,6 +487,7 @@ FROZEN = "self.embed.requires_grad_(False), self.blocks[0].requires_grad_(False)
 SPARSE = "self.embed.sparse = True; self.head.weight = self.embed.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tie", "options"),
     [

@@ -131,6 +131,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_results_equal_those_of_one_device(tmp_path: Path, case: str) -> None:

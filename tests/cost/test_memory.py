@@ -95,6 +95,7 @@ def evaluate(model, batch):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"microbatches": 2}, {"precision": "bf16"}])
 def test_evaluations_that_hold_more_than_steps_are_predicted(options: dict[str, Any], tmp_path: Path) -> None:
     model = tmp_path / "model.py"

@@ -63,6 +63,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.processes
 @pytest.mark.parametrize(("model", "setting"), PAIRS, ids=lambda each: each if isinstance(each, str) else each.name)

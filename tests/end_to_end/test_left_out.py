@@ -109,6 +109,7 @@ def test_resumed_trainings_continue_bit_by_bit(meshes: tuple[str, str], tmp_path
     assert all(torch.allclose(through[name], moved[name], rtol=1e-12, atol=1e-12) for name in through)
 
 
+@pytest.mark.slow
 def test_counts_are_not_compressed() -> None:
     with pytest.raises(PartcError) as caught:
         partc.compile(MODEL, mesh="dp=2", compress_grads="int8")
@@ -126,6 +127,7 @@ def test_dropped_layers_have_no_gradient(mesh: str, options: Mapping[str, Any], 
     assert not found.refused and found.error <= ALLOWED, (found.error, found.where)
 
 
+@pytest.mark.slow
 def test_parameters_and_their_counts_are_in_one_stage(tmp_path: Path, server: Server) -> None:
     setting = Setting(mesh="pp=2", options={"microbatches": 3, "zero": 1}, recipe=_recipe())
     found = compared(MODEL.with_name("single_experts.py"), setting, tmp_path, server)

@@ -41,6 +41,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("model", "mesh", "microbatches", "schedule"), _cases())
 def test_package_equals_single_device(

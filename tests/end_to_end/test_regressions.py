@@ -543,6 +543,7 @@ def losses_at_their_edges() -> nn.Module:
     return LossesAtTheirEdges()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2", "cp=2", "tp=3"])
 def test_losses_at_their_edges_have_torchs_slopes(mesh: str) -> None:
     _equal(losses_at_their_edges, _batch(), mesh, microbatches=2)
@@ -594,6 +595,7 @@ class Steps(nn.Module):
         return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,dp=2"])
 def test_cells_treat_examples_alike(mesh: str) -> None:
     made = partc.compile(Steps, _batch(), mesh=mesh, microbatches=2, precision="fp64")
@@ -645,6 +647,7 @@ def test_one_value_for_all_selected_elements_keeps_examples_apart(mesh: str) -> 
     assert made.verify(steps=2).ok
 
 
+@pytest.mark.slow
 def test_kernels_of_values_with_doubtful_layouts() -> None:
     """Four positions on three ranks of a sequence, one example at a time: a rank's shapes fit several layouts."""
     model = Fuzzed((), (("attention", 5),), repeat=1, width=4, vocabulary=24, ties=0)
@@ -696,6 +699,7 @@ def ended_decoder() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [decoder, ended_decoder])
 def test_paths_behind_one_on_which_forward_raises_are_in_the_package(build: Callable[[], nn.Module]) -> None:
     _equal(build, {**_batch(), "y": torch.randn(8, 4, 4)}, "dp=2")

@@ -93,6 +93,7 @@ def test_values_that_skip_stages(
     assert program.stages == program.mesh.axis("pp") * (virtual_stages or 2)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(2, 12))])
 def test_random_tables(seed: int, shared: Path, tmp_path: Path) -> None:

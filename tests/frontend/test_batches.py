@@ -231,6 +231,7 @@ HALVES = """x, scales = batch["x"], batch["scales"]
     return (of_batch(model, x[:2], [2, 3], scales) + of_batch(model, x[2:], [2, 3], scales)) / 2"""
 
 
+@pytest.mark.slow
 def test_a_list_of_constants_is_cut_with_the_examples(tmp_path: Path) -> None:
     """Each microbatch is a batch of its own: the loss is the mean of those of the halves, with half of the list each."""
     file, halves = tmp_path / "sizes.py", tmp_path / "halves.py"

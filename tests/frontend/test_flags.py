@@ -116,6 +116,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(12, WIDTH)}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "style", "mesh"),

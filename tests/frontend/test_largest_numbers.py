@@ -21,6 +21,7 @@ from partc.package.verify import verify
 from tests.models import longest_sequences
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_is_as_long_in_every_batch(tmp_path: Path) -> None:
     package = partc.compile(longest_sequences.__file__, mesh="pp=2,dp=2", microbatches=2, precision="fp64")
     folder = package.write(tmp_path / "build")

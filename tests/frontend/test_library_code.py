@@ -129,6 +129,7 @@ def tiled(net: Net, x: Tensor) -> Tensor:
     return layer(net, x) + TILES.to(x.dtype).view(8, 24, 32).flatten(1)[:, :48].view(8, 6, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "body", [converting, asking, placed, counted, shared, sliced, windowed, told_otherwise, mapped, derived, tiled]

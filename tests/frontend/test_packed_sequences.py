@@ -16,6 +16,7 @@ from partc.ir.mesh import Mesh
 from tests.independent.models import packed_sequences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "microbatches"), [("dp=2", 1), ("pp=2,tp=2", 2)])
 def test_networks_end_with_each_sequence(mesh: str, microbatches: int) -> None:
     package = partc.compile(packed_sequences.__file__, mesh=mesh, microbatches=microbatches, precision="fp64")

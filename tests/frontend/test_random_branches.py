@@ -140,6 +140,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(8, WIDTH), "y": torch.randn(8, 4)}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("body", "mesh"),
@@ -180,10 +181,12 @@ class Terms(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 def test_terms_of_the_loss_that_a_random_number_drops() -> None:
     assert partc.compile(Terms(), batch(), mesh="dp=2", precision="fp64").verify(steps=4).ok
 
 
+@pytest.mark.slow
 def test_numbers_of_a_dropped_layer_decide() -> None:
     """A number below the limit keeps the input of the layer: the other way round the choices would be swapped."""
     traced = trace_model(lambda: Net(skipped), batch, name="net", mesh=Mesh.parse("1"), precision="fp64")
@@ -205,6 +208,7 @@ def counting(net: Net, x: Tensor) -> Tensor:
     return x / (count + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("body", "cause"),

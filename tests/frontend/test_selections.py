@@ -131,6 +131,7 @@ def test_losses_of_selected_rows_equal_the_eager_ones(style: str) -> None:
     torch.testing.assert_close(loss, model(**batch), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("style", "mesh"), [("language", "dp=2,tp=2"), ("nested", "pp=2,dp=2"), ("logarithms", "dp=2,tp=2")]
 )
@@ -441,6 +442,7 @@ def test_other_writes_into_cells_are_refused(style: str) -> None:
     assert error.value.code == "P0206" and error.value.source is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["columns", "elements as rows", "cells", "vectors"])
 def test_columns_and_cells_train_like_one_device(style: str) -> None:
     torch.manual_seed(0)
@@ -489,6 +491,7 @@ def test_places_for_more_pictures_than_there_are_show_in_the_loss() -> None:
         assert evaluate_program(program, batch, dict(build().named_parameters())).isfinite() == finite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "style", "places", "microbatches"),
     [
@@ -661,6 +664,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["returned", "listed", "read behind", "alone"])
 def test_outcomes_that_layers_pass_on(style: str) -> None:
     some, none = torch.arange(8) % 3 == 0, torch.zeros(8, dtype=torch.bool)
@@ -700,6 +704,7 @@ class Distant(nn.Module):
         return y.square().mean()
 
 
+@pytest.mark.slow
 def test_outcomes_of_distant_tests_are_told_apart() -> None:
     some = torch.arange(8) % 3 == 0
     with pytest.raises(PartcError) as error:
@@ -959,6 +964,7 @@ class RowsInOrder(PlacedRows):
         return super().forward(ids, features) + self.words(ids).flatten(1).cumsum(0).square().mean()
 
 
+@pytest.mark.slow
 def test_packed_rows_of_all_examples_are_refused_where_a_batch_has_places_for_some() -> None:
     """Each microbatch would read the rows of the first examples. An entry with a row for each example is cut."""
     rows = torch.randn(8, 2, 4, dtype=torch.float64)
@@ -1040,6 +1046,7 @@ class AddedAndDropped(AddedInLayers):
     drops = 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "kind"), [("dp=2,pp=2", AddedInLayers), ("dp=2,tp=2", AddedAndDropped)])
 def test_packed_rows_are_added_in_every_layer(mesh: str, kind: type[nn.Module]) -> None:
     """The call that embeds the words also makes the places, and each microbatch has to know those of the whole batch."""

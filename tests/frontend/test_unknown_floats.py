@@ -99,6 +99,7 @@ STEPS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_floats_of_tensors_are_numbers_of_the_trace(name: str) -> None:
     torch.manual_seed(0)
@@ -106,6 +107,7 @@ def test_floats_of_tensors_are_numbers_of_the_trace(name: str) -> None:
     assert found.ok, str(found.worst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "dp=2"])
 def test_equal_layers_pass_floats_on(mesh: str) -> None:
     torch.manual_seed(0)
@@ -113,6 +115,7 @@ def test_equal_layers_pass_floats_on(mesh: str) -> None:
     assert found.ok, str(found.worst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_floats_take_the_type_of_the_tensor_beside_them(precision: str) -> None:
     torch.manual_seed(0)

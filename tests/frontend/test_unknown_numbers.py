@@ -77,6 +77,7 @@ def unchanged(h: Tensor) -> Tensor:
     return h.square().mean() if torch.equal(h, h.abs()) else h.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "mesh"), [(ragged, "dp=2,tp=2"), (ragged, "pp=2"), (unchanged, "dp=2")])
 def test_parts_end_at_unknown_places(step: Callable[[Tensor], Tensor], mesh: str) -> None:
     torch.manual_seed(0)
@@ -84,6 +85,7 @@ def test_parts_end_at_unknown_places(step: Callable[[Tensor], Tensor], mesh: str
     assert found.ok, str(found.worst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "mesh"), [(cropped, "dp=2,tp=2"), (rolled, "tp=2"), (picked, "dp=2"), (scaled, "dp=2,tp=2")]
 )

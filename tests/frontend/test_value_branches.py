@@ -277,6 +277,7 @@ def in_each_layer(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [alternatives, labelled, in_each_layer])
 @pytest.mark.parametrize("label", [-1, 0])
 def test_both_outcomes_of_branches_on_values_are_in_the_package(step: Step, label: int) -> None:
@@ -358,6 +359,7 @@ def sized_by_constants(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (left[:, places] * drawn + marked.sin()).sum() + right[:, pairs[:, 1]].sum()
 
 
+@pytest.mark.slow
 def test_sizes_and_numbers_of_constants() -> None:
     torch.manual_seed(0)
     package = partc.compile(Net(sized_by_constants), batch(), mesh="dp=2", precision="fp64")
@@ -391,6 +393,7 @@ class Streaming(nn.Module):
         return hidden.masked_fill(~seen[0], 0.0).square().mean() + (hidden @ seen.to(x.dtype)).sin().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
 def test_tensors_by_constructors_have_values_while_a_model_is_traced(constructor: str) -> None:
     torch.manual_seed(0)
@@ -458,6 +461,7 @@ def chain(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return sum(kept) / len(kept)
 
 
+@pytest.mark.slow
 def test_branches_within_branches() -> None:
     def of(total: float, first: float, second: float) -> dict[str, Tensor]:
         x = torch.linspace(-1, 1, 64).reshape(8, 8)
@@ -535,6 +539,7 @@ def raising_behind(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack(terms).mean()
 
 
+@pytest.mark.slow
 def test_an_outcome_behind_which_forward_raises_is_listed() -> None:
     assert any("forward raises" in each for each in traced(raising_behind).assumed)
     cases = [(1.0, 1.0), (1.0, -1.0), (-1.0, 1.0)]
@@ -606,6 +611,7 @@ class Distributions(nn.Module):
         return -normal.log_prob(x).mean() - words.log_prob(y).mean() - words.entropy().mean()
 
 
+@pytest.mark.slow
 @GUARDS
 def test_validated_distributions_equal_the_single_device(tmp_path: Path) -> None:
     package = partc.compile(Distributions, batch(), mesh="dp=2,tp=2", precision="fp64")

@@ -263,6 +263,7 @@ def _kernel(graph: Graph) -> Op:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @interpreted
 @pytest.mark.parametrize(("mesh", "smoothing"), [("1x2x2", 0.1), ("tp=2", 0.0)])

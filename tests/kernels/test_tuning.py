@@ -201,6 +201,7 @@ def test_every_candidate_makes_the_same(tmp_path: Path) -> None:
         assert several > 2 * len(kernels)
 
 
+@pytest.mark.slow
 def test_loops_over_tiles_make_the_same_in_every_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other numbers of programs, smaller tiles and loads ahead: rows are as many, and sums the same to rounding."""
     import importlib

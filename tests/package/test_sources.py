@@ -100,6 +100,7 @@ def test_a_model_file_among_others(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_function_in_a_package_of_the_user_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

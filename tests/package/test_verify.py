@@ -110,6 +110,7 @@ class BiasBeforeNorm(nn.Module):
         return self.norm(self.up(x)).sin().square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["lion", "adafactor"])
 def test_updates_of_zero_gradients_may_differ(optimizer: str, tmp_path: Path) -> None:
     compiled = partc.compile(BiasBeforeNorm, {"x": torch.randn(12, 6)}, mesh="dp=3", precision="fp64")
@@ -265,6 +266,7 @@ class AllClamping(nn.Module):
         return self.blocks(x).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_weights_that_forward_changes_without_the_plan_s_knowledge_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO keeps whole the weights that forward changes, of whose changes the compiler might know too few."""
     given = AllClamping, {"x": torch.randn(8, 6)}
@@ -294,6 +296,7 @@ class HalfPrecise(nn.Module):
         return y.float().square().mean()
 
 
+@pytest.mark.slow
 def test_models_that_round_by_themselves_are_compared_in_their_precision(tmp_path: Path) -> None:
     compiled = partc.compile(HalfPrecise, {"x": torch.randn(16, 16)}, mesh="dp=2,tp=2")
     found = verify(compiled.write(tmp_path / "build"), steps=1, virtual=True)
@@ -312,6 +315,7 @@ class Columns(nn.Module):
         return self.conv(self.norm(x.transpose(1, 3).contiguous()).transpose(1, 3)).relu().square().mean()
 
 
+@pytest.mark.slow
 def test_wrong_gradients_of_torchs_batch_norm_are_not_expected(tmp_path: Path) -> None:
     compiled = partc.compile(Columns, {"x": torch.randn(8, 1, 5, 6)}, mesh="dp=2", precision="fp64")
     found = verify(compiled.write(tmp_path / "build"), virtual=True)
@@ -355,6 +359,7 @@ def test_a_folder_that_is_no_package(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
+@pytest.mark.slow
 def test_packages_need_torch_alone(package: Path, tmp_path: Path) -> None:
     """They train where partc isn't installed, nor anything else that torch can do without."""
     absent = ("partc", "numpy", "safetensors", "scipy", "jinja2", "click", "rich", "transformers")
@@ -422,6 +427,7 @@ class Placed(nn.Module):
         return (self.norm(x) * rows.mean(0)).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "batch", "options", "said", "line"),
     [

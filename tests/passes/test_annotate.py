@@ -259,6 +259,7 @@ def _parallel_blocks() -> torch.nn.Module:
     return _ParallelBlocks()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=4"])
 def test_parallel_branches_with_biases_are_reduced_together(mesh: str) -> None:
     batch = {"ids": torch.randint(64, (8, 64), generator=torch.Generator().manual_seed(1))}

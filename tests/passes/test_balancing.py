@@ -134,6 +134,7 @@ AGAIN = {
 }
 
 
+@pytest.mark.slow
 def test_recomputation_sees_the_scales_and_shapes_of_the_first_time(tmp_path: Path) -> None:
     """In bf16, packages with and without recomputation train to the same bits; two mutants do not."""
 

@@ -68,6 +68,7 @@ class Case:
         return Options.checked(**given, **self.options, recompute=recompute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [24, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(60) if seed != 24)]
 )

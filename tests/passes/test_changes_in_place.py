@@ -351,12 +351,14 @@ class Exchanged(nn.Module):
         return (self.last(x @ self.one).tanh() + 0.5 * x @ self.other).square().mean()
 
 
+@pytest.mark.slow
 def test_exchanged_weights_on_a_pipeline() -> None:
     torch.manual_seed(0)
     package = partc.compile(Exchanged(), {"x": torch.randn(8, 6)}, mesh="pp=2", microbatches=2, precision="fp64")
     assert package.verify(steps=3).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Swapping, Counting, Clamped])
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_next_values(model: type[nn.Module], precision: str) -> None:
@@ -396,6 +398,7 @@ class PastTheGradient(nn.Module):
         return h.square().mean() + first.tanh().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["no_grad", "data", "detach"])
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2"])
 def test_gradients_pass_by_changes_that_autograd_does_not_see(by: str, mesh: str) -> None:
@@ -421,6 +424,7 @@ class MasksTogether(nn.Module):
         return (h * both + 2 * h * either + 3 * h * one).square().mean()
 
 
+@pytest.mark.slow
 def test_masks_are_combined_under_no_grad() -> None:
     result = partc.compile(MasksTogether(), {"x": torch.randn(8, 6)}, mesh="dp=2", precision="fp64").verify(steps=2)
     assert result.ok, result.worst

@@ -37,6 +37,7 @@ def test_norms_over_cut_rows_write_no_fp32_rows(kind: str) -> None:
     assert not _wide(package)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_batch_norms(precision: str) -> None:
     torch.manual_seed(0)

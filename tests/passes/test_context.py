@@ -406,6 +406,7 @@ def test_the_form_of_attention_is_decided_once(monkeypatch: pytest.MonkeyPatch) 
     assert orders() == {4}
 
 
+@pytest.mark.slow
 def test_explanations_name_the_forms_of_attention_as_pins_do(capsys: pytest.CaptureFixture[str]) -> None:
     def told(*pins: str) -> tuple[str, set[str]]:
         more = [word for pin in pins for word in ("--shard", pin)]

@@ -88,6 +88,7 @@ def _batch() -> dict[str, Tensor]:
     return {"x": torch.randn(12, 6, generator=generator), "target": torch.randn(12, 6, generator=generator)}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "microbatches"), [("2", 1), ("2", 3), ("pp=2,tp=3", 2), ("pp=2,dp=2,tp=2", 3)])
 def test_statistics_and_buffers_are_those_of_one_device(mesh: str, microbatches: int) -> None:
@@ -179,12 +180,14 @@ class Halves(nn.Module):
         return torch.stack([row.roll(1) * one for row, one in zip(y, weight, strict=True)]).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "microbatches"), [("dp=4", 1), ("pp=1", 4)])
 def test_views_that_a_batch_cannot_be_cut_along(mesh: str, microbatches: int) -> None:
     data = {"x": torch.randn(16, 6), "weight": torch.rand(16)}
     assert partc.compile(Halves(), data, mesh=mesh, microbatches=microbatches, precision="fp64").verify(steps=2).ok
 
 
+@pytest.mark.slow
 def test_the_warning_says_where_and_what() -> None:
     package = partc.compile(counting, _batch(), mesh="2", microbatches=3)
     [warning] = package.warnings

@@ -61,6 +61,7 @@ def planned(plan: CommunicationPlan, rank: int) -> list[list[Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),

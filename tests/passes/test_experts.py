@@ -141,6 +141,7 @@ def test_kernels_count_the_rows_that_experts_receive(model: Path, options: dict[
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
 
 
+@pytest.mark.slow
 def test_gradients_of_joined_matrices_are_written_side_by_side(tmp_path: Path) -> None:
     """The rows of a kernel's only result, which joins two gradients, are those that the rank receives."""
     (tmp_path / "config.json").write_text(json.dumps(MODELS["mixtral"].config))
@@ -215,6 +216,7 @@ def test_modules_that_all_tokens_pass_are_experts(style: str, mesh: str, how: di
     assert found.ok and found.worst.rel_err < 1e-10, found.worst
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("style", "mesh", "how", "cut"),
@@ -382,6 +384,7 @@ def optimizer(model):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "mesh", "experts"), [(True, "dp=2,cp=2", "ep=2@dp"), (True, "dp=2", ""), (False, "dp=2", "")]
 )
@@ -806,6 +809,7 @@ class Sevens(nn.Module):
         return (torch.einsum("ti,tio->to", tokens, self.up[chosen]) * score[:, None]).square().mean()
 
 
+@pytest.mark.slow
 def test_rows_of_a_microbatch_that_the_ranks_do_not_divide() -> None:
     batch = {"x": torch.randn(4, 7, 4)}
     how: dict[str, Any] = {"mesh": "cp=2", "experts": "ep=2@cp", "precision": "fp64"}

@@ -79,6 +79,7 @@ def _work_of_megatron(heads: int, groups: int, ways: int, size: int, rows: int, 
     return depth * (projections + scores)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("heads", "groups", "mesh"),
@@ -167,6 +168,7 @@ class Padded(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_copied_heads_are_grouped_and_a_batch_has_one_mask() -> None:
     batch = {"x": torch.randn(8, 6, 8), "lengths": torch.randint(1, 7, (8,))}
     package = partc.compile(Padded, batch, mesh="pp=2,dp=2", microbatches=2, precision="fp64")

@@ -182,6 +182,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("mesh", "options"), CASES)
 def test_parts_over_nodes_train_like_the_whole(mesh: str, options: dict[str, Any]) -> None:

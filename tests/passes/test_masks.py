@@ -102,6 +102,7 @@ def booleans(draw: st.DrawFn, graph: Graph, s: int, t: int, depth: int) -> Ref:
     return graph("expand", x, (1, s, t))
 
 
+@pytest.mark.slow
 @given(st.data(), SIZES, SIZES)
 @settings(max_examples=400)
 def test_symbolic_matrices_equal_those_that_torch_computes(data: st.DataObject, s: int, t: int) -> None:
@@ -179,6 +180,7 @@ LIMITED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("form", "share"), LIMITED.items(), ids=["prefix", "sinks", "chunks", "documents", "shown"])
 def test_other_masks_of_a_million_positions_are_limits(form: str, share: float, tmp_path: Path) -> None:

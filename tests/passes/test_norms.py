@@ -71,6 +71,7 @@ def test_rows_stay_where_they_are(kind: str, sums: int) -> None:
     assert set(weights.values()) <= {"[96@tp]"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "mesh", "how"),
     [

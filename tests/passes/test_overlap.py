@@ -592,6 +592,7 @@ def test_what_is_gathered_ahead_raises_no_peak(mesh: str, options: dict[str, Any
     assert gathers[0] <= gathers[1] < gathers[2]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "options"),

@@ -104,6 +104,7 @@ class TiedClassifier(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "2x2"])
 def test_a_table_read_twice_in_one_region(mesh: str) -> None:

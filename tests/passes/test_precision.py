@@ -143,6 +143,7 @@ class Contrast(nn.Module):
         return nn.functional.cross_entropy(similar, torch.zeros(len(x), dtype=torch.long))
 
 
+@pytest.mark.slow
 def test_tensors_that_forward_changes_and_weights_that_it_averages_are_read_in_fp32() -> None:
     package = partc.compile(Contrast, lambda: {"x": torch.randn(8, 6)}, mesh="1", precision="bf16")
     assert package.verify(steps=2).ok
@@ -309,6 +310,7 @@ def test_the_loss_curve_is_autocasts(kind: str, mesh: str, zero: int, tmp_path: 
     assert relative.abs().max() < 0.02 and relative.mean().abs() < 0.002
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "cast"),
     [("bf16", "softmax"), ("bf16", "sofmax=fp32"), ("bf16", "softmax=int8"), ("fp32", "softmax=fp32")],

@@ -235,6 +235,7 @@ def test_counts_that_are_no_sizes_of_parts_are_refused(style: str) -> None:
     assert "parts.py" in caught.value.source.file
 
 
+@pytest.mark.slow
 def test_a_counter_of_the_parts_with_rows_is_refused() -> None:
     with pytest.raises(PartcError, match="where a mask selects nothing it changes mul") as caught:
         partc.compile(PARTS, mesh="1", options={"style": "counted"})

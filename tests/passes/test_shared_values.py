@@ -79,6 +79,7 @@ def test_values_of_one_reader_keep_their_parts() -> None:
     assert {layouts[name] for name in ("words", "out", "out_2", "out_3")} == {"[8, 8@tp, 16]"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "how"),
     [

@@ -153,6 +153,7 @@ def test_wrong_sums(mesh: str, options: dict[str, Any], code: str) -> None:
     assert error.value.code == code
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "options", "exact"),

@@ -46,6 +46,7 @@ def _compiled(mesh: str, microbatches: int, zero: int, rows: int = 301, cut: str
     return partc.compile(Bags(rows), _batch(rows), loss=squared_error, **how)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "microbatches", "zero"), [("dp=2", 1, 3), ("dp=4", 2, 0), ("pp=2,dp=2", 2, 2)])
 def test_tables_cut_by_rows_equal_one_device(mesh: str, microbatches: int, zero: int) -> None:
     package = _compiled(mesh, microbatches, zero)

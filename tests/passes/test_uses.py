@@ -33,6 +33,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "batch_over", "options"),
     [pytest.param(*case, marks=() if index < 2 else (pytest.mark.matrix,)) for index, case in enumerate(MIXED)],
@@ -43,6 +44,7 @@ def test_mixed_uses_train_like_the_single_device(mesh: str, batch_over: str, opt
     assert result.ok, result.worst
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.processes
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def every_use(some: Planner) -> list[ParallelPlan]:
     return [*found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options", "cluster", "zero"),
     [
@@ -163,6 +164,7 @@ def test_mixes_of_uses_are_compared_for_all_numbers_of_microbatches() -> None:
             assert some.predicted(fitted).step_seconds >= choice.best.seconds * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_convolutions_by_the_batch_and_linear_layers_by_weights() -> None:
     """Krizhevsky 2014, One weird trick for parallelizing convolutional neural networks."""
     choice = planner("tests/models/vgg.py", "4xRTX4090-24GB", VGG | {"batch": 128}, zero=("0", "1")).choice()
@@ -172,6 +174,7 @@ def test_convolutions_by_the_batch_and_linear_layers_by_weights() -> None:
     assert "less time than the best plan in which each axis has one use" in by_layer(choice)
 
 
+@pytest.mark.slow
 def test_a_plan_compiles_to_an_equal_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, model = tmp_path / "plan.json", str(TESTS / "models" / "vgg.py")
     options = [word for name, value in VGG.items() for word in ("-D", f"{name}={value}")]

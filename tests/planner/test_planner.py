@@ -37,6 +37,7 @@ ROUTED = Path(__file__).parents[1] / "models" / "routed.py"
 GPT = str(Path(__file__).parents[2] / "examples" / "gpt.py")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", [3, 23, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in (15, 25))])
 def test_the_best_plan_is_that_of_enumeration(seed: int) -> None:
@@ -298,6 +299,7 @@ def test_plans_have_the_form_of_gradient_sums_that_is_asked_for() -> None:
         assert found.step_seconds < 0.8 * planner.predicted(other).step_seconds
 
 
+@pytest.mark.slow
 def test_plans_that_are_recorded_leave_the_host_out() -> None:
     """Small layers on a GPU wait for the host. With CUDA graphs they do not, and ranks of pipelines and of cut experts
     cannot be recorded.
@@ -462,6 +464,7 @@ def test_several_stages_of_a_rank_recompute_as_little_as_their_shares_of_its_roo
 ROUTES = {"batch": 8, "width": 1024, "hidden": 48, "chosen": 2, "depth": 2, "experts": 6, "seq": 512}
 
 
+@pytest.mark.slow
 def test_predictions_do_not_depend_on_the_plans_before() -> None:
     """Layouts depend on the sizes of the batch's parts, and on the number of stages."""
     cluster = preset("8xH100-80GB")
@@ -476,6 +479,7 @@ def test_predictions_do_not_depend_on_the_plans_before() -> None:
             assert shared.predict(plan) == simulator().predict(plan)
 
 
+@pytest.mark.slow
 def test_the_best_plan_of_a_large_space_is_predicted_with_its_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partc.planner.planning.OWN_SIZES", 0)
     cluster = preset("2xH100-80GB")
@@ -522,6 +526,7 @@ def test_a_search_ends_with_a_plan_however_little_time_it_has() -> None:
     assert choice.best.bytes <= choice.request.limit
 
 
+@pytest.mark.slow
 def test_a_search_without_a_result_says_why_its_plans_do_not_compile() -> None:
     request = Request.checked(
         str(ROUTED.with_name("contrastive.py")), "2xCPU", precision="fp32", fix="loss_chunks=2", max_seconds=1e-9
@@ -589,6 +594,7 @@ def test_layouts_are_chosen_once_for_all_numbers_of_pipeline_ranks(monkeypatch: 
         assert ran.count("annotate") == programs, mesh
 
 
+@pytest.mark.slow
 def test_a_plan_with_one_microbatch_is_predicted_and_bounded_as_it_is_simulated_alone() -> None:
     """Its layouts may differ from those of several microbatches, whose derivatives it shares where they do not."""
     cluster = preset("8xH100-80GB")
@@ -695,6 +701,7 @@ def test_exchanges_slow_no_call_that_waits_for_its_host() -> None:
     assert Played(plan=plan, bound=planner.bounds.of(plan), prediction=planner.predicted(plan)).holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fix",
     [
@@ -881,6 +888,7 @@ def test_parts_over_neighbours_are_plans() -> None:
     assert tried == {0, 1, 2, 3, "1@2", "2@2", "3@2", "1@4", "2@4", "3@4"}
 
 
+@pytest.mark.slow
 def test_sums_inside_nodes_first_are_plans() -> None:
     """Where dp has ranks inside a node and further ones; bounds count each level of the sums."""
     few = "zero=0|1|3,recompute=none,microbatches=1,schedule=1f1b,stage_calls=balanced"

@@ -102,6 +102,7 @@ def test_a_mesh_that_partc_chooses(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["verify", str(tmp_path / "auto"), "--virtual", "--steps", "1"]) == 0
 
 
+@pytest.mark.slow
 def test_a_model_object_on_a_cluster() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     package = partc.compile(
@@ -242,6 +243,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 def test_a_batch_that_was_whole_stays_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Batch norms over microbatches would be another training, though a pipeline would be quicker with them."""
     file = tmp_path / "coupled.py"
@@ -260,6 +262,7 @@ def test_a_batch_that_was_whole_stays_whole(tmp_path: Path, capsys: pytest.Captu
         torch.testing.assert_close(held[name], parameter, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_what_would_make_a_continued_training_fit_continues_it(tmp_path: Path) -> None:
     """Whole batches stay whole, separate batches as many, and as large, in each plan that the message names."""
     file = tmp_path / "coupled.py"

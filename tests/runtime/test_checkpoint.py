@@ -66,6 +66,7 @@ def test_its_values_are_the_ranks_own(folder: Path) -> None:
     assert tensors["step/embed.weight"] == 4
 
 
+@pytest.mark.slow
 def test_the_same_mesh_continues_bit_by_bit(folder: Path, tmp_path: Path) -> None:
     arguments = ("--steps", STEPS, "--resume", folder / "full" / "step_00000002", "--record", tmp_path / "record")
     (tmp_path / "log").write_text((folder / "log").read_text())

@@ -15,6 +15,7 @@ from partc.runtime.train import train
 from tests.durable import TIED, imported_from
 
 
+@pytest.mark.slow
 def test_the_collector_rests_inside_and_works_after() -> None:
     assert gc.isenabled()
     frozen = gc.get_freeze_count()

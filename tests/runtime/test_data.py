@@ -142,6 +142,7 @@ def test_a_resumed_training_reads_on_where_it_stopped(tmp_path: Path, kind: str)
     assert ("position" in runs[0]) == (kind == "a stateful loader")
 
 
+@pytest.mark.slow
 def test_a_state_is_restored_and_nothing_is_read_again(tmp_path: Path) -> None:
     package = packaged(tmp_path, KINDS["a stateful loader"])
     trained(package, "--steps", 4, "--save", tmp_path / "save")
@@ -189,6 +190,7 @@ def test_data_that_ends_or_fails(tmp_path: Path, data: str, arguments: list[str]
     assert stopped.returncode == 2 and code in stopped.stderr and message in stopped.stderr, stopped.stderr
 
 
+@pytest.mark.slow
 def test_options_reach_iterables(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(f"{MODEL}\n\n{KINDS['a generator function']}\n")

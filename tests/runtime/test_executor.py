@@ -101,6 +101,7 @@ def one_forward_one_backward(stage: int) -> str:
     return " ".join([*(word for words in order for word in words), f"{stage}REDUCE_GRAD"])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "alive"), [(gpipe, [4, 4, 4]), (one_forward_one_backward, [3, 2, 1])])
 def test_three_stages(schedule: Any, alive: list[int]) -> None:

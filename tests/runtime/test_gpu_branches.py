@@ -167,6 +167,7 @@ class Runtime:
         return 0
 
 
+@pytest.mark.slow
 def test_a_checkpoints_host_memory_is_as_large_as_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

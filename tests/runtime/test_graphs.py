@@ -206,6 +206,7 @@ def test_experts_are_named_with_their_line(tmp_path: Path) -> None:
     assert error.value.code == "P0419" and error.value.source is not None and error.value.source.line > 0
 
 
+@pytest.mark.slow
 def test_assignments_are_made_on_the_host() -> None:
     model = Path(__file__).parents[1] / "independent" / "models" / "set_matching.py"
     with pytest.raises(PartcError, match="the host has to read operands of linear_sum_assignment") as error:

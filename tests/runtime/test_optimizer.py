@@ -37,6 +37,7 @@ def test_same_steps_as_torch(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(values[key], parameter.detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_compiler_is_not_imported() -> None:
     program = (
         "import sys, torch; from partc.runtime.optimizer.optimizer import make_optimizers\n"

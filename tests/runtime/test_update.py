@@ -146,6 +146,7 @@ def batch():
 """
 
 
+@pytest.mark.slow
 def test_an_overflow_is_skipped_on_all_ranks_together(tmp_path: Path) -> None:
     """Scaled by 65536, gradients of thousands don't fit 16 bits: the scale falls until they do."""
     (tmp_path / "net.py").write_text(LARGE)

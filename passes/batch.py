@@ -259,16 +259,16 @@ def check_divisible(program: Program, over: Collection[str] = ()) -> None:
             "every entry of the batch is a scalar",
             help="give batch() a tensor whose first dimension is the batch",
         )
-    size, dp, steps = types[entries[0]].shape[0], _batch_parts(program), program.sizes[TIME_AXIS]
+    size, ranks, steps = types[entries[0]].shape[0], _batch_parts(program), program.sizes[TIME_AXIS]
     axes = [(axis, program.sizes[axis]) for axis in program.mesh.names if axis in over]
-    parts = dp * steps * math.prod(ways for _, ways in axes)
+    parts = ranks * steps * math.prod(ways for _, ways in axes)
     if size % parts:
-        further = "".join(f", over {axis}={ways}" for axis, ways in axes)
+        further = "".join(f" and over {axis}={ways}" for axis, ways in axes)
         rows = next((rows for name in entries if (rows := types[name].shape[0]) % parts == 0), None)
         other = f"; or put an entry of {rows} rows first in batch(), as {entries[0]!r} counts the examples now"
         raise PartcError(
             "P0401",
-            f"a batch of {size} does not divide into dp={dp} x {steps} microbatches{further}",
+            f"a batch of {size} does not divide into {steps} microbatches, each over {ranks} ranks{further}",
             help=f"make it a multiple of {parts}, or lower --microbatches{'' if rows is None else other}",
         )
 

@@ -31,6 +31,7 @@ _LARGE_SHARE, LARGE_BYTES = 0.01, 1 << 26
 # second.
 _FLOPS_PER_BYTE = 2000.0
 _AWAITED = 10  # a sum inside a norm counts as this many collectives, because nothing overlaps with it
+_ILLEGAL = "which no operation or size allows"
 _SEEN = 0.05  # the share of a ring's bytes that products do not hide
 
 
@@ -449,7 +450,8 @@ class _PlacementProgram:
             self._cross(("value", name), self.program.value_types()[name], False)
         scalars = (name for name in self.program.returned if not self.program.value_types()[name].shape)
         whole = {self.owners["value", name] for name in (*self.program.inputs, *scalars)}
-        whole |= set(weights) if holds_weights_whole(self.axis) else self.travelled | self._read_by_examples()
+        by_examples = self._read_by_examples()
+        whole |= set(weights) if holds_weights_whole(self.axis) else self.travelled | by_examples
         unsummed = {*weights, *(self.owners["value", name] for name in self.program.returned)}
         read = {wire.source for wire in self.wires}
         for owner, (type, _) in self.crossing.items():
@@ -475,7 +477,9 @@ class _PlacementProgram:
                 if owner in self.travelled:  # the pass `experts` checks their pins
                     self.pins_met.update(pin.pattern for pin, _ in self.pins if pin.matches(name))
                     continue
-                alternatives = self._pinned(name, type, alternatives, lambda choice: choice.makes[0])
+                why = f"but --batch-over lets {self.axis} cut the batch in every call that reads it"
+                why = why if owner in by_examples else _ILLEGAL
+                alternatives = self._pinned(name, type, alternatives, lambda choice: choice.makes[0], why)
             self.nodes.append(Node(name=owner, alternatives=tuple(alternatives)))
 
     def _read_by_examples(self) -> set[Hashable]:
@@ -504,9 +508,14 @@ class _PlacementProgram:
         return Layout.build(type.shape, {**where, self.axis: state}, self.sizes) is not None
 
     def _pinned(
-        self, name: str, type: TensorType, found: list[Alternative], seen: Callable[[Alternative], Hashable]
+        self,
+        name: str,
+        type: TensorType,
+        found: list[Alternative],
+        seen: Callable[[Alternative], Hashable],
+        why: str = _ILLEGAL,
     ) -> list[Alternative]:
-        """The alternatives that satisfy the pin on this name."""
+        """The alternatives that satisfy the pin on this name; `why` ends the message if there are none."""
         for pin, placement in self.pins:
             if pin.matches(name):
                 self.pins_met.add(pin.pattern)
@@ -516,7 +525,7 @@ class _PlacementProgram:
                     legal = sorted({placement_text(type, seen(choice), self.axis) for choice in found})
                     raise PartcError(
                         "P0302",
-                        f"--shard pins {name} {type.shape} to {pin.text}, which no operation or size allows",
+                        f"--shard pins {name} {type.shape} to {pin.text}, {why}",
                         help=f"legal layouts: {'; '.join(legal)}",
                     )
                 found = left

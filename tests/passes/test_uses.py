@@ -163,6 +163,11 @@ def test_uses_that_do_not_fit_are_refused(mesh: str, batch_over: str, code: str)
         partc.compile(str(EXAMPLES / "gpt.py"), mesh=mesh, batch_over=batch_over)
 
 
+def test_a_pin_of_a_weight_whose_calls_cut_the_batch_is_refused() -> None:
+    with pytest.raises(PartcError, match=r"P0302.* but --batch-over lets tp cut the batch in every call that reads it"):
+        partc.compile(str(EXAMPLES / "gpt.py"), mesh="tp=2", batch_over="tp=blocks.*", shard=("*.up.weight=[@tp, _]",))
+
+
 def test_weights_are_whole_where_the_batch_is_cut() -> None:
     program = partc.compile(
         str(EXAMPLES / "gpt.py"), mesh="dp=2,tp=2", batch_over="tp=embed,blocks.0-1", microbatches=2, zero=3

@@ -46,6 +46,7 @@ from partc.rules import RING
 from partc.rules.trial import check_rules
 from partc.sharding.assignment import Alternative, Solution, solve
 from partc.sharding.choices import axis_order, placed_axes
+from partc.sharding.nesting import inside_weight_axes
 from partc.sharding.pins import Pin, check_pins, named_values
 from partc.sharding.placements import Places, build, placement_text
 
@@ -70,6 +71,8 @@ def annotate(program: Program, *, pins: Sequence[Pin] = (), expert_axes: tuple[s
         solution = solve(places.problem, OBJECTIVES, forbid=places.forbid)
         if solution is None:
             raise InternalError(f"no placement on {axis} satisfies every operation")
+        if holds_weights_whole(axis):
+            solution = inside_weight_axes(program, axis, places, solution)
         program = _written(program, axis, places, solution)
     return program
 

@@ -125,8 +125,11 @@ class Layout:
         return Replicated()
 
     def placements(self, order: Iterable[str]) -> dict[str, Placement]:
-        """Placements by axis, in the given order of axes."""
-        return {axis: self.placement(axis) for axis in order}
+        """Placements by axis, in the given order; axes that cut a dimension come as they nest."""
+        known = tuple(order)
+        nested = iter([axis for axis in self.sharded_axes if axis in known])
+        ordered = [next(nested) if axis in self.sharded_axes else axis for axis in known]
+        return {axis: self.placement(axis) for axis in ordered}
 
     def normalized(self, sizes: Sizes) -> Layout:
         """The canonical form: equal layouts compare equal once normalized.

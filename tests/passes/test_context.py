@@ -160,6 +160,44 @@ def test_the_all_to_alls_of_attention_move_what_the_formula_says() -> None:
     assert moved == batch * seq / 2 * (heads + groups + groups + heads) * head * 4 / 2
 
 
+class Mixed(torch.nn.Module):
+    """Attention without a mask from the positions before it, and a convolution of each channel, as in Mamba."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.o = torch.nn.LayerNorm(32), torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+        self.mix = torch.nn.Conv1d(64, 64, 4, padding=3, groups=64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        heads = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(heads.transpose(1, 2).flatten(2))
+        mixed = self.mix(self.up(x).transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        return x + self.down(torch.nn.functional.silu(mixed))
+
+
+def mixing() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Mixed() for _ in range(3)), torch.nn.Linear(32, 32, bias=False))
+
+
+def squares(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(batch["x"]).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["cp=2,tp=2", "tp=2,cp=2", "cp=2,dp=2,tp=2"])
+def test_heads_and_channels_that_tp_cuts_travel_over_cp_alone(mesh: str) -> None:
+    """Each rank keeps its part of the heads, of which it then has the share of its cp rank for all positions."""
+    package = partc.compile(mixing, {"x": torch.randn(8, 16, 32)}, loss=squares, mesh=mesh, precision="fp64")
+    program = package.program
+    region = next(region for region in program.regions if len(program.calls_to(region.name)) == 3)
+    moves = [dict(op.attrs)["axis"] for graph in region.graphs for op in graph.ops if op.name == "all_to_all"]
+    assert {*moves} == {"cp"}
+    result = package.verify(steps=2)
+    assert result.ok, result.worst
+
+
 def test_gathered_keys_and_values_move_what_the_formula_says() -> None:
     """Each rank receives the keys and values of the others."""
     batch, seq, groups, head = 16, 32, 2, 16

@@ -159,7 +159,8 @@ def _home(program: Program) -> int:
 
 
 def _part(parameter: Parameter) -> tuple[object, ...]:
-    return parameter.type.dtype, parameter.type.layout, parameter.gather, parameter.holds
+    layout = replace(parameter.type.layout, varying=())  # varying axes concern sums of gradients alone
+    return parameter.type.dtype, layout, parameter.gather, parameter.holds
 
 
 def _moved_error(cause: str) -> PartcError:

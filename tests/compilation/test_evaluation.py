@@ -286,6 +286,57 @@ def test_stages_are_sent_what_they_do_not_hold(tmp_path: Path, options: dict[str
     _evaluates_as_one_device(ORDERED, tmp_path, options)
 
 
+# In training each microbatch is a batch of its own, as forward changes a buffer; in the evaluation none is.
+EXPERTS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.router = nn.BatchNorm1d(8), nn.Linear(8, 4, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(4, *shape) / 3) for shape in ((8, 12), (12, 8)))
+
+    def forward(self, x):
+        x = self.norm(x)
+        weight, chosen = self.router(x).softmax(-1).topk(2, -1)
+        gate = torch.zeros(len(x), 4, dtype=x.dtype).scatter(1, chosen, weight)
+        hidden = F.gelu(torch.einsum("td,edh->teh", x, self.up))
+        return x + torch.einsum("teh,ehd,te->td", hidden, self.down, gate)
+
+
+def model():
+    return Net()
+
+
+def made(generator=None):
+    return {"x": torch.randn(16, 8, generator=generator).double()}
+
+
+def batch():
+    return made()
+
+
+def loss(model, batch):
+    return model(batch["x"]).square().mean()
+
+
+def evaluate(model, batch):
+    return loss(model, batch)
+
+
+def eval_data(step):
+    return made(torch.Generator().manual_seed(1000 + step))
+"""
+
+
+@pytest.mark.parametrize("options", [{"mesh": "ep=2"}, {"mesh": "dp=2,ep=2", "zero": 1}], ids=str)
+def test_experts_of_separate_microbatches_are_evaluated(tmp_path: Path, options: dict[str, Any]) -> None:
+    _evaluates_as_one_device(EXPERTS, tmp_path, {**options, "microbatches": 2})
+
+
 @pytest.mark.slow
 def test_state_that_only_the_evaluation_reads_or_moves_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"

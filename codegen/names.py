@@ -32,6 +32,7 @@ _TAKEN = frozenset(
         "gradients",
         "parameters",
         "Shard",
+        "Sectioned",
         "Received",
         "Stage",
         "Saved",

@@ -15,6 +15,7 @@ from partc.cost.memory import Account
 from partc.ir.layout import Layout, SubDim
 from partc.ir.program import Graph, Parameter, Program, Region, TensorType
 from partc.ir.routers import routers
+from partc.runtime.dims import Sectioned
 from partc.runtime.plan import FORMAT
 
 _HALVES = re.compile("[\ud800-\udfff]")  # of surrogate pairs, which UTF-8 does not have
@@ -173,15 +174,22 @@ def _parameter_entry(parameter: Parameter, row: int, program: Program) -> dict[s
             **_typed(table, program),
             "stack": {"name": parameter.name, "rows": held, "row": first, "count": count},
         }
+    order = parameter.sectioned
     if not parameter.stacked:
-        return {"shape": list(parameter.holds or parameter.type.shape), **_typed(parameter.type, program)}
+        shape = list(parameter.holds or parameter.type.shape)
+        return {"shape": shape, **_typed(parameter.type, program), **_ordered(order)}
     rows, *dims = parameter.type.layout.dims
     own = replace(parameter.type, layout=replace(parameter.type.layout, dims=tuple(dims)))
     return {
         "shape": list(own.shape),
         **_typed(own, program),
+        **_ordered(order and order._replace(dim=order.dim - 1)),
         "stack": {"name": parameter.name, "rows": _layout(Layout((rows,)), program), "row": row},
     }
+
+
+def _ordered(order: Sectioned | None) -> dict[str, Any]:
+    return {"sectioned": order._asdict()} if order else {}
 
 
 def _typed(type: TensorType, program: Program) -> dict[str, str]:

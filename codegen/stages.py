@@ -69,6 +69,8 @@ def stage_code(exchanges: Exchanges, index: int, regions: Mapping[str, RegionCod
     uses = {name for lines in methods.values() for line in lines for name in line.uses}
     uses |= {"Unit"} if any(ahead.values()) else set()
     uses |= {"Shard"} if parameters or tables or results or _inputs(facts) else set()
+    held = {name for call in facts.calls for name in call.params}
+    uses |= {"Sectioned"} if any(program.parameter(name).sectioned for name in held) else set()
     uses |= {*(["Received"] if facts.received else []), *(["Returned"] if results else [])}
     return StageCode(
         index=index,

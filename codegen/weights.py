@@ -137,7 +137,8 @@ class Weights:
         summed = self.sums.axes(parameter), self.sums.sharers(parameter)
         read = self.exchanges.read_dtypes.get(parameter.name, parameter.type.dtype)
         held = parameter.gather, parameter.holds, parameter.sparse, parameter.stacked, parameter.members
-        key = id(parameter.type), parameter.trainable, parameter.aliases, read, summed, held, bool(parameter.counts)
+        own = parameter.aliases, parameter.sectioned, bool(parameter.counts)
+        key = id(parameter.type), parameter.trainable, read, summed, held, own
         if key not in self._shards:
             self._shards[key] = self._shard_of(parameter)
         return self._shards[key]
@@ -161,6 +162,9 @@ class Weights:
             parts.append(f"gather={strings(parameter.gather)}")
         if parameter.holds:
             parts.append(f"holds={parameter.holds}")
+        if parameter.sectioned:
+            dim, ways, sections = parameter.sectioned
+            parts.append(f"sectioned=Sectioned({dim}, ways={ways}, sections={sections})")
         if parameter.sparse and parameter.trainable:
             parts.append("sparse=True")
         if parameter.stacked:

@@ -204,6 +204,16 @@ PIPELINE: tuple[Pass, ...] = (
         reads=(),
     ),
     Pass(
+        name="sections",
+        label="Sectioned",
+        does="rows of fused projections of unequal widths get an order that equal cuts over tp divide by sections",
+        requires=("regions", "uses"),
+        ensures=("sections",),
+        options=("pins", "orders"),
+        reads=("mesh",),
+        optional=True,
+    ),
+    Pass(
         name="batch",
         label="Batched",
         does="the batch is cut over dp and over microbatches",

@@ -28,6 +28,7 @@ from partc.ir.gradients import gradient_inputs, reached, trainable_params
 from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.program import ITEMSIZE, Arg, Op, Program, Ref, Region, TensorType, Value
+from partc.passes.sections import written_out
 from partc.rules import localize
 from partc.rules.tried import rule_of
 from partc.sharding.choices import layouts
@@ -135,7 +136,12 @@ class _Local:
         local = replace(op, results=results)
         if rule is not None:
             local = localize(local, rule, self.sizes)
-        self.ops.append(local.reading(operands))
+        local = local.reading(operands)
+        if "ways" in dict(local.attrs):
+            operand = Value(name=operands[0], type=self.types[operands[0]])
+            self.ops += written_out(local, operand, self.sizes, self._fresh)
+        else:
+            self.ops.append(local)
 
     def _routed(self, op: Op) -> None:
         """Rows that travel keep their layout except on the axis over which they travel."""

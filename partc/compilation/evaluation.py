@@ -95,7 +95,8 @@ def _finished(traced: Program, training: Program, options: Options) -> Program:
     # The training's own counters of rows are no parameters of the model; whole tables are placed by `stacks`.
     pinned = [item for item in training.parameters if not (item.members or model.isdisjoint(item.names))]
     pins = tuple(map(_pin, pinned))
-    known = {**options.for_passes, "pins": pins, "held_by": training.holders()}
+    orders = {item.name: item.sectioned for item in training.parameters if item.sectioned}
+    known = {**options.for_passes, "pins": pins, "orders": orders, "held_by": training.holders()}
     known["home"] = training.maker(training.loss).stage
     known["whole"] = frozenset(item.name for item in training.parameters if not item.gather)
     known["cut_tables"] = {item.name: cut for item in training.parameters if (cut := table_cut(item, training.sizes))}
@@ -160,7 +161,7 @@ def _home(program: Program) -> int:
 
 def _part(parameter: Parameter) -> tuple[object, ...]:
     layout = replace(parameter.type.layout, varying=())  # varying axes concern sums of gradients alone
-    return parameter.type.dtype, layout, parameter.gather, parameter.holds
+    return parameter.type.dtype, layout, parameter.gather, parameter.holds, parameter.sectioned
 
 
 def _moved_error(cause: str) -> PartcError:

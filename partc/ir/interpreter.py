@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,6 +161,11 @@ def _rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor, rotated: int | None
     return torch.func.vjp(lambda x: _rotary(x, cos, sin, rotated, interleaved), x)[1](grad)[0]  # type: ignore[no-any-return]
 
 
+def _split(x: Tensor, sizes: Sequence[int], dim: int, ways: int = 1) -> tuple[Tensor, ...]:
+    parts = x.unflatten(dim, (ways, -1)).split([size // ways for size in sizes], dim + 1)
+    return tuple(part.flatten(dim, dim + 1) for part in parts)
+
+
 _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "linear": lambda x, w, b=None: F.linear(x, w, b),
     "attention": _attention,
@@ -177,7 +182,7 @@ _COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "dropout_backward": lambda grad, kept, p: grad * kept / (1 - p),
     "drop": lambda x, kept, p: x * kept / (1 - p),
     "reshape": lambda x, sizes: x.reshape(sizes),
-    "split": lambda x, sizes, dim: x.split(sizes, dim),
+    "split": _split,
     "to": lambda x, dtype: x.to(dtype),
     "route": _route,
     "dispatch": lambda x, order, grouped, counts, axis: x[order],

@@ -45,6 +45,7 @@ from partc.ir.program import (
     When,
 )
 from partc.quoting import unquoted
+from partc.runtime.dims import Sectioned
 
 _QUOTED = r"`(?:[^`\\]|\\.)*`"
 _TOKEN = re.compile(
@@ -278,7 +279,8 @@ class _TextReader:
         pattern = (
             rf"(parameter|constant) {_NAME}: (.*?)(?: aliases\({_NAMES}\))?(?: reduce\(([\w,]+)\))?"
             rf"(?: gather\(([\w,]+)\) zero (\d))?"
-            rf"(?: bucket\({_NAMES}\))?(?: holds\(([\d,]+)\))?( sparse)?(?: balance\(([^)]+)\))?( stacked)?"
+            rf"(?: bucket\({_NAMES}\))?(?: holds\(([\d,]+)\))?(?: sectioned\(([^)]*)\))?( sparse)?"
+            rf"(?: balance\(([^)]+)\))?( stacked)?"
             rf"(?: tables\((.*?)\))?((?: counts\({_NAMES}\))*)"
         )
         match = _matched(pattern, text)
@@ -293,11 +295,12 @@ class _TextReader:
                 zero=int(match[7] or 0),
                 buckets=_names(match[8] or ""),
                 holds=tuple(map(int, match[9].split(","))) if match[9] else (),
-                sparse=bool(match[10]),
-                balance=float(match[11] or 0),
-                stacked=bool(match[12]),
-                members=_members(match[13] or ""),
-                counts=tuple(_names(each[1]) for each in re.finditer(rf" counts\({_NAMES}\)", match[14])),
+                sectioned=_sectioned(match[10]) if match[10] is not None else None,
+                sparse=bool(match[11]),
+                balance=float(match[12] or 0),
+                stacked=bool(match[13]),
+                members=_members(match[14] or ""),
+                counts=tuple(_names(each[1]) for each in re.finditer(rf" counts\({_NAMES}\)", match[15])),
             )
         )
 
@@ -617,6 +620,11 @@ def _choice(text: str) -> Choice:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(_name(part) for part in re.findall(_ANY, text))
+
+
+def _sectioned(text: str) -> Sectioned:
+    match = _matched(r"(\d+): (\d+) of (\d+(?:\+\d+)*)", text)
+    return Sectioned(int(match[1]), int(match[2]), tuple(map(int, match[3].split("+"))))
 
 
 def _members(text: str) -> tuple[tuple[str, int, int], ...]:

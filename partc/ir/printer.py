@@ -260,6 +260,7 @@ def _parameter(parameter: Parameter) -> str:
     gather = f" gather({','.join(parameter.gather)}) zero {parameter.zero}" if parameter.gather else ""
     buckets = f" bucket({', '.join(map(written_name, parameter.buckets))})" if parameter.buckets else ""
     holds = f" holds({','.join(map(str, parameter.holds))})" if parameter.holds else ""
+    order = f" sectioned({parameter.sectioned})" if parameter.sectioned else ""
     sparse = " sparse" if parameter.sparse else ""
     balance = f" balance({parameter.balance!r})" if parameter.balance else ""
     stacked = " stacked" if parameter.stacked else ""
@@ -267,7 +268,7 @@ def _parameter(parameter: Parameter) -> str:
     members = f" tables({tables})" if tables else ""
     kind = "parameter" if parameter.trainable else "constant"
     counts = "".join(f" counts({', '.join(map(written_name, names))})" for names in parameter.counts)
-    facts = f"{aliases}{reduce}{gather}{buckets}{holds}{sparse}{balance}{stacked}{members}{counts}"
+    facts = f"{aliases}{reduce}{gather}{buckets}{holds}{order}{sparse}{balance}{stacked}{members}{counts}"
     return f"{kind} {written_name(parameter.name)}: {parameter.type}{facts}"
 
 

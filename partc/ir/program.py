@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, Union
 from partc.errors import InternalError, Source
 from partc.ir.layout import Layout, Sizes, SubDim
 from partc.ir.mesh import PIPELINE_AXIS, TIME_AXIS, Mesh
+from partc.runtime.dims import Sectioned
 from partc.runtime.place import stacked_names
 
 Derived = TypeVar("Derived")
@@ -379,6 +380,7 @@ class Parameter:
     zero: int = 0  # sharded: the optimizer's state (1), also the gradient (2), also the parameter (3)
     buckets: tuple[str, ...] = ()  # the names of the buckets in which its gradient is summed over ranks
     holds: tuple[int, ...] = ()  # the model's own shape, where zeros were added to it
+    sectioned: Sectioned | None = None  # the order of a dimension, if it is not the model's
     sparse: bool = False  # its gradient has only the rows that lookups read
     balance: float = 0.0  # the size of the update of a router's bias, whose gradient is the load of experts
     stacked: bool = False  # its rows are parameters of the model: their numbers replace `*` in its name

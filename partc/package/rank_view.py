@@ -14,6 +14,7 @@ from partc.ir.mesh import PIPELINE_AXIS, Mesh
 from partc.ir.naming import starred
 from partc.package.launch import literals, read_plan
 from partc.runtime.place import Place
+from partc.runtime.plan import order_of
 
 
 def rank_view(directory: Path, rank: int) -> str:
@@ -67,8 +68,13 @@ def _held_elements(plan: Mapping[str, Any], mesh: Mesh, place: Place) -> Iterato
             continue
         if not {plan["places"][stage] for stage in entry["stages"]} & {place.coordinate.get(PIPELINE_AXIS, 0)}:
             continue
+        held = [*index_ranges(layout, place.coordinate, mesh.sizes)]
+        if order := order_of(entry):
+            dim = order.dim + (stack is not None)
+            runs = (run for start, end in held[dim] for run in order.runs(start, end))
+            held[dim] = tuple((first, first + count) for first, count in runs)
         parts = [
             ":" if ranges == ((0, size),) else " ".join(f"{start}:{end}" for start, end in ranges)
-            for ranges, size in zip(index_ranges(layout, place.coordinate, mesh.sizes), layout.shape, strict=True)
+            for ranges, size in zip(held, layout.shape, strict=True)
         ]
         yield starred(name), f"[{', '.join(parts)}]"

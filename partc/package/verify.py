@@ -42,6 +42,7 @@ from partc.package.verify_results import verify_results
 from partc.runtime.checkpoint.safetensors import load, save
 from partc.runtime.errors import UsageError
 from partc.runtime.layout import Shard
+from partc.runtime.plan import order_of
 from partc.runtime.processes.devices import Wanted
 from partc.runtime.train.command_line import parse
 from partc.runtime.train.job import Job
@@ -336,10 +337,15 @@ class _Updates:
         return {**reference, **{key: x for key, x in found.items() if key not in fixed}}
 
 
+def _shard(entry: Mapping[str, Any]) -> Shard:
+    """The shard of a parameter of the plan."""
+    return Shard(entry["dtype"] + entry["layout"], holds=tuple(entry["shape"]), sectioned=order_of(entry))
+
+
 def _whole(plan: Mapping[str, Any], records: Records, kind: str, name: str, like: Tensor) -> Tensor:
     """A whole gradient or parameter, assembled from the ranks' shards; zeros if no rank holds it."""
     entry, whole = plan["parameters"][name], torch.zeros_like(like)
-    shard = Shard(entry["dtype"] + entry["layout"], holds=tuple(entry["shape"]))
+    shard = _shard(entry)
     places = torch.arange(1, whole.numel() + 1).view(whole.shape)  # 0 is padding
     for rank, coordinate in _holders(plan, entry):
         mine = records[rank].get(f"{kind}/{name}")
@@ -389,7 +395,7 @@ def _compare_step(
         noise = LOSS_NOISE.get(rounding, 0.0) * abs(loss) / largest["parameter"]
         floors["gradient"] = max(floors["gradient"], noise / TOLERANCES[rounding]["gradient"])
     for name, entry in plan["parameters"].items():
-        shard = Shard(entry["dtype"] + entry["layout"], holds=tuple(entry["shape"]))
+        shard = _shard(entry)
         trained = entry["trainable"] or f"gradient/{name}" in reference
         for rank, coordinate in _holders(plan, entry):
             for kind in ("gradient", "parameter") if trained else ("parameter",):

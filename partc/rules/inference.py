@@ -200,6 +200,17 @@ def _along(position: int) -> _Special:
     return lambda known: tuple(_dimension_layout(known, position, shape) for shape in known.shapes)
 
 
+def _split(known: _Operation) -> Results | None:
+    """Pieces of rows that are cut in parts: each rank splits its own part (see the pass `sections`)."""
+    (dim,), layout = integers(known.op.args[2]), known.layouts[0]
+    (rows, *more), dims = layout.dims[dim], layout.dims
+    if more or not rows.axes:
+        return None
+    ways = math.prod(known.sizes[axis] for axis in rows.axes)
+    pieces = ((SubDim(shape[dim] * ways, rows.axes),) for shape in known.shapes)
+    return tuple(Inferred(replace(layout, dims=(*dims[:dim], piece, *dims[dim + 1 :]), varying=())) for piece in pieces)
+
+
 def _sliced(known: _Operation) -> Results | None:
     found = _stepped(known.op, known.layouts[0], known.shapes[0], known.sizes)
     return None if found is None else (found,)
@@ -267,6 +278,7 @@ _SPECIAL: Mapping[str, _Special] = {
     **dict.fromkeys(("select", "unbind", "stack"), _along(1)),
     **dict.fromkeys(("slice_backward", "select_backward"), _along(2)),
     "slice": _sliced,
+    "split": _split,
     "dropout_backward": _like(0),
     "cross_entropy_backward": _like(1),
     "convolution": _convolved,

@@ -42,8 +42,13 @@ def _result_shape(index: int) -> Callable[[Op, Sizes], Op]:
 
 
 def _split(op: Op, sizes: Sizes) -> Op:
-    dim = integers(argument(op, 2, "dim", 0))[0]
-    return _with_argument(op, 1, tuple(value.type.layout.local_shape(sizes)[dim] for value in op.results))
+    """Each rank splits its own parts; `ways` remains if there are several."""
+    dim, ways = integers(argument(op, 2, "dim", 0))[0], dict(op.attrs).get("ways")
+    widths = tuple(value.type.layout.local_shape(sizes)[dim] for value in op.results)
+    if isinstance(ways, int):
+        left = ways * sum(widths) // sum(value.type.shape[dim] for value in op.results)
+        op = replace(op, attrs=(("ways", left),) if left > 1 else ())
+    return _with_argument(op, 1, widths)
 
 
 def _slice(op: Op, sizes: Sizes) -> Op:

@@ -331,10 +331,24 @@ def _pieces(sizes: Sequence[int]) -> tuple[int, list[int]]:
 
 
 def split(op: Op, types: Types) -> OpRule:
-    """split(x, sizes, dim): the pieces are multiples of a grain `u`, which may be cut in all pieces at once."""
-    shape = types[0].shape
+    """split(x, sizes, dim): the pieces are multiples of a grain `u`, which may be cut in all pieces at once.
+
+    With `ways`, the dimension consists of as many equal parts, each of which is split, and only parts are cut.
+    """
+    shape, ways = types[0].shape, dict(op.attrs).get("ways")
     dim = dim_index(integers(argument(op, 2, "dim", 0))[0], len(shape))
+    if isinstance(ways, int):
+        return _split_parts(op, types[0], dim, ways)
     return _along_grain(op, types, dim, [value.type.shape[dim] for value in op.results], joined=False)
+
+
+def _split_parts(op: Op, x: TensorType, dim: int, ways: int) -> OpRule:
+    dims, sizes = named_dims(x.shape)
+    names = [f"c{i}" for i in range(len(op.results))]
+    sizes |= {"n": ways, "c": x.shape[dim] // ways}
+    sizes.update((name, value.type.shape[dim] // ways) for name, value in zip(names, op.results, strict=True))
+    whole, *parts = ((*dims[:dim], ("n", name), *dims[dim + 1 :]) for name in ("c", *names))
+    return make([(whole, x)], parts, sizes, blocked={"c", *names}, linear=[(0,)])
 
 
 def cat(op: Op, types: Types) -> OpRule:

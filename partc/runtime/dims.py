@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 SubDim = tuple[int, tuple[str, ...]]  # a factor of a dimension: its size, and the axes that cut it, major first
 Dims = tuple[tuple[SubDim, ...], ...]
+
+
+class Sectioned(NamedTuple):
+    """The order in which a dimension of a parameter is stored, if it is not the model's.
+
+    In the model, the dimension consists of `sections`, which are given by their numbers of elements. Each is divided
+    into `ways` equal parts. The first parts of all sections are stored first, then all second parts, and so on. A cut
+    into `ways` parts thus gives each rank its part of every section.
+    """
+
+    dim: int
+    ways: int
+    sections: tuple[int, ...]
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The stored elements from `start` to `stop`, in runs of the model: (first element there, number)."""
+        each = sum(self.sections) // self.ways
+        for part in range(start // each, -(-stop // each)):
+            here, before = part * each, 0
+            for size in self.sections:
+                length = size // self.ways
+                first, last = max(here, start), min(here + length, stop)
+                if first < last:
+                    yield before + part * length + first - here, last - first
+                here, before = here + length, before + size
+
+    def __str__(self) -> str:
+        return f"{self.dim}: {self.ways} of {'+'.join(map(str, self.sections))}"
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .dims import Dims, SubDim, global_shape, parse_dims, written_dims
+from .dims import Dims, Sectioned, SubDim, global_shape, parse_dims, written_dims
 from .place import stacked_names
 
 DTYPES: dict[str, torch.dtype] = {
@@ -55,6 +55,7 @@ class Shard:
     read: str = ""  # the type in which calls read it, if it is stored in another
     aliases: tuple[str, ...] = ()  # its other names in the model
     holds: tuple[int, ...] = ()  # the model's own shape, if the tensor is padded with zeros
+    sectioned: Sectioned | None = None  # the order of a dimension, if it is not the model's
     sparse: bool = False  # its gradient only has the rows that lookups read
     stacked: bool = False  # its rows are parameters of the model: their numbers replace `*` in its name
     members: tuple[tuple[str, int, int], ...] = ()  # whole tables of the model in it: name, first row, number of rows
@@ -86,8 +87,9 @@ class Shard:
     @property
     def row(self) -> Shard:
         """The shard of each row of a stack."""
-        type = f"{self.type.partition('[')[0]}[{written_dims(self.dims[1:])}]"
-        return replace(self, type=type, stacked=False, apart=tuple(sorted(cutting(self.dims[:1]))))
+        type, order = f"{self.type.partition('[')[0]}[{written_dims(self.dims[1:])}]", self.sectioned
+        within = order and order._replace(dim=order.dim - 1)
+        return replace(self, type=type, sectioned=within, stacked=False, apart=tuple(sorted(cutting(self.dims[:1]))))
 
     def member(self, rows: int) -> Shard:
         """The shard of a whole table, which is a member of this one."""
@@ -118,15 +120,28 @@ class Shard:
         return tuple(math.prod(_part(*factor, sizes) for factor in dim) for dim in self.dims)
 
     def local(self, whole: Tensor, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> Tensor:
-        """The part of `whole` at a coordinate: a view if the cut allows one.
+        """The part of `whole` at a coordinate: a view if the cut allows one. `whole` has the model's order.
 
         Padding consists of zeros.
         """
+        if self.sectioned is not None:
+            dim, _, sections = self.sectioned
+            runs = self.sectioned.runs(0, sum(sections))
+            whole = torch.cat([whole.narrow(dim, first, count) for first, count in runs], dim)
         if self.holds and tuple(whole.shape) == self.holds:
             padded = whole.new_zeros(self.shape)
             padded[tuple(map(slice, self.holds))] = whole
             whole = padded
         return local_part(whole, self.dims, sizes, coordinate)
+
+    def in_model_order(self, whole: Tensor) -> Tensor:
+        """A whole tensor in the model's order, from one in the order in which it is stored."""
+        if self.sectioned is None:
+            return whole
+        dim, _, sections = self.sectioned
+        runs = [*self.sectioned.runs(0, sum(sections))]
+        parts = zip(runs, whole.split([count for _, count in runs], dim), strict=True)
+        return torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])], dim)
 
 
 class ModelView:

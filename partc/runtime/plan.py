@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from .dims import global_shape
+from .dims import Sectioned, global_shape
 from .documents import Malformed, Natural, Positive, at_least, contents, decoded, parsed
 
 FORMAT = 1  # the format of plan.json; readers refuse others
@@ -74,6 +74,15 @@ class PlanStack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOrder:
+    """The order of a parameter's dimension, as in `Sectioned`."""
+
+    dim: Natural
+    ways: Positive
+    sections: tuple[Positive, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanParameter:
     """A parameter. `shape` is the model's own, without the layout's padding.
 
@@ -92,6 +101,7 @@ class PlanParameter:
     balance: float = 0.0
     counted: tuple[str, Natural] | None = None
     stack: PlanStack | None = None
+    sectioned: PlanOrder | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +225,12 @@ class Plan:
     memory: Any = None
 
 
+def order_of(entry: Mapping[str, Any]) -> Sectioned | None:
+    """The order of a parameter's dimension; None if it is the model's."""
+    order = entry.get("sectioned")
+    return order and Sectioned(order["dim"], order["ways"], tuple(order["sections"]))
+
+
 def launches(ranks: int, node: int | None, script: str = "train.py") -> tuple[str, ...]:
     """The commands that start all ranks, one for each node; `node` is the number of ranks given by --nodes."""
     if node is None:
@@ -254,6 +270,12 @@ def _contradictions(plan: Plan) -> Iterator[str]:
         shape = global_shape(_factors(entry.layout))
         if len(shape) != len(entry.shape) or any(map(int.__gt__, entry.shape, shape)):
             yield f"{name!r} has shape {list(entry.shape)} and layout {entry.layout}"
+        order = entry.sectioned
+        if order is not None and (
+            entry.shape[order.dim : order.dim + 1] != (sum(order.sections),)
+            or any(size % order.ways for size in order.sections)
+        ):
+            yield f"{name!r} has shape {list(entry.shape)} and sections {list(order.sections)} in {order.ways} parts"
     for call in plan.calls:
         if call.region not in plan.regions or call.stage >= plan.stages:
             yield f"call {call.name!r} is of region {call.region!r} and stage {call.stage}"

@@ -38,7 +38,7 @@ from partc.cost.saved_tensors import changed_buffers
 from partc.errors import InternalError, PartcError, first_line
 from partc.ir import operators
 from partc.ir.gradients import gradient_inputs, reached, trainable_params
-from partc.ir.layout import Sizes, SubDim
+from partc.ir.layout import Layout, Sizes
 from partc.ir.mesh import TIME_AXIS
 from partc.ir.naming import gradient_name, unique
 from partc.ir.operations import shares_memory
@@ -58,6 +58,7 @@ from partc.ir.program import (
 )
 from partc.passes.differentiate import joint, scans
 from partc.passes.differentiate.recorder import Recorder
+from partc.rules.inference import reshaped
 from partc.rules.kernels import TABLES
 from partc.rules.rule import integers
 from partc.rules.updates import DEFAULT, refuse_sparse_gradient, updates
@@ -262,15 +263,13 @@ def _one_copy(graph: Graph, region: Region, sizes: Sizes) -> Graph:
         dim = op.args[1] if len(op.args) > 1 else 0
         if dim not in (last, -1) or not fits:
             continue
-        layouts = [types[next(each.refs())].layout for each in merged]
-        split = layouts[0]
-        if any(layout != split for layout in layouts):
+        layout = op.result.type.layout
+        heads = sum(shape[last] for shape in shapes), shapes[0][-1]
+        viewed = reshaped(Layout(layout.dims[last:]), heads, sizes)
+        if viewed is None or viewed.doubtful:
             continue
-        dims = (*split.dims[:last], (SubDim(len(merged)), *split.dims[last]), *split.dims[last + 1 :])
-        whole = Value(
-            name=unique(f"{op.result.name}_heads", taken),
-            type=replace(op.result.type, layout=replace(split, dims=dims)),
-        )
+        layout = replace(layout, dims=(*layout.dims[:last], *viewed.layout.dims))
+        whole = Value(name=unique(f"{op.result.name}_heads", taken), type=replace(op.result.type, layout=layout))
         instead |= {id(each): () for each in merged}
         instead[id(op)] = (
             replace(op, args=(tuple(Ref(next(each.refs())) for each in merged), last), results=(whole,)),

@@ -17,6 +17,7 @@ import partc
 from partc.errors import PartcError
 from partc.runtime.checkpoint.manifest import checkpoints
 from tests.durable import train, trained, whole
+from tests.models import fused
 
 # The tests' own models live in a module that a package can import: a top-level one.
 sys.path.append(str(Path(__file__).parents[1] / "models"))
@@ -568,3 +569,12 @@ def test_stages_that_only_an_evaluation_connects(tmp_path: Path) -> None:
     for real in (False, True):
         trained(package, "--steps", 3, "--eval-every", 2, "--metrics", tmp_path / f"m{real}", real=real)
     assert evaluations(tmp_path / "mTrue") == evaluations(tmp_path / "mFalse") and evaluations(tmp_path / "mTrue")
+
+
+def test_fused_projections_are_read_in_the_order_of_the_training(tmp_path: Path) -> None:
+    batch = fused.batch()
+    package = partc.compile(fused.model(), batch, mesh="tp=2", precision="fp64", eval_every=1).write(tmp_path / "build")
+    trained(package, "--steps", 1, "--metrics", tmp_path / "m", "--save", tmp_path / "save")
+    model, saved = fused.model().double(), whole(checkpoints(tmp_path / "save")[0])
+    model.load_state_dict({name: saved[name] for name in model.state_dict()})
+    assert evaluations(tmp_path / "m") == {1: {"evaluation": pytest.approx(model(**batch).item(), rel=1e-12)}}

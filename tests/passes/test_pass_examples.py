@@ -48,6 +48,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "stack": (Case(model="experts"),),
     "precision": (Case(how={"precision": "bf16"}),),
     "uses": (Case(how={"mesh": "tp=2", "batch_over": "tp=embed,blocks.0"}),),
+    "sections": (Case(model="fused", how={"mesh": "tp=2"}),),
     "batch": (Case(how={"mesh": "dp=2", "microbatches": 2}),),
     "annotate": (Case(how={"mesh": "tp=2"}),),
     "tables": (Case(how={"mesh": "dp=2", "shard": ("embed.weight=[_, @dp]",)}, options={"words": 16}),),

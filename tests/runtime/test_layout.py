@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from partc.ir.layout import Layout, index_ranges
-from partc.runtime.dims import parse_dims
+from partc.runtime.checkpoint.boxes import pieces
+from partc.runtime.dims import Sectioned, parse_dims
 from partc.runtime.layout import DTYPES, Received, Shard, microbatch_part, parse_mesh
 
 SIZES = {"pp": 2, "dp": 3, "tp": 2}
@@ -95,6 +97,36 @@ def test_parts_that_end_with_spare_elements(text: str) -> None:
     for place in itertools.product(*map(range, SIZES.values())):
         coordinate = dict(zip(SIZES, place, strict=True))
         assert index_ranges(normal, coordinate, SIZES) == index_ranges(layout, coordinate, SIZES)
+
+
+ORDER = Sectioned(0, 4, (8, 4, 12))  # 24 rows
+
+
+@pytest.mark.parametrize(
+    "text", ["[24@tp]", "[24@pp,tp]", "[24@pp,tp,dp]", "[24, 5]", "[7@dp, 24@tp]", "[24@tp, 7@dp]"]
+)
+def test_sections_are_stored_by_part(text: str) -> None:
+    """A rank's part of a whole tensor, and its boxes in a checkpoint, have the rows of its place in the stored order."""
+    dim = 1 if text.startswith("[7") else 0
+    shard = Shard("i64" + text, sectioned=ORDER._replace(dim=dim))
+    starts = [sum(ORDER.sections[:index]) for index in range(3)]
+    stored = [
+        start + part * (size // 4) + row
+        for part in range(4)
+        for start, size in zip(starts, ORDER.sections, strict=True)
+        for row in range(size // 4)
+    ]
+    whole = torch.arange(torch.Size(shard.shape).numel()).view(shard.shape)
+    assert shard.in_model_order(whole.index_select(dim, torch.tensor(stored))).equal(whole)
+    plain = replace(shard, sectioned=None)
+    for place in itertools.product(*map(range, SIZES.values())):
+        coordinate = dict(zip(SIZES, place, strict=True))
+        part = shard.local(whole, SIZES, coordinate)
+        assert part.equal(plain.local(whole.index_select(dim, torch.tensor(stored)), SIZES, coordinate))
+        filled = torch.zeros_like(part)
+        for piece in pieces(shard.dims, shard.shape, SIZES, coordinate, shard.sectioned):
+            filled[piece.here.slices] = whole[piece.whole.slices]
+        assert filled.equal(part)
 
 
 def test_axes_that_the_mesh_has_not_cut_nothing() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..dims import Dims, SubDim
+from ..dims import Dims, Sectioned, SubDim
 from ..place import PIPELINE
 
 
@@ -104,10 +104,16 @@ Run = tuple[int, int, int]  # (first element in the whole, first element in the 
 
 
 def pieces(
-    dims: Dims, shape: Sequence[int], sizes: Mapping[str, int], coordinate: Mapping[str, int]
+    dims: Dims,
+    shape: Sequence[int],
+    sizes: Mapping[str, int],
+    coordinate: Mapping[str, int],
+    sectioned: Sectioned | None = None,
 ) -> tuple[Piece, ...]:
     """The boxes of a tensor at a coordinate. `shape` is the model's own: padding is left out."""
     runs = [_runs(dim, size, sizes, coordinate) for dim, size in zip(dims, shape, strict=True)]
+    if sectioned is not None:
+        runs[sectioned.dim] = _joined([*_in_model_order(runs[sectioned.dim], sectioned)])
     return tuple(
         Piece(Box(tuple(run[0] for run in chosen), tuple(run[2] for run in chosen)), tuple(run[1] for run in chosen))
         for chosen in itertools.product(*runs)
@@ -136,6 +142,13 @@ def _runs(dim: Sequence[SubDim], size: int, sizes: Mapping[str, int], coordinate
         whole, part = whole * factor, part * count
     runs = [(start, here, min(length, size - start)) for start, here, length in _joined(runs)]
     return [run for run in runs if run[2] > 0]
+
+
+def _in_model_order(runs: Sequence[Run], order: Sectioned) -> Iterator[Run]:
+    for first, here, length in runs:
+        for start, count in order.runs(first, first + length):
+            yield start, here, count
+            here += count
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:

@@ -144,10 +144,10 @@ class Saver:
         self._begun = None
 
     def _own_pieces(self, name: str, held: Held) -> tuple[Piece, ...]:
-        place, dims = self._place, held.shard.dims
-        if not writes_tensor(name, held.shard.cut, place.sizes, place.coordinate, held.holders):
+        place, shard = self._place, held.shard
+        if not writes_tensor(name, shard.cut, place.sizes, place.coordinate, held.holders):
             return ()
-        return pieces(dims, held.shape, place.sizes, place.coordinate)
+        return pieces(shard.dims, held.shape, place.sizes, place.coordinate, shard.sectioned)
 
     def _pin(self, held: Mapping[str, Held], mine: Mapping[str, Sequence[Piece]]) -> None:
         """Allocate pinned memory for pieces on a GPU that are saved for the first time."""

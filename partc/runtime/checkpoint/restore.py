@@ -58,7 +58,7 @@ class Checkpoint:
         """A rank's part of a tensor under any layout; elements that only pad the tensor are zero."""
         saved = self.tensors[name]
         part = torch.zeros(shard.local_shape(sizes), dtype=getattr(torch, saved.dtype))
-        for piece in pieces(shard.dims, saved.shape, sizes, coordinate):
+        for piece in pieces(shard.dims, saved.shape, sizes, coordinate, shard.sectioned):
             self._read(name, piece.whole, part[piece.here.slices])
         return part
 

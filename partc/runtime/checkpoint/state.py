@@ -132,7 +132,8 @@ def by_rows(shard: Shard) -> Shard:
     dims = (shard.dims[0], *(((1, ()),) for _ in shard.dims[1:]))
     text = written_dims(dims)
     holds = (shard.holds[0], *(1 for _ in shard.holds[1:])) if shard.holds else ()
-    return Shard(f"{shard.type.partition('[')[0]}[{text}]", holds=holds, apart=shard.apart)
+    order = shard.sectioned if shard.sectioned is not None and shard.sectioned.dim == 0 else None
+    return Shard(f"{shard.type.partition('[')[0]}[{text}]", holds=holds, sectioned=order, apart=shard.apart)
 
 
 def _uncut(shape: Sequence[int], apart: tuple[str, ...] = ()) -> Shard:

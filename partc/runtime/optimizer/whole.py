@@ -90,7 +90,7 @@ class WholeOptimizer:
         return frozenset()
 
     def _assemble(self, name: str, part: Tensor) -> Tensor:
-        """A new tensor with the parts of all ranks, without padding."""
+        """A new tensor with the parts of all ranks, in the model's order and without padding."""
         shard = self._shards[name]
         factors = [factor for dim in shard.dims for factor in dim]
         if not cutting(shard.dims) & self._coordinate.keys():
@@ -102,6 +102,7 @@ class WholeOptimizer:
                     whole = self._comm.group((axis,)).all_gather(whole, dim=position)
                 whole = whole.narrow(position, 0, size)
             whole = whole.reshape(shard.shape).contiguous()
+        whole = shard.in_model_order(whole)
         return whole[tuple(map(slice, shard.holds))].contiguous() if shard.holds else whole
 
     def _part(self, name: str, whole: Tensor) -> Tensor:

@@ -263,12 +263,13 @@ def check_divisible(program: Program, over: Collection[str] = ()) -> None:
     axes = [(axis, program.sizes[axis]) for axis in program.mesh.names if axis in over]
     parts = ranks * steps * math.prod(ways for _, ways in axes)
     if size % parts:
-        further = "".join(f" and over {axis}={ways}" for axis, ways in axes)
+        counts = [(steps, "microbatches"), (ranks, "ranks"), *((ways, f"ranks of {axis}") for axis, ways in axes)]
+        into = " x ".join(f"{count} {noun}" for count, noun in counts if count > 1)
         rows = next((rows for name in entries if (rows := types[name].shape[0]) % parts == 0), None)
         other = f"; or put an entry of {rows} rows first in batch(), as {entries[0]!r} counts the examples now"
         raise PartcError(
             "P0401",
-            f"a batch of {size} does not divide into {steps} microbatches, each over {ranks} ranks{further}",
+            f"a batch of {size} does not divide into {into}",
             help=f"make it a multiple of {parts}, or lower --microbatches{'' if rows is None else other}",
         )
 

@@ -31,7 +31,15 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from partc.cost.roofline import H100, seconds
-from partc.cost.saved_tensors import Time, changed_buffers, held_inputs, memory_of, microbatches_in_flight, parse_bytes
+from partc.cost.saved_tensors import (
+    Time,
+    changed_buffers,
+    held_inputs,
+    memory_of,
+    microbatches_in_flight,
+    parse_bytes,
+    saved_bytes,
+)
 from partc.errors import PartcError
 from partc.ir.collectives import MOVING
 from partc.ir.layout import Sizes
@@ -39,7 +47,7 @@ from partc.ir.mesh import PIPELINE_AXIS, is_tensor_axis
 from partc.ir.operations import VIEWS, shares_memory
 from partc.ir.program import Graph, Op, Program, Region
 from partc.passes.recompute.budget import assign_points, check_reach, slots, with_points
-from partc.passes.recompute.choice import Point, SavingProblem, frontier, least_saved
+from partc.passes.recompute.choice import Point, SavingProblem, efficient, frontier, least_saved
 from partc.rules import LOWERED, is_cheap, operations
 from partc.schedules import SCHEDULES, compute_order
 from partc.schedules.per_stage import RECOMPUTE, stage_kinds
@@ -102,9 +110,18 @@ def frontiers_of(program: Program) -> dict[str, tuple[Point, ...]]:
     """For every region whose calls run for each microbatch, the efficient choices of saved values."""
     held = held_inputs(program)
     return {
-        region.name: frontier(timed_problem(region, held[region.name], fixed, program.sizes))
-        for region, fixed in _chosen(program)
+        region.name: _frontier(region, held[region.name], fixed, program.sizes) for region, fixed in _chosen(program)
     }
+
+
+def _frontier(region: Region, held: frozenset[str], fixed: frozenset[str], sizes: Sizes) -> tuple[Point, ...]:
+    """The efficient choices with the bytes that their regions save. The problem counts each view of a memory, of which
+    a region saves one.
+    """
+    found = frontier(timed_problem(region, held, fixed, sizes))
+    bodies = (with_recomputation(region, point.saved | held) for point in found)
+    saved = [saved_bytes(body, held, sizes) for body in bodies]
+    return efficient([replace(point, bytes=bytes) for point, bytes in zip(found, saved, strict=True)])
 
 
 def _chosen(program: Program) -> Iterator[tuple[Region, frozenset[str]]]:

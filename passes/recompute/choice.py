@@ -72,10 +72,10 @@ def frontier(choice: SavingProblem) -> tuple[Point, ...]:
         corners = problem.corners()
         apart = (corners[0].bytes - corners[-1].bytes) // (most + 1)
         found += [*corners, *itertools.islice(problem.sweep(apart), most)]
-    return _efficient(found)
+    return efficient(found)
 
 
-def _efficient(points: Sequence[Point]) -> tuple[Point, ...]:
+def efficient(points: Sequence[Point]) -> tuple[Point, ...]:
     """The points that no other beats, from most to fewest bytes."""
     found: list[Point] = []
     for point in sorted(points, key=lambda point: (point.bytes, point.effort)):

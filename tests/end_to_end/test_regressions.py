@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partc
+from partc.errors import PartcError
 from tests.fuzz.model import Fuzzed
 
 
@@ -778,3 +780,25 @@ def input_statistics() -> nn.Module:
 def test_statistics_of_inputs_change_once(schedule: str) -> None:
     """Two stages of one rank read them."""
     _equal(input_statistics, _batch(), "pp=2", microbatches=2, schedule=schedule)
+
+
+class Recurrent(nn.Module):
+    """Two recurrent layers whose sequences cp gathers: backward reads several views of one gathered value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 1)
+        self.rnn = nn.GRU(4, 4, 2, batch_first=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(ids))[0]).square().mean()  # type: ignore[no-any-return]
+
+
+def test_views_of_one_value_are_saved_once_under_a_budget() -> None:
+    """A choice of saved values was not found again by its bytes, in which each view counted."""
+    how: dict[str, Any] = {"mesh": "dp=2,cp=2", "precision": "fp64", "zero": 2}
+    batch = {"ids": torch.randint(8, (8, 4))}
+    with pytest.raises(PartcError, match="828 B more than the budget") as caught:
+        partc.compile(Recurrent(), batch, recompute="18KB", **how)
+    assert caught.value.code == "P0415"
+    partc.compile(Recurrent(), batch, recompute="18828B", **how)

@@ -183,7 +183,7 @@ def _parameter_entry(parameter: Parameter, row: int, program: Program) -> dict[s
     return {
         "shape": list(own.shape),
         **_typed(own, program),
-        **_ordered(order and order._replace(dim=order.dim - 1)),
+        **_ordered(order and order.of_row),
         "stack": {"name": parameter.name, "rows": _layout(Layout((rows,)), program), "row": row},
     }
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate
 
 from partc import fuel
 from partc.ir.layout import Sizes, SubDim
@@ -36,13 +36,13 @@ from partc.sharding.pins import Pin
 
 Place = tuple[str, int]  # a value and one of its dimensions
 Sections = tuple[int, ...]
-# Operations that take their operand apart, and the position of the argument that is the dimension.
+# Operations that divide a dimension of their operand, and the position of the argument that names it.
 _APART: Mapping[str, int] = {"split": 2, "slice": 1, "unbind": 1, "select": 1}
 _Found = Mapping[str, Sequence["_Fusion"]]  # the fused projections of each region
 
 
 def sections(program: Program, *, pins: Sequence[Pin] = (), orders: Mapping[str, Sectioned] | None = None) -> Program:
-    """Store the sections of fused projections by rank, if the tensor axes divide all of them.
+    """Store each rank's rows of a fused projection next to each other, if the tensor axes divide all its sections.
 
     A parameter keeps the model's order if a pin names it, or if another call reads it in that order. If `orders` are
     given, as for an evaluation of trained parameters, only these are chosen, also for pinned parameters.
@@ -106,7 +106,7 @@ def written_out(op: Op, operand: Value, sizes: Sizes, fresh: Callable[[str], str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fusion:
-    """A fused projection: its parameters, with their orders, and the splits of its sections, by their first results."""
+    """A fused projection: the region's parameters with their orders, and the first result of each split."""
 
     parameters: Mapping[str, Sectioned]
     splits: frozenset[str]
@@ -114,21 +114,20 @@ class _Fusion:
 
 def _orders(program: Program, found: _Found) -> dict[str, set[Sectioned | None]]:
     """The orders in which calls read each parameter of a fused projection; None is the model's order."""
-    wanted = {
-        (region, name): order
-        for region, fusions in found.items()
-        for each in fusions
-        for name, order in each.parameters.items()
-    }
+    wanted: dict[tuple[str, str], set[Sectioned | None]] = {}
+    for region, fusions in found.items():
+        for each in fusions:
+            for name, order in each.parameters.items():
+                wanted.setdefault((region, name), set()).add(order)
     orders: dict[str, set[Sectioned | None]] = {}
     for call in program.calls:
         for name, value in zip(call.params, program.region(call.region).params, strict=True):
-            orders.setdefault(name, set()).add(wanted.get((call.region, value.name)))
+            orders.setdefault(name, set()).update(wanted.get((call.region, value.name), {None}))
     return {name: read for name, read in orders.items() if read != {None}}
 
 
 def _kept(program: Program, pins: Sequence[Pin]) -> set[str]:
-    """The parameters whose order stays: pinned ones, and those with rows that the model does not have or changes."""
+    """The parameters that keep their order: pinned ones, updated ones, and those whose rows differ from the model's."""
     updated = {buffer for buffer, _ in program.updates}
     return {
         item.name
@@ -139,7 +138,7 @@ def _kept(program: Program, pins: Sequence[Pin]) -> set[str]:
 
 
 def _stored(program: Program, region: str, fusion: _Fusion) -> set[str]:
-    """The parameters that calls pass for those of the fused projection."""
+    """The program's parameters that calls bind to the parameters of a region's fused projection."""
     params = [value.name for value in program.region(region).params]
     return {
         name
@@ -162,8 +161,8 @@ def _with_ways(region: Region, fusions: Iterable[_Fusion], ways: int) -> Region:
 
 
 def _with_splits(region: Region, firsts: Collection[str] | None = None) -> Region:
-    """The region with splits instead of slices that take all sections of a dimension; with `firsts`, only those whose
-    first slice is among them.
+    """The region with one split in place of slices that together cover a dimension. With `firsts`, only slices whose
+    first one makes one of these values are replaced.
     """
     types = region.types(region.forward)
     sliced: dict[Place, dict[int, Op]] = {}  # the slices of a dimension, by their first elements
@@ -175,12 +174,12 @@ def _with_splits(region: Region, firsts: Collection[str] | None = None) -> Regio
                 sliced.setdefault((name, dim), {}).setdefault(start, op)
     splits: dict[str, Op] = {}
     for (name, dim), by_start in sliced.items():
-        slices = [op for _, op in sorted(by_start.items())]
-        ends = [0, *(start + op.result.type.shape[dim] for start, op in sorted(by_start.items()))]
-        whole = ends[-1] == types[name].shape[dim] and [*sorted(by_start)] == ends[:-1]
-        if whole and len(slices) > 1 and (firsts is None or slices[0].result.name in firsts):
-            results = tuple(op.result for op in slices)
-            split = replace(slices[0], name="split", args=(Ref(name), _widths(ends), dim), results=results)
+        starts = sorted(by_start)
+        results = tuple(by_start[start].result for start in starts)
+        widths = tuple(value.type.shape[dim] for value in results)
+        covers = [0, *accumulate(widths)] == [*starts, types[name].shape[dim]]
+        if covers and len(starts) > 1 and (firsts is None or results[0].name in firsts):
+            split = replace(by_start[0], name="split", args=(Ref(name), widths, dim), results=results)
             splits |= dict.fromkeys((value.name for value in results), split)
     ops: list[Op] = []
     made: set[str] = set()
@@ -192,10 +191,6 @@ def _with_splits(region: Region, firsts: Collection[str] | None = None) -> Regio
             ops.append(splits[name])
             made |= {value.name for value in splits[name].results}
     return replace(region, forward=replace(region.forward, ops=tuple(ops)))
-
-
-def _widths(ends: Sequence[int]) -> Sections:
-    return tuple(end - start for start, end in pairwise(ends))
 
 
 class _UnlikeError(Exception):
@@ -287,8 +282,8 @@ class _Projections:
         return found.pop(), nested
 
     def _alike(self, start: Place, *, made: bool = False) -> _Alike:
-        """The values whose rows follow those of a value, and the splits that end them. If it is `made` by a split,
-        that split is not followed. Raises _UnlikeError if rows meet an operation that tells them apart.
+        """The values that must be reordered together with a value, and the splits that read them. If a split has
+        `made` the value, that split is not followed. Raises _UnlikeError if an operation treats rows differently.
         """
         found = _Alike()
         waiting = [start]
@@ -313,7 +308,7 @@ class _Projections:
         return found
 
     def _carriers(self, op: Op, place: Place) -> Iterator[Place]:
-        """The values of an operation that carry the same rows, which must be a dimension of each by themselves."""
+        """The operands and results of an operation that have the same rows, which must be a whole dimension of each."""
         rule = rule_of(op, self._types) if op.name not in RANDOM else None
         if rule is None:
             raise _UnlikeError
@@ -357,6 +352,6 @@ class _Projections:
 
 
 def _dimension(op: Op) -> int:
-    """The dimension along which an operation takes its operand apart."""
+    """The dimension that an operation divides."""
     (dim,) = integers(argument(op, _APART[op.name], "dim", 0))
     return dim

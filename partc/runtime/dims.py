@@ -24,6 +24,11 @@ class Sectioned(NamedTuple):
     ways: int
     sections: tuple[int, ...]
 
+    @property
+    def of_row(self) -> Sectioned:
+        """The order of each row, for the order of a stack of rows."""
+        return self._replace(dim=self.dim - 1)
+
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The stored elements from `start` to `stop`, in runs of the model: (first element there, number)."""
         each = sum(self.sections) // self.ways

@@ -87,9 +87,9 @@ class Shard:
     @property
     def row(self) -> Shard:
         """The shard of each row of a stack."""
-        type, order = f"{self.type.partition('[')[0]}[{written_dims(self.dims[1:])}]", self.sectioned
-        within = order and order._replace(dim=order.dim - 1)
-        return replace(self, type=type, sectioned=within, stacked=False, apart=tuple(sorted(cutting(self.dims[:1]))))
+        type = f"{self.type.partition('[')[0]}[{written_dims(self.dims[1:])}]"
+        order = self.sectioned and self.sectioned.of_row
+        return replace(self, type=type, sectioned=order, stacked=False, apart=tuple(sorted(cutting(self.dims[:1]))))
 
     def member(self, rows: int) -> Shard:
         """The shard of a whole table, which is a member of this one."""

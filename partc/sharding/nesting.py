@@ -16,19 +16,20 @@ from partc.rules import RING, OpRule
 from partc.rules.tried import rule_of
 from partc.sharding.assignment import Alternative, Solution
 from partc.sharding.choices import placed_axes, weight_axes
+from partc.sharding.disjoint_sets import DisjointSets
 from partc.sharding.placements import Places
 
 
 def inside_weight_axes(program: Program, axis: str, places: Places, solution: Solution) -> Solution:
-    """The solution for a sequence axis in which values that are cut only within a region, such as heads, leave room for
-    the weight axes to cut them first.
+    """Move a sequence axis' cuts inside those of the weight axes, for values that are cut only within a region, such as
+    heads.
     """
     order = placed_axes(program.sizes)
     later = order[order.index(axis) + 1 :]
     ways = math.prod(program.sizes[other] for other in weight_axes(program.sizes) if other in later)
     if ways == 1:
         return solution
-    alike = _JoinedNodes()
+    alike: DisjointSets[Hashable] = DisjointSets()
     for wire in places.problem.wires:
         made = solution.chosen[wire.source].makes[wire.output]
         for reader, index in wire.readers:
@@ -40,21 +41,6 @@ def inside_weight_axes(program: Program, axis: str, places: Places, solution: So
     fixed |= {alike.of(name) for name, choice in cuts.items() if not _divides(choice, rules.get(name), parts)}
     moved = {name: _inside(choice, ways) for name, choice in cuts.items() if alike.of(name) not in fixed}
     return replace(solution, chosen={**solution.chosen, **moved})
-
-
-class _JoinedNodes:
-    """Disjoint sets of names."""
-
-    def __init__(self) -> None:
-        self._parents: dict[Hashable, Hashable] = {}
-
-    def of(self, name: Hashable) -> Hashable:
-        while (parent := self._parents.get(name, name)) != name:
-            name = parent
-        return name
-
-    def join(self, one: Hashable, other: Hashable) -> None:
-        self._parents[self.of(one)] = self.of(other)
 
 
 def _crossing(program: Program, places: Places) -> set[Hashable]:

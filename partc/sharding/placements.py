@@ -20,6 +20,7 @@ from partc.rules.tried import rule_of
 from partc.sharding import reshard
 from partc.sharding.assignment import Alternative, Node, Price, Problem, Solution, Wire
 from partc.sharding.choices import axis_order, layouts, weight_axes
+from partc.sharding.disjoint_sets import DisjointSets
 from partc.sharding.pins import Pin
 
 Slot = tuple[
@@ -95,7 +96,7 @@ def large_parts(program: Program) -> frozenset[tuple[TensorType, int]]:
     read = {
         (region.name, params[region.name].index(name))
         for region in program.regions
-        for name in _looked_up(region) | _transformed(region)
+        for name in _looked_up(region) | _transformed(region, _weights(region))
         if name in params[region.name]
     }
     tables = {name for call in program.calls for index, name in enumerate(call.params) if (call.region, index) in read}
@@ -114,9 +115,11 @@ def _looked_up(region: Region) -> set[str]:
     return {next(op.refs()) for op in region.forward.ops if op.name == "embedding"}
 
 
-def _transformed(region: Region) -> set[str]:
-    """The parameters that the region multiplies by other parameters alone, such as tables of relative positions."""
-    weights = _weights(region)
+def _transformed(region: Region, weights: Mapping[str, str]) -> set[str]:
+    """The parameters that the region multiplies by other parameters alone, such as tables of relative positions.
+
+    `weights` has the values that are computed from one parameter alone, with that parameter.
+    """
     products = (op for op in region.forward.ops if is_matmul(op) and weights.keys() >= {*op.refs()})
     return {weights[next(op.refs())] for op in products}
 
@@ -221,7 +224,7 @@ class _PlacementProgram:
         experts = expert_weights(graph, types) if self.by_rows else frozenset()
         self.travelled.update(owners[name] for name in experts if name in owners)
         weights = _weights(region)
-        self.transformed |= {owners[name] for name in _transformed(region)}
+        self.transformed |= {owners[name] for name in _transformed(region, weights)}
         self.looked_up |= {owners[name] for name in _looked_up(region) if name in owners}
         for index, op in enumerate(graph.ops):
             node = self._operation(region, index, op, types, live, cuts, experts)
@@ -477,8 +480,8 @@ class _PlacementProgram:
                 if owner in self.travelled:  # the pass `experts` checks their pins
                     self.pins_met.update(pin.pattern for pin, _ in self.pins if pin.matches(name))
                     continue
-                why = f"but --batch-over lets {self.axis} cut the batch in every call that reads it"
-                why = why if owner in by_examples else _ILLEGAL
+                cut_batch = f"but --batch-over lets {self.axis} cut the batch in every call that reads it"
+                why = cut_batch if owner in by_examples else _ILLEGAL
                 alternatives = self._pinned(name, type, alternatives, lambda choice: choice.makes[0], why)
             self.nodes.append(Node(name=owner, alternatives=tuple(alternatives)))
 
@@ -603,19 +606,11 @@ def placement_text(type: TensorType, placement: Hashable, axis: str) -> str:
     return f"[{', '.join(entries)}]"
 
 
-def _merged_slots(program: Program) -> dict[Slot, Hashable]:
+def _merged_slots(program: Program) -> Mapping[Slot, Hashable]:
     """The slots whose placements must agree: calls pass values and parameters without changing their layouts."""
-    parent: dict[Slot, Slot] = {}
-
-    def find(slot: Slot) -> Slot:
-        parent.setdefault(slot, slot)
-        while parent[slot] != slot:
-            parent[slot] = parent[parent[slot]]
-            slot = parent[slot]
-        return slot
-
+    sets: DisjointSets[Slot] = DisjointSets()
     for slot in (*(("value", v.name) for v in program.values), *(("parameter", p.name) for p in program.parameters)):
-        find(slot)
+        sets.of(slot)
     for call in program.calls:
         region = program.region(call.region)
         pairs: list[tuple[Slot, Slot]] = []
@@ -626,7 +621,7 @@ def _merged_slots(program: Program) -> dict[Slot, Hashable]:
             for name, value in zip(call.params, region.params, strict=True)
         )
         for a, b in pairs:
-            parent[find(b)] = find(a)
+            sets.join(a, b)
     for buffer, next_value in program.updates:
-        parent[find(("value", next_value))] = find(("parameter", buffer))
-    return {slot: find(slot) for slot in list(parent)}
+        sets.join(("parameter", buffer), ("value", next_value))
+    return sets.representatives()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -292,24 +295,23 @@ def test_what_matters_nowhere_is_let_be(name: str, tmp_path: Path) -> None:
     assert "random" in name or random.getstate() == drawn
 
 
-def test_a_model_is_traced_once_where_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 0
-    export = torch.export.export
+@contextmanager
+def counted_exports() -> Iterator[Mock]:
+    """A context with a mock that `torch.export.export` calls through."""
+    with patch.object(torch.export, "export", wraps=torch.export.export) as export:
+        yield export
 
-    def counted(*args: object, **kwargs: object) -> object:
-        nonlocal count
-        count += 1
-        return export(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(torch.export, "export", counted)
+def test_a_model_is_traced_once_where_nothing_changes(tmp_path: Path) -> None:
     path = tmp_path / "plain.py"
     path.write_text(
         "import torch\nfrom torch import nn\n\ndef model():\n    return nn.Sequential(nn.Linear(6, 1), nn.Dropout(0.1))\n\n"
         "def batch():\n    return {'x': torch.randn(4, 6)}\n\ndef loss(model, batch):\n    return model(batch['x']).mean()\n"
     )
     file = load(path, {})
-    capture(file.model, file.batch, file.loss, precision="fp32", path=file.path)
-    assert count == 1
+    with counted_exports() as export:
+        capture(file.model, file.batch, file.loss, precision="fp32", path=file.path)
+    assert export.call_count == 1
 
 
 class Noting(torch.nn.Module):
@@ -333,23 +335,14 @@ class Noting(torch.nn.Module):
         return made.square().mean()
 
 
-def traces(monkeypatch: pytest.MonkeyPatch, notes: bool) -> int:
-    count = 0
-    export = torch.export.export
-
-    def counted(*args: object, **kwargs: object) -> object:
-        nonlocal count
-        count += 1
-        return export(*args, **kwargs)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.export, "export", counted)
+def traces(notes: bool) -> int:
+    with counted_exports() as export:
         trace_model(partial(Noting, notes), lambda: {"x": torch.zeros(8, 6)}, name="noting", mesh=Mesh.parse("dp=2"))
-    return count
+    return int(export.call_count)
 
 
-def test_changes_of_state_are_tried_in_one_of_the_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_state_are_tried_in_one_of_the_traces() -> None:
     """The traces of other outcomes of tests, with which the first trace is compared, do not try them again."""
-    plain = traces(monkeypatch, notes=False)
+    plain = traces(notes=False)
     assert plain > 2, "tests of masks have several outcomes"
-    assert traces(monkeypatch, notes=True) <= plain + 1
+    assert traces(notes=True) <= plain + 1

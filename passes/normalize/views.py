@@ -8,7 +8,7 @@ from dataclasses import replace
 from partc.ir.program import Arg, DTypeArg, Op, Ref
 from partc.passes.normalize.identities import IDENTITIES
 from partc.passes.normalize.writer import Rewrite, Writer, ref
-from partc.rules.rule import argument, number
+from partc.rules.rule import argument, integers, number
 
 
 def reshape(w: Writer, op: Op) -> None:
@@ -24,10 +24,25 @@ def permute(order: Callable[[Op, int], tuple[int, ...]]) -> Rewrite:
         dims = order(op, rank) if rank else ()
         if dims == tuple(range(rank)):
             w.drop(op)
+        elif (back := unpermuted(w, ref(op.args[0]), dims, op.module)) is not None:
+            w.alias(op.result.name, back.name)
         else:
             w.add(op, "permute", (op.args[0], dims))
 
     return rewrite
+
+
+def unpermuted(w: Writer, x: Ref, dims: tuple[int, ...], module: str | None = None) -> Ref | None:
+    """The value that permutations lead back to, if those that made `x`, followed by `dims`, cancel each other.
+
+    With a module, only its own permutations count: two layers of one form stay equal, whatever stands around them.
+    """
+    while (made := w.made.get(x.name)) is not None and made.name == "permute" and module in (None, made.module):
+        x, before = ref(made.args[0]), integers(made.args[1])
+        dims = tuple(before[dim] for dim in dims)
+        if dims == tuple(range(len(dims))):
+            return x
+    return None
 
 
 def swapped(op: Op, rank: int) -> tuple[int, ...]:

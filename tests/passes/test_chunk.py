@@ -339,6 +339,17 @@ def test_a_loss_with_class_weights_stays_with_its_head(tmp_path: Path) -> None:
     assert "linear_cross_entropy" in {op.name for op in program.regions[-1].forward.ops}
 
 
+@pytest.mark.parametrize("mesh", ["tp=3", "pp=2"])
+def test_classes_in_the_second_dimension_are_chunked(mesh: str, tmp_path: Path) -> None:
+    flat = 'model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()'
+    assert flat in APART
+    (tmp_path / "m.py").write_text(APART.replace(flat, 'model(batch["ids"]).transpose(1, 2), batch["labels"]'))
+    package = partc.compile(tmp_path / "m.py", mesh=mesh, microbatches=2, loss_chunks=2, precision="fp64")
+    assert "linear_cross_entropy" in {op.name for op in package.program.regions[-1].forward.ops}
+    found = package.verify(virtual=True, steps=1)
+    assert found.ok and found.worst.rel_err < 1e-12
+
+
 @pytest.mark.parametrize("kernels", ["aten", "triton"])
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=3", "pp=2"])
 def test_a_head_that_is_not_trained(mesh: str, kernels: str, tmp_path: Path) -> None:

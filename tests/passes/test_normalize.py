@@ -348,6 +348,52 @@ def test_classes_in_the_second_dimension() -> None:
     assert names(check(Function(forward), {**X, "labels": labels})).count("cross_entropy") == 1
 
 
+@pytest.mark.parametrize("moved", [lambda x: x.mT, lambda x: x.transpose(1, 2).double(), lambda x: x.movedim(2, 1)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_classes_that_are_moved_for_a_loss_stay_last(moved: Callable[[Tensor], Tensor], reduction: str) -> None:
+    labels = torch.tensor([[0, 6, -100], [2, 2, 3], [-100, -100, -100], [5, 1, -100], [0, 0, 0]])
+
+    def forward(m: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(moved(F.linear(x, m.w)), labels, reduction=reduction).square().sum()
+
+    assert "permute" not in names(check(Function(forward), {**X, "labels": labels}))
+
+
+def test_permutations_that_cancel_are_dropped() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        turned = x.permute(2, 0, 1)
+        return (turned.movedim(0, 2) + turned.permute(2, 0, 1).permute(2, 0, 1)).cumsum(1).sum()
+
+    assert "permute" not in names(check(Function(forward), {"x": torch.randn(5, 3, 6)}))
+
+
+class Layers(nn.Module):
+    """Each layer turns its rows before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Turned() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x.mT).relu().mT
+
+
+def test_layers_that_turn_their_rows_stay_equal() -> None:
+    layers = outline(check(Layers(), {"x": torch.randn(2, 4, 5)})).calls
+    assert len({call.region for call in layers if call.name.startswith("layers")}) == 1
+
+
 HEADS = {"x": torch.randn(3, 4, 5, 6), "k": torch.randn(3, 2, 5, 6)}
 
 

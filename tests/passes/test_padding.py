@@ -54,6 +54,24 @@ def test_fifty_thousand_tokens_on_eight_ranks_are_never_gathered(tmp_path: Path)
                 assert all(50_264 // 8 not in value.type.layout.local_shape(sizes) for value in op.results)
 
 
+class Tagger(nn.Module):
+    """Its loss reads the classes in the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 13)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x).transpose(1, 2), labels)
+
+
+def test_classes_in_the_second_dimension_are_padded() -> None:
+    batch = {"x": torch.randn(4, 5, 6), "labels": torch.randint(13, (4, 5))}
+    package = partc.compile(Tagger, batch, mesh="tp=2", precision="fp64")
+    assert package.program.parameter("head.weight").holds == (13, 6)
+    assert package.verify().ok
+
+
 class Classifier(nn.Module):
     """Its logits are read by a loss, and as they are by a penalty."""
 

@@ -17,6 +17,7 @@ import jsonschema
 import pytest
 import torch
 
+import partc
 from partc.codegen.calls import runs
 from partc.codegen.expressions import expression
 from partc.codegen.formatting import formatted
@@ -290,19 +291,17 @@ def test_emitted_modules_read_as_agreed() -> None:
 
 
 def test_everything_emitted_is_formatted(tmp_path: Path) -> None:
-    folder = write(tmp_path, emitted(classifier(5, "2x2x2")))
-    for name in ("regions", "stages", "ranks", "train.py"):
-        check = [
-            sys.executable,
-            "-m",
-            "ruff",
-            "format",
-            "--check",
-            "--diff",
-            "--line-length",
-            "120",
-            str(folder / name),
-        ]
+    """Also the imports of a stage with sectioned parameters, whose lines are joined by the template."""
+    write(tmp_path / "classifier", emitted(classifier(5, "2x2x2")))
+    partc.compile(ROOT / "tests" / "models" / "fused.py", mesh="dp=2,tp=2").write(tmp_path / "fused")
+    found = [
+        tmp_path / name / part
+        for name in ("classifier", "fused")
+        for part in ("regions", "stages", "ranks", "train.py")
+    ]
+    assert "Sectioned" in (tmp_path / "fused" / "stages" / "stage_0.py").read_text()
+    for how in (["format", "--check", "--diff"], ["check", "--select", "I,F,E,W,B,UP"]):
+        check = [sys.executable, "-m", "ruff", *how, "--isolated", "--line-length", "120", *map(str, found)]
         done = subprocess.run(check, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -18,7 +18,7 @@ Where a derivative works in place, they are traced by AOT autograd, which makes 
 long. Every value has its name in the traced graph, and so has its gradient: both graphs keep the model's own names and
 layouts. Values that the backward graph reads and that do not depend on an incoming gradient are saved, unless a view or
 a constant recreates them at no cost. A buffer that the model changes is saved with its old value. Equal operations of a
-backward graph are merged, such as the gradients of both factors of `x * x`.
+graph are merged, such as the gradients of both factors of `x * x`.
 """
 
 from __future__ import annotations

@@ -86,8 +86,12 @@ def split(traced: fx.Graph, region: Region, roots: frozenset[str], live: set[str
     }
     ops = (*ops, *(reader.alias(was, now) for was, now in again.items()))
     returned = tuple(was if was in again else now for was, now in pairs)
-    forward = needed(ops, returned)
-    backward, finals = _backward(ops, forward, wanted, reader, given=frozenset(arguments))
+    # Values that equal each other here may have differed in gradients, such as a value and its detached copy.
+    forward, same = _merged(needed(ops, returned), kept=frozenset(returned))
+    ops = tuple(op.renamed(same) for op in ops)
+    origins = ((name, reader.name_of(node)) for name, node in wanted.items())
+    sources = {name: same.get(origin, origin) for name, origin in origins}
+    backward, finals = _backward(ops, forward, sources, reader, given=frozenset(arguments))
     saved = _saved((*backward, *finals), tuple(gradient_name(name) for name in wanted), region, incoming)
     values = {value.name: value for op in ops for value in op.results} | {v.name: v for v in region.forward.inputs}
     graph = Graph(
@@ -193,14 +197,14 @@ def _dependents(nodes: Iterable[fx.Node], roots: Iterable[fx.Node]) -> set[fx.No
 
 
 def _backward(
-    ops: tuple[Op, ...], forward: tuple[Op, ...], wanted: Mapping[str, fx.Node], reader: _Reader, given: frozenset[str]
+    ops: tuple[Op, ...], forward: tuple[Op, ...], sources: Mapping[str, str], reader: _Reader, given: frozenset[str]
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """The operations of the backward graph, and the renames that finish it.
 
-    Values that the forward pass computes from constants are computed again, not saved.
+    `sources` are the gradients to return, by the name of their input or parameter. Values that the forward pass
+    computes from constants are computed again, not saved.
     """
     made = {value.name for op in forward if any(True for _ in op.refs()) for value in op.results}
-    sources = {name: reader.name_of(node) for name, node in wanted.items()}
     merged, same = _merged(needed(ops, sources.values(), given=made | given))
     sources = {name: same.get(source, source) for name, source in sources.items()}
     finals = tuple(
@@ -215,18 +219,20 @@ def _backward(
     return merged, finals
 
 
-def _merged(ops: Iterable[Op]) -> tuple[tuple[Op, ...], dict[str, str]]:
+def _merged(ops: Iterable[Op], *, kept: Set[str] = frozenset()) -> tuple[tuple[Op, ...], dict[str, str]]:
     """Merge equal operations, such as those that compute the gradients of both factors of `x * x`.
 
-    Returns the operations that are left, and the remaining name of each value that was merged.
+    Operations with a result in `kept` are left. Returns the operations that are left, and the remaining name of each
+    value that was merged.
     """
     known: dict[tuple[object, ...], Op] = {}
     same: dict[str, str] = {}
     left: list[Op] = []
     for op in ops:
         op = op.renamed(same)
-        first = op if op.name in RANDOM or op.body else known.setdefault(op.content, op)
-        if first is op or not fuel.may_rewrite("equal gradient", op.source):
+        alone = op.name in RANDOM or op.body or any(value.name in kept for value in op.results)
+        first = op if alone else known.setdefault(op.content, op)
+        if first is op or not fuel.may_rewrite("equal operation", op.source):
             left.append(op)
         else:
             same.update((new.name, old.name) for new, old in zip(op.results, first.results, strict=True))

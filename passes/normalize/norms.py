@@ -2,10 +2,14 @@
 
     y = batch_norm(x, w, b, rm, rv, True, 0.1, 1e-5)  ->  mean = sum(x, (0, 2, 3), True) / n
                                                           c    = x - mean
-                                                          var  = sum(c * c, (0, 2, 3), True) / n
+                                                          d    = x - mean.detach()
+                                                          var  = sum(d * d, (0, 2, 3), True) / n
                                                           y    = c * rsqrt(var + 1e-5) * w + b
                                                           rm.copy_(0.9 * rm + 0.1 * mean)
                                                           rv.copy_(0.9 * rv + 0.1 * n / (n - 1) * var)
+
+The variance passes no gradient to the mean, because deviations add up to zero. In backward, the two sums over ranks
+are then independent, and `overlap` joins them. `differentiate` merges the equal values c and d.
 
 Running statistics use the unbiased variance (Ioffe and Szegedy 2015, algorithm 2).
 """
@@ -51,7 +55,9 @@ class _Norm:
             total = self.add("sum", (x, dims, True), "sum", small)
             found = self.add("div", (total, count), "mean", small)
             centered = self.add("sub", (x, found), "centered", shape)
-            squares = self.add("mul", (centered, centered), "squares", shape)
+            held = self.add("detach", (found,), "held", small)
+            apart = self.add("sub", (x, held), "apart", shape)
+            squares = self.add("mul", (apart, apart), "squares", shape)
             spread = self.add("div", (self.add("sum", (squares, dims, True), "spread", small), count), "var", small)
             if isinstance(mean, Ref) and isinstance(var, Ref):
                 self.track(mean, found, momentum, 1.0)

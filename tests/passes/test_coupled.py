@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,28 @@ class Best(nn.Module):
 def test_a_sum_that_exists_whole_is_read_whole() -> None:
     package = partc.compile(Best, _batch(), mesh="dp=3", precision="fp64")
     assert sum(op.name == "all_reduce" for region in package.program.regions for op in region.forward.ops) == 1
+    result = package.verify(steps=3)
+    assert result.ok, result.worst
+
+
+class Normed(nn.Module):
+    """A batch norm over examples and places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Conv1d(2, 6, 1), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x)).sigmoid().square().mean()
+
+
+def test_a_batch_norm_takes_one_sum_over_ranks_in_backward() -> None:
+    package = partc.compile(Normed, {"x": torch.randn(8, 2, 3)}, mesh="dp=2", precision="fp64")
+    (region,) = (region for region in package.program.regions if any("running_mean" in x.name for x in region.params))
+    assert region.backward is not None
+    forward, backward = (Counter(op.name for op in graph.ops) for graph in (region.forward, region.backward))
+    assert (forward["all_reduce"], backward["all_reduce"]) == (2, 1)
+    assert forward["sub"] == 1  # one centred value for the variance and for the result
     result = package.verify(steps=3)
     assert result.ok, result.worst
 

@@ -21,7 +21,7 @@ joined first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from partc import fuel
@@ -48,7 +48,7 @@ def _graph(graph: Graph, params: Mapping[str, TensorType], sizes: Sizes) -> Grap
         return graph
     graph = with_joined_sums(graph, params, sizes)
     types = {**params, **{name: value.type for name, value in graph.definitions().items()}}
-    line = _Line(list(graph.ops), {id(op): seconds(op, types, sizes) for op in graph.ops})
+    line = _Line(list(graph.ops), {id(op): seconds(op, types, sizes) for op in graph.ops}, _needs(graph))
     taken = {*types}
     for op in _moving(graph, sizes):
         wait = line.hidden(op) if fuel.may_rewrite("overlap", op.source) else None
@@ -64,22 +64,64 @@ def _moving(graph: Graph, sizes: Sizes) -> list[Op]:
     return [op for op in graph.ops if op.name in MOVING and sizes[str(dict(op.attrs)["axis"])] > 1]
 
 
+def _needs(graph: Graph) -> dict[int, int]:
+    """The numbers of the operations that each operation depends on, and its own, as bits."""
+    made: dict[str, int] = {}
+    found: dict[int, int] = {}
+    for number, op in enumerate(graph.ops):
+        bits = 1 << number
+        for name in op.refs():
+            bits |= made.get(name, 0)
+        found[id(op)] = bits
+        made.update((value.name, bits) for value in op.results)
+    return found
+
+
 @dataclass(slots=True)
 class _Line:
-    """The operations in their new order, and the time of each."""
+    """The operations in their new order, and the time of each.
+
+    Sets of operations are bits. They end the search for operations that may be postponed where none is left: a search
+    through all earlier operations for every collective would take quadratic time.
+    """
 
     ops: list[Op]
     times: Mapping[int, float]
+    needs: Mapping[int, int]
+    place: int = 0  # of the last collective
+    before: int = 0  # operations that take time and precede it
+    fixed: int = 0  # operations that stay before it, and all that they depend on
 
     def at(self, op: Op) -> int:
-        return next(index for index, other in enumerate(self.ops) if other is op)
+        """The index of a collective that is the last one or follows it."""
+        return next(index for index in range(self.place, len(self.ops)) if self.ops[index] is op)
+
+    def bits(self, ops: Iterable[Op]) -> int:
+        """The bits of the operations that take time."""
+        return sum(1 << self.needs[id(op)].bit_length() - 1 for op in ops if self._time(op))
+
+    def go_to(self, place: int) -> None:
+        """Go on to the next collective. Operations that take no time, and those that hide a collective, are fixed."""
+        for index in range(self.place, place):
+            op = self.ops[index]
+            if op.name == "wait":
+                (work,) = op.refs()
+                for hiding in reversed(self.ops[:index]):
+                    if any(value.name == work for value in hiding.results):
+                        break
+                    self.fixed |= self.needs.get(id(hiding), 0)
+            elif self._time(op):
+                self.before |= self.bits((op,))
+            else:
+                self.fixed |= self.needs.get(id(op), 0)
+        self.place = place
 
     def hidden(self, op: Op) -> int | None:
         """Move operations between a collective and its first reader; returns the reader's index, or None if nothing
         moves.
         """
         left = self._delayed(op)
-        start = self.at(op)
+        start = self.place
         reader = self._reader(start, op.result.name)
         if left > 0:
             between = sum(map(self._time, self.ops[start + 1 : reader]))
@@ -96,13 +138,17 @@ class _Line:
         Operations that hide another collective stay. Returns the seconds of the collective that are not hidden.
         """
         left, place = self.times[id(op)], self.at(op)
+        self.go_to(place)
+        self.fixed |= self.needs[id(op)]
+        free = self.before & ~self.fixed
         needed = {*op.refs()}
         under_way: set[str] = set()  # in progress at this position, until a later wait
         chosen: list[int] = []
         for index in range(place - 1, -1, -1):
             before = self.ops[index]
-            if left <= 0:
+            if left <= 0 or not free:
                 break
+            free &= ~self.bits((before,))
             if before.name == "wait":
                 under_way.update(before.refs())
             under_way.difference_update(value.name for value in before.results)
@@ -115,6 +161,8 @@ class _Line:
         self.ops[place + 1 : place + 1] = moved
         for index in chosen:
             del self.ops[index]
+        self.before &= ~self.bits(moved)
+        self.place = place - len(chosen)
         return left
 
     def _reader(self, start: int, name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from partc.ir.collectives import MOVING
 from partc.ir.mesh import Mesh
 from partc.ir.parser import parse
 from partc.ir.printer import print_graph, print_program, print_region
-from partc.ir.program import Action, Program
+from partc.ir.program import Action, Op, Program
 from partc.ir.verifier import verify_program
 from partc.package.verify import verify
 from partc.passes.actions import actions
@@ -170,6 +171,39 @@ region net phase microbatch:
     return grad_w
 """,
     )
+
+
+def test_searches_end_where_no_operation_is_left_to_postpone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each collective needs all that precede it: the work grows with their number, not with its square."""
+    asked = 0
+
+    def refs(op: Op) -> Iterator[str]:
+        nonlocal asked
+        asked += 1
+        return plain(op)
+
+    plain = Op.refs
+    monkeypatch.setattr(Op, "refs", refs)
+    found = []
+    for depth in (100, 200):
+        asked = 0
+        steps = [
+            f"""    p_{i} = sum(y_{i}, (1,), True)  # f32[1, 1] partial(tp)
+    s_{i} = all_reduce(p_{i}, axis="tp")  # f32[1, 1]
+    y_{i + 1} = mul(y_{i}, s_{i})  # f32[1, 8192@tp]
+    z_{i} = relu(x)  # f32[4096, 8192@tp]"""
+            for i in range(depth)
+        ]
+        program = parse(
+            "program net mesh tp=2 microbatches 1 loss loss\ninput x\nvalue x: f32[4096, 8192@tp]\n"
+            "value loss: f32[] partial(tp)\ncall net = net(x; ) -> loss\n\nregion net phase microbatch:\n  forward:\n"
+            "    input x: f32[4096, 8192@tp]\n    y_0 = sum(x, (0,), True)  # f32[1, 8192@tp]\n"
+            + "\n".join(steps)
+            + f"\n    loss = sum(y_{depth}, (0, 1), False)  # f32[] partial(tp)\n    return loss\n"
+        )
+        overlap(program)
+        found.append(asked)
+    assert found[1] < 2.2 * found[0]
 
 
 def test_small_sums_travel_together() -> None:

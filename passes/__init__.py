@@ -319,6 +319,15 @@ PIPELINE: tuple[Pass, ...] = (
         optional=True,
     ),
     Pass(
+        name="trim",
+        label="Trimmed",
+        does="saved parts of a larger value are copied, so that its memory is freed",
+        requires=("plain",),
+        after=("recompute",),
+        reads=(),
+        optional=True,
+    ),
+    Pass(
         name="split",
         label="Split",
         does="gradients of inputs and of weights are separated, so that those of inputs are sent first",

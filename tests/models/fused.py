@@ -27,9 +27,19 @@ class Attention(nn.Module):
             parts = (q, *both.chunk(2, -1))
         else:
             parts = y.split((WIDTH, self.narrow, self.narrow), -1)
-        heads = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
+        heads = [part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts]
+        if self.how == "rotary":
+            heads[:2] = (_rotated(part) for part in heads[:2])
         mixed = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         return mixed.transpose(1, 2).flatten(2)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Rotary embeddings of [batch, heads, positions, features]."""
+    rates = 0.01 ** torch.linspace(0, 1, x.shape[-1] // 2).repeat(2)
+    angles = torch.arange(x.shape[2])[:, None] * rates
+    first, second = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
 
 
 class States(nn.Module):

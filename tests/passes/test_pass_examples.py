@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "expand": (Case(how={"mesh": "tp=2"}),),
     "chunk": (Case(how={"loss_chunks": 2}),),
     "recompute": (Case(how={"recompute": "selective"}),),
+    "trim": (Case(model="fused", options={"how": "rotary", "seq": 4096}),),
     "split": (Case(how={"mesh": "pp=2", "schedule": "zero-bubble"}),),
     "bias": (Case(options={"turned": True}),),
     "narrow": (Case(model="balanced", how={"precision": "bf16"}),),

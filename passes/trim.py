@@ -39,12 +39,13 @@ def _trimmed(region: Region, sizes: Sizes) -> Region:
     parts: defaultdict[str, set[str]] = defaultdict(set)
     memory = memory_of(region.forward)
     for name in region.saved:
-        parts[memory[name]].add(_part(name, memory[name], makers, size))
+        if memory[name] in makers:
+            parts[memory[name]].add(_part(name, memory[name], makers, size))
     handed_on = {memory[name] for name in region.forward.outputs}
     copied: set[str] = set()
     for whole, found in parts.items():
         kept = sum(size[name] for name in found)
-        if whole in makers and whole not in handed_on and 2 * kept <= size[whole] and size[whole] - kept >= LEAST:
+        if whole not in handed_on and 2 * kept <= size[whole] and size[whole] - kept >= LEAST:
             copied |= found if fuel.may_rewrite("trim", makers[whole].source) else set()
     if not copied:
         return region
